@@ -1,0 +1,84 @@
+"""Regex rules → sharded models, optimizers and checkpoints, for JAX and Flax.
+
+Names are imported when they are first used, so `import flax_layoutmap` alone loads
+neither JAX nor Flax.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flax_layoutmap import checkpoint as checkpoint
+    from flax_layoutmap._create import create as create
+    from flax_layoutmap._create import create_optimizer as create_optimizer
+    from flax_layoutmap._errors import CheckpointError as CheckpointError
+    from flax_layoutmap._errors import LayoutError as LayoutError
+    from flax_layoutmap._errors import LayoutWarning as LayoutWarning
+    from flax_layoutmap._errors import MeshError as MeshError
+    from flax_layoutmap._errors import ProcessError as ProcessError
+    from flax_layoutmap._errors import ResolveError as ResolveError
+    from flax_layoutmap._errors import RuleError as RuleError
+    from flax_layoutmap._errors import StructureError as StructureError
+    from flax_layoutmap._jit import jit as jit
+    from flax_layoutmap._layout import TensorLayout as TensorLayout
+    from flax_layoutmap._layout_map import LayoutMap as LayoutMap
+    from flax_layoutmap._mesh import DeviceMesh as DeviceMesh
+    from flax_layoutmap._place import distribute_tensor as distribute_tensor
+    from flax_layoutmap._resolve import Resolution as Resolution
+    from flax_layoutmap._resolve import ResolvedLeaf as ResolvedLeaf
+    from flax_layoutmap._resolve import resolve as resolve
+    from flax_layoutmap._rules import Rule as Rule
+    from flax_layoutmap._rules import RuleSet as RuleSet
+
+    __version__: str
+
+# Public name → the module that defines it; None for a module that is itself public.
+_HOMES = {
+    "CheckpointError": "_errors",
+    "DeviceMesh": "_mesh",
+    "LayoutError": "_errors",
+    "LayoutMap": "_layout_map",
+    "LayoutWarning": "_errors",
+    "MeshError": "_errors",
+    "ProcessError": "_errors",
+    "Resolution": "_resolve",
+    "ResolveError": "_errors",
+    "ResolvedLeaf": "_resolve",
+    "Rule": "_rules",
+    "RuleError": "_errors",
+    "RuleSet": "_rules",
+    "StructureError": "_errors",
+    "TensorLayout": "_layout",
+    "checkpoint": None,
+    "create": "_create",
+    "create_optimizer": "_create",
+    "distribute_tensor": "_place",
+    "jit": "_jit",
+    "resolve": "_resolve",
+}
+
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+# Hidden from type checkers, which would take any misspelt name for an `object`.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on its first use (PEP 562) and keep it."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            value = version("flax-layoutmap")
+        elif name in _HOMES:
+            from importlib import import_module
+
+            home = import_module(f"{__name__}.{_HOMES[name] or name}")
+            value = getattr(home, name) if _HOMES[name] else home
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """The public names, whether or not they have been used yet."""
+    return [*__all__, "__version__"]

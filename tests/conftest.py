@@ -1,0 +1,41 @@
+"""Eight CPU devices for every test, and the meshes that most tests use."""
+
+import os
+
+# Before JAX is imported: with an accelerator's plugin installed, a bare JAX probes for
+# the hardware. A value from outside wins, and subprocesses inherit it.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis
+import jax
+import pytest
+
+import flax_layoutmap as flm
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+# Tracing and compiling take their time on a busy machine, which is no failure.
+hypothesis.settings.register_profile("project", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices() -> None:
+    """Refuse to run on fewer devices, where placement tests would show nothing."""
+    found = jax.devices()
+    assert len(found) == 8, (
+        f"the tests need 8 devices and JAX found {len(found)} on"
+        f" {found[0].platform!r}: run them with JAX_PLATFORMS=cpu"
+    )
+
+
+@pytest.fixture(scope="session")
+def mesh() -> flm.DeviceMesh:
+    """Eight devices as two rows ('data') of four ('model')."""
+    return flm.DeviceMesh((2, 4), ("data", "model"))
+
+
+@pytest.fixture(scope="session")
+def abstract_mesh() -> flm.DeviceMesh:
+    """The same mesh without devices."""
+    return flm.DeviceMesh.abstract((2, 4), ("data", "model"))
