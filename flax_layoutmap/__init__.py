@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from flax_layoutmap._layout_map import LayoutMap as LayoutMap
     from flax_layoutmap._mesh import DeviceMesh as DeviceMesh
     from flax_layoutmap._place import distribute_tensor as distribute_tensor
-    from flax_layoutmap._resolve import Resolution as Resolution
-    from flax_layoutmap._resolve import ResolvedLeaf as ResolvedLeaf
+    from flax_layoutmap._records import ResolvedLeaf as ResolvedLeaf
+    from flax_layoutmap._resolution import Resolution as Resolution
     from flax_layoutmap._resolve import resolve as resolve
     from flax_layoutmap._rules import Rule as Rule
     from flax_layoutmap._rules import RuleSet as RuleSet
@@ -40,9 +40,9 @@ _HOMES = {
     "LayoutWarning": "_errors",
     "MeshError": "_errors",
     "ProcessError": "_errors",
-    "Resolution": "_resolve",
+    "Resolution": "_resolution",
     "ResolveError": "_errors",
-    "ResolvedLeaf": "_resolve",
+    "ResolvedLeaf": "_records",
     "Rule": "_rules",
     "RuleError": "_errors",
     "RuleSet": "_rules",

@@ -1,0 +1,99 @@
+"""The exceptions and warnings of flax_layoutmap.
+
+    LayoutError(ValueError)       everything below
+    ├── RuleError                 a rule is wrong by itself: bad regex, bad value, key taken
+    ├── MeshError                 a mesh cannot be made, or is missing, or is abstract
+    ├── ResolveError              rules do not fit a tree: rank, axis, divisibility, overlap
+    ├── StructureError            a tree cannot be given paths, or does not fit another tree
+    ├── CheckpointError           a checkpoint cannot be written, read or used
+    └── ProcessError              the processes of one job disagree
+    LayoutWarning(UserWarning)    something that would otherwise be silent
+
+A message says, in this order: which leaf, which rule, what clashed, what to do.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class LayoutError(ValueError):
+    """Base class of every error that flax_layoutmap raises for a user's mistake."""
+
+    __module__ = "flax_layoutmap"
+
+
+class RuleError(LayoutError):
+    """A rule is wrong by itself: a bad regex, a bad value, a key that is taken."""
+
+    __module__ = "flax_layoutmap"
+
+
+class MeshError(LayoutError):
+    """A mesh cannot be made, is missing, or has no devices where some are needed."""
+
+    __module__ = "flax_layoutmap"
+
+
+class ResolveError(LayoutError):
+    """Rules do not fit a tree. One error lists every problem of the tree.
+
+    Attributes:
+        problems: one text per problem, each starting with the path of its leaf.
+    """
+
+    __module__ = "flax_layoutmap"
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class StructureError(LayoutError):
+    """A tree cannot be given unique paths, or does not fit another tree."""
+
+    __module__ = "flax_layoutmap"
+
+
+class CheckpointError(LayoutError):
+    """A checkpoint cannot be written, read, or used with the given target.
+
+    Attributes:
+        problems: one text per problem; empty when there is a single one.
+    """
+
+    __module__ = "flax_layoutmap"
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class ProcessError(LayoutError):
+    """The processes of one job were given different rules, meshes or trees."""
+
+    __module__ = "flax_layoutmap"
+
+
+class LayoutWarning(UserWarning):
+    """Something that would otherwise be silent: a rule unused, a leaf unmatched."""
+
+    __module__ = "flax_layoutmap"
+
+
+def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
+    """Returns at most `count` of `choices` that look like `name`, best first."""
+    return difflib.get_close_matches(name, list(choices), n=count, cutoff=0.4)
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Returns `'; did you mean 'x'?'`, or an empty string when nothing is close."""
+    found = closest(name, choices)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def bullet_list(problems: Sequence[str], *, limit: int = 50) -> str:
+    """Joins problems to indented lines and says how many more there are."""
+    lines = [f"  - {text}" for text in problems[:limit]]
+    if len(problems) > limit:
+        lines.append(f"  … and {len(problems) - limit} more (see .problems)")
+    return "\n".join(lines)

@@ -1,0 +1,75 @@
+"""The few names of Flax in use that are private or that moved between versions.
+
+| name | why | seen in | fallback |
+|---|---|---|---|
+| `Variable._var_metadata` | reading it without a copy, 30,000 times; writing the `eager_sharding` flag, which `set_metadata` refuses in one of its forms | flax 0.12.4 – 0.12.8 | `Variable.get_metadata()`, `set_metadata(name, value)` |
+| `graph=True` of `nnx.state`, `nnx.split`, `nnx.iter_graph` | says that shared Variables are wanted once, as the default may change | flax 0.12.5 (absent in 0.12.4) | left out |
+
+`tests/test_flax_internals.py` fails when one of them moves.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+_GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters else {}
+
+
+def metadata_of(variable: nnx.Variable[Any]) -> dict[str, Any]:
+    """The metadata of a Variable; to be read only."""
+    try:
+        return variable._var_metadata
+    except AttributeError:
+        return variable.get_metadata()
+
+
+def is_nnx_object(node: Any) -> bool:
+    """Whether a node is an object of the NNX graph: Module, Optimizer, Rngs, …"""
+    return isinstance(node, nnx.Pytree)
+
+
+def nnx_state(node: Any, *filters: Any) -> Any:
+    """`nnx.state` with every shared Variable once."""
+    return nnx.state(node, *filters, **_GRAPH)
+
+
+def nnx_split(node: Any) -> tuple[Any, Any]:
+    """`nnx.split` with every shared Variable once: GraphDef and State."""
+    graphdef, state = nnx.split(node, **_GRAPH)
+    return graphdef, state
+
+
+def variables_of(node: Any) -> list[nnx.Variable[Any]]:
+    """The Variables of a graph, each once, in the order of the graph."""
+    return [
+        value
+        for _, value in nnx.iter_graph(node, **_GRAPH)
+        if isinstance(value, nnx.Variable)
+    ]
+
+
+@contextlib.contextmanager
+def without_eager_sharding() -> Iterator[None]:
+    """Constructors leave `out_sharding` metadata alone: no mesh needed, no copy made."""
+    with nnx.use_eager_sharding(False):
+        yield
+
+
+def restore_eager_flag(node: Any) -> None:
+    """Gives Variables made under `without_eager_sharding` the flag they would have."""
+    flag = nnx.using_eager_sharding()
+    for variable in variables_of(node):
+        if metadata_of(variable).get("eager_sharding", flag) != flag:
+            variable.set_metadata("eager_sharding", flag)
+
+
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
+    """No mesh in context, also inside `jit`, `eval_shape` and any mesh context."""
+    empty = jax.sharding.AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(empty):
+        yield

@@ -1,0 +1,401 @@
+"""LayoutMap: the mutable builder that a user holds, a thin shell over a RuleSet."""
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any
+
+from flax_layoutmap._errors import RuleError, did_you_mean
+from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._mesh import DeviceMesh, as_mesh
+from flax_layoutmap._place import place
+from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._resolve import resolve
+from flax_layoutmap._rules import (
+    Indivisible,
+    Match,
+    Matcher,
+    Overlap,
+    Rule,
+    RuleSet,
+    Unmatched,
+    check_options,
+    make_rules,
+)
+from flax_layoutmap._serialise import rules_from_json, rules_to_json
+
+_MISSING = object()
+
+
+class _Section(MutableMapping[str, TensorLayout]):
+    """Pattern → layout, in order. Reading matches; everything else is literal."""
+
+    def __init__(self, owner: "LayoutMap") -> None:
+        self._owner = owner
+        self._rules: dict[str, Rule] = {}
+
+    def __getitem__(self, path: str) -> TensorLayout | None:  # type: ignore[override]
+        return self.get(path)
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The layout for a path: exact key, then patterns; a miss gives `default`.
+
+        Raises:
+            RuleError: rules with different layouts match it, and `overlap="error"`.
+        """
+        rules, options = tuple(self._rules.values()), self._owner._options
+        found = Matcher(rules, options["match"]).matching(path)
+        if not found:
+            return default
+        layouts = {rules[at].layout for at in found}
+        if len(layouts) > 1 and options["overlap"] == "error":
+            listed = ", ".join(repr(rules[at].pattern) for at in found)
+            raise RuleError(
+                f"{path!r} is matched by rules with different layouts: {listed}; make "
+                'one narrower, or use overlap="first" or "last"'
+            )
+        at = found[-1] if options["overlap"] == "last" else found[0]
+        return rules[at].layout
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.add(value if isinstance(value, Rule) else Rule(key, value))
+
+    def add(self, rule: Rule) -> None:
+        """Adds a rule with its own options (`rank="skip"`).
+
+        Raises:
+            RuleError: the key is taken, or the mesh lacks an axis.
+        """
+        if rule.pattern in self._rules:
+            raise RuleError(
+                f"the key {rule.pattern!r} is already set to "
+                f"{self._rules[rule.pattern].layout}; to change it use "
+                f".replace({rule.pattern!r}, …), or del it first"
+            )
+        self._rules[rule.pattern] = self._owner._bind(rule)
+        self._owner._changed()
+
+    def replace(self, key: str, value: Any) -> None:
+        """Changes the layout of an existing key; its position stays.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        if key not in self._rules:
+            raise KeyError(f"no rule {key!r}{did_you_mean(key, self._rules)}")
+        rule = value if isinstance(value, Rule) else Rule(key, value)
+        self._rules[key] = self._owner._bind(rule)
+        self._owner._changed()
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self._rules:
+            raise KeyError(f"no rule {key!r}{did_you_mean(str(key), self._rules)}")
+        del self._rules[key]
+        self._owner._changed()
+
+    def pop(self, key: str, default: Any = _MISSING) -> Any:
+        """Removes a key and returns its layout, or `default` where it is not there."""
+        if key not in self._rules:
+            if default is _MISSING:
+                raise KeyError(f"no rule {key!r}{did_you_mean(str(key), self._rules)}")
+            return default
+        layout = self._rules[key].layout
+        del self[key]
+        return layout
+
+    def popitem(self) -> tuple[str, TensorLayout]:
+        """Removes the last rule, as a dict does."""
+        if not self._rules:
+            raise KeyError("there are no rules")
+        key = next(reversed(self._rules))
+        return key, self.pop(key)
+
+    def setdefault(self, key: str, default: Any = None) -> TensorLayout:
+        """The layout of this very key; sets it to `default` where it is not there."""
+        if key not in self._rules:
+            self[key] = default
+        return self._rules[key].layout
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._rules
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._rules))
+
+    def __len__(self) -> int:
+        return len(self._rules)
+
+    def values(self) -> Any:
+        """The layouts, in order."""
+        return [rule.layout for rule in self._rules.values()]
+
+    def items(self) -> Any:
+        """(pattern, layout) pairs, in order."""
+        return [(key, rule.layout) for key, rule in self._rules.items()]
+
+    def clear(self) -> None:
+        """Removes all rules."""
+        self._rules.clear()
+        self._owner._changed()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Section) and self._rules == other._rules
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        lines = "".join(f"\n  {key!r}: {value}," for key, value in self.items())
+        return f"{{{lines}{chr(10) if lines else ''}}}"
+
+
+class LayoutMap(_Section):
+    """Regex rules over leaf paths → layouts.
+
+    Keras's `LayoutMap` for JAX and Flax. Write rules once; the map gives shardings for
+    `jit`, makes the model in its shards, places optimizer state, and restores
+    checkpoints.
+
+    Values: a tuple or list with one entry per dim (`None`, an axis name, a tuple of
+    names, or once `...` for any number of dims), a `PartitionSpec`, a `NamedSharding`,
+    a `TensorLayout`, or `None` (replicated).
+
+    Reading matches: `layout_map[path]` and `.get(path, default)` look for the exact key,
+    then try every pattern; a miss gives None or the default. All else is literal: `in`,
+    iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists raises;
+    `replace` changes it.
+
+    Args:
+        device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later
+            with `.on(mesh)`.
+        match: `"search"` (a pattern matches anywhere in the path), `"match"` (at its
+            start, as tf-keras), `"fullmatch"` (all of it, as Keras ≥ 3.14).
+        overlap: rules with different layouts match one leaf: `"error"`, or the
+            `"first"` or `"last"` wins. Rules that agree are no conflict.
+        unmatched: no rule matches: `"replicate"`, or `"error"`.
+        indivisible: a dim does not divide by its axes: `"error"`, or `"replicate"`
+            that dim (recorded as a fallback).
+        batch: mesh axes for the first dim of a batch; None takes the first mesh axis.
+        strict: for unused rules and large unmatched leaves: None warns once, True makes
+            them an error, False is quiet.
+
+    Attributes:
+        activations: output layouts by module path. Stored and saved with the rules;
+            applying them to a model's layers is not part of this version.
+        names: layouts that model code asks for: `flm.distribute_tensor(x, "hidden")`.
+        optimizer: rules for optimizer state by the path of its parameter (ZeRO-1); they
+            win over the parameter's own layout.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+        >>> layout_map["(gate|up)/kernel"] = (None, "model")
+        >>> layout_map["layers/7/mlp/up/kernel"].spec()
+        PartitionSpec(None, 'model')
+    """
+
+    __module__ = "flax_layoutmap"
+
+    def __init__(
+        self,
+        device_mesh: Any = None,
+        *,
+        match: Match = "search",
+        overlap: Overlap = "error",
+        unmatched: Unmatched = "replicate",
+        indivisible: Indivisible = "error",
+        batch: str | Iterable[str] | None = None,
+        strict: bool | None = None,
+    ) -> None:
+        super().__init__(self)
+        self._options: dict[str, Any] = {
+            "match": match,
+            "overlap": overlap,
+            "unmatched": unmatched,
+            "indivisible": indivisible,
+            "strict": strict,
+        }
+        check_options(**self._options)
+        self._mesh = as_mesh(device_mesh)
+        self._batch = _batch_axes(batch, self._mesh)
+        self._frozen: RuleSet | None = None
+        self.activations = _Section(self)
+        self.names = _Section(self)
+        self.optimizer = _Section(self)
+
+    @classmethod
+    def from_rules(
+        cls,
+        rules: Iterable[Any],
+        device_mesh: Any = None,
+        *,
+        overlap: Overlap = "first",
+        **options: Any,
+    ) -> "LayoutMap":
+        """Makes a map of an ordered list, as EasyLM, big_vision and T5X users have it.
+
+        Args:
+            rules: `(pattern, layout)` pairs or `flm.Rule` objects; the first that
+                matches wins.
+            device_mesh: as for `LayoutMap`.
+            overlap: as for `LayoutMap`, but `"first"` unless said otherwise.
+            **options: the other options of `LayoutMap`.
+        """
+        layout_map = cls(device_mesh, overlap=overlap, **options)
+        for rule in make_rules(rules):
+            layout_map.add(rule)
+        return layout_map
+
+    @classmethod
+    def from_rule_set(cls, rules: RuleSet) -> "LayoutMap":
+        """Makes an editable map of a frozen rule set."""
+        layout_map = cls(
+            rules.mesh,
+            match=rules.match,
+            overlap=rules.overlap,
+            unmatched=rules.unmatched,
+            indivisible=rules.indivisible,
+            batch=rules.batch or None,
+            strict=rules.strict,
+        )
+        layout_map._rules.update({rule.pattern: rule for rule in rules.rules})
+        for name in ("activations", "names", "optimizer"):
+            section = getattr(layout_map, name)
+            section._rules.update({rule.pattern: rule for rule in getattr(rules, name)})
+        return layout_map
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh, or None."""
+        return self._mesh
+
+    def freeze(self) -> RuleSet:
+        """The frozen rule set that consumers hold; the same object until an edit."""
+        if self._frozen is None:
+            self._frozen = RuleSet(
+                rules=tuple(self._rules.values()),
+                mesh=self._mesh,
+                batch=self._batch,
+                activations=tuple(self.activations._rules.values()),
+                names=tuple(self.names._rules.values()),
+                optimizer=tuple(self.optimizer._rules.values()),
+                **self._options,
+            )
+        return self._frozen
+
+    def on(self, mesh: Any) -> "LayoutMap":
+        """The same rules on another mesh.
+
+        Raises:
+            RuleError: a rule names an axis that the mesh does not have.
+        """
+        return LayoutMap.from_rule_set(self.freeze().on(mesh))
+
+    def copy(self) -> "LayoutMap":
+        """An independent copy."""
+        return LayoutMap.from_rule_set(self.freeze())
+
+    def resolve(
+        self,
+        tree: Any,
+        *,
+        params: Any = None,
+        tx: Any = None,
+        strict: bool | None = None,
+    ) -> Resolution:
+        """Decides the layout of every leaf of a tree; see `flm.resolve`."""
+        return resolve(tree, self.freeze(), params=params, tx=tx, strict=strict)
+
+    def shardings(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
+        """A tree of `NamedSharding` with the tree's own structure.
+
+        Usable as `jax.jit(in_shardings=…, out_shardings=…)`. For a module it has the
+        structure of `nnx.state(module)`. Warns once of what would be silent.
+
+        Raises:
+            ResolveError: leaves do not fit the rules.
+        """
+        resolution = self.resolve(tree, params=params, tx=tx)
+        resolution.announce()
+        return resolution.shardings
+
+    def abstract(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
+        """A tree of `jax.ShapeDtypeStruct` with concrete shardings: a restore target.
+
+        Raises:
+            ResolveError: leaves do not fit the rules.
+        """
+        resolution = self.resolve(tree, params=params, tx=tx)
+        resolution.announce()
+        return resolution.abstract()
+
+    def place(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
+        """Moves what exists to its layouts.
+
+        Args:
+            tree: a module (updated in place and returned), or any tree of arrays.
+            params: as for `flm.resolve`.
+            tx: as for `flm.resolve`.
+
+        Raises:
+            ResolveError: leaves do not fit the rules; nothing was moved.
+        """
+        resolution = self.resolve(tree, params=params, tx=tx)
+        resolution.announce()
+        return place(tree, resolution)
+
+    def explain(self, tree: Any, path: str) -> str:
+        """Why the leaf at `path` of `tree` gets its layout; see `Resolution.explain`."""
+        return self.resolve(tree).explain(path)
+
+    def to_json(self) -> dict[str, Any]:
+        """The rules and options as plain JSON values, schema 1."""
+        return rules_to_json(self.freeze())
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], *, mesh: Any = None) -> "LayoutMap":
+        """Reads what `to_json` wrote.
+
+        Args:
+            data: the JSON values.
+            mesh: the mesh to put the rules on; None takes the recorded one, abstract.
+
+        Raises:
+            RuleError: unknown schema, unknown keys, or values that are no rules.
+        """
+        return cls.from_rule_set(rules_from_json(data, mesh=mesh))
+
+    def _bind(self, rule: Rule) -> Rule:
+        """Fills the map's mesh into a layout without one; the caller's stays as it is."""
+        if self._mesh is None or rule.layout.device_mesh is not None:
+            return rule
+        return rule.on(self._mesh)
+
+    def _changed(self) -> None:
+        self._frozen = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LayoutMap) and self.freeze() == other.freeze()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        mesh = "" if self._mesh is None else repr(self._mesh)
+        lines = "".join(f"\n  {key!r}: {value}," for key, value in self.items())
+        for name in ("activations", "names", "optimizer"):
+            for key, value in getattr(self, name).items():
+                lines += f"\n  {name}[{key!r}]: {value},"
+        return f"LayoutMap({mesh}) {{{lines}{chr(10) if lines else ''}}}"
+
+
+def _batch_axes(
+    batch: str | Iterable[str] | None, mesh: DeviceMesh | None
+) -> tuple[str, ...]:
+    if batch is None:
+        return () if mesh is None else mesh.axis_names[:1]
+    axes = (batch,) if isinstance(batch, str) else tuple(batch)
+    if mesh is not None:
+        for axis in axes:
+            if axis not in mesh.axis_names:
+                raise RuleError(
+                    f"batch names the axis {axis!r}, but the mesh {str(mesh)!r} has no "
+                    f"such axis{did_you_mean(axis, mesh.axis_names)}"
+                )
+    return axes

@@ -1,0 +1,178 @@
+"""Which parameter, and which of its dims, each leaf of an optimizer state came from.
+
+`tx.init` is traced once, abstractly, on a made-up mesh whose axes all have size 1 and
+are named by dim number. JAX's sharding-in-types then writes on every state leaf the
+parameter dims it was made from: an Adafactor row statistic of a square kernel says
+`d0`, the column statistic `d1`. Size-1 axes divide everything, so no shape can fail.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from flax_layoutmap._flax_internals import without_eager_sharding
+from flax_layoutmap._paths import flatten
+
+Shape = tuple[int, ...]
+# Per dim of a state leaf: the dim of its parameter, or None.
+Dims = tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """Where one leaf of an optimizer state came from.
+
+    Attributes:
+        owner: path of the parameter, or None.
+        dims: per dim of the leaf, the dim of the parameter it came from, or None;
+            None where that could not be found out.
+        how: in words, for reports.
+    """
+
+    owner: str | None
+    dims: Dims | None
+    how: str
+
+
+def tagged_dims(
+    init: Callable[[Any], Any], params: Any
+) -> dict[str, tuple[Shape, Dims | None]]:
+    """Traces `init(params)`: path of each state leaf → its shape and parameter dims.
+
+    Args:
+        init: `tx.init` of an optax transformation.
+        params: the parameters; arrays or `jax.ShapeDtypeStruct`s in any tree.
+
+    Returns:
+        The dims are None everywhere where the trace is impossible (an `init` that
+        contracts parameters, such as `p @ p.T`); shapes must then do.
+    """
+    shapes = jax.tree.map(_shape_of, params)
+    ndim = max((leaf.ndim for leaf in jax.tree.leaves(shapes)), default=0) or 1
+    names = tuple(f"d{number}" for number in range(ndim))
+    mesh = AbstractMesh((1,) * ndim, names, axis_types=(AxisType.Explicit,) * ndim)
+
+    def tag(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*names[: leaf.ndim]))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    with without_eager_sharding():
+        plain = flatten(jax.eval_shape(init, shapes))
+        try:
+            with jax.sharding.use_abstract_mesh(mesh):
+                tagged = flatten(jax.eval_shape(init, jax.tree.map(tag, shapes)))
+        except Exception:
+            # Whatever sharding-in-types cannot express raises one of several JAX
+            # errors without a common base. A mistake of the user's own has already
+            # been raised by the plain trace above; the shapes decide here.
+            return {
+                path: (leaf.shape, None)
+                for path, leaf in zip(plain.full_paths(), plain.leaves, strict=True)
+            }
+    found: dict[str, tuple[Shape, Dims | None]] = {}
+    for path, leaf in zip(tagged.full_paths(), tagged.leaves, strict=True):
+        spec = tuple(leaf.sharding.spec) if leaf.sharding is not None else ()
+        padded = spec + (None,) * (leaf.ndim - len(spec))
+        found[path] = (leaf.shape, tuple(_dim_number(entry) for entry in padded))
+    return found
+
+
+def origins(
+    paths: Sequence[str],
+    shapes: Sequence[Shape],
+    owners: Mapping[str, Shape],
+    tags: Mapping[str, tuple[Shape, Dims | None]],
+) -> list[Origin]:
+    """Finds the origin of each leaf of an optimizer state.
+
+    Args:
+        paths: paths of the state leaves, within the state.
+        shapes: their shapes.
+        owners: path → shape of every parameter.
+        tags: what `tagged_dims` found, by path within the optax state; may be empty.
+    """
+    result = []
+    for path, shape in zip(paths, shapes, strict=True):
+        owner = owner_of(path, owners)
+        tag_shape, tag = tags.get(path.removeprefix("opt_state/"), (None, None))
+        if tag_shape != shape:
+            tag = None
+        result.append(_origin(shape, owner, owners, tag))
+    return result
+
+
+def owner_of(path: str, owners: Mapping[str, Any]) -> str | None:
+    """The parameter whose path is the longest run of parts of a state path.
+
+    A run at the end wins over one in the middle (sm3 adds an index behind it).
+    """
+    stop = len(path)
+    while stop > 0:
+        start = 0
+        while True:
+            candidate = path[start:stop]
+            if candidate in owners:
+                return candidate
+            slash = path.find("/", start, stop)
+            if slash < 0:
+                break
+            start = slash + 1
+        stop = path.rfind("/", 0, stop)
+    return None
+
+
+def _origin(
+    shape: Shape, owner: str | None, owners: Mapping[str, Shape], tag: Dims | None
+) -> Origin:
+    if not shape:
+        return Origin(owner, (), "scalar")
+    if owner is None:
+        return Origin(None, None, "belongs to no parameter")
+    of = owners[owner]
+    if tag is not None and any(dim is not None for dim in tag):
+        if all(
+            dim is None or (dim < len(of) and of[dim] == size)
+            for dim, size in zip(tag, shape, strict=True)
+        ):
+            return Origin(owner, tag, "dims traced")
+    if shape == of:
+        return Origin(owner, tuple(range(len(of))), "same shape")
+    extra = len(shape) - len(of)
+    if extra > 0 and shape[extra:] == of:
+        dims = (None,) * extra + tuple(range(len(of)))
+        return Origin(owner, dims, "leading dims added")
+    dims = _only_subsequence(shape, of)
+    if dims is not None:
+        return Origin(owner, dims, "dims left out")
+    if all(size == 1 for size in shape):
+        return Origin(owner, (None,) * len(shape), "placeholder")
+    return Origin(owner, None, f"no known relation to the parameter's shape {of}")
+
+
+def _only_subsequence(shape: Shape, of: Shape) -> Dims | None:
+    """Dims of `of` that make `shape` in order, if there is exactly one choice."""
+    found: list[Dims] = [()]
+    for size in shape:
+        found = [
+            (*dims, dim)
+            for dims in found
+            for dim in range((dims[-1] or 0) + 1 if dims else 0, len(of))
+            if of[dim] == size
+        ]
+    return found[0] if len(found) == 1 else None
+
+
+def _shape_of(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+        return leaf
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.eval_shape(lambda: jax.numpy.asarray(leaf))
+
+
+def _dim_number(entry: Any) -> int | None:
+    """`'d3'` → 3; None, and the rare dim made of several, → None."""
+    return int(entry[1:]) if isinstance(entry, str) else None

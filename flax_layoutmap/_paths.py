@@ -1,0 +1,456 @@
+"""Paths: one canonical string for each leaf of any tree.
+
+A path joins the keys of a leaf by `/`: `decoder/layers/0/mlp/up/kernel`. The same
+leaf has the same path whether it comes from a module, an `nnx.State`, a dict, boxed or
+unboxed Linen variables, an optimizer state or a checkpoint:
+
+- the key `value` that an NNX Variable or a Linen box adds does not appear (the type of
+  the node says so, never the name);
+- a module is read through `nnx.state`, so that a tied Variable appears once;
+- a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique.
+
+Rules see the path of a parameter within its own tree of parameters, so a tree is cut
+into sections: a module inside a dict, Linen's `params`, an optimizer state.
+"""
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from flax.core import FrozenDict
+from flax.core.meta import AxisMetadata
+from flax.nnx import OptState, RngState
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from flax_layoutmap._errors import StructureError
+from flax_layoutmap._flax_internals import is_nnx_object, metadata_of, nnx_state
+
+Role = Literal["parameter", "optimizer", "other"]
+
+# Metadata of a Variable that says something about its layout.
+LAYOUT_METADATA = ("layout", "out_sharding", "sharding_names", "sharding")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Section:
+    """A run of leaves whose paths start at one node.
+
+    Attributes:
+        start: position of the first leaf.
+        stop: position after the last leaf.
+        prefix: what the path of the whole tree has before the section's own paths.
+        role: what the leaves are.
+        node: the object, for an optimizer or a train state; else None.
+    """
+
+    start: int
+    stop: int
+    prefix: str
+    role: Role
+    node: Any = None
+
+
+@dataclasses.dataclass(slots=True)
+class Flat:
+    """A tree, flattened: columns with one entry per leaf, in JAX's leaf order.
+
+    Attributes:
+        paths: path of each leaf within its section.
+        names: last part of each path, digits folded to 0.
+        runs: (start, folded path of the parent with a final `/`) of each run of
+            leaves with one parent.
+        leaves: the leaves themselves.
+        sections: the sections, in order, without gaps.
+        annotations: position → the Variable or box with layout metadata.
+        fixed: positions of leaves that no rule may shard (random state).
+        has_objects: whether NNX objects were read through `nnx.state`.
+    """
+
+    paths: list[str] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
+    runs: list[tuple[int, str]] = dataclasses.field(default_factory=list)
+    leaves: list[Any] = dataclasses.field(default_factory=list)
+    sections: list[Section] = dataclasses.field(default_factory=list)
+    annotations: dict[int, Any] = dataclasses.field(default_factory=dict)
+    fixed: set[int] = dataclasses.field(default_factory=set)
+    has_objects: bool = False
+
+    def full_paths(self) -> list[str]:
+        """Path of each leaf within the whole tree."""
+        if all(not section.prefix for section in self.sections):
+            return self.paths
+        full: list[str] = []
+        for section in self.sections:
+            prefix = section.prefix
+            full.extend(prefix + p for p in self.paths[section.start : section.stop])
+        return full
+
+
+def escape(key: object) -> str:
+    """One part of a path, from one key."""
+    text = key if isinstance(key, str) else str(key)
+    if "/" in text or "%" in text:
+        text = text.replace("%", "%25").replace("/", "%2F")
+    return text
+
+
+def unescape(part: str) -> str:
+    """The key that `escape` made a part of."""
+    return part.replace("%2F", "/").replace("%25", "%")
+
+
+# Folding makes `layers/17/kernel` and `layers/42/kernel` one question for a pattern
+# that cannot tell digits apart.
+_FOLD = {ord(digit): "0" for digit in "123456789"}
+
+
+def fold_digits(text: str) -> str:
+    """Replaces each ASCII digit by 0; the length stays."""
+    return text.translate(_FOLD)
+
+
+def key_of(entry: Any) -> Any:
+    """The bare key in one entry of a JAX key path."""
+    if isinstance(entry, DictKey | FlattenedIndexKey):
+        return entry.key
+    if isinstance(entry, SequenceKey):
+        return entry.idx
+    if isinstance(entry, GetAttrKey):
+        return entry.name
+    return str(entry).strip(".[]'\"")
+
+
+def join_keys(entries: Any) -> str:
+    """The path of a JAX key path."""
+    return "/".join(escape(key_of(entry)) for entry in entries)
+
+
+def plain_tree(tree: Any) -> Any:
+    """The tree with each NNX object replaced by its `nnx.State`."""
+    if is_nnx_object(tree):
+        return nnx_state(tree)
+    return jax.tree.map(
+        lambda node: nnx_state(node) if is_nnx_object(node) else node,
+        tree,
+        is_leaf=is_nnx_object,
+    )
+
+
+def flatten(tree: Any) -> Flat:
+    """Flattens any tree with its paths.
+
+    Raises:
+        StructureError: two leaves would have one path, or a node cannot be flattened.
+    """
+    return _Walk().flatten(tree)
+
+
+def is_train_state(node: Any) -> bool:
+    """Whether a node has what Flax's TrainStates have: params, opt_state and tx."""
+    return (
+        dataclasses.is_dataclass(node)
+        and hasattr(node, "params")
+        and hasattr(node, "opt_state")
+        and hasattr(node, "tx")
+    )
+
+
+def is_optax_state(node: Any) -> bool:
+    """Whether a node is a state of optax, or a tuple of some."""
+    if not isinstance(node, tuple):
+        return False
+    if hasattr(node, "_fields"):
+        return type(node).__module__.split(".")[0] == "optax"
+    return bool(node) and all(part is None or is_optax_state(part) for part in node)
+
+
+class _Names(dict[Any, tuple[str, str]]):
+    """Key of a mapping → its part, and the part with digits folded."""
+
+    def __missing__(self, key: Any) -> tuple[str, str]:
+        part = escape(key)
+        self[key] = found = (part, fold_digits(part))
+        return found
+
+
+# What a node of some type is; found once per type and walk.
+_LEAF, _DICT, _STATE, _BOX, _NONE, _OTHER = range(6)
+
+
+class _Walk:
+    """Flattens one tree. A loop over plain containers, and a step for each other type.
+
+    Faster than `tree_flatten_with_path`: a parent's path is made once, not once per
+    leaf, and no key objects are made.
+    """
+
+    def __init__(self) -> None:
+        self.flat = Flat()
+        self.kinds: dict[type, int] = {}
+        self.names = _Names()
+        self.box_roles: dict[type, tuple[bool, bool]] = {}
+        self.base = ""  # prefix of the current section
+        self.role: Role = "parameter"
+        self.start = 0
+        self.node: Any = None
+
+    def flatten(self, tree: Any) -> Flat:
+        self.root(tree)
+        self._close()
+        return self.flat
+
+    # ---------------------------------------------------------------- sections
+
+    def _close(self) -> None:
+        stop = len(self.flat.paths)
+        if stop > self.start:
+            self.flat.sections.append(
+                Section(self.start, stop, self.base, self.role, self.node)
+            )
+        self.start = stop
+
+    def section(self, prefix: str, role: Role, node: Any, tree: Any) -> None:
+        """Walks `tree` as a section of its own, below the current one."""
+        self._close()
+        before = self.base, self.role, self.node
+        self.base, self.role, self.node = self.base + prefix, role, node
+        self.root(tree)
+        self._close()
+        self.base, self.role, self.node = before
+
+    def root(self, tree: Any) -> None:
+        """Walks a tree whose paths start here."""
+        if is_train_state(tree):
+            self.train_state(tree)
+        elif self.role != "optimizer" and is_optax_state(tree):
+            self._close()
+            self.role = "optimizer"
+            self.walk(tree, "", "")
+        elif (
+            self.role == "parameter"
+            and isinstance(tree, Mapping)
+            and not isinstance(tree, nnx.State)
+            and "params" in tree
+        ):
+            self.variables(tree)
+        else:
+            self.walk(tree, "", "")
+
+    def variables(self, tree: Mapping[str, Any]) -> None:
+        """Linen variables: parameters are named within `params/`."""
+        for key in self.ordered(tree, ""):
+            if key == "params":
+                self.section("params/", "parameter", None, tree[key])
+            else:
+                self.child(tree[key], self.names[key], "", "")
+
+    def train_state(self, state: Any) -> None:
+        """Parameters are named within `params/`; `opt_state` belongs to them."""
+        for entry, child in self.one_level(state, ""):
+            key = key_of(entry)
+            if key == "params":
+                self.section("params/", "parameter", None, child)
+            elif key == "opt_state":
+                self.section("opt_state/", "optimizer", state, child)
+            else:
+                self.child(child, self.names[key], "", "")
+
+    # ---------------------------------------------------------------- the walk
+
+    def kind(self, node: Any) -> int:
+        node_type = type(node)
+        found = self.kinds.get(node_type)
+        if found is None:
+            found = self.kinds[node_type] = _kind_of(node)
+        return found
+
+    def walk(self, node: Any, prefix: str, folded: str) -> None:
+        """Walks a node whose children have paths that start with `prefix`."""
+        kind = self.kind(node)
+        if kind == _DICT:
+            self.mapping(node, self.ordered(node, prefix), prefix, folded)
+        elif kind == _STATE:
+            inner = node.raw_mapping
+            self.mapping(inner, self.ordered(inner, prefix), prefix, folded)
+        elif kind == _LEAF:
+            # The whole section is one leaf: its path is empty but for its prefix.
+            self.leaf(node, prefix.removesuffix("/"), folded.removesuffix("/"))
+        elif kind == _BOX:
+            self.box(node, prefix.removesuffix("/"), folded.removesuffix("/"))
+        elif kind == _OTHER:
+            self.other(node, prefix, folded)
+
+    def mapping(self, node: Any, keys: Any, prefix: str, folded: str) -> None:
+        flat, kinds, names = self.flat, self.kinds, self.names
+        paths, parts, leaves = flat.paths, flat.names, flat.leaves
+        flat.runs.append((len(paths), folded))
+        for key in keys:
+            child = node[key]
+            name = names[key]
+            if kinds.get(type(child)) == _LEAF:
+                paths.append(prefix + name[0])
+                parts.append(name[1])
+                leaves.append(child)
+            else:
+                self.child(child, name, prefix, folded)
+                flat.runs.append((len(paths), folded))
+
+    def child(self, node: Any, name: tuple[str, str], prefix: str, folded: str) -> None:
+        kind = self.kind(node)
+        part, short = name
+        if kind == _DICT or kind == _STATE:
+            if self.special(node, part, prefix):
+                return
+            inner = node if kind == _DICT else node.raw_mapping
+            below, below_folded = f"{prefix}{part}/", f"{folded}{short}/"
+            self.mapping(inner, self.ordered(inner, below), below, below_folded)
+        elif kind == _LEAF:
+            self.leaf(node, prefix + part, folded + short)
+        elif kind == _BOX:
+            self.box(node, prefix + part, folded + short)
+        elif kind == _OTHER and not self.special(node, part, prefix):
+            self.other(node, f"{prefix}{part}/", f"{folded}{short}/")
+
+    def special(self, node: Any, part: str, prefix: str) -> bool:
+        """Walks a node that starts a section of its own; says whether it did."""
+        below = f"{prefix}{part}/"
+        if is_nnx_object(node):
+            self.flat.has_objects = True
+            is_optimizer = hasattr(node, "opt_state") and hasattr(node, "tx")
+            role: Role = "optimizer" if is_optimizer else "parameter"
+            self.section(below, role, node, nnx_state(node))
+        elif self.role == "optimizer":
+            return False
+        elif isinstance(node, nnx.State) or is_train_state(node):
+            self.section(below, "parameter", None, node)
+        elif part == "opt_state" or is_optax_state(node):
+            self.section(below, "optimizer", None, node)
+        else:
+            return False
+        return True
+
+    def ordered(self, node: Any, prefix: str) -> Any:
+        """The keys of a mapping in JAX's order."""
+        keys = list(node)
+        if type(node) is not OrderedDict:
+            try:
+                keys.sort()
+            except TypeError as error:
+                raise StructureError(_mixed_keys(keys, prefix)) from error
+        for key in keys:
+            if type(key) is not str:
+                self.unique([self.names[k][0] for k in keys], prefix)
+                break
+        return keys
+
+    def unique(self, parts: list[str], prefix: str) -> None:
+        seen: set[str] = set()
+        for part in parts:
+            if part in seen:
+                path = self.base + prefix + part
+                raise StructureError(
+                    f"two different keys both have the path {path!r} (an int and a "
+                    "string, say): rename one, so that rules can tell them apart"
+                )
+            seen.add(part)
+
+    def leaf(self, node: Any, path: str, folded: str) -> None:
+        flat = self.flat
+        flat.runs.append((len(flat.paths), ""))
+        flat.paths.append(path)
+        flat.names.append(folded)
+        flat.leaves.append(node)
+
+    def box(self, node: Any, path: str, folded: str) -> None:
+        """A Variable or Linen box: its content has the path of the box."""
+        flat, start = self.flat, len(self.flat.paths)
+        if isinstance(node, nnx.Variable):
+            metadata = metadata_of(node)
+            annotated = any(metadata.get(key) for key in LAYOUT_METADATA)
+            content = node.get_raw_value()
+        else:
+            annotated = True
+            content = getattr(node, "value", None)
+        flag = self.box_roles.get(type(node))
+        if flag is None:
+            flag = self.box_roles[type(node)] = (
+                isinstance(node, OptState),
+                isinstance(node, RngState),
+            )
+        if flag[0] and self.role != "optimizer":
+            self._close()
+            before, self.role = self.role, "optimizer"
+            self.content(content, path, folded)
+            self._close()
+            self.role = before
+        else:
+            self.content(content, path, folded)
+        if flag[1]:
+            flat.fixed.update(range(start, len(flat.paths)))
+        if annotated and len(flat.paths) == start + 1:
+            flat.annotations[start] = node
+
+    def content(self, node: Any, path: str, folded: str) -> None:
+        if self.kind(node) == _LEAF:
+            self.leaf(node, path, folded)
+        else:
+            below = f"{path}/" if path else ""
+            self.walk(node, below, f"{folded}/" if folded else "")
+
+    def other(self, node: Any, prefix: str, folded: str) -> None:
+        """Lists, tuples, NNX objects, and every other registered node."""
+        if is_nnx_object(node):
+            self.flat.has_objects = True
+            if hasattr(node, "opt_state") and hasattr(node, "tx"):
+                self._close()
+                self.role, self.node = "optimizer", node
+            self.walk(nnx_state(node), prefix, folded)
+            return
+        if type(node) in (list, tuple):
+            for index, child in enumerate(node):
+                self.child(child, self.names[index], prefix, folded)
+            return
+        children = self.one_level(node, prefix)
+        self.unique([self.names[key_of(entry)][0] for entry, _ in children], prefix)
+        for entry, child in children:
+            self.child(child, self.names[key_of(entry)], prefix, folded)
+
+    def one_level(self, node: Any, prefix: str) -> list[tuple[Any, Any]]:
+        """The children of any registered node, with their key entries."""
+        try:
+            children, _ = jax.tree_util.tree_flatten_with_path(
+                node, is_leaf=lambda child: child is not node
+            )
+        except (TypeError, ValueError) as error:
+            where = (self.base + prefix).removesuffix("/") or "the tree"
+            raise StructureError(f"{where} cannot be flattened: {error}") from error
+        return [(key[0] if key else "", child) for key, child in children]
+
+
+def _kind_of(node: Any) -> int:
+    if isinstance(node, nnx.Variable | AxisMetadata):
+        return _BOX
+    if isinstance(node, nnx.State):
+        return _STATE
+    if isinstance(node, FrozenDict) or type(node) in (dict, OrderedDict):
+        return _DICT
+    if node is None:
+        return _NONE
+    if isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return _LEAF
+    if is_nnx_object(node):
+        return _OTHER
+    return _LEAF if jax.tree_util.all_leaves([node]) else _OTHER
+
+
+def _mixed_keys(keys: list[Any], prefix: str) -> str:
+    kinds = sorted({type(key).__name__ for key in keys})
+    where = prefix.removesuffix("/") or "the tree"
+    return (
+        f"{where} has keys of types that cannot be sorted together ({', '.join(kinds)}:"
+        f" {keys[:4]!r}), so JAX cannot flatten it: use keys of one type"
+    )

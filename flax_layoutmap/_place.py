@@ -1,0 +1,242 @@
+"""Moving arrays to layouts: the one place that picks how.
+
+`jax.device_put` for arrays that exist, `jax.sharding.reshard` for traced values on
+Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from flax_layoutmap._errors import LayoutError, MeshError, RuleError, did_you_mean
+from flax_layoutmap._flax_internals import is_nnx_object
+from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._paths import flatten, plain_tree
+from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._rules import Matcher
+from flax_layoutmap._scope import current_rules
+
+
+def distribute_tensor(x: Any, layout: Any) -> Any:
+    """Gives an array a layout, eagerly or inside a traced function.
+
+    Outside of `jit` the array is moved; inside, its layout is fixed: by a sharding
+    constraint on Auto axes, by a reshard on Explicit axes (both, on a mesh that mixes
+    them). Rank and divisibility are always checked: JAX alone drops an indivisible
+    constraint under `jit` in silence.
+
+    Args:
+        x: an array, a traced value, or a tree of them; None leaves stay None.
+        layout: anything that `TensorLayout` takes, or the name of a layout in
+            `layout_map.names` of the surrounding `flm.jit`. Axes without a mesh take
+            that of the surrounding `flm.jit`, else that of `jax.set_mesh`.
+
+    Returns:
+        The array (or tree) with that layout; the same object where it has it already.
+
+    Raises:
+        LayoutError: another rank, or a dim that does not divide.
+        RuleError: no such name or axis.
+        MeshError: no mesh to be found, or an axis that is manual inside `shard_map`.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh("data=-1")
+        >>> x = flm.distribute_tensor(jax.numpy.ones(8), flm.TensorLayout(("data",), mesh))
+        >>> x.sharding.spec
+        PartitionSpec('data',)
+
+    Plain JAX: `jax.device_put(x, s)`, `jax.lax.with_sharding_constraint(x, s)` or
+    `jax.sharding.reshard(x, s)`.
+    """
+    wanted = _wanted(layout)
+    return jax.tree.map(lambda leaf: _distribute(leaf, wanted), x)
+
+
+def place(tree: Any, resolution: Resolution) -> Any:
+    """Moves every leaf of a tree to the layout that a Resolution of it says.
+
+    Everything is moved before anything is written back, so that a failure leaves the
+    tree as it was.
+    """
+    moved = [
+        put(leaf, sharding)
+        for leaf, sharding in zip(
+            flatten(tree).leaves, resolution.sharding_list(), strict=True
+        )
+    ]
+    return with_leaves(tree, moved)
+
+
+def with_leaves(tree: Any, leaves: list[Any]) -> Any:
+    """The tree with new leaves; NNX objects are updated in place."""
+    from flax import nnx
+
+    plain = plain_tree(tree)
+    new = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    if not is_nnx_object(tree) and plain is tree:
+        return new
+    objects, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
+    parts = treedef.flatten_up_to(new)
+    for at, node in enumerate(objects):
+        if is_nnx_object(node):
+            nnx.update(node, parts[at])
+            parts[at] = node
+    return jax.tree.unflatten(treedef, parts)
+
+
+def put(x: Any, sharding: NamedSharding) -> Any:
+    """Moves one concrete value to a sharding; no copy where it is there already."""
+    if isinstance(x, str | bytes) or x is None:
+        return x
+    if isinstance(x, jax.Array) and x.sharding == sharding and x.committed:
+        return x
+    if jax.process_count() > 1:
+        return _put_across_processes(x, sharding)
+    return jax.device_put(x, sharding)
+
+
+def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
+    """Each process hands over its part; global arrays move by a compiled identity."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.jit(lambda value: value, out_shardings=sharding)(x)
+    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(x))
+        impl = jax.random.key_impl(x)
+        make = jax.jit(
+            lambda: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding
+        )
+        return make()
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _wanted(layout: Any) -> TensorLayout:
+    rules = current_rules()
+    if isinstance(layout, str):
+        layout = _named(layout)
+    layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
+    if layout.device_mesh is not None:
+        return layout
+    if rules is not None and rules.mesh is not None:
+        return layout.on(rules.mesh)
+    context = jax.sharding.get_abstract_mesh()
+    if context.axis_names:
+        return layout.on(context)
+    raise MeshError(
+        f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); or "
+        "call inside a flm.jit(layout_map=…) or jax.set_mesh(mesh)"
+    )
+
+
+def _named(name: str) -> TensorLayout:
+    rules = current_rules()
+    if rules is None:
+        raise RuleError(
+            f"{name!r} is the name of a layout only inside a flm.jit(layout_map=…) whose "
+            f"layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
+        )
+    found = Matcher(rules.names, "fullmatch").matching(name)
+    if not found:
+        names = [rule.pattern for rule in rules.names]
+        raise RuleError(
+            f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
+            f"{names}"
+        )
+    return rules.names[found[0]].layout
+
+
+def _distribute(x: Any, layout: TensorLayout) -> Any:
+    if not hasattr(x, "shape"):
+        x = np.asarray(x)
+    mesh = layout.device_mesh
+    assert mesh is not None  # _wanted gave it one
+    dims = _checked(layout, x.shape, mesh)
+    context = jax.sharding.get_abstract_mesh()
+    manual = _manual_axes(context)
+    spec = normal_spec(dims)
+    for axis in (axis for axes in dims for axis in axes):
+        if axis in manual:
+            raise MeshError(
+                f"distribute_tensor names the mesh axis {axis!r}, which is manual here: "
+                "inside shard_map each device already holds its part, so drop the call "
+                "or name other axes only"
+            )
+    if not isinstance(x, jax.core.Tracer) and _eager_here():
+        return _move(x, layout, mesh, spec)
+    return _constrain(x, mesh, dims, layout.memory_kind, bool(manual))
+
+
+def _eager_here() -> bool:
+    """Whether code runs outside of every trace (a constant inside jit does not)."""
+    return jax.core.trace_ctx.is_top_level() if hasattr(jax.core, "trace_ctx") else True
+
+
+def _move(x: Any, layout: TensorLayout, mesh: DeviceMesh, spec: PartitionSpec) -> Any:
+    if mesh.is_abstract:
+        raise MeshError(
+            f"{mesh!r} has no devices to move an array to; use a concrete mesh"
+        )
+    sharding = NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
+    if isinstance(x, jax.Array) and x.committed and x.sharding == sharding:
+        return x
+    return put(x, sharding)
+
+
+def _constrain(
+    x: Any,
+    mesh: DeviceMesh,
+    dims: tuple[tuple[str, ...], ...],
+    memory_kind: str | None,
+    inside_manual: bool,
+) -> Any:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind is AxisType.Explicit}
+    jax_mesh: Any = mesh.jax_mesh
+    if inside_manual:
+        # Inside shard_map the context knows which axes are manual; only it will do.
+        jax_mesh = jax.sharding.get_abstract_mesh()
+    if explicit:
+        own = tuple(tuple(a for a in axes if a in explicit) for axes in dims)
+        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
+    if len(explicit) < len(kinds):
+        auto = tuple(tuple(a for a in axes if a not in explicit) for axes in dims)
+        x = jax.lax.with_sharding_constraint(
+            x, NamedSharding(jax_mesh, normal_spec(auto), memory_kind=memory_kind)
+        )
+    return x
+
+
+def _manual_axes(context: Any) -> set[str]:
+    return {
+        name
+        for name, kind in zip(
+            context.axis_names, context.axis_types or (), strict=False
+        )
+        if kind is AxisType.Manual
+    }
+
+
+def _checked(
+    layout: TensorLayout, shape: tuple[int, ...], mesh: DeviceMesh
+) -> tuple[tuple[str, ...], ...]:
+    try:
+        dims = layout.dims(len(shape))
+    except LayoutError as error:
+        raise LayoutError(
+            f"distribute_tensor of an array {tuple(shape)}: {error}"
+        ) from None
+    sizes = mesh.axis_sizes
+    for dim, axes in enumerate(dims):
+        parts = 1
+        for axis in dim_axes(axes):
+            parts *= sizes[axis]
+        if shape[dim] % parts:
+            raise LayoutError(
+                f"distribute_tensor of an array {tuple(shape)} to {layout}: "
+                f"{clash(dim, shape[dim], axes, sizes)}"
+            )
+    return dims

@@ -1,0 +1,446 @@
+"""Resolution: the one value in the middle; everything else is a function of it."""
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from flax_layoutmap import _report
+from flax_layoutmap._errors import (
+    LayoutWarning,
+    MeshError,
+    ResolveError,
+    bullet_list,
+    closest,
+)
+from flax_layoutmap._layout import named_sharding
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._paths import Flat, Role
+from flax_layoutmap._records import (
+    Decision,
+    ResolvedLeaf,
+    Shape,
+    Totals,
+    because,
+    closest_rule,
+    layout_of,
+    leaf_bytes,
+    section_of,
+    show_shape,
+)
+from flax_layoutmap._rules import Rule, RuleSet
+from flax_layoutmap._serialise import rules_to_json
+from flax_layoutmap._table import human_bytes
+
+
+class Resolution:
+    """Every leaf of a tree, its layout, the rule that chose it, and why.
+
+    Made by `resolve`. Immutable; holds shapes, never arrays, and needs no devices:
+    an abstract mesh is enough for everything but `shardings` on devices.
+
+    Attributes:
+        rules: the rule set.
+        paths: path of each leaf, in JAX's leaf order.
+        shapes: global shape of each leaf.
+        dtypes: dtype of each leaf; None for a leaf that is no array.
+    """
+
+    __module__ = "flax_layoutmap"
+    __slots__ = (
+        "rules",
+        "paths",
+        "shapes",
+        "dtypes",
+        "_rows",
+        "_flat",
+        "_treedef",
+        "_again",
+    )
+    rules: RuleSet
+    paths: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[Any, ...]
+    _rows: list[Decision]
+    _flat: Flat
+    _treedef: Any
+    _again: "Callable[[RuleSet], Resolution]"
+
+    def __init__(
+        self,
+        rules: RuleSet,
+        flat: Flat,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[Any],
+        rows: list[Decision],
+        treedef: Any,
+        again: "Callable[[RuleSet], Resolution]",
+    ) -> None:
+        put = object.__setattr__
+        put(self, "rules", rules)
+        put(self, "paths", tuple(flat.full_paths()))
+        put(self, "shapes", tuple(shapes))
+        put(self, "dtypes", tuple(dtypes))
+        put(self, "_rows", rows)
+        put(self, "_flat", flat)
+        put(self, "_treedef", treedef)
+        put(self, "_again", again)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"Resolution is immutable: cannot set {name!r}")
+
+    # ------------------------------------------------------------------ leaves
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the rule set."""
+        return self.rules.mesh
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __iter__(self) -> Iterator[ResolvedLeaf]:
+        return (self._leaf(at) for at in range(len(self)))
+
+    def __getitem__(self, path: str) -> ResolvedLeaf:
+        return self._leaf(self._position(path))
+
+    def __contains__(self, path: object) -> bool:
+        return path in self.paths
+
+    def _position(self, path: str) -> int:
+        if path in self.paths:
+            return self.paths.index(path)
+        inner = [at for at, name in enumerate(self._flat.paths) if name == path]
+        if len(inner) == 1:
+            return inner[0]
+        near = closest(path, self.paths, count=3)
+        hint = f"; the closest are {near}" if near else ""
+        raise KeyError(f"no leaf has the path {path!r}{hint}")
+
+    def _leaf(self, at: int) -> ResolvedLeaf:
+        row = self._rows[at]
+        return ResolvedLeaf(
+            path=self.paths[at],
+            shape=self.shapes[at],
+            dtype=self.dtypes[at],
+            layout=layout_of(row),
+            rule=None if row.rule is None else section_of(row, self.rules)[row.rule],
+            rule_number=None if row.rule is None else row.rule + 1,
+            reason=row.reason,
+            role=self._roles()[at],
+            shard_shape=row.shard_shape,
+            bytes_per_device=leaf_bytes(
+                row.shard_shape or self.shapes[at], self.dtypes[at]
+            ),
+            fallback=row.fallback,
+            owner=row.owner,
+        )
+
+    def _roles(self) -> list[Role]:
+        roles: list[Role] = []
+        for section in self._flat.sections:
+            roles.extend([section.role] * (section.stop - section.start))
+        for at in self._flat.fixed:
+            roles[at] = "other"
+        return roles
+
+    # ------------------------------------------------------------------- trees
+
+    @property
+    def shardings(self) -> Any:
+        """The tree with a `NamedSharding` for each leaf, for `jit`, Orbax, `device_put`.
+
+        For a module it has the structure of `nnx.state(module)`.
+
+        Raises:
+            MeshError: the rules have no mesh, or an abstract one.
+        """
+        self._need_devices("shardings")
+        return self._tree(self.sharding_list())
+
+    @property
+    def specs(self) -> Any:
+        """The tree with a `PartitionSpec` in normal form for each leaf."""
+        return self._tree([row.spec for row in self._rows])
+
+    @property
+    def layouts(self) -> Any:
+        """The tree with a `TensorLayout` for each leaf."""
+        return self._tree(self._per_decision(layout_of))
+
+    def abstract(self) -> Any:
+        """The tree with a `jax.ShapeDtypeStruct` with sharding for each array.
+
+        Usable as the target of any Orbax restore. Leaves that are no arrays (a Python
+        int `step`) become what JAX makes of them.
+
+        Raises:
+            MeshError: the rules have no mesh, or an abstract one.
+        """
+        self._need_devices("abstract()")
+        leaves = [
+            jax.ShapeDtypeStruct(
+                shape, np.dtype("int32") if dtype is None else dtype, sharding=sharding
+            )
+            for shape, dtype, sharding in zip(
+                self.shapes, self.dtypes, self.sharding_list(), strict=True
+            )
+        ]
+        return self._tree(leaves)
+
+    def sharding_list(self) -> list[NamedSharding]:
+        """One `NamedSharding` per leaf, in leaf order; equal ones are one object."""
+        made: dict[Any, NamedSharding] = {}
+
+        def sharding(row: Decision) -> NamedSharding:
+            key = (row.mesh, row.spec, row.memory_kind)
+            if key not in made:
+                if row.mesh is None:
+                    raise MeshError(_NO_MESH)
+                made[key] = named_sharding(row.mesh, row.spec, row.memory_kind)
+            return made[key]
+
+        return self._per_decision(sharding)
+
+    def _per_decision(self, function: Callable[[Decision], Any]) -> list[Any]:
+        made = {id(row): function(row) for row in self._distinct()}
+        return [made[id(row)] for row in self._rows]
+
+    def _distinct(self) -> Iterable[Decision]:
+        return {id(row): row for row in self._rows}.values()
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _need_devices(self, what: str) -> None:
+        if self.mesh is None:
+            raise MeshError(_NO_MESH)
+        if self.mesh.is_abstract:
+            raise MeshError(
+                f"{what} needs devices, but {self.mesh!r} is abstract; make the "
+                "Resolution concrete first: resolution.on(flm.DeviceMesh(...))"
+            )
+
+    def on(self, mesh: Any) -> "Resolution":
+        """The same tree under the same rules on another mesh, such as a concrete one.
+
+        Raises:
+            ResolveError: the leaves do not fit on it.
+        """
+        return self._again(self.rules.on(mesh))
+
+    # --------------------------------------------------------------- questions
+
+    @property
+    def unused_rules(self) -> tuple[Rule, ...]:
+        """Parameter rules that match no leaf (and optimizer rules, where asked)."""
+        used = {at for row in self._distinct() for at in self._own(row)}
+        unused = [rule for at, rule in enumerate(self.rules.rules) if at not in used]
+        if any(section.role == "optimizer" for section in self._flat.sections):
+            asked = {
+                at
+                for row in self._distinct()
+                if row.reason == "optimizer rule"
+                for at in row.matched
+            }
+            unused.extend(
+                r for at, r in enumerate(self.rules.optimizer) if at not in asked
+            )
+        return tuple(unused)
+
+    def _own(self, row: Decision) -> tuple[int, ...]:
+        return () if row.reason == "optimizer rule" else row.matched
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """Paths of the leaves that no rule and no metadata places (not scalars)."""
+        return tuple(
+            path
+            for path, row in zip(self.paths, self._rows, strict=True)
+            if row.reason in _report.UNMATCHED
+        )
+
+    @property
+    def fallbacks(self) -> tuple[ResolvedLeaf, ...]:
+        """The leaves where a rule matched but could not fully apply."""
+        return tuple(
+            self._leaf(at) for at, row in enumerate(self._rows) if row.fallback
+        )
+
+    def totals(self, role: Role | None = None) -> Totals:
+        """Sums in bytes, over all leaves or those of one role."""
+        roles = self._roles()
+        leaves = total = per_device = replicated = 0
+        for at, row in enumerate(self._rows):
+            if role is not None and roles[at] != role:
+                continue
+            leaves += 1
+            whole = leaf_bytes(self.shapes[at], self.dtypes[at])
+            total += whole
+            per_device += leaf_bytes(
+                row.shard_shape or self.shapes[at], self.dtypes[at]
+            )
+            if row.shard_shape in (None, self.shapes[at]):
+                replicated += whole
+        return Totals(leaves, total, per_device, replicated)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all global arrays."""
+        return self.totals().total_bytes
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that each device holds."""
+        return self.totals().bytes_per_device
+
+    @property
+    def replicated_share(self) -> float:
+        """Share (0 to 1) of all bytes that every device holds in full."""
+        totals = self.totals()
+        if not totals.total_bytes or (self.mesh is not None and self.mesh.size == 1):
+            return 0.0
+        return totals.replicated_bytes / totals.total_bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of rules, mesh and table; equal on all processes of a healthy job."""
+        return hashlib.sha256(
+            "".join(self.fingerprints().values()).encode()
+        ).hexdigest()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the parts: `"rules"`, `"mesh"`, `"table"`."""
+        table = [
+            (path, shape, str(dtype), str(row.spec), row.memory_kind)
+            for path, shape, dtype, row in zip(
+                self.paths, self.shapes, self.dtypes, self._rows, strict=True
+            )
+        ]
+        mesh = None if self.mesh is None else (str(self.mesh), self.mesh.axis_types)
+        parts = {"rules": rules_to_json(self.rules), "mesh": mesh, "table": table}
+        return {
+            name: hashlib.sha256(repr(part).encode()).hexdigest()
+            for name, part in parts.items()
+        }
+
+    def explain(self, path: str) -> str:
+        """Tells in a few lines why a leaf got its layout, or why it got none.
+
+        Args:
+            path: path of the leaf, within the tree or within its module.
+
+        Raises:
+            KeyError: no leaf has this path; the closest are listed.
+        """
+        at = self._position(path)
+        leaf, row = self._leaf(at), self._rows[at]
+        lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
+        lines.append(f"  because: {because(row, self.rules)}")
+        for other in row.matched:
+            if other != row.rule:
+                section = section_of(row, self.rules)
+                rule = section[other]
+                same = rule.layout == section[row.rule or 0].layout
+                lines.append(
+                    f"  also matched by rule {other + 1} {rule.pattern!r} → "
+                    f"{rule.layout}, {'which agrees' if same else 'overridden'}"
+                )
+        if row.fallback:
+            lines.append(f"  fallback: {row.fallback}")
+        if row.reason == "no rule":
+            lines.append(f"  {self._near_miss(at)}")
+        if row.shard_shape is not None:
+            per_device = human_bytes(leaf.bytes_per_device)
+            lines.append(
+                f"  each device holds {show_shape(row.shard_shape)}, {per_device}"
+            )
+        return "\n".join(lines)
+
+    def _near_miss(self, at: int) -> str:
+        if not self.rules.rules:
+            return "there are no rules"
+        path = self._flat.paths[at]
+        number, rule = closest_rule(path, self.rules.rules)
+        return (
+            f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
+        )
+
+    # ------------------------------------------------------------------ output
+
+    def report(self, format: Literal["text", "markdown", "json"] = "text") -> str:
+        """The whole table: path, shape, dtype, spec, rule, shard, bytes, and totals.
+
+        Args:
+            format: `"text"` for a terminal, `"markdown"`, or `"json"` (schema 1).
+        """
+        return _report.report(self, format)
+
+    def remarks(self, *, large_only: bool = False) -> list[str]:
+        """Unused rules, unmatched leaves, fallbacks: one line each.
+
+        Args:
+            large_only: leave out fallbacks, and unmatched leaves with less than 1 % of
+                the bytes.
+        """
+        return _report.remarks(self, large_only=large_only)
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as plain JSON values, schema 1."""
+        return _report.to_json(self)
+
+    def rows(self) -> list[tuple[ResolvedLeaf, Decision]]:
+        """Each leaf with the decision that it shares with others; for reports."""
+        return list(zip(self, self._rows, strict=True))
+
+    def announce(self) -> None:
+        """Warns once about unused rules and large unmatched leaves; for consumers.
+
+        Raises:
+            ResolveError: the rule set is strict.
+        """
+        if self.rules.strict is False:
+            return
+        remarks = self.remarks(large_only=True)
+        if self.rules.strict and remarks:
+            raise ResolveError(
+                f"strict: {len(remarks)} findings\n{bullet_list(remarks)}", remarks
+            )
+        key = tuple(remarks)
+        if remarks and key not in self.rules._warned:
+            self.rules._warned.add(key)
+            warnings.warn(
+                f"{bullet_list(remarks, limit=10)}\n  (a rule None says that a leaf is "
+                "to be replicated; strict=False is quiet, strict=True raises)",
+                LayoutWarning,
+                stacklevel=3,
+            )
+
+    def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
+        """Optimizer-state path → the parameter and the dims it came from."""
+        return {
+            path: (row.owner, row.owner_dims)
+            for path, row, role in zip(
+                self.paths, self._rows, self._roles(), strict=True
+            )
+            if role == "optimizer"
+        }
+
+    def __repr__(self) -> str:
+        mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
+        return (
+            f"Resolution({len(self)} leaves, {mesh}, "
+            f"{human_bytes(self.bytes_per_device)} of "
+            f"{human_bytes(self.total_bytes)} per device)"
+        )
+
+
+_NO_MESH = (
+    "the rules have no mesh; give one: LayoutMap(mesh), layout_map.on(mesh) or "
+    "resolution.on(mesh)"
+)
