@@ -145,8 +145,9 @@ class Decider:
         return self.apply(winner, fitting, shape, "exact key" if exact else "rule")
 
     def conflict(self, matched: tuple[int, ...]) -> str:
+        rules = self.rules.rules
         listed = ", ".join(
-            f"rule {at + 1} {self.rules.rules[at].pattern!r} → {self.rules.rules[at].layout}"
+            f"rule {at + 1} {rules[at].pattern!r} → {rules[at].layout}"
             for at in matched
         )
         return (
@@ -200,8 +201,8 @@ class Decider:
             text = clash(dim, shape[dim], axes, sizes)
             if self.rules.indivisible == "error":
                 return self.trouble(
-                    f"{name}: {text}; use a size that is a multiple of {parts}, another "
-                    'layout, or indivisible="replicate"',
+                    f"{name}: {text}; use a size that is a multiple of {parts}, "
+                    'another layout, or indivisible="replicate"',
                     shape,
                     more.get("matched", ()),
                 )
@@ -399,7 +400,7 @@ def _known_axes(entry: Any, known: set[str] | None, lost: list[str]) -> Any:
 
 
 def _is_key_or_none(dtype: Any) -> bool:
-    return dtype is None or jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _fits(layout: TensorLayout, ndim: int) -> bool:

@@ -1,13 +1,13 @@
 """The exceptions and warnings of flax_layoutmap.
 
-    LayoutError(ValueError)       everything below
-    ├── RuleError                 a rule is wrong by itself: bad regex, bad value, key taken
-    ├── MeshError                 a mesh cannot be made, or is missing, or is abstract
-    ├── ResolveError              rules do not fit a tree: rank, axis, divisibility, overlap
-    ├── StructureError            a tree cannot be given paths, or does not fit another tree
-    ├── CheckpointError           a checkpoint cannot be written, read or used
-    └── ProcessError              the processes of one job disagree
-    LayoutWarning(UserWarning)    something that would otherwise be silent
+    LayoutError(ValueError)     everything below
+    ├── RuleError               a rule is wrong by itself: bad regex, value, taken key
+    ├── MeshError               a mesh cannot be made, or is missing, or is abstract
+    ├── ResolveError            rules do not fit a tree: rank, divisibility, overlap
+    ├── StructureError          a tree has no unique paths, or does not fit another
+    ├── CheckpointError         a checkpoint cannot be written, read or used
+    └── ProcessError            the processes of one job disagree
+    LayoutWarning(UserWarning)  something that would otherwise be silent
 
 A message says, in this order: which leaf, which rule, what clashed, what to do.
 """

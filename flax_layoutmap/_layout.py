@@ -29,7 +29,7 @@ class TensorLayout:
             sharded. A `NamedSharding` brings its mesh and memory kind.
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
             `LayoutMap` or a scope give it later.
-        memory_kind: memory of the device, such as `"pinned_host"`; None for the default.
+        memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
 
     Raises:
         RuleError: `axes` is not such a description, or names an axis that the mesh
@@ -38,8 +38,8 @@ class TensorLayout:
     Example:
         >>> import flax_layoutmap as flm
         >>> layout = flm.TensorLayout((None, "model"))
-        >>> layout.spec()
-        PartitionSpec(None, 'model')
+        >>> tuple(layout.spec())
+        (None, 'model')
     """
 
     __module__ = "flax_layoutmap"

@@ -157,10 +157,10 @@ class LayoutMap(_Section):
     names, or once `...` for any number of dims), a `PartitionSpec`, a `NamedSharding`,
     a `TensorLayout`, or `None` (replicated).
 
-    Reading matches: `layout_map[path]` and `.get(path, default)` look for the exact key,
-    then try every pattern; a miss gives None or the default. All else is literal: `in`,
-    iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists raises;
-    `replace` changes it.
+    Reading matches: `layout_map[path]` and `.get(path, default)` look for the exact
+    key, then try every pattern; a miss gives None or the default. All else is literal:
+    `in`, iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists
+    raises; `replace` changes it.
 
     Args:
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later
@@ -187,8 +187,8 @@ class LayoutMap(_Section):
         >>> import flax_layoutmap as flm
         >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
         >>> layout_map["(gate|up)/kernel"] = (None, "model")
-        >>> layout_map["layers/7/mlp/up/kernel"].spec()
-        PartitionSpec(None, 'model')
+        >>> tuple(layout_map["layers/7/mlp/up/kernel"].spec())
+        (None, 'model')
     """
 
     __module__ = "flax_layoutmap"
@@ -342,7 +342,7 @@ class LayoutMap(_Section):
         return place(tree, resolution)
 
     def explain(self, tree: Any, path: str) -> str:
-        """Why the leaf at `path` of `tree` gets its layout; see `Resolution.explain`."""
+        """Why the leaf at `path` gets its layout; see `Resolution.explain`."""
         return self.resolve(tree).explain(path)
 
     def to_json(self) -> dict[str, Any]:
@@ -363,7 +363,7 @@ class LayoutMap(_Section):
         return cls.from_rule_set(rules_from_json(data, mesh=mesh))
 
     def _bind(self, rule: Rule) -> Rule:
-        """Fills the map's mesh into a layout without one; the caller's stays as it is."""
+        """Fills the map's mesh into a layout without one; the caller's own stays."""
         if self._mesh is None or rule.layout.device_mesh is not None:
             return rule
         return rule.on(self._mesh)

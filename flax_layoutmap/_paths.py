@@ -90,6 +90,27 @@ class Flat:
         return full
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Roots:
+    """Several trees under names, such as the arguments of a function.
+
+    Unlike in a dict, rules see the path of a parameter within its own tree.
+    """
+
+    def __init__(self, trees: Mapping[str, Any]) -> None:
+        self.trees = dict(trees)
+
+    def tree_flatten_with_keys(self) -> tuple[list[Any], tuple[str, ...]]:
+        """Children in the order given; the names are static."""
+        children = [(DictKey(name), tree) for name, tree in self.trees.items()]
+        return children, tuple(self.trees)
+
+    @classmethod
+    def tree_unflatten(cls, names: tuple[str, ...], trees: Any) -> "Roots":
+        """The inverse."""
+        return cls(dict(zip(names, trees, strict=True)))
+
+
 def escape(key: object) -> str:
     """One part of a path, from one key."""
     text = key if isinstance(key, str) else str(key)
@@ -224,7 +245,11 @@ class _Walk:
 
     def root(self, tree: Any) -> None:
         """Walks a tree whose paths start here."""
-        if is_train_state(tree):
+        if isinstance(tree, Roots):
+            for name, part in tree.trees.items():
+                role: Role = "optimizer" if name == "opt_state" else "parameter"
+                self.section(f"{escape(name)}/", role, None, part)
+        elif is_train_state(tree):
             self.train_state(tree)
         elif self.role != "optimizer" and is_optax_state(tree):
             self._close()

@@ -84,8 +84,9 @@ def remarks(table: Table, *, large_only: bool = False) -> list[str]:
             large_only and whole <= LARGE_SHARE * total
         ):
             lines.append(
-                f"unmatched: {leaf.path} {show_shape(leaf.shape)} {UNMATCHED[leaf.reason]}, "
-                f"so every device holds it in full ({whole / total:.1%} of the bytes)"
+                f"unmatched: {leaf.path} {show_shape(leaf.shape)} "
+                f"{UNMATCHED[leaf.reason]}, so every device holds it in full "
+                f"({whole / total:.1%} of the bytes)"
             )
         if leaf.fallback and not large_only:
             lines.append(f"fallback: {leaf.path}: {leaf.fallback}")

@@ -144,7 +144,7 @@ class Resolution:
     def _roles(self) -> list[Role]:
         roles: list[Role] = []
         for section in self._flat.sections:
-            roles.extend([section.role] * (section.stop - section.start))
+            roles.extend(section.role for _ in range(section.start, section.stop))
         for at in self._flat.fixed:
             roles[at] = "other"
         return roles
@@ -153,9 +153,10 @@ class Resolution:
 
     @property
     def shardings(self) -> Any:
-        """The tree with a `NamedSharding` for each leaf, for `jit`, Orbax, `device_put`.
+        """The tree with a `NamedSharding` for each leaf.
 
-        For a module it has the structure of `nnx.state(module)`.
+        For `jit`, Orbax and `device_put`. For a module it has the structure of
+        `nnx.state(module)`.
 
         Raises:
             MeshError: the rules have no mesh, or an abstract one.

@@ -72,7 +72,7 @@ def resolve(
 def resolve_with_origins(
     tree: Any, rule_set: RuleSet, known: Mapping[str, Origin]
 ) -> Resolution:
-    """Resolves a tree whose optimizer leaves have known origins (a checkpoint's own)."""
+    """Resolves a tree whose optimizer leaves have known origins (a checkpoint's)."""
     flat = flatten(tree)
     shapes, dtypes = _columns(flat.leaves)
     at_each = [known.get(path) for path in flat.full_paths()]

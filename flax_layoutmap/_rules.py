@@ -48,7 +48,8 @@ class Rule:
     ) -> None:
         if not isinstance(pattern, str):
             raise RuleError(
-                f"a pattern must be a string, got {pattern!r} ({type(pattern).__name__})"
+                f"a pattern must be a string, got {pattern!r} of type "
+                f"{type(pattern).__name__}"
             )
         try:
             compiled = re.compile(pattern)
@@ -93,9 +94,11 @@ class Rule:
         Whether it treats all digits alike, and a text, with its digits folded, that
         every folded path it matches must hold (empty where nothing is known).
         """
-        if self._view is None:
-            object.__setattr__(self, "_view", _view_of(self.pattern))
-        return self._view
+        found = self._view
+        if found is None:
+            found = _view_of(self.pattern)
+            object.__setattr__(self, "_view", found)
+        return found
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Rule is immutable: cannot set {name!r}")

@@ -44,11 +44,11 @@ def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
         )
     try:
         recorded = mesh_from_json(data["mesh"])
-        sections = {
+        sections: dict[str, Any] = {
             name: tuple(_rule_from_json(entry, recorded) for entry in data[name])
             for name in _SECTIONS
         }
-        options = {name: data[name] for name in _OPTIONS}
+        options: dict[str, Any] = {name: data[name] for name in _OPTIONS}
         read = RuleSet(mesh=recorded, batch=tuple(data["batch"]), **options, **sections)
     except (TypeError, KeyError, AttributeError) as error:
         raise RuleError(f"the rules are damaged: {error!r}") from error

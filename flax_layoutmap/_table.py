@@ -27,13 +27,10 @@ def markdown_table(
 
 def human_bytes(count: int | float) -> str:
     """`1536` → `'1.5 KiB'`."""
-    value = float(count)
-    for unit in _UNITS:
-        if value < 1024 or unit == _UNITS[-1]:
-            break
-        value /= 1024
-    text = f"{value:.0f}" if unit == "B" else f"{value:.1f}"
-    return f"{text} {unit}"
+    value, power = float(count), 0
+    while value >= 1024 and power < len(_UNITS) - 1:
+        value, power = value / 1024, power + 1
+    return f"{value:.{min(power, 1)}f} {_UNITS[power]}"
 
 
 def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:

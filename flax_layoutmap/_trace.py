@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from flax_layoutmap._errors import StructureError
@@ -44,7 +45,7 @@ class Traced:
 
     @property
     def consts(self) -> list[Any]:
-        """Arrays that the program reads: inputs, and what the constructor closed over."""
+        """Arrays that the program reads: inputs, and what it closed over."""
         return [*self._closed.consts, *self._inputs]
 
     def run(self, consts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -204,6 +205,6 @@ def _is_value(leaf: Any) -> bool:
 
 
 def _shape_of(value: Any) -> Any:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return value
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
