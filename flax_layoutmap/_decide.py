@@ -50,6 +50,8 @@ class Decider:
         memo: dict[str, dict[Any, Decision]] = {}
         rows: list[Decision] = []
         append = rows.append
+        if not flat.runs:
+            return rows
         stops = [start for start, _ in flat.runs[1:]]
         stops.append(len(names))
         for (start, parent), stop in zip(flat.runs, stops, strict=True):

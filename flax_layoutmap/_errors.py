@@ -13,6 +13,9 @@ A message says, in this order: which leaf, which rule, what clashed, what to do.
 """
 
 import difflib
+import os
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 
@@ -89,6 +92,15 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Returns `'; did you mean 'x'?'`, or an empty string when nothing is close."""
     found = closest(name, choices)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def warn(text: str) -> None:
+    """Issues a LayoutWarning that points at the user's line, not at one of ours."""
+    here = os.path.dirname(__file__)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, LayoutWarning, stacklevel=level - 1)
 
 
 def bullet_list(problems: Sequence[str], *, limit: int = 50) -> str:

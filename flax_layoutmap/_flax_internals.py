@@ -67,6 +67,13 @@ def restore_eager_flag(node: Any) -> None:
             variable.set_metadata("eager_sharding", flag)
 
 
+def forget_eager_flag(node: Any) -> None:
+    """Keeps Variables from sharding what is made of them while there is no mesh."""
+    for variable in variables_of(node):
+        if metadata_of(variable).get("eager_sharding"):
+            variable.set_metadata("eager_sharding", False)
+
+
 @contextlib.contextmanager
 def no_mesh() -> Iterator[None]:
     """No mesh in context, also inside `jit`, `eval_shape` and any mesh context."""

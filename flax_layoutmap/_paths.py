@@ -86,7 +86,8 @@ class Flat:
         full: list[str] = []
         for section in self.sections:
             prefix = section.prefix
-            full.extend(prefix + p for p in self.paths[section.start : section.stop])
+            own = self.paths[section.start : section.stop]
+            full.extend(prefix + p if p else prefix.removesuffix("/") for p in own)
         return full
 
 

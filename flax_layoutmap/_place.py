@@ -8,10 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
+from flax.core.meta import AxisMetadata, Partitioned
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._errors import LayoutError, MeshError, RuleError, did_you_mean
-from flax_layoutmap._flax_internals import is_nnx_object
+from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
 from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import flatten, plain_tree
@@ -45,9 +48,10 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     Example:
         >>> import jax, flax_layoutmap as flm
         >>> mesh = flm.DeviceMesh("data=-1")
-        >>> x = flm.distribute_tensor(jax.numpy.ones(8), flm.TensorLayout(("data",), mesh))
-        >>> x.sharding.spec
-        PartitionSpec('data',)
+        >>> layout = flm.TensorLayout(("data",), mesh)
+        >>> x = flm.distribute_tensor(jax.numpy.ones(8), layout)
+        >>> tuple(x.sharding.spec)
+        ('data',)
 
     Plain JAX: `jax.device_put(x, s)`, `jax.lax.with_sharding_constraint(x, s)` or
     `jax.sharding.reshard(x, s)`.
@@ -73,8 +77,6 @@ def place(tree: Any, resolution: Resolution) -> Any:
 
 def with_leaves(tree: Any, leaves: list[Any]) -> Any:
     """The tree with new leaves; NNX objects are updated in place."""
-    from flax import nnx
-
     plain = plain_tree(tree)
     new = jax.tree.unflatten(jax.tree.structure(plain), leaves)
     if not is_nnx_object(tree) and plain is tree:
@@ -86,6 +88,40 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
             nnx.update(node, parts[at])
             parts[at] = node
     return jax.tree.unflatten(treedef, parts)
+
+
+def settle_metadata(tree: Any, resolution: Resolution) -> Any:
+    """Rewrites Flax's layout metadata where a rule has overruled it.
+
+    Otherwise a later `nnx.Optimizer` or `unbox` would put things where the metadata
+    says. NNX Variables are changed in place; Linen boxes are replaced.
+    """
+    boxes = flatten(tree).annotations
+    if not boxes:
+        return tree
+    specs: dict[int, Any] = {}
+    for at, box in boxes.items():
+        leaf = resolution.leaf(at)
+        if leaf.reason in ("rule", "exact key", "explicit layout"):
+            spec = tuple(leaf.layout.spec(len(leaf.shape)))
+            specs[id(box)] = spec + (None,) * (len(leaf.shape) - len(spec))
+    for box in boxes.values():
+        if isinstance(box, nnx.Variable) and id(box) in specs:
+            if "out_sharding" in metadata_of(box):
+                box.set_metadata("out_sharding", specs[id(box)])
+            if metadata_of(box).get("sharding_rules"):
+                box.set_metadata("sharding_rules", None)
+
+    def settled(node: Any) -> Any:
+        if isinstance(node, AxisMetadata) and id(node) in specs:
+            return Partitioned(node.value, names=specs[id(node)])  # pyright: ignore
+        return node
+
+    if is_nnx_object(tree):
+        return tree
+    return jax.tree.map(
+        settled, tree, is_leaf=lambda n: isinstance(n, AxisMetadata) or is_nnx_object(n)
+    )
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
@@ -103,8 +139,8 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
     """Each process hands over its part; global arrays move by a compiled identity."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return jax.jit(lambda value: value, out_shardings=sharding)(x)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(x))
+    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
         impl = jax.random.key_impl(x)
         make = jax.jit(
             lambda: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding
@@ -127,8 +163,8 @@ def _wanted(layout: Any) -> TensorLayout:
     if context.axis_names:
         return layout.on(context)
     raise MeshError(
-        f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); or "
-        "call inside a flm.jit(layout_map=…) or jax.set_mesh(mesh)"
+        f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); "
+        "or call inside a flm.jit(layout_map=…) or jax.set_mesh(mesh)"
     )
 
 
@@ -136,8 +172,8 @@ def _named(name: str) -> TensorLayout:
     rules = current_rules()
     if rules is None:
         raise RuleError(
-            f"{name!r} is the name of a layout only inside a flm.jit(layout_map=…) whose "
-            f"layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
+            f"{name!r} is the name of a layout only inside a flm.jit(layout_map=…) "
+            f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
         )
     found = Matcher(rules.names, "fullmatch").matching(name)
     if not found:
@@ -161,18 +197,18 @@ def _distribute(x: Any, layout: TensorLayout) -> Any:
     for axis in (axis for axes in dims for axis in axes):
         if axis in manual:
             raise MeshError(
-                f"distribute_tensor names the mesh axis {axis!r}, which is manual here: "
-                "inside shard_map each device already holds its part, so drop the call "
+                f"distribute_tensor names the mesh axis {axis!r}, which is manual "
+                "here: inside shard_map each device already holds its part, so drop the call "
                 "or name other axes only"
             )
-    if not isinstance(x, jax.core.Tracer) and _eager_here():
+    if not isinstance(x, Tracer) and _eager_here():
         return _move(x, layout, mesh, spec)
     return _constrain(x, mesh, dims, layout.memory_kind, bool(manual))
 
 
 def _eager_here() -> bool:
-    """Whether code runs outside of every trace (a constant inside jit does not)."""
-    return jax.core.trace_ctx.is_top_level() if hasattr(jax.core, "trace_ctx") else True
+    """Whether code runs outside of `jit`; a constant inside of it is no tracer."""
+    return not isinstance(jax.lax.full((), 0), Tracer)
 
 
 def _move(x: Any, layout: TensorLayout, mesh: DeviceMesh, spec: PartitionSpec) -> Any:

@@ -1,7 +1,6 @@
 """Resolution: the one value in the middle; everything else is a function of it."""
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -11,11 +10,11 @@ from jax.sharding import NamedSharding
 
 from flax_layoutmap import _report
 from flax_layoutmap._errors import (
-    LayoutWarning,
     MeshError,
     ResolveError,
     bullet_list,
     closest,
+    warn,
 )
 from flax_layoutmap._layout import named_sharding
 from flax_layoutmap._mesh import DeviceMesh
@@ -104,10 +103,10 @@ class Resolution:
         return len(self.paths)
 
     def __iter__(self) -> Iterator[ResolvedLeaf]:
-        return (self._leaf(at) for at in range(len(self)))
+        return (self.leaf(at) for at in range(len(self)))
 
     def __getitem__(self, path: str) -> ResolvedLeaf:
-        return self._leaf(self._position(path))
+        return self.leaf(self._position(path))
 
     def __contains__(self, path: object) -> bool:
         return path in self.paths
@@ -122,7 +121,8 @@ class Resolution:
         hint = f"; the closest are {near}" if near else ""
         raise KeyError(f"no leaf has the path {path!r}{hint}")
 
-    def _leaf(self, at: int) -> ResolvedLeaf:
+    def leaf(self, at: int) -> ResolvedLeaf:
+        """The leaf at a position (from 0) in leaf order."""
         row = self._rows[at]
         return ResolvedLeaf(
             path=self.paths[at],
@@ -269,9 +269,7 @@ class Resolution:
     @property
     def fallbacks(self) -> tuple[ResolvedLeaf, ...]:
         """The leaves where a rule matched but could not fully apply."""
-        return tuple(
-            self._leaf(at) for at, row in enumerate(self._rows) if row.fallback
-        )
+        return tuple(self.leaf(at) for at, row in enumerate(self._rows) if row.fallback)
 
     def totals(self, role: Role | None = None) -> Totals:
         """Sums in bytes, over all leaves or those of one role."""
@@ -340,7 +338,7 @@ class Resolution:
             KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
-        leaf, row = self._leaf(at), self._rows[at]
+        leaf, row = self.leaf(at), self._rows[at]
         lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
         lines.append(f"  because: {because(row, self.rules)}")
         for other in row.matched:
@@ -415,11 +413,9 @@ class Resolution:
         key = tuple(remarks)
         if remarks and key not in self.rules._warned:
             self.rules._warned.add(key)
-            warnings.warn(
+            warn(
                 f"{bullet_list(remarks, limit=10)}\n  (a rule None says that a leaf is "
-                "to be replicated; strict=False is quiet, strict=True raises)",
-                LayoutWarning,
-                stacklevel=3,
+                "to be replicated; strict=False is quiet, strict=True raises)"
             )
 
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:

@@ -89,6 +89,9 @@ def resolve_state(
 ) -> Resolution:
     """Resolves optimizer state whose parameters already have layouts of their own."""
     flat = flatten(tree)
+    flat = dataclasses.replace(
+        flat, sections=[Section(0, len(flat.paths), "", "optimizer")]
+    )
     shapes, dtypes = _columns(flat.leaves)
     treedef = jax.tree.structure(plain_tree(tree))
     tags = tagged_dims(tx.init, params)

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from flax_layoutmap._errors import StructureError
 from flax_layoutmap._flax_internals import (
+    forget_eager_flag,
     is_nnx_object,
     nnx_split,
     no_mesh,
@@ -60,6 +61,14 @@ class Traced:
         made = sum(slot is not None for slot in self._slots)
         return list(values[:made]), list(values[made:])
 
+    def values_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """Of one entry per leaf of `abstract`, those of the computed leaves."""
+        return [
+            leaf
+            for leaf, slot in zip(leaves, self._slots, strict=True)
+            if slot is not None
+        ]
+
     def leaves_of(self, values: Sequence[Any]) -> list[Any]:
         """Leaves in the order of `abstract`, from the values that `run` gave."""
         old = jax.tree.leaves(self.abstract)
@@ -100,6 +109,8 @@ def trace(
     make: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    keep_inputs: bool = True,
 ) -> Traced:
     """Traces `make(*args, **kwargs)` once, abstractly.
 
@@ -108,6 +119,7 @@ def trace(
         args: its arguments. Arrays (`jax.ShapeDtypeStruct` too, where the values do
             not matter) and NNX objects are inputs; everything else is static.
         kwargs: its keyword arguments, likewise.
+        keep_inputs: whether the new state of NNX arguments is wanted.
 
     Raises:
         StructureError: two objects of the result share a Variable.
@@ -142,12 +154,15 @@ def trace(
             for slot in slots
         ]
         new_args, new_kwargs = slots_def.unflatten(filled)
+        for node in merged:
+            forget_eager_flag(node)
         result = make(*new_args, **new_kwargs)
         plain = _describe(result, seen)
         leaves, seen["treedef"] = jax.tree.flatten(plain)
         seen["leaves"] = leaves
         out = [leaf for leaf in leaves if _is_value(leaf)]
-        after, seen["after"] = jax.tree.flatten([nnx_split(node)[1] for node in merged])
+        kept = merged if keep_inputs else []
+        after, seen["after"] = jax.tree.flatten([nnx_split(node)[1] for node in kept])
         return [*out, *after]
 
     with no_mesh(), without_eager_sharding():
@@ -168,7 +183,7 @@ def trace(
         _treedef=seen["treedef"],
         _graphdefs=seen["graphdefs"],
         _graph_treedef=seen["graph_treedef"],
-        _input_nodes=(nodes, seen["after"]) if nodes else None,
+        _input_nodes=(nodes, seen["after"]) if nodes and keep_inputs else None,
     )
 
 

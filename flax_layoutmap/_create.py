@@ -1,0 +1,222 @@
+"""create and create_optimizer: sharded from birth.
+
+The constructor is traced once, abstractly; then one compiled program computes every
+leaf in its shards. No device holds a full copy of a parameter that a rule shards.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._decide import OwnerLayout
+from flax_layoutmap._errors import MeshError, bullet_list
+from flax_layoutmap._flax_internals import is_nnx_object, nnx_state, no_mesh
+from flax_layoutmap._layout import dim_axes
+from flax_layoutmap._mesh import DeviceMesh, retyped
+from flax_layoutmap._paths import flatten
+from flax_layoutmap._place import put, settle_metadata
+from flax_layoutmap._processes import agree
+from flax_layoutmap._records import show_shape
+from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._resolve import resolve, resolve_state
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._trace import Traced, trace
+
+
+def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any) -> Any:
+    """Makes a model already in its shards.
+
+    Args:
+        make: a function that makes what is wanted: an NNX constructor, Linen's
+            `model.init`, a function that makes a TrainState, or any function that
+            returns a tree of arrays or NNX objects.
+        layout_map: a `LayoutMap` (or `RuleSet`) with a mesh of devices.
+        *args: arguments of `make`. Arrays and NNX objects (an `nnx.Rngs`, which counts
+            as usual) are inputs of the program; everything else is static. An array of
+            which only the shape matters may be a `jax.ShapeDtypeStruct`, if `make`
+            does not read it.
+        **kwargs: keyword arguments of `make`, likewise.
+
+    Returns:
+        What `make` returns, its arrays laid out by the rules. The values are those of
+        `jax.jit(make)` with the same shardings; Python numbers become arrays.
+
+    Raises:
+        ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
+        MeshError: the rules have no mesh, or one without devices.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["kernel"] = (None, "data")
+        >>> layout_map["bias"] = None
+        >>> linear = flm.create(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), layout_map)
+        >>> tuple(linear.kernel.sharding.spec)
+        (None, 'data')
+
+    Plain JAX, for a tree: `jax.jit(make, out_shardings=shardings)(*args)`.
+    """
+    rules = layout_map if isinstance(layout_map, RuleSet) else layout_map.freeze()
+    _need_devices(rules, "create")
+    traced = trace(make, args, kwargs)
+    resolution = resolve(traced.abstract, rules)
+    resolution.announce()
+    agree(resolution.fingerprints(), "creating the model")
+    made, inputs = give_birth(traced, resolution)
+    result = traced.rebuild(traced.leaves_of(made))
+    traced.update_inputs(inputs)
+    return settle_metadata(result, resolution)
+
+
+def create_optimizer(
+    model: Any,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: Any = nnx.Param,
+    layout_map: Any = None,
+) -> Any:
+    """Makes the optimizer of a sharded model; its state follows the model's layouts.
+
+    Each dim of the state lies as the dim of the parameter that it was made from:
+    moments as the parameter, Adafactor's row and column statistics as its rows and
+    columns. Counters are replicated on the mesh.
+
+    Args:
+        model: an NNX module whose arrays are on a mesh (from `create`, `place`, or a
+            restore), or a tree of parameters.
+        tx: the optax transformation.
+        wrt: for a module, which Variables are trained.
+        layout_map: a map whose `optimizer` section has rules for the state (ZeRO-1);
+            None where there are none.
+
+    Returns:
+        An `nnx.Optimizer` for a module; the state of `tx` for a tree.
+
+    Raises:
+        MeshError: arrays of the model are on no mesh.
+        ResolveError: the state does not fit the optimizer rules.
+
+    Plain JAX: `jax.jit(tx.init, out_shardings=…)`; without `out_shardings` the moments
+    end on one device.
+    """
+    is_module = is_nnx_object(model)
+    params = nnx_state(model, wrt) if is_module else model
+    owners, mesh = _layouts_of(params)
+    rules = RuleSet(mesh=mesh)
+    if layout_map is not None:
+        given = layout_map if isinstance(layout_map, RuleSet) else layout_map.freeze()
+        rules = dataclasses.replace(
+            given, mesh=mesh, rules=(), names=(), activations=()
+        )
+    if is_module:
+        traced = trace(
+            lambda m: nnx.Optimizer(m, tx, wrt=wrt), (model,), keep_inputs=False
+        )
+    else:
+        traced = trace(tx.init, (params,), keep_inputs=False)
+    resolution = resolve_state(traced.abstract, rules, owners, tx, params)
+    resolution.announce()
+    agree(resolution.fingerprints(), "creating the optimizer")
+    made, _ = give_birth(traced, resolution)
+    return traced.rebuild(traced.leaves_of(made))
+
+
+def give_birth(traced: Traced, resolution: Resolution) -> tuple[list[Any], list[Any]]:
+    """Runs a traced constructor with every leaf in its shards.
+
+    Returns:
+        The arrays of the result, and the new state of the NNX arguments.
+    """
+    shardings = traced.values_of(resolution.sharding_list())
+    program, consts = birth_program(traced, shardings)
+    with no_mesh():
+        made, inputs = program(consts)
+    return [
+        _retype(value, wanted) for value, wanted in zip(made, shardings, strict=True)
+    ], inputs
+
+
+def birth_program(
+    traced: Traced, shardings: Sequence[NamedSharding]
+) -> tuple[Any, list[Any]]:
+    """The jitted program that makes the leaves, and its arguments.
+
+    It runs on a mesh of Auto axes: on Explicit axes the initialisers would compute
+    every parameter replicated. Giving the results their own axis types costs nothing.
+    """
+    meshes = [s.mesh for s in shardings if isinstance(s.mesh, Mesh)]
+    consts = (
+        [_on_auto_axes(value, meshes[0]) for value in traced.consts] if meshes else []
+    )
+    out = [_auto(sharding) for sharding in shardings]
+    return jax.jit(traced.run, out_shardings=(out, None)), consts or traced.consts
+
+
+def _auto(sharding: NamedSharding) -> NamedSharding:
+    if not isinstance(sharding.mesh, Mesh):
+        return sharding
+    mesh = retyped(sharding.mesh, AxisType.Auto)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
+    """An input of the program, on the devices of the mesh and with Auto axes."""
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    if isinstance(value.sharding, NamedSharding):
+        return put(value, _auto(value.sharding))
+    if value.committed and value.sharding.device_set != set(mesh.devices.flat):
+        return put(value, NamedSharding(retyped(mesh, AxisType.Auto), PartitionSpec()))
+    return value
+
+
+def _retype(value: Any, wanted: NamedSharding) -> Any:
+    """Gives a result the axis types of the user's mesh, without a copy."""
+    if wanted == _auto(wanted):
+        return value
+    if isinstance(value, Tracer):
+        return jax.sharding.reshard(value, wanted)
+    return put(value, wanted)
+
+
+def _layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
+    """The layout that each parameter has now, and their mesh."""
+    flat = flatten(params)
+    owners: dict[str, OwnerLayout] = {}
+    problems: list[str] = []
+    mesh: DeviceMesh | None = None
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        sharding = getattr(leaf, "sharding", None)
+        shape = tuple(leaf.shape)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            own = DeviceMesh(sharding.mesh)
+            mesh = mesh or own
+            spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
+            dims = tuple(dim_axes(entry) for entry in spec)
+            owners[path] = OwnerLayout(shape, dims, own, sharding.memory_kind)
+        else:
+            problems.append(f"{path} {show_shape(shape)}: {sharding}")
+    if problems or mesh is None:
+        raise MeshError(
+            "create_optimizer follows the layouts of the model, but these parameters "
+            f"are on no mesh:\n{bullet_list(problems or ['(there are no parameters)'])}\n"
+            "make the model with flm.create(make, layout_map), or move it with "
+            "layout_map.place(model)"
+        )
+    return owners, mesh
+
+
+def _need_devices(rules: RuleSet, what: str) -> None:
+    if rules.mesh is None or rules.mesh.is_abstract:
+        have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
+        raise MeshError(
+            f"{what} needs a mesh of devices, the rules have {have}; use "
+            "layout_map.on(flm.DeviceMesh(...))"
+        )
