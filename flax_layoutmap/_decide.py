@@ -32,35 +32,40 @@ class OwnerLayout:
 class Decider:
     """Decides leaf after leaf; asks each question once."""
 
-    def __init__(self, rule_set: RuleSet, flat: Flat, shapes: Sequence[Shape]) -> None:
+    def __init__(
+        self,
+        rule_set: RuleSet,
+        matcher: Matcher,
+        flat: Flat,
+        shapes: Sequence[Shape],
+    ) -> None:
         self.rules, self.flat, self.shapes = rule_set, flat, shapes
         self.mesh = rule_set.mesh
         self.sizes = {} if self.mesh is None else self.mesh.axis_sizes
-        self.matcher = Matcher(rule_set.rules, rule_set.match)
+        self.matcher = matcher
         self.made: dict[Any, Decision] = {}
         self.troubled = False
 
-    def by_rules(self) -> list[Decision]:
-        """Decides all leaves by the rules.
+    def by_rules(self, skip: Sequence[Any] | None = None) -> list[Any]:
+        """Decides all leaves by the rules; None where `skip` has something.
 
         The memo is keyed by the folded path of the parent, then by folded name and
         shape; so a leaf costs a lookup of a short string.
         """
         flat, shapes, names = self.flat, self.shapes, self.flat.names
         memo: dict[str, dict[Any, Decision]] = {}
-        rows: list[Decision] = []
+        rows: list[Any] = []
         append = rows.append
-        if not flat.runs:
-            return rows
         stops = [start for start, _ in flat.runs[1:]]
         stops.append(len(names))
-        for (start, parent), stop in zip(flat.runs, stops, strict=True):
-            if start == stop:
-                continue
+        for (start, parent), stop in zip(flat.runs, stops, strict=False):
             known = memo.get(parent)
             if known is None:
                 known = memo[parent] = {}
             for at in range(start, stop):
+                if skip and skip[at] is not None:
+                    append(None)
+                    continue
                 key = (names[at], shapes[at])
                 row = known.get(key)
                 append(self.ask(known, key, parent, at) if row is None else row)
@@ -70,10 +75,7 @@ class Decider:
         self, known: dict[Any, Decision], key: Any, parent: str, at: int
     ) -> Decision:
         path, shape = self.flat.paths[at], self.shapes[at]
-        answer = self.matcher.fold(parent + key[0])
-        if answer is None:
-            return self.decide(path, self.matcher.matching(path), shape)
-        sure, maybe = answer
+        sure, maybe = self.matcher.fold(parent + key[0])
         if maybe:
             return self.decide(path, self.matcher.refine(path, sure, maybe), shape)
         row = known[key] = self.decide(path, sure, shape)
@@ -83,14 +85,13 @@ class Decider:
         self, found: Sequence[Origin | None], owners: Mapping[str, OwnerLayout] | None
     ) -> list[Decision]:
         """Parameters by rules; optimizer state by the parameter it belongs to."""
-        rows: list[Decision | None] = [None] * len(found)
+        rows: list[Decision | None] = self.by_rules(skip=found)
         own: dict[str, OwnerLayout] = dict(owners or {})
-        for at, origin in enumerate(found):
-            if origin is None:
-                path, shape = self.flat.paths[at], self.shapes[at]
-                row = self.decide(path, self.matcher.matching(path), shape)
-                rows[at] = row
-                if owners is None and path not in own:
+        if owners is None:
+            for path, shape, row in zip(
+                self.flat.paths, self.shapes, rows, strict=True
+            ):
+                if row is not None and path not in own:
                     own[path] = OwnerLayout(shape, row.dims, row.mesh, row.memory_kind)
         self.apply_explicit(rows, own)
         matcher = Matcher(self.rules.optimizer, self.rules.match)

@@ -15,7 +15,7 @@ into sections: a module inside a dict, Linen's `params`, an optimizer state.
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -60,7 +60,7 @@ class Flat:
 
     Attributes:
         paths: path of each leaf within its section.
-        names: last part of each path, digits folded to 0.
+        names: last part of each path, folded.
         runs: (start, folded path of the parent with a final `/`) of each run of
             leaves with one parent.
         leaves: the leaves themselves.
@@ -125,16 +125,6 @@ def unescape(part: str) -> str:
     return part.replace("%2F", "/").replace("%25", "%")
 
 
-# Folding makes `layers/17/kernel` and `layers/42/kernel` one question for a pattern
-# that cannot tell digits apart.
-_FOLD = {ord(digit): "0" for digit in "123456789"}
-
-
-def fold_digits(text: str) -> str:
-    """Replaces each ASCII digit by 0; the length stays."""
-    return text.translate(_FOLD)
-
-
 def key_of(entry: Any) -> Any:
     """The bare key in one entry of a JAX key path."""
     if isinstance(entry, DictKey | FlattenedIndexKey):
@@ -162,13 +152,17 @@ def plain_tree(tree: Any) -> Any:
     )
 
 
-def flatten(tree: Any) -> Flat:
+def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
     """Flattens any tree with its paths.
+
+    Args:
+        tree: the tree.
+        fold: makes parts of paths that are to be one question equal; see `Folding`.
 
     Raises:
         StructureError: two leaves would have one path, or a node cannot be flattened.
     """
-    return _Walk().flatten(tree)
+    return _Walk(fold).flatten(tree)
 
 
 def is_train_state(node: Any) -> bool:
@@ -181,6 +175,24 @@ def is_train_state(node: Any) -> bool:
     )
 
 
+def parameter_keys(flat: Flat) -> dict[int, str]:
+    """Position → a unique key, for each leaf of the parameter sections.
+
+    The key is the path within the section, as an optimizer state has it; where an
+    earlier section (another model) has that one, the path within the whole tree.
+    """
+    keys: dict[int, str] = {}
+    taken: set[str] = set()
+    for section in flat.sections:
+        if section.role == "parameter":
+            for at in range(section.start, section.stop):
+                if at not in flat.fixed:
+                    path = flat.paths[at]
+                    keys[at] = section.prefix + path if path in taken else path
+                    taken.add(keys[at])
+    return keys
+
+
 def is_optax_state(node: Any) -> bool:
     """Whether a node is a state of optax, or a tuple of some."""
     if not isinstance(node, tuple):
@@ -191,16 +203,20 @@ def is_optax_state(node: Any) -> bool:
 
 
 class _Names(dict[Any, tuple[str, str]]):
-    """Key of a mapping → its part, and the part with digits folded."""
+    """Key of a mapping → its part, and the part folded."""
+
+    def __init__(self, fold: Callable[[str], str]) -> None:
+        super().__init__()
+        self.fold = fold
 
     def __missing__(self, key: Any) -> tuple[str, str]:
         part = escape(key)
-        self[key] = found = (part, fold_digits(part))
+        self[key] = found = (part, self.fold(part))
         return found
 
 
 # What a node of some type is; found once per type and walk.
-_LEAF, _DICT, _STATE, _BOX, _NONE, _OTHER = range(6)
+_LEAF, _DICT, _MAPPING, _BOX, _NONE, _OTHER = range(6)
 
 
 class _Walk:
@@ -210,10 +226,10 @@ class _Walk:
     leaf, and no key objects are made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fold: Callable[[str], str]) -> None:
         self.flat = Flat()
         self.kinds: dict[type, int] = {}
-        self.names = _Names()
+        self.names = _Names(fold)
         self.box_roles: dict[type, tuple[bool, bool]] = {}
         self.base = ""  # prefix of the current section
         self.role: Role = "parameter"
@@ -256,29 +272,47 @@ class _Walk:
             self._close()
             self.role = "optimizer"
             self.walk(tree, "", "")
-        elif (
-            self.role == "parameter"
-            and isinstance(tree, Mapping)
-            and not isinstance(tree, nnx.State)
-            and "params" in tree
-        ):
-            self.variables(tree)
+        elif self.role == "parameter" and isinstance(tree, Mapping):
+            if not isinstance(tree, nnx.State) and "params" in tree:
+                self.variables(tree)
+            elif self.holds_optimizer(tree):
+                self.model_and_optimizer(tree)
+            else:
+                self.walk(tree, "", "")
         else:
             self.walk(tree, "", "")
 
     def variables(self, tree: Mapping[str, Any]) -> None:
         """Linen variables: parameters are named within `params/`."""
         for key in self.ordered(tree, ""):
-            if key == "params":
-                self.section("params/", "parameter", None, tree[key])
+            child = tree[key]
+            if key == "params" and self.kind(child) != _LEAF:
+                self.section("params/", "parameter", None, child)
             else:
-                self.child(tree[key], self.names[key], "", "")
+                self.child(child, self.names[key], "", "")
+
+    def holds_optimizer(self, tree: Mapping[Any, Any]) -> bool:
+        """Whether a child is the state of an `nnx.Optimizer` (or a TrainState's)."""
+        children = tree.raw_mapping if isinstance(tree, nnx.State) else tree
+        return any(
+            self.kind(child) in (_DICT, _MAPPING) and "opt_state" in child
+            for child in children.values()
+        )
+
+    def model_and_optimizer(self, tree: Mapping[Any, Any]) -> None:
+        """States of several NNX objects, one an optimizer: each is a tree by itself."""
+        for key in self.ordered(tree, ""):
+            child, name = tree[key], self.names[key]
+            if isinstance(child, Mapping):
+                self.section(f"{name[0]}/", "parameter", None, child)
+            else:
+                self.child(child, name, "", "")
 
     def train_state(self, state: Any) -> None:
         """Parameters are named within `params/`; `opt_state` belongs to them."""
         for entry, child in self.one_level(state, ""):
             key = key_of(entry)
-            if key == "params":
+            if key == "params" and self.kind(child) != _LEAF:
                 self.section("params/", "parameter", None, child)
             elif key == "opt_state":
                 self.section("opt_state/", "optimizer", state, child)
@@ -297,11 +331,8 @@ class _Walk:
     def walk(self, node: Any, prefix: str, folded: str) -> None:
         """Walks a node whose children have paths that start with `prefix`."""
         kind = self.kind(node)
-        if kind == _DICT:
-            self.mapping(node, self.ordered(node, prefix), prefix, folded)
-        elif kind == _STATE:
-            inner = node.raw_mapping
-            self.mapping(inner, self.ordered(inner, prefix), prefix, folded)
+        if kind == _DICT or kind == _MAPPING:
+            self.mapping(_inside(node), prefix, folded)
         elif kind == _LEAF:
             # The whole section is one leaf: its path is empty but for its prefix.
             self.leaf(node, prefix.removesuffix("/"), folded.removesuffix("/"))
@@ -310,36 +341,42 @@ class _Walk:
         elif kind == _OTHER:
             self.other(node, prefix, folded)
 
-    def mapping(self, node: Any, keys: Any, prefix: str, folded: str) -> None:
+    def mapping(self, node: Any, prefix: str, folded: str) -> None:
+        """Walks a dict; the hot loop, so dicts in dicts are met right here."""
         flat, kinds, names = self.flat, self.kinds, self.names
         paths, parts, leaves = flat.paths, flat.names, flat.leaves
-        flat.runs.append((len(paths), folded))
-        for key in keys:
+        in_run = False
+        for key in self.ordered(node, prefix) if len(node) > 1 else node:
             child = node[key]
-            name = names[key]
-            if kinds.get(type(child)) == _LEAF:
-                paths.append(prefix + name[0])
-                parts.append(name[1])
+            part, short = names[key]
+            kind = kinds.get(type(child))
+            if kind == _LEAF:
+                if not in_run:
+                    flat.runs.append((len(paths), folded))
+                    in_run = True
+                paths.append(prefix + part)
+                parts.append(short)
                 leaves.append(child)
             else:
-                self.child(child, name, prefix, folded)
-                flat.runs.append((len(paths), folded))
+                in_run = False
+                if kind == _DICT and part != "opt_state":
+                    self.mapping(child, f"{prefix}{part}/", f"{folded}{short}/")
+                else:
+                    self.child(child, (part, short), prefix, folded)
 
     def child(self, node: Any, name: tuple[str, str], prefix: str, folded: str) -> None:
         kind = self.kind(node)
         part, short = name
-        if kind == _DICT or kind == _STATE:
-            if self.special(node, part, prefix):
-                return
-            inner = node if kind == _DICT else node.raw_mapping
-            below, below_folded = f"{prefix}{part}/", f"{folded}{short}/"
-            self.mapping(inner, self.ordered(inner, below), below, below_folded)
-        elif kind == _LEAF:
+        if kind == _LEAF:
             self.leaf(node, prefix + part, folded + short)
         elif kind == _BOX:
             self.box(node, prefix + part, folded + short)
-        elif kind == _OTHER and not self.special(node, part, prefix):
-            self.other(node, f"{prefix}{part}/", f"{folded}{short}/")
+        elif kind != _NONE and not self.special(node, part, prefix):
+            below, below_folded = f"{prefix}{part}/", f"{folded}{short}/"
+            if kind == _OTHER:
+                self.other(node, below, below_folded)
+            else:
+                self.mapping(_inside(node), below, below_folded)
 
     def special(self, node: Any, part: str, prefix: str) -> bool:
         """Walks a node that starts a section of its own; says whether it did."""
@@ -351,10 +388,10 @@ class _Walk:
             self.section(below, role, node, nnx_state(node))
         elif self.role == "optimizer":
             return False
-        elif isinstance(node, nnx.State) or is_train_state(node):
-            self.section(below, "parameter", None, node)
         elif part == "opt_state" or is_optax_state(node):
             self.section(below, "optimizer", None, node)
+        elif isinstance(node, nnx.State) or is_train_state(node):
+            self.section(below, "parameter", None, node)
         else:
             return False
         return True
@@ -367,10 +404,10 @@ class _Walk:
                 keys.sort()
             except TypeError as error:
                 raise StructureError(_mixed_keys(keys, prefix)) from error
-        for key in keys:
-            if type(key) is not str:
-                self.unique([self.names[k][0] for k in keys], prefix)
-                break
+        try:
+            "".join(keys)
+        except TypeError:  # keys other than strings, which may read the same
+            self.unique([self.names[key][0] for key in keys], prefix)
         return keys
 
     def unique(self, parts: list[str], prefix: str) -> None:
@@ -400,7 +437,7 @@ class _Walk:
             content = node.get_raw_value()
         else:
             annotated = True
-            content = getattr(node, "value", None)
+            content = node.value  # pyright: ignore[reportAttributeAccessIssue]
         flag = self.box_roles.get(type(node))
         if flag is None:
             flag = self.box_roles[type(node)] = (
@@ -457,13 +494,20 @@ class _Walk:
         return [(key[0] if key else "", child) for key, child in children]
 
 
+def _inside(node: Any) -> Any:
+    """The plain dict in a State; other mappings as they are."""
+    return node.raw_mapping if isinstance(node, nnx.State) else node
+
+
 def _kind_of(node: Any) -> int:
-    if isinstance(node, nnx.Variable | AxisMetadata):
+    if isinstance(node, nnx.Variable):
         return _BOX
-    if isinstance(node, nnx.State):
-        return _STATE
-    if isinstance(node, FrozenDict) or type(node) in (dict, OrderedDict):
+    if isinstance(node, AxisMetadata) and hasattr(node, "value"):
+        return _BOX
+    if type(node) in (dict, OrderedDict):
         return _DICT
+    if isinstance(node, nnx.State | FrozenDict):
+        return _MAPPING
     if node is None:
         return _NONE
     if isinstance(node, jax.Array | np.ndarray | jax.ShapeDtypeStruct):

@@ -44,7 +44,6 @@ class Resolution:
 
     Attributes:
         rules: the rule set.
-        paths: path of each leaf, in JAX's leaf order.
         shapes: global shape of each leaf.
         dtypes: dtype of each leaf; None for a leaf that is no array.
     """
@@ -52,7 +51,7 @@ class Resolution:
     __module__ = "flax_layoutmap"
     __slots__ = (
         "rules",
-        "paths",
+        "_paths",
         "shapes",
         "dtypes",
         "_rows",
@@ -61,7 +60,6 @@ class Resolution:
         "_again",
     )
     rules: RuleSet
-    paths: tuple[str, ...]
     shapes: tuple[Shape, ...]
     dtypes: tuple[Any, ...]
     _rows: list[Decision]
@@ -81,7 +79,7 @@ class Resolution:
     ) -> None:
         put = object.__setattr__
         put(self, "rules", rules)
-        put(self, "paths", tuple(flat.full_paths()))
+        put(self, "_paths", None)
         put(self, "shapes", tuple(shapes))
         put(self, "dtypes", tuple(dtypes))
         put(self, "_rows", rows)
@@ -95,12 +93,19 @@ class Resolution:
     # ------------------------------------------------------------------ leaves
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """Path of each leaf within the whole tree, in JAX's leaf order."""
+        if self._paths is None:
+            object.__setattr__(self, "_paths", tuple(self._flat.full_paths()))
+        return self._paths
+
+    @property
     def mesh(self) -> DeviceMesh | None:
         """The mesh of the rule set."""
         return self.rules.mesh
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self._rows)
 
     def __iter__(self) -> Iterator[ResolvedLeaf]:
         return (self.leaf(at) for at in range(len(self)))

@@ -117,7 +117,7 @@ def _resolve_cached(tree: Any, rule_set: RuleSet) -> Resolution:
     for entry in rule_set._resolved:
         if entry[0] == treedef and entry[1] == shapes and entry[2] == dtypes:
             return entry[3]
-    flat = flatten(tree)
+    flat = flatten(tree, rule_set.matcher.fold_part)
     if flat.has_objects:
         return _resolve(tree, rule_set, None, None, flat)
     resolution = _resolve(tree, rule_set, None, None, flat, (shapes, dtypes, treedef))
@@ -136,7 +136,7 @@ def _resolve(
     flat: Flat | None = None,
     columns: tuple[Any, Any, Any] | None = None,
 ) -> Resolution:
-    flat = flatten(tree) if flat is None else flat
+    flat = flatten(tree, rule_set.matcher.fold_part) if flat is None else flat
     if columns is None:
         shapes, dtypes = _columns(flat.leaves)
         treedef = jax.tree.structure(plain_tree(tree))
@@ -277,7 +277,7 @@ def _decide_all(
     found: Sequence[Origin | None] | None = None,
     owners: Mapping[str, OwnerLayout] | None = None,
 ) -> Resolution:
-    decider = Decider(rule_set, flat, shapes)
+    decider = Decider(rule_set, rule_set.matcher, flat, shapes)
     if found is None:
         rows = decider.by_rules()
     else:

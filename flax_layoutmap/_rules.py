@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from flax_layoutmap._errors import RuleError, did_you_mean
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._paths import fold_digits
+from flax_layoutmap._patterns import Folding, View, key_chunks, view_of
 
 Match = Literal["search", "match", "fullmatch"]
 Overlap = Literal["error", "first", "last"]
@@ -41,7 +41,7 @@ class Rule:
     layout: TensorLayout
     rank: RankPolicy
     _compiled: re.Pattern[str]
-    _view: tuple[bool, str] | None
+    _view: View | None
 
     def __init__(
         self, pattern: str, layout: Any, *, rank: RankPolicy = "error"
@@ -88,17 +88,13 @@ class Rule:
         return rule
 
     @property
-    def view(self) -> tuple[bool, str]:
-        """What is known of the pattern without trying it (found on first use).
-
-        Whether it treats all digits alike, and a text, with its digits folded, that
-        every folded path it matches must hold (empty where nothing is known).
-        """
-        found = self._view
-        if found is None:
-            found = _view_of(self.pattern)
-            object.__setattr__(self, "_view", found)
-        return found
+    def view(self) -> View:
+        """What is known of the pattern without trying it (found on first use)."""
+        view = self._view
+        if view is None:
+            view = view_of(self.pattern)
+            object.__setattr__(self, "_view", view)
+        return view
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Rule is immutable: cannot set {name!r}")
@@ -175,6 +171,7 @@ class RuleSet:
         object.__setattr__(self, "_hash", hash(key))
         object.__setattr__(self, "_resolved", [])
         object.__setattr__(self, "_warned", set())
+        object.__setattr__(self, "_matcher", None)
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -198,7 +195,14 @@ class RuleSet:
 
         An exact key wins alone; otherwise every pattern that matches is listed.
         """
-        return Matcher(self.rules, self.match).matching(path)
+        return self.matcher.matching(path)
+
+    @property
+    def matcher(self) -> "Matcher":
+        """Asks the parameter rules (made on first use)."""
+        if self._matcher is None:
+            object.__setattr__(self, "_matcher", Matcher(self.rules, self.match))
+        return self._matcher
 
     def on(self, mesh: Any) -> "RuleSet":
         """The same rules on another mesh.
@@ -243,26 +247,33 @@ def check_options(**options: Any) -> None:
 class Matcher:
     """Which rules match which paths: the only place where patterns are tried.
 
-    A question is asked once per path with its digits folded, where no pattern can
-    tell the digits apart; the others are tried path by path.
+    A question is asked once for all paths that fold to one (see `Folding`); patterns
+    that are not understood are tried path by path.
+
+    Attributes:
+        fold_part: folds one part of a path, as `fold` expects it.
     """
 
     def __init__(self, rules: Sequence[Rule], match: Match) -> None:
         self._exact = {rule.pattern: at for at, rule in enumerate(rules)}
-        self._exact_folded = {fold_digits(pattern) for pattern in self._exact}
         self._tests: list[Callable[[str], Any]] = [
             getattr(rule._compiled, match) for rule in rules
         ]
-        # (position, text that must occur, test) for patterns that see no digits, and
-        # (position, text) for those that may see them.
-        self._blind: list[tuple[int, str, Callable[[str], Any]]] = []
-        self._seeing: list[tuple[int, str]] = []
+        # (position, texts that must occur, test)
+        self._understood: list[tuple[int, str, tuple[str, ...], Any]] = []
+        self._others: list[int] = []
+        chunks: set[str] = set()
         for at, rule in enumerate(rules):
-            blind, text = rule.view
-            if blind:
-                self._blind.append((at, text, self._tests[at]))
+            view = rule.view
+            if view.understood:
+                first, *rest = view.texts or ("",)
+                self._understood.append((at, first, tuple(rest), self._tests[at]))
+                chunks |= view.chunks
             else:
-                self._seeing.append((at, text))
+                self._others.append(at)
+        for rule in rules:
+            chunks |= key_chunks(rule.pattern, rule.view.chunks)
+        self.fold_part = Folding(chunks)
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
@@ -270,21 +281,21 @@ class Matcher:
             return (self._exact[path],)
         return tuple(at for at, test in enumerate(self._tests) if test(path))
 
-    def fold(self, folded: str) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Asks about all paths that fold to `folded`.
+    def fold(self, folded: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Asks about all paths whose parts fold to `folded`.
 
         Returns:
-            Positions that match all of them, and positions that may match some (to
-            be asked path by path with `refine`); None where a path may be a key
-            itself, so that `matching` must be asked for each.
+            Positions that match all of them, and positions that may match some: those
+            are to be asked path by path, with `refine`.
         """
-        if folded in self._exact_folded:
-            return None
+        if folded in self._exact:
+            return (self._exact[folded],), ()
         sure = tuple(
-            at for at, text, test in self._blind if text in folded and test(folded)
+            at
+            for at, first, rest, test in self._understood
+            if first in folded and all(text in folded for text in rest) and test(folded)
         )
-        maybe = tuple(at for at, text in self._seeing if text in folded)
-        return sure, maybe
+        return sure, tuple(self._others)
 
     def refine(
         self, path: str, sure: tuple[int, ...], maybe: tuple[int, ...]
@@ -292,119 +303,6 @@ class Matcher:
         """Positions that match this path, after `fold` answered for its kind."""
         found = [at for at in maybe if self._tests[at](path)]
         return tuple(sorted((*sure, *found))) if found else sure
-
-
-# A {m,n} quantifier that re will read as one; other braces are literal.
-_QUANTIFIER = re.compile(r"\{(?:\d+(?:,\d*)?|,\d+)\}")
-# Escapes that treat all digits alike, inside and outside of a class.
-_PLAIN_ESCAPES = frozenset("dDwWsSbBAZ")
-_GROUP = re.compile(r"\(\?(?::|P<[A-Za-z_]+>|=|!|<=|<!|>)")
-
-
-def _view_of(pattern: str) -> tuple[bool, str]:
-    """Reads a pattern once; see `Rule.view`. What is not understood gives (False, "").
-
-    Digits in a quantifier or in the class range `0-9` split nothing; every other
-    digit may. The text is the longest run of plain characters that is neither in a
-    group, nor optional, nor in one of several alternatives.
-    """
-    blind, depth, at = True, 0, 0
-    run, texts, alternatives = "", [""], False
-    while at < len(pattern):
-        char, literal = pattern[at], ""
-        width = 1
-        if char == "\\":
-            width = 2
-            escaped = pattern[at + 1]
-            if escaped.isalnum():
-                if escaped not in _PLAIN_ESCAPES:
-                    return False, ""  # \1, \x31, \u0031, \N{DIGIT ONE} …
-            else:
-                literal = escaped
-        elif char == "[":
-            end = _class_end(pattern, at)
-            if end is None:
-                return False, ""
-            blind = blind and _class_is_blind(pattern[at + 1 : end])
-            width = end + 1 - at
-        elif char == "{":
-            quantifier = _QUANTIFIER.match(pattern, at)
-            if quantifier is None:
-                return False, ""
-            run, width = run[:-1], len(quantifier.group())
-        elif char == "(":
-            depth += 1
-            if pattern.startswith("(?", at):
-                group = _GROUP.match(pattern, at)
-                if group is None:
-                    return False, ""  # flags, comments, conditions, back-references
-                width = len(group.group())
-        elif char == ")":
-            depth -= 1
-        elif char == "}":
-            return False, ""
-        elif char in "*?":
-            run = run[:-1]
-        elif char == "|":
-            alternatives = alternatives or depth == 0
-        elif char not in "+.^$":
-            if char.isdigit():
-                blind = False
-            literal = char
-        if literal and depth == 0:
-            run += literal
-        else:
-            texts.append(run)
-            run = ""
-        at += width
-    texts.append(run)
-    text = "" if alternatives else max(texts, key=len)
-    return blind, fold_digits(text)
-
-
-def _class_end(pattern: str, start: int) -> int | None:
-    """Position of the `]` that closes the class opened at `start`."""
-    at = start + 1
-    if pattern.startswith("^", at):
-        at += 1
-    if pattern.startswith("]", at):
-        at += 1
-    while at < len(pattern):
-        if pattern[at] == "\\":
-            at += 2
-        elif pattern[at] == "]":
-            return at
-        else:
-            at += 1
-    return None
-
-
-def _class_is_blind(body: str) -> bool:
-    """Whether a character class holds all digits or none.
-
-    A range whose ends are no digits holds all of them or none, as the digits are
-    neighbours; so only a digit, other than in `0-9`, can split them.
-    """
-    at = 0
-    while at < len(body):
-        if body.startswith("0-9", at):
-            at += 3
-            continue
-        for end in (False, True):
-            char = body[at : at + 1]
-            if char == "\\":
-                char = body[at + 1]
-                if char.isalnum() and char not in _PLAIN_ESCAPES:
-                    return False
-                at += 1
-            elif char.isdigit():
-                return False
-            at += 1
-            # A "-" with something behind it makes a range: read its other end too.
-            if end or body[at : at + 1] != "-" or at + 1 >= len(body):
-                break
-            at += 1
-    return True
 
 
 def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
