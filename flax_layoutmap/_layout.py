@@ -63,9 +63,9 @@ class TensorLayout:
         elif isinstance(axes, NamedSharding):
             mesh = mesh or DeviceMesh(axes.mesh)
             memory_kind = memory_kind or axes.memory_kind
-            dims = _dims((*axes.spec, ...), axes)
+            dims = _dims(_spec_entries(axes.spec), axes)
         elif isinstance(axes, PartitionSpec):
-            dims = _dims((*axes, ...), axes)
+            dims = _dims(_spec_entries(axes), axes)
         elif axes is None:
             dims = (...,)
         elif isinstance(axes, tuple | list):
@@ -158,12 +158,13 @@ class TensorLayout:
             return normal_spec(self.dims(ndim))
         axes = self.axes
         if ... in axes:
-            if axes[-1] is not ...:
+            at = axes.index(...)
+            if any(dim_axes(dim) for dim in axes[at:]):
                 raise LayoutError(
                     f"the layout {self} holds a '...' before a sharded dim; "
                     "pass the rank, .spec(ndim)"
                 )
-            axes = axes[:-1]
+            axes = axes[:at]
         return normal_spec(tuple(dim_axes(dim) for dim in axes))
 
     def sharding(self, ndim: int | None = None) -> NamedSharding:
@@ -296,6 +297,16 @@ def normal_spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def _spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
+    """A `PartitionSpec` as axes: missing trailing dims are not sharded."""
+    if spec.unreduced or spec.reduced:
+        raise RuleError(
+            f"{spec!r} speaks of values that are not yet reduced, which a layout does "
+            "not: say only how the dims are sharded"
+        )
+    return (*spec, ...)
 
 
 def _dims(axes: tuple[Any, ...], given: Any) -> tuple[Dim, ...]:

@@ -56,7 +56,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         return rules[at].layout
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.add(value if isinstance(value, Rule) else Rule(key, value))
+        self.add(_rule(key, value))
 
     def add(self, rule: Rule) -> None:
         """Adds a rule with its own options (`rank="skip"`).
@@ -81,8 +81,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         """
         if key not in self._rules:
             raise KeyError(f"no rule {key!r}{did_you_mean(key, self._rules)}")
-        rule = value if isinstance(value, Rule) else Rule(key, value)
-        self._rules[key] = self._owner._bind(rule)
+        self._rules[key] = self._owner._bind(_rule(key, value))
         self._owner._changed()
 
     def __delitem__(self, key: str) -> None:
@@ -252,7 +251,8 @@ class LayoutMap(_Section):
             overlap=rules.overlap,
             unmatched=rules.unmatched,
             indivisible=rules.indivisible,
-            batch=rules.batch or None,
+            # Without a mesh, no axes means that the first one of a mesh will do.
+            batch=rules.batch if rules.mesh is not None else rules.batch or None,
             strict=rules.strict,
         )
         layout_map._rules.update({rule.pattern: rule for rule in rules.rules})
@@ -291,6 +291,12 @@ class LayoutMap(_Section):
     def copy(self) -> "LayoutMap":
         """An independent copy."""
         return LayoutMap.from_rule_set(self.freeze())
+
+    def __copy__(self) -> "LayoutMap":
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> "LayoutMap":
+        return self.copy()
 
     def resolve(
         self,
@@ -383,6 +389,18 @@ class LayoutMap(_Section):
             for key, value in getattr(self, name).items():
                 lines += f"\n  {name}[{key!r}]: {value},"
         return f"LayoutMap({mesh}) {{{lines}{chr(10) if lines else ''}}}"
+
+
+def _rule(key: str, value: Any) -> Rule:
+    """The rule for one entry; a `Rule` as value must be about that very key."""
+    if not isinstance(value, Rule):
+        return Rule(key, value)
+    if value.pattern != key:
+        raise RuleError(
+            f"the key {key!r} was given a rule for another pattern, {value.pattern!r}; "
+            "use .add(rule)"
+        )
+    return value
 
 
 def _batch_axes(

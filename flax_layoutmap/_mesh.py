@@ -29,7 +29,8 @@ class DeviceMesh:
             all devices of all processes, ordered by `jax.make_mesh` for the hardware.
             To use only some, pass them: `devices=jax.devices()[:4]`.
         axis_types: `"auto"` (the default: the compiler decides what no layout says),
-            `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis.
+            `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. A
+            mesh that exists keeps its own.
 
     Raises:
         MeshError: sizes, names and devices do not fit together.
@@ -56,19 +57,17 @@ class DeviceMesh:
         axis_types: Any = "auto",
     ) -> None:
         if isinstance(shape, DeviceMesh | Mesh | AbstractMesh):
-            if axis_names is not None or devices is not None:
+            if axis_names is not None or devices is not None or axis_types != "auto":
                 raise MeshError(
-                    "DeviceMesh(mesh) takes an existing mesh as it is; "
-                    "leave out axis_names and devices"
+                    "DeviceMesh(mesh) takes an existing mesh as it is; leave out "
+                    "axis_names, devices and axis_types"
                 )
             mesh = shape._mesh if isinstance(shape, DeviceMesh) else shape
             object.__setattr__(self, "_mesh", mesh)
             return
         sizes, names = _sizes_and_names(shape, axis_names)
         given = None if devices is None else np.asarray(devices, dtype=object).ravel()
-        available = jax.devices() if given is None else list(given)
-        if len(set(available)) != len(available):
-            raise MeshError("DeviceMesh was given the same device twice in devices")
+        available = jax.devices() if given is None else _checked_devices(given)
         sizes = _fill(sizes, names, len(available))
         if math.prod(sizes) != len(available):
             raise MeshError(_wrong_count(sizes, names, len(available), given is None))
@@ -180,6 +179,13 @@ class DeviceMesh:
             notes.append(f"axis_types={kinds}")
         return f"DeviceMesh({', '.join([repr(str(self)), *notes])})"
 
+    def __copy__(self) -> "DeviceMesh":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "DeviceMesh":
+        # Immutable; so that settings that hold a LayoutMap can be copied.
+        return self
+
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._mesh, Mesh):
             raise TypeError(
@@ -275,6 +281,20 @@ def _parse(line: str) -> tuple[list[int], list[str]]:
     return sizes, names
 
 
+def _checked_devices(given: np.ndarray) -> list[Any]:
+    devices = list(given)
+    for device in devices:
+        if not hasattr(device, "device_kind"):
+            raise MeshError(
+                f"devices must be JAX devices, such as jax.devices()[:4], got {device!r}"
+            )
+    if not devices:
+        raise MeshError("devices is empty; leave it out to use all devices")
+    if len(set(devices)) != len(devices):
+        raise MeshError("DeviceMesh was given the same device twice in devices")
+    return devices
+
+
 def _fill(
     sizes: tuple[int, ...], names: tuple[str, ...], count: int
 ) -> tuple[int, ...]:
@@ -312,6 +332,8 @@ def _wrong_count(
 def _axis_types(kinds: Any, count: int) -> tuple[AxisType, ...]:
     if isinstance(kinds, str | AxisType):
         kinds = (kinds,) * count
+    if not isinstance(kinds, Sequence):
+        raise MeshError(_not_a_type(kinds))
     kinds = tuple(kinds)
     if len(kinds) != count:
         raise MeshError(f"{len(kinds)} axis types for {count} axes: {kinds}")
@@ -319,9 +341,13 @@ def _axis_types(kinds: Any, count: int) -> tuple[AxisType, ...]:
     for kind in kinds:
         kind = _AXIS_TYPES.get(kind, kind) if isinstance(kind, str) else kind
         if kind not in (AxisType.Auto, AxisType.Explicit):
-            raise MeshError(
-                f'an axis type must be "auto" or "explicit" (or jax.sharding.AxisType.'
-                f"Auto or .Explicit), got {kind!r}"
-            )
+            raise MeshError(_not_a_type(kind))
         types.append(kind)
     return tuple(types)
+
+
+def _not_a_type(kind: Any) -> str:
+    return (
+        'an axis type must be "auto" or "explicit" (or jax.sharding.AxisType.Auto or '
+        f".Explicit), got {kind!r}"
+    )

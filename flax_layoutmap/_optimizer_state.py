@@ -4,6 +4,8 @@
 are named by dim number. JAX's sharding-in-types then writes on every state leaf the
 parameter dims it was made from: an Adafactor row statistic of a square kernel says
 `d0`, the column statistic `d1`. Size-1 axes divide everything, so no shape can fail.
+State that is made of bare shapes carries no sharding: it is traced once more, over
+parameters whose dims all have different sizes.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._flax_internals import without_eager_sharding
-from flax_layoutmap._paths import flatten
+from flax_layoutmap._paths import Flat, flatten
 
 Shape = tuple[int, ...]
 # Per dim of a state leaf: the dim of its parameter, or None.
@@ -47,10 +49,37 @@ def tagged_dims(
         params: the parameters; arrays or `jax.ShapeDtypeStruct`s in any tree.
 
     Returns:
-        The dims are None everywhere where the trace is impossible (an `init` that
-        contracts parameters, such as `p @ p.T`); shapes must then do.
+        The dims are None, or None everywhere, where neither trace tells them; shapes
+        must then do.
     """
     shapes = jax.tree.map(_shape_of, params)
+    with without_eager_sharding():
+        # Raises what the user's own mistakes raise.
+        plain = flatten(jax.eval_shape(init, shapes))
+        dims = _dims_by_sharding(init, shapes, plain)
+        untold = [
+            at
+            for at, (leaf, told) in enumerate(zip(plain.leaves, dims, strict=True))
+            if leaf.size > 1 and (told is None or not _tells(told))
+        ]
+        if untold:
+            by_size = _dims_by_size(init, shapes, plain)
+            for at in untold:
+                dims[at] = by_size[at] or dims[at]
+    return {
+        path: (tuple(leaf.shape), told)
+        for path, leaf, told in zip(plain.full_paths(), plain.leaves, dims, strict=True)
+    }
+
+
+def _dims_by_sharding(
+    init: Callable[[Any], Any], shapes: Any, plain: Flat
+) -> list[Dims | None]:
+    """Traces on a mesh whose axes are the dim numbers; one entry per leaf of `plain`.
+
+    All None where the trace is impossible: an `init` that contracts parameters, such
+    as `p @ p.T`.
+    """
     ndim = max((leaf.ndim for leaf in jax.tree.leaves(shapes)), default=0) or 1
     names = tuple(f"d{number}" for number in range(ndim))
     mesh = AbstractMesh((1,) * ndim, names, axis_types=(AxisType.Explicit,) * ndim)
@@ -59,25 +88,81 @@ def tagged_dims(
         sharding = NamedSharding(mesh, PartitionSpec(*names[: leaf.ndim]))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    with without_eager_sharding():
-        plain = flatten(jax.eval_shape(init, shapes))
-        try:
-            with jax.sharding.use_abstract_mesh(mesh):
-                tagged = flatten(jax.eval_shape(init, jax.tree.map(tag, shapes)))
-        except Exception:
-            # Whatever sharding-in-types cannot express raises one of several JAX
-            # errors without a common base. A mistake of the user's own has already
-            # been raised by the plain trace above; the shapes decide here.
-            return {
-                path: (leaf.shape, None)
-                for path, leaf in zip(plain.full_paths(), plain.leaves, strict=True)
-            }
-    found: dict[str, tuple[Shape, Dims | None]] = {}
-    for path, leaf in zip(tagged.full_paths(), tagged.leaves, strict=True):
+    with jax.sharding.use_abstract_mesh(mesh):
+        leaves = _try_init(init, jax.tree.map(tag, shapes), plain)
+    if leaves is None:
+        return [None] * len(plain.leaves)
+    dims: list[Dims | None] = []
+    for leaf in leaves:
         spec = tuple(leaf.sharding.spec) if leaf.sharding is not None else ()
         padded = spec + (None,) * (leaf.ndim - len(spec))
-        found[path] = (leaf.shape, tuple(_dim_number(entry) for entry in padded))
-    return found
+        dims.append(tuple(_dim_number(entry) for entry in padded))
+    return dims
+
+
+def _dims_by_size(
+    init: Callable[[Any], Any], shapes: Any, plain: Flat
+) -> list[Dims | None]:
+    """Traces over parameters whose dims all have different sizes, and reads the sizes.
+
+    For state made of bare shapes, `jnp.zeros(p.shape[:-1])`, which carry no sharding
+    (Adafactor up to optax 0.2.6, sm3).
+    """
+    params = flatten(jax.tree.map(_all_different, shapes))
+    owners = {
+        path: tuple(leaf.shape)
+        for path, leaf in zip(params.full_paths(), params.leaves, strict=True)
+    }
+    leaves = _try_init(init, jax.tree.map(_all_different, shapes), plain)
+    if leaves is None or any(
+        new.ndim != old.ndim for new, old in zip(leaves, plain.leaves, strict=True)
+    ):
+        # Other sizes led `init` elsewhere, past a threshold: they say nothing.
+        return [None] * len(plain.leaves)
+    dims: list[Dims | None] = []
+    for path, leaf in zip(plain.full_paths(), leaves, strict=True):
+        owner = owner_of(path, owners)
+        of = () if owner is None else owners[owner]
+        told = tuple(of.index(size) if size in of else None for size in leaf.shape)
+        known = [dim for dim in told if dim is not None]
+        dims.append(told if known and len(set(known)) == len(known) else None)
+    return dims
+
+
+def _try_init(init: Callable[[Any], Any], params: Any, plain: Flat) -> Any:
+    """Leaves of `init(params)`; None where it fails or has another structure."""
+    try:
+        made = flatten(jax.eval_shape(init, params))
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return None
+    return made.leaves if made.full_paths() == plain.full_paths() else None
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether `init` cannot be traced so; a true mistake failed the plain trace."""
+    # JAX has no public name for ShardingTypeError, which derives from Exception.
+    return (
+        isinstance(error, TypeError | ValueError | NotImplementedError | AssertionError)
+        or type(error).__name__ == "ShardingTypeError"
+    )
+
+
+def _all_different(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The leaf with equal dims made different by the smallest increases.
+
+    Their order is kept, ties are broken by position (as a stable sort does), and none
+    is 1, the size of placeholders: (256, 256) → (256, 257).
+    """
+    sizes, last = list(leaf.shape), 1
+    for dim in sorted(range(leaf.ndim), key=lambda dim: (leaf.shape[dim], dim)):
+        last = sizes[dim] = max(leaf.shape[dim], last + 1)
+    return jax.ShapeDtypeStruct(sizes, leaf.dtype)
+
+
+def _tells(dims: Dims) -> bool:
+    return any(dim is not None for dim in dims)
 
 
 def origins(
@@ -132,7 +217,7 @@ def _origin(
     if owner is None:
         return Origin(None, None, "belongs to no parameter")
     of = owners[owner]
-    if tag is not None and any(dim is not None for dim in tag):
+    if tag is not None and _tells(tag):
         if all(
             dim is None or (dim < len(of) and of[dim] == size)
             for dim, size in zip(tag, shape, strict=True)

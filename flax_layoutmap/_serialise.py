@@ -49,7 +49,10 @@ def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
             for name in _SECTIONS
         }
         options: dict[str, Any] = {name: data[name] for name in _OPTIONS}
-        read = RuleSet(mesh=recorded, batch=tuple(data["batch"]), **options, **sections)
+        batch = tuple(data["batch"])
+        if isinstance(data["batch"], str) or not all(isinstance(a, str) for a in batch):
+            raise TypeError(f"batch must be a list of names, got {data['batch']!r}")
+        read = RuleSet(mesh=recorded, batch=batch, **options, **sections)
     except (TypeError, KeyError, AttributeError) as error:
         raise RuleError(f"the rules are damaged: {error!r}") from error
     except LayoutError as error:
