@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from flax_layoutmap._flax_internals import without_eager_sharding
+from flax_layoutmap._flax_internals import no_mesh, without_eager_sharding
 from flax_layoutmap._paths import Flat, flatten
 
 Shape = tuple[int, ...]
@@ -88,7 +88,7 @@ def _dims_by_sharding(
         sharding = NamedSharding(mesh, PartitionSpec(*names[: leaf.ndim]))
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    with jax.sharding.use_abstract_mesh(mesh):
+    with no_mesh(), jax.sharding.use_abstract_mesh(mesh):
         leaves = _try_init(init, jax.tree.map(tag, shapes), plain)
     if leaves is None:
         return [None] * len(plain.leaves)

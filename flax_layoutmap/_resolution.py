@@ -62,6 +62,7 @@ class Resolution:
     rules: RuleSet
     shapes: tuple[Shape, ...]
     dtypes: tuple[Any, ...]
+    _paths: tuple[str, ...] | None
     _rows: list[Decision]
     _flat: Flat
     _treedef: Any
@@ -95,9 +96,11 @@ class Resolution:
     @property
     def paths(self) -> tuple[str, ...]:
         """Path of each leaf within the whole tree, in JAX's leaf order."""
-        if self._paths is None:
-            object.__setattr__(self, "_paths", tuple(self._flat.full_paths()))
-        return self._paths
+        paths = self._paths
+        if paths is None:
+            paths = tuple(self._flat.full_paths())
+            object.__setattr__(self, "_paths", paths)
+        return paths
 
     @property
     def mesh(self) -> DeviceMesh | None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
-from flax_layoutmap._errors import RuleError, did_you_mean
+from flax_layoutmap._errors import MeshError, RuleError, did_you_mean
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._patterns import Folding, View, key_chunks, view_of
@@ -53,7 +53,7 @@ class Rule:
             )
         try:
             compiled = re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise RuleError(
                 f"the pattern {pattern!r} is not a regular expression: {error}; "
                 "escape special characters with re.escape(...)"
@@ -159,6 +159,10 @@ class RuleSet:
     optimizer: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", as_mesh(self.mesh))
+        object.__setattr__(self, "batch", tuple(self.batch))
+        for name in ("rules", "activations", "names", "optimizer"):
+            object.__setattr__(self, name, _unique(make_rules(getattr(self, name))))
         check_options(
             match=self.match,
             overlap=self.overlap,
@@ -200,9 +204,11 @@ class RuleSet:
     @property
     def matcher(self) -> "Matcher":
         """Asks the parameter rules (made on first use)."""
-        if self._matcher is None:
-            object.__setattr__(self, "_matcher", Matcher(self.rules, self.match))
-        return self._matcher
+        made: Matcher | None = self._matcher
+        if made is None:
+            made = Matcher(self.rules, self.match)
+            object.__setattr__(self, "_matcher", made)
+        return made
 
     def on(self, mesh: Any) -> "RuleSet":
         """The same rules on another mesh.
@@ -212,16 +218,20 @@ class RuleSet:
 
         Raises:
             RuleError: a rule names an axis that the mesh does not have.
+            MeshError: `mesh` is none.
         """
         new = as_mesh(mesh)
-        if new is None or new == self.mesh:
+        if new is None:
+            raise MeshError("on(mesh) needs a mesh, got None")
+        if new == self.mesh:
             return self
         sections = {
             name: tuple(rule.on(new) for rule in getattr(self, name))
             for name in ("rules", "activations", "names", "optimizer")
         }
         batch = tuple(axis for axis in self.batch if axis in new.axis_names)
-        batch = batch or new.axis_names[:1]
+        if not batch and (self.batch or self.mesh is None):
+            batch = new.axis_names[:1]
         return dataclasses.replace(self, mesh=new, batch=batch, **sections)
 
 
@@ -237,7 +247,11 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 def check_options(**options: Any) -> None:
     """Raises RuleError for an option value that is none of its choices."""
     for name, value in options.items():
-        if value not in _CHOICES[name]:
+        # By identity where not a string: 0 == False, but 0 is no choice.
+        if not any(
+            value is known or (isinstance(value, str) and value == known)
+            for known in _CHOICES[name]
+        ):
             hint = did_you_mean(value, _CHOICES[name]) if isinstance(value, str) else ""
             raise RuleError(
                 f"{name} must be one of {_CHOICES[name]}, got {value!r}{hint}"
@@ -323,3 +337,15 @@ def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
                 f"{entry!r}"
             )
     return tuple(made)
+
+
+def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The same rules; raises RuleError where two have one pattern."""
+    seen: dict[str, int] = {}
+    for number, rule in enumerate(rules, start=1):
+        if seen.setdefault(rule.pattern, number) != number:
+            raise RuleError(
+                f"rules {seen[rule.pattern]} and {number} have the same pattern "
+                f"{rule.pattern!r}: keep one"
+            )
+    return rules
