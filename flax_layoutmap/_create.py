@@ -21,7 +21,7 @@ from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped
 from flax_layoutmap._paths import flatten
 from flax_layoutmap._place import put, settle_metadata
-from flax_layoutmap._processes import agree
+from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, resolve_state
@@ -50,6 +50,7 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
         MeshError: the rules have no mesh, or one without devices.
+        ProcessError: the processes were given different rules, meshes or models.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -65,10 +66,11 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
     """
     rules = layout_map if isinstance(layout_map, RuleSet) else layout_map.freeze()
     _need_devices(rules, "create")
-    traced = trace(make, args, kwargs)
-    resolution = resolve(traced.abstract, rules)
-    resolution.announce()
-    agree(resolution.fingerprints(), "creating the model")
+    with Agreement("creating the model", rules.mesh) as agreement:
+        traced = trace(make, args, kwargs)
+        resolution = resolve(traced.abstract, rules)
+        resolution.announce()
+        agreement.add(resolution.fingerprints)
     made, inputs = give_birth(traced, resolution)
     result = traced.rebuild(traced.leaves_of(made))
     traced.update_inputs(inputs)
@@ -115,15 +117,16 @@ def create_optimizer(
         rules = dataclasses.replace(
             given, mesh=mesh, rules=(), names=(), activations=()
         )
-    if is_module:
-        traced = trace(
-            lambda m: nnx.Optimizer(m, tx, wrt=wrt), (model,), keep_inputs=False
-        )
-    else:
-        traced = trace(tx.init, (params,), keep_inputs=False)
-    resolution = resolve_state(traced.abstract, rules, owners, tx, params)
-    resolution.announce()
-    agree(resolution.fingerprints(), "creating the optimizer")
+    with Agreement("creating the optimizer", mesh) as agreement:
+        if is_module:
+            traced = trace(
+                lambda m: nnx.Optimizer(m, tx, wrt=wrt), (model,), keep_inputs=False
+            )
+        else:
+            traced = trace(tx.init, (params,), keep_inputs=False)
+        resolution = resolve_state(traced.abstract, rules, owners, tx, params)
+        resolution.announce()
+        agreement.add(resolution.fingerprints)
     made, _ = give_birth(traced, resolution)
     return traced.rebuild(traced.leaves_of(made))
 

@@ -32,7 +32,7 @@ from flax_layoutmap._layout import TensorLayout, clash
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Roots, flatten, is_train_state
 from flax_layoutmap._place import put
-from flax_layoutmap._processes import agree
+from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet
@@ -81,6 +81,8 @@ def jit(
         LayoutError: when called with state that is not where the rules say, with a
             batch that does not divide, or with a function that changes the structure
             of an NNX object. Nothing was run then.
+        ProcessError: at the first call, when the processes were given different
+            rules, meshes, states or host batches: each of them passes the whole batch.
 
     Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)` on the
     split state.
@@ -155,6 +157,8 @@ class _Program:
         out_tree: structure of the function's result.
         out_shapes: its abstract leaves.
         cacheable: whether nothing of an outer trace is inside.
+        fingerprints: of rules, mesh and table; empty where there is one process.
+        agreed: whether the processes have compared them.
     """
 
     jitted: Any
@@ -163,6 +167,8 @@ class _Program:
     out_tree: Any
     out_shapes: list[Any]
     cacheable: bool
+    fingerprints: Mapping[str, str]
+    agreed: bool = False
 
 
 class _Jitted:
@@ -194,7 +200,7 @@ class _Jitted:
                 )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments, program = self._bind(args, kwargs)
+        arguments, program = self._bind(args, kwargs, runs=True)
         inputs = self._inputs(arguments, program, check=True)
         changed, results = program.jitted(*inputs)
         self._write_back(arguments, program, changed)
@@ -226,7 +232,7 @@ class _Jitted:
         return self._layout_map.freeze()
 
     def _bind(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, runs: bool = False
     ) -> tuple[list[_Argument], _Program]:
         bound = self._signature.bind(*args, **kwargs)
         static = tuple(
@@ -243,8 +249,16 @@ class _Jitted:
         context = jax.sharding.get_abstract_mesh()
         key = (static, rules, context, _config(), *(a.key() for a in arguments))
         program = self._programs.get(key)
-        if program is None:
-            program = self._make(bound, dict(static), arguments, rules)
+        if program is None or (runs and not program.agreed):
+            # Only what runs needs all processes; one alone may look at a lowering.
+            mesh = rules.mesh if rules is not None and runs else None
+            name = getattr(self._fun, "__name__", "a function")
+            with Agreement(f"the first call of {name}", mesh) as agreement:
+                if program is None:
+                    program = self._make(bound, dict(static), arguments, rules)
+                fingerprints = program.fingerprints
+                agreement.add(lambda: {**fingerprints, **_data_parts(arguments)})
+            program.agreed = runs
             if program.cacheable:
                 self._programs[key] = program
         return arguments, program
@@ -337,7 +351,7 @@ class _Jitted:
         rules: RuleSet | None,
     ) -> _Program:
         _check_not_shared(arguments)
-        shardings = self._state_shardings(arguments, rules)
+        shardings, fingerprints = self._state_shardings(arguments, rules)
         seen: dict[str, Any] = {}
 
         def flat(donated: list[Any], kept: list[Any], data: list[Any]) -> Any:
@@ -370,6 +384,7 @@ class _Jitted:
             out_tree=seen["out_tree"],
             out_shapes=list(out_shapes),
             cacheable=not any(isinstance(c, Tracer) for c in closed.consts),
+            fingerprints=fingerprints,
         )
 
     def _flat(
@@ -414,17 +429,20 @@ class _Jitted:
 
     def _state_shardings(
         self, arguments: list[_Argument], rules: RuleSet | None
-    ) -> dict[str, list[Any]]:
-        """One sharding per leaf of each state argument; None leaves it to JAX."""
+    ) -> tuple[dict[str, list[Any]], dict[str, str]]:
+        """One sharding per leaf of each state argument; None leaves it to JAX.
+
+        And the fingerprints of the Resolution that they come from.
+        """
         state = [argument for argument in arguments if argument.is_state]
         if rules is None or rules.mesh is None:
-            return {a.name: [_own_sharding(leaf) for leaf in a.leaves] for a in state}
+            own = {a.name: [_own_sharding(leaf) for leaf in a.leaves] for a in state}
+            return own, {}
         by_rule = {a.name: a.value for a in state if a.name not in self._in_shardings}
         if not by_rule:
-            return {a.name: self._data_shardings(a) for a in state}
+            return {a.name: self._data_shardings(a) for a in state}, {}
         resolution = resolve(Roots(by_rule), rules)
         resolution.announce()
-        agree(resolution.fingerprints(), "compiling a function")
         if rules.activations:
             warn(
                 "layout_map.activations has rules, which this version stores but does "
@@ -437,7 +455,9 @@ class _Jitted:
                 found[argument.name] = self._data_shardings(argument)
             else:
                 found[argument.name] = [next(every) for _ in argument.leaves]
-        return found
+        # The Resolution itself would keep the arrays of the first call alive.
+        alone = jax.process_count() == 1
+        return found, {} if alone else resolution.fingerprints()
 
     def _data_shardings(self, argument: _Argument) -> list[Any]:
         """What `in_shardings` says, one entry per leaf; else None: as the array is."""
@@ -614,6 +634,14 @@ def _placed_batch(
             "with flm.distribute_tensor"
         )
     return placed
+
+
+def _data_parts(arguments: Sequence[_Argument]) -> dict[str, str]:
+    """What the processes must have in common of the data: host values too."""
+    data = [argument for argument in arguments if not argument.is_state]
+    shapes = [(a.name, [_shape_key(leaf) for leaf in a.leaves]) for a in data]
+    values = digest_of_values(jax.tree.leaves([a.value for a in data]))
+    return {"batch shapes": repr(shapes), "batch values": values}
 
 
 def _is_placed(leaf: Any) -> bool:

@@ -18,6 +18,7 @@ from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
 from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import flatten, plain_tree
+from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher
 from flax_layoutmap._scope import current_rules
@@ -66,11 +67,13 @@ def place(tree: Any, resolution: Resolution) -> Any:
     Everything is moved before anything is written back, so that a failure leaves the
     tree as it was.
     """
+    leaves = flatten(tree).leaves
+    with Agreement("moving a tree", resolution.mesh) as agreement:
+        agreement.add(resolution.fingerprints)
+        agreement.add(lambda: {"values": digest_of_values(leaves)})
+        shardings = resolution.sharding_list()
     moved = [
-        put(leaf, sharding)
-        for leaf, sharding in zip(
-            flatten(tree).leaves, resolution.sharding_list(), strict=True
-        )
+        put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     return with_leaves(tree, moved)
 
@@ -136,16 +139,13 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
-    """Each process hands over its part; global arrays move by a compiled identity."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.jit(lambda value: value, out_shardings=sharding)(x)
+    """Each process hands over its part of a value that all of them hold."""
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = jax.numpy.asarray(np.asarray(jax.random.key_data(x)))
-        impl = jax.random.key_impl(x)
-        make = jax.jit(
-            lambda: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding
-        )
-        return make()
+        # JAX moves no keys between processes, but their data; its last dim is whole.
+        data = _put_across_processes(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -1,54 +1,241 @@
 """Running across processes: do all of them mean the same?"""
 
+import collections
 import hashlib
-from collections.abc import Mapping
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._errors import ProcessError
+from flax_layoutmap._errors import ProcessError, warn
+from flax_layoutmap._mesh import DeviceMesh
 
-_AGREED: set[bytes] = set()
+# After this long, a process says what it waits for; one that failed waits no longer.
+PATIENCE_SECONDS = 60.0
+
+# What a process says has to fit in here, so that all of them send equally much.
+_BYTES = 4096
+
+Word = dict[str, Any]
 
 
-def agree(parts: Mapping[str, str], what: str) -> None:
-    """Compares texts between all processes; returns at once where there is only one.
+class Agreement:
+    """A block that all processes of a mesh enter and must leave with the same parts.
 
-    Must be called by all processes at the same point, as every collective. What was
-    agreed on once is not compared again.
+    The block adds parts (name → text that must be equal everywhere). At its end the
+    processes compare them, and those that differ are named, on every process. When the
+    block raises, the others are told instead of being left waiting.
+
+    Nothing is exchanged where only this process is on the mesh, or while a function is
+    being traced. All processes of the mesh must come here, as to every collective.
 
     Args:
-        parts: name → text (a hash, say) that must be equal everywhere.
-        what: what is about to happen, for the message.
+        what: what comes next, for the message: `"creating the model"`.
+        mesh: the mesh, which is itself a part; None, or one without devices, compares
+            nothing.
 
     Raises:
-        ProcessError: on every process, naming the processes that differ from process 0
-            and the parts in which they do.
-    """
-    if jax.process_count() == 1:
-        return
-    digests = [hashlib.sha256(text.encode()).digest() for text in parts.values()]
-    key = b"".join(digests)
-    if key in _AGREED:
-        return
-    from jax.experimental import multihost_utils
+        ProcessError: at the end of the block, on every process.
 
-    own = np.frombuffer(key, np.uint8).reshape(len(digests), -1)
-    everyone = np.asarray(multihost_utils.process_allgather(own))
-    names = list(parts)
-    problems = []
-    for process, theirs in enumerate(everyone):
-        differing = [
+    Example:
+        >>> with Agreement("creating the model", None) as agreement:
+        ...     agreement.add(lambda: {"rules": "(gate|up)/kernel: (None, 'model')"})
+    """
+
+    def __init__(self, what: str, mesh: DeviceMesh | None) -> None:
+        self._what = what
+        self._mesh = mesh
+        self._parts: list[Callable[[], Mapping[str, str]]] = []
+
+    def __enter__(self) -> "Agreement":
+        return self
+
+    def add(self, parts: Callable[[], Mapping[str, str]]) -> None:
+        """Adds parts; the function is called only where there is a comparison."""
+        self._parts.append(parts)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        mesh = self._mesh
+        if mesh is None or jax.process_count() == 1 or _tracing():
+            return
+        speakers = _speakers(mesh)
+        if len(speakers) == 1:
+            return
+        if error is None:
+            parts = {
+                name: text for part in self._parts for name, text in part().items()
+            }
+            word = _word(self._what, mesh, parts)
+            words = _exchange(word, speakers, self._what, gives_up=False)
+            _compare(words, self._what)
+        elif isinstance(error, Exception):
+            word = _word(self._what, mesh, {})
+            word["error"] = f"{type(error).__name__}: {error}"[:1000]
+            _exchange(word, speakers, self._what, gives_up=True)
+
+
+def digest_of_values(leaves: Iterable[Any]) -> str:
+    """A checksum of shapes, dtypes and values on the host; others are passed over."""
+    seen = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and (leaf.committed or _is_key(leaf)):
+            continue
+        if isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
+            value = np.ascontiguousarray(leaf)
+            check = zlib.crc32(value.reshape(-1).view(np.uint8).data)
+            seen.append((value.shape, str(value.dtype), check))
+    return repr(seen)
+
+
+def differences(words: Mapping[int, Word]) -> list[str]:
+    """Says which processes do not mean what most of them mean.
+
+    Args:
+        words: what each process said.
+
+    Returns:
+        One text per process that failed or differs.
+    """
+    problems = [
+        f"process {process} failed: {word['error']}"
+        for process, word in words.items()
+        if word["error"]
+    ]
+    well = {p: w for p, w in words.items() if not w["error"]}
+    if not well:
+        return problems
+    texts = collections.Counter(json.dumps(word) for word in well.values())
+    # Of equally many, the first to come is that of the lowest process.
+    usual = json.loads(texts.most_common(1)[0][0])
+    for process, word in well.items():
+        if word["what"] != usual["what"]:
+            problems.append(
+                f"process {process} is at {word['what']}, not at {usual['what']}"
+            )
+            continue
+        parts = [
             name
-            for name, mine, reference in zip(names, theirs, everyone[0], strict=True)
-            if not np.array_equal(mine, reference)
+            for name in {**usual["parts"], **word["parts"]}
+            if word["parts"].get(name) != usual["parts"].get(name)
         ]
-        if differing:
-            problems.append(f"process {process} differs in its {', '.join(differing)}")
+        if word["mesh"] != usual["mesh"]:
+            parts.append(_mesh_part(word, usual))
+        if parts:
+            problems.append(f"process {process} differs in its {', '.join(parts)}")
+    return problems
+
+
+def _mesh_part(word: Word, usual: Word) -> str:
+    mine, theirs = word["mesh"][0], usual["mesh"][0]
+    if mine == theirs:
+        return f"mesh (another order of the devices in {mine})"
+    return f"mesh ({mine} instead of {theirs})"
+
+
+def _compare(words: Mapping[int, Word], what: str) -> None:
+    problems = differences(words)
     if problems:
         raise ProcessError(
-            f"the processes disagree before {what}: {'; '.join(problems)} (compared "
-            "with process 0). Build mesh, rules and model from the same values in "
-            "every process"
+            f"the processes disagree before {what}: {'; '.join(problems)}. Build mesh, "
+            "rules, model and global batch from the same values in every process"
         )
-    _AGREED.add(key)
+
+
+def _word(what: str, mesh: DeviceMesh, parts: Mapping[str, str]) -> Word:
+    order = [device.id for device in mesh.devices.flat]
+    kinds = [kind.name for kind in mesh.axis_types]
+    return {
+        "what": what[:200],
+        "mesh": [str(mesh)[:200], _short_hash(repr((str(mesh), kinds, order)))],
+        "parts": {
+            name: _short_hash(text) for name, text in parts.items() if name != "mesh"
+        },
+        "error": "",
+    }
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _speakers(mesh: DeviceMesh) -> dict[int, Any]:
+    """One device for each process of a mesh, the same ones in every process.
+
+    Not the first ones of the mesh, whose order may be what the processes differ in.
+    """
+    if mesh.is_abstract:
+        return {jax.process_index(): None}
+    wanted = {device.process_index for device in mesh.devices.flat}
+    every = jax.devices(mesh.devices.flat[0].platform)
+    lowest = {d.process_index: d for d in sorted(every, key=lambda d: -d.id)}
+    return {process: lowest[process] for process in sorted(wanted)}
+
+
+def _exchange(
+    word: Word, speakers: Mapping[int, Any], what: str, *, gives_up: bool
+) -> dict[int, Word]:
+    """What each process says. Waits for all of them, or only for a while."""
+    sent = json.dumps(word, ensure_ascii=False).encode()
+    assert len(sent) <= _BYTES, f"{len(sent)} bytes do not fit in {_BYTES}"
+    row = np.frombuffer(sent.ljust(_BYTES), np.uint8)
+    heard: list[np.ndarray] = []
+    # A thread of its own is out of reach of the caller's mesh, transfer guard and other
+    # settings, and can be left behind when nobody answers.
+    thread = threading.Thread(
+        target=lambda: heard.append(_gather(row, list(speakers.values()))), daemon=True
+    )
+    thread.start()
+    thread.join(PATIENCE_SECONDS)
+    if thread.is_alive() and not gives_up:
+        warn(
+            f"process {jax.process_index()} has waited {PATIENCE_SECONDS:.0f} s before "
+            f"{what} and goes on waiting: the processes {list(speakers)} of the mesh "
+            "must all come here, and at least one of them has not"
+        )
+        thread.join()
+    if heard:
+        rows = (json.loads(bytes(row).decode(errors="replace")) for row in heard[0])
+        return dict(zip(speakers, rows, strict=True))
+    if gives_up:
+        return {}
+    raise ProcessError(
+        f"process {jax.process_index()} could not reach the other processes before "
+        f"{what}; its thread's error is printed above"
+    )
+
+
+def _gather(row: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
+    """The rows of all processes, one device of each taking part."""
+    mesh = Mesh(np.asarray(devices, dtype=object), ("process",))
+    own = next(d for d in devices if d.process_index == jax.process_index())
+    rows = jax.make_array_from_single_device_arrays(
+        (len(devices), row.size),
+        NamedSharding(mesh, PartitionSpec("process")),
+        [jax.device_put(row[None], own)],
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return np.asarray(jax.jit(_unchanged, out_shardings=everywhere)(rows))
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _tracing() -> bool:
+    return isinstance(jax.lax.full((), 0), Tracer)
+
+
+def _is_key(leaf: jax.Array) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

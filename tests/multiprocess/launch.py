@@ -1,0 +1,193 @@
+"""Starts a program as several JAX processes that talk over loopback.
+
+The test calls `run(program, processes=2, devices=4)`; the program, a file of this
+folder, calls `join()` before it touches a device and `answer(...)` with what it found.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+# When one process has failed, the others get this long to end with their own errors.
+GRACE_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How one process ended.
+
+    Attributes:
+        code: its exit code; negative where it was killed by a signal.
+        out: what it printed.
+        err: its standard error.
+        answer: the value that the program gave to `answer`; None without one.
+    """
+
+    code: int
+    out: str
+    err: str
+    answer: Any
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n{self.out}{self.err}"
+
+
+class LaunchError(AssertionError):
+    """A process failed, or they did not end in time; holds what each one printed."""
+
+    def __init__(self, why: str, ended: Sequence[Ended]) -> None:
+        parts = [f"\n--- process {at}: {one}" for at, one in enumerate(ended)]
+        super().__init__(why + "".join(parts))
+        self.ended = tuple(ended)
+
+
+def run(
+    program: str,
+    *args: str,
+    processes: int,
+    devices: int,
+    timeout: float = 120.0,
+    check: bool = True,
+) -> list[Ended]:
+    """Runs a program of this folder as several processes, and waits for all.
+
+    Args:
+        program: its file name.
+        *args: arguments of the program, the same in every process.
+        processes: how many.
+        devices: virtual CPU devices of each.
+        timeout: seconds until all that still run are killed.
+        check: whether an exit code other than 0 is an error.
+
+    Returns:
+        One `Ended` per process, in order.
+
+    Raises:
+        LaunchError: a process failed (with `check`), or some had to be killed.
+    """
+    port = _free_port()
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        "FLM_PROCESSES": str(processes),
+        "FLM_COORDINATOR": f"127.0.0.1:{port}",
+        # The package as it is in this checkout.
+        "PYTHONPATH": str(ROOT),
+    }
+    with tempfile.TemporaryDirectory() as folder, _killed_at_the_end() as started:
+        homes = [Path(folder, str(number)) for number in range(processes)]
+        for number, home in enumerate(homes):
+            home.mkdir()
+            own = {"FLM_PROCESS": str(number), "FLM_ANSWER": str(home / "answer")}
+            command = [sys.executable, str(HERE / program), *args]
+            started.append(_start(command, {**common, **own}, home))
+        begin = time.monotonic()
+        late = _wait(started, timeout)
+        waited = time.monotonic() - begin
+        ended = [
+            _ended(process.wait(), home)
+            for process, home in zip(started, homes, strict=True)
+        ]
+    if late:
+        raise LaunchError(f"killed after {waited:.0f} s: processes {late}", ended)
+    failed = [at for at, one in enumerate(ended) if one.code]
+    if failed and check:
+        raise LaunchError(f"failed: processes {failed}", ended)
+    return ended
+
+
+def join() -> int:
+    """Makes this process one of the job; to be called before any device is touched.
+
+    Returns:
+        The number of this process.
+    """
+    import jax
+
+    number = int(os.environ["FLM_PROCESS"])
+    jax.distributed.initialize(
+        coordinator_address=os.environ["FLM_COORDINATOR"],
+        num_processes=int(os.environ["FLM_PROCESSES"]),
+        process_id=number,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=20,
+        shutdown_timeout_seconds=20,
+    )
+    assert jax.process_index() == number
+    return number
+
+
+def answer(value: Any) -> None:
+    """Gives a JSON value to the test that started this process."""
+    # Not printed: the transport writes to standard output as it likes.
+    Path(os.environ["FLM_ANSWER"]).write_text(json.dumps(value))
+
+
+def _start(
+    command: Sequence[str], variables: Mapping[str, str], home: Path
+) -> subprocess.Popen[bytes]:
+    env = {**os.environ, **variables}
+    # A device count there would contradict ours.
+    env.pop("XLA_FLAGS", None)
+    # Files and not pipes: a full pipe would stop a process that nobody reads from.
+    with (home / "out").open("wb") as out, (home / "err").open("wb") as err:
+        return subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
+
+
+def _ended(code: int, home: Path) -> Ended:
+    answer = home / "answer"
+    return Ended(
+        code,
+        (home / "out").read_text(errors="replace"),
+        (home / "err").read_text(errors="replace"),
+        json.loads(answer.read_text()) if answer.exists() else None,
+    )
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+    """Waits; kills what is late, and says which processes that were."""
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in started):
+        if any(process.returncode for process in started):
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if time.monotonic() > deadline:
+            late = [at for at, p in enumerate(started) if p.poll() is None]
+            for at in late:
+                started[at].kill()
+            return late
+        time.sleep(0.05)
+    return []
+
+
+@contextlib.contextmanager
+def _killed_at_the_end() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Collects processes; none outlives the block, whatever ends it."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        yield started
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
