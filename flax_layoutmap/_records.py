@@ -1,13 +1,13 @@
 """What a Resolution is made of: decisions, leaves, totals, and how they are shown."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._errors import closest
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
@@ -131,16 +131,20 @@ def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
     return f"- {row.reason}" if short else row.reason
 
 
-def closest_rule(path: str, rules: Sequence[Rule]) -> tuple[int, Rule]:
-    """Number (from 1) and rule whose pattern looks most like a path."""
-    near = closest(path, [rule.pattern for rule in rules])
+def closest_rule(path: str, rules: Sequence[Rule]) -> tuple[int, Rule] | None:
+    """Number (from 1) and rule whose pattern looks most like the end of a path.
+
+    Compared are the pattern and as many of the last parts of the path as it has; None
+    where they are not alike.
+    """
+    best, found = 0.6, None
     for number, rule in enumerate(rules, start=1):
-        if near and rule.pattern == near[0]:
-            return number, rule
-    parts = set(path.split("/"))
-    scores = [len(parts & set(rule.pattern.split("/"))) for rule in rules]
-    best = scores.index(max(scores))
-    return best + 1, rules[best]
+        parts = rule.pattern.count("/") + 1
+        ending = "/".join(path.split("/")[-parts:])
+        alike = difflib.SequenceMatcher(None, ending, rule.pattern).ratio()
+        if alike > best:
+            best, found = alike, (number, rule)
+    return found
 
 
 def leaf_bytes(shape: Shape, dtype: Any) -> int:
