@@ -1,0 +1,26 @@
+"""Helpers for tests that need a process of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(code: str, *, timeout: float = 300) -> str:
+    """Runs code in a fresh interpreter on CPU; returns what it printed.
+
+    Raises:
+        AssertionError: it exited with an error; the message holds its output.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
