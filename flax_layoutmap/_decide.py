@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._flax_internals import metadata_of
+from flax_layoutmap._errors import RuleError
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._metadata import Mark, mesh_axes
 from flax_layoutmap._optimizer_state import Origin
-from flax_layoutmap._paths import Flat
+from flax_layoutmap._paths import Flat, parameter_keys
 from flax_layoutmap._records import Decision, Reason, Shape
-from flax_layoutmap._rules import Matcher, RuleSet
+from flax_layoutmap._rules import Matcher, Rule, RuleSet
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class OwnerLayout:
     dims: tuple[tuple[str, ...], ...]
     mesh: DeviceMesh | None
     memory_kind: str | None = None
+    path: str = ""  # within its own tree; what optimizer rules see
 
 
 class Decider:
@@ -84,34 +85,27 @@ class Decider:
     def by_rules_and_origins(
         self, found: Sequence[Origin | None], owners: Mapping[str, OwnerLayout] | None
     ) -> list[Decision]:
-        """Parameters by rules; optimizer state by the parameter it belongs to."""
-        rows: list[Decision | None] = self.by_rules(skip=found)
-        own: dict[str, OwnerLayout] = dict(owners or {})
+        """Parameters by rules; optimizer state by the parameter it belongs to.
+
+        Args:
+            found: the origin of each leaf of optimizer state; None for the others.
+            owners: layouts of the parameters, where the tree does not hold them.
+        """
+        rows: list[Any] = self.by_rules(skip=found)
+        self.annotate(rows)  # state follows what its parameter has in the end
+        own = dict(owners or {})
         if owners is None:
-            for path, shape, row in zip(
-                self.flat.paths, self.shapes, rows, strict=True
-            ):
-                if row is not None and path not in own:
-                    own[path] = OwnerLayout(shape, row.dims, row.mesh, row.memory_kind)
-        self.apply_explicit(rows, own)
+            for at, key in parameter_keys(self.flat).items():
+                row, path = rows[at], self.flat.paths[at]
+                if row is not None:
+                    own[key] = OwnerLayout(
+                        self.shapes[at], row.dims, row.mesh, row.memory_kind, path
+                    )
         matcher = Matcher(self.rules.optimizer, self.rules.match)
         for at, origin in enumerate(found):
             if origin is not None:
                 rows[at] = self.follow(at, origin, own, matcher)
-        return [row for row in rows if row is not None]
-
-    def apply_explicit(
-        self, rows: list[Decision | None], own: dict[str, OwnerLayout]
-    ) -> None:
-        """State follows what its parameter will have, metadata included."""
-        for at, box in self.flat.annotations.items():
-            row = rows[at]
-            if row is not None:
-                new = self.annotated(box, row, self.shapes[at])
-                path = self.flat.paths[at]
-                own[path] = OwnerLayout(
-                    self.shapes[at], new.dims, new.mesh, new.memory_kind
-                )
+        return rows
 
     # ------------------------------------------------------------ one decision
 
@@ -141,89 +135,56 @@ class Decider:
                     shape,
                 )
             return self.replicated("no rule", shape, ())
-        layouts = {rules[at].layout for at in fitting}
+        if _differ(rules, fitting) and self.rules.overlap == "error":
+            listed = f"rules with different layouts match it: {_listed(rules, fitting)}"
+            return self.trouble(f"{listed}; {_CONFLICT_FIX}", shape, fitting)
         winner = fitting[-1] if self.rules.overlap == "last" else fitting[0]
-        if len(layouts) > 1 and self.rules.overlap == "error":
-            return self.trouble(self.conflict(fitting), shape, fitting)
-        return self.apply(winner, fitting, shape, "exact key" if exact else "rule")
-
-    def conflict(self, matched: tuple[int, ...]) -> str:
-        rules = self.rules.rules
-        listed = ", ".join(
-            f"rule {at + 1} {rules[at].pattern!r} → {rules[at].layout}"
-            for at in matched
-        )
-        return (
-            f"rules with different layouts match it: {listed}; make one pattern "
-            'narrower, use the path itself as key, or overlap="first" or "last"'
-        )
-
-    def apply(
-        self, winner: int, matched: tuple[int, ...], shape: Shape, reason: Reason
-    ) -> Decision:
-        rule = self.rules.rules[winner]
-        name = f"rule {winner + 1} {rule.pattern!r} → {rule.layout}"
-        return self.lay(rule.layout, shape, name, reason, rule=winner, matched=matched)
+        reason: Reason = "exact key" if exact else "rule"
+        name = f"rule {_named(rules, winner)}"
+        layout = rules[winner].layout
+        return self.lay(layout, shape, name, reason, rule=winner, matched=fitting)
 
     def lay(
         self, layout: TensorLayout, shape: Shape, name: str, reason: Reason, **more: Any
     ) -> Decision:
-        """Lays a leaf out, or says why that is impossible."""
+        """Lays a leaf out, or says why that is impossible.
+
+        Args:
+            layout: the layout wanted.
+            shape: shape of the leaf.
+            name: whose layout it is, for messages.
+            reason: the reason of the Decision.
+            **more: other fields of the Decision.
+        """
         mesh = layout.device_mesh or self.mesh
+        matched = more.get("matched", ())
         if not _fits(layout, len(shape)):
-            return self.trouble(
+            problem = (
                 f"{name} has {_rank(layout)} dims, the leaf has {len(shape)}; "
-                f"{_rank_fix(layout, shape)}",
-                shape,
-                more.get("matched", ()),
+                f"{_rank_fix(layout, shape)}"
             )
-        dims = layout.dims(len(shape))
-        if mesh is None:
-            return Decision(
-                dims,
-                normal_spec(dims),
-                None,
-                None,
-                reason,
-                memory_kind=layout.memory_kind,
-                **more,
+            return self.trouble(problem, shape, matched)
+        dims, shard = layout.dims(len(shape)), None
+        if mesh is not None:
+            sizes = self.sizes if mesh is self.mesh else mesh.axis_sizes
+            for axis in (axis for axes in dims for axis in axes):
+                if axis not in sizes:
+                    problem = f"{name}: the mesh {str(mesh)!r} has no axis {axis!r}"
+                    return self.trouble(problem, shape, matched)
+            dims, clashes = _divisible(dims, shape, sizes)
+            if clashes and self.rules.indivisible == "error":
+                problem = f"{name}: {'; '.join(clashes)}; {_INDIVISIBLE_FIX}"
+                return self.trouble(problem, shape, matched)
+            if clashes:
+                texts = [f"{text}, so that dim is replicated" for text in clashes]
+                more["fallback"] = f"{name}: {'; '.join(texts)}"
+            shard = tuple(
+                size // math.prod(sizes[axis] for axis in axes)
+                for size, axes in zip(shape, dims, strict=True)
             )
-        sizes = self.sizes if mesh is self.mesh else mesh.axis_sizes
-        unknown = [axis for axes in dims for axis in axes if axis not in sizes]
-        if unknown:
-            return self.trouble(
-                f"{name}: the mesh {str(mesh)!r} has no axis {unknown[0]!r}",
-                shape,
-                more.get("matched", ()),
-            )
-        fallback = None
-        for dim, axes in enumerate(dims):
-            parts = math.prod(sizes[axis] for axis in axes)
-            if shape[dim] % parts == 0:
-                continue
-            text = clash(dim, shape[dim], axes, sizes)
-            if self.rules.indivisible == "error":
-                return self.trouble(
-                    f"{name}: {text}; use a size that is a multiple of {parts}, "
-                    'another layout, or indivisible="replicate"',
-                    shape,
-                    more.get("matched", ()),
-                )
-            dims = (*dims[:dim], (), *dims[dim + 1 :])
-            fallback = f"{name}: {text}, so that dim is replicated"
-        shard = tuple(
-            size // math.prod(sizes[axis] for axis in axes)
-            for size, axes in zip(shape, dims, strict=True)
-        )
+        kind = layout.memory_kind
         return Decision(
-            dims,
-            normal_spec(dims),
-            mesh,
-            shard,
-            reason,
-            memory_kind=layout.memory_kind,
-            fallback=fallback,
-            **more,
+            dims, normal_spec(dims), mesh, shard, reason, memory_kind=kind, **more
         )
 
     def replicated(
@@ -255,7 +216,7 @@ class Decider:
         shape = self.shapes[at]
         if not shape:
             return self.once(("scalar",), lambda: self.replicated("scalar", shape))
-        owner = None if origin.owner is None else own.get(origin.owner)
+        owner = None if origin.owner is None else _owner(origin.owner, own)
         if owner is None and not own:
             # The state came without its parameters: its own path must do.
             return self.alone(self.flat.paths[at], shape)
@@ -266,8 +227,9 @@ class Decider:
                 fallback=origin.how,
                 owner=origin.owner,
             )
-        key = (origin, shape)
-        return self.once(key, lambda: self._follow(origin, owner, shape, matcher))
+        return self.once(
+            (origin, shape), lambda: self._follow(origin, owner, shape, matcher)
+        )
 
     def once(self, key: Any, make: Callable[[], Decision]) -> Decision:
         row = self.made.get(key)
@@ -278,35 +240,38 @@ class Decider:
     def _follow(
         self, origin: Origin, owner: OwnerLayout, shape: Shape, matcher: Matcher
     ) -> Decision:
-        path, dims = origin.owner or "", origin.dims or ()
-        matched = matcher.matching(path)
+        dims, rules = origin.dims or (), self.rules.optimizer
+        matched = tuple(
+            at
+            for at in matcher.matching(owner.path or origin.owner or "")
+            if rules[at].rank == "error" or _fits(rules[at].layout, len(owner.shape))
+        )
+        axes, mesh, memory_kind = owner.dims, owner.mesh, owner.memory_kind
+        name = f"the layout of its parameter {origin.owner!r}"
         reason: Reason = "follows parameter"
-        axes, more = owner.dims, {}
+        more: dict[str, Any] = {}
         if matched:
-            rule = self.rules.optimizer[matched[0]]
-            name = f"optimizer rule {matched[0] + 1} {rule.pattern!r} → {rule.layout}"
-            different = {self.rules.optimizer[m].layout for m in matched}
-            if len(different) > 1 and self.rules.overlap == "error":
+            if _differ(rules, matched) and self.rules.overlap == "error":
                 return self.trouble(
-                    f"several optimizer rules with different layouts match {path!r}",
+                    "optimizer rules with different layouts match its parameter "
+                    f"{origin.owner!r}: {_listed(rules, matched)}; {_CONFLICT_FIX}",
                     shape,
                 )
-            if self.rules.overlap == "last":
-                rule = self.rules.optimizer[matched[-1]]
-            if not _fits(rule.layout, len(owner.shape)):
+            winner = matched[-1] if self.rules.overlap == "last" else matched[0]
+            layout = rules[winner].layout
+            name = f"optimizer rule {_named(rules, winner)}"
+            if not _fits(layout, len(owner.shape)):
                 return self.trouble(
-                    f"{name} has {_rank(rule.layout)} dims, the parameter {path!r} has "
-                    f"{len(owner.shape)}",
+                    f"{name} has {_rank(layout)} dims, its parameter {origin.owner!r} "
+                    f"has {len(owner.shape)}; {_rank_fix(layout, owner.shape)}",
                     shape,
                 )
-            axes, reason = rule.layout.dims(len(owner.shape)), "optimizer rule"
-            more = {"rule": self.rules.optimizer.index(rule), "matched": matched}
-        else:
-            name = f"the layout of its parameter {path!r}"
+            axes, reason = layout.dims(len(owner.shape)), "optimizer rule"
+            mesh = layout.device_mesh or mesh
+            memory_kind = layout.memory_kind or memory_kind
+            more = {"rule": winner, "matched": matched}
         own_axes = tuple(() if dim is None else axes[dim] for dim in dims)
-        layout = TensorLayout(own_axes, owner.mesh, memory_kind=owner.memory_kind)
-        if not shape or layout.rank not in (None, len(shape)):
-            return self.replicated("scalar", shape)
+        layout = TensorLayout(own_axes, mesh, memory_kind=memory_kind)
         return self.lay(
             layout, shape, name, reason, owner=origin.owner, owner_dims=dims, **more
         )
@@ -333,73 +298,99 @@ class Decider:
                 fixed.update(
                     at for at, dtype in enumerate(dtypes) if _is_key_or_none(dtype)
                 )
+        self.annotate(rows)
         for at in fixed:
             reason: Reason = "not an array" if dtypes[at] is None else "random state"
-            rows[at] = self.replicated(reason, self.shapes[at])
-        for at, box in self.flat.annotations.items():
-            if at not in fixed:
-                rows[at] = self.annotated(box, rows[at], self.shapes[at])
+            rows[at] = self.replicated(reason, self.shapes[at], rows[at].matched)
 
-    def annotated(self, box: Any, row: Decision, shape: Shape) -> Decision:
+    def annotate(self, rows: list[Any]) -> None:
+        """Applies what is written on the variables and boxes; None stays None."""
+        for at, mark in self.flat.annotations.items():
+            if rows[at] is not None:
+                rows[at] = self.annotated(mark, rows[at], self.shapes[at])
+
+    def annotated(self, mark: Mark, row: Decision, shape: Shape) -> Decision:
         """Layout metadata on a Variable or box against what the rules say."""
-        metadata = metadata_of(box) if isinstance(box, nnx.Variable) else {}
-        explicit = metadata.get("layout")
-        if isinstance(explicit, TensorLayout):
-            name = f"the explicit layout {explicit}"
-            return self.lay(explicit, shape, name, "explicit layout")
-        if row.reason != "no rule" or row.problem or not shape:
+        if row.owner is not None or row.reason == "unknown optimizer state":
+            return row  # a copy of the parameter's metadata, for another shape maybe
+        if mark.problem is not None:
+            return self.trouble(f"its metadata: {mark.problem}", shape, row.matched)
+        if mark.layout is not None:
+            # Its axes count; the mesh is that of the rules, which may be another one.
+            layout = mark.layout.on(None) if self.mesh is not None else mark.layout
+            name = f"the explicit layout {layout}"
+            return self.lay(layout, shape, name, "explicit layout", matched=row.matched)
+        if mark.names is None or row.reason != "no rule" or row.matched or not shape:
             return row
-        names = _flax_names(box, metadata)
-        if names is None:
-            return row
-        known = set(self.sizes) if self.mesh is not None else None
-        lost: list[str] = []
-        dims = tuple(_known_axes(entry, known, lost) for entry in names)
-        layout = TensorLayout((*dims, ...))
-        decision = self.lay(layout, shape, f"Flax metadata {names}", "flax metadata")
+        axes, lost = (), ()
+        name = f"Flax metadata {_show(mark.names)}"
+        try:
+            axes, lost = mesh_axes(mark)
+            if self.mesh is not None:
+                off = [axis for dim in axes for axis in dim if axis not in self.sizes]
+                axes = tuple(tuple(a for a in dim if a not in off) for dim in axes)
+                lost = (*lost, *off)
+            layout = TensorLayout((*axes, ...))
+        except RuleError as error:
+            return self.trouble(f"{name}: {error}", shape)
+        decision = self.lay(layout, shape, name, "flax metadata")
         if lost and decision.problem is None:
-            text = f"Flax metadata {names}: no mesh axis {', '.join(map(repr, lost))}"
-            decision = dataclasses.replace(decision, fallback=text)
+            text = f"{name}: no mesh axis for {', '.join(map(repr, lost))}"
+            texts = [text] if decision.fallback is None else [text, decision.fallback]
+            decision = dataclasses.replace(decision, fallback="; ".join(texts))
         return decision
 
 
-def _flax_names(box: Any, metadata: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Axis names on a Variable or Linen box, after Flax's logical rules."""
-    if isinstance(box, nnx.Variable):
-        value = metadata.get("out_sharding") or metadata.get("sharding_names")
-        rules = tuple(metadata.get("sharding_rules") or ())
-        value = getattr(value, "spec", value)  # a NamedSharding brings its spec
-    else:
-        value = getattr(box, "names", None)
-        rules = tuple(getattr(box, "rules", None) or ())
-    if not isinstance(value, tuple | PartitionSpec):
-        return None
-    mapping = {name: axis for name, axis in reversed((*rules, *_logical_rules()))}
-    return tuple(
-        mapping.get(entry, entry) if isinstance(entry, str) else entry
-        for entry in value
-    )
+_CONFLICT_FIX = (
+    'make one pattern narrower, use the path itself as key, or overlap="first" or '
+    '"last"'
+)
+_INDIVISIBLE_FIX = (
+    "change the size, use another layout (None for this dim), or "
+    'indivisible="replicate"'
+)
 
 
-def _logical_rules() -> tuple[Any, ...]:
-    """Flax's logical axis rules in context, of NNX and of Linen."""
-    from flax import linen
-    from flax.core.spmd import get_logical_axis_rules
+def _divisible(
+    dims: tuple[tuple[str, ...], ...], shape: Shape, sizes: dict[str, int]
+) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
+    """The dims with those replicated that do not divide, and what clashed."""
+    clashes: list[str] = []
+    kept = list(dims)
+    for dim, axes in enumerate(dims):
+        if shape[dim] % math.prod(sizes[axis] for axis in axes):
+            clashes.append(clash(dim, shape[dim], axes, sizes))
+            kept[dim] = ()
+    return tuple(kept), clashes
 
-    return (*get_logical_axis_rules(), *linen.get_logical_axis_rules())
+
+def _owner(path: str, own: Mapping[str, OwnerLayout]) -> OwnerLayout | None:
+    """The parameter at a path, or the only one whose path ends so.
+
+    A checkpoint says `dense/kernel` of what is `model/dense/kernel` in another tree.
+    """
+    found = own.get(path)
+    if found is None:
+        ends = [key for key in own if key.endswith(f"/{path}")]
+        found = own[ends[0]] if len(ends) == 1 else None
+    return found
 
 
-def _known_axes(entry: Any, known: set[str] | None, lost: list[str]) -> Any:
-    names = (
-        () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-    )
-    kept = []
-    for name in names:
-        if known is None or name in known:
-            kept.append(name)
-        else:
-            lost.append(name)
-    return tuple(kept) or None
+def _differ(rules: Sequence[Rule], at_each: Sequence[int]) -> bool:
+    return len({rules[at].layout for at in at_each}) > 1
+
+
+def _named(rules: Sequence[Rule], at: int) -> str:
+    return f"{at + 1} {rules[at].pattern!r} → {rules[at].layout}"
+
+
+def _listed(rules: Sequence[Rule], at_each: Sequence[int]) -> str:
+    return ", ".join(f"rule {_named(rules, at)}" for at in at_each)
+
+
+def _show(names: Sequence[tuple[str, ...]]) -> str:
+    """Names as a user writes them: `('embed', None, ('a', 'b'))`."""
+    return repr(tuple(dim[0] if len(dim) == 1 else dim or None for dim in names))
 
 
 def _is_key_or_none(dtype: Any) -> bool:

@@ -286,7 +286,8 @@ def _checked_devices(given: np.ndarray) -> list[Any]:
     for device in devices:
         if not hasattr(device, "device_kind"):
             raise MeshError(
-                f"devices must be JAX devices, such as jax.devices()[:4], got {device!r}"
+                "devices must be JAX devices, such as jax.devices()[:4], got "
+                f"{device!r}"
             )
     if not devices:
         raise MeshError("devices is empty; leave it out to use all devices")

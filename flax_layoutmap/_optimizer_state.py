@@ -72,6 +72,18 @@ def tagged_dims(
     }
 
 
+def try_tagged_dims(
+    init: Callable[[Any], Any], params: Any
+) -> dict[str, tuple[Shape, Dims | None]]:
+    """The same for a guess at the parameters; empty where `init` refuses them."""
+    try:
+        return tagged_dims(init, params)
+    except Exception as error:
+        if not _is_refusal(error):
+            raise
+        return {}
+
+
 def _dims_by_sharding(
     init: Callable[[Any], Any], shapes: Any, plain: Flat
 ) -> list[Dims | None]:
@@ -144,9 +156,19 @@ def _is_refusal(error: Exception) -> bool:
     """Whether `init` cannot be traced so; a true mistake failed the plain trace."""
     # JAX has no public name for ShardingTypeError, which derives from Exception.
     return (
-        isinstance(error, TypeError | ValueError | NotImplementedError | AssertionError)
-        or type(error).__name__ == "ShardingTypeError"
+        isinstance(error, _REFUSALS) or type(error).__name__ == "ShardingTypeError"
     )
+
+
+_REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
 
 
 def _all_different(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -158,7 +180,7 @@ def _all_different(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     sizes, last = list(leaf.shape), 1
     for dim in sorted(range(leaf.ndim), key=lambda dim: (leaf.shape[dim], dim)):
         last = sizes[dim] = max(leaf.shape[dim], last + 1)
-    return jax.ShapeDtypeStruct(sizes, leaf.dtype)
+    return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
 
 def _tells(dims: Dims) -> bool:
@@ -206,7 +228,8 @@ def owner_of(path: str, owners: Mapping[str, Any]) -> str | None:
                 break
             start = slash + 1
         stop = path.rfind("/", 0, stop)
-    return None
+    # A parameter that is the whole tree has the empty path.
+    return "" if len(owners) == 1 and "" in owners else None
 
 
 def _origin(

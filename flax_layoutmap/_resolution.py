@@ -1,11 +1,10 @@
 """Resolution: the one value in the middle; everything else is a function of it."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from flax_layoutmap import _report
@@ -58,6 +57,7 @@ class Resolution:
         "_flat",
         "_treedef",
         "_again",
+        "_others",
     )
     rules: RuleSet
     shapes: tuple[Shape, ...]
@@ -67,6 +67,7 @@ class Resolution:
     _flat: Flat
     _treedef: Any
     _again: "Callable[[RuleSet], Resolution]"
+    _others: Mapping[int, Any]
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class Resolution:
         rows: list[Decision],
         treedef: Any,
         again: "Callable[[RuleSet], Resolution]",
+        others: Mapping[int, Any],
     ) -> None:
         put = object.__setattr__
         put(self, "rules", rules)
@@ -87,6 +89,7 @@ class Resolution:
         put(self, "_flat", flat)
         put(self, "_treedef", treedef)
         put(self, "_again", again)
+        put(self, "_others", others)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Resolution is immutable: cannot set {name!r}")
@@ -185,19 +188,19 @@ class Resolution:
     def abstract(self) -> Any:
         """The tree with a `jax.ShapeDtypeStruct` with sharding for each array.
 
-        Usable as the target of any Orbax restore. Leaves that are no arrays (a Python
-        int `step`) become what JAX makes of them.
+        Usable as the target of any Orbax restore. Python numbers (an int `step`) become
+        what JAX makes of them; leaves that are no arrays (a string) stay as they are.
 
         Raises:
             MeshError: the rules have no mesh, or an abstract one.
         """
         self._need_devices("abstract()")
         leaves = [
-            jax.ShapeDtypeStruct(
-                shape, np.dtype("int32") if dtype is None else dtype, sharding=sharding
-            )
-            for shape, dtype, sharding in zip(
-                self.shapes, self.dtypes, self.sharding_list(), strict=True
+            self._others[at]
+            if dtype is None
+            else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for at, (shape, dtype, sharding) in enumerate(
+                zip(self.shapes, self.dtypes, self.sharding_list(), strict=True)
             )
         ]
         return self._tree(leaves)
@@ -239,9 +242,11 @@ class Resolution:
         """The same tree under the same rules on another mesh, such as a concrete one.
 
         Raises:
+            RuleError: a rule names an axis that the mesh does not have.
             ResolveError: the leaves do not fit on it.
         """
-        return self._again(self.rules.on(mesh))
+        rules = self.rules.on(mesh)
+        return self if rules is self.rules else self._again(rules)
 
     # --------------------------------------------------------------- questions
 
@@ -330,7 +335,9 @@ class Resolution:
             )
         ]
         mesh = None if self.mesh is None else (str(self.mesh), self.mesh.axis_types)
-        parts = {"rules": rules_to_json(self.rules), "mesh": mesh, "table": table}
+        # The mesh is a part of its own, so that a difference is told once.
+        rules = {**rules_to_json(self.rules), "mesh": None}
+        parts = {"rules": rules, "mesh": mesh, "table": table}
         return {
             name: hashlib.sha256(repr(part).encode()).hexdigest()
             for name, part in parts.items()
@@ -373,7 +380,10 @@ class Resolution:
         if not self.rules.rules:
             return "there are no rules"
         path = self._flat.paths[at]
-        number, rule = closest_rule(path, self.rules.rules)
+        near = closest_rule(path, self.rules.rules)
+        if near is None:
+            return f"{path!r} is matched by no rule, and none comes close"
+        number, rule = near
         return (
             f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
         )

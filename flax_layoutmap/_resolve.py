@@ -1,28 +1,46 @@
 """resolve(tree, rules) → Resolution: the one place where rules meet leaves."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from flax_layoutmap._decide import Decider, OwnerLayout
-from flax_layoutmap._errors import ResolveError, bullet_list
+from flax_layoutmap._errors import (
+    ResolveError,
+    RuleError,
+    StructureError,
+    bullet_list,
+)
 from flax_layoutmap._flax_internals import (
     is_nnx_object,
     metadata_of,
     nnx_state,
     raw_values,
 )
+from flax_layoutmap._metadata import mark_of
 from flax_layoutmap._optimizer_state import Origin, origins, tagged_dims
-from flax_layoutmap._paths import Flat, Section, flatten, is_train_state, plain_tree
+from flax_layoutmap._ownership import find_origins
+from flax_layoutmap._paths import (
+    Flat,
+    Section,
+    flatten,
+    is_train_state,
+    parameter_keys,
+    plain_tree,
+)
 from flax_layoutmap._records import Shape, show_shape
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._trace import trace
 
 _CACHED_TREES = 4
+
+
+# Layouts of parameters that are not in the tree, under a rule set.
+_OwnersUnder = Callable[[RuleSet], Mapping[str, OwnerLayout]]
 
 
 def resolve(
@@ -60,9 +78,8 @@ def resolve(
         >>> flm.resolve(tree, layout_map)["up/kernel"].shard_shape
         (8, 4)
     """
-    rule_set: RuleSet = rules if isinstance(rules, RuleSet) else rules.freeze()
-    if callable(tree) and not is_nnx_object(tree) and not is_train_state(tree):
-        tree = trace(tree).abstract
+    rule_set = _rule_set(rules)
+    tree, params = _made(tree), _made(params)
     if strict is not None and strict != rule_set.strict:
         rule_set = dataclasses.replace(rule_set, strict=strict)
     if params is None and tx is None:
@@ -78,11 +95,11 @@ def resolve_with_origins(
     tree: Any, rule_set: RuleSet, known: Mapping[str, Origin]
 ) -> Resolution:
     """Resolves a tree whose optimizer leaves have known origins (a checkpoint's)."""
-    flat = flatten(tree)
-    shapes, dtypes = _columns(flat.leaves)
+    flat = flatten(tree, rule_set.matcher.fold_part)
+    shapes, dtypes, others = _columns(flat.leaves)
     at_each = [known.get(path) for path in flat.full_paths()]
     treedef = jax.tree.structure(plain_tree(tree))
-    return _decide_all(flat, rule_set, shapes, dtypes, treedef, at_each)
+    return _decide_all(flat, rule_set, shapes, dtypes, treedef, at_each, others=others)
 
 
 def resolve_state(
@@ -93,15 +110,46 @@ def resolve_state(
     params: Any,
 ) -> Resolution:
     """Resolves optimizer state whose parameters already have layouts of their own."""
-    flat = flatten(tree)
-    flat = dataclasses.replace(
-        flat, sections=[Section(0, len(flat.paths), "", "optimizer")]
-    )
-    shapes, dtypes = _columns(flat.leaves)
+    flat = _one_section(flatten(tree))
+    shapes, dtypes, others = _columns(flat.leaves)
     treedef = jax.tree.structure(plain_tree(tree))
     tags = tagged_dims(tx.init, params)
     found = origins(flat.paths, shapes, {p: o.shape for p, o in owners.items()}, tags)
-    return _decide_all(flat, rule_set, shapes, dtypes, treedef, found, owners)
+
+    def owners_on(rules: RuleSet) -> Mapping[str, OwnerLayout]:
+        if rules.mesh == rule_set.mesh:
+            return owners
+        return {
+            path: dataclasses.replace(owner, mesh=rules.mesh)
+            for path, owner in owners.items()
+        }
+
+    return _decide_all(
+        flat, rule_set, shapes, dtypes, treedef, found, owners_on, others
+    )
+
+
+def _rule_set(rules: Any) -> RuleSet:
+    if isinstance(rules, RuleSet):
+        return rules
+    if not hasattr(rules, "freeze"):
+        raise RuleError(
+            f"resolve(tree, rules) needs a LayoutMap or a RuleSet, got {rules!r}; make "
+            "one of a list of pairs with flm.LayoutMap.from_rules(pairs, mesh)"
+        )
+    return rules.freeze()
+
+
+def _made(tree: Any) -> Any:
+    """The tree, or the abstract result of the function that makes it."""
+    if not callable(tree) or is_nnx_object(tree) or is_train_state(tree):
+        return tree
+    if hasattr(tree, "init") and hasattr(tree, "apply"):
+        raise StructureError(
+            f"a Linen module ({type(tree).__name__}) holds no variables; pass a "
+            "function that makes them, lambda: module.init(key, x), or the variables"
+        )
+    return trace(tree).abstract
 
 
 # ------------------------------------------------------------------ resolving
@@ -124,7 +172,9 @@ def _resolve_cached(tree: Any, rule_set: RuleSet) -> Resolution:
     flat = flatten(tree, rule_set.matcher.fold_part)
     if flat.has_objects:
         return _resolve(tree, rule_set, None, None, flat)
-    columns = None if is_state else (signature[2], signature[3], signature[1])
+    columns = None
+    if not is_state:
+        columns = signature[2], signature[3], signature[1], None
     resolution = _resolve(tree, rule_set, None, None, flat, columns)
     if not flat.annotations:
         # Annotations depend on Flax's logical rules in context; not cached.
@@ -151,7 +201,7 @@ def _state_signature(state: nnx.State) -> tuple[Any, ...]:
     sizes: list[int] = []
     types: list[type] = []
     variables: list[Any] = []
-    nodes = [state.raw_mapping]
+    nodes: list[Any] = [state.raw_mapping]
     for node in nodes:  # grows while it is walked
         keys.extend(node)
         sizes.append(len(node))
@@ -172,102 +222,42 @@ def _resolve(
     params: Any,
     tx: Any,
     flat: Flat | None = None,
-    columns: tuple[Any, Any, Any] | None = None,
+    columns: tuple[Any, Any, Any, Any] | None = None,
 ) -> Resolution:
     flat = flatten(tree, rule_set.matcher.fold_part) if flat is None else flat
     if columns is None:
-        shapes, dtypes = _columns(flat.leaves)
         plain = plain_tree(tree) if flat.has_objects else tree
+        shapes, dtypes, others = _columns(flat.leaves)
         treedef = jax.tree.structure(plain)
     else:
-        shapes, dtypes, treedef = columns
-    if params is not None:
-        stop = len(flat.paths)
-        paths = flat.full_paths()
-        flat = dataclasses.replace(
-            flat, sections=[Section(0, stop, "", "optimizer")], paths=paths
+        shapes, dtypes, treedef, others = columns
+    if params is None:
+        found = find_origins(tree, flat, shapes, dtypes, tx)
+        return _decide_all(
+            flat, rule_set, shapes, dtypes, treedef, found, others=others
         )
-        own = _resolve(params, rule_set, None, None)
-        owners = _owner_layouts(own)
-        tags = {} if tx is None else tagged_dims(tx.init, _pure(params))
-        found = origins(paths, shapes, {p: o.shape for p, o in owners.items()}, tags)
-        return _decide_all(flat, rule_set, shapes, dtypes, treedef, found, owners)
-    found = _find_origins(tree, flat, shapes, dtypes, tx)
-    return _decide_all(flat, rule_set, shapes, dtypes, treedef, found)
+    flat = _one_section(flat)
+    own = _resolve(params, rule_set, None, None)
+    shapes_of = {p: owner.shape for p, owner in _owner_layouts(own).items()}
+    tags = {} if tx is None else tagged_dims(tx.init, _pure(params))
+    found = origins(flat.paths, shapes, shapes_of, tags)
+
+    def owners_under(rules: RuleSet) -> Mapping[str, OwnerLayout]:
+        return _owner_layouts(own if rules is rule_set else own._again(rules))
+
+    return _decide_all(
+        flat, rule_set, shapes, dtypes, treedef, found, owners_under, others
+    )
 
 
-def _find_origins(
-    tree: Any, flat: Flat, shapes: Sequence[Shape], dtypes: Sequence[Any], tx: Any
-) -> list[Origin | None] | None:
-    """Origin of each leaf in the optimizer sections; None where there are none."""
-    if all(section.role != "optimizer" for section in flat.sections):
-        return None
-    owners: dict[str, Shape] = {}
-    abstract: dict[str, Any] = {}
-    for section in flat.sections:
-        if section.role == "parameter":
-            for at in range(section.start, section.stop):
-                if flat.paths[at] and at not in flat.fixed:
-                    owners.setdefault(flat.paths[at], shapes[at])
-                    abstract.setdefault(flat.paths[at], (shapes[at], dtypes[at]))
-    result: list[Origin | None] = [None] * len(flat.paths)
-    for section in flat.sections:
-        if section.role != "optimizer":
-            continue
-        span = slice(section.start, section.stop)
-        tags = _section_tags(tree, section, flat, abstract, tx)
-        result[span] = origins(flat.paths[span], shapes[span], owners, tags)
-    return result
-
-
-def _section_tags(
-    tree: Any, section: Section, flat: Flat, abstract: Mapping[str, Any], tx: Any
-) -> Mapping[str, Any]:
-    """Traces the optimizer of one section over the parameters of the tree, if known."""
-    node = section.node
-    tx = tx if tx is not None else getattr(node, "tx", None)
-    if tx is None:
-        return {}
-    if is_train_state(node):
-        return tagged_dims(tx.init, node.params)
-    candidates = [nnx_state(m, node.wrt) for m in _modules(tree)] if node else []
-    if not candidates and abstract:
-        candidates = [_nest({p: jax.ShapeDtypeStruct(*a) for p, a in abstract.items()})]
-    wanted = set(flat.paths[section.start : section.stop])
-    for params in candidates:
-        tags = tagged_dims(tx.init, params)
-        if {f"opt_state/{path}" for path in tags} <= wanted or set(tags) <= wanted:
-            return tags
-    return {}
-
-
-def _modules(tree: Any) -> list[Any]:
-    nodes = jax.tree.leaves(tree, is_leaf=_is_module_or_state)
-    return [
-        node
-        for node in nodes
-        if _is_module_or_state(node) and not hasattr(node, "opt_state")
-    ]
-
-
-def _is_module_or_state(node: Any) -> bool:
-    return is_nnx_object(node) or isinstance(node, nnx.State)
-
-
-def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parents, last = path.split("/")
-        node = root
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return root
+def _one_section(flat: Flat) -> Flat:
+    """The whole tree as one optimizer state."""
+    section = Section(0, len(flat.paths), "", "optimizer")
+    return dataclasses.replace(flat, sections=[section], paths=flat.full_paths())
 
 
 def _pure(params: Any) -> Any:
-    if callable(params) and not is_nnx_object(params):
-        params = trace(params).abstract
+    """What `tx.init` was given, of what the user calls the parameters."""
     if is_nnx_object(params):
         return nnx_state(params, nnx.Param)
     if isinstance(params, Mapping) and not isinstance(params, nnx.State):
@@ -275,18 +265,23 @@ def _pure(params: Any) -> Any:
     return params
 
 
-def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any]]:
+def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
+    """Shape and dtype of each leaf, and the leaves that are no arrays."""
     shapes: list[Shape] = []
     dtypes: list[Any] = []
+    others: dict[int, Any] = {}
     for leaf in leaves:
         shape = getattr(leaf, "shape", None)
         if isinstance(shape, tuple) and hasattr(leaf, "dtype"):
             shapes.append(shape)
             dtypes.append(leaf.dtype)
         else:
+            dtype = _python_dtype(leaf)
+            if dtype is None:
+                others[len(shapes)] = leaf
             shapes.append(())
-            dtypes.append(_python_dtype(leaf))
-    return shapes, dtypes
+            dtypes.append(dtype)
+    return shapes, dtypes, others
 
 
 def _python_dtype(leaf: Any) -> Any:
@@ -296,14 +291,16 @@ def _python_dtype(leaf: Any) -> Any:
 
 
 def _owner_layouts(resolution: Resolution) -> dict[str, OwnerLayout]:
-    flat, rows = resolution._flat, resolution._rows
+    flat, rows, shapes = resolution._flat, resolution._rows, resolution.shapes
     return {
-        flat.paths[at]: OwnerLayout(
-            resolution.shapes[at], rows[at].dims, rows[at].mesh, rows[at].memory_kind
+        key: OwnerLayout(
+            shapes[at],
+            rows[at].dims,
+            rows[at].mesh,
+            rows[at].memory_kind,
+            flat.paths[at],
         )
-        for section in flat.sections
-        if section.role == "parameter"
-        for at in range(section.stop - 1, section.start - 1, -1)
+        for at, key in parameter_keys(flat).items()
     }
 
 
@@ -314,22 +311,52 @@ def _decide_all(
     dtypes: Sequence[Any],
     treedef: Any,
     found: Sequence[Origin | None] | None = None,
-    owners: Mapping[str, OwnerLayout] | None = None,
+    owners: _OwnersUnder | None = None,
+    others: Mapping[int, Any] | None = None,
 ) -> Resolution:
-    decider = Decider(rule_set, rule_set.matcher, flat, shapes)
-    if found is None:
-        rows = decider.by_rules()
-    else:
-        rows = decider.by_rules_and_origins(found, owners)
-    decider.override(rows, dtypes)
+    """Decides every leaf; keeps what is needed to do so again, but no arrays.
 
-    def again(other: RuleSet) -> Resolution:
-        return _decide_all(flat, other, shapes, dtypes, treedef, found, owners)
+    Args:
+        flat: the tree, flattened.
+        rule_set: the rules.
+        shapes: shape of each leaf.
+        dtypes: dtype of each leaf; None for what is no array.
+        treedef: the structure of the tree.
+        found: origin of each leaf of optimizer state.
+        owners: layouts of the parameters under a rule set, where they are not in the
+            tree.
+        others: position → leaf, for what is no array.
+    """
+    names, runs = flat.names, flat.runs
+    if len(names) != len(flat.paths):  # not made by `flatten`
+        fold = rule_set.matcher.fold_part
+        names = ["/".join(map(fold, path.split("/"))) for path in flat.paths]
+        runs = [(0, "")]
+    flat = dataclasses.replace(
+        flat,
+        names=names,
+        runs=runs,
+        leaves=[],
+        annotations={at: mark_of(box) for at, box in flat.annotations.items()},
+        sections=[dataclasses.replace(part, node=None) for part in flat.sections],
+    )
 
-    resolution = Resolution(rule_set, flat, shapes, dtypes, rows, treedef, again)
-    if decider.troubled:
-        _raise_problems(resolution)
-    return resolution
+    def under(rules: RuleSet) -> Resolution:
+        decider = Decider(rules, rules.matcher, flat, shapes)
+        if found is None:
+            rows = decider.by_rules()
+        else:
+            known = None if owners is None else owners(rules)
+            rows = decider.by_rules_and_origins(found, known)
+        decider.override(rows, dtypes)
+        resolution = Resolution(
+            rules, flat, shapes, dtypes, rows, treedef, under, others or {}
+        )
+        if decider.troubled:
+            _raise_problems(resolution)
+        return resolution
+
+    return under(rule_set)
 
 
 def _raise_problems(resolution: Resolution) -> None:

@@ -1,0 +1,124 @@
+"""What a Variable or a Linen box says about its own layout."""
+
+import dataclasses
+from typing import Any, Literal, cast
+
+from flax import linen, nnx
+from flax.core.meta import AxisMetadata
+from flax.core.spmd import get_logical_axis_rules
+from flax.linen import spmd as linen_spmd
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_layoutmap._errors import RuleError
+from flax_layoutmap._flax_internals import metadata_of
+from flax_layoutmap._layout import TensorLayout
+
+# One entry per dim: names of mesh axes, or of Flax's logical axes.
+Names = tuple[tuple[str, ...], ...]
+Kind = Literal["nnx", "linen", "mesh"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """What is written on one Variable or box.
+
+    Attributes:
+        layout: the explicit layout, which wins over every rule, or None.
+        problem: why the explicit layout is none, or None.
+        names: Flax's axis names, or None.
+        rules: the logical rules that it brings: (name, mesh axes) pairs.
+        kind: how names become mesh axes: `"nnx"` (a rule renames them), `"linen"` (only
+            a rule makes them mesh axes), `"mesh"` (they are mesh axes).
+    """
+
+    layout: TensorLayout | None = None
+    problem: str | None = None
+    names: Names | None = None
+    rules: tuple[tuple[str, Any], ...] = ()
+    kind: Kind = "mesh"
+
+
+def mark_of(box: Any) -> Mark:
+    """Reads the mark of an NNX Variable or a Linen box."""
+    if not isinstance(box, nnx.Variable):
+        kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"
+        if isinstance(box, linen_spmd.LogicallyPartitioned):
+            kind = "linen"
+        return Mark(
+            names=_names(getattr(box, "names", None)),
+            rules=_rules(getattr(box, "rules", None)),
+            kind=kind,
+        )
+    metadata = metadata_of(box)
+    layout, problem = _explicit(metadata.get("layout"))
+    return Mark(
+        layout=layout,
+        problem=problem,
+        names=_names(metadata.get("out_sharding") or metadata.get("sharding_names")),
+        rules=_rules(metadata.get("sharding_rules")),
+        kind="nnx",
+    )
+
+
+def mesh_axes(mark: Mark) -> tuple[Names, tuple[str, ...]]:
+    """The mesh axes of a mark with names, after Flax's logical rules in context.
+
+    Returns:
+        The axes of each dim, and the logical names that no rule speaks of.
+
+    Raises:
+        RuleError: Linen cannot make mesh axes of the names.
+    """
+    names = mark.names or ()
+    if mark.kind == "mesh":
+        return names, ()
+    if mark.kind == "nnx":
+        # The Variable's own rules come first; the first rule for a name counts.
+        renamed = dict(reversed((*mark.rules, *get_logical_axis_rules())))
+        axes = [
+            _entry(renamed.get(dim[0], dim) if len(dim) == 1 else dim) for dim in names
+        ]
+        return tuple(axes), ()
+    rules = mark.rules or tuple(linen.get_logical_axis_rules())
+    bare = [dim[0] if len(dim) == 1 else dim or None for dim in names]
+    try:
+        spec: Any = linen_spmd.logical_to_mesh_axes(cast(Any, bare), rules)
+    except ValueError as error:
+        raise RuleError(str(error)) from error
+    known = {name for name, _ in rules}
+    lost = [dim[0] for dim in names if len(dim) == 1 and dim[0] not in known]
+    return tuple(_entry(entry) for entry in spec), tuple(lost)
+
+
+def _explicit(value: Any) -> tuple[TensorLayout | None, str | None]:
+    """The metadata `layout`; other things may go by that name too."""
+    if not isinstance(
+        value, TensorLayout | tuple | list | PartitionSpec | NamedSharding
+    ):
+        return None, None
+    try:
+        return TensorLayout(value), None
+    except RuleError as error:
+        return None, str(error)
+
+
+def _names(value: Any) -> Names | None:
+    value = getattr(value, "sharding", value)  # a jax.experimental Format has one
+    value = getattr(value, "spec", value)
+    if not isinstance(value, tuple | list | PartitionSpec):
+        return None
+    return tuple(_entry(entry) for entry in value)
+
+
+def _entry(entry: Any) -> tuple[str, ...]:
+    if isinstance(entry, str):
+        return (entry,)
+    # None, and UNCONSTRAINED, which leaves the choice to others.
+    return tuple(entry) if isinstance(entry, tuple | list) else ()
+
+
+def _rules(rules: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (name, tuple(axes) if isinstance(axes, list) else axes)
+        for name, axes in rules or ()
+    )
