@@ -146,15 +146,15 @@ def _prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str
     if orphan is None:
         return []
     whole = orphan.split("/")
-    found: dict[int, set[str]] = {}
+    found: set[str] = set()
     for owner in owners:
         parts = owner.split("/")
         # The last part of a state path may be an index behind the parameter's (sm3).
         same = max(_common_ending(parts, whole), _common_ending(parts, whole[:-1]))
-        if 0 < same < len(parts):
-            found.setdefault(same, set()).add("/".join(parts[:-same]) + "/")
-    longest = found[max(found)] if found else set[str]()
-    return sorted(longest, key=len)[:_MOST_PREFIXES]
+        for count in range(1, min(same, len(parts) - 1) + 1):
+            found.add("/".join(parts[:-count]) + "/")
+    # The prefix of a whole tree of parameters is shorter than that of a part.
+    return sorted(found, key=lambda prefix: (len(prefix), prefix))[:_MOST_PREFIXES]
 
 
 def _common_ending(first: Sequence[str], second: Sequence[str]) -> int:
