@@ -145,7 +145,14 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
         data = _put_across_processes(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.device_put(x, sharding)
+        try:
+            return jax.device_put(x, sharding)
+        except NotImplementedError as error:
+            raise MeshError(
+                f"an array {tuple(x.shape)} that lies on devices of other processes "
+                "too can only be moved to a mesh of the same devices, not to "
+                f"{DeviceMesh(sharding.mesh)!r}; save a checkpoint and restore it there"
+            ) from error
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -140,7 +140,7 @@ def differences(words: Mapping[int, Word]) -> list[str]:
 def _mesh_part(word: Word, usual: Word) -> str:
     mine, theirs = word["mesh"][0], usual["mesh"][0]
     if mine == theirs:
-        return f"mesh (another order of the devices in {mine})"
+        return f"mesh (other devices, or another order of them, in {mine})"
     return f"mesh ({mine} instead of {theirs})"
 
 
@@ -155,10 +155,9 @@ def _compare(words: Mapping[int, Word], what: str) -> None:
 
 def _word(what: str, mesh: DeviceMesh, parts: Mapping[str, str]) -> Word:
     order = [device.id for device in mesh.devices.flat]
-    kinds = [kind.name for kind in mesh.axis_types]
     return {
         "what": what[:200],
-        "mesh": [str(mesh)[:200], _short_hash(repr((str(mesh), kinds, order)))],
+        "mesh": [repr(mesh)[:200], _short_hash(f"{mesh!r} {order}")],
         "parts": {
             name: _short_hash(text) for name, text in parts.items() if name != "mesh"
         },
