@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from flax_layoutmap._errors import LayoutError, closest
@@ -41,7 +41,9 @@ class Table(Protocol):
 
     rules: RuleSet
 
-    def rows(self) -> list[tuple[ResolvedLeaf, Decision]]: ...
+    def rows(
+        self, wanted: Callable[[Decision], bool] | None = None
+    ) -> list[tuple[ResolvedLeaf, Decision]]: ...
     def totals(self, role: Role | None = None) -> Totals: ...
     @property
     def paths(self) -> tuple[str, ...]: ...
@@ -79,18 +81,22 @@ def remarks(table: Table, *, large_only: bool = False) -> list[str]:
     """
     lines = _unused(table)
     total = table.totals().total_bytes or 1
-    for leaf, _ in table.rows():
+    for leaf, _ in table.rows(
+        lambda row: row.reason in UNMATCHED or bool(row.fallback)
+    ):
+        if leaf.reason not in UNMATCHED:
+            if not large_only:
+                lines.append(f"fallback: {leaf.path}: {leaf.fallback}")
+            continue
         whole = leaf_bytes(leaf.shape, leaf.dtype)
-        if leaf.reason in UNMATCHED and not (
-            large_only and whole <= LARGE_SHARE * total
-        ):
-            lines.append(
-                f"unmatched: {leaf.path} {show_shape(leaf.shape)} "
-                f"{UNMATCHED[leaf.reason]}, so every device holds it in full "
-                f"({whole / total:.1%} of the bytes)"
-            )
-        if leaf.fallback and not large_only:
-            lines.append(f"fallback: {leaf.path}: {leaf.fallback}")
+        if large_only and whole <= LARGE_SHARE * total:
+            continue
+        why = UNMATCHED[leaf.reason]
+        why += f" ({leaf.fallback})" if leaf.fallback else ""
+        lines.append(
+            f"unmatched: {leaf.path} {show_shape(leaf.shape)} {why}, so every device "
+            f"holds it in full ({whole / total:.1%} of the bytes)"
+        )
     return lines
 
 
@@ -115,7 +121,11 @@ def to_json(table: Table) -> dict[str, Any]:
         "replicated_share": table.replicated_share,
         "unused_rules": [rule.pattern for rule in table.unused_rules],
         "unmatched": [leaf.path for leaf in leaves if leaf.reason in UNMATCHED],
-        "fallbacks": {leaf.path: leaf.fallback for leaf in leaves if leaf.fallback},
+        "fallbacks": {
+            leaf.path: leaf.fallback
+            for leaf in leaves
+            if leaf.fallback and leaf.reason not in UNMATCHED
+        },
     }
 
 

@@ -58,6 +58,8 @@ class Resolution:
         "_treedef",
         "_again",
         "_others",
+        "_at",
+        "_roles_of",
     )
     rules: RuleSet
     shapes: tuple[Shape, ...]
@@ -68,6 +70,8 @@ class Resolution:
     _treedef: Any
     _again: "Callable[[RuleSet], Resolution]"
     _others: Mapping[int, Any]
+    _at: dict[str, int] | None
+    _roles_of: list[Role] | None
 
     def __init__(
         self,
@@ -90,6 +94,8 @@ class Resolution:
         put(self, "_treedef", treedef)
         put(self, "_again", again)
         put(self, "_others", others)
+        put(self, "_at", None)
+        put(self, "_roles_of", None)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Resolution is immutable: cannot set {name!r}")
@@ -120,11 +126,19 @@ class Resolution:
         return self.leaf(self._position(path))
 
     def __contains__(self, path: object) -> bool:
-        return path in self.paths
+        return path in self._positions()
+
+    def _positions(self) -> dict[str, int]:
+        positions = self._at
+        if positions is None:
+            positions = {path: at for at, path in enumerate(self.paths)}
+            object.__setattr__(self, "_at", positions)
+        return positions
 
     def _position(self, path: str) -> int:
-        if path in self.paths:
-            return self.paths.index(path)
+        at = self._positions().get(path)
+        if at is not None:
+            return at
         inner = [at for at, name in enumerate(self._flat.paths) if name == path]
         if len(inner) == 1:
             return inner[0]
@@ -153,12 +167,22 @@ class Resolution:
         )
 
     def _roles(self) -> list[Role]:
-        roles: list[Role] = []
-        for section in self._flat.sections:
-            roles.extend(section.role for _ in range(section.start, section.stop))
-        for at in self._flat.fixed:
-            roles[at] = "other"
+        roles = self._roles_of
+        if roles is None:
+            roles = []
+            for section in self._flat.sections:
+                roles.extend(section.role for _ in range(section.start, section.stop))
+            for at, row in enumerate(self._rows):
+                if roles[at] == "parameter" and self._is_other(at, row):
+                    roles[at] = "other"
+            object.__setattr__(self, "_roles_of", roles)
         return roles
+
+    def _is_other(self, at: int, row: Decision) -> bool:
+        """Random state, strings, and whole numbers (a `step`): no parameters."""
+        if row.reason in ("random state", "not an array"):
+            return True
+        return row.reason == "scalar" and self.dtypes[at].kind in "iub"
 
     # ------------------------------------------------------------------- trees
 
@@ -252,23 +276,25 @@ class Resolution:
 
     @property
     def unused_rules(self) -> tuple[Rule, ...]:
-        """Parameter rules that match no leaf (and optimizer rules, where asked)."""
-        used = {at for row in self._distinct() for at in self._own(row)}
-        unused = [rule for at, rule in enumerate(self.rules.rules) if at not in used]
-        if any(section.role == "optimizer" for section in self._flat.sections):
-            asked = {
-                at
-                for row in self._distinct()
-                if row.reason == "optimizer rule"
-                for at in row.matched
-            }
-            unused.extend(
-                r for at, r in enumerate(self.rules.optimizer) if at not in asked
-            )
-        return tuple(unused)
+        """Rules that match no leaf.
 
-    def _own(self, row: Decision) -> tuple[int, ...]:
-        return () if row.reason == "optimizer rule" else row.matched
+        Parameter rules are asked of trees with parameters only, rules for optimizer
+        state of trees with optimizer state.
+        """
+        unused: list[Rule] = []
+        for role, reason_is, section in (
+            ("parameter", False, self.rules.rules),
+            ("optimizer", True, self.rules.optimizer),
+        ):
+            if section and role in self._roles():
+                used = {
+                    at
+                    for row in self._distinct()
+                    if (row.reason == "optimizer rule") is reason_is
+                    for at in row.matched
+                }
+                unused.extend(r for at, r in enumerate(section) if at not in used)
+        return tuple(unused)
 
     @property
     def unmatched(self) -> tuple[str, ...]:
@@ -281,8 +307,12 @@ class Resolution:
 
     @property
     def fallbacks(self) -> tuple[ResolvedLeaf, ...]:
-        """The leaves where a rule matched but could not fully apply."""
-        return tuple(self.leaf(at) for at, row in enumerate(self._rows) if row.fallback)
+        """The leaves that a rule or metadata places, but not fully."""
+        return tuple(
+            self.leaf(at)
+            for at, row in enumerate(self._rows)
+            if row.fallback and row.reason not in _report.UNMATCHED
+        )
 
     def totals(self, role: Role | None = None) -> Totals:
         """Sums in bytes, over all leaves or those of one role."""
@@ -356,15 +386,16 @@ class Resolution:
         leaf, row = self.leaf(at), self._rows[at]
         lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
         lines.append(f"  because: {because(row, self.rules)}")
+        section = section_of(row, self.rules)
         for other in row.matched:
-            if other != row.rule:
-                section = section_of(row, self.rules)
-                rule = section[other]
-                same = rule.layout == section[row.rule or 0].layout
-                lines.append(
-                    f"  also matched by rule {other + 1} {rule.pattern!r} → "
-                    f"{rule.layout}, {'which agrees' if same else 'overridden'}"
-                )
+            rule = section[other]
+            text = f"rule {other + 1} {rule.pattern!r} → {rule.layout}"
+            if row.rule is None:
+                lines.append(f"  {text} matches its path, but does not apply")
+            elif other != row.rule:
+                same = rule.layout == section[row.rule].layout
+                effect = "which agrees" if same else "overridden"
+                lines.append(f"  also matched by {text}, {effect}")
         if row.fallback:
             lines.append(f"  fallback: {row.fallback}")
         if row.reason == "no rule":
@@ -411,9 +442,19 @@ class Resolution:
         """The table as plain JSON values, schema 1."""
         return _report.to_json(self)
 
-    def rows(self) -> list[tuple[ResolvedLeaf, Decision]]:
-        """Each leaf with the decision that it shares with others; for reports."""
-        return list(zip(self, self._rows, strict=True))
+    def rows(
+        self, wanted: Callable[[Decision], bool] | None = None
+    ) -> list[tuple[ResolvedLeaf, Decision]]:
+        """Each leaf with the decision that it shares with others; for reports.
+
+        Args:
+            wanted: which decisions; None for all.
+        """
+        return [
+            (self.leaf(at), row)
+            for at, row in enumerate(self._rows)
+            if wanted is None or wanted(row)
+        ]
 
     def announce(self) -> None:
         """Warns once about unused rules and large unmatched leaves; for consumers.
