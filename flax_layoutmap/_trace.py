@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
+from flax.errors import TraceContextError
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
@@ -90,16 +92,12 @@ class Traced:
     def update_inputs(self, values: Sequence[Any]) -> None:
         """Writes the new state of NNX arguments (an `Rngs` that counted) back."""
         if self._input_nodes is not None:
-            from flax import nnx
-
             nodes, treedef = self._input_nodes
             for node, state in zip(nodes, treedef.unflatten(values), strict=True):
                 nnx.update(node, state)
 
 
 def _merge(graphdef: Any, state: Any) -> Any:
-    from flax import nnx
-
     node = nnx.merge(graphdef, state)
     restore_eager_flag(node)
     return node
@@ -122,42 +120,17 @@ def trace(
         keep_inputs: whether the new state of NNX arguments is wanted.
 
     Raises:
-        StructureError: two objects of the result share a Variable.
+        StructureError: two objects of the result (or of the arguments) share a
+            Variable, or `make` changes an NNX object that is no argument.
     """
-    from flax import nnx
-
-    given = (tuple(args), dict(kwargs or {}))
-    slots, slots_def = jax.tree.flatten(given, is_leaf=is_nnx_object)
-    nodes = [slot for slot in slots if is_nnx_object(slot)]
-    graphdefs, states = [], []
-    for node in nodes:
-        graphdef, state = nnx_split(node)
-        graphdefs.append(graphdef)
-        states.append(state)
-    arrays = [slot for slot in slots if _is_array(slot)]
-    inputs, inputs_def = jax.tree.flatten((states, arrays))
+    given = _Inputs.of(args, kwargs or {})
     seen: dict[str, Any] = {}
 
     def program(*values: Any) -> list[Any]:
-        new_states, new_arrays = inputs_def.unflatten(values)
-        merged = [
-            nnx.merge(graphdef, state)
-            for graphdef, state in zip(graphdefs, new_states, strict=True)
-        ]
-        next_node, next_array = iter(merged), iter(new_arrays)
-        filled = [
-            next(next_node)
-            if is_nnx_object(slot)
-            else next(next_array)
-            if _is_array(slot)
-            else slot
-            for slot in slots
-        ]
-        new_args, new_kwargs = slots_def.unflatten(filled)
+        new_args, new_kwargs, merged = given.rebuild(values)
         for node in merged:
             forget_eager_flag(node)
-        result = make(*new_args, **new_kwargs)
-        plain = _describe(result, seen)
+        plain = _describe(make(*new_args, **new_kwargs), seen)
         leaves, seen["treedef"] = jax.tree.flatten(plain)
         seen["leaves"] = leaves
         out = [leaf for leaf in leaves if _is_value(leaf)]
@@ -166,9 +139,16 @@ def trace(
         return [*out, *after]
 
     with no_mesh(), without_eager_sharding():
-        closed, shapes = jax.make_jaxpr(program, return_shape=True)(
-            *[_shape_of(value) for value in inputs]
-        )
+        try:
+            closed, shapes = jax.make_jaxpr(program, return_shape=True)(
+                *[_shape_of(value) for value in given.values]
+            )
+        except TraceContextError as error:
+            raise StructureError(
+                "the function changes an NNX object from outside of it, such as an "
+                "nnx.Rngs that counts: make that object inside, or pass it as an "
+                f"argument ({error})"
+            ) from error
     numbers = iter(range(len(shapes)))
     order = tuple(next(numbers) if _is_value(leaf) else None for leaf in seen["leaves"])
     abstract = [
@@ -178,37 +158,96 @@ def trace(
     return Traced(
         abstract=jax.tree.unflatten(seen["treedef"], abstract),
         _closed=closed,
-        _inputs=tuple(inputs),
+        _inputs=tuple(given.values),
         _slots=order,
         _treedef=seen["treedef"],
         _graphdefs=seen["graphdefs"],
         _graph_treedef=seen["graph_treedef"],
-        _input_nodes=(nodes, seen["after"]) if nodes and keep_inputs else None,
+        _input_nodes=(given.nodes, seen["after"])
+        if given.nodes and keep_inputs
+        else None,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """Arguments, taken apart.
+
+    Attributes:
+        slots: leaves of the arguments: NNX objects, arrays, and what is static.
+        treedef: the structure that the slots are in.
+        nodes: the NNX objects, each once.
+        graphdefs: GraphDef of each of them.
+        values: the arrays in them, and then the other arrays.
+        values_def: the structure that the values are in.
+    """
+
+    slots: list[Any]
+    treedef: Any
+    nodes: list[Any]
+    graphdefs: list[Any]
+    values: list[Any]
+    values_def: Any
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Inputs":
+        """Takes the arguments of a call apart."""
+        slots, treedef = jax.tree.flatten(
+            (tuple(args), dict(kwargs)), is_leaf=is_nnx_object
+        )
+        nodes = list({id(slot): slot for slot in slots if is_nnx_object(slot)}.values())
+        _refuse_shared(nodes, "arguments", "pass")
+        split = [nnx_split(node) for node in nodes]
+        arrays = [slot for slot in slots if _is_array(slot)]
+        values, values_def = jax.tree.flatten(([state for _, state in split], arrays))
+        graphdefs = [graphdef for graphdef, _ in split]
+        return cls(slots, treedef, nodes, graphdefs, values, values_def)
+
+    def rebuild(self, values: Sequence[Any]) -> tuple[Any, Any, list[Any]]:
+        """Arguments, keyword arguments and NNX objects with other values in them."""
+        states, arrays = self.values_def.unflatten(values)
+        merged = [
+            nnx.merge(graphdef, state)
+            for graphdef, state in zip(self.graphdefs, states, strict=True)
+        ]
+        node_of = dict(zip(map(id, self.nodes), merged, strict=True))
+        next_array = iter(arrays)
+        args, kwargs = self.treedef.unflatten(
+            node_of[id(slot)]
+            if is_nnx_object(slot)
+            else next(next_array)
+            if _is_array(slot)
+            else slot
+            for slot in self.slots
+        )
+        return args, kwargs, merged
 
 
 def _describe(result: Any, seen: dict[str, Any]) -> Any:
     """Splits the NNX objects of a result; keeps their GraphDefs in `seen`."""
     nodes, treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
-    owners: dict[int, int] = {}
+    _refuse_shared([node for node in nodes if is_nnx_object(node)], "result", "return")
     graphdefs, plain = [], []
-    for number, node in enumerate(nodes):
-        if not is_nnx_object(node):
-            graphdefs.append(None)
-            plain.append(node)
-            continue
-        for variable in variables_of(node):
-            if owners.setdefault(id(variable), number) != number:
-                raise StructureError(
-                    f"two objects of the result ({type(node).__name__} is one) share a "
-                    f"{type(variable).__name__}: return one object that holds both, so "
-                    "that they stay shared"
-                )
-        graphdef, state = nnx_split(node)
+    for node in nodes:
+        graphdef, state = nnx_split(node) if is_nnx_object(node) else (None, node)
         graphdefs.append(graphdef)
         plain.append(state)
     seen["graphdefs"], seen["graph_treedef"] = tuple(graphdefs), treedef
     return jax.tree.unflatten(treedef, plain)
+
+
+def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
+    """Raises where objects share a Variable: taken apart, each would have its own."""
+    owners: dict[int, int] = {}
+    for number, node in enumerate(nodes):
+        for variable in variables_of(node):
+            first = owners.setdefault(id(variable), number)
+            if first != number:
+                raise StructureError(
+                    f"two objects of the {of_what}, a {type(nodes[first]).__name__} "
+                    f"and a {type(node).__name__}, share a {type(variable).__name__}: "
+                    f"{verb} one object that holds both, so that they stay shared"
+                )
 
 
 def _is_array(value: Any) -> bool:
@@ -216,6 +255,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_value(leaf: Any) -> bool:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return False  # the function has traced something itself
     return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
