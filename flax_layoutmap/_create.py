@@ -20,7 +20,7 @@ from flax_layoutmap._flax_internals import is_nnx_object, nnx_state, no_mesh
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped
 from flax_layoutmap._paths import flatten
-from flax_layoutmap._place import put, settle_metadata
+from flax_layoutmap._place import need_devices, put, settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
@@ -65,7 +65,7 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
     Plain JAX, for a tree: `jax.jit(make, out_shardings=shardings)(*args)`.
     """
     rules = layout_map if isinstance(layout_map, RuleSet) else layout_map.freeze()
-    _need_devices(rules, "create")
+    need_devices(rules, "create")
     with Agreement("creating the model", rules.mesh) as agreement:
         traced = trace(make, args, kwargs)
         resolution = resolve(traced.abstract, rules)
@@ -207,19 +207,10 @@ def _layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
         else:
             problems.append(f"{path} {show_shape(shape)}: {sharding}")
     if problems or mesh is None:
+        listed = bullet_list(problems or ["(there are no parameters)"])
         raise MeshError(
             "create_optimizer follows the layouts of the model, but these parameters "
-            f"are on no mesh:\n{bullet_list(problems or ['(there are no parameters)'])}\n"
-            "make the model with flm.create(make, layout_map), or move it with "
-            "layout_map.place(model)"
+            f"are on no mesh:\n{listed}\nmake the model with flm.create(make, "
+            "layout_map), or move it with layout_map.place(model)"
         )
     return owners, mesh
-
-
-def _need_devices(rules: RuleSet, what: str) -> None:
-    if rules.mesh is None or rules.mesh.is_abstract:
-        have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
-        raise MeshError(
-            f"{what} needs a mesh of devices, the rules have {have}; use "
-            "layout_map.on(flm.DeviceMesh(...))"
-        )

@@ -1,42 +1,68 @@
 """jit: in and out shardings from the rules, for NNX objects and pure trees.
 
 Arguments are sorted into two kinds. **State** is laid out by the rules and stays there:
-NNX objects, TrainStates, and whatever is donated. **Data** is everything else: arrays
-that are on a mesh already keep their layout, host arrays are split over the batch
-axes. The function is traced once for each structure and set of shapes; what it changed
-in NNX objects is written back into the caller's own objects.
+NNX objects, TrainStates, optax states, and whatever is donated. **Data** is everything
+else: arrays that are on the mesh keep their layout, host arrays are split over the
+batch axes. The function is traced once for each structure and set of shapes; what it
+changed in NNX objects is written back into the caller's own objects.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from flax import nnx
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
-from flax_layoutmap._errors import (
-    LayoutError,
-    StructureError,
-    bullet_list,
-    warn,
+from flax_layoutmap._arguments import (
+    Argument,
+    Slot,
+    call_with,
+    check_not_shared,
+    leaves_after,
+    names_of,
+    results_of,
+    shape_key,
+    slots_of,
+    static_key,
+    strong,
+    take_apart,
 )
-from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, variables_of
-from flax_layoutmap._layout import TensorLayout, clash
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import Roots, flatten, is_train_state
-from flax_layoutmap._place import put
+from flax_layoutmap._errors import LayoutError, warn
+from flax_layoutmap._inputs import (
+    broadcast,
+    check_not_donated_twice,
+    fit,
+    own_sharding,
+    place_data,
+)
+from flax_layoutmap._paths import Roots
+from flax_layoutmap._place import need_devices
 from flax_layoutmap._processes import Agreement, digest_of_values
-from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
+
+# Compiled programs that one function keeps; the oldest is dropped.
+_PROGRAMS = 64
+
+# JAX settings that change what a trace gives.
+_SETTINGS = (
+    "jax_debug_infs",
+    "jax_debug_nans",
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+)
 
 
 def jit(
@@ -52,11 +78,13 @@ def jit(
 ) -> Any:
     """`jax.jit` with in and out shardings from the rules; NNX objects are welcome.
 
-    State (NNX objects, TrainStates, and donated arguments) comes in and goes out in
-    the layouts of the rules, so that nothing drifts and the second call compiles
-    nothing. NNX objects are updated in place, as by `nnx.jit`. An output tree with the
-    structure and shapes of a state argument is pinned to that argument's layouts.
-    Data on the host is split over the map's `batch` axes.
+    State comes in and goes out in the layouts of the rules, so that nothing drifts and
+    the second call compiles nothing: arguments that hold an NNX object, an `nnx.State`,
+    a TrainState or an optax state, and donated arguments. NNX objects are updated in
+    place, as by `nnx.jit`. An output tree with the structure and shapes of a state
+    argument is pinned to that argument's layouts. Arguments of other kinds are data:
+    arrays on the mesh stay as they are, those on the host are split over the map's
+    `batch` axes (scalars and PRNG keys are replicated).
 
     Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`.
 
@@ -64,13 +92,14 @@ def jit(
         fun: the function; leave out to use `jit(...)` as a decorator.
         layout_map: a `LayoutMap` or `RuleSet`; it may be edited later: a new rule takes
             effect at the next call. None keeps every array where it is.
-        in_shardings: argument name → sharding (or prefix tree of shardings), which
-            overrides the rules for that argument.
-        out_shardings: a sharding or prefix tree for the function's result; None leaves
-            what is no state to the compiler.
+        in_shardings: argument name → sharding, spec or `TensorLayout` (or a prefix
+            tree of them), which overrides the rules for that argument.
+        out_shardings: the same for the function's result; None leaves what is no state
+            to the compiler.
         static_argnames: arguments that are compile-time constants (hashable).
         static_argnums: the same by position.
-        donate_argnames: arguments whose buffers may be reused for the results.
+        donate_argnames: arguments whose buffers may be reused for the results. Of an
+            NNX object only what the function changes is donated; the rest stays valid.
         donate_argnums: the same by position.
 
     Returns:
@@ -78,9 +107,9 @@ def jit(
         which take the same arguments.
 
     Raises:
-        LayoutError: when called with state that is not where the rules say, with a
-            batch that does not divide, or with a function that changes the structure
-            of an NNX object. Nothing was run then.
+        LayoutError: an option names no argument; or, when called: state is not where
+            the rules say, a batch does not divide, the function changes the structure
+            of an NNX object, or two NNX arguments share a Variable. Nothing was run.
         ProcessError: at the first call, when the processes were given different
             rules, meshes, states or host batches: each of them passes the whole batch.
 
@@ -101,59 +130,23 @@ def jit(
     return _Jitted(
         fun,
         layout_map,
-        dict(in_shardings or {}),
+        in_shardings,
         out_shardings,
-        _names(fun, static_argnames, static_argnums),
-        _names(fun, donate_argnames, donate_argnums),
+        (static_argnames, static_argnums),
+        (donate_argnames, donate_argnums),
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Argument:
-    """One dynamic argument, taken apart.
-
-    Attributes:
-        name: its name.
-        value: as the caller gave it.
-        outer: the structure with NNX objects as leaves.
-        nodes: the leaves of `outer`.
-        graphdefs: GraphDef of each node, None for what is no NNX object.
-        leaves: all arrays.
-        treedef: structure of the plain tree, `nnx.State` for each NNX object.
-        is_state: whether the rules lay it out.
-    """
-
-    name: str
-    value: Any
-    outer: Any
-    nodes: tuple[Any, ...]
-    graphdefs: tuple[Any, ...]
-    leaves: list[Any]
-    treedef: Any
-    is_state: bool
-
-    def key(self) -> Any:
-        avals = tuple(_aval_key(leaf) for leaf in self.leaves)
-        return self.name, self.outer, self.graphdefs, self.treedef, avals, self.is_state
-
-    def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The argument again, from leaves; and its NNX objects."""
-        parts = self.outer.flatten_up_to(jax.tree.unflatten(self.treedef, leaves))
-        merged = [
-            part if graphdef is None else nnx.merge(graphdef, part)
-            for graphdef, part in zip(self.graphdefs, parts, strict=True)
-        ]
-        return jax.tree.unflatten(self.outer, merged), merged
 
 
 @dataclasses.dataclass(slots=True)
 class _Program:
-    """What one structure of arguments compiled to.
+    """What one structure of arguments compiled to. Holds no array of the caller.
 
     Attributes:
-        jitted: (donated leaves, other state, data) → (changed state, results).
-        shardings: per state argument, one sharding (or None) per leaf.
-        changed: positions, over all state leaves, of what the function changed.
+        jitted: (donated leaves, other leaves) → (changed state, results).
+        wanted: one sharding (or None: as it is) per leaf of all arguments.
+        donated: positions, over all leaves, of those whose buffers are given away.
+        kept: positions of the others.
+        changed: positions of the state that the function changed.
         out_tree: structure of the function's result.
         out_shapes: its abstract leaves.
         cacheable: whether nothing of an outer trace is inside.
@@ -162,13 +155,20 @@ class _Program:
     """
 
     jitted: Any
-    shardings: dict[str, list[Any]]
+    wanted: list[Any]
+    donated: tuple[int, ...]
+    kept: tuple[int, ...]
     changed: tuple[int, ...]
     out_tree: Any
     out_shapes: list[Any]
     cacheable: bool
     fingerprints: Mapping[str, str]
     agreed: bool = False
+
+    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The leaves of all arguments as `jitted` takes them."""
+        donated = [leaves[at] for at in self.donated]
+        return donated, [leaves[at] for at in self.kept]
 
 
 class _Jitted:
@@ -178,76 +178,105 @@ class _Jitted:
         self,
         fun: Callable[..., Any],
         layout_map: Any,
-        in_shardings: dict[str, Any],
+        in_shardings: Mapping[str, Any] | None,
         out_shardings: Any,
-        static: frozenset[str],
-        donated: frozenset[str],
+        static: tuple[Any, Any],
+        donated: tuple[Any, Any],
     ) -> None:
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._signature = inspect.signature(fun)
         self._layout_map = layout_map
-        self._in_shardings = in_shardings
+        if not isinstance(in_shardings, Mapping | None):
+            raise LayoutError(
+                "in_shardings is a mapping from the name of an argument to its "
+                f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
+            )
+        self._in_shardings = dict(in_shardings or {})
         self._out_shardings = out_shardings
-        self._static, self._donated = static, donated
+        self._static = names_of(self._signature, *static, "static_argnames")
+        self._donated = names_of(self._signature, *donated, "donate_argnames")
+        names_of(self._signature, self._in_shardings, (), "in_shardings")
+        both = sorted(self._static & (self._donated | set(self._in_shardings)))
+        if both:
+            raise LayoutError(f"static arguments have no buffers or shardings: {both}")
         self._programs: dict[Any, _Program] = {}
-        for name in (*in_shardings, *static, *donated):
-            if name not in self._signature.parameters:
-                raise LayoutError(
-                    f"jit names the argument {name!r}, which "
-                    f"{getattr(fun, '__name__', 'the function')} does not have; it has "
-                    f"{list(self._signature.parameters)}"
-                )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _settings("jax_disable_jit")[0]:
+            with using_rules(self._rules()):
+                return self._fun(*args, **kwargs)
         arguments, program = self._bind(args, kwargs, runs=True)
-        inputs = self._inputs(arguments, program, check=True)
-        changed, results = program.jitted(*inputs)
-        self._write_back(arguments, program, changed)
+        placed = fit(arguments, program.wanted)
+        if program.donated:
+            check_not_donated_twice(arguments, program.donated)
+        leaves = [leaf for argument in arguments for leaf in argument.leaves]
+        changed, results = program.jitted(*program.inputs(leaves))
+        new = {at: leaves[at] for at in placed}
+        new.update(zip(program.changed, changed, strict=True))
+        _write_back(arguments, new)
         return jax.tree.unflatten(program.out_tree, results)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).trace`, of the program on leaves."""
-        arguments, program = self._bind(args, kwargs)
-        return program.jitted.trace(*self._inputs(arguments, program, check=False))
+        return self._program_and_avals(args, kwargs, "trace")
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).lower`, of the program on leaves."""
-        arguments, program = self._bind(args, kwargs)
-        return program.jitted.lower(*self._inputs(arguments, program, check=False))
+        return self._program_and_avals(args, kwargs, "lower")
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
         _, program = self._bind(args, kwargs)
         return jax.tree.unflatten(program.out_tree, program.out_shapes)
 
+    def _cache_size(self) -> int:
+        """How many executables there are, as `jax.jit(...)._cache_size()`."""
+        return sum(program.jitted._cache_size() for program in self._programs.values())
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
+
+    def _program_and_avals(self, args: Any, kwargs: Any, stage: str) -> Any:
+        arguments, program = self._bind(args, kwargs)
+        leaves = [leaf for argument in arguments for leaf in argument.leaves]
+        avals = [
+            _aval(leaf, wanted or own_sharding(leaf))
+            for leaf, wanted in zip(leaves, program.wanted, strict=True)
+        ]
+        return getattr(program.jitted, stage)(*program.inputs(avals))
 
     # ------------------------------------------------------------ taking apart
 
     def _rules(self) -> RuleSet | None:
-        if self._layout_map is None or isinstance(self._layout_map, RuleSet):
-            return self._layout_map
-        return self._layout_map.freeze()
+        rules = self._layout_map
+        if rules is None:
+            return None
+        rules = rules if isinstance(rules, RuleSet) else rules.freeze()
+        need_devices(rules, "jit")
+        return rules
 
     def _bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, runs: bool = False
-    ) -> tuple[list[_Argument], _Program]:
-        bound = self._signature.bind(*args, **kwargs)
-        static = tuple(
-            (name, bound.arguments[name])
-            for name in bound.arguments
-            if name in self._static
-        )
+    ) -> tuple[list[Argument], _Program]:
         rules = self._rules()
-        arguments = [
-            self._argument(name, value, rules)
-            for name, value in bound.arguments.items()
-            if name not in self._static
-        ]
-        context = jax.sharding.get_abstract_mesh()
-        key = (static, rules, context, _config(), *(a.key() for a in arguments))
+        slots = slots_of(self._signature.bind(*args, **kwargs))
+        static = {s: v for s, v in slots if _named(s, self._static)}
+        arguments = [self._argument(s, v, rules) for s, v in slots if s not in static]
+        check_not_shared(arguments)
+        own = None
+        if rules is None:
+            own = tuple(
+                own_sharding(x) for a in arguments if a.is_state for x in a.leaves
+            )
+        key = (
+            static_key({slot.name: value for slot, value in static.items()}),
+            rules,
+            own,
+            jax.sharding.get_abstract_mesh(),
+            _settings(*_SETTINGS),
+            *(argument.key() for argument in arguments),
+        )
         program = self._programs.get(key)
         if program is None or (runs and not program.agreed):
             # Only what runs needs all processes; one alone may look at a lowering.
@@ -255,494 +284,274 @@ class _Jitted:
             name = getattr(self._fun, "__name__", "a function")
             with Agreement(f"the first call of {name}", mesh) as agreement:
                 if program is None:
-                    program = self._make(bound, dict(static), arguments, rules)
+                    program = self._make(slots, static, arguments, rules)
                 fingerprints = program.fingerprints
                 agreement.add(lambda: {**fingerprints, **_data_parts(arguments)})
             program.agreed = runs
-            if program.cacheable:
-                self._programs[key] = program
+            self._keep(key, program)
         return arguments, program
 
-    def _argument(self, name: str, value: Any, rules: RuleSet | None) -> _Argument:
-        nodes, outer = jax.tree.flatten(value, is_leaf=_stops)
-        graphdefs, parts = [], []
-        is_state = name in self._donated
-        for node in nodes:
-            graphdef, part = nnx_split(node) if is_nnx_object(node) else (None, node)
-            is_state = is_state or graphdef is not None or is_train_state(node)
-            graphdefs.append(graphdef)
-            parts.append(part)
-        leaves, treedef = jax.tree.flatten(jax.tree.unflatten(outer, parts))
-        if is_state:
-            leaves = [_strong(leaf) for leaf in leaves]
-        elif rules is not None and name not in self._in_shardings:
-            leaves = _placed_batch(name, value, leaves, rules)
-        return _Argument(
-            name,
-            value,
-            outer,
-            tuple(nodes),
-            tuple(graphdefs),
-            leaves,
-            treedef,
-            is_state,
-        )
+    def _keep(self, key: Any, program: _Program) -> None:
+        if program.cacheable:
+            self._programs[key] = program
+            if len(self._programs) > _PROGRAMS:
+                del self._programs[next(iter(self._programs))]
 
-    # ---------------------------------------------------------------- the call
-
-    def _inputs(
-        self, arguments: list[_Argument], program: _Program, *, check: bool
-    ) -> tuple[list[Any], list[Any], list[list[Any]]]:
-        """(donated state, other state, data), state in the layouts of the program."""
-        donated: list[Any] = []
-        kept: list[Any] = []
-        data: list[list[Any]] = []
-        problems: list[str] = []
-        for argument in arguments:
-            if not argument.is_state:
-                data.append(argument.leaves)
-                continue
-            target = donated if argument.name in self._donated else kept
-            for at, (leaf, wanted) in enumerate(
-                zip(argument.leaves, program.shardings[argument.name], strict=True)
-            ):
-                if check and wanted is not None and isinstance(leaf, jax.Array):
-                    leaf = _fitted(leaf, wanted, argument, at, problems)
-                target.append(leaf)
-        if problems:
-            raise LayoutError(
-                f"{len(problems)} arrays are not where the rules of this jit say:\n"
-                f"{bullet_list(problems)}\nmove them first, layout_map.place(model), "
-                "or make the model with flm.create(make, layout_map)"
-            )
-        return donated, kept, data
-
-    def _write_back(
-        self, arguments: list[_Argument], program: _Program, changed: Sequence[Any]
-    ) -> None:
-        """Writes new values into the caller's NNX objects."""
-        new = dict(zip(program.changed, changed, strict=True))
-        position = 0
-        for argument in arguments:
-            if not argument.is_state:
-                continue
-            count = len(argument.leaves)
-            if any(at in new for at in range(position, position + count)):
-                leaves = [
-                    new.get(position + at, leaf)
-                    for at, leaf in enumerate(argument.leaves)
-                ]
-                plain = jax.tree.unflatten(argument.treedef, leaves)
-                parts = argument.outer.flatten_up_to(plain)
-                for node, graphdef, part in zip(
-                    argument.nodes, argument.graphdefs, parts, strict=True
-                ):
-                    if graphdef is not None:
-                        nnx.update(node, part)
-            position += count
+    def _argument(self, slot: Slot, value: Any, rules: RuleSet | None) -> Argument:
+        donated = _named(slot, self._donated)
+        argument = take_apart(slot, value, is_state=donated, is_donated=donated)
+        if not argument.is_state and _option(slot, self._in_shardings) is None:
+            place_data(argument, rules)
+        return argument
 
     # --------------------------------------------------------------- compiling
 
     def _make(
         self,
-        bound: inspect.BoundArguments,
-        static: dict[str, Any],
-        arguments: list[_Argument],
+        slots: Sequence[tuple[Slot, Any]],
+        static: Mapping[Slot, Any],
+        arguments: list[Argument],
         rules: RuleSet | None,
     ) -> _Program:
-        _check_not_shared(arguments)
-        shardings, fingerprints = self._state_shardings(arguments, rules)
+        wanted, fingerprints = self._wanted(arguments, rules)
+        leaves = [leaf for argument in arguments for leaf in argument.leaves]
+        avals = [
+            leaf if sharding is None else _aval(leaf, sharding)
+            for leaf, sharding in zip(leaves, wanted, strict=True)
+        ]
+        order = [slot for slot, _ in slots]
         seen: dict[str, Any] = {}
 
-        def flat(donated: list[Any], kept: list[Any], data: list[Any]) -> Any:
-            return self._flat(bound, static, arguments, donated, kept, data, seen)
+        def flat(leaves: list[Any]) -> Any:
+            return self._flat(order, static, arguments, leaves, seen)
 
-        avals = self._avals(arguments, shardings)
         with using_rules(rules), _explicit_context(rules):
-            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*avals)
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(avals)
         changed: tuple[int, ...] = seen["changed"]
-        _, out_shapes = shapes
-        every = [s for a in arguments if a.is_state for s in shardings[a.name]]
-        pinned = self._pin(arguments, shardings, seen["out_tree"], out_shapes)
-        in_sharding = _by_kind(
-            arguments,
-            self._donated,
-            lambda a: shardings[a.name],
-            lambda a: self._data_shardings(a),
-        )
-        program = _from_jaxpr(closed, jax.tree.structure(shapes), self._fun)
-        jitted = jax.jit(
-            program,
-            in_shardings=in_sharding,
-            out_shardings=([every[at] for at in changed], pinned),
-            donate_argnums=(0,),
-        )
+        pinned = self._pin(arguments, wanted, seen["out_tree"], shapes[1], rules)
+        donated = _donated(arguments, set(changed))
+        kept = tuple(sorted(set(range(len(leaves))) - set(donated)))
+        program = _from_jaxpr(closed, shapes, pinned, donated, kept, self._fun)
+        out = [sharding for _, sharding in pinned]
         return _Program(
-            jitted=jitted,
-            shardings=shardings,
+            jitted=jax.jit(
+                program,
+                in_shardings=([wanted[a] for a in donated], [wanted[a] for a in kept]),
+                out_shardings=([wanted[at] for at in changed], out),
+                donate_argnums=(0,),
+            ),
+            wanted=wanted,
+            donated=donated,
+            kept=kept,
             changed=changed,
             out_tree=seen["out_tree"],
-            out_shapes=list(out_shapes),
+            out_shapes=list(shapes[1]),
             cacheable=not any(isinstance(c, Tracer) for c in closed.consts),
             fingerprints=fingerprints,
         )
 
     def _flat(
         self,
-        bound: inspect.BoundArguments,
-        static: dict[str, Any],
-        arguments: list[_Argument],
-        donated: list[Any],
-        kept: list[Any],
-        data: list[Any],
+        order: Sequence[Slot],
+        static: Mapping[Slot, Any],
+        arguments: Sequence[Argument],
+        leaves: Sequence[Any],
         seen: dict[str, Any],
     ) -> tuple[list[Any], list[Any]]:
         """The user's function on leaves; traced once."""
-        sources = {True: iter(donated), False: iter(kept)}
-        values, before, merged_of = dict(static), [], []
-        data_iter = iter(data)
+        values: dict[Slot, Any] = dict(static)
+        rebuilt: list[tuple[Argument, list[Any], Sequence[Any]]] = []
+        start = 0
         for argument in arguments:
-            if argument.is_state:
-                source = sources[argument.name in self._donated]
-                leaves = [next(source) for _ in argument.leaves]
-                before.extend(leaves)
-            else:
-                leaves = next(data_iter)
-            values[argument.name], merged = argument.rebuild(leaves)
-            if argument.is_state:
-                merged_of.append((argument, merged, leaves))
-        call = inspect.BoundArguments(
-            bound.signature,
-            type(bound.arguments)((name, values[name]) for name in bound.arguments),
+            own = leaves[start : start + len(argument.leaves)]
+            start += len(own)
+            values[argument.slot], merged = argument.rebuild(own)
+            rebuilt.append((argument, merged, own))
+        result = call_with(
+            self._fun, self._signature, [(slot, values[slot]) for slot in order]
         )
-        result = self._fun(*call.args, **call.kwargs)
-        results, seen["out_tree"] = _results(result)
+        results, seen["out_tree"] = results_of(result)
         after: list[Any] = []
-        for argument, merged, leaves in merged_of:
-            after.extend(_after(argument, merged, leaves))
+        for argument, merged, own in rebuilt:
+            if argument.has_objects:
+                after.extend(leaves_after(argument, merged, own))
+            else:
+                after.extend(own)
         seen["changed"] = tuple(
             at
-            for at, (old, new) in enumerate(zip(before, after, strict=True))
+            for at, (old, new) in enumerate(zip(leaves, after, strict=True))
             if old is not new
         )
-        return [after[at] for at in seen["changed"]], results
+        return [strong(after[at]) for at in seen["changed"]], results
 
-    def _state_shardings(
-        self, arguments: list[_Argument], rules: RuleSet | None
-    ) -> tuple[dict[str, list[Any]], dict[str, str]]:
-        """One sharding per leaf of each state argument; None leaves it to JAX.
+    def _wanted(
+        self, arguments: list[Argument], rules: RuleSet | None
+    ) -> tuple[list[Any], dict[str, str]]:
+        """One sharding per leaf of all arguments; None leaves it to JAX.
 
         And the fingerprints of the Resolution that they come from.
         """
-        state = [argument for argument in arguments if argument.is_state]
-        if rules is None or rules.mesh is None:
-            own = {a.name: [_own_sharding(leaf) for leaf in a.leaves] for a in state}
-            return own, {}
-        by_rule = {a.name: a.value for a in state if a.name not in self._in_shardings}
-        if not by_rule:
-            return {a.name: self._data_shardings(a) for a in state}, {}
-        resolution = resolve(Roots(by_rule), rules)
-        resolution.announce()
-        if rules.activations:
-            warn(
-                "layout_map.activations has rules, which this version stores but does "
-                "not apply; use flm.distribute_tensor in the model"
-            )
-        every = iter(resolution.sharding_list())
+        fingerprints: dict[str, str] = {}
         found: dict[str, list[Any]] = {}
-        for argument in state:
-            if argument.name in self._in_shardings:
-                found[argument.name] = self._data_shardings(argument)
+        by_rule: dict[str, Any] = {}
+        mesh = None if rules is None else rules.mesh
+        for argument in arguments:
+            prefix = _option(argument.slot, self._in_shardings)
+            if prefix is not None:
+                what = f"in_shardings[{argument.name!r}]"
+                found[argument.name] = broadcast(prefix, argument.plain(), mesh, what)
+            elif not argument.is_state:
+                found[argument.name] = [None] * len(argument.leaves)
+            elif rules is None:
+                found[argument.name] = [own_sharding(leaf) for leaf in argument.leaves]
             else:
-                found[argument.name] = [next(every) for _ in argument.leaves]
-        # The Resolution itself would keep the arrays of the first call alive.
-        alone = jax.process_count() == 1
-        return found, {} if alone else resolution.fingerprints()
-
-    def _data_shardings(self, argument: _Argument) -> list[Any]:
-        """What `in_shardings` says, one entry per leaf; else None: as the array is."""
-        if argument.name not in self._in_shardings:
-            return [None] * len(argument.leaves)
-        prefix = self._in_shardings[argument.name]
-        plain = jax.tree.unflatten(argument.treedef, argument.leaves)
-        return _broadcast(prefix, plain)
-
-    def _avals(
-        self, arguments: list[_Argument], shardings: dict[str, list[Any]]
-    ) -> tuple[list[Any], list[Any], list[list[Any]]]:
-        def state_avals(argument: _Argument) -> list[Any]:
-            return [
-                _aval(leaf, sharding)
-                for leaf, sharding in zip(
-                    argument.leaves, shardings[argument.name], strict=True
-                )
-            ]
-
-        return _by_kind(arguments, self._donated, state_avals, lambda a: a.leaves)
+                by_rule[argument.name] = _without_arrays(argument)
+        if by_rule and rules is not None:
+            resolution = resolve(Roots(by_rule), rules)
+            resolution.announce()
+            _announce_activations(rules)
+            if jax.process_count() > 1:
+                fingerprints = resolution.fingerprints()
+            every = iter(resolution.sharding_list())
+            for argument in arguments:
+                if argument.name in by_rule:
+                    found[argument.name] = [next(every) for _ in argument.leaves]
+        return [s for a in arguments for s in found[a.name]], fingerprints
 
     def _pin(
         self,
-        arguments: list[_Argument],
-        shardings: dict[str, list[Any]],
+        arguments: Sequence[Argument],
+        wanted: Sequence[Any],
         out_tree: Any,
-        out_shapes: list[Any],
-    ) -> list[Any]:
-        """One sharding (or None) per result: states keep their layouts."""
+        out_shapes: Sequence[Any],
+        rules: RuleSet | None,
+    ) -> list[tuple[bool, Any]]:
+        """Per result: whether it is state, and its sharding (None: the compiler's).
+
+        A part of the result with the structure of a state argument keeps its layouts.
+        """
+        known: dict[Any, list[list[Any]]] = {}
+        start = 0
+        for argument in arguments:
+            own = list(wanted[start : start + len(argument.leaves)])
+            start += len(own)
+            if argument.is_state and own:
+                key = (argument.treedef, shape_key(argument.leaves))
+                known.setdefault(key, []).append(own)
         result = jax.tree.unflatten(out_tree, out_shapes)
+        pinned = _pin_tree(result, known)
         if self._out_shardings is not None:
-            return _broadcast(self._out_shardings, result)
-        known = {
-            (a.treedef, tuple(_shape_key(leaf) for leaf in a.leaves)): shardings[a.name]
-            for a in arguments
-            if a.is_state and len(a.leaves) > 0
-        }
-        return _pin_tree(result, known)
+            mesh = None if rules is None else rules.mesh
+            given = broadcast(self._out_shardings, result, mesh, "out_shardings")
+            return [
+                (state, sharding if said is None else said)
+                for (state, sharding), said in zip(pinned, given, strict=True)
+            ]
+        return pinned
 
 
 # ------------------------------------------------------------------ functions
 
 
-def _names(
-    fun: Callable[..., Any], names: str | Iterable[str], numbers: int | Iterable[int]
-) -> frozenset[str]:
-    listed = [names] if isinstance(names, str) else list(names)
-    parameters = list(inspect.signature(fun).parameters)
-    for number in [numbers] if isinstance(numbers, int) else numbers:
-        try:
-            listed.append(parameters[number])
-        except IndexError:
-            raise LayoutError(
-                f"there is no argument number {number}; the function has {parameters}"
-            ) from None
-    return frozenset(listed)
+def _settings(*names: str) -> tuple[Any, ...]:
+    return tuple(getattr(jax.config, name) for name in names)
 
 
-def _stops(node: Any) -> bool:
-    return is_nnx_object(node)
+def _named(slot: Slot, names: frozenset[str]) -> bool:
+    return slot.name in names or slot.parameter in names
 
 
-# JAX settings that change what a trace gives.
-_SETTINGS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_debug_nans",
-)
-
-
-def _config() -> tuple[Any, ...]:
-    return tuple(getattr(jax.config, name) for name in _SETTINGS)
-
-
-def _aval_key(leaf: Any) -> Any:
-    if isinstance(leaf, bool | int | float | complex):
-        return type(leaf)
-    sharding = getattr(leaf, "sharding", None)
-    explicit = isinstance(sharding, NamedSharding) and any(
-        kind is AxisType.Explicit for kind in sharding.mesh.axis_types
-    )
-    return (
-        leaf.shape,
-        leaf.dtype,
-        getattr(leaf, "weak_type", False),
-        sharding if explicit else None,
-    )
-
-
-def _shape_key(leaf: Any) -> tuple[Any, Any]:
-    return tuple(np.shape(leaf)), jax.dtypes.result_type(leaf) if not hasattr(
-        leaf, "dtype"
-    ) else leaf.dtype
-
-
-def _strong(leaf: Any) -> Any:
-    """A Python number in a state as an array, so that the next call looks the same."""
-    if isinstance(leaf, bool | int | float | complex):
-        return np.asarray(leaf, jax.dtypes.result_type(leaf))
-    return leaf
+def _option(slot: Slot, options: Mapping[str, Any]) -> Any:
+    return options.get(slot.name, options.get(slot.parameter))
 
 
 def _aval(leaf: Any, sharding: Any) -> Any:
-    if isinstance(leaf, Tracer):
+    if isinstance(leaf, Tracer | bool | int | float | complex):
         return leaf
     weak = bool(getattr(leaf, "weak_type", False))
     return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak
+        leaf.shape,
+        jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
+        sharding=sharding,
+        weak_type=weak,
     )
 
 
-def _own_sharding(leaf: Any) -> Any:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
+def _without_arrays(argument: Argument) -> Any:
+    """What the rules are asked about; a Resolution may be kept, arrays must not."""
+    if argument.has_objects:
+        return argument.value
+    return argument.plain([_aval(leaf, None) for leaf in argument.leaves])
 
 
-def _fitted(
-    leaf: Any, wanted: Any, argument: _Argument, at: int, problems: list[str]
-) -> Any:
-    """The leaf with exactly the wanted sharding; notes it where that is not so."""
-    if isinstance(leaf, Tracer) or leaf.sharding == wanted:
-        return leaf
-    if not leaf.committed or leaf.sharding.is_equivalent_to(wanted, leaf.ndim):
-        # The same placement in other words: one form keeps one compiled program.
-        return put(leaf, wanted)
-    plain = Roots({argument.name: argument.value})
-    path = flatten(plain).full_paths()[at]
-    problems.append(
-        f"{path} {show_shape(leaf.shape)}: the rules say "
-        f"{show_spec(wanted.spec)}, it is {_show_sharding(leaf.sharding)}"
-    )
-    return leaf
-
-
-def _show_sharding(sharding: Any) -> str:
-    if isinstance(sharding, NamedSharding):
-        return f"{show_spec(sharding.spec)} on mesh {DeviceMesh(sharding.mesh)}"
-    return str(sharding)
-
-
-def _placed_batch(
-    name: str, value: Any, leaves: list[Any], rules: RuleSet
-) -> list[Any]:
-    """Host arrays split over the batch axes; arrays on a mesh as they are."""
-    mesh = rules.mesh
-    if mesh is None or mesh.is_abstract:
-        return leaves
-    if all(_is_placed(leaf) for leaf in leaves):
-        return leaves
-    paths = flatten(Roots({name: value})).full_paths()
-    problems: list[str] = []
-    placed = []
-    sizes = mesh.axis_sizes
-    parts = math.prod(sizes[axis] for axis in rules.batch)
-    for path, leaf in zip(paths, leaves, strict=True):
-        if _is_placed(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
-            placed.append(leaf)
-            continue
-        shape = leaf.shape
-        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        if shape and not is_key and shape[0] % parts:
-            problems.append(
-                f"{path} {show_shape(shape)}: {clash(0, shape[0], rules.batch, sizes)}"
-            )
-            continue
-        axes = (rules.batch, ...) if shape and not is_key else ()
-        placed.append(put(leaf, TensorLayout(axes, mesh).sharding(len(shape))))
-    if problems:
-        raise LayoutError(
-            f"the batch does not divide over the batch axes {rules.batch}:\n"
-            f"{bullet_list(problems)}\npad it, drop the rest, or place it yourself "
-            "with flm.distribute_tensor"
-        )
-    return placed
-
-
-def _data_parts(arguments: Sequence[_Argument]) -> dict[str, str]:
+def _data_parts(arguments: Sequence[Argument]) -> dict[str, str]:
     """What the processes must have in common of the data: host values too."""
     data = [argument for argument in arguments if not argument.is_state]
-    shapes = [(a.name, [_shape_key(leaf) for leaf in a.leaves]) for a in data]
+    shapes = [(a.name, shape_key(a.leaves)) for a in data]
     values = digest_of_values(jax.tree.leaves([a.value for a in data]))
     return {"batch shapes": repr(shapes), "batch values": values}
 
 
-def _is_placed(leaf: Any) -> bool:
-    if isinstance(leaf, Tracer | bool | int | float | complex):
-        return True
-    return isinstance(leaf, jax.Array) and leaf.committed
-
-
-def _check_not_shared(arguments: list[_Argument]) -> None:
-    owners: dict[int, str] = {}
-    for argument in arguments:
-        for number, node in enumerate(argument.nodes):
-            if not is_nnx_object(node):
-                continue
-            here = f"{argument.name} (object {number})"
-            for variable in variables_of(node):
-                if owners.setdefault(id(variable), here) != here:
-                    raise StructureError(
-                        f"{owners[id(variable)]} and {here} share a "
-                        f"{type(variable).__name__}: pass one object that holds both"
-                    )
-
-
-def _results(result: Any) -> tuple[list[Any], Any]:
-    leaves, tree = jax.tree.flatten(result, is_leaf=is_nnx_object)
-    for leaf in leaves:
-        if is_nnx_object(leaf):
-            raise StructureError(
-                f"the function returns a {type(leaf).__name__}: return its arrays, "
-                "nnx.state(module), or make it with flm.create; arguments are updated "
-                "in place and need not be returned"
-            )
-    return leaves, tree
-
-
-def _after(argument: _Argument, merged: list[Any], leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of an argument after the call; its structure must be the same."""
-    parts = []
-    for node, graphdef, part in zip(
-        merged,
-        argument.graphdefs,
-        argument.outer.flatten_up_to(jax.tree.unflatten(argument.treedef, leaves)),
-        strict=True,
-    ):
-        if graphdef is None:
-            parts.append(part)
-            continue
-        new_graphdef, state = nnx_split(node)
-        if new_graphdef != graphdef:
-            raise StructureError(_changed_structure(argument.name, part, state))
-        parts.append(state)
-    return jax.tree.leaves(jax.tree.unflatten(argument.outer, parts))
-
-
-def _changed_structure(name: str, before: Any, after: Any) -> str:
-    old, new = set(flatten(before).paths), set(flatten(after).paths)
-    added = ", ".join(f"{name}/{path}" for path in sorted(new - old)[:5])
-    gone = ", ".join(f"{name}/{path}" for path in sorted(old - new)[:5])
-    what = "; ".join(
-        text
-        for text in (
-            f"added {added}" if added else "",
-            f"removed {gone}" if gone else "",
+def _announce_activations(rules: RuleSet) -> None:
+    if rules.activations and "activations" not in rules._warned:
+        rules._warned.add("activations")
+        warn(
+            "layout_map.activations has rules, which this version stores but does not "
+            "apply; use flm.distribute_tensor in the model"
         )
-        if text
-    )
-    return (
-        f"the function changed the structure of {name!r} "
-        f"({what or 'a static attribute, a type or metadata'}); this jit writes values "
-        "back, not structure: do that outside of the step, or use nnx.jit"
-    )
 
 
-def _by_kind(
-    arguments: list[_Argument],
-    donated_names: frozenset[str],
-    state: Callable[[_Argument], list[Any]],
-    data: Callable[[_Argument], list[Any]],
-) -> tuple[list[Any], list[Any], list[list[Any]]]:
-    """(donated, kept, data) in the order that the program takes them."""
-    donated: list[Any] = []
-    kept: list[Any] = []
-    rest: list[list[Any]] = []
+def _write_back(arguments: Sequence[Argument], new: Mapping[int, Any]) -> None:
+    """Writes new values (by position over all leaves) into the caller's objects."""
+    start = 0
     for argument in arguments:
-        if not argument.is_state:
-            rest.append(data(argument))
-        elif argument.name in donated_names:
-            donated.extend(state(argument))
-        else:
-            kept.extend(state(argument))
-    return donated, kept, rest
+        count = len(argument.leaves)
+        changed = any(at in new for at in range(start, start + count))
+        if changed and argument.has_objects:
+            argument.write_back(
+                [new.get(start + at, leaf) for at, leaf in enumerate(argument.raw)]
+            )
+        start += count
+
+
+def _donated(arguments: Sequence[Argument], changed: set[int]) -> tuple[int, ...]:
+    """Positions of the leaves that are given away.
+
+    What a function leaves unchanged in an NNX object stays in use, so its buffer must
+    not be taken for a result that happens to have the same shape.
+    """
+    positions: list[int] = []
+    start = 0
+    for argument in arguments:
+        span = range(start, start + len(argument.leaves))
+        start = span.stop
+        if not argument.is_donated:
+            continue
+        pure = argument.pure_leaves()
+        positions.extend(at for at in span if at in changed or pure[at - span.start])
+    return tuple(positions)
 
 
 def _from_jaxpr(
-    closed: ClosedJaxpr, out_tree: Any, fun: Callable[..., Any]
+    closed: ClosedJaxpr,
+    shapes: Any,
+    pinned: Sequence[tuple[bool, Any]],
+    donated: Sequence[int],
+    kept: Sequence[int],
+    fun: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """The traced function on leaves; not traced a second time."""
+    """The traced function on donated and other leaves; not traced a second time."""
     run = jaxpr_as_fun(closed)
+    count = len(shapes[0])
 
-    def program(*groups: Any) -> Any:
-        return jax.tree.unflatten(out_tree, run(*jax.tree.leaves(groups)))
+    def program(given: list[Any], rest: list[Any]) -> Any:
+        by_position = dict(zip((*donated, *kept), (*given, *rest), strict=True))
+        values = run(*(by_position[at] for at in range(len(by_position))))
+        results = [
+            strong(value) if is_state else value
+            for value, (is_state, _) in zip(values[count:], pinned, strict=True)
+        ]
+        return list(values[:count]), results
 
     program.__name__ = getattr(fun, "__name__", "step")
     return program
@@ -750,8 +559,6 @@ def _from_jaxpr(
 
 def _explicit_context(rules: RuleSet | None) -> Any:
     """Explicit axes need their mesh in context while a function is traced."""
-    import contextlib
-
     mesh = None if rules is None else rules.mesh
     explicit = mesh is not None and AxisType.Explicit in mesh.axis_types
     if mesh is None or not explicit or jax.sharding.get_abstract_mesh().axis_names:
@@ -759,24 +566,19 @@ def _explicit_context(rules: RuleSet | None) -> Any:
     return jax.sharding.use_abstract_mesh(mesh.jax_mesh.abstract_mesh)
 
 
-def _broadcast(prefix: Any, tree: Any) -> list[Any]:
-    """One entry per leaf of `tree`, from a prefix tree of shardings."""
-    if prefix is None or isinstance(prefix, jax.sharding.Sharding):
-        return [prefix] * len(jax.tree.leaves(tree))
-    return jax.tree.leaves(
-        jax.tree.map(
-            lambda sharding, part: jax.tree.map(lambda _: sharding, part), prefix, tree
-        )
-    )
+def _pin_tree(
+    tree: Any, known: Mapping[Any, list[list[Any]]]
+) -> list[tuple[bool, Any]]:
+    """Looks for the structures of state arguments in a result, from the outside in.
 
-
-def _pin_tree(tree: Any, known: Mapping[Any, list[Any]]) -> list[Any]:
-    """Looks for the structures of state arguments in a result, from the outside in."""
+    Where several state arguments have one structure, they are taken in turn.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    found = known.get((treedef, tuple(_shape_key(leaf) for leaf in leaves)))
+    found = known.get((treedef, shape_key(leaves)))
     if found is not None:
-        return list(found)
+        shardings = found.pop(0) if len(found) > 1 else found[0]
+        return [(True, sharding) for sharding in shardings]
     if jax.tree_util.treedef_is_leaf(treedef):
-        return [None] * len(leaves)
+        return [(False, None)] * len(leaves)
     parts = jax.tree.leaves(tree, is_leaf=lambda node: node is not tree)
     return [entry for part in parts for entry in _pin_tree(part, known)]

@@ -20,7 +20,7 @@ from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import flatten, plain_tree
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._rules import Matcher
+from flax_layoutmap._rules import Matcher, RuleSet
 from flax_layoutmap._scope import current_rules
 
 
@@ -127,6 +127,16 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     )
 
 
+def need_devices(rules: RuleSet, what: str) -> None:
+    """Raises MeshError where rules have no mesh of devices."""
+    if rules.mesh is None or rules.mesh.is_abstract:
+        have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
+        raise MeshError(
+            f"{what} needs a mesh of devices, the rules have {have}; use "
+            "layout_map.on(flm.DeviceMesh(...))"
+        )
+
+
 def put(x: Any, sharding: NamedSharding) -> Any:
     """Moves one concrete value to a sharding; no copy where it is there already."""
     if isinstance(x, str | bytes) or x is None:
@@ -205,8 +215,8 @@ def _distribute(x: Any, layout: TensorLayout) -> Any:
         if axis in manual:
             raise MeshError(
                 f"distribute_tensor names the mesh axis {axis!r}, which is manual "
-                "here: inside shard_map each device already holds its part, so drop the call "
-                "or name other axes only"
+                "here: inside shard_map each device already holds its part, so drop "
+                "the call or name other axes only"
             )
     if not isinstance(x, Tracer) and _eager_here():
         return _move(x, layout, mesh, spec)

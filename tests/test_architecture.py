@@ -23,9 +23,9 @@ LAYERS = (
     ("_decide", "_report"),
     ("_resolution",),
     ("_resolve",),
-    ("_place",),
-    ("_create", "_jit", "checkpoint"),
-    ("_layout_map",),
+    ("_place", "_arguments"),
+    ("_create", "_inputs", "checkpoint"),
+    ("_layout_map", "_jit"),
     ("__init__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}

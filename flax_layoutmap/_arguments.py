@@ -1,0 +1,416 @@
+"""The arguments of a function, taken apart into arrays and put together again.
+
+NNX objects are split into GraphDef and State; everything else is a pytree. What a
+function does to the objects that it is given is found by splitting them once more.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
+
+from flax_layoutmap._errors import (
+    LayoutError,
+    StructureError,
+    bullet_list,
+    did_you_mean,
+)
+from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, variables_of
+from flax_layoutmap._paths import Roots, flatten, is_optax_state, is_train_state
+from flax_layoutmap._records import show_shape
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_NUMBERS = bool | int | float | complex
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """Where an argument stands in a signature.
+
+    Attributes:
+        name: as options and messages call it: `batch`, `args[0]`; a keyword in
+            `**kwargs` has its own name.
+        parameter: the parameter, `args` for `args[0]`.
+        key: position or keyword within a variadic parameter, else None.
+    """
+
+    name: str
+    parameter: str
+    key: int | str | None = None
+
+
+def slots_of(bound: inspect.BoundArguments) -> list[tuple[Slot, Any]]:
+    """The arguments one by one, those in `*args` and `**kwargs` too."""
+    found: list[tuple[Slot, Any]] = []
+    parameters = bound.signature.parameters
+    for name, value in bound.arguments.items():
+        kind = parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found.extend(
+                (Slot(f"{name}[{at}]", name, at), part) for at, part in enumerate(value)
+            )
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            for key, part in value.items():
+                taken = key in parameters
+                found.append((Slot(f"{name}/{key}" if taken else key, name, key), part))
+        else:
+            found.append((Slot(name, name), value))
+    return found
+
+
+def call_with(
+    fun: Any, signature: inspect.Signature, values: Iterable[tuple[Slot, Any]]
+) -> Any:
+    """Calls `fun` with the values in their slots; the inverse of `slots_of`."""
+    arguments: dict[str, Any] = {}
+    for slot, value in values:
+        if slot.key is None:
+            arguments[slot.parameter] = value
+        elif isinstance(slot.key, int):
+            arguments[slot.parameter] = (*arguments.get(slot.parameter, ()), value)
+        else:
+            arguments.setdefault(slot.parameter, {})[slot.key] = value
+    ordered = {
+        name: arguments[name] for name in signature.parameters if name in arguments
+    }
+    bound = inspect.BoundArguments(signature, ordered)  # type: ignore[arg-type]
+    return fun(*bound.args, **bound.kwargs)
+
+
+def names_of(
+    signature: inspect.Signature,
+    names: str | Iterable[str],
+    numbers: int | Iterable[int],
+    option: str,
+) -> frozenset[str]:
+    """The arguments that an option of jit means, by name and by position.
+
+    Raises:
+        LayoutError: there is no such argument.
+    """
+    parameters = signature.parameters
+    listed = [names] if isinstance(names, str) else list(names)
+    positional = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind not in (*_VARIADIC, inspect.Parameter.KEYWORD_ONLY)
+    ]
+    rest = [n for n, p in parameters.items() if p.kind is _VARIADIC[0]]
+    open_names = any(p.kind is _VARIADIC[1] for p in parameters.values())
+    for number in [numbers] if isinstance(numbers, int) else numbers:
+        if -len(positional) <= number < len(positional):
+            listed.append(positional[number])
+        elif rest and number >= 0:
+            listed.append(f"{rest[0]}[{number - len(positional)}]")
+        else:
+            raise LayoutError(
+                f"{option} names argument number {number}, but the function has "
+                f"{list(parameters)}"
+            )
+    for name in listed:
+        if name.partition("[")[0] not in parameters and not open_names:
+            raise LayoutError(
+                f"{option} names the argument {name!r}, but the function has "
+                f"{list(parameters)}{did_you_mean(name, parameters)}"
+            )
+    return frozenset(listed)
+
+
+@dataclasses.dataclass(slots=True)
+class Argument:
+    """One argument, taken apart.
+
+    Attributes:
+        slot: where it stands.
+        value: as the caller gave it.
+        outer: the structure with NNX objects (and States) as leaves.
+        nodes: the leaves of `outer`.
+        graphdefs: GraphDef of each node, None for what is no NNX object.
+        raw: all leaves as they are.
+        leaves: all leaves; Python numbers of a state are arrays here.
+        treedef: structure of the plain tree, `nnx.State` for each NNX object.
+        is_state: whether the rules lay it out.
+        is_donated: whether its buffers may be reused.
+    """
+
+    slot: Slot
+    value: Any
+    outer: Any
+    nodes: list[Any]
+    graphdefs: tuple[Any, ...]
+    raw: list[Any]
+    leaves: list[Any]
+    treedef: Any
+    is_state: bool
+    is_donated: bool
+
+    @property
+    def name(self) -> str:
+        """The name of its slot."""
+        return self.slot.name
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether NNX objects are inside, which are updated in place."""
+        return any(graphdef is not None for graphdef in self.graphdefs)
+
+    def key(self) -> Any:
+        """What a compiled program depends on; equal keys share one."""
+        avals = tuple(map(_aval_key, self.leaves))
+        return self.slot, self.outer, self.graphdefs, self.treedef, avals
+
+    def plain(self, leaves: Sequence[Any] | None = None) -> Any:
+        """The tree with `nnx.State` for each NNX object."""
+        return jax.tree.unflatten(
+            self.treedef, self.leaves if leaves is None else leaves
+        )
+
+    def parts(self, leaves: Sequence[Any]) -> list[Any]:
+        """One part of the plain tree for each node."""
+        return self.outer.flatten_up_to(self.plain(leaves))
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The argument again, from leaves; and its nodes."""
+        merged = [
+            part if graphdef is None else nnx.merge(graphdef, part)
+            for graphdef, part in zip(self.graphdefs, self.parts(leaves), strict=True)
+        ]
+        return jax.tree.unflatten(self.outer, merged), merged
+
+    def write_back(self, leaves: Sequence[Any]) -> None:
+        """Gives the caller's own NNX objects new leaves."""
+        for node, graphdef, part in zip(
+            self.nodes, self.graphdefs, self.parts(leaves), strict=True
+        ):
+            if graphdef is not None:
+                nnx.update(node, part)
+
+    def pure_leaves(self) -> list[bool]:
+        """Per leaf: whether it is outside of every NNX object."""
+        pure: list[bool] = []
+        for graphdef, part in zip(
+            self.graphdefs, self.parts(range(len(self.leaves))), strict=True
+        ):
+            pure.extend([graphdef is None] * len(jax.tree.leaves(part)))
+        return pure
+
+    def path(self, at: int) -> str:
+        """Path of a leaf, with the name of the argument first."""
+        return flatten(Roots({self.name: self.value})).full_paths()[at]
+
+
+def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> Argument:
+    """Takes an argument apart.
+
+    It is state if it is said to be, or holds an NNX object, an `nnx.State`, a
+    TrainState or an optax state.
+
+    Raises:
+        LayoutError: a leaf is neither an array nor a number.
+    """
+
+    def stops(node: Any) -> bool:
+        nonlocal is_state
+        stop = _is_object(node) or isinstance(node, nnx.State)
+        is_state = is_state or stop or is_train_state(node) or is_optax_state(node)
+        return stop
+
+    nodes, outer = jax.tree.flatten(value, is_leaf=stops)
+    split = [nnx_split(node) if _is_object(node) else (None, node) for node in nodes]
+    parts = [part for _, part in split]
+    raw, treedef = jax.tree.flatten(jax.tree.unflatten(outer, parts))
+    leaves = raw
+    if is_state:
+        leaves = [strong(leaf) for leaf in raw]
+    argument = Argument(
+        slot,
+        value,
+        outer,
+        nodes,
+        tuple(graphdef for graphdef, _ in split),
+        raw,
+        leaves,
+        treedef,
+        is_state,
+        is_donated,
+    )
+    _check_leaves(argument)
+    return argument
+
+
+def _is_object(node: Any) -> bool:
+    return is_nnx_object(node) or isinstance(node, nnx.Variable)
+
+
+def _check_leaves(argument: Argument) -> None:
+    for at, leaf in enumerate(argument.leaves):
+        if isinstance(leaf, np.ndarray | np.generic):
+            problem = f"array of {leaf.dtype}" if leaf.dtype.kind in "OSUMm" else ""
+        elif hasattr(leaf, "dtype") or isinstance(leaf, _NUMBERS):
+            problem = ""
+        else:
+            problem = f"{type(leaf).__name__} {leaf!r}"
+        if problem:
+            raise LayoutError(
+                f"{argument.path(at)} is neither an array nor a number, but the "
+                f"{problem}: take it out of the argument, or name a whole (hashable) "
+                "argument in static_argnames"
+            )
+
+
+def strong(leaf: Any) -> Any:
+    """A number in a state as an array, so that the next call looks the same.
+
+    Also takes off JAX's weak type, which the results of a step would not have.
+    """
+    if isinstance(leaf, _NUMBERS):
+        return np.asarray(leaf, jax.dtypes.result_type(leaf))
+    if getattr(leaf, "weak_type", False):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
+
+
+def _aval_key(leaf: Any) -> Any:
+    if isinstance(leaf, Tracer):
+        return jax.typeof(leaf)
+    if isinstance(leaf, _NUMBERS):
+        return type(leaf)
+    sharding = getattr(leaf, "sharding", None)
+    explicit = isinstance(sharding, NamedSharding) and any(
+        kind is AxisType.Explicit for kind in sharding.mesh.axis_types
+    )
+    return (
+        leaf.shape,
+        leaf.dtype,
+        getattr(leaf, "weak_type", False),
+        sharding if explicit else None,
+    )
+
+
+def check_not_shared(arguments: Sequence[Argument]) -> None:
+    """Raises StructureError where two NNX objects share a Variable.
+
+    They would come apart, as each is rebuilt on its own.
+    """
+    seen: set[int] = set()
+    count = 0
+    for argument in arguments:
+        if argument.has_objects:
+            seen.update(map(id, argument.raw))
+            count += len(argument.raw)
+    # A shared Variable shows as a leaf that comes twice; this is much less work.
+    if len(seen) == count:
+        return
+    owners: dict[int, str] = {}
+    for argument in arguments:
+        several = len(argument.nodes) > 1
+        for number, node in enumerate(argument.nodes):
+            if argument.graphdefs[number] is None:
+                continue
+            here = argument.name + (f" (object {number + 1})" if several else "")
+            for variable in variables_of(node):
+                if owners.setdefault(id(variable), here) != here:
+                    raise StructureError(
+                        f"{owners[id(variable)]} and {here} share a "
+                        f"{type(variable).__name__}: pass one object that holds both, "
+                        "so that they stay shared"
+                    )
+
+
+def leaves_after(
+    argument: Argument, merged: Sequence[Any], leaves: Sequence[Any]
+) -> list[Any]:
+    """The leaves of an argument after the function ran on its rebuilt nodes.
+
+    Raises:
+        StructureError: the function changed the structure of an NNX object, or the
+            shape of one of its arrays.
+    """
+    parts: list[Any] = []
+    for node, graphdef, part in zip(
+        merged, argument.graphdefs, argument.parts(leaves), strict=True
+    ):
+        if graphdef is None:
+            parts.append(part)
+            continue
+        new_graphdef, state = nnx_split(node)
+        if new_graphdef != graphdef:
+            raise StructureError(_changed_structure(argument.name, part, state))
+        parts.append(state)
+    new = jax.tree.leaves(jax.tree.unflatten(argument.outer, parts))
+    problems = [
+        f"{argument.path(at)}: {show_shape(old)} became {show_shape(now)}"
+        for at, (old, now) in enumerate(
+            zip(shape_key(leaves), shape_key(new), strict=True)
+        )
+        if old != now
+    ]
+    if problems:
+        raise StructureError(
+            f"the function changed the shapes of arrays:\n{bullet_list(problems)}\n"
+            "their layouts were decided for the old shapes: do that outside of the step"
+        )
+    return new
+
+
+def _changed_structure(name: str, before: Any, after: Any) -> str:
+    old, new = set(flatten(before).paths), set(flatten(after).paths)
+    prefix = f"{name}/"
+    changes = [
+        f"{verb} {', '.join(prefix + path for path in sorted(paths)[:5])}"
+        for verb, paths in (("added", new - old), ("removed", old - new))
+        if paths
+    ]
+    what = "; ".join(changes) or "a static attribute, a type or metadata"
+    return (
+        f"the function changed the structure of {name!r} ({what}); this jit writes "
+        "values back, not structure: do that outside of the step, or use nnx.jit"
+    )
+
+
+def results_of(result: Any) -> tuple[list[Any], Any]:
+    """The leaves of a function's result, and its structure.
+
+    Raises:
+        StructureError: an NNX object is among them.
+    """
+    leaves, tree = jax.tree.flatten(result, is_leaf=is_nnx_object)
+    for leaf in leaves:
+        if is_nnx_object(leaf):
+            raise StructureError(
+                f"the function returns a {type(leaf).__name__}: return its arrays, "
+                "nnx.state(module), or make it with flm.create; arguments are updated "
+                "in place and need not be returned"
+            )
+    return leaves, tree
+
+
+def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    """The shapes of leaves, to compare."""
+    return tuple(tuple(np.shape(leaf)) for leaf in leaves)
+
+
+def static_key(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The static arguments as part of a key.
+
+    Raises:
+        LayoutError: one cannot be hashed.
+    """
+    for name, value in values.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise LayoutError(
+                f"the static argument {name!r} cannot be hashed: {value!r}; make it a "
+                "tuple or a frozen dataclass, or take it out of static_argnames"
+            ) from error
+    # 1, 1.0 and True are equal, but give different programs.
+    return tuple((name, type(value), value) for name, value in values.items())

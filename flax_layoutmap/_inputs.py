@@ -1,0 +1,262 @@
+"""The inputs of a jitted function, where the rules want them.
+
+State must be where the rules say, or is an error; data on the host is split over the
+batch axes. One spelling for equal placements keeps one compiled program for them.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from flax_layoutmap._arguments import Argument
+from flax_layoutmap._errors import LayoutError, bullet_list
+from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
+from flax_layoutmap._mesh import DeviceMesh, same_grid
+from flax_layoutmap._place import put
+from flax_layoutmap._records import show_shape, show_spec
+from flax_layoutmap._rules import RuleSet
+
+_ABSTRACT = (Tracer, bool, int, float, complex, jax.ShapeDtypeStruct)
+
+
+def place_data(argument: Argument, rules: RuleSet | None) -> None:
+    """Puts the arrays of a data argument where they belong; changes its leaves.
+
+    Host arrays are split over the batch axes. Arrays on the mesh keep their layout.
+
+    Raises:
+        LayoutError: an array does not divide, or lives on other devices.
+    """
+    mesh = None if rules is None else rules.mesh
+    if mesh is None or rules is None or not isinstance(mesh.jax_mesh, Mesh):
+        argument.leaves = [_respelled(leaf) for leaf in argument.leaves]
+        return
+    problems: list[str] = []
+    for at, leaf in enumerate(argument.leaves):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+            if leaf.committed:
+                where = _on_mesh(leaf.sharding, mesh, leaf.ndim)
+                if where is None:
+                    problems.append(
+                        f"{argument.path(at)} {show_shape(leaf.shape)} is "
+                        f"{show_sharding(leaf.sharding)}"
+                    )
+                elif isinstance(where, NamedSharding) and where != leaf.sharding:
+                    argument.leaves[at] = put(leaf, where)
+                continue
+        elif isinstance(leaf, _ABSTRACT) and getattr(leaf, "sharding", 0) is not None:
+            continue
+        argument.leaves[at] = _split(argument, at, leaf, rules, mesh)
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} arrays are not on the mesh of the rules, {mesh}:\n"
+            f"{bullet_list(problems)}\nplace them with flm.distribute_tensor, or pass "
+            "them as NumPy arrays, which are split over the batch axes"
+        )
+
+
+def _split(
+    argument: Argument, at: int, leaf: Any, rules: RuleSet, mesh: DeviceMesh
+) -> Any:
+    """A host array over the batch axes; scalars and PRNG keys are replicated."""
+    shape = leaf.shape
+    sizes = mesh.axis_sizes
+    parts = math.prod(sizes[axis] for axis in rules.batch)
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    axes = (rules.batch, ...) if shape and not is_key else ()
+    if axes and shape[0] % parts:
+        raise LayoutError(
+            f"the batch does not divide over the batch axes {rules.batch}:\n"
+            f"  - {argument.path(at)} {show_shape(shape)}: "
+            f"{clash(0, shape[0], rules.batch, sizes)}\npad it, drop the rest, or "
+            "place it yourself with flm.distribute_tensor"
+        )
+    sharding = TensorLayout(axes, mesh).sharding(len(shape))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    return put(leaf, sharding)
+
+
+def _on_mesh(sharding: Sharding, mesh: DeviceMesh, ndim: int) -> Sharding | None:
+    """The same placement in its one spelling; None if it is on other devices."""
+    if isinstance(sharding, NamedSharding):
+        own = sharding.mesh
+        if own == mesh.jax_mesh:
+            return normal_sharding(sharding)
+        grid = DeviceMesh(own)
+        if list(grid.devices.flat) != list(mesh.devices.flat):
+            return None
+        if same_grid(grid, mesh):
+            # Only the axis types differ.
+            spec = normal_sharding(sharding).spec
+            kind = sharding.memory_kind
+            return NamedSharding(mesh.jax_mesh, spec, memory_kind=kind)
+        return normal_sharding(sharding)
+    if sharding.device_set != set(mesh.devices.flat):
+        return None
+    replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    if sharding.is_equivalent_to(replicated, ndim):
+        return replicated
+    return sharding
+
+
+def normal_sharding(sharding: NamedSharding) -> NamedSharding:
+    """The sharding with its spec in normal form."""
+    spec = sharding.spec
+    plain = all(entry is None or isinstance(entry, str) for entry in spec)
+    if plain and (not spec or spec[-1] is not None):
+        return sharding
+    normal = normal_spec([dim_axes(entry) for entry in spec])
+    if normal == spec and len(normal) == len(spec):
+        return sharding
+    return NamedSharding(sharding.mesh, normal, memory_kind=sharding.memory_kind)
+
+
+def _respelled(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            normal = normal_sharding(sharding)
+            return leaf if normal is sharding else put(leaf, normal)
+    return leaf
+
+
+def own_sharding(leaf: Any) -> NamedSharding | None:
+    """Where an array on a mesh is; None for all else."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return normal_sharding(sharding)
+    return None
+
+
+def fit(arguments: Sequence[Argument], wanted: Sequence[Any]) -> set[int]:
+    """Gives the leaves of all arguments exactly the wanted shardings.
+
+    Uncommitted arrays are placed, and equal placements respelled, as `jax.jit` would
+    do in every call. Changes the leaves of the arguments.
+
+    Returns:
+        Positions, over all leaves, of what was placed.
+
+    Raises:
+        LayoutError: committed arrays are somewhere else.
+    """
+    problems: list[str] = []
+    placed: set[int] = set()
+    position = -1
+    for argument in arguments:
+        leaves = argument.leaves
+        for at, leaf in enumerate(leaves):
+            position += 1
+            sharding = wanted[position]
+            if sharding is None or not isinstance(leaf, jax.Array):
+                continue
+            if isinstance(leaf, Tracer):
+                continue
+            own = leaf.sharding
+            if own == sharding and leaf.committed:
+                continue
+            if not leaf.committed or own.is_equivalent_to(sharding, leaf.ndim):
+                leaves[at] = put(leaf, sharding)
+                placed.add(position)
+            else:
+                problems.append(
+                    f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
+                    f"{show_sharding(sharding)}, it is {show_sharding(own)}"
+                )
+    if problems:
+        raise LayoutError(
+            f"{len(problems)} arrays are not where this jit wants them:\n"
+            f"{bullet_list(problems)}\nmove them first, layout_map.place(model), "
+            "or make the model with flm.create(make, layout_map)"
+        )
+    return placed
+
+
+def show_sharding(sharding: Any) -> str:
+    """A sharding in a few words, for messages."""
+    if isinstance(sharding, NamedSharding):
+        return f"{show_spec(sharding.spec)} on mesh {DeviceMesh(sharding.mesh)}"
+    devices = getattr(sharding, "device_set", ())
+    if len(devices) == 1:
+        return f"on the single device {next(iter(devices))}"
+    return str(sharding)
+
+
+def check_not_donated_twice(
+    arguments: Sequence[Argument], donated: Sequence[int]
+) -> None:
+    """Raises LayoutError where one array is donated and used elsewhere too.
+
+    JAX fails on that only while running, and may hang.
+    """
+    every = [leaf for argument in arguments for leaf in argument.leaves]
+    count: dict[int, int] = {}
+    for leaf in every:
+        if isinstance(leaf, jax.Array):
+            count[id(leaf)] = count.get(id(leaf), 0) + 1
+    twice = {key for key, times in count.items() if times > 1}
+    given_away = {id(every[at]) for at in donated}
+    if not twice & given_away:
+        return
+    paths = [
+        argument.path(at)
+        for argument in arguments
+        for at, leaf in enumerate(argument.leaves)
+        if id(leaf) in twice & given_away
+    ]
+    raise LayoutError(
+        f"{' and '.join(paths[:4])} are one array, which is donated: it cannot be used "
+        "twice; copy it first, jax.numpy.copy(x), or do not donate it"
+    )
+
+
+class _Filled(list[Any]):
+    """The shardings of one part: to JAX a leaf, as trees may hold lists."""
+
+
+def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> list[Any]:
+    """One sharding (or None) per leaf of `tree`, from a prefix tree of layouts.
+
+    Raises:
+        LayoutError: `prefix` is no prefix of the tree, or a layout does not fit.
+    """
+
+    def fill(layout: Any, part: Any) -> _Filled:
+        leaves = jax.tree.leaves(part)
+        return _Filled(_sharding_of(layout, leaf, mesh, what) for leaf in leaves)
+
+    try:
+        lists = jax.tree.map(fill, prefix, tree, is_leaf=_is_layout)
+    except LayoutError:
+        raise
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LayoutError(
+            f"{what} must be one sharding, or a tree of them that is a prefix of "
+            f"{jax.tree.structure(tree)}: {error}"
+        ) from error
+    return [entry for part in jax.tree.leaves(lists) for entry in part]
+
+
+def _is_layout(node: Any) -> bool:
+    return node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec)
+
+
+def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> Any:
+    if layout is None or (
+        isinstance(layout, Sharding) and not isinstance(layout, NamedSharding)
+    ):
+        return layout
+    layout = TensorLayout(layout)
+    if layout.device_mesh is None and mesh is not None:
+        layout = layout.on(mesh)
+    try:
+        layout.shard_shape(np.shape(leaf))
+        return layout.sharding(np.ndim(leaf))
+    except LayoutError as error:
+        raise LayoutError(f"{what}: {layout}: {error}") from error
