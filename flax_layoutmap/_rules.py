@@ -160,7 +160,8 @@ class RuleSet:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mesh", as_mesh(self.mesh))
-        object.__setattr__(self, "batch", tuple(self.batch))
+        batch = (self.batch,) if isinstance(self.batch, str) else tuple(self.batch)
+        object.__setattr__(self, "batch", batch)
         for name in ("rules", "activations", "names", "optimizer"):
             object.__setattr__(self, name, _unique(make_rules(getattr(self, name))))
         check_options(
@@ -252,7 +253,8 @@ def check_options(**options: Any) -> None:
             value is known or (isinstance(value, str) and value == known)
             for known in _CHOICES[name]
         ):
-            hint = did_you_mean(value, _CHOICES[name]) if isinstance(value, str) else ""
+            words = [known for known in _CHOICES[name] if isinstance(known, str)]
+            hint = did_you_mean(value, words) if isinstance(value, str) else ""
             raise RuleError(
                 f"{name} must be one of {_CHOICES[name]}, got {value!r}{hint}"
             )

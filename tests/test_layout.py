@@ -1,0 +1,251 @@
+"""TensorLayout: what axes mean, specs in normal form, shard shapes, checks."""
+
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap._layout import clash, normal_spec
+
+P = PartitionSpec
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "spec"),
+    [
+        (("data", "model"), (4, 8), P("data", "model")),
+        (["data", None], (4, 8), P("data")),
+        ((None, "model"), (4, 8), P(None, "model")),
+        ((("data", "model"), None), (16, 3), P(("data", "model"))),
+        ((["model", "data"],), (16,), P(("model", "data"))),
+        ((("data",), ()), (4, 8), P("data")),
+        ((..., "model"), (3, 5, 8), P(None, None, "model")),
+        ((..., None, "model"), (4, 8), P(None, "model")),
+        (("data", ...), (4,), P("data")),
+        (("data", ..., "model"), (4, 3, 3, 8), P("data", None, None, "model")),
+        ((), (4, 8), P()),
+        (None, (4, 8), P()),
+        ((None, None), (4, 8), P()),
+        (P("data"), (4, 8), P("data")),
+        (P("data", None), (4, 8, 2), P("data")),
+        (P(None, "model"), (4, 8, 2), P(None, "model")),
+        (P(("data",), None), (4, 8), P("data")),
+        (P(), (), P()),
+    ],
+)
+def test_axes_and_their_spec(
+    axes: Any, shape: tuple[int, ...], spec: PartitionSpec, mesh: flm.DeviceMesh
+) -> None:
+    layout = flm.TensorLayout(axes, mesh)
+    assert layout.spec(len(shape)) == spec
+    sharding = layout.sharding(len(shape))
+    assert sharding == NamedSharding(mesh.jax_mesh, spec)
+    assert layout.shard_shape(shape) == sharding.shard_shape(shape)
+
+
+def test_the_array_lies_as_the_layout_says(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout((("data", "model"), None), mesh)
+    values = np.arange(48.0).reshape(16, 3)
+    array = jax.device_put(values, layout.sharding(2))
+    assert len(array.addressable_shards) == 8
+    for shard in array.addressable_shards:
+        assert shard.data.shape == layout.shard_shape((16, 3)) == (2, 3)
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+
+
+def test_replicated_at_any_rank(mesh: flm.DeviceMesh) -> None:
+    for axes in (None, ()):
+        layout = flm.TensorLayout(axes, mesh)
+        assert layout.is_replicated and layout.rank is None
+        for shape in [(), (3,), (3, 5, 7)]:
+            assert layout.shard_shape(shape) == shape
+            assert layout.spec(len(shape)) == P()
+        assert str(layout) == "replicated"
+        assert layout == flm.TensorLayout(None, mesh)
+    # A tuple names every dim, also when it shards none.
+    assert flm.TensorLayout((None, None), mesh).rank == 2
+
+
+def test_one_normal_form_makes_equal_layouts_equal(mesh: flm.DeviceMesh) -> None:
+    same = [("data", None), [("data",), ()], ("data", []), (["data"], None)]
+    layouts = {flm.TensorLayout(axes, mesh) for axes in same}
+    assert len(layouts) == 1
+    assert layouts.pop().spec() == P("data")
+    assert normal_spec([("data",), (), ()]) == P("data")
+    assert flm.TensorLayout(P("data", None), mesh) != flm.TensorLayout(P("data"), mesh)
+    assert flm.TensorLayout(P(None, None)) == flm.TensorLayout(())
+
+
+def test_equality_includes_mesh_and_memory(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data",), mesh)
+    assert layout == flm.TensorLayout(("data",), mesh)
+    assert layout != flm.TensorLayout(("data",))
+    assert layout != flm.TensorLayout(("data",), mesh, memory_kind="pinned_host")
+    assert layout != ("data",)
+
+
+def test_equivalent_across_abstract_and_concrete(
+    mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh
+) -> None:
+    layout = flm.TensorLayout(("data", None), mesh)
+    assert layout != layout.on(abstract_mesh)
+    assert layout.equivalent(layout.on(abstract_mesh), 2)
+    assert layout.equivalent(flm.TensorLayout(P("data"), mesh), 2)
+    assert not layout.equivalent(flm.TensorLayout((None, "data"), mesh), 2)
+    assert not layout.equivalent(flm.TensorLayout(("data", None)), 2)
+    other = flm.DeviceMesh.abstract("data=4,model=2")
+    assert not layout.equivalent(layout.on(other), 2)
+    pinned = flm.TensorLayout(("data", None), mesh, memory_kind="pinned_host")
+    assert not layout.equivalent(pinned, 2)
+
+
+def test_from_a_named_sharding(mesh: flm.DeviceMesh) -> None:
+    sharding = NamedSharding(mesh.jax_mesh, P("data"), memory_kind="pinned_host")
+    layout = flm.TensorLayout(sharding)
+    assert layout.device_mesh == mesh
+    assert layout.memory_kind == "pinned_host"
+    assert layout.sharding(2) == sharding
+    elsewhere = flm.TensorLayout(sharding, flm.DeviceMesh.abstract("data=8"))
+    assert elsewhere.device_mesh == flm.DeviceMesh.abstract("data=8")
+
+
+def test_from_a_layout(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data",), mesh, memory_kind="pinned_host")
+    assert flm.TensorLayout(layout) == layout
+    bare = flm.TensorLayout(("data",))
+    assert flm.TensorLayout(bare, mesh) == flm.TensorLayout(("data",), mesh)
+    assert bare.device_mesh is None
+
+
+def test_any_mesh_is_taken(mesh: flm.DeviceMesh) -> None:
+    for given in (mesh, mesh.jax_mesh, "data=2,model=4"):
+        assert flm.TensorLayout(("data",), given).device_mesh == mesh
+
+
+def test_on_another_mesh(mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data", "model"), abstract_mesh)
+    assert layout.on(mesh) == flm.TensorLayout(("data", "model"), mesh)
+    assert layout.on(abstract_mesh) is layout
+    assert layout.on(None) == flm.TensorLayout(("data", "model"))
+    replicated = flm.TensorLayout(None, memory_kind="pinned_host")
+    assert replicated.on(mesh).memory_kind == "pinned_host"
+    with pytest.raises(flm.RuleError, match="has no such axis"):
+        layout.on("x=8")
+
+
+def test_names_for_keras_users(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout([None, "model"], device_mesh=mesh)
+    assert layout.backend_layout == NamedSharding(mesh.jax_mesh, P(None, "model"))
+    assert layout.axis_names == ("model",)
+    assert not layout.is_replicated
+
+
+def test_immutable_and_hashable(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data",), mesh)
+    with pytest.raises(AttributeError, match="immutable"):
+        layout.axes = ()  # type: ignore[misc]
+    assert {layout: 1}[flm.TensorLayout(["data"], mesh)] == 1
+
+
+def test_repr_can_be_read_back(abstract_mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout((..., ("data", "model"), None))
+    assert repr(layout) == "TensorLayout((..., ('data', 'model'), None))"
+    assert eval(repr(layout), {"TensorLayout": flm.TensorLayout}) == layout
+    assert repr(flm.TensorLayout(None)) == "TensorLayout(())"
+    assert repr(flm.TensorLayout(("data",), abstract_mesh, memory_kind="device")) == (
+        "TensorLayout(('data',), DeviceMesh('data=2,model=4', abstract), "
+        "memory_kind='device')"
+    )
+
+
+def test_pickles_without_devices(abstract_mesh: flm.DeviceMesh) -> None:
+    for axes in [None, ("data", ..., None), (("data", "model"),)]:
+        layout = flm.TensorLayout(axes, abstract_mesh, memory_kind="pinned_host")
+        assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ("model", "write a tuple with one entry per dim, such as ('model',)"),
+        (3, "not a layout: 3"),
+        ({"data": 0}, "not a layout"),
+        ((1, "data"), "not a layout"),
+        ((("data", None),), "not a layout"),
+        ((..., "data", ...), "may hold one '...'"),
+        (P(..., "data"), "may hold one '...'"),
+        (("data", "data"), "uses the mesh axis 'data' twice"),
+        ((("data", "data"),), "uses the mesh axis 'data' twice"),
+        (("data", ("model", "data")), "uses the mesh axis 'data' twice"),
+        (("modle",), "did you mean 'model'?"),
+        (P(P.UNCONSTRAINED, "data"), "leaves a dim unconstrained"),
+        (P("data", unreduced=frozenset({"model"})), "not yet reduced"),
+    ],
+)
+def test_bad_axes(axes: Any, message: str, mesh: flm.DeviceMesh) -> None:
+    with pytest.raises(flm.RuleError) as caught:
+        flm.TensorLayout(axes, mesh)
+    assert message in str(caught.value)
+
+
+def test_an_array_is_no_layout() -> None:
+    with pytest.raises(flm.RuleError, match="pass array.sharding"):
+        flm.TensorLayout(jax.numpy.ones(2))
+
+
+def test_axes_without_a_mesh_are_checked_when_it_comes() -> None:
+    layout = flm.TensorLayout(("anything",))
+    with pytest.raises(flm.RuleError, match="'anything'"):
+        layout.on("data=8")
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 8, 2), ()])
+def test_a_tuple_names_every_dim(shape: tuple[int, ...], mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data", "model"), mesh)
+    with pytest.raises(flm.LayoutError, match=f"2 dims, the array has {len(shape)}"):
+        layout.shard_shape(shape)
+    with pytest.raises(flm.LayoutError, match=f"2 dims, the array has {len(shape)}"):
+        layout.sharding(len(shape))
+
+
+def test_a_longer_spec_than_the_rank(mesh: flm.DeviceMesh) -> None:
+    for axes in (P("data", "model"), ("data", ..., "model")):
+        with pytest.raises(flm.LayoutError, match="has 2 dims, the array has 1"):
+            flm.TensorLayout(axes, mesh).spec(1)
+
+
+def test_an_ellipsis_before_a_sharded_dim_needs_the_rank() -> None:
+    with pytest.raises(flm.LayoutError, match=r"pass the rank, .spec\(ndim\)"):
+        flm.TensorLayout((..., "data")).spec()
+    assert flm.TensorLayout(("data", ..., None)).spec() == P("data")
+    assert flm.TensorLayout(("data", ...)).spec() == P("data")
+
+
+def test_indivisible(mesh: flm.DeviceMesh) -> None:
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.TensorLayout((None, "model"), mesh).shard_shape((4, 10))
+    assert str(caught.value) == (
+        "shape (4, 10): dim 1 of size 10 does not divide by mesh axis 'model' of size 4"
+    )
+    with pytest.raises(flm.LayoutError, match=r"'data' \(2\) × 'model' \(4\), 8 tog"):
+        flm.TensorLayout((("data", "model"),), mesh).shard_shape((12,))
+    assert clash(0, 3, ("a",), {"a": 2}) == (
+        "dim 0 of size 3 does not divide by mesh axis 'a' of size 2"
+    )
+
+
+def test_zero_size_and_scalar(mesh: flm.DeviceMesh) -> None:
+    assert flm.TensorLayout(("data", None), mesh).shard_shape((0, 3)) == (0, 3)
+    assert flm.TensorLayout(None, mesh).shard_shape(()) == ()
+
+
+def test_no_mesh(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data",))
+    with pytest.raises(flm.MeshError, match="give one, layout.on"):
+        layout.sharding()
+    with pytest.raises(flm.MeshError, match="no mesh, so no shard shape"):
+        layout.shard_shape((4,))

@@ -1,0 +1,210 @@
+"""DeviceMesh: from shapes, lines and meshes, with and without devices."""
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import flax_layoutmap as flm
+from flax_layoutmap._mesh import as_mesh, retyped, same_grid
+
+NAMES = ("data", "model")
+
+
+def test_keras_constructor(mesh: flm.DeviceMesh) -> None:
+    assert mesh.shape == (2, 4)
+    assert mesh.axis_names == NAMES
+    assert mesh.axis_sizes == {"data": 2, "model": 4}
+    assert mesh.size == 8
+    assert not mesh.is_abstract
+    assert mesh.devices.shape == (2, 4)
+    assert set(mesh.devices.flat) == set(jax.devices())
+    assert mesh.jax_mesh is mesh.backend_mesh
+
+
+@pytest.mark.parametrize(
+    "line", ["data=2,model=4", "data=2,model=-1", " data = 2 , model = 4 "]
+)
+def test_one_line(line: str, mesh: flm.DeviceMesh) -> None:
+    assert flm.DeviceMesh(line) == mesh
+
+
+@pytest.mark.parametrize("shape", [(-1, 4), [2, -1], (np.int64(2), 4)])
+def test_one_size_may_be_computed(shape: Any, mesh: flm.DeviceMesh) -> None:
+    assert flm.DeviceMesh(shape, NAMES) == mesh
+
+
+def test_existing_meshes_are_taken_as_they_are(mesh: flm.DeviceMesh) -> None:
+    explicit = Mesh(
+        np.array(jax.devices()).reshape(4, 2),
+        NAMES,
+        axis_types=(AxisType.Explicit,) * 2,
+    )
+    assert flm.DeviceMesh(explicit).jax_mesh is explicit
+    assert flm.DeviceMesh(explicit).axis_types == (AxisType.Explicit,) * 2
+    assert flm.DeviceMesh(mesh) == mesh
+    planned = AbstractMesh((4,), ("x",))
+    assert flm.DeviceMesh(planned).is_abstract
+
+
+def test_a_subset_of_the_devices_in_the_given_order() -> None:
+    devices = jax.devices()[5:1:-1]
+    mesh = flm.DeviceMesh((2, 2), NAMES, devices=devices)
+    assert list(mesh.devices.flat) == devices
+    as_array = np.array(devices).reshape(2, 2)
+    assert flm.DeviceMesh("data=-1", devices=as_array).shape == (4,)
+
+
+def test_one_device() -> None:
+    mesh = flm.DeviceMesh("data=1,model=1", devices=jax.devices()[:1])
+    assert (mesh.size, mesh.shape) == (1, (1, 1))
+
+
+def test_axes_are_auto_unless_said_otherwise() -> None:
+    assert flm.DeviceMesh((8,), ("x",)).axis_types == (AxisType.Auto,)
+    explicit = flm.DeviceMesh((2, 4), NAMES, axis_types="explicit")
+    assert explicit.axis_types == (AxisType.Explicit,) * 2
+    mixed = flm.DeviceMesh((2, 4), NAMES, axis_types=("auto", AxisType.Explicit))
+    assert mixed.axis_types == (AxisType.Auto, AxisType.Explicit)
+    assert repr(mixed) == "DeviceMesh('data=2,model=4', axis_types=auto/explicit)"
+
+
+def test_abstract_plans_a_pod_without_devices() -> None:
+    mesh = flm.DeviceMesh.abstract("data=256,model=16")
+    assert mesh.is_abstract and mesh.size == 4096
+    assert repr(mesh) == "DeviceMesh('data=256,model=16', abstract)"
+
+
+def test_equality_and_hash(mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh) -> None:
+    assert mesh == flm.DeviceMesh((2, 4), NAMES)
+    assert hash(mesh) == hash(flm.DeviceMesh((2, 4), NAMES))
+    different = [
+        abstract_mesh,
+        flm.DeviceMesh((4, 2), NAMES),
+        flm.DeviceMesh((2, 4), ("data", "x")),
+        flm.DeviceMesh((2, 4), NAMES, axis_types="explicit"),
+        flm.DeviceMesh((2, 4), NAMES, devices=jax.devices()[::-1]),
+        mesh.jax_mesh,
+    ]
+    assert [mesh == other for other in different] == [False] * 6
+
+
+def test_immutable(mesh: flm.DeviceMesh) -> None:
+    with pytest.raises(AttributeError, match="DeviceMesh is immutable"):
+        mesh._mesh = None  # type: ignore[assignment]
+
+
+def test_copies_are_the_same_object(mesh: flm.DeviceMesh) -> None:
+    assert copy.copy(mesh) is mesh
+    assert copy.deepcopy({"mesh": mesh})["mesh"] is mesh
+
+
+def test_only_abstract_meshes_are_pickled(
+    mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh
+) -> None:
+    assert pickle.loads(pickle.dumps(abstract_mesh)) == abstract_mesh
+    with pytest.raises(TypeError, match='Pickle its line, "data=2,model=4"'):
+        pickle.dumps(mesh)
+
+
+def test_as_mesh(mesh: flm.DeviceMesh) -> None:
+    assert as_mesh(None) is None
+    assert as_mesh(mesh) is mesh
+    assert as_mesh(mesh.jax_mesh) == mesh
+    assert as_mesh("data=2,model=-1") == mesh
+
+
+def test_same_grid(mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh) -> None:
+    assert same_grid(mesh, abstract_mesh)
+    assert not same_grid(mesh, flm.DeviceMesh.abstract("data=4,model=2"))
+    assert not same_grid(mesh, flm.DeviceMesh.abstract("model=2,data=4"))
+
+
+def test_retyped_keeps_the_devices(mesh: flm.DeviceMesh) -> None:
+    concrete = mesh.jax_mesh
+    assert isinstance(concrete, Mesh)
+    assert retyped(concrete, AxisType.Auto) is concrete
+    explicit = retyped(concrete, AxisType.Explicit)
+    assert explicit.axis_types == (AxisType.Explicit,) * 2
+    assert (explicit.devices == concrete.devices).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((2, 4),), "needs a size and a name for each axis"),
+        (((), ()), "needs a size and a name for each axis"),
+        ((8, "data"), "axis_names is one string, 'data'; write ('data',)"),
+        (((2, 4), ("data",)), "2 sizes but 1 names"),
+        (((2, 4), ("data", "data")), "axis names must differ"),
+        (((2, 4), ("data", "")), "an axis name must be a non-empty string"),
+        (((2, 4), ("data", 3)), "an axis name must be a non-empty string"),
+        (((2, 4.0), NAMES), "axis 'model' must have an int size, got 4.0"),
+        (((True, 8), NAMES), "axis 'data' must have an int size, got True"),
+        (((0, 8), NAMES), "axis 'data' must have a size of 1 or more, got 0"),
+        (((-1, -1), NAMES), "only one axis may have size -1"),
+        (((-1, 3), NAMES), "8 devices do not divide by the other axes, 3"),
+        (("data=2,model",), "cannot read 'model' in the mesh line"),
+        (("data=2,=4",), "cannot read '=4' in the mesh line"),
+        (("data=two",), "cannot read 'data=two' in the mesh line"),
+        (("",), "cannot read '' in the mesh line"),
+        (("data=8", ("data",)), "the line 'data=8' brings axis names"),
+        (((2, 2), NAMES), "pass devices=jax.devices()[:4]"),
+        (((4, 4), NAMES), 'jax.config.update("jax_num_cpu_devices", 16)'),
+        (((2,), ("x",), []), "devices is empty"),
+        (((2,), ("x",), [0, 1]), "devices must be JAX devices"),
+    ],
+)
+def test_bad_shapes(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(flm.MeshError) as caught:
+        flm.DeviceMesh(*arguments)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ("manual", "got 'manual'"),
+        (None, "got None"),
+        (3, "got 3"),
+        (AxisType.Manual, "got Manual"),
+        (("auto",), "1 axis types for 2 axes"),
+        (("auto", None), "got None"),
+    ],
+)
+def test_bad_axis_types(kinds: Any, message: str) -> None:
+    with pytest.raises(flm.MeshError) as caught:
+        flm.DeviceMesh((2, 4), NAMES, axis_types=kinds)
+    assert message in str(caught.value)
+
+
+def test_the_same_device_twice() -> None:
+    with pytest.raises(flm.MeshError, match="the same device twice"):
+        flm.DeviceMesh((2,), ("x",), devices=jax.devices()[:1] * 2)
+
+
+def test_a_mesh_takes_no_more_arguments(mesh: flm.DeviceMesh) -> None:
+    for arguments in (
+        {"axis_names": NAMES},
+        {"devices": jax.devices()},
+        {"axis_types": "explicit"},
+    ):
+        with pytest.raises(flm.MeshError, match="takes an existing mesh as it is"):
+            flm.DeviceMesh(mesh, **arguments)
+
+
+def test_an_abstract_mesh_has_no_devices(abstract_mesh: flm.DeviceMesh) -> None:
+    with pytest.raises(flm.MeshError, match="has no devices; use a concrete mesh"):
+        _ = abstract_mesh.devices
+    with pytest.raises(flm.MeshError, match="no devices to compute -1 from"):
+        flm.DeviceMesh.abstract("data=-1")
+
+
+@pytest.mark.parametrize("thing", [3, (2, 4), jax.sharding.PartitionSpec("data")])
+def test_not_a_mesh(thing: Any) -> None:
+    with pytest.raises(flm.MeshError, match="not a mesh"):
+        as_mesh(thing)
