@@ -201,7 +201,7 @@ def _exchange(
         warn(
             f"process {jax.process_index()} has waited {PATIENCE_SECONDS:.0f} s before "
             f"{what} and goes on waiting: the processes {list(speakers)} of the mesh "
-            "must all come here, and at least one of them has not"
+            "must all come here, and at least one has not"
         )
         thread.join()
     if heard:

@@ -1,6 +1,6 @@
 """Starts a program as several JAX processes that talk over loopback.
 
-The test calls `run(program, processes=2, devices=4)`; the program, a file of this
+The test calls `run(program, processes=2, devices=4)`; the program, a module of this
 folder, calls `join()` before it touches a device and `answer(...)` with what it found.
 """
 
@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+TESTS = Path(__file__).parents[1]
 
 # When one process has failed, the others get this long to end with their own errors.
 GRACE_SECONDS = 10.0
@@ -64,7 +63,7 @@ def run(
     """Runs a program of this folder as several processes, and waits for all.
 
     Args:
-        program: its file name.
+        program: the name of its module.
         *args: arguments of the program, the same in every process.
         processes: how many.
         devices: virtual CPU devices of each.
@@ -84,15 +83,15 @@ def run(
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "FLM_PROCESSES": str(processes),
         "FLM_COORDINATOR": f"127.0.0.1:{port}",
-        # The package as it is in this checkout.
-        "PYTHONPATH": str(ROOT),
+        # The package as it is in this checkout, and this folder.
+        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
     }
     with tempfile.TemporaryDirectory() as folder, _killed_at_the_end() as started:
         homes = [Path(folder, str(number)) for number in range(processes)]
         for number, home in enumerate(homes):
             home.mkdir()
             own = {"FLM_PROCESS": str(number), "FLM_ANSWER": str(home / "answer")}
-            command = [sys.executable, str(HERE / program), *args]
+            command = [sys.executable, "-m", f"multiprocess.{program}", *args]
             started.append(_start(command, {**common, **own}, home))
         begin = time.monotonic()
         late = _wait(started, timeout)
@@ -162,11 +161,13 @@ def _ended(code: int, home: Path) -> Ended:
 def _wait(started: Sequence[subprocess.Popen[bytes]], timeout: float) -> list[int]:
     """Waits; kills what is late, and says which processes that were."""
     deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in started):
-        if any(process.returncode for process in started):
+    failed = False
+    while None in (codes := [process.poll() for process in started]):
+        if not failed and any(codes):
+            failed = True
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
-            late = [at for at, p in enumerate(started) if p.poll() is None]
+            late = [at for at, code in enumerate(codes) if code is None]
             for at in late:
                 started[at].kill()
             return late

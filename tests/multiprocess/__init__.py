@@ -1,0 +1,1 @@
+"""Programs that run as several JAX processes, and `launch`, which starts them."""

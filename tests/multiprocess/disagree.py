@@ -1,0 +1,166 @@
+"""Process 1 is given something else, in one way after another; nothing may hang.
+
+Each process answers with case → how it ended: type and message of the error.
+"""
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import flax_layoutmap as flm
+from flax_layoutmap import _processes
+from multiprocess import launch
+
+PROCESS = launch.join()
+DIFFERS = PROCESS == 1
+
+
+def rules(mesh: Any = "data=2,model=4", width_axis: str = "model") -> flm.LayoutMap:
+    """Rules for one linear layer."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh(mesh))
+    layout_map["kernel"] = (None, width_axis)
+    layout_map["bias"] = None
+    return layout_map
+
+
+def linear(width: int = 8) -> Callable[[], nnx.Linear]:
+    """A function that makes one linear layer."""
+    return lambda: nnx.Linear(8, width, rngs=nnx.Rngs(0))
+
+
+def another_rule() -> None:
+    flm.create(linear(), rules(width_axis="data" if DIFFERS else "model"))
+
+
+def another_mesh_shape() -> None:
+    flm.create(linear(), rules("data=4,model=2" if DIFFERS else "data=2,model=4"))
+
+
+def another_device_order() -> None:
+    devices = jax.devices()[:: -1 if DIFFERS else 1]
+    mesh = flm.DeviceMesh((2, 4), ("data", "model"), devices=devices)
+    flm.create(linear(), rules(mesh))
+
+
+def another_width() -> None:
+    flm.create(linear(16 if DIFFERS else 8), rules())
+
+
+def a_width_that_does_not_divide() -> None:
+    flm.create(linear(9 if DIFFERS else 8), rules())
+
+
+def a_constructor_that_raises() -> None:
+    def make() -> nnx.Linear:
+        if DIFFERS:
+            raise FileNotFoundError("no vocabulary here")
+        return linear()()
+
+    flm.create(make, rules())
+
+
+def another_optimizer() -> None:
+    model = flm.create(linear(), rules())
+    flm.create_optimizer(model, optax.adam(0.1) if DIFFERS else optax.sgd(0.1, 0.9))
+
+
+def another_point() -> None:
+    model = flm.create(linear(), rules())
+    if DIFFERS:
+        flm.create_optimizer(model, optax.sgd(0.1))
+    else:
+        flm.create(linear(), rules())
+
+
+def step_with(layout_map: flm.LayoutMap) -> tuple[Any, nnx.Linear]:
+    """A jitted function and its model."""
+    model = flm.create(linear(), rules())
+
+    @flm.jit(layout_map=layout_map)
+    def step(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        return model(x).sum()
+
+    return step, model
+
+
+def another_rule_in_jit() -> None:
+    layout_map = rules()
+    step, model = step_with(layout_map)
+    if DIFFERS:
+        layout_map["scale"] = None
+    step(model, np.ones((8, 8), np.float32))
+
+
+def another_batch_shape() -> None:
+    step, model = step_with(rules())
+    step(model, np.ones((4 if DIFFERS else 8, 8), np.float32))
+
+
+def another_batch() -> None:
+    step, model = step_with(rules())
+    step(model, np.full((8, 8), PROCESS, np.float32))
+
+
+def other_values() -> None:
+    rules().place({"kernel": np.full((8, 8), PROCESS, np.float32)})
+
+
+def one_comes_late() -> None:
+    """Not a disagreement: process 0 says what it waits for, and both go on."""
+    if DIFFERS:
+        time.sleep(2 * _processes.PATIENCE_SECONDS)
+    flm.create(linear(), rules())
+
+
+def all_the_same() -> None:
+    """After all that, the processes still work together."""
+    step, model = step_with(rules())
+    assert np.isfinite(float(step(model, np.ones((8, 8), np.float32))))
+
+
+CASES = (
+    another_rule,
+    another_mesh_shape,
+    another_device_order,
+    another_width,
+    a_width_that_does_not_divide,
+    a_constructor_that_raises,
+    another_optimizer,
+    another_point,
+    another_rule_in_jit,
+    another_batch_shape,
+    another_batch,
+    other_values,
+    one_comes_late,
+    all_the_same,
+)
+
+
+def outcome(case: Callable[[], None]) -> list[str]:
+    """Type and message of the case's error, or of its warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", flm.LayoutWarning)
+        try:
+            case()
+        except (flm.LayoutError, FileNotFoundError) as error:
+            return [type(error).__name__, str(error)]
+    said = [str(w.message) for w in caught if w.category is flm.LayoutWarning]
+    return ["fine", " ".join(text for text in said if "waited" in text)]
+
+
+def main() -> None:
+    """Every case; then process 1 fails where no other process comes."""
+    _processes.PATIENCE_SECONDS = 1.0
+    launch.answer({case.__name__: outcome(case) for case in CASES})
+    if DIFFERS:
+        flm.create(linear(9), rules())
+
+
+if __name__ == "__main__":
+    main()

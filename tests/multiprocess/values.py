@@ -1,0 +1,210 @@
+"""Values that every process holds become global arrays; each device gets its part.
+
+Each process answers with check → whether it is so; a check raises where it cannot say.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import flax_layoutmap as flm
+from multiprocess import launch
+
+launch.join()
+MESH = flm.DeviceMesh("data=2,model=4")
+EXPLICIT = flm.DeviceMesh("data=2,model=4", axis_types="explicit")
+OTHER = flm.DeviceMesh("data=4,model=2")
+REVERSED = flm.DeviceMesh((2, 4), ("data", "model"), devices=jax.devices()[::-1])
+HOST = np.arange(64, dtype=np.float32).reshape(8, 8)
+
+
+def holds(array: Any, host: np.ndarray, layout: flm.TensorLayout) -> bool:
+    """Whether an array has a layout, and each shard here the right part of `host`."""
+    sharding = layout.sharding(array.ndim)
+    where = sharding.addressable_devices_indices_map(array.shape)
+    shards = {shard.device: shard for shard in array.addressable_shards}
+    return (
+        array.sharding == sharding
+        and not array.is_fully_addressable
+        and array.dtype == host.dtype
+        and set(shards) == set(where)
+        and all(
+            np.array_equal(np.asarray(shards[device].data), host[index])
+            for device, index in where.items()
+        )
+    )
+
+
+def key_holds(array: Any, keys: jax.Array, layout: flm.TensorLayout) -> bool:
+    """The same for typed keys."""
+    data = jax.random.key_data(array)
+    host = np.asarray(jax.random.key_data(keys))
+    of_data = flm.TensorLayout((*layout.spec(keys.ndim), ...), layout.device_mesh)
+    return (
+        array.sharding == layout.sharding(keys.ndim)
+        and array.dtype == keys.dtype
+        and jax.random.key_impl(array) == jax.random.key_impl(keys)
+        and holds(data, host, of_data)
+    )
+
+
+def distributed() -> dict[str, bool]:
+    """`distribute_tensor` of host values, and of its results, on all kinds of mesh."""
+    checks = {}
+    for name, mesh in {"auto": MESH, "explicit": EXPLICIT, "turned": REVERSED}.items():
+        layout = flm.TensorLayout(("data", "model"), mesh)
+        array = flm.distribute_tensor(HOST, layout)
+        checks[f"host to {name}"] = holds(array, HOST, layout)
+        checks[f"{name} stays"] = flm.distribute_tensor(array, layout) is array
+        for other in (MESH, OTHER, REVERSED):
+            target = flm.TensorLayout((None, ("model", "data")), other)
+            moved = flm.distribute_tensor(array, target)
+            line = [device.id for device in other.devices.flat]
+            checks[f"{name} to {other} {line}"] = holds(moved, HOST, target)
+    rows = flm.TensorLayout(("data", ...), MESH)
+    tree = {"a": jnp.asarray(HOST), "b": None, "c": HOST.astype(jnp.bfloat16)}
+    placed = flm.distribute_tensor(tree, rows)
+    checks["tree: an array of this process"] = holds(placed["a"], HOST, rows)
+    checks["tree: None"] = placed["b"] is None
+    checks["tree: bfloat16"] = holds(placed["c"], tree["c"], rows)
+    number = flm.distribute_tensor(3, flm.TensorLayout(None, MESH))
+    checks["a Python number"] = int(number) == 3 and not number.is_fully_addressable
+    return checks
+
+
+def keys() -> dict[str, bool]:
+    """Typed PRNG keys, one and many, from the host and from mesh to mesh."""
+    one, many = jax.random.key(7), jax.random.split(jax.random.key(7, impl="rbg"), 8)
+    everywhere = flm.TensorLayout(None, MESH)
+    rows = flm.TensorLayout(("data",), MESH)
+    turned = flm.TensorLayout(("model",), REVERSED)
+    placed = flm.distribute_tensor(many, rows)
+    return {
+        "one key": key_holds(flm.distribute_tensor(one, everywhere), one, everywhere),
+        "many keys": key_holds(placed, many, rows),
+        "keys moved": key_holds(flm.distribute_tensor(placed, turned), many, turned),
+        "on explicit axes": key_holds(
+            flm.distribute_tensor(many, flm.TensorLayout(("data",), EXPLICIT)),
+            many,
+            flm.TensorLayout(("data",), EXPLICIT),
+        ),
+        "the draws": np.array_equal(
+            jax.random.normal(jax.random.key(7), (4,)),
+            jax.jit(lambda key: jax.random.normal(key, (4,)))(
+                flm.distribute_tensor(one, everywhere)
+            ),
+        ),
+    }
+
+
+def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    """Rules for linear layers."""
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernel"] = ("data", "model")
+    layout_map["bias"] = ("model",)
+    return layout_map
+
+
+class Noisy(nnx.Module):
+    """A linear layer with dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def random_state(self) -> jax.Array:
+        """The key of the dropout."""
+        assert self.dropout.rngs is not None
+        return self.dropout.rngs.key[...]
+
+
+def placed() -> dict[str, bool]:
+    """`place` of a tree and of a module that was made eagerly, and again elsewhere."""
+    layout_map = rules(MESH)
+    kernel, bias = layout_map["kernel"], layout_map["bias"]
+    assert kernel is not None and bias is not None
+    tree = {"kernel": HOST, "bias": HOST[0], "key": jax.random.key(3), "step": 3}
+    there = layout_map.place(tree)
+    everywhere = flm.TensorLayout(None, MESH)
+    model = Noisy(nnx.Rngs(0))
+    values = np.asarray(model.linear.kernel[...])
+    layout_map.place(model)
+    at_first = holds(model.linear.kernel[...], values, kernel)
+    rules(REVERSED).place(model)
+    elsewhere = flm.TensorLayout(("data", "model"), REVERSED)
+    return {
+        "kernel": holds(there["kernel"], HOST, kernel),
+        "bias": holds(there["bias"], HOST[0], bias),
+        "key": key_holds(there["key"], tree["key"], everywhere),
+        "step": int(there["step"]) == 3
+        and there["step"].sharding.mesh == MESH.jax_mesh,
+        "module": at_first,
+        "module, again": holds(model.linear.kernel[...], values, elsewhere),
+        "random state": key_holds(
+            model.random_state(),
+            Noisy(nnx.Rngs(0)).random_state(),
+            flm.TensorLayout(None, REVERSED),
+        ),
+    }
+
+
+def created() -> dict[str, bool]:
+    """`create` with an `nnx.Rngs` as its argument, inside and outside of contexts."""
+    rngs, eager = nnx.Rngs(0), nnx.Rngs(0)
+    checks = {}
+    for number, mesh in enumerate((MESH, EXPLICIT)):
+        model = flm.create(Noisy, rules(mesh), rngs)
+        expected = np.asarray(Noisy(eager).linear.kernel[...])
+        kernel = model.linear.kernel[...]
+        close = all(
+            np.allclose(np.asarray(shard.data), expected[shard.index], atol=1e-6)
+            for shard in kernel.addressable_shards
+        )
+        wanted = flm.TensorLayout(("data", "model"), mesh).sharding()
+        checks[f"call {number}"] = close and kernel.sharding == wanted
+    assert isinstance(EXPLICIT.jax_mesh, jax.sharding.Mesh)
+    with jax.set_mesh(EXPLICIT.jax_mesh):
+        flm.create(Noisy, rules(EXPLICIT), nnx.Rngs(0))
+    return checks
+
+
+def alone() -> dict[str, bool]:
+    """What one process may do while the others do something else."""
+    process = jax.process_index()
+    width = 4 + 4 * process
+    own = flm.DeviceMesh("data=2,model=2", devices=jax.local_devices())
+    mine = flm.create(lambda: nnx.Linear(width, 8, rngs=nnx.Rngs(0)), rules(own))
+    other = rules(own).place({"kernel": HOST + process, "bias": HOST[0]})
+    model = flm.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), rules(MESH))
+    step = flm.jit(lambda model, x: model(x).sum(), layout_map=rules(MESH))
+    text = ""
+    if process == 0:
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        text = step.lower(model, x).compile().as_text()
+    return {
+        "own model": mine.kernel.shape == (width, 8),
+        "own values": np.array_equal(other["kernel"], HOST + process),
+        "lowered by process 0 only": ("all-reduce" in text) == (process == 0),
+        "then called by all": bool(np.isfinite(step(model, HOST))),
+    }
+
+
+def refused() -> dict[str, bool]:
+    """What cannot be moved says so."""
+    array = flm.distribute_tensor(HOST, flm.TensorLayout(("data", "model"), MESH))
+    own = flm.DeviceMesh("data=4", devices=jax.local_devices())
+    try:
+        flm.distribute_tensor(array, flm.TensorLayout(("data", None), own))
+    except flm.MeshError as error:
+        return {"to the devices of one process": "other processes" in str(error)}
+    return {"to the devices of one process": False}
+
+
+if __name__ == "__main__":
+    groups = {
+        f.__name__: f() for f in (distributed, keys, placed, created, alone, refused)
+    }
+    launch.answer(groups)

@@ -1,0 +1,176 @@
+"""The whole line: rules → model → training → checkpoint → another mesh → training.
+
+Run by `launch.run`, and imported by the test, which does the same in one process.
+"""
+
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import flax_layoutmap as flm
+from multiprocess import launch
+
+VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 32, 16, 4, 8, 8
+OPTIMIZER = optax.adamw(1e-2)
+FIRST, OTHER = "data=2,model=4", "data=4,model=2"
+
+
+class Block(nnx.Module):
+    """Attention and a gated MLP, with dropout, so that random state is on the line."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, use_bias=False, rngs=rngs
+        )
+        self.gate = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        x = x + self.attention(x)
+        hidden = flm.distribute_tensor(nnx.silu(self.gate(x)) * self.up(x), "hidden")
+        x = x + self.dropout(self.down(hidden))
+        return self.embed.attend(x)
+
+
+def rules(mesh: str) -> flm.LayoutMap:
+    """The rules on a mesh over the devices of all processes."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh(mesh), strict=True)
+    layout_map["embed/embedding"] = ("model", None)
+    layout_map["(gate|up)/kernel"] = (None, "model")
+    layout_map["down/kernel"] = ("model", None)
+    layout_map["attention/(query|key|value)/kernel"] = ("data", "model", None)
+    layout_map["attention/out/kernel"] = ("model", None, "data")
+    layout_map.names["hidden"] = ("data", None, "model")
+    return layout_map
+
+
+def make() -> Block:
+    """The model, the same in every process."""
+    return Block(nnx.Rngs(0))
+
+
+def batch(step: int) -> np.ndarray:
+    """The whole batch of a step, on the host: (examples, tokens)."""
+    return np.random.default_rng(step).integers(VOCABULARY, size=(BATCH, LENGTH + 1))
+
+
+def make_step(layout_map: flm.LayoutMap) -> Any:
+    """One jitted training step, which returns the loss."""
+
+    @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))
+    def train_step(
+        model: Block, optimizer: nnx.Optimizer[Any], tokens: jax.Array
+    ) -> jax.Array:
+        def loss_of(model: Block) -> jax.Array:
+            logits = model(tokens[:, :-1])
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                logits, tokens[:, 1:]
+            )
+            return losses.mean()
+
+        loss, gradients = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    return train_step
+
+
+def train(layout_map: flm.LayoutMap, state: dict[str, Any], steps: int) -> list[float]:
+    """Trains from `state["step"]` on; returns the losses."""
+    train_step = make_step(layout_map)
+    first = int(state["step"])
+    losses = [
+        float(train_step(state["model"], state["optimizer"], batch(step)))
+        for step in range(first, first + steps)
+    ]
+    state["step"] = first + steps
+    return losses
+
+
+def begin(layout_map: flm.LayoutMap) -> dict[str, Any]:
+    """Model and optimizer, sharded from birth, at step 0."""
+    model = flm.create(make, layout_map)
+    optimizer = flm.create_optimizer(model, OPTIMIZER)
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def blank() -> dict[str, Any]:
+    """The same without any array, as the target of a restore."""
+    model = nnx.eval_shape(make)
+    optimizer = nnx.eval_shape(
+        lambda model: nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param), model
+    )
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def shards(state: dict[str, Any], layout_map: flm.LayoutMap) -> dict[str, list[Any]]:
+    """Path → [place on the mesh, part of the array, checksum] of each shard here."""
+    mesh = layout_map.device_mesh
+    assert mesh is not None
+    line = [device.id for device in mesh.devices.flat]
+    found = {}
+    for name in ("model", "optimizer"):
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.state(state[name]))
+        for key_path, leaf in leaves:
+            path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            found[f"{name}/{path}"] = [
+                [line.index(s.device.id), _part(s, leaf.shape), _checksum(s)]
+                for s in leaf.addressable_shards
+            ]
+    return found
+
+
+def _part(shard: Any, shape: tuple[int, ...]) -> list[list[int]]:
+    pairs = zip(shard.index, shape, strict=True)
+    return [list(cut.indices(size)[:2]) for cut, size in pairs]
+
+
+def _checksum(shard: Any) -> int:
+    return zlib.crc32(np.asarray(shard.data).tobytes())
+
+
+def main(folder: str) -> None:
+    """All of it; every process answers with the losses and the shards that it has."""
+    process = launch.join()
+    first = rules(FIRST)
+    if process == 0:
+        print(first.resolve(make).report())
+    state = begin(first)
+    born = shards(state, first)
+    before = train(first, state, 3)
+    path = Path(folder, "checkpoint")
+    flm.checkpoint.save(path, state, layout_map=first)
+    saved = shards(state, first)
+    uninterrupted = train(first, state, 3)
+
+    other = rules(OTHER)
+    restored = flm.checkpoint.restore(path, blank(), layout_map=other)
+    moved = shards(restored, other)
+    resumed = train(other, restored, 3)
+    launch.answer(
+        {
+            "before": before,
+            "uninterrupted": uninterrupted,
+            "resumed": resumed,
+            "born": born,
+            "saved": saved,
+            "moved": moved,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

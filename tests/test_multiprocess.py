@@ -1,0 +1,213 @@
+"""Real processes over loopback: the whole line, values, and disagreements.
+
+The programs are in the folder `multiprocess`; each test starts one of them once, as a
+start costs more than most of what is tested.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from multiprocess import launch, whole_line
+
+import flax_layoutmap as flm
+from flax_layoutmap import _processes
+
+pytestmark = pytest.mark.multiprocess
+
+
+def both(answers: list[Any]) -> dict[str, list[Any]]:
+    """Path → shards of all processes, in the order of the mesh."""
+    paths = answers[0].keys()
+    return {path: sorted(sum((one[path] for one in answers), [])) for path in paths}
+
+
+@pytest.mark.slow
+def test_the_whole_line_under_two_processes(tmp_path: Path) -> None:
+    ended = launch.run("whole_line", str(tmp_path), processes=2, devices=4)
+    answers = [one.answer for one in ended]
+    for name in ("before", "uninterrupted", "resumed"):
+        assert answers[0][name] == answers[1][name], name
+    got = answers[0]
+    # Another mesh shape sums in another order.
+    np.testing.assert_allclose(got["resumed"], got["uninterrupted"], rtol=1e-5)
+    assert "embed/embedding" in ended[0].out
+    assert "embed/embedding" not in ended[1].out
+
+    # The same in this one process of eight devices: the same shards, bit for bit.
+    first, other = (
+        whole_line.rules(whole_line.FIRST),
+        whole_line.rules(whole_line.OTHER),
+    )
+    state = whole_line.begin(first)
+    born = both([one["born"] for one in answers])
+    assert len(born) > 20 and all(len(shards) == 8 for shards in born.values())
+    assert born == both([whole_line.shards(state, first)])
+    before = whole_line.train(first, state, 3)
+    np.testing.assert_allclose(got["before"], before, rtol=1e-5)
+
+    # And what two processes saved, restored by one, into objects that exist.
+    for layout_map, name in ((first, "saved"), (other, "moved")):
+        path = tmp_path / "checkpoint"
+        state = flm.checkpoint.restore(path, state, layout_map=layout_map)
+        assert int(state["step"]) == 3
+        expected = both([one[name] for one in answers])
+        assert both([whole_line.shards(state, layout_map)]) == expected
+    alone = whole_line.train(other, state, 3)
+    np.testing.assert_allclose(alone, got["uninterrupted"], rtol=1e-5)
+
+
+def test_host_values_become_global_arrays() -> None:
+    ended = launch.run("values", processes=2, devices=4)
+    for process, one in enumerate(ended):
+        wrong = [
+            f"{group}: {check}"
+            for group, checks in one.answer.items()
+            for check, holds in checks.items()
+            if not holds
+        ]
+        assert not wrong, f"process {process}\n{one}"
+    assert sum(len(checks) for checks in ended[0].answer.values()) == 38
+
+
+DISAGREEMENTS = {
+    "another_rule": ("creating the model", "process 1 differs in its rules, table"),
+    "another_mesh_shape": (
+        "creating the model",
+        "process 1 differs in its mesh (DeviceMesh('data=4,model=2') instead of "
+        "DeviceMesh('data=2,model=4'))",
+    ),
+    "another_device_order": (
+        "creating the model",
+        "process 1 differs in its mesh (other devices, or another order of them, in "
+        "DeviceMesh('data=2,model=4'))",
+    ),
+    "another_width": ("creating the model", "process 1 differs in its table"),
+    "another_optimizer": ("creating the optimizer", "process 1 differs in its table"),
+    "another_rule_in_jit": (
+        "the first call of step",
+        "process 1 differs in its rules",
+    ),
+    "another_batch_shape": (
+        "the first call of step",
+        "process 1 differs in its batch shapes, batch values",
+    ),
+    "another_batch": (
+        "the first call of step",
+        "process 1 differs in its batch values",
+    ),
+    "other_values": ("moving a tree", "process 1 differs in its values"),
+}
+
+
+def test_a_process_that_differs_is_named_and_nothing_hangs() -> None:
+    ended = launch.run("disagree", processes=2, devices=4, timeout=90, check=False)
+    first, second = (one.answer for one in ended)
+    assert first and second, "\n".join(map(str, ended))
+    for case, (what, difference) in DISAGREEMENTS.items():
+        message = (
+            f"the processes disagree before {what}: {difference}. Build mesh, rules, "
+            "model and global batch from the same values in every process"
+        )
+        assert first.pop(case) == second.pop(case) == ["ProcessError", message], case
+
+    # A process that fails has its own error, and the other one is told of it.
+    for case, kind, text in (
+        ("a_width_that_does_not_divide", "ResolveError", "dim 1 of size 9 does not"),
+        ("a_constructor_that_raises", "FileNotFoundError", "no vocabulary here"),
+    ):
+        told, own = first.pop(case), second.pop(case)
+        assert own[0] == kind and text in own[1]
+        assert told[0] == "ProcessError"
+        assert f"process 1 failed: {kind}: " in told[1] and text in told[1]
+
+    for told, what in (
+        (first.pop("another_point"), "creating the model"),
+        (second.pop("another_point"), "creating the optimizer"),
+    ):
+        assert told[0] == "ProcessError"
+        assert f"before {what}: process 1 is at creating the optimizer, not " in told[1]
+
+    assert first.pop("one_comes_late") == [
+        "fine",
+        "process 0 has waited 1 s before creating the model and goes on waiting: the "
+        "processes [0, 1] of the mesh must all come here, and at least one has not",
+    ]
+    assert second.pop("one_comes_late") == ["fine", ""]
+    assert first == second == {"all_the_same": ["fine", ""]}
+
+    # At the end process 1 fails where process 0 does not come: its own error, no hang.
+    assert ended[0].code == 0
+    assert ended[1].code != 0
+    assert "flax_layoutmap.ResolveError: 1 leaf does not fit" in ended[1].err
+
+
+def word(what: str = "creating the model", **parts: str) -> dict[str, Any]:
+    """What a process says."""
+    return {"what": what, "mesh": ["data=4", "a1"], "parts": parts, "error": ""}
+
+
+def test_most_processes_are_right() -> None:
+    usual, odd = word(rules="1", table="2"), word(rules="3", table="2")
+    assert _processes.differences({at: usual for at in range(4)}) == []
+    found = _processes.differences({0: odd, 1: usual, 2: usual, 3: usual})
+    assert found == ["process 0 differs in its rules"]
+    # Of two, the first one is taken to be right.
+    assert _processes.differences({0: odd, 1: usual}) == [
+        "process 1 differs in its rules"
+    ]
+    assert _processes.differences({0: usual, 1: word(rules="1")}) == [
+        "process 1 differs in its table"
+    ]
+
+
+def test_a_failure_is_told_before_differences() -> None:
+    failed = {**word(), "error": "KeyError: 'x'"}
+    assert _processes.differences({0: failed, 1: word(rules="1")}) == [
+        "process 0 failed: KeyError: 'x'"
+    ]
+    assert _processes.differences({0: failed}) == ["process 0 failed: KeyError: 'x'"]
+
+
+def test_one_process_compares_nothing(mesh: flm.DeviceMesh) -> None:
+    asked = []
+    with _processes.Agreement("creating the model", mesh) as agreement:
+        agreement.add(lambda: asked.append(1) or {})
+    assert not asked
+
+
+def test_the_digest_sees_shapes_dtypes_and_values() -> None:
+    ones = np.ones((2, 3), np.float32)
+    values = [
+        [ones],
+        [ones.T],
+        [ones.view(np.int32)],
+        [ones * 2],
+        [np.ones((2, 3))],
+        [],
+        [ones, ones],
+        [3],
+        [3.0],
+        [np.zeros((0, 2))],
+    ]
+    digests = [_processes.digest_of_values(leaves) for leaves in values]
+    assert len(set(digests)) == len(values)
+    assert _processes.digest_of_values([np.ones((3, 2), np.float32).T]) == digests[0]
+
+
+def test_the_launcher_kills_what_does_not_end() -> None:
+    with pytest.raises(launch.LaunchError, match=r"killed after 1 s: processes \[1\]"):
+        launch.run("badly", "hangs", processes=2, devices=1, timeout=1)
+
+
+def test_the_launcher_tells_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    with pytest.raises(
+        launch.LaunchError, match=r"killed after \d s: .*\[0\]"
+    ) as caught:
+        launch.run("badly", "dies", processes=2, devices=1, timeout=60)
+    waited, failed = caught.value.ended
+    assert waited.code < 0 and waited.out == "process 0 was here\n"
+    assert failed.code == 1 and failed.err == "it could not be done\n"
+    assert "process 1 was here" in str(caught.value)
