@@ -295,7 +295,8 @@ class _Walk:
         """Whether a child is the state of an `nnx.Optimizer` (or a TrainState's)."""
         children = tree.raw_mapping if isinstance(tree, nnx.State) else tree
         return any(
-            self.kind(child) in (_DICT, _MAPPING) and "opt_state" in child
+            self.kind(child) in (_DICT, _MAPPING)
+            and ("opt_state" in child or isinstance(child.get("step"), OptState))
             for child in children.values()
         )
 

@@ -1,0 +1,443 @@
+"""Paths: one canonical string for each leaf of any tree, and its sections."""
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import FrozenDict, freeze
+from flax.training.train_state import TrainState
+
+import flax_layoutmap as flm
+from flax_layoutmap._paths import (
+    Roots,
+    escape,
+    flatten,
+    is_optax_state,
+    is_train_state,
+    join_keys,
+    parameter_keys,
+    plain_tree,
+    unescape,
+)
+
+X = np.zeros((2, 3), np.float32)
+
+
+def paths(tree: Any) -> list[str]:
+    return list(flatten(tree).full_paths())
+
+
+def sections(tree: Any) -> list[tuple[str, str, list[str]]]:
+    flat = flatten(tree)
+    return [(s.prefix, s.role, flat.paths[s.start : s.stop]) for s in flat.sections]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=rngs)
+        self.value = nnx.Param(jnp.ones(3))  # a user's attribute of that name
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(5, 3, rngs=rngs)
+        self.layers = nnx.List([Block(rngs), Block(rngs)])
+        self.head = self.embed  # tied
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+MODEL_PATHS = [
+    "dropout/rngs/count",
+    "dropout/rngs/key",
+    "embed/embedding",
+    "layers/0/linear/bias",
+    "layers/0/linear/kernel",
+    "layers/0/value",
+    "layers/1/linear/bias",
+    "layers/1/linear/kernel",
+    "layers/1/value",
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(nnx.Rngs(0))
+
+
+# ---------------------------------------------------- one string for one leaf
+
+
+def test_a_module_its_state_and_its_pure_dict(model: Model) -> None:
+    state = nnx.state(model)
+    assert paths(model) == MODEL_PATHS
+    assert paths(state) == MODEL_PATHS
+    assert paths(nnx.to_pure_dict(state)) == MODEL_PATHS
+    assert paths(nnx.eval_shape(lambda: Model(nnx.Rngs(0)))) == MODEL_PATHS
+
+
+def test_tied_variables_appear_once(model: Model) -> None:
+    assert model.head.embedding is model.embed.embedding
+    assert "head/embedding" not in paths(model)
+    assert len(flatten(model).leaves) == len(jax.tree.leaves(nnx.state(model)))
+
+
+def test_a_box_key_never_appears_and_a_users_value_stays(model: Model) -> None:
+    assert all(not path.endswith("kernel/value") for path in paths(model))
+    assert "layers/0/value" in paths(model)
+    assert paths({"value": {"value": X}}) == ["value/value"]
+
+
+def test_linen_boxed_and_unboxed() -> None:
+    class Net(nn.Module):
+        boxed: bool
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            init: Any = nn.initializers.lecun_normal()
+            if self.boxed:
+                init = nn.with_partitioning(init, ("data", "model"))
+            x = nn.Dense(4, kernel_init=init)(x)
+            return nn.BatchNorm(use_running_average=True)(x)
+
+    boxed = jax.eval_shape(Net(True).init, jax.random.key(0), X)
+    plain = jax.eval_shape(Net(False).init, jax.random.key(0), X)
+    expected = [
+        "batch_stats/BatchNorm_0/mean",
+        "batch_stats/BatchNorm_0/var",
+        "params/BatchNorm_0/bias",
+        "params/BatchNorm_0/scale",
+        "params/Dense_0/bias",
+        "params/Dense_0/kernel",
+    ]
+    assert paths(boxed) == paths(plain) == paths(freeze(plain)) == expected
+    assert sections(boxed) == sections(plain)
+    assert sections(plain)[1] == (
+        "params/",
+        "parameter",
+        [path.removeprefix("params/") for path in expected[2:]],
+    )
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@flax.struct.dataclass
+class Record:
+    weight: Any
+    note: str = flax.struct.field(pytree_node=False, default="x")
+
+
+@jax.tree_util.register_pytree_node_class
+class Legacy:
+    def __init__(self, parts: Any) -> None:
+        self.parts = parts
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return self.parts, None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, parts: Any) -> "Legacy":
+        return cls(parts)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"b": X, "a": X}, ["a", "b"]),
+        (collections.OrderedDict([("b", X), ("a", X)]), ["b", "a"]),
+        (collections.defaultdict(None, {"b": X, "a": X}), ["a", "b"]),
+        (FrozenDict({"a": {"b": X}}), ["a/b"]),
+        ({"a": [X, (X, {"c": X})]}, ["a/0", "a/1/0", "a/1/1/c"]),
+        ({"a": Pair(X, X)}, ["a/first", "a/second"]),
+        ({"a": Record(X)}, ["a/weight"]),
+        ({"a": Legacy((X, {"z": X}))}, ["a/0", "a/1/z"]),
+        ({"a": None, "b": {}, "c": [], "d": X}, ["d"]),
+        ({10: X, 9: X}, ["9", "10"]),
+        ({"a": {"": X}}, ["a/"]),
+        ({(1, 2): X}, ["(1, 2)"]),
+        (X, [""]),
+        ({}, []),
+        (None, []),
+        ({"step": 3, "name": "run", "scale": 2.5}, ["name", "scale", "step"]),
+        (nnx.State({"a": nnx.Param(X), "b": X}), ["a", "b"]),
+        (nnx.Param(X), [""]),
+        ({"w": nnx.Param(X)}, ["w"]),
+    ],
+)
+def test_containers(tree: Any, expected: list[str]) -> None:
+    flat = flatten(tree)
+    assert list(flat.full_paths()) == expected
+    assert len(flat.leaves) == len(expected)
+    assert all(
+        mine is theirs
+        for mine, theirs in zip(
+            flat.leaves, jax.tree.leaves(plain_tree(tree)), strict=True
+        )
+    )
+
+
+def test_a_variable_that_holds_a_dict() -> None:
+    class Holder(nnx.Module):
+        def __init__(self) -> None:
+            self.cache = nnx.Cache({"key": X, "value": X, "more": [X, X]})
+
+    expected = ["cache/key", "cache/more/0", "cache/more/1", "cache/value"]
+    assert paths(Holder()) == expected
+    assert paths(nnx.state(Holder())) == expected
+    assert paths(nnx.to_pure_dict(nnx.state(Holder()))) == expected
+
+
+def test_paths_agree_with_those_of_jax_for_plain_trees() -> None:
+    tree = {"a": [X, {"b": Pair(X, X)}], "c": Record(X)}
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    assert paths(tree) == [join_keys(path) for path in keys]
+
+
+def test_lists_of_more_than_ten_keep_their_order() -> None:
+    class Deep(nnx.Module):
+        def __init__(self) -> None:
+            self.layers = nnx.List([nnx.Param(jnp.ones(1)) for _ in range(12)])
+
+    assert paths(Deep()) == [f"layers/{number}" for number in range(12)]
+    assert flatten(Deep()).leaves == jax.tree.leaves(nnx.state(Deep()))
+
+
+# ------------------------------------------------------------ escaped, unique
+
+
+def test_a_slash_in_a_key_is_escaped() -> None:
+    tree = {"a/b": X, "a": {"b": X}, "a%2Fb": X}
+    assert sorted(paths(tree)) == ["a%252Fb", "a%2Fb", "a/b"]
+    for key in ("a/b", "a%2Fb", "%", "/", "%25", "plain"):
+        assert unescape(escape(key)) == key
+        assert "/" not in escape(key)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"x": {0: X, "0": X}},
+        nnx.State({"x": {0: nnx.Param(X), "a": nnx.Param(X)}}),
+        FrozenDict({"x": {0: X, "b": X}}),
+    ],
+)
+def test_int_and_string_siblings_are_refused(tree: Any) -> None:
+    with pytest.raises(flm.StructureError) as caught:
+        flatten(tree)
+    assert str(caught.value).startswith(
+        "x has keys of types that cannot be sorted together (int, str:"
+    )
+
+
+def test_keys_that_read_the_same_are_refused() -> None:
+    class Text:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def __str__(self) -> str:
+            return self.text
+
+    tree = {"x": collections.OrderedDict([(0, X), ("0", X)])}
+    with pytest.raises(flm.StructureError) as caught:
+        flatten(tree)
+    assert str(caught.value) == (
+        "two different keys both have the path 'x/0' (an int and a string, say): "
+        "rename one, so that rules can tell them apart"
+    )
+    with pytest.raises(flm.StructureError, match="both have the path 'a'"):
+        flatten(collections.OrderedDict([(Text("a"), X), ("a", X)]))
+
+
+def test_a_node_that_jax_cannot_flatten_is_named() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class Broken:
+        def tree_flatten(self) -> Any:
+            raise ValueError("no children today")
+
+        @classmethod
+        def tree_unflatten(cls, aux: Any, parts: Any) -> "Broken":
+            return cls()
+
+    with pytest.raises(flm.StructureError) as caught:
+        flatten({"a": {"b": Broken()}})
+    assert str(caught.value) == "a/b cannot be flattened: no children today"
+
+
+# --------------------------------------------------------------- NNX objects
+
+
+def test_objects_inside_of_trees(model: Model) -> None:
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    tree = {"model": model, "optimizer": optimizer, "step": 3}
+    found = sections(tree)
+    assert [(prefix, role) for prefix, role, _ in found] == [
+        ("model/", "parameter"),
+        ("optimizer/", "optimizer"),
+        ("", "parameter"),
+    ]
+    assert found[0][2] == MODEL_PATHS
+    assert "opt_state/0/mu/layers/0/linear/kernel" in found[1][2]
+    assert "step" in found[1][2] and found[2][2] == ["step"]
+    assert flatten(tree).has_objects and not flatten({"a": X}).has_objects
+    assert paths(tree)[-1] == "step"
+    assert "optimizer/opt_state/0/mu/embed/embedding" in paths(tree)
+
+
+def test_leaf_order_is_that_of_the_plain_tree(model: Model) -> None:
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    for tree in [
+        model,
+        optimizer,
+        {"a": model, "b": [optimizer, X]},
+        nnx.state((model, optimizer)),
+        (model, X),
+    ]:
+        leaves = jax.tree.leaves(plain_tree(tree))
+        mine = flatten(tree).leaves
+        assert len(leaves) == len(mine)
+        assert all(a is b for a, b in zip(leaves, mine, strict=True))
+
+
+def test_state_of_a_model_and_its_optimizer(model: Model) -> None:
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    for tree in [
+        nnx.state((model, optimizer)),
+        nnx.to_pure_dict(nnx.state((model, optimizer))),
+    ]:
+        found = sections(tree)
+        assert found[0] == ("0/", "parameter", MODEL_PATHS)
+        assert found[1][:2] == ("1/opt_state/", "optimizer")
+        assert "0/mu/layers/0/linear/kernel" in found[1][2]
+    state = nnx.state({"model": model, "optimizer": optimizer})
+    live = {"model": model, "optimizer": optimizer}
+    assert paths(state) == paths(live)
+    assert sections(state)[0] == sections(live)[0]
+
+
+def test_state_of_an_optimizer_alone(model: Model) -> None:
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    assert paths(optimizer) == paths(nnx.state(optimizer))
+    assert {role for _, role, _ in sections(nnx.state(optimizer))} == {"optimizer"}
+
+
+def test_random_state_is_fixed(model: Model) -> None:
+    flat = flatten(model)
+    assert [flat.paths[at] for at in sorted(flat.fixed)] == MODEL_PATHS[:2]
+
+
+def test_annotations_are_found() -> None:
+    class Annotated(nnx.Module):
+        def __init__(self) -> None:
+            self.a = nnx.Param(X)
+            with nnx.use_eager_sharding(False):
+                self.b = nnx.Param(X, out_sharding=("data", None))
+            self.c = nnx.Param(X, layout=flm.TensorLayout(("data", None)))
+
+    flat = flatten(Annotated())
+    assert [flat.paths[at] for at in flat.annotations] == ["b", "c"]
+    boxes = {"w": nn.Partitioned(X, names=("data", None)), "x": X}  # type: ignore[arg-type]
+    assert list(flatten(boxes).annotations) == [0]
+
+
+# ------------------------------------------------------------------ sections
+
+
+def test_train_states() -> None:
+    params = {"dense": {"kernel": X}}
+    linen = TrainState.create(
+        apply_fn=lambda *_: None, params=params, tx=optax.adam(1e-3)
+    )
+    assert is_train_state(linen)
+    assert paths(linen) == [
+        "step",
+        "params/dense/kernel",
+        "opt_state/0/count",
+        "opt_state/0/mu/dense/kernel",
+        "opt_state/0/nu/dense/kernel",
+    ]
+    assert [(prefix, role) for prefix, role, _ in sections(linen)] == [
+        ("", "parameter"),
+        ("params/", "parameter"),
+        ("opt_state/", "optimizer"),
+    ]
+    inside = {"state": linen, "epoch": 1}
+    assert "state/opt_state/0/mu/dense/kernel" in paths(inside)
+    assert [prefix for prefix, _, _ in sections(inside)] == [
+        "",
+        "state/",
+        "state/params/",
+        "state/opt_state/",
+    ]
+
+
+def test_parameters_that_are_one_array() -> None:
+    state = TrainState.create(apply_fn=lambda *_: None, params=X, tx=optax.adam(1e-3))
+    assert "params" in paths(state) and "opt_state/0/mu" in paths(state)
+    assert paths({"params": X}) == ["params"]
+
+
+def test_optax_states() -> None:
+    tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    state = tx.init({"w": X})
+    assert (
+        is_optax_state(state) and not is_optax_state((X, X)) and not is_optax_state([])
+    )
+    assert paths(state) == ["1/0/count", "1/0/mu/w", "1/0/nu/w"]
+    assert sections(state)[0][1] == "optimizer"
+    assert sections({"params": {"w": X}, "opt_state": state}) == [
+        ("opt_state/", "optimizer", paths(state)),
+        ("params/", "parameter", ["w"]),
+    ]
+    assert sections(({"w": X}, state)) == [
+        ("", "parameter", ["0/w"]),
+        ("1/", "optimizer", paths(state)),
+    ]
+
+
+def test_roots_are_trees_of_their_own(model: Model) -> None:
+    optimizer = nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
+    tree = Roots({"optimizer": optimizer, "model": model, "opt_state": {"a": X}})
+    assert [(prefix, role) for prefix, role, _ in sections(tree)] == [
+        ("optimizer/", "optimizer"),
+        ("model/", "parameter"),
+        ("opt_state/", "optimizer"),
+    ]
+    assert len(jax.tree.leaves(plain_tree(tree))) == len(paths(tree))
+
+
+def test_keys_of_parameters_are_unique() -> None:
+    tree = Roots({"one": {"w": X, "b": X}, "two": {"w": X}, "opt_state": {"w": X}})
+    assert parameter_keys(flatten(tree)) == {0: "b", 1: "w", 2: "two/w"}
+
+
+def test_a_module_attribute_called_params_is_no_linen_collection() -> None:
+    class Odd(nnx.Module):
+        def __init__(self) -> None:
+            self.params = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+
+    assert sections(Odd()) == [
+        ("", "parameter", ["params/bias", "params/kernel"]),
+    ]
+    for tx in (optax.sgd(1.0), optax.adam(1.0)):
+        both = nnx.state((Odd(), nnx.Optimizer(Odd(), tx, wrt=nnx.Param)))
+        assert sections(both)[0][2] == ["params/bias", "params/kernel"]
+
+
+def test_dataclasses_of_jax() -> None:
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Config:
+        weight: Any
+        size: int = dataclasses.field(metadata={"static": True}, default=2)
+
+    assert paths({"config": Config(X)}) == ["config/weight"]
