@@ -1,0 +1,600 @@
+"""Optimizer state follows parameters, dim by dim: one table of optimizers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import flax_layoutmap as flm
+from flax_layoutmap._optimizer_state import origins, owner_of, tagged_dims
+
+Axes = tuple[Any, ...]
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "square": (8, 8),
+    "mlp/up/kernel": (8, 16),
+    "mlp/down/kernel": (16, 8),
+    "mlp/up/bias": (16,),
+    "blocks/kernel": (2, 8, 8),
+}
+# Two kernels of one size with different layouts, so that shapes alone cannot tell.
+AXES: dict[str, Axes] = {
+    "square": ("data", "model"),
+    "mlp/up/kernel": (None, "model"),
+    "mlp/down/kernel": ("model", "data"),
+    "mlp/up/bias": ("model",),
+    "blocks/kernel": (None, "model", "data"),
+}
+MLP = [name for name in AXES if name.startswith("mlp")]
+MATRICES = [name for name in AXES if len(AXES[name]) > 1]
+
+
+def same(prefix: str, names: Any = AXES) -> dict[str, Axes]:
+    """State leaves that have the shape and the layout of their parameter."""
+    return {f"{prefix}/{name}": AXES[name] for name in names}
+
+
+def picked(prefix: str, dims: dict[str, tuple[int, ...]]) -> dict[str, Axes]:
+    """State leaves made of some dims of their parameter."""
+    return {
+        f"{prefix}/{name}": tuple(AXES[name][dim] for dim in own)
+        for name, own in dims.items()
+    }
+
+
+def is_mlp(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "mlp" in jax.tree_util.keystr(path), params
+    )
+
+
+def by_part(params: Any) -> Any:
+    return jax.tree.map(lambda inside: "mlp" if inside else "rest", is_mlp(params))
+
+
+# Name → the optimizer, and the axes of every leaf of its state that is neither a scalar
+# nor a placeholder of one element.
+TABLE: dict[str, tuple[Any, dict[str, Axes]]] = {
+    "adam": (optax.adam(1e-3), same("0/mu") | same("0/nu")),
+    "adamw": (optax.adamw(1e-3), same("0/mu") | same("0/nu")),
+    "sgd with momentum": (optax.sgd(1e-3, momentum=0.9), same("0/trace")),
+    "plain sgd": (optax.sgd(1e-3), {}),
+    "lion": (optax.lion(1e-3), same("0/mu")),
+    "adafactor": (
+        optax.adafactor(1e-3, min_dim_size_to_factor=2),
+        picked(
+            "0/v_row",
+            {
+                "square": (0,),
+                "mlp/up/kernel": (0,),
+                "mlp/down/kernel": (1,),
+                "blocks/kernel": (0, 1),
+            },
+        )
+        | picked(
+            "0/v_col",
+            {
+                "square": (1,),
+                "mlp/up/kernel": (1,),
+                "mlp/down/kernel": (0,),
+                "blocks/kernel": (0, 2),
+            },
+        )
+        | same("0/v", ["mlp/up/bias"]),
+    ),
+    "sm3": (
+        optax.sm3(1e-3),
+        {
+            f"0/mu/{name}/{dim}": (axis,)
+            for name, axes in AXES.items()
+            for dim, axis in enumerate(axes)
+        }
+        | same("0/nu"),
+    ),
+    "clip and adamw": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        same("1/0/mu") | same("1/0/nu"),
+    ),
+    "lbfgs": (
+        optax.lbfgs(1e-3, memory_size=2, linesearch=None),
+        same("0/params")
+        | same("0/updates")
+        | {f"0/diff_params_memory/{n}": (None, *axes) for n, axes in AXES.items()}
+        | {f"0/diff_updates_memory/{n}": (None, *axes) for n, axes in AXES.items()}
+        | {"0/weights_memory": (None,)},
+    ),
+    "schedule": (
+        optax.adam(optax.linear_schedule(1e-3, 0.0, 10)),
+        same("0/mu") | same("0/nu"),
+    ),
+    "partition": (
+        optax.partition(
+            {"mlp": optax.adam(1e-3), "rest": optax.sgd(1e-3, momentum=0.9)}, by_part
+        ),
+        same("inner_states/mlp/inner_state/0/mu", MLP)
+        | same("inner_states/mlp/inner_state/0/nu", MLP)
+        | same(
+            "inner_states/rest/inner_state/0/trace",
+            [name for name in AXES if name not in MLP],
+        ),
+    ),
+    "masked": (
+        optax.masked(optax.sgd(1e-3, momentum=0.9), is_mlp),
+        same("inner_state/0/trace", MLP),
+    ),
+    "several steps": (
+        optax.MultiSteps(optax.adam(1e-3), every_k_schedule=2),
+        same("acc_grads") | same("inner_opt_state/0/mu") | same("inner_opt_state/0/nu"),
+    ),
+    "injected hyperparameters": (
+        optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+        same("inner_state/0/mu") | same("inner_state/0/nu"),
+    ),
+    "exponential average": (
+        optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+        same("0/0/mu") | same("0/0/nu") | same("1/ema"),
+    ),
+    "named chain": (
+        optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.scale_by_adam())),
+        same("adam/mu") | same("adam/nu"),
+    ),
+}
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return root
+
+
+class Node(nnx.Module):
+    """A module with the parameters of a nested dict."""
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        for name, value in tree.items():
+            is_node = isinstance(value, dict)
+            setattr(self, name, Node(value) if is_node else nnx.Param(value))
+
+
+def structs() -> dict[str, Any]:
+    return nested(
+        {path: jax.ShapeDtypeStruct(s, jnp.float32) for path, s in SHAPES.items()}
+    )
+
+
+@functools.cache
+def arrays() -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), structs())
+
+
+@functools.cache
+def model() -> Node:
+    return Node(arrays())
+
+
+@pytest.fixture(scope="module")
+def layout_map() -> flm.LayoutMap:
+    made = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    for path, axes in AXES.items():
+        made[path] = axes
+    return made
+
+
+# -------------------------------------------------------- the trees it is in
+
+
+def alone(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    state = jax.eval_shape(tx.init, structs())
+    return state, {"params": structs(), "tx": tx}, ""
+
+
+def beside_parameters(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    state = jax.eval_shape(tx.init, structs())
+    return {"params": structs(), "opt_state": state}, {"tx": tx}, "opt_state/"
+
+
+def below_a_prefix(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    state = jax.eval_shape(tx.init, structs())
+    variables = {"params": structs(), "batch_stats": {"mean": structs()["square"]}}
+    return {"model": variables, "opt_state": state}, {"tx": tx}, "opt_state/"
+
+
+def linen_train_state(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    make = functools.partial(TrainState.create, apply_fn=print, tx=tx)
+    return jax.eval_shape(lambda p: make(params=p), structs()), {}, "opt_state/"
+
+
+def nnx_train_state(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    graphdef, params = nnx.split(model())
+    make = functools.partial(nnx.TrainState.create, graphdef, tx=tx)
+    return jax.eval_shape(lambda p: make(params=p), params), {}, "opt_state/"
+
+
+def nnx_optimizer(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    optimizer = nnx.Optimizer(model(), tx, wrt=nnx.Param)
+    tree = {"model": model(), "optimizer": optimizer}
+    return tree, {}, "optimizer/opt_state/"
+
+
+def nnx_optimizer_alone(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    optimizer = nnx.Optimizer(model(), tx, wrt=nnx.Param)
+    return nnx.state(optimizer), {"params": model(), "tx": tx}, "opt_state/"
+
+
+def nnx_state_of_both(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    optimizer = nnx.Optimizer(model(), tx, wrt=nnx.Param)
+    return nnx.state((model(), optimizer)), {"tx": tx}, "1/opt_state/"
+
+
+HOSTS: list[Callable[[Any], tuple[Any, dict[str, Any], str]]] = [
+    alone,
+    beside_parameters,
+    below_a_prefix,
+    linen_train_state,
+    nnx_train_state,
+    nnx_optimizer,
+    nnx_optimizer_alone,
+    nnx_state_of_both,
+]
+
+
+def check(resolution: flm.Resolution, prefix: str, expected: dict[str, Axes]) -> None:
+    """Every leaf below a prefix has its axes; the others are scalars or placeholders."""
+    seen = set()
+    for leaf in resolution:
+        if not leaf.path.startswith(prefix) or leaf.role != "optimizer":
+            continue
+        path = leaf.path.removeprefix(prefix)
+        axes = tuple(
+            dim[0] if dim else None for dim in leaf.layout.dims(len(leaf.shape))
+        )
+        if path in expected:
+            seen.add(path)
+            assert axes == expected[path], leaf
+            if path != "0/weights_memory":  # of no parameter, and so replicated
+                assert leaf.reason == "follows parameter", leaf
+        else:
+            assert leaf.shape in ((), (1,)) and not any(axes), leaf
+    assert seen == set(expected)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", TABLE)
+def test_every_dim_follows(name: str, host: Any, layout_map: flm.LayoutMap) -> None:
+    tx, expected = TABLE[name]
+    tree, options, prefix = host(tx)
+    check(layout_map.resolve(tree, **options), prefix, expected)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_moments_are_known_without_the_optimizer(
+    name: str, layout_map: flm.LayoutMap
+) -> None:
+    """Paths and shapes alone; what they leave open is replicated and listed."""
+    tx, expected = TABLE[name]
+    state = jax.eval_shape(tx.init, structs())
+    resolution = layout_map.resolve({"params": structs(), "opt_state": state})
+    unknown = {path.removeprefix("opt_state/") for path in resolution.unmatched}
+    known = {path: axes for path, axes in expected.items() if path not in unknown}
+    for path, axes in known.items():
+        leaf = resolution[f"opt_state/{path}"]
+        assert leaf.layout.spec(len(leaf.shape)) == flm.TensorLayout(axes).spec(), leaf
+    ambiguous = {
+        "0/v_row/square",
+        "0/v_col/square",
+        "0/v_row/blocks/kernel",
+        "0/v_col/blocks/kernel",
+        "0/mu/square/0",
+        "0/mu/square/1",
+        "0/mu/blocks/kernel/1",
+        "0/mu/blocks/kernel/2",
+        "0/weights_memory",
+    }
+    assert unknown <= ambiguous
+
+
+# ------------------------------------------------------- state without params
+
+
+def test_state_alone_is_asked_by_the_end_of_its_paths(
+    layout_map: flm.LayoutMap,
+) -> None:
+    state = jax.eval_shape(optax.adam(1e-3).init, structs())
+    for tree in (state, {"opt_state": state}):
+        resolution = layout_map.resolve(tree)
+        for leaf in resolution:
+            if leaf.shape:
+                name = leaf.path.partition("/mu/")[2] or leaf.path.partition("/nu/")[2]
+                assert leaf.layout.spec(len(leaf.shape)) == (
+                    flm.TensorLayout(AXES[name]).spec()
+                )
+        assert not resolution.unused_rules
+
+
+def test_the_state_of_an_nnx_optimizer_alone(layout_map: flm.LayoutMap) -> None:
+    state = nnx.state(nnx.Optimizer(model(), optax.adam(1e-3), wrt=nnx.Param))
+    leaf = layout_map.resolve(state)["opt_state/0/mu/mlp/down/kernel"]
+    assert leaf.layout.axes == ("model", "data") and leaf.role == "optimizer"
+    assert layout_map.resolve(state)["step"].reason == "scalar"
+
+
+# -------------------------------------------------------------- several models
+
+
+def test_two_models_with_the_same_paths_keep_their_own_state() -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["kernel"] = (None, "model")
+    small, large = (
+        Node({"kernel": jnp.zeros((2, size)), "bias": jnp.zeros(2)}) for size in (8, 16)
+    )
+    adam = optax.adam(1e-3)
+    tree = {
+        "small": small,
+        "large": large,
+        "one": nnx.Optimizer(large, adam, wrt=nnx.Param),
+        "two": nnx.Optimizer(small, adam, wrt=nnx.Param),
+    }
+    resolution = layout_map.resolve(tree)
+    for name, shard in (("one", (2, 4)), ("two", (2, 2))):
+        leaf = resolution[f"{name}/opt_state/0/mu/kernel"]
+        assert leaf.reason == "follows parameter" and leaf.shard_shape == shard
+    assert {
+        resolution[f"{name}/opt_state/0/mu/kernel"].owner
+        for name in tree
+        if name in ("one", "two")
+    } == {"kernel", "small/kernel"}
+
+
+def test_only_some_parameters_are_trained(layout_map: flm.LayoutMap) -> None:
+    class Part(nnx.Param):
+        pass
+
+    class Half(nnx.Module):
+        def __init__(self) -> None:
+            self.square = Part(jnp.zeros((8, 8)))
+            self.frozen = nnx.Variable(jnp.zeros((8, 8)))
+
+    half = Half()
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    tree = (half, nnx.Optimizer(half, tx, wrt=Part))
+    leaf = layout_map.resolve(tree)["1/opt_state/0/v_col/square"]
+    assert leaf.layout.axes == ("model",) and leaf.owner == "square"
+
+
+def test_a_tree_that_is_one_parameter(layout_map: flm.LayoutMap) -> None:
+    layout_map = flm.LayoutMap(layout_map.device_mesh)
+    layout_map[".*"] = ("data", "model")
+    tx = optax.adam(1e-3)
+    param = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    state = jax.eval_shape(tx.init, param)
+    resolution = layout_map.resolve(state, params=param, tx=tx)
+    assert resolution["0/mu"].layout.axes == ("data", "model")
+
+
+# ------------------------------------------------------------- rules for state
+
+
+def zero_map(**options: Any) -> flm.LayoutMap:
+    made = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), **options)
+    made["kernel"] = (None, "model")
+    return made
+
+
+def both(shape: tuple[int, ...] = (8, 16), tx: Any = None) -> dict[str, Any]:
+    params = {"up": {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}}
+    tx = tx or optax.adam(1e-3)
+    return {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
+
+
+def test_optimizer_rules_win_over_the_layout_of_the_parameter() -> None:
+    layout_map = zero_map()
+    layout_map.optimizer["up/kernel"] = ("data", "model")
+    resolution = layout_map.resolve(both())
+    assert resolution["params/up/kernel"].layout.axes == (None, "model")
+    leaf = resolution["opt_state/0/mu/up/kernel"]
+    assert leaf.layout.axes == ("data", "model")
+    assert (leaf.reason, leaf.rule_number) == ("optimizer rule", 1)
+    assert leaf.rule is not None and leaf.rule.pattern == "up/kernel"
+    assert resolution.unused_rules == ()
+
+
+def test_optimizer_rules_name_dims_of_the_parameter() -> None:
+    layout_map = zero_map()
+    layout_map.optimizer["kernel"] = ("data", "model")
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    resolution = layout_map.resolve(both(tx=tx), tx=tx)
+    assert resolution["opt_state/0/v_row/up/kernel"].layout.axes == ("data",)
+    assert resolution["opt_state/0/v_col/up/kernel"].layout.axes == ("model",)
+
+
+def test_an_optimizer_rule_may_keep_its_memory_kind() -> None:
+    layout_map = zero_map()
+    layout_map.optimizer["kernel"] = flm.TensorLayout(
+        ("data", None), memory_kind="pinned_host"
+    )
+    leaf = layout_map.resolve(both())["opt_state/0/mu/up/kernel"]
+    assert leaf.layout.memory_kind == "pinned_host"
+
+
+def test_sections_are_never_tried_on_each_other() -> None:
+    layout_map = zero_map()
+    layout_map.optimizer["mu"] = ("data", None)
+    layout_map.activations["up"] = ("data",)
+    layout_map.names["kernel"] = ("model",)
+    resolution = layout_map.resolve(both())
+    # The optimizer's rules see the path of the parameter, so "mu" is in none.
+    assert resolution["opt_state/0/mu/up/kernel"].layout.axes == (None, "model")
+    assert [rule.pattern for rule in resolution.unused_rules] == ["mu"]
+    assert "optimizer rule 'mu' matches no leaf" in resolution.report()
+    # Nor are any counted where they were not asked.
+    params = layout_map.resolve({"params": both()["params"]})
+    assert params.unused_rules == ()
+    tx = optax.adam(1e-3)
+    layout_map["never"] = None
+    state = layout_map.resolve(both()["opt_state"], params=both()["params"], tx=tx)
+    assert [rule.pattern for rule in state.unused_rules] == ["mu"]
+
+
+def test_an_optimizer_rule_of_another_rank() -> None:
+    layout_map = zero_map()
+    layout_map.optimizer["kernel"] = ("data",)
+    with pytest.raises(flm.ResolveError) as caught:
+        layout_map.resolve(both())
+    assert "optimizer rule 1 'kernel' → ('data',) has 1 dims" in str(caught.value)
+    assert "its parameter 'up/kernel' has 2" in str(caught.value)
+    layout_map.optimizer.replace("kernel", flm.Rule("kernel", ("data",), rank="skip"))
+    leaf = layout_map.resolve(both())["opt_state/0/mu/up/kernel"]
+    assert leaf.reason == "follows parameter"
+
+
+@pytest.mark.parametrize(
+    ("overlap", "axes"), [("first", ("data", None)), ("last", (None, "data"))]
+)
+def test_overlapping_optimizer_rules(overlap: Any, axes: Axes) -> None:
+    layout_map = zero_map(overlap=overlap)
+    layout_map.optimizer["kernel"] = ("data", None)
+    layout_map.optimizer["up"] = (None, "data")
+    leaf = layout_map.resolve(both())["opt_state/0/mu/up/kernel"]
+    assert leaf.layout.axes == axes
+    strict = zero_map()
+    strict.optimizer.update(layout_map.optimizer)
+    with pytest.raises(flm.ResolveError, match="optimizer rules with different layo"):
+        strict.resolve(both())
+
+
+def test_indivisible_state() -> None:
+    layout_map = zero_map()
+    layout_map.optimizer["kernel"] = ("model", "data")
+    with pytest.raises(flm.ResolveError, match="dim 0 of size 6 does not divide"):
+        layout_map.resolve(both((6, 16)))
+    lenient = zero_map(indivisible="replicate")
+    lenient.optimizer["kernel"] = ("model", "data")
+    leaf = lenient.resolve(both((6, 16)))["opt_state/0/mu/up/kernel"]
+    assert leaf.layout.axes == (None, "data") and leaf.fallback
+
+
+def test_explicit_layouts_are_followed() -> None:
+    class One(nnx.Module):
+        def __init__(self) -> None:
+            layout = flm.TensorLayout(("model", "data"))
+            self.kernel = nnx.Param(jnp.zeros((8, 8)), layout=layout)
+
+    one = One()
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    for optimizer, leaves in [
+        (optax.adam(1e-3), {"0/mu/kernel": ("model", "data")}),
+        (tx, {"0/v_row/kernel": ("model",), "0/v_col/kernel": ("data",)}),
+    ]:
+        tree = {"model": one, "opt": nnx.Optimizer(one, optimizer, wrt=nnx.Param)}
+        resolution = zero_map().resolve(tree)
+        for path, axes in leaves.items():
+            leaf = resolution[f"opt/opt_state/{path}"]
+            assert leaf.layout.axes == axes and leaf.reason == "follows parameter"
+
+
+# ------------------------------------------------------------------ the traces
+
+
+def test_tagged_dims_of_a_square_kernel() -> None:
+    param = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def init(params: Any) -> dict[str, Any]:
+        p = params["w"]
+        return {
+            "row": {"w": jnp.sum(p, 1)},
+            "column": {"w": jnp.zeros(p.shape[1:])},
+            "both": {"w": jnp.zeros_like(p)},
+            "turned": {"w": p.T},
+            "more": {"w": jnp.zeros((3, *p.shape))},
+            "one": {"w": jnp.zeros(1)},
+        }
+
+    dims = {path: dims for path, (_, dims) in tagged_dims(init, {"w": param}).items()}
+    assert dims == {
+        "both/w": (0, 1),
+        "column/w": (1,),
+        "more/w": (None, 0, 1),
+        "one/w": (None,),
+        "row/w": (0,),
+        "turned/w": (1, 0),
+    }
+
+
+def test_an_init_that_sharding_cannot_follow() -> None:
+    def init(params: Any) -> Any:
+        gram = params["w"] @ params["w"].T
+        return {"gram": {"w": gram}, "mu": {"w": jnp.zeros(params["w"].shape)}}
+
+    dims = tagged_dims(init, {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)})
+    assert dims["mu/w"] == ((8, 4), (0, 1))
+    assert dims["gram/w"] == ((8, 8), None)
+
+
+def test_sizes_past_a_threshold_say_nothing() -> None:
+    def init(params: Any) -> Any:
+        p = params["w"]
+        return {"w": jnp.zeros(p.shape[:-1] if max(p.shape) > 8 else p.shape)}
+
+    dims = tagged_dims(init, {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)})
+    assert dims == {"w": ((8, 8), (None, None))}
+
+
+def test_the_users_own_mistake_is_raised() -> None:
+    def init(params: Any) -> Any:
+        raise KeyError("label")
+
+    with pytest.raises(KeyError, match="label"):
+        tagged_dims(init, {"w": jax.ShapeDtypeStruct((8,), jnp.float32)})
+
+
+def test_owner_of() -> None:
+    owners = {"kernel": 1, "dense/kernel": 1, "mu/bias": 1}
+    assert owner_of("0/mu/dense/kernel", owners) == "dense/kernel"
+    assert owner_of("0/mu/other/kernel", owners) == "kernel"
+    assert owner_of("0/mu/dense/kernel/1", owners) == "dense/kernel"
+    assert owner_of("0/mu/bias", owners) == "mu/bias"
+    assert owner_of("0/mu/scale", owners) is None
+    assert owner_of("0/mudense/kernel_", owners) is None
+    assert owner_of("0/mu", {"": 1}) == ""
+
+
+@pytest.mark.parametrize(
+    ("shape", "of", "dims", "how"),
+    [
+        ((), (8, 8), (), "scalar"),
+        ((8, 4), (8, 4), (0, 1), "same shape"),
+        ((3, 8, 4), (8, 4), (None, 0, 1), "leading dims added"),
+        ((8,), (8, 4), (0,), "dims left out"),
+        ((4,), (8, 4), (1,), "dims left out"),
+        ((2, 4), (2, 8, 4), (0, 2), "dims left out"),
+        ((8,), (8, 8), None, "no known relation to the parameter's shape (8, 8)"),
+        ((5,), (8, 8), None, "no known relation to the parameter's shape (8, 8)"),
+        ((1,), (8, 8), (None,), "placeholder"),
+    ],
+)
+def test_origins_from_shapes_alone(shape: Any, of: Any, dims: Any, how: str) -> None:
+    (origin,) = origins(["0/mu/w"], [shape], {"w": of}, {})
+    assert (origin.owner, origin.dims, origin.how) == ("w", dims, how)
+
+
+def test_a_leaf_of_no_parameter() -> None:
+    (origin,) = origins(["0/history"], [(8,)], {"w": (8,)}, {})
+    assert (origin.owner, origin.dims) == (None, None)
+    assert origin.how == "belongs to no parameter"
+
+
+def test_a_trace_of_other_shapes_is_not_believed() -> None:
+    tags = {"0/mu/w": ((4, 4), (1, 0))}
+    (origin,) = origins(["0/mu/w"], [(8, 8)], {"w": (8, 8)}, tags)
+    assert origin.dims == (0, 1)
