@@ -4,6 +4,7 @@
 Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -11,17 +12,26 @@ import numpy as np
 from flax import nnx
 from flax.core.meta import AxisMetadata, Partitioned
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
-from flax_layoutmap._errors import LayoutError, MeshError, RuleError, did_you_mean
+from flax_layoutmap._errors import (
+    LayoutError,
+    MeshError,
+    RuleError,
+    StructureError,
+    did_you_mean,
+)
 from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
-from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
+from flax_layoutmap._layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import flatten, plain_tree
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet
 from flax_layoutmap._scope import current_rules
+
+# Per dim, the mesh axes it lies on.
+_Dims = tuple[tuple[str, ...], ...]
 
 
 def distribute_tensor(x: Any, layout: Any) -> Any:
@@ -45,6 +55,7 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
         LayoutError: another rank, or a dim that does not divide.
         RuleError: no such name or axis.
         MeshError: no mesh to be found, or an axis that is manual inside `shard_map`.
+        StructureError: an NNX object, which `layout_map.place` moves.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -57,8 +68,12 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     Plain JAX: `jax.device_put(x, s)`, `jax.lax.with_sharding_constraint(x, s)` or
     `jax.sharding.reshard(x, s)`.
     """
-    wanted = _wanted(layout)
-    return jax.tree.map(lambda leaf: _distribute(leaf, wanted), x)
+    # A constant inside of `jit` is no tracer; what is computed from nothing is one.
+    eager = not isinstance(jax.lax.full((), 0), Tracer)
+    wanted = _wanted(layout, eager)
+    return jax.tree.map(
+        lambda leaf: _distribute(leaf, wanted, eager), x, is_leaf=is_nnx_object
+    )
 
 
 def place(tree: Any, resolution: Resolution) -> Any:
@@ -167,16 +182,19 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def _wanted(layout: Any) -> TensorLayout:
-    rules = current_rules()
+def _wanted(layout: Any, eager: bool) -> TensorLayout:
     if isinstance(layout, str):
         layout = _named(layout)
     layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
     if layout.device_mesh is not None:
         return layout
+    rules = current_rules()
     if rules is not None and rules.mesh is not None:
         return layout.on(rules.mesh)
-    context = jax.sharding.get_abstract_mesh()
+    context: Any = jax.sharding.get_abstract_mesh()
+    if eager and not _manual_axes(context):
+        concrete = jax.sharding.get_mesh()
+        context = context if concrete.empty else concrete
     if context.axis_names:
         return layout.on(context)
     raise MeshError(
@@ -193,24 +211,34 @@ def _named(name: str) -> TensorLayout:
             f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
         )
     found = Matcher(rules.names, "fullmatch").matching(name)
+    layouts = [rules.names[at].layout for at in found]
     if not found:
         names = [rule.pattern for rule in rules.names]
         raise RuleError(
             f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
             f"{names}"
         )
-    return rules.names[found[0]].layout
+    if len(set(layouts)) > 1 and rules.overlap == "error":
+        listed = ", ".join(repr(rules.names[at].pattern) for at in found)
+        raise RuleError(
+            f"several names with different layouts match {name!r}: {listed}; make one "
+            'narrower, or use overlap="first" or "last"'
+        )
+    return layouts[-1 if rules.overlap == "last" else 0]
 
 
-def _distribute(x: Any, layout: TensorLayout) -> Any:
+def _distribute(x: Any, layout: TensorLayout, eager: bool) -> Any:
+    if is_nnx_object(x):
+        raise StructureError(
+            f"distribute_tensor takes arrays, not a {type(x).__name__}: move a module "
+            "by rules, layout_map.place(module), or its arrays one by one"
+        )
     if not hasattr(x, "shape"):
-        x = np.asarray(x)
+        x = _as_array(x)
     mesh = layout.device_mesh
     assert mesh is not None  # _wanted gave it one
     dims = _checked(layout, x.shape, mesh)
-    context = jax.sharding.get_abstract_mesh()
-    manual = _manual_axes(context)
-    spec = normal_spec(dims)
+    manual = _manual_axes(jax.sharding.get_abstract_mesh())
     for axis in (axis for axes in dims for axis in axes):
         if axis in manual:
             raise MeshError(
@@ -218,49 +246,71 @@ def _distribute(x: Any, layout: TensorLayout) -> Any:
                 "here: inside shard_map each device already holds its part, so drop "
                 "the call or name other axes only"
             )
-    if not isinstance(x, Tracer) and _eager_here():
-        return _move(x, layout, mesh, spec)
-    return _constrain(x, mesh, dims, layout.memory_kind, bool(manual))
+    if eager and not isinstance(x, Tracer):
+        return _move(x, layout, mesh, dims)
+    if eager and AxisType.Auto in mesh.axis_types and _explicit_axes(mesh):
+        # Eagerly, under `grad`, the two steps for a mixed mesh have types that do not
+        # fit together; in one compiled step they do.
+        return jax.jit(lambda v: _constrain(v, layout, mesh, dims, bool(manual)))(x)
+    return _constrain(x, layout, mesh, dims, bool(manual))
 
 
-def _eager_here() -> bool:
-    """Whether code runs outside of `jit`; a constant inside of it is no tracer."""
-    return not isinstance(jax.lax.full((), 0), Tracer)
+def _as_array(x: Any) -> np.ndarray:
+    array = np.asarray(x)
+    if array.dtype.kind in "OSUMm":
+        raise LayoutError(
+            f"distribute_tensor takes arrays and numbers, got the {type(x).__name__} "
+            f"{x!r}"
+        )
+    return array
 
 
-def _move(x: Any, layout: TensorLayout, mesh: DeviceMesh, spec: PartitionSpec) -> Any:
+def _move(x: Any, layout: TensorLayout, mesh: DeviceMesh, dims: _Dims) -> Any:
     if mesh.is_abstract:
         raise MeshError(
             f"{mesh!r} has no devices to move an array to; use a concrete mesh"
         )
-    sharding = NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
-    if isinstance(x, jax.Array) and x.committed and x.sharding == sharding:
-        return x
-    return put(x, sharding)
+    spec = normal_spec(dims)
+    return put(x, NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind))
 
 
 def _constrain(
-    x: Any,
-    mesh: DeviceMesh,
-    dims: tuple[tuple[str, ...], ...],
-    memory_kind: str | None,
-    inside_manual: bool,
+    x: Any, layout: TensorLayout, mesh: DeviceMesh, dims: _Dims, inside_manual: bool
 ) -> Any:
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = {name for name, kind in kinds.items() if kind is AxisType.Explicit}
+    explicit = _explicit_axes(mesh)
+    for dim, axes in enumerate(dims):
+        if len({axis in explicit for axis in axes}) > 1:
+            # JAX would drop the Auto axes in silence.
+            raise LayoutError(
+                f"distribute_tensor of a traced array {tuple(x.shape)} to {layout}: "
+                f"dim {dim} lies on Explicit and on Auto axes of the mesh {mesh!r}; "
+                "use axes of one type for it"
+            )
     jax_mesh: Any = mesh.jax_mesh
     if inside_manual:
         # Inside shard_map the context knows which axes are manual; only it will do.
         jax_mesh = jax.sharding.get_abstract_mesh()
     if explicit:
-        own = tuple(tuple(a for a in axes if a in explicit) for axes in dims)
+        own = [tuple(a for a in axes if a in explicit) for axes in dims]
         x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
-    if len(explicit) < len(kinds):
-        auto = tuple(tuple(a for a in axes if a not in explicit) for axes in dims)
+    if len(explicit) < len(mesh.axis_names):
+        auto = [tuple(a for a in axes if a not in explicit) for axes in dims]
         x = jax.lax.with_sharding_constraint(
-            x, NamedSharding(jax_mesh, normal_spec(auto), memory_kind=memory_kind)
+            x, NamedSharding(jax_mesh, normal_spec(auto))
         )
+    if layout.memory_kind is not None:
+        # Neither of the two heeds a memory kind.
+        spec, kind = normal_spec(dims), layout.memory_kind
+        x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
     return x
+
+
+def _explicit_axes(mesh: DeviceMesh) -> set[str]:
+    return {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is AxisType.Explicit
+    }
 
 
 def _manual_axes(context: Any) -> set[str]:
@@ -273,23 +323,17 @@ def _manual_axes(context: Any) -> set[str]:
     }
 
 
-def _checked(
-    layout: TensorLayout, shape: tuple[int, ...], mesh: DeviceMesh
-) -> tuple[tuple[str, ...], ...]:
+def _checked(layout: TensorLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> _Dims:
+    """The layout written out for this shape; JAX checks less of it, or nothing."""
+    what = f"distribute_tensor of an array {tuple(shape)}"
     try:
         dims = layout.dims(len(shape))
     except LayoutError as error:
-        raise LayoutError(
-            f"distribute_tensor of an array {tuple(shape)}: {error}"
-        ) from None
+        raise LayoutError(f"{what}: {error}") from None
     sizes = mesh.axis_sizes
     for dim, axes in enumerate(dims):
-        parts = 1
-        for axis in dim_axes(axes):
-            parts *= sizes[axis]
-        if shape[dim] % parts:
+        if shape[dim] % math.prod(sizes[axis] for axis in axes):
             raise LayoutError(
-                f"distribute_tensor of an array {tuple(shape)} to {layout}: "
-                f"{clash(dim, shape[dim], axes, sizes)}"
+                f"{what} to {layout}: {clash(dim, shape[dim], axes, sizes)}"
             )
     return dims
