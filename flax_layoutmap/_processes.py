@@ -131,7 +131,7 @@ def differences(words: Mapping[int, Word]) -> list[str]:
             if word["parts"].get(name) != usual["parts"].get(name)
         ]
         if word["mesh"] != usual["mesh"]:
-            parts.append(_mesh_part(word, usual))
+            parts.insert(0, _mesh_part(word, usual))
         if parts:
             problems.append(f"process {process} differs in its {', '.join(parts)}")
     return problems

@@ -71,13 +71,13 @@ def test_host_values_become_global_arrays() -> None:
     assert sum(len(checks) for checks in ended[0].answer.values()) == 38
 
 
+OTHER_MESH = (
+    "process 1 differs in its mesh (DeviceMesh('data=4,model=2') instead of "
+    "DeviceMesh('data=2,model=4'))"
+)
 DISAGREEMENTS = {
     "another_rule": ("creating the model", "process 1 differs in its rules, table"),
-    "another_mesh_shape": (
-        "creating the model",
-        "process 1 differs in its mesh (DeviceMesh('data=4,model=2') instead of "
-        "DeviceMesh('data=2,model=4'))",
-    ),
+    "another_mesh_shape": ("creating the model", OTHER_MESH),
     "another_device_order": (
         "creating the model",
         "process 1 differs in its mesh (other devices, or another order of them, in "
@@ -97,17 +97,24 @@ DISAGREEMENTS = {
         "the first call of step",
         "process 1 differs in its batch values",
     ),
+    "another_mesh_to_restore_on": (
+        "restoring {folder}/saved",
+        f"{OTHER_MESH}, leaves",
+    ),
     "other_values": ("moving a tree", "process 1 differs in its values"),
 }
 
 
-def test_a_process_that_differs_is_named_and_nothing_hangs() -> None:
-    ended = launch.run("disagree", processes=2, devices=4, timeout=90, check=False)
+def test_a_process_that_differs_is_named_and_nothing_hangs(tmp_path: Path) -> None:
+    ended = launch.run(
+        "disagree", str(tmp_path), processes=2, devices=4, timeout=90, check=False
+    )
     first, second = (one.answer for one in ended)
     assert first and second, "\n".join(map(str, ended))
     for case, (what, difference) in DISAGREEMENTS.items():
+        point = what.format(folder=tmp_path)
         message = (
-            f"the processes disagree before {what}: {difference}. Build mesh, rules, "
+            f"the processes disagree before {point}: {difference}. Build mesh, rules, "
             "model and global batch from the same values in every process"
         )
         assert first.pop(case) == second.pop(case) == ["ProcessError", message], case
@@ -116,18 +123,26 @@ def test_a_process_that_differs_is_named_and_nothing_hangs() -> None:
     for case, kind, text in (
         ("a_width_that_does_not_divide", "ResolveError", "dim 1 of size 9 does not"),
         ("a_constructor_that_raises", "FileNotFoundError", "no vocabulary here"),
+        ("no_checkpoint_to_restore", "CheckpointError", f"{tmp_path / 'nothing'}"),
     ):
         told, own = first.pop(case), second.pop(case)
         assert own[0] == kind and text in own[1]
         assert told[0] == "ProcessError"
         assert f"process 1 failed: {kind}: " in told[1] and text in told[1]
 
-    for told, what in (
-        (first.pop("another_point"), "creating the model"),
-        (second.pop("another_point"), "creating the optimizer"),
+    for case, points in (
+        ("another_point", ("creating the model", "creating the optimizer")),
+        (
+            "another_path_to_save_to",
+            (f"saving {tmp_path / '0'}", f"saving {tmp_path / '1'}"),
+        ),
     ):
-        assert told[0] == "ProcessError"
-        assert f"before {what}: process 1 is at creating the optimizer, not " in told[1]
+        for answers, point in zip((first, second), points, strict=True):
+            kind, text = answers.pop(case)
+            assert kind == "ProcessError"
+            apart = f"process 1 is at {points[1]}, not at {points[0]}"
+            assert f"the processes disagree before {point}: {apart}. Build" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
 
     assert first.pop("one_comes_late") == [
         "fine",

@@ -3,9 +3,11 @@
 Each process answers with case → how it ended: type and message of the error.
 """
 
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from multiprocess import launch
 
 PROCESS = launch.join()
 DIFFERS = PROCESS == 1
+FOLDER = Path(sys.argv[1])
 
 
 def rules(mesh: Any = "data=2,model=4", width_axis: str = "model") -> flm.LayoutMap:
@@ -111,6 +114,23 @@ def other_values() -> None:
     rules().place({"kernel": np.full((8, 8), PROCESS, np.float32)})
 
 
+def another_path_to_save_to() -> None:
+    model = flm.create(linear(), rules())
+    flm.checkpoint.save(FOLDER / str(PROCESS), model, layout_map=rules())
+
+
+def another_mesh_to_restore_on() -> None:
+    model = flm.create(linear(), rules())
+    flm.checkpoint.save(FOLDER / "saved", model, layout_map=rules())
+    mesh = "data=4,model=2" if DIFFERS else "data=2,model=4"
+    flm.checkpoint.restore(FOLDER / "saved", layout_map=rules(mesh))
+
+
+def no_checkpoint_to_restore() -> None:
+    path = FOLDER / ("nothing" if DIFFERS else "saved")
+    flm.checkpoint.restore(path, layout_map=rules())
+
+
 def one_comes_late() -> None:
     """Not a disagreement: process 0 says what it waits for, and both go on."""
     if DIFFERS:
@@ -137,6 +157,9 @@ CASES = (
     another_batch_shape,
     another_batch,
     other_values,
+    another_path_to_save_to,
+    another_mesh_to_restore_on,
+    no_checkpoint_to_restore,
     one_comes_late,
     all_the_same,
 )
