@@ -1,0 +1,15 @@
+"""Checkpoints on Orbax: save, and restore onto any mesh with the layouts of rules.
+
+`save` writes what a tree holds by canonical paths, with the rules in the metadata.
+`restore` reads every leaf straight into the shards that rules (or the target) say, on
+a mesh of any shape, with the user's own objects as target or with none at all. All
+is checked before an array byte is read, and one `CheckpointError` lists every problem.
+
+A checkpoint is an ordinary Orbax directory: a nested dict whose keys are the parts of
+the paths (without the `value` of NNX Variables; numbers as strings), readable by
+`orbax.checkpoint.v1.load`. What Orbax does not keep is in its custom metadata, under
+the key `flax_layoutmap`.
+"""
+
+from flax_layoutmap.checkpoint._restore import restore as restore
+from flax_layoutmap.checkpoint._save import save as save

@@ -1,0 +1,233 @@
+"""What one leaf is, in a checkpoint or in a tree, and whether one fits the other."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from flax_layoutmap._errors import CheckpointError, bullet_list
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._paths import plain_tree
+from flax_layoutmap._records import Shape, show_shape
+from flax_layoutmap._rules import RuleSet
+
+Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
+
+# bool comes before int, which it is a subclass of.
+_PYTHON: tuple[tuple[type, Kind], ...] = (
+    (bool, "bool"),
+    (int, "int"),
+    (float, "float"),
+    (complex, "complex"),
+    (str, "string"),
+)
+TYPES: dict[Kind, type] = {kind: python for python, kind in _PYTHON}
+
+# What TensorStore's zarr3 driver takes (0.1.86; each tried in both directions).
+_STORABLE = {
+    *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+    *("float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+    *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf, without its value.
+
+    Attributes:
+        path: its path in the whole tree.
+        kind: an array, an array of PRNG keys, or a Python value.
+        shape: shape; `()` for a Python value; that of the keys, not of their data.
+        dtype: dtype of an array or of keys; None for a Python value.
+        implementation: for keys, the name of the PRNG implementation.
+        is_numpy: for an array, whether it is one of NumPy's.
+    """
+
+    path: str
+    kind: Kind
+    shape: Shape = ()
+    dtype: Any = None
+    implementation: str | None = None
+    is_numpy: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no elements; Orbax cannot store such an array."""
+        return 0 in self.shape
+
+    @property
+    def is_python(self) -> bool:
+        """Whether it is a Python value."""
+        return self.dtype is None
+
+    @property
+    def name(self) -> str:
+        """Path and shape, as messages begin."""
+        return f"{self.path} {show_shape(self.shape)}"
+
+    def __str__(self) -> str:
+        if self.kind == "array":
+            return f"{self.dtype} {show_shape(self.shape)}"
+        if self.kind == "key":
+            return f"{self.dtype} {show_shape(self.shape)} (PRNG keys)"
+        return f"a Python {TYPES[self.kind].__name__}"
+
+
+def leaf_of(path: str, value: Any) -> Leaf | None:
+    """Describes a value, which may be abstract; None for what no checkpoint holds."""
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        dtype = value.dtype
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            return Leaf(path, "key", value.shape, dtype)
+        is_numpy = isinstance(value, np.ndarray | np.generic)
+        # Of which byte order the host's numbers are is no part of the value.
+        native = dtype.newbyteorder("=") if is_numpy else dtype
+        return Leaf(path, "array", value.shape, native, is_numpy=is_numpy)
+    for python, kind in _PYTHON:
+        if isinstance(value, python):
+            return Leaf(path, kind)
+    return None
+
+
+def key_leaf(path: str, shape: Shape, implementation: str) -> Leaf:
+    """The leaf of PRNG keys of an implementation, by its name."""
+    dtype = jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
+    return Leaf(path, "key", shape, dtype, implementation)
+
+
+def key_data_shape(implementation: str) -> Shape:
+    """Shape of the uint32 numbers behind one key."""
+    make = jax.random.key
+    return jax.eval_shape(
+        lambda: jax.random.key_data(make(0, impl=implementation))
+    ).shape
+
+
+def is_storable(dtype: Any) -> bool:
+    """Whether Orbax can write arrays of a dtype."""
+    return dtype.name in _STORABLE
+
+
+def is_floating(dtype: Any) -> bool:
+    """Whether a dtype is one of real floating-point numbers."""
+    return bool(jnp.issubdtype(dtype, np.floating))
+
+
+def fits_jax(dtype: Any) -> bool:
+    """Whether JAX keeps a dtype as it is; 64 bits need `jax_enable_x64`."""
+    return jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf | str:
+    """What restoring a leaf gives, or why it cannot be restored.
+
+    Args:
+        stored: the leaf in the checkpoint.
+        target: the leaf in the target; None without one.
+        dtype: None, `"target"`, or the dtype for floating-point arrays.
+    """
+    if target is None:
+        return _cast(stored, stored, dtype)
+    if stored.is_python and target.is_python:
+        if stored.kind == target.kind:
+            return stored
+        return f"it is {stored} in the checkpoint, {target} in the target"
+    if "key" in (stored.kind, target.kind):
+        if (stored.kind, stored.dtype) != (target.kind, target.dtype):
+            return (
+                f"it is {stored} in the checkpoint, {target} in the target; convert "
+                "with jax.random.key_data or jax.random.wrap_key_data"
+            )
+        return stored if stored.shape == target.shape else _other_shape(stored, target)
+    if stored.is_python or target.is_python:
+        return _scalar(stored, target)
+    if stored.shape != target.shape:
+        return _other_shape(stored, target)
+    return _cast(stored, target, dtype)
+
+
+def _other_shape(stored: Leaf, target: Leaf) -> str:
+    have, want = show_shape(stored.shape), show_shape(target.shape)
+    what = "shape" if len(stored.shape) == len(target.shape) else "rank"
+    return (
+        f"another {what}: the checkpoint has {have}, the target {want}; nothing is "
+        "padded, cut or reshaped: build the target with the saved sizes, or exclude it"
+    )
+
+
+def _scalar(stored: Leaf, target: Leaf) -> Leaf | str:
+    """A Python number and an array without dims stand for each other."""
+    python, array = (stored, target) if stored.is_python else (target, stored)
+    if array.shape == () and python.kind == _number_kind(array.dtype):
+        return target if target.is_python else _held(target)
+    return f"it is {stored} in the checkpoint, {target} in the target"
+
+
+def _number_kind(dtype: Any) -> Kind | None:
+    classes: tuple[tuple[Any, Kind], ...] = (
+        (np.bool_, "bool"),
+        (np.integer, "int"),
+        (np.floating, "float"),
+        (np.complexfloating, "complex"),
+    )
+    for of, kind in classes:
+        if jnp.issubdtype(dtype, of):
+            return kind
+    return None
+
+
+def _cast(stored: Leaf, target: Leaf, dtype: Any) -> Leaf | str:
+    """The result of an array with the target's shape, where only dtypes may differ."""
+    if stored.kind != "array":
+        return stored
+    result = target.dtype
+    if dtype is not None and dtype != "target" and is_floating(stored.dtype):
+        result = dtype
+    same_kind = is_floating(stored.dtype) and is_floating(target.dtype)
+    if stored.dtype != target.dtype and not (dtype is not None and same_kind):
+        fix = (
+            'pass dtype="target", or the dtype wanted'
+            if same_kind
+            else "restore it as it is and convert it after"
+        )
+        return (
+            f"another dtype: the checkpoint has {stored.dtype}, the target "
+            f"{target.dtype}; {fix}"
+        )
+    return _held(dataclasses.replace(target, dtype=result))
+
+
+def _held(result: Leaf) -> Leaf | str:
+    """A JAX array wherever JAX can hold the dtype; else NumPy's, if it is one."""
+    if fits_jax(result.dtype):
+        return dataclasses.replace(result, is_numpy=False)
+    if result.is_numpy:
+        return result
+    return (
+        f"JAX would cut {result.dtype} to {jax.dtypes.canonicalize_dtype(result.dtype)}"
+        "; set jax_enable_x64, give a NumPy array as target, or exclude it"
+    )
+
+
+def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:
+    """The mesh whose processes work together: that of the rules, or of an array."""
+    if rules is not None and rules.mesh is not None and not rules.mesh.is_abstract:
+        return rules.mesh
+    for leaf in jax.tree.leaves(plain_tree(tree)):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return DeviceMesh(sharding.mesh)
+    return None
+
+
+def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:
+    """The one error that lists all problems."""
+    count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+    return CheckpointError(f"{failing}: {count}\n{bullet_list(problems)}", problems)

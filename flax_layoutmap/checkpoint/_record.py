@@ -1,0 +1,291 @@
+"""What Orbax does not keep: the custom metadata of a checkpoint, schema 1.
+
+It holds what resolving needs to know of the tree that was saved (sections, origins of
+optimizer state, random state, layouts on the variables themselves), so that rules meet
+the leaves of a checkpoint exactly as they meet the live tree; and the leaves that
+Orbax would not give back as they were (Python numbers, PRNG keys, empty arrays).
+"""
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen, nnx
+
+from flax_layoutmap._errors import CheckpointError, LayoutError, RuleError
+from flax_layoutmap._flax_internals import without_eager_sharding
+from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._metadata import Mark, mark_of
+from flax_layoutmap._optimizer_state import Origin
+from flax_layoutmap._paths import Flat, Section, parameter_keys
+from flax_layoutmap._records import Shape
+from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._resolve import _decide_all
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._serialise import mesh_to_json, rules_to_json
+from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
+
+KEY = "flax_layoutmap"
+
+_LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
+
+
+def rules_of(layout_map: Any) -> RuleSet | None:
+    """The frozen rules of a `LayoutMap`; a `RuleSet` or None as it is.
+
+    Raises:
+        RuleError: it is none of these.
+    """
+    if layout_map is None or isinstance(layout_map, RuleSet):
+        return layout_map
+    if not hasattr(layout_map, "freeze"):
+        raise RuleError(
+            f"layout_map= needs a LayoutMap or a RuleSet, got {layout_map!r}"
+        )
+    return layout_map.freeze()
+
+
+def to_json(
+    flat: Flat,
+    leaves: Sequence[Leaf],
+    owners: Mapping[str, tuple[str | None, tuple[int | None, ...] | None]],
+    rules: RuleSet | None,
+) -> dict[str, Any]:
+    """The record of a tree, as plain JSON values.
+
+    Args:
+        flat: the flattened tree.
+        leaves: its leaves, described.
+        owners: `Resolution.owners()` of it.
+        rules: the rules it is saved with, or None.
+    """
+    paths = flat.full_paths()
+    sections = []
+    for section in flat.sections:
+        span = slice(section.start, section.stop)
+        entry: dict[str, Any] = {"prefix": section.prefix, "role": section.role}
+        entry["paths"] = flat.paths[span]
+        if section.role == "optimizer":
+            entry["owners"] = [owners.get(path, (None, None)) for path in paths[span]]
+        sections.append(entry)
+    special = {leaf.path: _leaf_json(leaf) for leaf in leaves}
+    marks = {paths[at]: mark_of(box) for at, box in flat.annotations.items()}
+    layouts = {path: _mark_json(mark) for path, mark in marks.items()}
+    return {
+        "schema": 1,
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "mesh": None if rules is None else mesh_to_json(rules.mesh),
+        "rules": None if rules is None else rules_to_json(rules),
+        "sections": sections,
+        "leaves": {path: entry for path, entry in special.items() if entry},
+        "random": [paths[at] for at in sorted(flat.fixed)],
+        "layouts": {path: entry for path, entry in layouts.items() if entry},
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The record of a checkpoint, read.
+
+    Attributes:
+        paths: path of every leaf, in the order of the tree that was saved.
+        origins: path of each leaf of optimizer state → where it came from.
+        mesh: the mesh it was saved with, in words; or None.
+    """
+
+    paths: list[str]
+    origins: dict[str, Origin]
+    mesh: str | None
+    _flat: Flat
+    _special: dict[str, dict[str, Any]]
+
+    def leaf(self, path: str, shape: Shape, dtype: Any) -> Leaf:
+        """The leaf that was saved at `path`, stored with this shape and dtype."""
+        entry = self._special.get(path, {})
+        kind: Kind = entry.get("kind", "array")
+        shape = tuple(entry.get("shape", shape))
+        if kind == "key":
+            implementation = entry["implementation"]
+            if "shape" not in entry:
+                shape = shape[:-1]
+            return key_leaf(path, shape, implementation)
+        if kind != "array":
+            return Leaf(path, kind)
+        dtype = np.dtype(entry.get("dtype", dtype))
+        return Leaf(path, kind, shape, dtype, is_numpy=entry.get("numpy", False))
+
+    def stored_shape(self, path: str) -> Shape | None:
+        """For a leaf that Orbax does not hold because it is empty, its shape."""
+        entry = self._special.get(path, {})
+        return tuple(entry["shape"]) if "shape" in entry else None
+
+    def resolve(
+        self,
+        leaves: Mapping[str, Leaf],
+        rules: RuleSet,
+        selected: Collection[str] | None = None,
+    ) -> Resolution:
+        """Resolves the saved tree as it would have been when it was live.
+
+        Args:
+            leaves: path → leaf, all of them.
+            rules: the rules.
+            selected: paths to resolve; None for all. The parameters that their
+                optimizer state follows are resolved as well.
+        """
+        flat = self._flat if selected is None else self._part(selected)
+        paths = flat.full_paths()
+        shapes = [leaves[path].shape for path in paths]
+        dtypes = [_resolving_dtype(leaves[path]) for path in paths]
+        found = [self.origins.get(path) for path in paths]
+        treedef = jax.tree.structure(paths)
+        return _decide_all(flat, rules, shapes, dtypes, treedef, found)
+
+    def _part(self, selected: Collection[str]) -> Flat:
+        """The flattened tree cut down to some paths and the owners of their state."""
+        whole = self._flat
+        keep = set(selected)
+        owners = {self.origins[path].owner for path in keep if path in self.origins}
+        keys = parameter_keys(whole)
+        # All parameters of that name, as the key tells which model has it.
+        wanted = {whole.paths[at] for at, key in keys.items() if key in owners}
+        part = Flat()
+        for section in whole.sections:
+            start = len(part.paths)
+            for at in range(section.start, section.stop):
+                is_owner = at in keys and whole.paths[at] in wanted
+                if self.paths[at] in keep or is_owner:
+                    if at in whole.annotations:
+                        part.annotations[len(part.paths)] = whole.annotations[at]
+                    if at in whole.fixed:
+                        part.fixed.add(len(part.paths))
+                    part.paths.append(whole.paths[at])
+            stop = len(part.paths)
+            if stop > start:
+                part.sections.append(Section(start, stop, section.prefix, section.role))
+        return part
+
+
+def from_json(data: Any, where: str) -> Record:
+    """Reads the record of a checkpoint.
+
+    Args:
+        data: the JSON values; None where there are none.
+        where: path of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: there is none, or it is of another schema, or damaged.
+    """
+    if not isinstance(data, dict):
+        raise CheckpointError(
+            f"the checkpoint {where} has no metadata of flax_layoutmap: it was not "
+            "written by flm.checkpoint.save, or its file _CHECKPOINT_METADATA is "
+            "damaged; read it with orbax.checkpoint.v1.load and targets from "
+            "layout_map.abstract(tree)"
+        )
+    if data.get("schema") != 1:
+        raise CheckpointError(
+            f"the checkpoint {where} was saved with schema {data.get('schema')!r} by "
+            f"{data.get('versions')}; this version of flax_layoutmap reads schema 1"
+        )
+    try:
+        return _read(data)
+    except (KeyError, TypeError, ValueError, AttributeError, LayoutError) as error:
+        raise CheckpointError(
+            f"the metadata of flax_layoutmap in the checkpoint {where} is damaged: "
+            f"{error!r}"
+        ) from error
+
+
+def _read(data: dict[str, Any]) -> Record:
+    flat, origins = Flat(), {}
+    for entry in data["sections"]:
+        start, prefix, role = len(flat.paths), entry["prefix"], entry["role"]
+        flat.paths.extend(entry["paths"])
+        flat.sections.append(Section(start, len(flat.paths), prefix, role))
+        if role == "optimizer":
+            full = flat.full_paths()[start:]
+            for path, (owner, dims) in zip(full, entry["owners"], strict=True):
+                dims = None if dims is None else tuple(dims)
+                origins[path] = Origin(owner, dims, "unknown when it was saved")
+    paths = list(flat.full_paths())
+    positions = {path: at for at, path in enumerate(paths)}
+    unknown = data["leaves"].keys() - positions.keys()
+    if unknown:
+        raise KeyError(min(unknown))
+    flat.fixed.update(positions[path] for path in data["random"])
+    flat.annotations.update(
+        {positions[path]: _box(entry) for path, entry in data["layouts"].items()}
+    )
+    mesh = data["mesh"]
+    if mesh is not None:
+        pairs = zip(mesh["axis_names"], mesh["shape"], strict=True)
+        mesh = ",".join(f"{name}={size}" for name, size in pairs)
+    return Record(paths, origins, mesh, flat, dict(data["leaves"]))
+
+
+# ------------------------------------------------------------------- pieces
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None  # the package runs from a checkout
+
+
+def _leaf_json(leaf: Leaf) -> dict[str, Any]:
+    """What Orbax would lose of a leaf; nothing for an ordinary array."""
+    entry: dict[str, Any] = {}
+    if leaf.kind != "array":
+        entry["kind"] = leaf.kind
+    if leaf.kind == "key":
+        entry["implementation"] = leaf.implementation
+    if leaf.is_numpy:
+        entry["numpy"] = True
+    if leaf.is_empty:
+        entry["shape"] = list(leaf.shape)
+        if leaf.kind == "array":
+            entry["dtype"] = leaf.dtype.name
+    return entry
+
+
+def _mark_json(mark: Mark) -> dict[str, Any]:
+    """What a Variable or Linen box says about its own layout."""
+    if mark.layout is not None:
+        axes = ["..." if dim is ... else dim for dim in mark.layout.axes]
+        return {"axes": axes, "memory_kind": mark.layout.memory_kind}
+    if mark.names is None:
+        return {}
+    return {"names": mark.names, "logical": mark.rules, "kind": mark.kind}
+
+
+def _box(entry: dict[str, Any]) -> Any:
+    """A Variable or box without a value that says the same."""
+    if "names" not in entry:
+        axes = [... if dim == "..." else _dim(dim) for dim in entry["axes"]]
+        layout = TensorLayout(axes, memory_kind=entry["memory_kind"])
+        return nnx.Variable(None, layout=layout)
+    names: Any = tuple(
+        dim[0] if len(dim) == 1 else tuple(dim) or None for dim in entry["names"]
+    )
+    logical = tuple((name, _dim(axes)) for name, axes in entry["logical"])
+    if entry["kind"] == "mesh":
+        return linen.Partitioned(None, names=names)
+    if entry["kind"] == "linen":
+        return linen.LogicallyPartitioned(None, names=names, rules=logical)
+    with without_eager_sharding():
+        return nnx.Variable(None, out_sharding=names, sharding_rules=logical)
+
+
+def _dim(dim: Any) -> Any:
+    return tuple(dim) if isinstance(dim, list) else dim
+
+
+def _resolving_dtype(leaf: Leaf) -> Any:
+    if leaf.kind == "string":
+        return None
+    return np.dtype(TYPES[leaf.kind]) if leaf.is_python else leaf.dtype

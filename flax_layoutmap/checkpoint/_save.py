@@ -1,0 +1,162 @@
+"""flm.checkpoint.save."""
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from flax_layoutmap._paths import flatten
+from flax_layoutmap._processes import Agreement
+from flax_layoutmap._resolve import resolve
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap.checkpoint import _orbax, _record
+from flax_layoutmap.checkpoint._leaves import (
+    Leaf,
+    is_storable,
+    key_leaf,
+    leaf_of,
+    mesh_of,
+    problem_list,
+)
+
+
+def save(
+    path: str | os.PathLike[str],
+    tree: Any,
+    *,
+    layout_map: Any = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves a tree; returns when the checkpoint is complete.
+
+    Every process of a job calls it with the same path, on storage that all of them
+    see. What an NNX object holds is saved, not the object: PRNG counters and batch
+    statistics too. Python numbers and strings come back as such; of them, and of NumPy
+    arrays, process 0 writes its own.
+
+    Args:
+        path: a directory that does not exist yet; a relative one is made absolute.
+        tree: NNX modules, an `nnx.Optimizer`, `nnx.State`s, Linen variables,
+            TrainStates, optax states, arrays, Python numbers and strings, in any tree.
+        layout_map: the rules to write into the metadata; they are resolved against the
+            tree first, so that rules that do not fit it are found now.
+        overwrite: replace the checkpoint at `path`. The new one is written beside it
+            (`path` + `.replacement`) and takes its place when it is complete, so that a
+            save that fails loses nothing. At a URL (`gs://…`) Orbax overwrites
+            instead, and the old one is gone first.
+
+    Raises:
+        CheckpointError: leaves cannot be saved (one error lists all), `path` exists, or
+            writing failed.
+        ResolveError: leaves do not fit the rules; nothing was written.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> layout_map = flm.LayoutMap("data=-1", strict=False)
+        >>> tree = {"w": jnp.ones(8), "step": 3}
+        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> flm.checkpoint.restore(path, layout_map=layout_map)["step"]
+        3
+    """
+    place = _orbax.absolute(path)
+    rules = _record.rules_of(layout_map)
+    with Agreement(f"saving {place}", mesh_of(tree, rules)) as agreement:
+        resolution = resolve(tree, RuleSet(strict=False) if rules is None else rules)
+        flat = flatten(tree)
+        leaves, problems = _described(flat.full_paths(), flat.leaves)
+        problems += _dotted_twice(flat.full_paths())
+        occupied = _orbax.cannot_write(place, overwrite)
+        problems += [] if occupied is None else [occupied]
+        if not problems and all(leaf.is_empty for leaf in leaves):
+            problems.append("the tree holds no value")
+        if problems:
+            raise problem_list(f"cannot save to {place}", problems)
+        resolution.announce()
+        agreement.add(lambda: {**resolution.fingerprints(), "path": place})
+    values = {
+        leaf.path: _storable(leaf, value)
+        for leaf, value in zip(leaves, flat.leaves, strict=True)
+        if not leaf.is_empty
+    }
+    record = _record.to_json(flat, leaves, resolution.owners(), rules)
+    _orbax.write(place, _orbax.nested(values), {_record.KEY: record}, overwrite)
+
+
+def _described(
+    paths: Sequence[str], values: Sequence[Any]
+) -> tuple[list[Leaf], list[str]]:
+    """Describes all leaves; lists what cannot be saved."""
+    leaves, problems = [], []
+    for path, value in zip(paths, values, strict=True):
+        leaf = leaf_of(path, value)
+        problem = "the tree is a single leaf; save it under a key: {'name': leaf}"
+        if path and leaf is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            problem = (
+                f"{path}: {kind} cannot be saved; keep to arrays, PRNG keys, Python "
+                "numbers and strings"
+            )
+        elif path and leaf is not None:
+            text = _problem(leaf, value)
+            problem = None if text is None else f"{leaf.name}: {text}"
+        if problem is not None:
+            problems.append(problem)
+        elif leaf is not None and leaf.kind == "key" and isinstance(value, jax.Array):
+            leaves.append(key_leaf(path, leaf.shape, str(jax.random.key_impl(value))))
+        elif leaf is not None:
+            leaves.append(leaf)
+    return leaves, problems
+
+
+def _problem(leaf: Leaf, value: Any) -> str | None:
+    """Why a leaf cannot be saved, or None."""
+    if isinstance(value, Tracer):
+        return "it is traced; call save outside of jit"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "it is abstract and has no value; make it first, with flm.create"
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            return "it was deleted, as by donating it to jit; save what jit returned"
+        if jax.process_count() > 1 and value.is_fully_addressable:
+            return (
+                "only this process has it; place it on the mesh of all processes with "
+                "layout_map.place(tree)"
+            )
+    if leaf.kind == "key" and not isinstance(jax.random.key_impl(value), str):
+        return "its PRNG implementation has no name to restore it by"
+    if leaf.kind == "array" and not is_storable(leaf.dtype):
+        return f"Orbax cannot store {leaf.dtype}; convert it first"
+    if leaf.kind == "int" and not -(2**63) <= value < 2**63:
+        return f"the int {value} needs more than 64 bits"
+    return None
+
+
+def _dotted_twice(paths: Sequence[str]) -> list[str]:
+    """Orbax joins keys by `.`: of two paths with one such name it keeps one leaf."""
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        by_name[path.replace("/", ".")].append(path)
+    return [
+        f"{' and '.join(same)}: both would be stored as {name!r}, so that one is lost; "
+        "rename one"
+        for name, same in by_name.items()
+        if len(same) > 1
+    ]
+
+
+def _storable(leaf: Leaf, value: Any) -> Any:
+    """The value in a form that Orbax gives back unchanged."""
+    if leaf.kind in ("bool", "complex"):
+        # Orbax cannot read a Python bool's metadata, nor write a complex.
+        return np.asarray(value)
+    if leaf.is_numpy:
+        return np.asarray(value, dtype=leaf.dtype)
+    if leaf.is_python:
+        # Subclasses (an IntEnum) are stored as what they are at heart.
+        return {"int": int, "float": float, "string": str}[leaf.kind](value)
+    return value

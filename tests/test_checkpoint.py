@@ -1,0 +1,1171 @@
+"""Saving, and restoring onto other meshes, targets and dtypes; every error's text."""
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+import flax_layoutmap as flm
+from flax_layoutmap._paths import flatten
+from flax_layoutmap.checkpoint import _orbax
+
+# Orbax's own annotations speak of no pathlib.Path and of any JSON value.
+v1: Any = ocp.v1
+
+# Mesh → the names that the rules below use for its first and its last axis.
+MESHES = {
+    "as saved": lambda: flm.DeviceMesh("data=2,model=4"),
+    "another shape": lambda: flm.DeviceMesh("data=4,model=2"),
+    "other names": lambda: flm.DeviceMesh("x=2,y=4"),
+    "one axis": lambda: flm.DeviceMesh("model=8"),
+    "half of the devices": lambda: flm.DeviceMesh(
+        (2, 2), ("data", "model"), jax.devices()[4:]
+    ),
+    "one device": lambda: flm.DeviceMesh((1, 1), ("data", "model"), jax.devices()[5:6]),
+    "explicit": lambda: flm.DeviceMesh("data=4,model=2", axis_types="explicit"),
+}
+
+
+class Mlp(nnx.Module):
+    """Square and other kernels, a list, batch statistics and random state."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 16) -> None:
+        self.up = nnx.Linear(8, width, rngs=rngs)
+        self.down = nnx.Linear(width, 8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def make() -> Mlp:
+    return Mlp(nnx.Rngs(0))
+
+
+def make_optimizer() -> nnx.Optimizer[Mlp]:
+    return nnx.Optimizer(make(), optax.adamw(1e-2), wrt=nnx.Param)
+
+
+def rules(mesh: flm.DeviceMesh | None, **options: Any) -> flm.LayoutMap:
+    """Rules for `Mlp`, on any of the meshes."""
+    layout_map = flm.LayoutMap(mesh, strict=False, **options)
+    first, last = (mesh.axis_names[0], mesh.axis_names[-1]) if mesh else ("data", "m")
+    layout_map["up/kernel"] = (None, last)
+    layout_map["down/kernel"] = (last, None)
+    layout_map["layers/./kernel"] = (None if first == last else first, last)
+    return layout_map
+
+
+def plain_rules(spec: str = "data=8", **options: Any) -> flm.LayoutMap:
+    """Rules for trees with a leaf `w` whose first dim lies on `data`."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh(spec), strict=False, **options)
+    layout_map[r"(^|/)w$"] = ("data", ...)
+    return layout_map
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    flat = flatten(tree)
+    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
+
+
+def bits(value: Any) -> Any:
+    """What two equal leaves have in common, down to the bit."""
+    if isinstance(value, str | bool | int | float | complex):
+        return type(value), value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(value))
+        return str(value.dtype), data.shape, data.tobytes()
+    array = np.asarray(value)
+    return str(array.dtype), array.shape, array.tobytes()
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    """Equal paths, and bit-equal leaves."""
+    left, right = by_path(got), by_path(expected)
+    assert sorted(left) == sorted(right)
+    for path in left:
+        assert bits(left[path]) == bits(right[path]), path
+
+
+def assert_placed(tree: Any, resolution: flm.Resolution) -> None:
+    """Every array lies as a Resolution says: the right part on the right device."""
+    leaves = by_path(tree)
+    assert sorted(leaves) == sorted(resolution.paths)
+    wanted = dict(zip(resolution.paths, resolution.sharding_list(), strict=True))
+    sharded = 0
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            continue
+        sharding = wanted[path]
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), path
+        assert leaf.sharding.mesh == sharding.mesh, path  # pyright: ignore
+        sharded += not leaf.sharding.is_fully_replicated
+        places = sharding.devices_indices_map(leaf.shape)
+        assert {s.device for s in leaf.addressable_shards} == set(places)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            continue
+        whole = np.asarray(leaf)
+        for shard in leaf.addressable_shards:
+            assert shard.index == places[shard.device], path
+            part = np.asarray(shard.data)
+            assert part.shape == sharding.shard_shape(leaf.shape), path
+            assert part.tobytes() == whole[shard.index].tobytes(), path
+    assert sharded or resolution.mesh is None or resolution.mesh.size == 1
+
+
+@contextlib.contextmanager
+def refused(*phrases: str) -> Iterator[None]:
+    """Expects one CheckpointError whose text has all the phrases."""
+    with pytest.raises(flm.CheckpointError) as caught:
+        yield
+    for phrase in phrases:
+        assert phrase in str(caught.value), str(caught.value)
+
+
+def trained() -> dict[str, Any]:
+    """A model, its optimizer after one update, and a step, on the mesh as saved."""
+    layout_map = rules(MESHES["as saved"]())
+    model = flm.create(make, layout_map)
+    optimizer = flm.create_optimizer(model, optax.adamw(1e-2))
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    return {"model": model, "optimizer": optimizer, "step": 3}
+
+
+@pytest.fixture(scope="module")
+def training() -> dict[str, Any]:
+    return trained()
+
+
+@pytest.fixture(scope="module")
+def saved(training: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of `trained()`."""
+    path = tmp_path_factory.mktemp("trained") / "checkpoint"
+    flm.checkpoint.save(path, training, layout_map=rules(MESHES["as saved"]()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a small dict."""
+    path = tmp_path_factory.mktemp("small") / "checkpoint"
+    flm.checkpoint.save(path, small_tree())
+    return path
+
+
+def small_tree() -> dict[str, Any]:
+    w = jnp.arange(32, dtype=jnp.float32).reshape(8, 4) / 7
+    return {"w": w, "b": {"bias": jnp.ones(4), "count": jnp.int32(5)}, "step": 3}
+
+
+# ------------------------------------------------------------------ other meshes
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_from_metadata_alone(name: str, saved: Path, training: dict[str, Any]) -> None:
+    layout_map = rules(MESHES[name]())
+    restored = flm.checkpoint.restore(saved, layout_map=layout_map)
+    assert type(restored) is dict
+    assert_same(restored, training)
+    assert_placed(restored, layout_map.resolve(training))
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_into_functions_that_make_the_objects(
+    name: str, saved: Path, training: dict[str, Any]
+) -> None:
+    layout_map = rules(MESHES[name]())
+
+    def target() -> dict[str, Any]:
+        return {"model": make(), "optimizer": make_optimizer(), "step": 0}
+
+    restored = flm.checkpoint.restore(saved, target, layout_map=layout_map)
+    assert isinstance(restored["model"], Mlp)
+    assert isinstance(restored["optimizer"], nnx.Optimizer)
+    assert int(restored.pop("step")) == 3
+    assert_same(restored, {key: training[key] for key in restored})
+    assert_placed(restored, layout_map.resolve(restored))
+
+
+@pytest.mark.parametrize("name", ["another shape", "one device", "explicit"])
+def test_into_what_exists(name: str, saved: Path, training: dict[str, Any]) -> None:
+    layout_map = rules(MESHES[name]())
+    target = {"model": make(), "optimizer": make_optimizer(), "step": 0}
+    variable = target["model"].up.kernel
+    restored = flm.checkpoint.restore(saved, target, layout_map=layout_map)
+    assert restored["model"] is target["model"]
+    assert restored["optimizer"] is target["optimizer"]
+    assert restored["model"].up.kernel is variable
+    assert target["step"] == 0, "a dict is no object to be updated"
+    assert_same(restored, training)
+    assert_placed(restored, layout_map.resolve(training))
+
+
+def test_saved_on_one_device_restored_on_eight(tmp_path: Path) -> None:
+    model = make()
+    flm.checkpoint.save(tmp_path / "a", model)
+    layout_map = rules(flm.DeviceMesh("data=2,model=4"))
+    restored = flm.checkpoint.restore(tmp_path / "a", make, layout_map=layout_map)
+    assert_same(restored, model)
+    assert_placed(restored, layout_map.resolve(model))
+
+
+def test_inside_a_mesh_context_of_another_mesh(saved: Path) -> None:
+    other = flm.DeviceMesh("a=8", axis_types="explicit")
+    layout_map = rules(MESHES["another shape"]())
+    with jax.set_mesh(other.jax_mesh):  # pyright: ignore[reportArgumentType]
+        restored = flm.checkpoint.restore(saved, layout_map=layout_map)
+    assert_placed(restored, layout_map.resolve(restored))
+
+
+# --------------------------------------------------------------------- targets
+
+
+def test_abstract_module_becomes_a_new_module(
+    saved: Path, training: dict[str, Any]
+) -> None:
+    layout_map = rules(MESHES["another shape"]())
+    abstract = nnx.eval_shape(make)
+    restored = flm.checkpoint.restore(
+        saved, {"model": abstract}, layout_map=layout_map, include="^model/"
+    )["model"]
+    assert isinstance(restored, Mlp) and restored is not abstract
+    assert isinstance(abstract.up.kernel.get_value(), jax.ShapeDtypeStruct)
+    assert_same(restored, training["model"])
+    # A model that can be used.
+    restored.eval()
+    assert restored.up(jnp.ones((2, 8))).shape == (2, 16)
+
+
+def test_abstract_modules_that_share_a_variable_still_do(tmp_path: Path) -> None:
+    def pair() -> dict[str, nnx.Linear]:
+        one, two = (nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(2))
+        two.kernel = one.kernel
+        return {"one": one, "two": two}
+
+    flm.checkpoint.save(tmp_path / "a", pair())
+    restored = flm.checkpoint.restore(
+        tmp_path / "a", nnx.eval_shape(pair), layout_map=plain_rules()
+    )
+    assert restored["one"].kernel is restored["two"].kernel
+
+
+def test_tied_variables_are_stored_once(tmp_path: Path) -> None:
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(8, 16, rngs=rngs)
+            self.head = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+            self.head.kernel = self.embed.embedding
+
+    model = Tied(nnx.Rngs(0))
+    flm.checkpoint.save(tmp_path / "a", model)
+    alone = flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+    assert list(by_path(alone)) == ["embed/embedding"]
+    restored = flm.checkpoint.restore(
+        tmp_path / "a", lambda: Tied(nnx.Rngs(1)), layout_map=plain_rules()
+    )
+    assert restored.head.kernel is restored.embed.embedding
+    assert_same(restored, model)
+
+
+def same_model(form: str, model: Mlp) -> Any:
+    """A model as one of the trees that Flax has for it."""
+    state = nnx.state(model)
+    if form == "State":
+        return state
+    if form == "pure dict":
+        return nnx.to_pure_dict(state)
+    if form == "strings for ints":
+        pure = nnx.to_pure_dict(state)
+        layers = {str(key): value for key, value in pure["layers"].items()}
+        return {**pure, "layers": layers}
+    if form == "lists for ints":
+        pure = nnx.to_pure_dict(state)
+        return {**pure, "layers": [pure["layers"][0], pure["layers"][1]]}
+    return model
+
+
+FORMS = ["module", "State", "pure dict", "strings for ints", "lists for ints"]
+
+
+@pytest.mark.parametrize("target_form", FORMS)
+@pytest.mark.parametrize("saved_form", ["module", "pure dict", "lists for ints"])
+def test_forms_of_a_model_are_joined_by_path(
+    saved_form: str, target_form: str, tmp_path: Path
+) -> None:
+    model = make()
+    flm.checkpoint.save(tmp_path / "a", {"model": same_model(saved_form, model)})
+    target = {"model": same_model(target_form, nnx.eval_shape(make))}
+    layout_map = rules(MESHES["another shape"]())
+    restored = flm.checkpoint.restore(tmp_path / "a", target, layout_map=layout_map)
+    structure = jax.tree.structure(restored["model"])
+    assert structure == jax.tree.structure(target["model"])
+    assert_same(restored["model"], model)
+
+
+class Dense(nn.Module):
+    """A Linen layer whose kernel is boxed with axis names."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal()
+        x = nn.Dense(8, kernel_init=nn.with_partitioning(init, (None, "model")))(x)
+        return nn.Dense(8, name="last")(x)
+
+
+def linen_state(**more: Any) -> TrainState:
+    module = Dense()
+    variables = nn.unbox(module.init(jax.random.key(0), jnp.ones((1, 8))))
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    state = TrainState.create(
+        apply_fn=module.apply, params=variables["params"], tx=tx, **more
+    )
+    return state.apply_gradients(grads=state.params)
+
+
+def linen_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
+    layout_map["Dense_0/kernel"] = (None, "model")
+    layout_map["last/kernel"] = ("model", "data")
+    return layout_map
+
+
+def test_linen_train_state(tmp_path: Path) -> None:
+    # jit has made an array of the step, which `create` makes a Python int.
+    state = jax.jit(lambda s: s.apply_gradients(grads=s.params))(linen_state())
+    flm.checkpoint.save(tmp_path / "a", state)
+    layout_map = linen_rules(MESHES["another shape"]())
+
+    fresh = linen_state().replace(step=0)
+    restored = flm.checkpoint.restore(tmp_path / "a", fresh, layout_map=layout_map)
+    assert isinstance(restored, TrainState) and restored.step == 2
+    assert type(restored.step) is int
+    assert jax.tree.structure(restored) == jax.tree.structure(fresh)
+    assert_same(restored.params, state.params)
+    assert_same(restored.opt_state, state.opt_state)
+    assert_placed(restored, layout_map.resolve(fresh))
+
+    abstract = jax.eval_shape(linen_state)
+    again = flm.checkpoint.restore(tmp_path / "a", abstract, layout_map=layout_map)
+    assert isinstance(again.step, jax.Array) and int(again.step) == 2
+    assert_same(again, state)
+    alone = flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)
+    assert_placed(alone, layout_map.resolve(state))
+
+
+def test_linen_boxes_are_joined_with_bare_arrays(tmp_path: Path) -> None:
+    boxed = Dense().init(jax.random.key(0), jnp.ones((1, 8)))
+    layout_map = linen_rules(MESHES["another shape"]())
+    flm.checkpoint.save(tmp_path / "boxed", boxed)
+    flm.checkpoint.save(tmp_path / "bare", nn.unbox(boxed))
+    for name in ("boxed", "bare"):
+        into_box = flm.checkpoint.restore(tmp_path / name, boxed, layout_map=layout_map)
+        kernel = into_box["params"]["Dense_0"]["kernel"]
+        assert isinstance(kernel, nn.Partitioned)
+        assert_same(into_box, boxed)
+        bare = nn.unbox(jax.eval_shape(lambda: boxed))
+        into_bare = flm.checkpoint.restore(tmp_path / name, bare, layout_map=layout_map)
+        assert isinstance(into_bare["params"]["Dense_0"]["kernel"], jax.Array)
+        assert_same(into_bare, boxed)
+
+
+def test_own_shardings_of_a_concrete_target(
+    saved: Path, training: dict[str, Any]
+) -> None:
+    layout_map = rules(MESHES["another shape"]())
+    model = flm.create(make, layout_map)
+    optimizer = flm.create_optimizer(model, optax.adamw(1e-2))
+    target = {"model": model, "optimizer": optimizer, "step": 0}
+    assert_same(flm.checkpoint.restore(saved, target), training)
+    assert_placed(target, layout_map.resolve(target))
+
+
+def test_own_shardings_of_other_targets(small: Path) -> None:
+    device = jax.devices()[3]
+    sharding = NamedSharding(
+        flm.DeviceMesh("data=8").jax_mesh,  # pyright: ignore[reportArgumentType]
+        PartitionSpec("data"),
+    )
+    bias = jax.device_put(np.zeros(4, np.float32), device)
+    target = {
+        "w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding),
+        "b": {"bias": bias, "count": np.zeros((), np.int32)},
+        "step": 0,
+    }
+    restored = flm.checkpoint.restore(small, target)
+    assert_same(restored, small_tree())
+    assert restored["w"].sharding == sharding
+    assert restored["b"]["bias"].sharding == SingleDeviceSharding(device)
+    assert type(restored["b"]["count"]) is np.ndarray
+    assert type(restored["step"]) is int
+
+
+def test_metadata_that_a_rule_overrules_is_rewritten(tmp_path: Path) -> None:
+    def annotated() -> nnx.Linear:
+        init = nnx.with_partitioning(nnx.initializers.zeros_init(), ("data", None))
+        return nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0))
+
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), strict=False)
+    layout_map["kernel"] = (None, "model")
+    with nnx.use_eager_sharding(False):
+        flm.checkpoint.save(tmp_path / "a", annotated())
+    restored = flm.checkpoint.restore(tmp_path / "a", annotated, layout_map=layout_map)
+    assert restored.kernel.get_metadata("out_sharding") == (None, "model")
+    assert restored.kernel.sharding.spec == PartitionSpec(None, "model")
+
+
+# ------------------------------------ resolving a checkpoint as the live tree
+
+
+class Marked(nnx.Module):
+    """Layouts on the Variables themselves, and names that only match in full."""
+
+    def __init__(self) -> None:
+        zeros = jnp.zeros((8, 8))
+        explicit = flm.TensorLayout((..., "model"))
+        self.explicit = nnx.Param(zeros, layout=explicit)
+        self.named = nnx.Param(zeros, out_sharding=("data", None))
+        self.logical = nnx.Param(
+            zeros, out_sharding=("rows", None), sharding_rules=(("rows", "model"),)
+        )
+        self.kernel = nnx.Param(zeros)
+
+
+def marked() -> Marked:
+    with nnx.use_eager_sharding(False):
+        return Marked()
+
+
+def chain() -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
+    )
+
+
+def with_optimizer(tx: optax.GradientTransformation) -> dict[str, Any]:
+    model = make()
+    return {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
+
+
+def logical_linen() -> Any:
+    init = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("rows", None))
+    return nn.Dense(8, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 8)))
+
+
+def factored_alone() -> dict[str, Any]:
+    params = {"params": {"square": {"kernel": jnp.ones((8, 8))}}}
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    return {**params, "opt_state": tx.init(params["params"])}
+
+
+TREES: dict[str, Callable[[], Any]] = {
+    "adafactor": lambda: with_optimizer(chain()),
+    "momentum": lambda: with_optimizer(optax.sgd(1e-2, momentum=0.9)),
+    "lion": lambda: with_optimizer(optax.lion(1e-2)),
+    "optimizer alone": lambda: make_optimizer(),
+    "State": lambda: {"weights": nnx.state(make())},
+    "dict": lambda: {"weights": nnx.to_pure_dict(nnx.state(make()))},
+    "two models": lambda: {"a": make(), "b": make(), "c": make_optimizer()},
+    "TrainState": linen_state,
+    "TrainState in a dict": lambda: {"state": linen_state(), "epoch": 1},
+    "params and opt_state": factored_alone,
+    "layouts on Variables": lambda: {"model": marked()},
+    "logical Linen": logical_linen,
+}
+
+
+@pytest.mark.parametrize("match", ["search", "fullmatch"])
+@pytest.mark.parametrize("name", TREES)
+def test_rules_meet_a_checkpoint_as_they_meet_the_live_tree(
+    name: str, match: Any, tmp_path: Path
+) -> None:
+    tree = TREES[name]()
+    flm.checkpoint.save(tmp_path / "a", tree)
+    mesh = MESHES["another shape"]()
+    layout_map = flm.LayoutMap(mesh, match=match, strict=False)
+    layout_map["(.*/)?(up|square|Dense_0)/kernel"] = (None, "model")
+    layout_map["down/kernel"] = ("model", "data")
+    layout_map["layers/0/kernel"] = ("data", "model")
+    layout_map.optimizer["layers/1/kernel"] = ("model", None)
+    with nn.logical_axis_rules([("rows", "data")]):
+        live = layout_map.resolve(tree)
+        restored = flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)
+    if name != "optimizer alone":
+        assert_placed(restored, live)
+    expected = dict(zip(live.paths, live.sharding_list(), strict=True))
+    for path, leaf in by_path(restored).items():
+        if isinstance(leaf, jax.Array):
+            assert leaf.sharding == expected[path], path
+
+
+def test_factored_moments_land_on_the_right_axes(tmp_path: Path) -> None:
+    """Rows and columns of a square kernel have one shape, and two layouts."""
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
+    model = make()
+    tree = {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
+    flm.checkpoint.save(tmp_path / "a", tree)
+    layout_map = rules(MESHES["as saved"]())
+    restored = by_path(flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map))
+    specs = {
+        path.split("/", 2)[2].replace("/layers/0/kernel", ""): leaf.sharding.spec
+        for path, leaf in restored.items()
+        if path.startswith("optimizer/opt_state/") and "layers/0/kernel" in path
+    }
+    rows = [spec for path, spec in specs.items() if path.endswith("v_row")]
+    columns = [spec for path, spec in specs.items() if path.endswith("v_col")]
+    assert rows == [PartitionSpec("data")] and columns == [PartitionSpec("model")]
+
+
+def test_a_state_without_tx_asks_the_checkpoint_for_its_dims(tmp_path: Path) -> None:
+    tree = with_optimizer(chain())
+    flm.checkpoint.save(tmp_path / "a", tree)
+    layout_map = rules(MESHES["as saved"]())
+    target = {
+        "model": nnx.state(nnx.eval_shape(make)),
+        "optimizer": jax.eval_shape(lambda: nnx.state(tree["optimizer"])),
+    }
+    restored = flm.checkpoint.restore(tmp_path / "a", target, layout_map=layout_map)
+    assert_placed(restored, layout_map.resolve(tree))
+
+
+def test_warns_once_of_what_is_not_in_the_rules(saved: Path) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=8"))
+    layout_map["up/kernel"] = (None, "data")
+    layout_map["nothing/of/that/name"] = None
+    with pytest.warns(flm.LayoutWarning, match="nothing/of/that/name"):
+        flm.checkpoint.restore(saved, layout_map=layout_map)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        flm.checkpoint.restore(saved, layout_map=layout_map)
+
+
+# ------------------------------------------------------------- kinds of leaves
+
+
+DTYPES = [
+    *("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "int2", "int4"),
+    *("bfloat16", "float16", "float32", "complex64", "float4_e2m1fn"),
+    *("float8_e3m4", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e4m3fnuz"),
+    *("float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+]
+
+
+def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(8, 3)) * 3
+    values[0] = [0.0, -0.0, 1.0]
+    tree = {name: {"w": jnp.asarray(values).astype(name)} for name in DTYPES}
+    tree["float32"]["w"] = tree["float32"]["w"].at[1, 0].set(jnp.nan)
+    flm.checkpoint.save(tmp_path / "a", plain_rules("data=4,m=2").place(tree))
+    layout_map = plain_rules()
+    restored = flm.checkpoint.restore(tmp_path / "a", layout_map=layout_map)
+    assert_same(restored, tree)
+    assert_placed(restored, layout_map.resolve(tree))
+
+
+def other_leaves() -> dict[str, Any]:
+    return {
+        "int": -(2**62),
+        "float": 0.1,
+        "nan": float("inf"),
+        "bool": True,
+        "complex": 1 - 0.5j,
+        "string": "é/%\n",
+        "numpy": np.arange(6, dtype=np.int32)[::2],
+        "wide": np.array([0.1, np.nan]),
+        "big end": np.arange(3, dtype=">i8"),
+        "number": np.float32(0.5),
+        "zero": jnp.zeros((0, 4), jnp.bfloat16),
+        "no dims": jnp.int8(3),
+        "key": jax.random.key(7),
+        "keys": jax.random.split(jax.random.key(1, impl="rbg"), (2, 3)),
+        "no keys": jax.random.split(jax.random.key(1, impl="rbg"), 0),
+        "none": None,
+        "tuple": (jnp.ones(1), {"a/b": jnp.ones(2), "50%": jnp.zeros(2)}),
+        "": {"": jnp.ones(3), ".": jnp.ones(2)},
+    }
+
+
+def test_other_leaves_come_back_as_they_were(tmp_path: Path) -> None:
+    tree = other_leaves()
+    flm.checkpoint.save(tmp_path / "a", tree)
+    restored = flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+    # A number of another byte order is the same number.
+    expected = {**tree, "big end": tree["big end"].astype("i8")}
+    assert_same(restored, expected)
+    assert restored["tuple"]["1"].keys() == {"a/b", "50%"}
+    for name in ("wide", "big end"):  # JAX would cut these to 32 bits
+        assert type(restored[name]) is np.ndarray, name
+    for name in ("numpy", "number", "zero", "key", "keys", "no keys"):
+        assert isinstance(restored[name], jax.Array), name
+        assert len(restored[name].sharding.device_set) == 8, name
+
+    again = flm.checkpoint.restore(tmp_path / "a", tree, layout_map=plain_rules())
+    assert_same(again, expected)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+
+
+def test_keys_without_orbax_knowing_their_implementation(tmp_path: Path) -> None:
+    tree = {"keys": jax.random.split(jax.random.key(1, impl="rbg"), 2)}
+    flm.checkpoint.save(tmp_path / "a", tree)
+    for file in (tmp_path / "a" / "state" / "array_metadatas").iterdir():
+        file.unlink()
+    restored = flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+    assert_same(restored, tree)
+
+
+@pytest.mark.parametrize(
+    ("value", "stand_in"),
+    [
+        (3, np.int32(0)),
+        (np.int32(3), 0),
+        (True, np.bool_(False)),
+        (np.bool_(True), False),
+        (0.5, np.float32(0)),
+        (np.float32(0.1), 0.0),
+        (1j, np.complex64(0)),
+    ],
+)
+def test_numbers_and_arrays_without_dims_stand_for_each_other(
+    value: Any, stand_in: Any, tmp_path: Path
+) -> None:
+    flm.checkpoint.save(tmp_path / "a", {"x": value, "w": jnp.ones(8)})
+    is_python = isinstance(stand_in, bool | int | float | complex)
+    target = stand_in if is_python else jnp.asarray(stand_in)
+    restored = flm.checkpoint.restore(
+        tmp_path / "a", {"x": target, "w": jnp.ones(8)}, layout_map=plain_rules()
+    )["x"]
+    assert restored == value
+    assert type(restored) is type(target)
+    if isinstance(restored, jax.Array):
+        assert restored.dtype == np.asarray(stand_in).dtype
+
+
+def test_a_number_that_does_not_fit_exactly(tmp_path: Path) -> None:
+    flm.checkpoint.save(tmp_path / "a", {"x": 0.1, "n": 2**40, "w": jnp.ones(8)})
+    target = {"x": jnp.float32(0), "n": jnp.int32(0), "w": jnp.zeros(8)}
+    with refused(
+        "2 problems",
+        "x (): the number 0.1 of the checkpoint is not exact in float32",
+        "n (): the number 1099511627776 of the checkpoint is not exact in int32",
+    ):
+        flm.checkpoint.restore(tmp_path / "a", target, layout_map=plain_rules())
+    target["n"] = 0
+    restored = flm.checkpoint.restore(
+        tmp_path / "a", target, layout_map=plain_rules(), dtype="target"
+    )
+    assert restored["x"] == jnp.float32(0.1) and restored["n"] == 2**40
+
+
+# ------------------------------------------------------ a part, another dtype
+
+
+def test_include_and_exclude_without_a_target(saved: Path) -> None:
+    layout_map = rules(MESHES["another shape"]())
+
+    def paths(**selection: Any) -> set[str]:
+        return set(by_path(flm.checkpoint.restore(saved, **selection)))
+
+    everything = paths(layout_map=layout_map)
+    model = {path for path in everything if path.startswith("model/")}
+    kernels = {path for path in model if path.endswith("kernel")}
+    assert paths(layout_map=layout_map, include="^model/") == model
+    assert paths(layout_map=layout_map, include=["^model/.*kernel"]) == kernels
+    assert paths(layout_map=layout_map, exclude="^model/") == everything - model
+    assert (
+        paths(layout_map=layout_map, include="^model/", exclude=["kernel$", "never"])
+        == model - kernels
+    )
+
+
+def test_state_alone_still_follows_its_parameters(
+    saved: Path, training: dict[str, Any]
+) -> None:
+    layout_map = rules(MESHES["another shape"]())
+    restored = flm.checkpoint.restore(saved, layout_map=layout_map, include="/mu/")
+    expected = layout_map.resolve(training)
+    leaves = by_path(restored)
+    assert len(leaves) == 10
+    for path, leaf in leaves.items():
+        assert leaf.sharding.spec == expected[path].layout.spec(), path
+
+
+def test_leaves_that_are_left_out_keep_the_values_of_the_target(
+    saved: Path, training: dict[str, Any]
+) -> None:
+    layout_map = rules(MESHES["another shape"]())
+    target = {"model": make(), "optimizer": make_optimizer(), "step": 7}
+    bias = target["model"].up.bias.get_value()
+    restored = flm.checkpoint.restore(
+        saved, target, layout_map=layout_map, include="kernel"
+    )
+    assert restored["step"] == 7
+    assert restored["model"].up.bias.get_value() is bias
+    kernel = training["model"].up.kernel
+    assert bits(restored["model"].up.kernel.get_value()) == bits(kernel.get_value())
+
+
+def test_the_rules_need_to_fit_only_what_is_restored(tmp_path: Path) -> None:
+    params = {"w": jnp.ones((8, 8)), "odd": {"w": jnp.ones((6, 8))}}
+    tx = optax.adam(1e-2)
+    tree = {"params": params, "opt_state": tx.init(params)}
+    flm.checkpoint.save(tmp_path / "a", tree)
+    with refused("odd/w (6,8): rule 1", "dim 0 of size 6", "1 problem"):
+        flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+    restored = flm.checkpoint.restore(
+        tmp_path / "a", layout_map=plain_rules(), exclude="odd"
+    )
+    mu = restored["opt_state"]["0"]["mu"]["w"]
+    assert mu.sharding.spec == PartitionSpec("data")
+
+
+def test_dtype_for_all_floats(small: Path) -> None:
+    restored = flm.checkpoint.restore(
+        small, layout_map=plain_rules(), dtype=jnp.bfloat16
+    )
+    expected = small_tree()
+    assert restored["w"].dtype == restored["b"]["bias"].dtype == jnp.bfloat16
+    assert bits(restored["w"]) == bits(expected["w"].astype(jnp.bfloat16))
+    assert restored["b"]["count"].dtype == jnp.int32
+    assert restored["step"] == 3
+
+
+@pytest.mark.parametrize("dtype", ["target", "float16"])
+def test_dtype_with_a_target(dtype: str, small: Path) -> None:
+    target = small_tree()
+    target["w"] = target["w"].astype(jnp.bfloat16)
+    restored = flm.checkpoint.restore(
+        small, target, layout_map=plain_rules(), dtype=dtype
+    )
+    wanted = jnp.bfloat16 if dtype == "target" else jnp.float16
+    assert bits(restored["w"]) == bits(small_tree()["w"].astype(wanted))
+    bias = jnp.float32 if dtype == "target" else jnp.float16
+    assert restored["b"]["bias"].dtype == bias
+
+
+# ------------------------------------------------------- what does not fit
+
+
+def test_one_error_lists_every_problem(saved: Path) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=8"), strict=False)
+    layout_map["up/bias"] = (None, "data")
+    target = {"model": Mlp(nnx.Rngs(0), width=12), "optimizer": make_optimizer()}
+    target["extra"] = jnp.ones(3)
+    before = by_path(target)
+    with pytest.raises(flm.CheckpointError) as caught:
+        flm.checkpoint.restore(saved, target, layout_map=layout_map)
+    text = str(caught.value)
+    assert text.startswith(f"cannot restore {saved}: 6 problems\n")
+    assert len(caught.value.problems) == 6
+    for phrase in (
+        "model/up/bias (12,): rule 1 'up/bias' → (None, 'data') has 2 dims",
+        "model/up/kernel (8,16): another shape: the checkpoint has (8,16), the target "
+        "(8,12)",
+        "model/up/bias (16,): another shape",
+        "model/down/kernel (16,8): another shape",
+        "extra: is in the target, not in the checkpoint",
+        "step (): is in the checkpoint, not in the target; to leave it out: "
+        "exclude='^step$'",
+    ):
+        assert any(phrase in problem for problem in caught.value.problems), text
+    after = by_path(target)
+    assert all(after[path] is before[path] for path in before), "it was touched"
+
+
+def test_a_rule_that_does_not_fit_is_named(saved: Path) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=3", devices=jax.devices()[:3]))
+    layout_map["up/kernel"] = (None, "data")
+    for target in (None, lambda: {"model": make(), "optimizer": make_optimizer()}):
+        with refused(
+            "model/up/kernel (8,16): rule 1 'up/kernel' → (None, 'data'): dim 1",
+            "mesh axis 'data' of size 3",
+        ):
+            flm.checkpoint.restore(
+                saved, target, layout_map=layout_map, exclude="^step$"
+            )
+
+
+def test_names_that_are_near(small: Path) -> None:
+    target = {"w": jnp.ones((8, 4)), "b": {"bais": jnp.ones(4), "count": 1}, "step": 0}
+    with refused(
+        "b/bais: is in the target, not in the checkpoint; did you mean 'b/bias'?",
+        "b/bias (4,): is in the checkpoint, not in the target",
+    ):
+        flm.checkpoint.restore(small, target, layout_map=plain_rules())
+    with refused("b/ (2 leaves): is in the checkpoint", "exclude='^b/'"):
+        flm.checkpoint.restore(
+            small, {"w": jnp.ones((8, 4)), "step": 0}, layout_map=plain_rules()
+        )
+
+
+def test_a_tree_saved_under_a_key(saved: Path, tmp_path: Path) -> None:
+    layout_map = rules(MESHES["another shape"]())
+    with refused(
+        "1 problem",
+        "the checkpoint has the target's paths below 'model/': pass "
+        "target={'model': target}, include='^model/'",
+    ):
+        flm.checkpoint.restore(saved, make, layout_map=layout_map)
+    flm.checkpoint.save(tmp_path / "a", make())
+    with refused(
+        "the target has the checkpoint's paths below 'model/': pass "
+        "target=target['model']"
+    ):
+        flm.checkpoint.restore(
+            tmp_path / "a", {"model": make(), "x": 1}, layout_map=layout_map
+        )
+
+
+@pytest.mark.parametrize(
+    ("stored", "target", "text"),
+    [
+        (jnp.ones((2, 3)), jnp.ones((2, 3, 1)), "another rank: the checkpoint has"),
+        (jnp.ones(2), jnp.ones(2, jnp.int32), "restore it as it is and convert it"),
+        (jnp.ones(2, jnp.int8), jnp.ones(2, jnp.int32), "another dtype"),
+        (jnp.ones(2), jnp.ones(2, jnp.bfloat16), 'pass dtype="target"'),
+        (jnp.ones(2), 1.0, "float32 (2,) in the checkpoint, a Python float in the"),
+        (3, 3.0, "a Python int in the checkpoint, a Python float in the target"),
+        (3, jnp.float32(0), "a Python int in the checkpoint, float32 () in the"),
+        ("a", 3, "a Python str in the checkpoint, a Python int in the target"),
+        (jax.random.key(0), jnp.ones(2, jnp.uint32), "(PRNG keys) in the checkpoint"),
+        (jnp.ones(2, jnp.uint32), jax.random.key(0), "jax.random.wrap_key_data"),
+        (
+            jax.random.key(0),
+            jax.random.key(0, impl="rbg"),
+            "key<fry> () (PRNG keys) in the checkpoint, key<rbg> ()",
+        ),
+        (jax.random.key(0), jax.random.split(jax.random.key(0)), "another rank"),
+        (jnp.zeros((0, 3)), jnp.zeros((0, 4)), "another shape"),
+        (jnp.ones(2), "text", "float32 (2,) in the checkpoint, a Python str"),
+        (jnp.ones(2), object(), "the object in the target is no array"),
+    ],
+)
+def test_kinds_that_do_not_fit(
+    stored: Any, target: Any, text: str, tmp_path: Path
+) -> None:
+    flm.checkpoint.save(tmp_path / "a", {"x": stored, "w": jnp.ones(8)})
+    with refused("cannot restore", "1 problem", "x", text):
+        flm.checkpoint.restore(
+            tmp_path / "a", {"x": target, "w": jnp.ones(8)}, layout_map=plain_rules()
+        )
+
+
+def test_other_casts_are_refused_whatever_dtype_says(tmp_path: Path) -> None:
+    flm.checkpoint.save(tmp_path / "a", {"i": jnp.ones(2, jnp.int32), "f": jnp.ones(2)})
+    target = {"i": jnp.ones(2), "f": jnp.ones(2, jnp.int8)}
+    for dtype in ("target", jnp.float16):
+        with refused("2 problems", "i (2,): another dtype", "f (2,): another dtype"):
+            flm.checkpoint.restore(
+                tmp_path / "a", target, layout_map=plain_rules(), dtype=dtype
+            )
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """64-bit numbers, in all threads."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+@pytest.fixture
+def wide(x64: None, tmp_path: Path) -> Path:
+    """A checkpoint of 64-bit integers."""
+    flm.checkpoint.save(tmp_path / "a", {"w": jnp.arange(8) + 2**40})
+    return tmp_path / "a"
+
+
+def test_64_bits_come_back(wide: Path) -> None:
+    restored = flm.checkpoint.restore(wide, layout_map=plain_rules())
+    assert restored["w"].dtype == jnp.int64 and int(restored["w"][1]) == 2**40 + 1
+    # Orbax reads in a thread of its own, which a context does not reach.
+    with jax.enable_x64(False):
+        with refused("w (8,): JAX would cut int64 to int32; set jax_enable_x64"):
+            flm.checkpoint.restore(wide, layout_map=plain_rules())
+        restored = flm.checkpoint.restore(
+            wide, {"w": np.zeros(8, np.int64)}, layout_map=plain_rules()
+        )
+    assert type(restored["w"]) is np.ndarray and restored["w"][1] == 2**40 + 1
+
+
+def test_64_bits_are_never_cut(tmp_path: Path) -> None:
+    flm.checkpoint.save(tmp_path / "a", {"w": np.arange(8) + 2**40})
+    with (
+        jax.enable_x64(True),
+        refused("w (8,): Orbax read ", "int32", "asked for int64"),
+    ):
+        flm.checkpoint.restore(tmp_path / "a", layout_map=plain_rules())
+
+
+def test_values_to_keep_and_shardings_that_are_not_there(small: Path) -> None:
+    abstract = jax.eval_shape(small_tree)
+    with refused(
+        "b/bias: include or exclude leaves it out, and the target is abstract"
+    ):
+        flm.checkpoint.restore(
+            small, abstract, layout_map=plain_rules(), include=["w", "count", "step"]
+        )
+    with refused(
+        "4 problems", "w (8,4): the target has no sharding for it; pass layout_map="
+    ):
+        flm.checkpoint.restore(small, abstract)
+    mesh = flm.DeviceMesh.abstract("data=3")
+    sharding = NamedSharding(mesh.jax_mesh, PartitionSpec())  # pyright: ignore
+    target = small_tree()
+    target["w"] = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
+    with refused("w (8,4): the target's sharding has no devices; pass layout_map="):
+        flm.checkpoint.restore(small, target)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"include": "wieght"}, "include='wieght' finds no leaf; the closest paths"),
+        ({"include": ["w", "zz"]}, "include='zz' finds no leaf"),
+        ({"include": "("}, "include='(' is neither a regular expression nor a list"),
+        ({"exclude": [3]}, "exclude=[3] is neither a regular expression nor"),
+        ({"dtype": "int8"}, "dtype=int8 is not floating-point"),
+        ({"dtype": "flaot32"}, "dtype='flaot32' is no dtype"),
+        ({"dtype": "float64"}, "dtype=float64 needs jax_enable_x64"),
+        ({"dtype": "target"}, 'dtype="target" needs a target'),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], text: str, small: Path) -> None:
+    with refused(text):
+        flm.checkpoint.restore(small, layout_map=plain_rules(), **arguments)
+
+
+def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
+    with refused("without layouts: pass layout_map=, on the mesh to restore to"):
+        flm.checkpoint.restore(small)
+    with refused("(it was saved on a mesh data=2,model=4)"):
+        flm.checkpoint.restore(saved)
+    for layout_map, have in (
+        (rules(None), "no mesh"),
+        (flm.LayoutMap(flm.DeviceMesh.abstract("data=8")), "'data=8', abstract"),
+    ):
+        with pytest.raises(flm.MeshError) as caught:
+            flm.checkpoint.restore(small, layout_map=layout_map)
+        assert "restore needs a mesh of devices" in str(caught.value)
+        assert have in str(caught.value)
+    with pytest.raises(flm.RuleError, match="needs a LayoutMap or a RuleSet, got"):
+        flm.checkpoint.restore(small, layout_map=flm.DeviceMesh("data=8"))
+
+
+# ----------------------------------------------------------------------- saving
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"a": object()}, "a: builtins.object cannot be saved; keep to arrays"),
+        ({"a": b"x"}, "a: builtins.bytes cannot be saved"),
+        ({"a": {"b": jax.ShapeDtypeStruct((2,), "f4")}}, "a/b (2,): it is abstract"),
+        ({"a": 2**63}, "a (): the int 9223372036854775808 needs more than 64 bits"),
+        ({"a": np.array(["x"])}, "a (1,): Orbax cannot store <U1; convert it first"),
+        ({"a": jnp.ones(2, "uint4")}, "a (2,): Orbax cannot store uint4"),
+        (jnp.ones(2), "the tree is a single leaf; save it under a key"),
+        ({}, "the tree holds no value"),
+        ({"a": jnp.zeros((0, 2)), "b": None}, "the tree holds no value"),
+        (
+            {"a.b": jnp.ones(2), "a": {"b": jnp.zeros(2)}},
+            "a/b and a.b: both would be stored as 'a.b', so that one is lost",
+        ),
+    ],
+)
+def test_trees_that_cannot_be_saved(tree: Any, text: str, tmp_path: Path) -> None:
+    with refused(f"cannot save to {tmp_path / 'a'}: 1 problem", text):
+        flm.checkpoint.save(tmp_path / "a", tree)
+    assert os.listdir(tmp_path) == []
+
+
+def test_all_problems_of_a_tree_at_once(tmp_path: Path) -> None:
+    deleted = jnp.ones(2)
+    deleted.delete()
+    (tmp_path / "a").mkdir()
+    tree = {"x": deleted, "y": object(), "b": jnp.ones(1)}
+    with refused(
+        "3 problems",
+        "x (2,): it was deleted, as by donating it to jit; save what jit returned",
+        "y: builtins.object",
+        "the path exists; save to another one, or pass overwrite=True",
+    ):
+        flm.checkpoint.save(tmp_path / "a", tree)
+
+
+def test_saving_inside_jit(tmp_path: Path) -> None:
+    def save(x: jax.Array) -> jax.Array:
+        flm.checkpoint.save(tmp_path / "a", {"x": x})
+        return x
+
+    with refused("x (): it is traced; call save outside of jit"):
+        jax.jit(save)(1.0)
+
+
+def test_rules_are_checked_against_the_tree_before_saving(tmp_path: Path) -> None:
+    with pytest.raises(flm.ResolveError, match=r"w \(6,\): rule 1 .*dim 0 of size 6"):
+        flm.checkpoint.save(
+            tmp_path / "a", {"w": jnp.ones(6)}, layout_map=plain_rules()
+        )
+    with pytest.raises(flm.RuleError, match="needs a LayoutMap or a RuleSet, got 3"):
+        flm.checkpoint.save(tmp_path / "a", {"w": jnp.ones(6)}, layout_map=3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flm.checkpoint.save("new/a", {"w": jnp.ones(8)})
+    restored = flm.checkpoint.restore(Path("new") / "a", layout_map=plain_rules())
+    assert (tmp_path / "new" / "a").is_dir() and restored["w"].shape == (8,)
+
+
+def test_what_is_written(saved: Path, training: dict[str, Any]) -> None:
+    """An ordinary Orbax checkpoint, with the rules and the mesh in its metadata."""
+    metadata = v1.metadata(saved)
+    custom = metadata.custom_metadata["flax_layoutmap"]
+    assert custom["schema"] == 1
+    assert custom["mesh"]["shape"] == [2, 4]
+    assert custom["versions"]["jax"] == jax.__version__
+    layout_map = rules(MESHES["as saved"]())
+    assert flm.LayoutMap.from_json(custom["rules"], mesh="data=2,model=4") == layout_map
+    tree = metadata.metadata
+    assert tree["model"]["layers"]["1"]["kernel"].shape == (8, 8)
+    assert tree["step"] == 0, "Orbax says `0` for a Python int"
+    # No chunk is smaller than a shard: a bias is one chunk, not one per device.
+    assert tree["model"]["up"]["bias"].storage_metadata.chunk_shape == (16,)
+    target = jax.tree.map(lambda leaf: np.ndarray, tree)
+    plain = v1.load(saved, target | {"step": 0})
+    kernel = training["model"].layers[1].kernel.get_value()
+    assert bits(plain["model"]["layers"]["1"]["kernel"]) == bits(kernel)
+    assert plain["step"] == 3
+
+
+def test_overwrite(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    flm.checkpoint.save(path, {"w": jnp.zeros(8)}, overwrite=True)
+    for step in range(1, 4):
+        with refused("the path exists; save to another one, or pass overwrite=True"):
+            flm.checkpoint.save(path, {"w": jnp.zeros(8)})
+        flm.checkpoint.save(path, {"w": jnp.full(8, step)}, overwrite=True)
+        # Nothing of the old one is left in any cache.
+        restored = flm.checkpoint.restore(path, layout_map=plain_rules())
+        assert restored["w"].tolist() == [step] * 8
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_overwrite_replaces_nothing_but_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("x")
+    with refused("the path exists and is no checkpoint, so overwrite=True does not"):
+        flm.checkpoint.save(tmp_path, {"w": jnp.zeros(8)}, overwrite=True)
+    with refused("is no checkpoint"):
+        flm.checkpoint.save(
+            tmp_path / "precious.txt", {"w": jnp.zeros(8)}, overwrite=True
+        )
+    assert (tmp_path / "precious.txt").read_text() == "x"
+
+
+def test_a_failed_overwrite_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a"
+    flm.checkpoint.save(path, {"w": jnp.zeros(8)})
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(v1, "save", full)
+        with refused(f"cannot save to {path}: OSError: no space left on device"):
+            flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
+    assert not flm.checkpoint.restore(path, layout_map=plain_rules())["w"].any()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_orbax.shutil, "rmtree", full)
+        with refused(f"cannot replace {path}: no space left", "'.replacement'"):
+            (tmp_path / "a.replaced").mkdir()
+            flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
+    assert not flm.checkpoint.restore(path, layout_map=plain_rules())["w"].any()
+    # What the failures left behind does not stop the next one.
+    flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
+    assert flm.checkpoint.restore(path, layout_map=plain_rules())["w"].all()
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_restore_that_fails_while_reading_touches_nothing(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = {"model": make(), "optimizer": make_optimizer(), "step": 0}
+    before = by_path(target)
+
+    def broken(*_: Any, **__: Any) -> None:
+        try:
+            raise ValueError('DATA_LOSS: Error reading "model.up.kernel/c/0/1" in "x"')
+        except ValueError as error:
+            raise Exception("Encountered an error, and much more") from error
+
+    monkeypatch.setattr(v1, "load", broken)
+    with pytest.raises(flm.CheckpointError) as caught:
+        flm.checkpoint.restore(
+            saved, target, layout_map=rules(MESHES["another shape"]())
+        )
+    assert str(caught.value) == (
+        f"cannot read the checkpoint {saved}: leaf 'model/up/kernel': DATA_LOSS: Error "
+        'reading "model.up.kernel/c/0/1" in "x"'
+    )
+    assert isinstance(caught.value.__cause__, Exception)
+    after = by_path(target)
+    assert all(after[path] is before[path] for path in before)
+
+
+@pytest.mark.parametrize("wrong", ["abstract", "cut", "cast", "misplaced", "text"])
+def test_orbax_is_not_trusted(
+    wrong: str, small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a later Orbax may do, nothing but what was asked for gets through."""
+    load = v1.load
+    replacement: dict[str, Callable[[jax.Array], Any]] = {
+        "abstract": lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype),
+        "cut": lambda w: w[:4],
+        "cast": lambda w: w.astype(jnp.float16),
+        "misplaced": lambda w: jax.device_put(w, jax.devices()[0]),
+        "text": lambda w: "w",
+    }
+
+    def other(path: Any, target: Any) -> Any:
+        read = load(path, target)
+        return {**read, "w": replacement[wrong](read["w"])}
+
+    monkeypatch.setattr(v1, "load", other)
+    with refused("cannot restore", "w (8,4): "):
+        flm.checkpoint.restore(small, layout_map=plain_rules())
+
+
+def test_orbaxs_own_context_does_not_leak_in(small: Path, tmp_path: Path) -> None:
+    context = v1.Context()
+    context.pytree.loading.partial_load = True
+    context.array.loading.enable_padding_and_truncation = True
+    with context:
+        restored = flm.checkpoint.restore(small, layout_map=plain_rules())
+        flm.checkpoint.save(tmp_path / "a", restored)
+    assert_same(restored, small_tree())
+
+
+def test_nothing_is_said_when_all_is_well(
+    small: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    flm.checkpoint.restore(small, layout_map=plain_rules())
+    flm.checkpoint.restore(small, jax.eval_shape(small_tree), layout_map=plain_rules())
+    said = [str(warning.message) for warning in recwarn]
+    assert [text for text in said if re.search("shard|layout|orbax", text, re.I)] == []
