@@ -100,7 +100,7 @@ def warn(text: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, LayoutWarning, stacklevel=level - 1)
+    warnings.warn(text, LayoutWarning, stacklevel=level)
 
 
 def bullet_list(problems: Sequence[str], *, limit: int = 50) -> str:

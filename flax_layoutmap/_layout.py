@@ -6,7 +6,7 @@ from types import EllipsisType
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._errors import LayoutError, MeshError, RuleError, did_you_mean
 from flax_layoutmap._mesh import DeviceMesh, as_mesh, same_grid
@@ -62,7 +62,7 @@ class TensorLayout:
             dims = axes.axes
         elif isinstance(axes, NamedSharding):
             mesh = mesh or DeviceMesh(axes.mesh)
-            memory_kind = memory_kind or axes.memory_kind
+            memory_kind = memory_kind or _own_memory_kind(axes)
             dims = _dims(_spec_entries(axes.spec), axes)
         elif isinstance(axes, PartitionSpec):
             dims = _dims(_spec_entries(axes), axes)
@@ -297,6 +297,15 @@ def normal_spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def _own_memory_kind(sharding: NamedSharding) -> str | None:
+    """The memory kind, or None for the default, which JAX fills in by itself."""
+    kind = sharding.memory_kind
+    if kind is None or not isinstance(sharding.mesh, Mesh):
+        return kind
+    default = sharding.mesh.devices.flat[0].default_memory().kind
+    return None if kind == default else kind
 
 
 def _spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:

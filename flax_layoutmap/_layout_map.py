@@ -130,6 +130,14 @@ class _Section(MutableMapping[str, TensorLayout]):
         """(pattern, layout) pairs, in order."""
         return [(key, rule.layout) for key, rule in self._rules.items()]
 
+    def update(self, other: Any = (), /, **more: Any) -> None:
+        """Adds the rules of a mapping, of pairs, or of another map, which stays."""
+        if isinstance(other, _Section):
+            for rule in tuple(other._rules.values()):
+                self.add(rule)
+            other = ()
+        super().update(other, **more)
+
     def clear(self) -> None:
         """Removes all rules."""
         self._rules.clear()

@@ -250,7 +250,7 @@ HOSTS: list[Callable[[Any], tuple[Any, dict[str, Any], str]]] = [
 
 
 def check(resolution: flm.Resolution, prefix: str, expected: dict[str, Axes]) -> None:
-    """Every leaf below a prefix has its axes; the others are scalars or placeholders."""
+    """Every leaf below a prefix has its axes; others are scalars or placeholders."""
     seen = set()
     for leaf in resolution:
         if not leaf.path.startswith(prefix) or leaf.role != "optimizer":

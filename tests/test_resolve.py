@@ -1,0 +1,1093 @@
+"""resolve: from rules and a tree to one Resolution, and all that it tells."""
+
+import gc
+import json
+import warnings
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap._optimizer_state import Origin
+from flax_layoutmap._resolve import resolve_with_origins
+
+P = PartitionSpec
+ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def mapped(rules: dict[str, Any] | None = None, **options: Any) -> flm.LayoutMap:
+    """A map on an abstract mesh of 2 ('data') by 4 ('model') devices."""
+    made = flm.LayoutMap(options.pop("mesh", ABSTRACT), **options)
+    for key, value in (rules or {}).items():
+        made.add(value) if isinstance(value, flm.Rule) else made.update({key: value})
+    return made
+
+
+def axes_of(resolution: flm.Resolution) -> dict[str, Any]:
+    """Path → one entry per dim."""
+    found = {}
+    for leaf in resolution:
+        dims = leaf.layout.dims(len(leaf.shape))
+        found[leaf.path] = tuple(
+            dim[0] if len(dim) == 1 else dim or None for dim in dims
+        )
+    return found
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def make_mlp() -> Mlp:
+    return Mlp(nnx.Rngs(0))
+
+
+MLP_RULES = {"up/kernel": (None, "model"), "down/kernel": ("model", None), "bias": None}
+MLP_AXES = {
+    "down/bias": (None,),
+    "down/kernel": ("model", None),
+    "dropout/rngs/count": (),
+    "dropout/rngs/key": (),
+    "up/bias": (None,),
+    "up/kernel": (None, "model"),
+}
+
+
+# ----------------------------------------------------------- kinds of trees
+
+
+def test_a_function_a_module_a_state_and_structs_resolve_alike() -> None:
+    layout_map = mapped(MLP_RULES)
+    model = make_mlp()
+    for tree in [
+        make_mlp,
+        model,
+        nnx.state(model),
+        nnx.to_pure_dict(nnx.state(model)),
+        nnx.eval_shape(make_mlp),
+        jax.eval_shape(lambda: nnx.state(make_mlp())),
+    ]:
+        resolution = layout_map.resolve(tree)
+        assert axes_of(resolution) == MLP_AXES
+        assert resolution["up/kernel"].shard_shape == (8, 4)
+
+
+def test_a_function_is_only_traced() -> None:
+    allocated = []
+
+    def make() -> Mlp:
+        model = make_mlp()
+        allocated.append(isinstance(model.up.kernel[...], jax.core.Tracer))  # type: ignore[attr-defined]
+        return model
+
+    gc.collect()
+    before = len(jax.live_arrays())
+    mapped(MLP_RULES).resolve(make)
+    assert allocated == [True]
+    assert len(jax.live_arrays()) == before
+
+
+def test_linen_variables_resolve_by_the_path_within_params() -> None:
+    model = nn.Sequential([nn.Dense(16), nn.BatchNorm(use_running_average=True)])
+    x = jnp.ones((2, 8))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    layout_map = mapped({"^layers_0/kernel": (None, "model")}, match="match")
+    for tree in (variables, lambda: model.init(jax.random.key(0), x)):
+        resolution = layout_map.resolve(tree)
+        assert axes_of(resolution)["params/layers_0/kernel"] == (None, "model")
+        assert resolution["layers_0/kernel"].path == "params/layers_0/kernel"
+        assert "batch_stats/layers_1/mean" in resolution
+
+
+def test_a_linen_module_itself_has_no_variables() -> None:
+    with pytest.raises(flm.StructureError, match="lambda: module.init"):
+        mapped().resolve(nn.Dense(3))
+
+
+def test_train_states_resolve_whole() -> None:
+    params = {"up": {"kernel": struct(8, 16)}}
+    state = jax.eval_shape(
+        lambda p: TrainState.create(apply_fn=print, params=p, tx=optax.adam(1e-3)),
+        params,
+    )
+    resolution = mapped({"up/kernel": (None, "model")}, match="fullmatch").resolve(
+        state
+    )
+    assert axes_of(resolution) == {
+        "step": (),
+        "params/up/kernel": (None, "model"),
+        "opt_state/0/count": (),
+        "opt_state/0/mu/up/kernel": (None, "model"),
+        "opt_state/0/nu/up/kernel": (None, "model"),
+    }
+    assert jax.tree.structure(resolution.specs) == jax.tree.structure(state)
+
+
+def test_a_module_in_a_tree_is_asked_by_its_own_paths() -> None:
+    layout_map = mapped({"up/kernel": (None, "model")}, match="fullmatch")
+    resolution = layout_map.resolve({"model": make_mlp(), "step": 3})
+    assert axes_of(resolution)["model/up/kernel"] == (None, "model")
+    assert resolution["up/kernel"].path == "model/up/kernel"
+
+
+def test_tied_weights_are_one_leaf() -> None:
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(8, 4, rngs=rngs)
+            self.head = self.embed
+
+    resolution = mapped({"embed": ("model", None)}).resolve(Tied(nnx.Rngs(0)))
+    assert resolution.paths == ("embed/embedding",)
+
+
+def test_a_variable_that_holds_a_dict() -> None:
+    class Holder(nnx.Module):
+        def __init__(self) -> None:
+            self.cache = nnx.Cache({"key": jnp.ones((4, 8)), "value": jnp.ones((4, 8))})
+
+    resolution = mapped({"cache/value": (None, "model")}).resolve(Holder())
+    assert axes_of(resolution) == {
+        "cache/key": (None, None),
+        "cache/value": (None, "model"),
+    }
+
+
+def test_empty_trees_and_empty_maps() -> None:
+    assert len(mapped().resolve({})) == 0
+    assert mapped().resolve({}).report().splitlines()[-1] == (
+        "mesh data=2,model=4: 0 B per device of 0 B; 0.0% of the bytes replicated"
+    )
+    resolution = mapped().resolve({"w": struct(4)})
+    assert axes_of(resolution) == {"w": (None,)} and resolution.unmatched == ("w",)
+    assert "there are no rules" in resolution.explain("w")
+
+
+def test_rules_must_be_rules() -> None:
+    rules: Any = [("w", None)]
+    with pytest.raises(flm.RuleError, match="LayoutMap.from_rules"):
+        flm.resolve({"w": struct(4)}, rules)
+
+
+# --------------------------------------------- replicated before any rule
+
+
+def test_scalars_counters_and_random_state_are_replicated() -> None:
+    class Stateful(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Param(jnp.float32(1.0))
+            self.rngs = nnx.Rngs(0)
+            self.norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+
+    tree = {
+        "model": Stateful(),
+        "step": 3,
+        "rate": 0.1,
+        "flag": True,
+        "key": jax.random.key(0),
+        "keys": jax.random.split(jax.random.key(0), 4),
+        "name": "run 7",
+        "zero": np.float32(1.0),
+    }
+    resolution = mapped({".*": ("model",)}, unmatched="error").resolve(tree)
+    found = {leaf.path: leaf.reason for leaf in resolution if leaf.layout.is_replicated}
+    assert found == {
+        "flag": "scalar",
+        "key": "random state",
+        "keys": "random state",
+        "model/rngs/default/count": "random state",
+        "model/rngs/default/key": "random state",
+        "model/scale": "scalar",
+        "name": "not an array",
+        "rate": "scalar",
+        "step": "scalar",
+        "zero": "scalar",
+    }
+    roles = {leaf.path: leaf.role for leaf in resolution}
+    assert roles["model/scale"] == roles["rate"] == "parameter"
+    assert {roles[p] for p in ("step", "flag", "key", "name")} == {"other"}
+    assert resolution.unused_rules == ()
+
+
+def test_old_style_keys_in_a_variable_are_random_state() -> None:
+    class Old(nnx.Module):
+        def __init__(self) -> None:
+            self.key = nnx.RngKey(jax.random.PRNGKey(0), tag="default")
+
+    leaf = mapped({".*": ("model",)}).resolve(Old())["key"]
+    assert leaf.shape == (2,) and leaf.layout.is_replicated
+
+
+def test_zero_size_leaves() -> None:
+    layout_map = mapped({"w": ("data", "model")})
+    resolution = layout_map.resolve({"w": struct(0, 8)})
+    assert resolution["w"].shard_shape == (0, 2)
+    assert resolution.total_bytes == 0 and resolution.replicated_share == 0.0
+    with pytest.raises(flm.ResolveError):
+        layout_map.resolve({"w": struct(0, 3)})
+
+
+def test_leaves_that_are_no_arrays_stay_as_they_are(mesh: flm.DeviceMesh) -> None:
+    tree = {"name": "run", "step": 3, "w": np.ones((2, 4), np.float32)}
+    abstract = mapped({"w": None}, mesh=mesh).abstract(tree)
+    assert abstract["name"] == "run"
+    assert (abstract["step"].shape, abstract["step"].dtype) == ((), jnp.int32)
+    assert abstract["w"].sharding == NamedSharding(mesh.jax_mesh, P())
+
+
+# ------------------------------------------------------------ matching rules
+
+
+@pytest.mark.parametrize(
+    ("match", "key", "hit"),
+    [
+        ("search", "kernel", True),
+        ("match", "kernel", False),
+        ("match", "up/k", True),
+        ("fullmatch", "up/k", False),
+        ("fullmatch", "up/.*", True),
+        ("fullmatch", "up/kernel", True),
+    ],
+)
+def test_matching_modes(match: Any, key: str, hit: bool) -> None:
+    resolution = mapped({key: (None, "model")}, match=match).resolve(
+        {"up": {"kernel": struct(8, 16)}}
+    )
+    leaf = resolution["up/kernel"]
+    assert (leaf.rule_number == 1) is hit
+    assert leaf.layout.is_replicated is not hit
+
+
+def test_an_exact_key_wins_over_every_pattern() -> None:
+    layout_map = mapped({"kernel": ("data", None), "up/kernel": (None, "model")})
+    resolution = layout_map.resolve(
+        {"up": {"kernel": struct(8, 16)}, "down": {"kernel": struct(8, 16)}}
+    )
+    assert axes_of(resolution) == {
+        "down/kernel": ("data", None),
+        "up/kernel": (None, "model"),
+    }
+    assert resolution["up/kernel"].reason == "exact key"
+    assert resolution["down/kernel"].reason == "rule"
+
+
+def test_rules_that_agree_are_no_conflict() -> None:
+    layout_map = mapped({"kernel": (None, "model"), "up": [None, ("model",)]})
+    leaf = layout_map.resolve({"up": {"kernel": struct(8, 16)}})["up/kernel"]
+    assert leaf.rule_number == 1 and leaf.layout.axes == (None, "model")
+
+
+@pytest.mark.parametrize(
+    ("overlap", "number"), [("first", 1), ("last", 3), ("error", None)]
+)
+def test_rules_that_differ(overlap: Any, number: int | None) -> None:
+    rules = {"kernel": ("data", None), "up": (None, "model"), "k": (None, "data")}
+    layout_map = mapped(rules, overlap=overlap)
+    tree = {"up": {"kernel": struct(8, 16)}}
+    if number is not None:
+        leaf = layout_map.resolve(tree)["up/kernel"]
+        assert leaf.rule_number == number
+        assert leaf.layout.axes == list(rules.values())[number - 1]
+        return
+    with pytest.raises(flm.ResolveError) as caught:
+        layout_map.resolve(tree)
+    for part in (
+        "up/kernel (8,16): rules with different layouts match it: ",
+        "rule 1 'kernel' → ('data', None), ",
+        "rule 2 'up' → (None, 'model'), ",
+        "rule 3 'k' → (None, 'data')",
+    ):
+        assert part in str(caught.value)
+
+
+def test_layouts_on_two_meshes_differ() -> None:
+    layout_map = mapped({"kernel": ("data", None)})
+    other = flm.DeviceMesh.abstract("data=4,model=2")
+    layout_map["up"] = flm.TensorLayout(("data", None), other)
+    with pytest.raises(flm.ResolveError, match="different layouts"):
+        layout_map.resolve({"up": {"kernel": struct(8, 16)}})
+
+
+def test_unmatched_leaves() -> None:
+    tree = {"w": struct(8, 8), "step": 3, "key": jax.random.key(0)}
+    assert mapped().resolve(tree)["w"].reason == "no rule"
+    with pytest.raises(flm.ResolveError) as caught:
+        mapped(unmatched="error").resolve(tree)
+    assert caught.value.problems == (
+        "w (8,8): no rule matches it; add one (None says: replicated), or use "
+        'unmatched="replicate"',
+    )
+    resolution = mapped({"w": None}, unmatched="error").resolve(tree)
+    assert resolution["w"].reason == "exact key" and resolution.unmatched == ()
+
+
+def test_digits_in_paths_and_patterns() -> None:
+    layout_map = mapped(
+        {
+            r"layers/\d+/kernel": (None, "model"),
+            "layers/7/bias": ("model",),
+            "layers/1[0-2]/scale": ("data",),
+        }
+    )
+    tree = {
+        "layers": {
+            number: {"kernel": struct(8, 16), "bias": struct(8), "scale": struct(8)}
+            for number in range(20)
+        }
+    }
+    for path, axes in axes_of(layout_map.resolve(tree)).items():
+        _, number, name = path.split("/")
+        expected: Any = {
+            "kernel": (None, "model"),
+            "bias": ("model",) if number == "7" else (None,),
+            "scale": ("data",) if number in ("10", "11", "12") else (None,),
+        }
+        assert axes == expected[name], path
+
+
+def test_leaves_of_one_kind_and_several_shapes() -> None:
+    layout_map = mapped({"w": ("data", ...)})
+    tree = {f"w{number}": struct(*(2,) * number) for number in range(4)}
+    assert axes_of(layout_map.resolve(tree)) == {
+        "w0": (),
+        "w1": ("data",),
+        "w2": ("data", None),
+        "w3": ("data", None, None),
+    }
+
+
+# ------------------------------------------------------ rank, divisibility
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "axes"),
+    [
+        ((..., None, "model"), (3, 8, 16), (None, None, "model")),
+        (("data", ..., "model"), (8, 16), ("data", "model")),
+        (P(None, "model"), (8, 16, 3), (None, "model", None)),
+        ((("data", "model"), None), (8, 3), (("data", "model"), None)),
+        (None, (3, 5, 7), (None, None, None)),
+        ((), (3,), (None,)),
+        (flm.TensorLayout(("data",)), (8,), ("data",)),
+    ],
+)
+def test_layouts_of_every_form(layout: Any, shape: Any, axes: Any) -> None:
+    assert axes_of(mapped({"w": layout}).resolve({"w": struct(*shape)})) == {"w": axes}
+
+
+def test_a_named_sharding_as_value(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap()
+    layout_map["w"] = NamedSharding(mesh.jax_mesh, P("data"))
+    leaf = layout_map.resolve({"w": struct(8, 3)})["w"]
+    assert leaf.layout == flm.TensorLayout(("data", None), mesh)
+    assert leaf.shard_shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "text"),
+    [
+        (
+            (None, "model"),
+            (3, 8, 16),
+            "has 2 dims, the leaf has 3; for leading dims that are not sharded (a "
+            "stacked layer) write (..., None, 'model')",
+        ),
+        ((None, "model"), (16,), "has 2 dims, the leaf has 1; narrow the pattern"),
+        (("data", ..., "model"), (8,), "has 2 or more dims, the leaf has 1; narrow"),
+        (P("data", "model"), (8,), "has 2 or more dims, the leaf has 1; narrow"),
+    ],
+)
+def test_a_layout_of_another_rank(layout: Any, shape: Any, text: str) -> None:
+    with pytest.raises(flm.ResolveError) as caught:
+        mapped({"w": layout}).resolve({"w": struct(*shape)})
+    assert text in str(caught.value)
+
+
+def test_rank_skip_passes_over_leaves_of_another_rank() -> None:
+    layout_map = mapped(
+        {
+            "": flm.Rule("kernel", (None, "model"), rank="skip"),
+            "other": flm.Rule("attention/kernel", (None, "model", None)),
+        }
+    )
+    tree = {"attention": {"kernel": struct(8, 4, 2)}, "mlp": {"kernel": struct(8, 16)}}
+    resolution = layout_map.resolve(tree)
+    assert axes_of(resolution) == {
+        "attention/kernel": (None, "model", None),
+        "mlp/kernel": (None, "model"),
+    }
+    only_skipped = layout_map.resolve({"x": {"kernel": struct(8)}})
+    assert only_skipped["x/kernel"].reason == "no rule"
+
+
+def test_indivisible_dims() -> None:
+    tree = {"w": struct(3, 10, 8)}
+    layout = ("data", "model", None)
+    with pytest.raises(flm.ResolveError) as caught:
+        mapped({"w": layout}).resolve(tree)
+    assert (
+        "dim 0 of size 3 does not divide by mesh axis 'data' of size 2; dim 1 of "
+        in (str(caught.value))
+    )
+    resolution = mapped({"w": layout}, indivisible="replicate").resolve(tree)
+    leaf = resolution["w"]
+    assert leaf.layout.is_replicated and leaf.shard_shape == (3, 10, 8)
+    assert leaf.reason == "exact key" and resolution.fallbacks == (leaf,)
+    assert leaf.fallback is not None and leaf.fallback.count("replicated") == 2
+    assert f"fallback: w: {leaf.fallback}" in resolution.report()
+
+
+def test_only_the_indivisible_dim_is_replicated() -> None:
+    layout_map = mapped({"w": ("data", "model")}, indivisible="replicate")
+    leaf = layout_map.resolve({"w": struct(8, 6)})["w"]
+    assert leaf.layout.axes == ("data", None) and leaf.shard_shape == (4, 6)
+    together = mapped({"w": (("data", "model"),)}, indivisible="replicate")
+    leaf = together.resolve({"w": struct(12)})["w"]
+    assert leaf.layout.is_replicated
+    assert "mesh axes 'data' (2) × 'model' (4), 8 together" in str(leaf.fallback)
+
+
+def test_one_error_lists_every_problem() -> None:
+    layout_map = mapped(
+        {
+            "a": (None, "model"),
+            "b": ("data",),
+            "c": ("model", None),
+            "c/d": (None, None),
+        }
+    )
+    tree = {
+        "a": struct(3, 3),
+        "b": struct(2, 2),
+        "c": {"d": struct(4, 4), "e": struct(4, 4)},
+        "step": 1,
+    }
+    layout_map.replace("c/d", (None, "data"))
+    layout_map["/d"] = (None, "model")
+    tree["x"] = {"d": struct(4, 4)}
+    layout_map["x"] = None
+    with pytest.raises(flm.ResolveError) as caught:
+        layout_map.resolve(tree)
+    problems = caught.value.problems
+    assert [problem.split(" (")[0] for problem in problems] == ["a", "b", "x/d"]
+    text = str(caught.value)
+    assert text.startswith("3 leaves do not fit the rules on mesh data=2,model=4:\n")
+    assert all(problem in text for problem in problems)
+
+
+def test_a_rule_without_a_mesh_keeps_its_axes_unchecked() -> None:
+    layout_map = flm.LayoutMap()
+    layout_map["w"] = (None, "anything")
+    resolution = layout_map.resolve({"w": struct(8, 3)})
+    leaf = resolution["w"]
+    assert resolution.specs == {"w": P(None, "anything")}
+    assert leaf.shard_shape is None and leaf.bytes_per_device == 96
+    assert resolution.mesh is None and "no mesh: 96 B" in resolution.report()
+    for ask in (lambda: resolution.shardings, resolution.abstract):
+        with pytest.raises(flm.MeshError, match="the rules have no mesh; give one"):
+            ask()
+    assert resolution.on(flm.DeviceMesh.abstract("anything=3"))["w"].shard_shape == (
+        8,
+        1,
+    )
+    with pytest.raises(flm.RuleError, match="has no such axis"):
+        resolution.on(ABSTRACT)
+
+
+def test_a_rule_set_whose_rules_name_no_axis_of_its_mesh() -> None:
+    rules = flm.RuleSet((flm.Rule("w", ("tensor",)),), ABSTRACT)
+    with pytest.raises(flm.ResolveError, match="has no axis 'tensor'"):
+        flm.resolve({"w": struct(8)}, rules)
+
+
+def test_a_mesh_of_one_device() -> None:
+    mesh = flm.DeviceMesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    layout_map = mapped({"w": ("data", "model")}, mesh=mesh)
+    resolution = layout_map.resolve({"w": struct(3, 5)})
+    assert resolution["w"].shard_shape == (3, 5)
+    assert resolution.replicated_share == 0.0
+    assert resolution.specs == {"w": P("data", "model")}
+    placed = layout_map.place({"w": np.ones((3, 5), np.float32)})
+    assert placed["w"].sharding == NamedSharding(mesh.jax_mesh, P("data", "model"))
+
+
+# ------------------------------------------------------------ precedence
+
+
+def annotated(metadata: dict[str, Any], shape: tuple[int, ...] = (8, 8)) -> nnx.Module:
+    class One(nnx.Module):
+        def __init__(self) -> None:
+            with nnx.use_eager_sharding(False):
+                self.w = nnx.Param(jnp.zeros(shape), **metadata)
+
+    return One()
+
+
+EXPLICIT = flm.TensorLayout(("model", None))
+PRECEDENCE: list[tuple[dict[str, Any], dict[str, Any], Any, str]] = [
+    ({"layout": EXPLICIT, "out_sharding": (None, "data")}, {"w": ("data", None)},
+     ("model", None), "explicit layout"),
+    ({"layout": EXPLICIT}, {}, ("model", None), "explicit layout"),
+    ({"layout": (None, "data")}, {}, (None, "data"), "explicit layout"),
+    ({"out_sharding": (None, "data")}, {"w": ("data", None)},
+     ("data", None), "exact key"),
+    ({"out_sharding": (None, "data")}, {"w": None}, (None, None), "exact key"),
+    ({"out_sharding": (None, "data")}, {}, (None, "data"), "flax metadata"),
+    ({"out_sharding": P("data")}, {}, ("data", None), "flax metadata"),
+    ({"out_sharding": (("data", "model"), None)}, {},
+     (("data", "model"), None), "flax metadata"),
+    ({"out_sharding": ("embed", "mlp"), "sharding_rules":
+      (("embed", None), ("mlp", "model"))}, {}, (None, "model"), "flax metadata"),
+    ({}, {}, (None, None), "no rule"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("metadata", "rules", "axes", "reason"), PRECEDENCE)
+def test_explicit_layout_rule_metadata_replicated(
+    metadata: Any, rules: Any, axes: Any, reason: str
+) -> None:
+    resolution = mapped(rules).resolve(annotated(metadata))
+    assert axes_of(resolution) == {"w": axes}
+    assert resolution["w"].reason == reason
+    assert resolution.unused_rules == ()
+
+
+def test_logical_rules_in_context() -> None:
+    model = annotated({"out_sharding": ("embed", "mlp")})
+    layout_map = mapped()
+    with nnx.logical_axis_rules([("embed", "data"), ("mlp", "model")]):
+        assert axes_of(layout_map.resolve(nnx.state(model))) == {"w": ("data", "model")}
+    resolution = layout_map.resolve(nnx.state(model))
+    leaf = resolution["w"]
+    assert leaf.layout.is_replicated and leaf.reason == "flax metadata"
+    assert leaf.fallback == (
+        "Flax metadata ('embed', 'mlp'): no mesh axis for 'embed', 'mlp'"
+    )
+    assert resolution.fallbacks == (leaf,)
+
+
+def test_unmatched_error_is_no_error_where_metadata_places_a_leaf() -> None:
+    model = annotated({"out_sharding": (None, "data")})
+    resolution = mapped(unmatched="error").resolve(model)
+    assert axes_of(resolution) == {"w": (None, "data")}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ({"layout": ("data",)}, "the explicit layout ('data',) has 1 dims"),
+        ({"layout": ("tensor", None)}, "has no axis 'tensor'"),
+        (
+            {"layout": ("data", "data")},
+            "its metadata: the layout ('data', 'data') uses",
+        ),
+        (
+            {
+                "out_sharding": ("a", "b"),
+                "sharding_rules": (("a", "data"), ("b", "data")),
+            },
+            "metadata ('a', 'b'): the layout ('data', 'data', ...) uses the mesh axis",
+        ),
+        ({"out_sharding": ("data", None, None)}, "has 3 or more dims, the leaf has 2"),
+    ],
+)
+def test_metadata_that_does_not_fit(metadata: Any, text: str) -> None:
+    with pytest.raises(flm.ResolveError) as caught:
+        mapped().resolve(annotated(metadata))
+    assert str(caught.value).startswith("1 leaf does not fit the rules")
+    assert "w (8,8): " in str(caught.value) and text in str(caught.value)
+
+
+def test_an_explicit_layout_goes_to_the_mesh_of_the_rules() -> None:
+    elsewhere = flm.TensorLayout(("data", None), flm.DeviceMesh.abstract("data=8"))
+    leaf = mapped().resolve(annotated({"layout": elsewhere}))["w"]
+    assert leaf.layout.device_mesh == ABSTRACT and leaf.shard_shape == (4, 8)
+    without = flm.LayoutMap().resolve(annotated({"layout": elsewhere}))["w"]
+    assert without.layout.device_mesh == elsewhere.device_mesh
+
+
+def test_linen_boxes() -> None:
+    box: Any = nn.Partitioned
+    logical: Any = nn.LogicallyPartitioned
+    tree = {
+        "params": {
+            "a": box(struct(8, 8), names=(None, "model")),
+            "b": box(struct(8, 8), names=("data", "expert")),
+            "c": logical(
+                struct(8, 8),
+                names=("embed", "mlp"),
+                rules=(("embed", "data"), ("mlp", "data"), ("mlp", "model")),
+            ),
+            "d": logical(struct(8, 8), names=("embed", "vocab")),
+            "e": box(struct(8, 8), names=(None, "model")),
+        }
+    }
+    layout_map = mapped({"e": ("data", None)})
+    with nn.logical_axis_rules([("embed", "model")]):
+        resolution = layout_map.resolve(tree)
+    assert axes_of(resolution) == {
+        "params/a": (None, "model"),
+        "params/b": ("data", None),
+        "params/c": ("data", "model"),  # the first rule whose axis is free
+        "params/d": ("model", None),
+        "params/e": ("data", None),
+    }
+    assert [leaf.path for leaf in resolution.fallbacks] == ["params/b", "params/d"]
+    assert resolution["b"].fallback == (
+        "Flax metadata ('data', 'expert'): no mesh axis for 'expert'"
+    )
+    assert jax.tree.structure(resolution.specs) == jax.tree.structure(tree)
+    with pytest.raises(flm.ResolveError, match="occur more than once"):
+        mapped().resolve({"w": logical(struct(8, 8), names=("a", "a"))})
+
+
+# -------------------------------------------------------------- the Resolution
+
+
+def test_trees_have_the_structure_of_the_tree(mesh: flm.DeviceMesh) -> None:
+    model = make_mlp()
+    layout_map = mapped(MLP_RULES, mesh=mesh)
+    resolution = layout_map.resolve(model)
+    state = nnx.state(model)
+    for tree in (
+        resolution.shardings,
+        resolution.specs,
+        resolution.layouts,
+        resolution.abstract(),
+    ):
+        assert jax.tree.structure(tree) == jax.tree.structure(state)
+    kernel = resolution.abstract()["up"]["kernel"].get_value()
+    assert kernel.sharding == NamedSharding(mesh.jax_mesh, P(None, "model"))
+    assert resolution.specs["up"]["kernel"].get_value() == P(None, "model")
+    assert layout_map.shardings(model) == resolution.shardings
+
+
+def test_shardings_are_usable_with_jit(mesh: flm.DeviceMesh) -> None:
+    tree = {"w": np.arange(64.0, dtype=np.float32).reshape(8, 8), "b": np.ones(3)}
+    shardings = mapped({"w": ("data", "model"), "b": None}, mesh=mesh).shardings(tree)
+    out = jax.jit(lambda t: t, in_shardings=(shardings,), out_shardings=shardings)(tree)
+    assert len(out["w"].addressable_shards) == 8
+    for shard in out["w"].addressable_shards:
+        assert shard.data.shape == (4, 2)
+        np.testing.assert_array_equal(shard.data, tree["w"][shard.index])
+    assert all(shard.data.shape == (3,) for shard in out["b"].addressable_shards)
+
+
+def test_equal_shardings_are_one_object(mesh: flm.DeviceMesh) -> None:
+    layout_map = mapped({"w": ("data",)}, mesh=mesh)
+    listed = layout_map.resolve({"w1": struct(8), "w2": struct(4)}).sharding_list()
+    assert listed[0] is listed[1]
+
+
+def test_an_abstract_resolution_becomes_concrete(mesh: flm.DeviceMesh) -> None:
+    model = make_mlp()
+    tree = {"model": model, "opt": nnx.Optimizer(model, optax.adam(1.0), wrt=nnx.Param)}
+    planned = mapped(MLP_RULES).resolve(tree)
+    for ask in (lambda: planned.shardings, planned.abstract):
+        with pytest.raises(flm.MeshError, match=r"resolution.on\(flm.DeviceMesh"):
+            ask()
+    real = planned.on(mesh)
+    assert real.mesh == mesh and planned.mesh == ABSTRACT
+    assert axes_of(real) == axes_of(planned)
+    for sharding in real.sharding_list():
+        assert sharding.mesh is mesh.jax_mesh
+    assert real.on(mesh) is real
+    assert planned.on(mesh.jax_mesh).fingerprint == real.fingerprint
+
+
+def test_on_a_mesh_of_another_shape() -> None:
+    planned = mapped({"w": ("data", "model")}).resolve({"w": struct(8, 8)})
+    other = planned.on(flm.DeviceMesh.abstract("data=4,model=2"))
+    assert (planned["w"].shard_shape, other["w"].shard_shape) == ((4, 2), (2, 4))
+    with pytest.raises(flm.ResolveError, match="does not divide by mesh axis 'data'"):
+        planned.on(flm.DeviceMesh.abstract("data=3,model=1"))
+    with pytest.raises(flm.MeshError, match="needs a mesh"):
+        planned.on(None)
+
+
+def test_optimizer_state_given_with_its_parameters_moves_too(
+    mesh: flm.DeviceMesh,
+) -> None:
+    params = {"w": struct(8, 8)}
+    tx = optax.adam(1e-3)
+    state = jax.eval_shape(tx.init, params)
+    planned = mapped({"w": ("data", "model")}).resolve(state, params=params, tx=tx)
+    for sharding in planned.on(mesh).sharding_list():
+        assert sharding.mesh is mesh.jax_mesh
+    turned = planned.on(flm.DeviceMesh.abstract("data=4,model=2"))
+    assert turned["0/mu/w"].shard_shape == (2, 4)
+
+
+def test_annotations_are_read_again_on_another_mesh() -> None:
+    planned = mapped().resolve(annotated({"out_sharding": ("data", "expert")}))
+    assert planned["w"].layout.axes == ("data", None)
+    other = planned.on(flm.DeviceMesh.abstract("expert=4"))
+    assert other["w"].layout.axes == (None, "expert")
+
+
+def test_leaves_by_path_and_in_order() -> None:
+    resolution = mapped(MLP_RULES).resolve({"model": make_mlp(), "step": 1})
+    assert len(resolution) == 7
+    assert [leaf.path for leaf in resolution] == list(resolution.paths)
+    assert "model/up/kernel" in resolution and "up/kernel" not in resolution
+    assert resolution["up/kernel"] == resolution["model/up/kernel"]
+    with pytest.raises(KeyError) as caught:
+        resolution["model/up/kernal"]
+    assert "the closest are ['model/up/kernel'" in str(caught.value)
+
+
+def test_a_path_within_two_modules_is_ambiguous() -> None:
+    resolution = mapped({".*": None}).resolve({"a": make_mlp(), "b": make_mlp()})
+    with pytest.raises(KeyError, match="no leaf has the path 'up/kernel'"):
+        resolution["up/kernel"]
+
+
+def test_immutable() -> None:
+    resolution = mapped().resolve({"w": struct(4)})
+    with pytest.raises(AttributeError, match="Resolution is immutable"):
+        resolution.rules = None  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        resolution["w"].shape = ()  # type: ignore[misc]
+
+
+def test_totals_by_role() -> None:
+    params = {"w": struct(8, 8), "b": struct(8)}
+    tx = optax.adam(1e-3)
+    state = jax.eval_shape(tx.init, params)
+    tree = {"params": params, "opt_state": state, "step": 3}
+    resolution = mapped({"w": ("data", "model"), "b": None}).resolve(tree)
+    assert resolution.total_bytes == 3 * (256 + 32) + 4 + 4
+    assert resolution.bytes_per_device == 3 * (32 + 32) + 4 + 4
+    totals = resolution.totals("parameter")
+    assert (totals.leaves, totals.total_bytes) == (2, 288)
+    assert (totals.bytes_per_device, totals.replicated_bytes) == (64, 32)
+    assert resolution.totals("optimizer").leaves == 5
+    assert resolution.totals("other").total_bytes == 4
+    assert resolution.replicated_share == (3 * 32 + 8) / resolution.total_bytes
+    assert resolution["w"].bytes_per_device == 32
+
+
+def test_bytes_per_device_are_those_of_real_arrays(mesh: flm.DeviceMesh) -> None:
+    layout_map = mapped(MLP_RULES, mesh=mesh, strict=False)
+    model = make_mlp()
+    resolution = layout_map.resolve(model)
+    placed = layout_map.place(model)
+    device = jax.devices()[3]
+    found = 0
+    for leaf in jax.tree.leaves(nnx.state(placed)):
+        data = (
+            jax.random.key_data(leaf)
+            if leaf.dtype != jnp.uint32
+            and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
+        found += sum(
+            s.data.nbytes for s in data.addressable_shards if s.device == device
+        )
+    assert found == resolution.bytes_per_device
+
+
+def test_fingerprints_tell_what_differs(mesh: flm.DeviceMesh) -> None:
+    tree = {"w": struct(8, 8)}
+    first = mapped({"w": ("data", None)}, mesh=mesh).resolve(tree)
+    assert (
+        first.fingerprint
+        == mapped({"w": ["data", None]}, mesh=mesh).resolve(tree).fingerprint
+    )
+    others = {
+        "rules": mapped({"w": ("data", None)}, mesh=mesh, match="match").resolve(tree),
+        "table": mapped({"w": ("data", None)}, mesh=mesh).resolve({"w": struct(4, 8)}),
+    }
+    for name, other in others.items():
+        assert other.fingerprint != first.fingerprint
+        mine, theirs = first.fingerprints(), other.fingerprints()
+        assert [part for part in mine if mine[part] != theirs[part]] == [name]
+    on_other = mapped({"w": ("data", None)}).resolve(tree)
+    assert on_other.fingerprints()["rules"] == first.fingerprints()["rules"]
+
+
+# --------------------------------------------------- caches keep nothing alive
+
+
+def test_the_same_tree_is_resolved_once() -> None:
+    layout_map = mapped({"w": ("data", None)})
+    first = layout_map.resolve({"w": struct(8, 8)})
+    assert layout_map.resolve({"w": struct(8, 8)}) is first
+    assert layout_map.resolve({"w": struct(4, 8)}) is not first
+    assert layout_map.resolve({"w": struct(8, 8, dtype=jnp.int32)}) is not first
+    layout_map["never"] = None
+    assert layout_map.resolve({"w": struct(8, 8)}) is not first
+
+
+def test_a_state_with_other_metadata_is_another_tree() -> None:
+    layout_map = mapped()
+    for _ in range(2):
+        plain = layout_map.resolve(nnx.state(annotated({})))
+        marked = layout_map.resolve(nnx.state(annotated({"out_sharding": ("data",)})))
+        assert axes_of(plain) == {"w": (None, None)}
+        assert axes_of(marked) == {"w": ("data", None)}
+
+
+def test_a_resolution_keeps_no_arrays_alive(mesh: flm.DeviceMesh) -> None:
+    layout_map = mapped(
+        {"kernel": (None, "model"), ".*": None}, mesh=mesh, overlap="first"
+    )
+    model = make_mlp()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    marked: Any = annotated({"out_sharding": ("data", None)})
+    watched = [
+        weakref.ref(model.up.kernel[...]),  # type: ignore[index]
+        weakref.ref(marked.w[...]),
+    ]
+    kept = [
+        layout_map.resolve({"model": model, "optimizer": optimizer}),
+        layout_map.resolve(nnx.state(model)),
+        layout_map.resolve(nnx.to_pure_dict(nnx.state(model))),
+        layout_map.resolve(marked),
+    ]
+    del model, optimizer, marked
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+    assert kept[0].on(ABSTRACT)["model/up/kernel"].shard_shape == (8, 4)
+
+
+# ---------------------------------------------------- explain, report, JSON
+
+
+def test_explain_a_matched_leaf() -> None:
+    layout_map = mapped(
+        {"kernel": ("data", None), "up": (None, "model"), "k": ("data", None)},
+        overlap="first",
+    )
+    tree = {"up": {"kernel": struct(8, 16)}}
+    assert layout_map.explain(tree, "up/kernel") == "\n".join(
+        [
+            "up/kernel (8,16) float32: ('data', None)",
+            "  because: it is matched by rule 1 'kernel' → ('data', None)",
+            "  also matched by rule 2 'up' → (None, 'model'), overridden",
+            "  also matched by rule 3 'k' → ('data', None), which agrees",
+            "  each device holds (4,16), 256 B",
+        ]
+    )
+
+
+def test_explain_an_exact_key_a_fallback_and_a_scalar() -> None:
+    layout_map = mapped({"up": (None, "model")}, indivisible="replicate")
+    resolution = layout_map.resolve({"up": struct(8, 6), "up/scale": 1.0})
+    assert resolution.explain("up").splitlines()[1:3] == [
+        "  because: its path is the key of rule 1 'up' → (None, 'model')",
+        "  fallback: rule 1 'up' → (None, 'model'): dim 1 of size 6 does not divide by "
+        "mesh axis 'model' of size 4, so that dim is replicated",
+    ]
+    assert resolution.explain("up%2Fscale").splitlines()[1:] == [
+        "  because: scalar",
+        "  rule 1 'up' → (None, 'model') matches its path, but does not apply",
+        "  each device holds (), 4 B",
+    ]
+
+
+def test_explain_a_near_miss() -> None:
+    layout_map = mapped(
+        {"mlp/up/kernel": None, "embed": None, "attn/query/kernel": None}
+    )
+    tree = {"layers": {"0": {"attn": {"q_proj": {"kernel": struct(8, 8)}}}}}
+    assert layout_map.explain(tree, "layers/0/attn/q_proj/kernel").splitlines()[2] == (
+        "  'layers/0/attn/q_proj/kernel' is matched by no rule; rule 3 "
+        "'attn/query/kernel' is closest"
+    )
+
+
+def test_explain_optimizer_state_and_metadata() -> None:
+    tree = {
+        "params": {"w": struct(8, 8)},
+        "opt_state": jax.eval_shape(optax.adam(1.0).init, {"w": struct(8, 8)}),
+    }
+    resolution = mapped({"w": ("data", None)}).resolve(tree)
+    assert "  because: follows w" in resolution.explain("opt_state/0/mu/w")
+    explicit = mapped({"w": ("data", None)}).resolve(annotated({"layout": EXPLICIT}))
+    assert explicit.explain("w").splitlines()[1:3] == [
+        "  because: explicit layout",
+        "  rule 1 'w' → ('data', None) matches its path, but does not apply",
+    ]
+
+
+def test_the_report_as_text() -> None:
+    tree = {"emb": struct(512, 8), "mlp": {"up": struct(8, 32)}, "b": struct(3)}
+    resolution = mapped({"emb": ("model", None), "up": (None, "model")}).resolve(tree)
+    assert resolution.report() == "\n".join(
+        [
+            "path    shape    dtype    spec         rule       shard    bytes/device",
+            "──────  ───────  ───────  ───────────  ─────────  ───────  ────────────",
+            "b       (3,)     float32  replicated   - no rule  (3,)             12 B",
+            "emb     (512,8)  float32  P(model)     1 emb      (128,8)       4.0 KiB",
+            "mlp/up  (8,32)   float32  P(-, model)  2 up       (8,8)           256 B",
+            "",
+            "parameters: 3 leaves, 17.0 KiB, 4.3 KiB per device",
+            "mesh data=2,model=4: 4.3 KiB per device of 17.0 KiB; 0.1% of the bytes "
+            "replicated",
+            "unmatched: b (3,) is matched by no rule, so every device holds it in full "
+            "(0.1% of the bytes)",
+        ]
+    )
+
+
+def test_the_report_as_markdown() -> None:
+    lines = (
+        mapped({"a|b": (("data", "model"),)})
+        .resolve({"a": struct(8)})
+        .report("markdown")
+        .splitlines()
+    )
+    assert lines[:3] == [
+        "| path | shape | dtype | spec | rule | shard | bytes/device |",
+        "| :-- | :-- | :-- | :-- | :-- | :-- | --: |",
+        r"| a | (8,) | float32 | P(data+model) | 1 a\|b | (1,) | 4 B |",
+    ]
+    assert lines[4] == "- parameters: 1 leaf, 32 B, 4 B per device"
+
+
+def test_the_report_as_json() -> None:
+    layout_map = mapped({"w": (("data", "model"), None), "x": None})
+    resolution = layout_map.resolve({"w": struct(8, 3), "y": struct(2), "n": "text"})
+    data = json.loads(resolution.report("json"))
+    assert data == resolution.to_json()
+    assert data["schema"] == 1
+    assert data["rules"] == layout_map.to_json()
+    assert data["leaves"][1] == {
+        "path": "w",
+        "shape": [8, 3],
+        "dtype": "float32",
+        "spec": [["data", "model"], None],
+        "rule": 1,
+        "pattern": "w",
+        "reason": "exact key",
+        "role": "parameter",
+        "shard_shape": [1, 3],
+        "bytes_per_device": 12,
+        "fallback": None,
+        "owner": None,
+    }
+    assert data["leaves"][0]["dtype"] is None
+    assert data["unused_rules"] == ["x"] and data["unmatched"] == ["y"]
+    assert (data["total_bytes"], data["bytes_per_device"]) == (104, 20)
+    assert data["totals"]["parameter"]["leaves"] == 2
+    assert data["totals"]["other"]["leaves"] == 1
+    assert data["fallbacks"] == {}
+
+
+def test_an_unknown_format() -> None:
+    form: Any = "html"
+    with pytest.raises(flm.LayoutError, match='must be "text", "markdown" or "json"'):
+        mapped().resolve({}).report(form)
+
+
+def test_unused_rules_are_listed_with_a_hint() -> None:
+    resolution = mapped({"mlp/upp/kernel": None, "w": None}).resolve(
+        {"mlp": {"up": {"kernel": struct(2)}}, "w": struct(2)}
+    )
+    assert [rule.pattern for rule in resolution.unused_rules] == ["mlp/upp/kernel"]
+    assert resolution.remarks()[0] == (
+        "unused: rule 1 'mlp/upp/kernel' matches no leaf; the closest path ends in "
+        "'mlp/up/kernel'"
+    )
+
+
+def test_repr() -> None:
+    resolution = mapped({"w": ("data",)}).resolve({"w": struct(1024)})
+    assert repr(resolution) == (
+        "Resolution(1 leaves, mesh data=2,model=4, 2.0 KiB of 4.0 KiB per device)"
+    )
+
+
+# ------------------------------------------------------------- no silence
+
+SILENT = {"used": struct(100, 100), "large": struct(64, 64), "small": struct(2)}
+
+
+def test_consumers_warn_once(mesh: flm.DeviceMesh) -> None:
+    layout_map = mapped({"used": ("data", None), "never": None}, mesh=mesh)
+    with pytest.warns(flm.LayoutWarning) as caught:
+        layout_map.shardings(SILENT)
+    text = str(caught[0].message)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert "unused: rule 2 'never' matches no leaf" in text
+    assert "unmatched: large (64,64) is matched by no rule" in text
+    assert "small" not in text  # less than one percent of the bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layout_map.shardings(SILENT)
+        layout_map.abstract(SILENT)
+        layout_map.resolve(SILENT)  # asking is no use
+
+
+def test_resolving_alone_is_quiet() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mapped({"never": None}).resolve(SILENT)
+
+
+def test_a_rule_none_or_strict_false_is_quiet(mesh: flm.DeviceMesh) -> None:
+    for layout_map in (
+        mapped({"used": ("data", None), "large": None}, mesh=mesh),
+        mapped({"used": ("data", None)}, mesh=mesh, strict=False),
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            layout_map.shardings(SILENT)
+
+
+def test_strict_makes_it_an_error(mesh: flm.DeviceMesh) -> None:
+    layout_map = mapped({"used": ("data", None)}, mesh=mesh, strict=True)
+    with pytest.raises(flm.ResolveError) as caught:
+        layout_map.shardings(SILENT)
+    assert str(caught.value).startswith("strict: 1 findings\n")
+    assert caught.value.problems[0].startswith("unmatched: large (64,64)")
+    quiet = mapped({"used": ("data", None)}, mesh=mesh)
+    with pytest.raises(flm.ResolveError, match="strict: 1 findings"):
+        quiet.resolve(SILENT, strict=True)
+    assert quiet.resolve(SILENT, strict=False).rules.strict is False
+
+
+# --------------------------------------------------------------- checkpoints
+
+
+def test_known_origins() -> None:
+    """A checkpoint knows what its optimizer state follows."""
+    layout_map = mapped({"kernel": (None, "model")})
+    tree = {"model": {"kernel": struct(8, 8)}, "opt": {"m": struct(8), "n": struct(8)}}
+    known = {
+        "opt/m": Origin("kernel", (1,), ""),
+        "opt/n": Origin("kernel", (0,), ""),
+    }
+    resolution = resolve_with_origins(tree, layout_map.freeze(), known)
+    assert axes_of(resolution) == {
+        "model/kernel": (None, "model"),
+        "opt/m": ("model",),
+        "opt/n": (None,),
+    }
+
+
+def test_the_origins_of_a_resolution() -> None:
+    params = {"w": struct(8, 16)}
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    tree = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
+    owners = mapped({"w": ("data", "model")}).resolve(tree, tx=tx).owners()
+    assert owners["opt_state/0/v_row/w"] == ("w", (0,))
+    assert owners["opt_state/0/v_col/w"] == ("w", (1,))
+    assert owners["opt_state/0/v/w"] == ("w", (None,))
+    assert "params/w" not in owners
