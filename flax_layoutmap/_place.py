@@ -246,6 +246,8 @@ def _distribute(x: Any, layout: TensorLayout, eager: bool) -> Any:
                 "here: inside shard_map each device already holds its part, so drop "
                 "the call or name other axes only"
             )
+    if manual.issuperset(mesh.axis_names):
+        return x  # no axis is left that could be constrained
     if eager and not isinstance(x, Tracer):
         return _move(x, layout, mesh, dims)
     if eager and AxisType.Auto in mesh.axis_types and _explicit_axes(mesh):

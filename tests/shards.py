@@ -1,0 +1,66 @@
+"""What each device must hold, worked out without JAX, against what it does hold."""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+
+import flax_layoutmap as flm
+
+# Per dim of an array: the mesh axes that it lies on, first the slowest.
+Dims = tuple[tuple[str, ...], ...]
+
+
+def bare(mesh: flm.DeviceMesh) -> Any:
+    """The mesh as JAX takes it (typed as Any: it may be abstract)."""
+    return mesh.jax_mesh
+
+
+def expected_index(
+    dims: Dims, shape: tuple[int, ...], mesh: flm.DeviceMesh, at: tuple[int, ...]
+) -> tuple[slice, ...]:
+    """The part of an array that the device at grid position `at` holds."""
+    position = dict(zip(mesh.axis_names, at, strict=True))
+    index = []
+    for axes, size in zip(dims, shape, strict=True):
+        part, parts = 0, 1
+        for axis in axes:
+            part = part * mesh.axis_sizes[axis] + position[axis]
+            parts *= mesh.axis_sizes[axis]
+        width = size // parts
+        index.append(slice(part * width, (part + 1) * width))
+    return tuple(index)
+
+
+def assert_lies(
+    array: Any, dims: Dims, mesh: flm.DeviceMesh, value: Any = None
+) -> None:
+    """Every device of the mesh holds its part of the array, in bytes and in values."""
+    if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(array)
+        assert data.ndim == array.ndim + 1
+        array, dims = data, (*dims, ())
+    value = np.asarray(array if value is None else value)
+    shards = {shard.device: shard for shard in array.addressable_shards}
+    assert set(shards) == set(mesh.devices.flat)
+    assert len(array.addressable_shards) == mesh.size
+    for at in itertools.product(*map(range, mesh.shape)):
+        shard = shards[mesh.devices[at]]
+        index = expected_index(dims, array.shape, mesh, at)
+        found = tuple(
+            slice(*part.indices(size)[:2])
+            for part, size in zip(shard.index, array.shape, strict=True)
+        )
+        assert found == index, (at, found, index)
+        assert shard.data.nbytes == value[index].nbytes
+        np.testing.assert_array_equal(np.asarray(shard.data), value[index])
+
+
+def lies(array: Any, dims: Dims, mesh: flm.DeviceMesh) -> bool:
+    """Whether `assert_lies` finds nothing."""
+    try:
+        assert_lies(array, dims, mesh)
+    except AssertionError:
+        return False
+    return True
