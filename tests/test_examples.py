@@ -1,0 +1,117 @@
+"""Each example runs to its end in a process of its own, with tiny settings."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = ("--steps=6", "--batch=8", "--seq=16", "--dim=32", "--layers=1")
+
+
+def run_example(
+    name: str, *flags: str, devices: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs an example on CPU; `devices=None` leaves their number to the example."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}
+    environment["PYTHONPATH"] = str(ROOT)
+    for number_of_devices in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
+        environment.pop(number_of_devices, None)
+    if devices is not None:
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def table_of(output: str) -> tuple[list[int], np.ndarray]:
+    """Reads the printed table back: the steps, and the losses of each run."""
+    lines = re.findall(r"^│ +(\d+) +│(.*)│$", output, flags=re.MULTILINE)
+    losses = [[float(cell) for cell in cells.split("│")] for _, cells in lines]
+    return [int(step) for step, _ in lines], np.array(losses)
+
+
+def load_train_lm() -> ModuleType:
+    path = ROOT / "examples" / "train_lm.py"
+    spec = importlib.util.spec_from_file_location("train_lm", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) -> None:
+    done = run_example("train_lm.py", *TINY, f"--checkpoint-dir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "layers/0/attention/query/kernel" in done.stdout  # the report
+    for run in ("uninterrupted", "data=4,model=2", "data=1,model=1"):
+        assert run in done.stdout
+    steps, losses = table_of(done.stdout)
+    assert steps == [3, 4, 5]
+    assert losses.shape == (3, 3)
+    assert np.ptp(losses, axis=1).max() < 0.01
+    assert np.ptp(losses, axis=0).min() > 0.01  # training moves the loss much more
+    assert (tmp_path / "step-3").is_dir()
+
+
+def test_train_lm_on_one_device_says_so() -> None:
+    done = run_example("train_lm.py", *TINY, devices=1)
+    assert done.returncode == 0, done.stderr
+    assert "There is only one device" in done.stdout
+    steps, losses = table_of(done.stdout)
+    assert losses.shape == (3, 2)
+    assert np.ptp(losses, axis=1).max() < 0.01
+
+
+def test_train_linen_continues_on_another_mesh() -> None:
+    done = run_example("train_linen.py", "--steps=6")
+    assert done.returncode == 0, done.stderr
+    assert "attention_0/query/kernel" in done.stdout
+    assert "mesh data=2,model=4" in done.stdout  # where it began
+    assert "restored on data=4,model=2" in done.stdout
+    steps, losses = table_of(done.stdout)
+    assert steps == [3, 4, 5]
+    assert losses.shape == (3, 2)
+    assert np.ptp(losses, axis=1).max() < 0.01
+
+
+def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
+    done = run_example("train_lm.py", *TINY, "--heads=2", "--mesh=data=2,model=4")
+    assert done.returncode != 0
+    for part in ("layers/0/attention/query/kernel", "(32,2,16)", "'model'", "size 4"):
+        assert part in done.stderr
+    assert "tokens/s" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("last_loss", "agree"), [(1.0, True), (1.009, True), (1.02, False), (np.nan, False)]
+)
+def test_compare_tells_equal_losses_from_different_ones(
+    last_loss: float, agree: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {"uninterrupted": [2.0, 1.0], "restored": [2.0, last_loss]}
+    assert load_train_lm().compare(runs, first=3, tolerance=0.01) is agree
+    assert ("MORE THAN" in capsys.readouterr().out) is not agree
+
+
+def test_batches_depend_on_the_step_alone() -> None:
+    train_lm = load_train_lm()
+    text = train_lm.read_source()
+    assert len(text) > 100_000
+    batch = train_lm.batch_of(text, 7, batch=4, seq=16, seed=0)
+    assert batch.shape == (4, 17)
+    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in batch)
+    again = train_lm.batch_of(text, 7, batch=4, seq=16, seed=0)
+    np.testing.assert_array_equal(batch, again)
+    assert (batch != train_lm.batch_of(text, 8, batch=4, seq=16, seed=0)).any()
+    assert (batch != train_lm.batch_of(text, 7, batch=4, seq=16, seed=1)).any()
