@@ -466,9 +466,8 @@ class Resolution:
             return
         remarks = self.remarks(large_only=True)
         if self.rules.strict and remarks:
-            raise ResolveError(
-                f"strict: {len(remarks)} findings\n{bullet_list(remarks)}", remarks
-            )
+            count = "1 finding" if len(remarks) == 1 else f"{len(remarks)} findings"
+            raise ResolveError(f"strict: {count}\n{bullet_list(remarks)}", remarks)
         key = tuple(remarks)
         if remarks and key not in self.rules._warned:
             self.rules._warned.add(key)
@@ -489,8 +488,9 @@ class Resolution:
 
     def __repr__(self) -> str:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
+        count = "1 leaf" if len(self) == 1 else f"{len(self)} leaves"
         return (
-            f"Resolution({len(self)} leaves, {mesh}, "
+            f"Resolution({count}, {mesh}, "
             f"{human_bytes(self.bytes_per_device)} of "
             f"{human_bytes(self.total_bytes)} per device)"
         )

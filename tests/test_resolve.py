@@ -1010,7 +1010,7 @@ def test_unused_rules_are_listed_with_a_hint() -> None:
 def test_repr() -> None:
     resolution = mapped({"w": ("data",)}).resolve({"w": struct(1024)})
     assert repr(resolution) == (
-        "Resolution(1 leaves, mesh data=2,model=4, 2.0 KiB of 4.0 KiB per device)"
+        "Resolution(1 leaf, mesh data=2,model=4, 2.0 KiB of 4.0 KiB per device)"
     )
 
 
@@ -1055,10 +1055,10 @@ def test_strict_makes_it_an_error(mesh: flm.DeviceMesh) -> None:
     layout_map = mapped({"used": ("data", None)}, mesh=mesh, strict=True)
     with pytest.raises(flm.ResolveError) as caught:
         layout_map.shardings(SILENT)
-    assert str(caught.value).startswith("strict: 1 findings\n")
+    assert str(caught.value).startswith("strict: 1 finding\n")
     assert caught.value.problems[0].startswith("unmatched: large (64,64)")
     quiet = mapped({"used": ("data", None)}, mesh=mesh)
-    with pytest.raises(flm.ResolveError, match="strict: 1 findings"):
+    with pytest.raises(flm.ResolveError, match="strict: 1 finding"):
         quiet.resolve(SILENT, strict=True)
     assert quiet.resolve(SILENT, strict=False).rules.strict is False
 

@@ -1,0 +1,444 @@
+"""LayoutMap: the mutable mapping that a user holds."""
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+
+P = PartitionSpec
+ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+
+
+@pytest.fixture
+def layout_map() -> flm.LayoutMap:
+    made = flm.LayoutMap(ABSTRACT)
+    made["up/kernel"] = (None, "model")
+    made["down/.*"] = ("model", None)
+    return made
+
+
+# -------------------------------------------------------------- as a mapping
+
+
+def test_reading_matches(layout_map: flm.LayoutMap) -> None:
+    up = flm.TensorLayout((None, "model"), ABSTRACT)
+    assert layout_map["layers/3/up/kernel"] == up
+    assert layout_map["down/kernel"] == flm.TensorLayout(("model", None), ABSTRACT)
+    assert layout_map["bias"] is None
+    assert layout_map.get("bias") is None
+    assert layout_map.get("bias", 3) == 3
+    assert layout_map.get("x/up/kernel", 3) == up
+
+
+def test_reading_an_exact_key_first() -> None:
+    layout_map = flm.LayoutMap()
+    layout_map["kernel"] = ("data",)
+    layout_map["up/kernel"] = ("model",)
+    assert layout_map["up/kernel"] == flm.TensorLayout(("model",))
+    assert layout_map["down/kernel"] == flm.TensorLayout(("data",))
+
+
+def test_reading_where_rules_differ() -> None:
+    rules = [("kernel", ("data",)), ("up", ("model",))]
+    layout_map = flm.LayoutMap.from_rules(rules, overlap="error")
+    with pytest.raises(flm.RuleError) as caught:
+        layout_map["x/up/kernel"]
+    assert str(caught.value) == (
+        "'x/up/kernel' is matched by rules with different layouts: 'kernel', 'up'; "
+        'make one narrower, or use overlap="first" or "last"'
+    )
+    first = flm.LayoutMap.from_rules(rules, overlap="first")
+    assert first["x/up/kernel"] == flm.TensorLayout(("data",))
+    last = flm.LayoutMap.from_rules(rules, overlap="last")
+    assert last["x/up/kernel"] == flm.TensorLayout(("model",))
+    del layout_map["up"]
+    layout_map["^x"] = ("data",)  # agrees
+    assert layout_map["x/up/kernel"] == flm.TensorLayout(("data",))
+
+
+def test_everything_else_is_literal(layout_map: flm.LayoutMap) -> None:
+    assert "up/kernel" in layout_map
+    assert "layers/3/up/kernel" not in layout_map
+    assert 3 not in layout_map
+    assert list(layout_map) == ["up/kernel", "down/.*"] == list(layout_map.keys())
+    assert len(layout_map) == 2
+    assert [key for key, _ in layout_map.items()] == list(layout_map)
+    assert layout_map.values()[0] == flm.TensorLayout((None, "model"), ABSTRACT)
+
+
+def test_setdefault_pop_and_del_are_literal(layout_map: flm.LayoutMap) -> None:
+    up = flm.TensorLayout((None, "model"), ABSTRACT)
+    assert layout_map.setdefault("up/kernel", ("data",)) == up
+    new = layout_map.setdefault("x/up/kernel", ("data", None))
+    assert new == flm.TensorLayout(("data", None), ABSTRACT)
+    assert layout_map.setdefault("norm").is_replicated
+    assert layout_map.pop("up/kernel") == up
+    assert layout_map.pop("layers/up/kernel", 7) == 7
+    with pytest.raises(KeyError, match="no rule 'down/kernel'"):
+        layout_map.pop("down/kernel")
+    with pytest.raises(KeyError, match=r"did you mean 'down/\.\*'"):
+        del layout_map["down/*"]
+    del layout_map["down/.*"]
+    assert list(layout_map) == ["x/up/kernel", "norm"]
+    assert layout_map.popitem()[0] == "norm"
+    layout_map.clear()
+    assert not layout_map
+    with pytest.raises(KeyError, match="there are no rules"):
+        layout_map.popitem()
+
+
+def test_deleting_while_iterating(layout_map: flm.LayoutMap) -> None:
+    for key in layout_map:
+        del layout_map[key]
+    assert len(layout_map) == 0
+
+
+def test_setting_an_existing_key_raises(layout_map: flm.LayoutMap) -> None:
+    with pytest.raises(flm.RuleError) as caught:
+        layout_map["up/kernel"] = ("data", None)
+    assert str(caught.value) == (
+        "the key 'up/kernel' is already set to (None, 'model'); to change it use "
+        ".replace('up/kernel', …), or del it first"
+    )
+    layout_map.replace("up/kernel", ("data", None))
+    assert layout_map["up/kernel"] == flm.TensorLayout(("data", None), ABSTRACT)
+    assert list(layout_map) == ["up/kernel", "down/.*"]
+    with pytest.raises(KeyError, match="no rule 'up/kernal'; did you mean 'up/kernel'"):
+        layout_map.replace("up/kernal", None)
+
+
+def test_a_failed_edit_changes_nothing(layout_map: flm.LayoutMap) -> None:
+    before = layout_map.freeze()
+    for key, value in [("(", None), ("new", "model"), ("new", ("tensor",))]:
+        with pytest.raises(flm.RuleError):
+            layout_map[key] = value
+    with pytest.raises(flm.RuleError):
+        layout_map.replace("up/kernel", ("tensor",))
+    assert layout_map.freeze() is before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("(", None, "the pattern '(' is not a regular expression: "),
+        (3, None, "a pattern must be a string, got 3"),
+        ("w", "model", "rule 'w': a layout cannot be a string, got 'model'; write"),
+        ("w", 3, "rule 'w': not a layout: 3"),
+        ("w", ("tensor",), "rule 'w': the layout ('tensor',) names the axis 'tensor'"),
+        ("w", ("modle",), "did you mean 'model'?"),
+        ("w", ("data", "data"), "uses the mesh axis 'data' twice"),
+    ],
+)
+def test_bad_entries(key: Any, value: Any, message: str) -> None:
+    with pytest.raises(flm.RuleError) as caught:
+        flm.LayoutMap(ABSTRACT)[key] = value
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "axes"),
+    [
+        ((None, "model"), (None, "model")),
+        ([None, "model"], (None, "model")),
+        ([["data", "model"]], (("data", "model"),)),
+        (P(None, "model"), (None, "model", ...)),
+        (flm.TensorLayout(("data",)), ("data",)),
+        (None, (...,)),
+        ((), (...,)),
+        ((..., "model"), (..., "model")),
+    ],
+)
+def test_values_of_every_kind(value: Any, axes: Any) -> None:
+    layout_map = flm.LayoutMap(ABSTRACT)
+    layout_map["w"] = value
+    layout = layout_map["w"]
+    assert layout is not None
+    assert (layout.axes, layout.device_mesh) == (axes, ABSTRACT)
+
+
+def test_the_callers_layout_is_not_changed(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data",))
+    flm.LayoutMap(mesh)["w"] = layout
+    assert layout.device_mesh is None
+    axes = ["data", ["model"]]
+    flm.LayoutMap(mesh)["w"] = axes
+    assert axes == ["data", ["model"]]
+
+
+def test_a_layout_with_a_mesh_keeps_it(mesh: flm.DeviceMesh) -> None:
+    part = flm.DeviceMesh("data=2", devices=jax.devices()[:2])
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["w"] = flm.TensorLayout(("data",), part)
+    layout_map["v"] = NamedSharding(part.jax_mesh, P("data"))  # type: ignore[arg-type]
+    for key in ("w", "v"):
+        layout = layout_map[key]
+        assert layout is not None and layout.device_mesh == part
+
+
+def test_rules_with_options(layout_map: flm.LayoutMap) -> None:
+    layout_map.add(flm.Rule("bias", ("model",), rank="skip"))
+    layout_map["scale"] = flm.Rule("scale", None, rank="skip")
+    ranks = [rule.rank for rule in layout_map.freeze().rules]
+    assert ranks == ["error", "error", "skip", "skip"]
+    with pytest.raises(flm.RuleError, match="given a rule for another pattern, 'y'"):
+        layout_map["x"] = flm.Rule("y", None)
+    with pytest.raises(flm.RuleError, match="given a rule for another pattern, 'y'"):
+        layout_map.replace("scale", flm.Rule("y", None))
+    other = flm.LayoutMap()
+    other.update(layout_map)
+    assert [rule.rank for rule in other.freeze().rules] == ranks
+    other.update({"a": None}, b=("data",))
+    assert list(other)[-2:] == ["a", "b"]
+
+
+# ------------------------------------------------------------------- sections
+
+
+def test_sections_have_the_same_behaviour(layout_map: flm.LayoutMap) -> None:
+    for name in ("activations", "names", "optimizer"):
+        section = getattr(layout_map, name)
+        section["mlp"] = ("data", ..., None)
+        wanted = flm.TensorLayout(("data", ..., None), ABSTRACT)
+        assert section["decoder/mlp"] == wanted and section["norm"] is None
+        assert list(section) == ["mlp"] and "decoder/mlp" not in section
+        with pytest.raises(flm.RuleError, match="already set"):
+            section["mlp"] = None
+        section.replace("mlp", None)
+        section["x"] = None
+        assert section.pop("x").is_replicated
+        del section["mlp"]
+        assert len(section) == 0
+    assert list(layout_map) == ["up/kernel", "down/.*"]
+
+
+# --------------------------------------------------------- options and meshes
+
+
+def test_any_mesh_is_taken(mesh: flm.DeviceMesh) -> None:
+    for given in (mesh, mesh.jax_mesh, "data=2,model=4"):
+        assert flm.LayoutMap(given).device_mesh == mesh
+    assert flm.LayoutMap().device_mesh is None
+    with pytest.raises(flm.MeshError, match="not a mesh"):
+        flm.LayoutMap((2, 4))
+
+
+@pytest.mark.parametrize(
+    ("given", "batch"),
+    [
+        ({}, ("data",)),
+        ({"batch": "model"}, ("model",)),
+        ({"batch": ("data", "model")}, ("data", "model")),
+        ({"batch": []}, ()),
+    ],
+)
+def test_batch_axes(given: Any, batch: tuple[str, ...], mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, **given)
+    assert layout_map.freeze().batch == batch
+    assert layout_map.copy().freeze().batch == batch
+    assert layout_map.on(ABSTRACT).freeze().batch == batch
+
+
+def test_batch_axes_are_checked(mesh: flm.DeviceMesh) -> None:
+    with pytest.raises(flm.RuleError) as caught:
+        flm.LayoutMap(mesh, batch="date")
+    assert str(caught.value) == (
+        "batch names the axis 'date', but the mesh 'data=2,model=4' has no such axis; "
+        "did you mean 'data'?"
+    )
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(flm.RuleError, match="match must be one of"):
+        flm.LayoutMap(match="find")  # type: ignore[arg-type]
+
+
+def test_a_map_without_a_mesh_is_given_one_later(mesh: flm.DeviceMesh) -> None:
+    planned = flm.LayoutMap(match="fullmatch", strict=True)
+    planned[".*kernel"] = (None, "model")
+    planned.optimizer["kernel"] = ("data", "model")
+    placed = planned.on(mesh)
+    layout = placed["up/kernel"]
+    assert layout == flm.TensorLayout((None, "model"), mesh)
+    rules = placed.freeze()
+    assert (rules.match, rules.strict, rules.batch) == ("fullmatch", True, ("data",))
+    assert rules.optimizer[0].layout.device_mesh == mesh
+    assert planned.device_mesh is None
+    with pytest.raises(flm.RuleError, match="rule '.*kernel'"):
+        planned.on("data=8")
+
+
+def test_an_abstract_map_moves_to_devices(
+    layout_map: flm.LayoutMap, mesh: flm.DeviceMesh
+) -> None:
+    kernel = np.ones((8, 8), np.float32)
+    tree = {"up": {"kernel": kernel}, "down": {"kernel": kernel}}
+    with pytest.raises(flm.MeshError, match="is abstract"):
+        layout_map.shardings(tree)
+    shardings = layout_map.on(mesh).shardings(tree)
+    assert shardings["up"]["kernel"] == NamedSharding(
+        mesh.jax_mesh,
+        P(None, "model"),  # type: ignore[arg-type]
+    )
+
+
+# ---------------------------------------------------------------- constructors
+
+
+def test_from_rules_takes_ordered_lists() -> None:
+    rules = [
+        ("embedding", P("model", None)),
+        ["kernel", (None, "model")],
+        flm.Rule("bias", None, rank="skip"),
+        (".*", None),
+    ]
+    layout_map = flm.LayoutMap.from_rules(rules, ABSTRACT, indivisible="replicate")
+    assert list(layout_map) == ["embedding", "kernel", "bias", ".*"]
+    assert layout_map.freeze().overlap == "first"
+    assert layout_map.freeze().indivisible == "replicate"
+    assert layout_map["a/kernel"] == flm.TensorLayout((None, "model"), ABSTRACT)
+    assert flm.LayoutMap.from_rules([], overlap="last").freeze().overlap == "last"
+    with pytest.raises(flm.RuleError, match="already set"):
+        flm.LayoutMap.from_rules([("a", None), ("a", None)])
+    with pytest.raises(flm.RuleError, match="rule 1 is neither"):
+        flm.LayoutMap.from_rules(["a"])
+
+
+def test_freeze_is_the_same_until_an_edit(layout_map: flm.LayoutMap) -> None:
+    rules = layout_map.freeze()
+    assert layout_map.freeze() is rules
+    edits: list[Any] = [
+        lambda: layout_map.update({"new": None}),
+        lambda: layout_map.replace("new", ("data",)),
+        lambda: layout_map.pop("new"),
+        lambda: layout_map.optimizer.update({"x": None}),
+        lambda: layout_map.names.update({"x": None}),
+        lambda: layout_map.optimizer.clear(),
+    ]
+    for edit in edits:
+        edit()
+        assert layout_map.freeze() is not rules
+        rules = layout_map.freeze()
+
+
+def test_a_rule_added_later_takes_effect(layout_map: flm.LayoutMap) -> None:
+    tree = {"norm": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    assert layout_map.resolve(tree)["norm"].reason == "no rule"
+    layout_map["norm"] = ("data",)
+    assert layout_map.resolve(tree)["norm"].shard_shape == (4,)
+
+
+def test_from_rule_set(layout_map: flm.LayoutMap) -> None:
+    layout_map.names["hidden"] = ("data", None)
+    again = flm.LayoutMap.from_rule_set(layout_map.freeze())
+    assert again == layout_map and again.freeze() == layout_map.freeze()
+    again["new"] = None
+    assert again != layout_map and "new" not in layout_map
+
+
+@pytest.mark.parametrize("copier", [flm.LayoutMap.copy, copy.copy, copy.deepcopy])
+def test_copies_are_independent(copier: Any, mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["a"] = None
+    layout_map.optimizer["b"] = ("data",)
+    other = copier(layout_map)
+    assert other == layout_map
+    other["c"] = None
+    del other.optimizer["b"]
+    assert list(layout_map) == ["a"] and list(layout_map.optimizer) == ["b"]
+    assert list(other) == ["a", "c"] and not other.optimizer
+
+
+def test_pickling(layout_map: flm.LayoutMap) -> None:
+    layout_map.optimizer["b"] = ("data",)
+    again = pickle.loads(pickle.dumps(layout_map))
+    assert again == layout_map
+    again.optimizer["c"] = None
+    assert again.freeze() != layout_map.freeze()
+
+
+def test_a_map_is_no_dict_key(layout_map: flm.LayoutMap) -> None:
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(layout_map)
+    assert layout_map != {"up/kernel": None}
+
+
+def test_repr(layout_map: flm.LayoutMap) -> None:
+    layout_map.optimizer["kernel"] = None
+    assert repr(layout_map) == "\n".join(
+        [
+            "LayoutMap(DeviceMesh('data=2,model=4', abstract)) {",
+            "  'up/kernel': (None, 'model'),",
+            "  'down/.*': ('model', None),",
+            "  optimizer['kernel']: replicated,",
+            "}",
+        ]
+    )
+    assert repr(layout_map.optimizer) == "{\n  'kernel': replicated,\n}"
+    assert repr(flm.LayoutMap()) == "LayoutMap() {}"
+
+
+# ------------------------------------------------------------ what it is for
+
+
+def test_place_moves_a_tree(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["w"] = ("data", "model")
+    layout_map["b"] = None
+    values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    tree = {"w": values, "b": jnp.ones(3), "step": 3, "none": None}
+    placed = layout_map.place(tree)
+    assert len(placed["w"].addressable_shards) == 8
+    for shard in placed["w"].addressable_shards:
+        assert shard.data.shape == (4, 2)
+        np.testing.assert_array_equal(shard.data, values[shard.index])
+    assert all(shard.data.shape == (3,) for shard in placed["b"].addressable_shards)
+    assert len(placed["step"].addressable_shards) == 8 and placed["none"] is None
+    assert isinstance(tree["w"], np.ndarray)
+
+
+def test_place_updates_a_module_in_place(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernel"] = (None, "model")
+    layout_map["bias"] = None
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    before = np.asarray(model.kernel[...])
+    assert layout_map.place(model) is model
+    kernel = model.kernel.get_value()
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(4, 2)}
+    np.testing.assert_array_equal(kernel, before)
+
+
+def test_place_moves_nothing_where_rules_do_not_fit(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernel"] = (None, "model")
+    layout_map["bias"] = ("model", None)
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(flm.ResolveError, match=r"bias \(8,\)"):
+        layout_map.place(model)
+    assert len(model.kernel.get_value().addressable_shards) == 1
+
+
+def test_explain_and_abstract(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["w"] = ("data",)
+    tree = {"w": np.ones(8, np.float32)}
+    assert "rule 1 'w' → ('data',)" in layout_map.explain(tree, "w")
+    abstract = layout_map.abstract(tree)["w"]
+    assert abstract.sharding.shard_shape((8,)) == (4,)
+    resolution = layout_map.resolve(tree, strict=True)
+    assert resolution["w"].shard_shape == (4,)
+
+
+def test_json_there_and_back(layout_map: flm.LayoutMap, mesh: flm.DeviceMesh) -> None:
+    layout_map.optimizer["kernel"] = ("data", "model")
+    data = layout_map.to_json()
+    assert flm.LayoutMap.from_json(data) == layout_map
+    assert flm.LayoutMap.from_json(data, mesh=mesh) == layout_map.on(mesh)

@@ -1,0 +1,107 @@
+"""What Variables and Linen boxes say about their own layouts."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap._metadata import Mark, mark_of, mesh_axes
+
+P = PartitionSpec
+
+
+def variable(**metadata: Any) -> nnx.Variable[Any]:
+    with nnx.use_eager_sharding(False):
+        return nnx.Param(jnp.zeros((2, 2)), **metadata)
+
+
+def test_an_explicit_layout() -> None:
+    layout = flm.TensorLayout(("data", None))
+    assert mark_of(variable(layout=layout)).layout == layout
+    for value in (("data", None), ["data", None]):
+        assert mark_of(variable(layout=value)).layout == layout
+    assert mark_of(variable(layout=P("data"))).layout == flm.TensorLayout(P("data"))
+    problem = mark_of(variable(layout=("data", "data"))).problem
+    assert problem is not None and "uses the mesh axis 'data' twice" in problem
+
+
+def test_other_things_may_be_called_layout() -> None:
+    for value in ("NCHW", 3, None, object()):
+        mark = mark_of(variable(layout=value))
+        assert (mark.layout, mark.problem) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (("data", None), (("data",), ())),
+        (P("data"), (("data",),)),
+        ((("data", "model"), None), (("data", "model"), ())),
+        (P(P.UNCONSTRAINED, "data"), ((), ("data",))),
+        (None, None),
+        ((), None),
+    ],
+)
+def test_names_of_an_nnx_variable(value: Any, names: Any) -> None:
+    mark = mark_of(variable(out_sharding=value))
+    assert (mark.names, mark.kind) == (names, "nnx")
+
+
+def test_a_sharding_as_metadata(mesh: flm.DeviceMesh) -> None:
+    sharding = NamedSharding(mesh.jax_mesh, P(None, "model"))  # type: ignore[arg-type]
+    assert mark_of(variable(out_sharding=sharding)).names == ((), ("model",))
+
+
+def test_nnx_rules_rename() -> None:
+    mark = mark_of(
+        variable(out_sharding=("a", "b"), sharding_rules=[("a", "data"), ["b", None]])
+    )
+    assert mesh_axes(mark) == ((("data",), ()), ())
+    plain = mark_of(variable(out_sharding=("a", "model")))
+    assert mesh_axes(plain) == ((("a",), ("model",)), ())
+    with nnx.logical_axis_rules([("a", ("data", "model"))]):
+        assert mesh_axes(plain)[0] == (("data", "model"), ("model",))
+        assert mesh_axes(mark)[0] == (("data",), ())  # its own rules come first
+
+
+def test_linen_boxes() -> None:
+    box: Any = nn.Partitioned(jnp.zeros((2, 2)), names=("data", None))  # type: ignore[arg-type]
+    mark = mark_of(box)
+    assert (mark.kind, mark.names) == ("mesh", (("data",), ()))
+    with nn.logical_axis_rules([("data", "model")]):
+        assert mesh_axes(mark) == ((("data",), ()), ())  # a mesh axis already
+
+
+def test_linen_rules_go_by_priority_and_axes_are_used_once() -> None:
+    box: Any = nn.LogicallyPartitioned(jnp.zeros((2, 2)), names=("x", "y"))  # type: ignore[arg-type]
+    mark = mark_of(box)
+    assert mark.kind == "linen"
+    assert mesh_axes(mark) == (((), ()), ("x", "y"))
+    with nn.logical_axis_rules([("y", "data"), ("x", "data"), ("x", "model")]):
+        assert mesh_axes(mark) == ((("model",), ("data",)), ())
+    with nn.logical_axis_rules([("y", None)]):
+        assert mesh_axes(mark) == (((), ()), ("x",))
+
+
+def test_linen_refuses_a_name_twice() -> None:
+    mark = Mark(names=(("x",), ("x",)), kind="linen")
+    with pytest.raises(flm.RuleError, match="occur more than once") as caught:
+        mesh_axes(mark)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_marks_are_hashable_and_hold_no_array() -> None:
+    mark = mark_of(variable(out_sharding=["a", ["b", "c"]], sharding_rules=[["a", []]]))
+    assert hash(mark) == hash(mark) and mark.names == (("a",), ("b", "c"))
+
+
+def test_something_else_with_names() -> None:
+    class Record:
+        names = ("a", None)
+        rules = (("a", "data"),)
+
+    assert mesh_axes(mark_of(Record())) == ((("data",), ()), ())

@@ -1,0 +1,152 @@
+"""Rule sets as JSON, schema 1, there and back."""
+
+import json
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap._serialise import (
+    mesh_from_json,
+    mesh_to_json,
+    rules_from_json,
+    rules_to_json,
+)
+
+MESH = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+
+
+def full_map() -> flm.LayoutMap:
+    """One of everything that a rule set can hold."""
+    layout_map = flm.LayoutMap(
+        MESH,
+        match="fullmatch",
+        overlap="last",
+        unmatched="error",
+        indivisible="replicate",
+        batch=("data", "model"),
+        strict=True,
+    )
+    layout_map["a"] = (None, "model")
+    layout_map["b"] = ((("data", "model")), ..., None)
+    layout_map["c"] = None
+    layout_map["d"] = PartitionSpec("data")
+    layout_map.add(flm.Rule("e", ("data",), rank="skip"))
+    layout_map["f"] = flm.TensorLayout(("data",), memory_kind="pinned_host")
+    layout_map["g"] = flm.TensorLayout(("x",), flm.DeviceMesh.abstract("x=3"))
+    layout_map.activations["mlp"] = ("data", ..., None)
+    layout_map.names["hidden"] = ("data", None)
+    layout_map.optimizer["kernel"] = ("data", "model")
+    return layout_map
+
+
+def test_there_and_back() -> None:
+    rules = full_map().freeze()
+    text = json.dumps(rules_to_json(rules))
+    assert rules_from_json(json.loads(text)) == rules
+
+
+def test_what_is_written() -> None:
+    layout_map = flm.LayoutMap(MESH)
+    layout_map["(gate|up)/kernel"] = (None, ("data", "model"))
+    layout_map["bias"] = None
+    assert layout_map.to_json() == {
+        "schema": 1,
+        "mesh": {
+            "axis_names": ["data", "model"],
+            "shape": [2, 4],
+            "axis_types": ["auto", "auto"],
+        },
+        "batch": ["data"],
+        "match": "search",
+        "overlap": "error",
+        "unmatched": "replicate",
+        "indivisible": "error",
+        "strict": None,
+        "rules": [
+            {"pattern": "(gate|up)/kernel", "axes": [None, ["data", "model"]]},
+            {"pattern": "bias", "axes": ["..."]},
+        ],
+        "activations": [],
+        "names": [],
+        "optimizer": [],
+    }
+
+
+def test_without_a_mesh() -> None:
+    layout_map = flm.LayoutMap()
+    layout_map["a"] = ("data",)
+    data = layout_map.to_json()
+    assert data["mesh"] is None
+    assert flm.LayoutMap.from_json(data) == layout_map
+
+
+def test_devices_are_not_written(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["a"] = ("data",)
+    read = flm.LayoutMap.from_json(layout_map.to_json())
+    assert read.device_mesh == MESH
+    assert read.on(mesh) == layout_map
+    assert flm.LayoutMap.from_json(layout_map.to_json(), mesh=mesh) == layout_map
+
+
+def test_onto_another_mesh() -> None:
+    data = full_map().to_json()
+    with pytest.raises(flm.RuleError, match="rule 'g': .* names the axis 'x'"):
+        flm.LayoutMap.from_json(data, mesh="data=4,model=2")
+    data["rules"] = [entry for entry in data["rules"] if entry["pattern"] != "g"]
+    read = flm.LayoutMap.from_json(data, mesh="data=4,model=2")
+    assert read.device_mesh == flm.DeviceMesh("data=4,model=2")
+    assert read["a"] == flm.TensorLayout((None, "model"), read.device_mesh)
+
+
+def test_meshes() -> None:
+    for mesh in (
+        None,
+        MESH,
+        flm.DeviceMesh.abstract("x=3", axis_types="explicit"),
+        flm.DeviceMesh.abstract((2, 2), ("a", "b"), axis_types=("auto", "explicit")),
+    ):
+        assert mesh_from_json(mesh_to_json(mesh)) == mesh
+
+
+def changed(**entries: Any) -> dict[str, Any]:
+    return {**full_map().to_json(), **entries}
+
+
+def without(*keys: str) -> dict[str, Any]:
+    return {k: v for k, v in full_map().to_json().items() if k not in keys}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "rules of schema 'NoneType' cannot be read; this is schema 1"),
+        ([], "rules of schema 'list' cannot be read"),
+        ({}, "rules of schema None cannot be read"),
+        (changed(schema=2), "rules of schema 2 cannot be read"),
+        (without("match"), "lack ['match']"),
+        (changed(extra=1), "unknown keys ['extra']"),
+        (changed(match="find"), "cannot be read: match must be one of"),
+        (changed(batch="data"), "the rules are damaged: "),
+        (changed(batch=[3]), "the rules are damaged: "),
+        (changed(batch=None), "the rules are damaged: "),
+        (changed(mesh={"shape": [2]}), "the rules are damaged: KeyError"),
+        (changed(mesh={"shape": [0], "axis_names": ["a"], "axis_types": ["auto"]}),
+         "cannot be read: axis 'a' must have a size of 1 or more"),
+        (changed(rules=None), "the rules are damaged: TypeError"),
+        (changed(rules=["a"]), "the rules are damaged: TypeError"),
+        (changed(rules=[{"pattern": "a"}]), "the rules are damaged: KeyError('axes')"),
+        (changed(rules=[{"axes": []}]), "the rules are damaged: KeyError('pattern')"),
+        (changed(rules=[{"pattern": "(", "axes": []}]), "is not a regular expression"),
+        (changed(rules=[{"pattern": "a", "axes": ["tensor"]}]), "names the axis"),
+        (changed(rules=[{"pattern": "a", "axes": [3]}]), "not a layout: [3]"),
+        (changed(rules=[{"pattern": "a", "axes": [], "rank": 3}]), "rank must be"),
+        (changed(names=[{"pattern": "a", "axes": []}] * 2), "have the same pattern"),
+    ],
+)  # fmt: skip
+def test_damaged_rules(data: Any, message: str) -> None:
+    with pytest.raises(flm.RuleError) as caught:
+        rules_from_json(data)
+    assert message in str(caught.value)
