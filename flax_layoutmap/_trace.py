@@ -251,6 +251,9 @@ def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
 
 
 def _is_array(value: Any) -> bool:
+    # An nnx.Rngs has a stream for any attribute that it is asked for.
+    if is_nnx_object(value):
+        return False
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
