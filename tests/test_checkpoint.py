@@ -1065,6 +1065,15 @@ def test_overwrite(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_overwriting_what_a_link_leads_to(tmp_path: Path) -> None:
+    flm.checkpoint.save(tmp_path / "1", {"w": jnp.zeros(8)})
+    (tmp_path / "latest").symlink_to(tmp_path / "1")
+    flm.checkpoint.save(tmp_path / "latest", {"w": jnp.ones(8)}, overwrite=True)
+    assert (tmp_path / "latest").is_symlink()
+    assert flm.checkpoint.restore(tmp_path / "1", layout_map=plain_rules())["w"].all()
+    assert sorted(os.listdir(tmp_path)) == ["1", "latest"]
+
+
 def test_overwrite_replaces_nothing_but_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("x")
     with refused("the path exists and is no checkpoint, so overwrite=True does not"):
@@ -1074,6 +1083,18 @@ def test_overwrite_replaces_nothing_but_checkpoints(tmp_path: Path) -> None:
             tmp_path / "precious.txt", {"w": jnp.zeros(8)}, overwrite=True
         )
     assert (tmp_path / "precious.txt").read_text() == "x"
+
+
+def test_places_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    with refused(f"{tmp_path / 'file'} is a file, so no directory can be made in it"):
+        flm.checkpoint.save(tmp_path / "file" / "a" / "b", {"w": jnp.ones(8)})
+    # A superuser may write anywhere, so the answer is made up.
+    monkeypatch.setattr(_orbax.os, "access", lambda *_: False)
+    with refused(f"the directory {tmp_path} cannot be written to"):
+        flm.checkpoint.save(tmp_path / "a" / "b", {"w": jnp.ones(8)})
 
 
 def test_a_failed_overwrite_loses_nothing(
@@ -1093,7 +1114,7 @@ def test_a_failed_overwrite_loses_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr(_orbax.shutil, "rmtree", full)
-        with refused(f"cannot replace {path}: no space left", "'.replacement'"):
+        with refused(f"cannot replace {path}: no space left", "('.replacement' added)"):
             (tmp_path / "a.replaced").mkdir()
             flm.checkpoint.save(path, {"w": jnp.ones(8)}, overwrite=True)
     assert not flm.checkpoint.restore(path, layout_map=plain_rules())["w"].any()

@@ -198,6 +198,14 @@ def without_path(path: str) -> Callable[[Any], Any]:
     return change
 
 
+def as_leaf(path: str, **entry: Any) -> Callable[[Any], Any]:
+    def change(record: Any) -> Any:
+        record["leaves"][path] = entry
+        return record
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -213,6 +221,13 @@ def without_path(path: str) -> Callable[[Any], Any]:
             lambda record: {**record, "leaves": {"keys": {"kind": "key"}}},
             "is damaged: Orbax has no leaf 'empty'",
         ),
+        (
+            as_leaf("keys", kind="key", implementation="mine"),
+            "leaf 'keys' cannot be read: ",
+        ),
+        (as_leaf("keys", kind="key"), "leaf 'keys' cannot be read: 'implementation'"),
+        (as_leaf("step"), "leaf 'step' cannot be read: it is no array, but 0"),
+        (as_leaf("small", kind="lock"), "it is of the unknown kind 'lock'"),
     ],
 )
 def test_damaged_record(
@@ -224,11 +239,7 @@ def test_damaged_record(
 
 
 def test_a_record_with_a_leaf_of_another_kind(intact: Path, tmp_path: Path) -> None:
-    def as_string(record: Any) -> Any:
-        record["leaves"]["step"] = {"kind": "string"}
-        return record
-
-    copy = with_record(intact, tmp_path / "copy", as_string)
+    copy = with_record(intact, tmp_path / "copy", as_leaf("step", kind="string"))
     assert "step (): Orbax read the int 12345678901" in text_of_error(copy)
 
 

@@ -39,8 +39,10 @@ def _is_url(path: str) -> bool:
 
 def cannot_write(path: str, overwrite: bool) -> str | None:
     """Why nothing can be written to a path, or None."""
-    if _is_url(path) or not os.path.lexists(path):
+    if _is_url(path):
         return None
+    if not os.path.lexists(path):
+        return _no_place(Path(path).parent)
     if not overwrite:
         return "the path exists; save to another one, or pass overwrite=True"
     if not os.path.isfile(os.path.join(path, _METADATA_FILE)):
@@ -48,6 +50,21 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
             "the path exists and is no checkpoint, so overwrite=True does not replace "
             "it; remove it yourself, or save to another path"
         )
+    return None
+
+
+def _no_place(parent: Path) -> str | None:
+    """Why no directory can be made in another one, or None.
+
+    Orbax finds out too late: after such a failure its threads hold up the end of the
+    program for five minutes.
+    """
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        return f"{parent} is a file, so no directory can be made in it"
+    if not os.access(parent, os.W_OK | os.X_OK):
+        return f"the directory {parent} cannot be written to"
     return None
 
 
@@ -67,6 +84,8 @@ def write(
     # would hold the whole mesh once per array.
     saving.enable_write_sharding_file = False
     replace = overwrite and not _is_url(path) and os.path.exists(path)
+    if replace:
+        path = os.path.realpath(path)  # a link stays, what it leads to is replaced
     with _translated(f"cannot save to {path}"), context:
         v1.save(
             path + _NEW if replace else path,
@@ -102,8 +121,8 @@ def _on_first_process(action: Callable[[], None], failing: str) -> None:
         failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failed)))
     if failed:
         raise CheckpointError(
-            f"{failing}: {error or 'process 0 failed'}; the new checkpoint is complete "
-            f"at the path with {_NEW!r} added"
+            f"{failing}: {error or 'process 0 failed'}; beside it are the new one "
+            f"({_NEW!r} added) and the old one ({_OLD!r}), where they are not in place"
         ) from error
 
 

@@ -64,14 +64,18 @@ def open_checkpoint(where: str) -> Stored:
     record = _record.from_json(custom.get(_record.KEY), where)
     leaves: dict[str, Leaf] = {}
     for path in record.paths:
-        metadata, empty_shape = held.get(path), record.stored_shape(path)
-        if (metadata is None) != (empty_shape is not None):
+        metadata = held.get(path)
+        if (metadata is None) != record.is_empty(path):
             raise CheckpointError(
                 f"the checkpoint {where} is damaged: Orbax has "
                 f"{'no' if metadata is None else 'an unexpected'} leaf {path!r}"
             )
-        shape = getattr(metadata, "shape", ())
-        leaves[path] = record.leaf(path, shape, getattr(metadata, "dtype", None))
+        try:
+            leaves[path] = record.leaf(path, metadata)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint {where}: leaf {path!r} cannot be read: {error}"
+            ) from error
     extra = sorted(set(held) - set(leaves))
     if extra:
         raise CheckpointError(
@@ -97,9 +101,20 @@ class Plan:
 
 
 def plan_without_target(
-    stored: Stored, rules: RuleSet, selection: Selection, dtype: Any
+    stored: Stored, rules: RuleSet | None, selection: Selection, dtype: Any
 ) -> Plan:
-    """Plans to restore what the checkpoint holds, laid out by the rules."""
+    """Plans to restore what the checkpoint holds, laid out by the rules.
+
+    Raises:
+        CheckpointError: there are no rules.
+    """
+    if rules is None:
+        mesh = stored.record.mesh
+        saved = f" (it was saved on a mesh {mesh})" if mesh else ""
+        raise CheckpointError(
+            f"cannot restore {stored.where} without layouts: pass layout_map=, on the "
+            f"mesh to restore to{saved}, or a target that has shardings"
+        )
     plan = Plan(problems=selection.useless(stored.leaves))
     selected = [path for path in stored.leaves if path in selection]
     _resolve_stored(plan, stored, rules, selection, selected)

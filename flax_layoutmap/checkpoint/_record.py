@@ -21,7 +21,6 @@ from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._metadata import Mark, mark_of
 from flax_layoutmap._optimizer_state import Origin
 from flax_layoutmap._paths import Flat, Section, parameter_keys
-from flax_layoutmap._records import Shape
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import _decide_all
 from flax_layoutmap._rules import RuleSet
@@ -102,25 +101,35 @@ class Record:
     _flat: Flat
     _special: dict[str, dict[str, Any]]
 
-    def leaf(self, path: str, shape: Shape, dtype: Any) -> Leaf:
-        """The leaf that was saved at `path`, stored with this shape and dtype."""
+    def is_empty(self, path: str) -> bool:
+        """Whether a leaf has no elements, so that Orbax does not hold it."""
+        return "shape" in self._special.get(path, {})
+
+    def leaf(self, path: str, held: Any) -> Leaf:
+        """The leaf that was saved at `path`.
+
+        Args:
+            path: its path.
+            held: Orbax's metadata of it; None where Orbax does not hold it.
+
+        Raises:
+            KeyError, TypeError, ValueError: the record makes no sense, or names a PRNG
+                implementation that is not known here.
+        """
         entry = self._special.get(path, {})
         kind: Kind = entry.get("kind", "array")
-        shape = tuple(entry.get("shape", shape))
-        if kind == "key":
-            implementation = entry["implementation"]
-            if "shape" not in entry:
-                shape = shape[:-1]
-            return key_leaf(path, shape, implementation)
-        if kind != "array":
+        if kind in TYPES:
             return Leaf(path, kind)
-        dtype = np.dtype(entry.get("dtype", dtype))
+        if held is not None and not hasattr(held, "shape"):
+            raise ValueError(f"it is no array, but {held!r}")
+        shape = tuple(entry["shape"] if held is None else held.shape)
+        if kind == "key":
+            own = shape if held is None else shape[:-1]
+            return key_leaf(path, own, entry["implementation"])
+        if kind != "array":
+            raise ValueError(f"it is of the unknown kind {kind!r}")
+        dtype = np.dtype(entry["dtype"] if held is None else held.dtype)
         return Leaf(path, kind, shape, dtype, is_numpy=entry.get("numpy", False))
-
-    def stored_shape(self, path: str) -> Shape | None:
-        """For a leaf that Orbax does not hold because it is empty, its shape."""
-        entry = self._special.get(path, {})
-        return tuple(entry["shape"]) if "shape" in entry else None
 
     def resolve(
         self,

@@ -88,28 +88,24 @@ def restore(
     selection = Selection(include, exclude)
     dtype = _checked_dtype(dtype, target)
     _check_mesh(rules)
-    opened = None if target is None else _opened(target)
-    tree = None if opened is None else opened[0]
-    with Agreement(f"restoring {place}", mesh_of(tree, rules)) as agreement:
+    with Agreement(f"restoring {place}", mesh_of(target, rules)) as agreement:
         stored = open_checkpoint(place)
-        if opened is None:
-            leaves: dict[str, Any] = {}
-            if rules is None:
-                raise CheckpointError(_no_layouts(stored))
+        tree, rebuild = _opened(target)
+        flat = flatten(tree)
+        leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
+        if target is None:
             plan = plan_without_target(stored, rules, selection, dtype)
         else:
-            flat = flatten(tree)
-            leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
             plan = plan_for_target(stored, leaves, tree, rules, selection, dtype)
         if plan.problems:
             raise problem_list(f"cannot restore {place}", plan.problems)
         if plan.resolution is not None:
             plan.resolution.announce()
-        agreement.add(lambda: {"path": place, "leaves": str(list(plan.reads.values()))})
+        agreement.add(lambda: {"leaves": str(list(plan.reads.values()))})
     values = _read(stored, plan, dtype)
-    if opened is None:
+    if target is None:
         return _orbax.nested(values, unescape)
-    result = opened[1]([*(leaves | values).values()])
+    result = rebuild([*(leaves | values).values()])
     if plan.resolution is not None:
         result = settle_metadata(result, plan.resolution)
     return result
@@ -148,15 +144,6 @@ def _check_mesh(rules: RuleSet | None) -> None:
     raise MeshError(
         f"restore needs a mesh of devices, the rules have {have}; use "
         "layout_map.on(flm.DeviceMesh(...))"
-    )
-
-
-def _no_layouts(stored: Stored) -> str:
-    saved = f" (it was saved on a mesh {stored.record.mesh})"
-    return (
-        f"cannot restore {stored.where} without layouts: pass layout_map=, on the mesh "
-        f"to restore to{saved if stored.record.mesh else ''}, or a target that has "
-        "shardings"
     )
 
 

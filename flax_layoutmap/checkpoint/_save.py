@@ -54,14 +54,7 @@ def save(
             writing failed.
         ResolveError: leaves do not fit the rules; nothing was written.
 
-    Example:
-        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> path = tempfile.mkdtemp() + "/weights"
-        >>> layout_map = flm.LayoutMap("data=-1", strict=False)
-        >>> tree = {"w": jnp.ones(8), "step": 3}
-        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
-        >>> flm.checkpoint.restore(path, layout_map=layout_map)["step"]
-        3
+    Plain JAX: `orbax.checkpoint.v1.save(path, tree)`.
     """
     place = _orbax.absolute(path)
     rules = _record.rules_of(layout_map)
@@ -77,7 +70,7 @@ def save(
         if problems:
             raise problem_list(f"cannot save to {place}", problems)
         resolution.announce()
-        agreement.add(lambda: {**resolution.fingerprints(), "path": place})
+        agreement.add(resolution.fingerprints)
     values = {
         leaf.path: _storable(leaf, value)
         for leaf, value in zip(leaves, flat.leaves, strict=True)
