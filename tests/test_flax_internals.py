@@ -1,0 +1,139 @@
+"""The names of Flax that are private or that moved: each still does what it did."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from flax_layoutmap import _flax_internals as internals
+
+
+class Tied(nnx.Module):
+    def __init__(self) -> None:
+        self.a = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+        self.b = self.a
+        self.c = nnx.Param(jnp.ones(3))
+
+
+def test_metadata_is_read_without_a_copy() -> None:
+    variable = nnx.Param(jnp.ones(2), note="x")
+    metadata = internals.metadata_of(variable)
+    assert metadata == variable.get_metadata() and metadata["note"] == "x"
+    assert metadata is internals.metadata_of(variable)
+
+
+def test_metadata_without_the_private_name() -> None:
+    class Public:
+        def get_metadata(self) -> dict[str, Any]:
+            return {"note": "y"}
+
+    variable: Any = Public()
+    assert internals.metadata_of(variable) == {"note": "y"}
+
+
+def test_metadata_that_is_written_is_read() -> None:
+    variable = nnx.Param(jnp.ones(2))
+    variable.set_metadata("eager_sharding", False)
+    assert internals.metadata_of(variable)["eager_sharding"] is False
+
+
+def test_shared_variables_once() -> None:
+    model = Tied()
+    assert len(jax.tree.leaves(internals.nnx_state(model))) == 2
+    assert len(jax.tree.leaves(internals.nnx_split(model)[1])) == 2
+    variables = internals.variables_of(model)
+    assert len(variables) == len({id(v) for v in variables}) == 2
+    again = nnx.merge(*internals.nnx_split(model))
+    assert again.b is again.a
+
+
+def test_graph_is_passed_wherever_flax_knows_it() -> None:
+    for function in (nnx.split, nnx.state, nnx.iter_graph):
+        known = "graph" in inspect.signature(function).parameters
+        assert known is bool(internals._GRAPH), function
+
+
+def test_filters() -> None:
+    model = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    state = internals.nnx_state(model, nnx.Param)
+    assert sorted(state) == ["bias", "scale"]
+
+
+@pytest.mark.parametrize(
+    ("node", "expected"),
+    [
+        (nnx.Rngs(0), True),
+        (nnx.List([]), True),
+        (nnx.Param(jnp.ones(1)), False),
+        (nnx.State({}), False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_nnx_objects(node: Any, expected: bool) -> None:
+    assert internals.is_nnx_object(node) is expected
+
+
+def test_modules_and_optimizers_are_nnx_objects() -> None:
+    import optax
+
+    model = Tied()
+    assert internals.is_nnx_object(model)
+    optimizer = nnx.Optimizer(model, optax.sgd(1.0), wrt=nnx.Param)
+    assert internals.is_nnx_object(optimizer)
+    for name in ("opt_state", "tx", "wrt", "step"):  # how it is recognised
+        assert hasattr(optimizer, name)
+    assert isinstance(optimizer.step, nnx.OptState)
+
+
+def test_raw_values() -> None:
+    array = jnp.ones(2)
+    assert internals.raw_values([nnx.Param(array)])[0] is array
+
+
+def test_eager_sharding_is_off_inside_and_on_again() -> None:
+    assert nnx.using_eager_sharding()
+    with internals.without_eager_sharding():
+        assert not nnx.using_eager_sharding()
+        variable = nnx.Param(jnp.ones((2, 2)), out_sharding=("nowhere", None))
+    assert nnx.using_eager_sharding()
+    assert internals.metadata_of(variable)["eager_sharding"] is False
+    with pytest.raises(RuntimeError), internals.without_eager_sharding():
+        raise RuntimeError
+    assert nnx.using_eager_sharding()
+
+
+def test_the_eager_flag_is_restored_and_forgotten() -> None:
+    with internals.without_eager_sharding():
+        model = Tied()
+    flags = [internals.metadata_of(v) for v in internals.variables_of(model)]
+    assert [flag["eager_sharding"] for flag in flags] == [False] * 2
+    internals.restore_eager_flag(model)
+    assert nnx.split(model)[0] == nnx.split(Tied())[0]
+    internals.forget_eager_flag(model)
+    flags = [internals.metadata_of(v) for v in internals.variables_of(model)]
+    assert [flag["eager_sharding"] for flag in flags] == [False] * 2
+
+
+def test_no_mesh_inside_of_any_context() -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def names() -> tuple[str, ...]:
+        return tuple(jax.sharding.get_abstract_mesh().axis_names)
+
+    with jax.set_mesh(mesh):
+        assert names() == ("x",)
+        with internals.no_mesh():
+            assert names() == ()
+        assert names() == ("x",)
+
+        def traced(x: jax.Array) -> jax.Array:
+            with internals.no_mesh():
+                assert names() == ()
+            return x
+
+        jax.jit(traced)(jnp.ones(2))
+    assert names() == ()

@@ -1,0 +1,284 @@
+"""A constructor traced once: what it would make, how to make it, and contexts."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+
+import flax_layoutmap as flm
+from flax_layoutmap._trace import Traced, trace
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, size: int = 4) -> None:
+        self.embed = nnx.Embed(3, size, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(size, size, rngs=rngs) for _ in range(2)])
+        self.head = self.embed  # tied
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+def born(traced: Traced) -> Any:
+    """Runs the program as a consumer does."""
+    made, inputs = jax.jit(traced.run)(traced.consts)
+    result = traced.rebuild(traced.leaves_of(made))
+    traced.update_inputs(inputs)
+    return result
+
+
+def leaves(tree: Any) -> list[np.ndarray]:
+    return [
+        np.asarray(
+            jax.random.key_data(leaf)
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            else leaf
+        )
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def same_values(first: Any, second: Any) -> None:
+    for one, other in zip(leaves(first), leaves(second), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_module() -> None:
+    calls = []
+
+    def make() -> Model:
+        calls.append(1)
+        return Model(nnx.Rngs(0))
+
+    traced = trace(make)
+    state: Any = traced.abstract
+    assert type(traced.abstract) is nnx.State
+    kernel = state["layers"][0]["kernel"].get_value()
+    assert (kernel.shape, kernel.dtype) == ((4, 4), jnp.float32)
+    model = born(traced)
+    assert calls == [1]
+    expected = jax.jit(lambda: nnx.split(Model(nnx.Rngs(0)))[1])()
+    same_values(nnx.state(model), expected)
+    assert model.head is model.embed
+    assert model.head.embedding is model.embed.embedding
+    assert nnx.split(model)[0] == nnx.split(Model(nnx.Rngs(0)))[0]
+
+
+def test_the_model_can_be_used_and_changed() -> None:
+    model = born(trace(lambda: Model(nnx.Rngs(0))))
+    dropout: Any = model.dropout
+    count = int(dropout.rngs.count[...])
+    dropout(jnp.ones(4))
+    assert int(dropout.rngs.count[...]) == count + 1
+    model.embed.embedding[...] = jnp.zeros((3, 4))
+    assert not model.head.embedding[...].any()
+
+
+def test_trees_numbers_and_what_is_no_array() -> None:
+    def make() -> Any:
+        return {
+            "model": nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
+            "step": 3,
+            "rate": 0.5,
+            "name": "run",
+            "none": None,
+            "host": np.arange(3),
+            "pair": (jnp.ones(2), [jnp.zeros(1)]),
+        }
+
+    traced = trace(make)
+    assert traced.abstract["name"] == "run" and traced.abstract["none"] is None
+    assert traced.abstract["step"].shape == ()
+    result = born(traced)
+    assert isinstance(result["model"], nnx.Linear)
+    assert (int(result["step"]), float(result["rate"])) == (3, 0.5)
+    assert result["name"] == "run" and result["none"] is None
+    np.testing.assert_array_equal(result["host"], np.arange(3))
+    assert jax.tree.structure(result["pair"]) == jax.tree.structure((0, [0]))
+
+
+def test_linen_variables_are_what_init_gives() -> None:
+    model = nn.Dense(4)
+    key, x = jax.random.key(1), jnp.ones((2, 3))
+    traced = trace(model.init, (key, x))
+    assert traced.abstract["params"]["kernel"].shape == (3, 4)
+    same_values(born(traced), jax.jit(model.init)(key, x))
+    only_shape = trace(model.init, (key, jax.ShapeDtypeStruct((2, 3), jnp.float32)))
+    assert jax.tree.structure(only_shape.abstract) == jax.tree.structure(
+        traced.abstract
+    )
+
+
+def test_static_arguments_stay_static() -> None:
+    def make(rngs: nnx.Rngs, size: int, *, deep: bool) -> Any:
+        assert type(size) is int and deep is True
+        return Model(rngs, size)
+
+    traced = trace(make, (nnx.Rngs(0), 8), {"deep": True})
+    assert traced.abstract["embed"]["embedding"].get_value().shape == (3, 8)
+
+
+def test_arguments_that_count_go_on_counting() -> None:
+    traced_rngs, eager_rngs = nnx.Rngs(0), nnx.Rngs(0)
+    traced = trace(lambda rngs: Model(rngs), (traced_rngs,))
+    assert int(traced_rngs.default.count[...]) == 0
+    model = born(traced)
+    Model(eager_rngs)
+    assert int(eager_rngs.default.count[...]) > 0
+    assert leaves(nnx.state(traced_rngs))[0] == leaves(nnx.state(eager_rngs))[0]
+    assert isinstance(model, Model)
+
+
+def test_one_object_given_twice_stays_one() -> None:
+    def make(first: nnx.Rngs, options: dict[str, nnx.Rngs]) -> Any:
+        assert first is options["again"]
+        return nnx.Linear(2, 2, rngs=first), nnx.Linear(2, 2, rngs=options["again"])
+
+    rngs = nnx.Rngs(0)
+    first, second = born(trace(make, (rngs, {"again": rngs})))
+    assert (np.asarray(first.kernel[...]) != np.asarray(second.kernel[...])).any()
+    assert int(rngs.params.count[...] if "params" in rngs else rngs.default.count[...])
+
+
+def test_inputs_may_be_left_as_they_are() -> None:
+    rngs = nnx.Rngs(0)
+    traced = trace(lambda r: nnx.Linear(2, 2, rngs=r), (rngs,), keep_inputs=False)
+    born(traced)
+    assert int(rngs.default.count[...]) == 0
+
+
+def test_a_table_that_is_closed_over_is_an_input_of_the_program() -> None:
+    table = jnp.arange(1000.0)
+    traced = trace(lambda: {"w": table * 2})
+    assert any(const is table for const in traced.consts)
+    lowered = jax.jit(traced.run).lower(traced.consts).as_text()
+    assert len(lowered) < 5000
+    np.testing.assert_array_equal(born(traced)["w"], np.arange(1000.0) * 2)
+
+
+def test_entries_for_the_computed_leaves() -> None:
+    traced = trace(lambda: {"a": jnp.ones(1), "b": "text", "c": jnp.zeros(1)})
+    assert traced.values_of(["first", "second", "third"]) == ["first", "third"]
+    assert traced.leaves_of([1, 2]) == [1, "text", 2]
+
+
+def test_an_abstract_result_stays_abstract() -> None:
+    traced = trace(lambda: jax.eval_shape(lambda: {"w": jnp.ones(3)}))
+    assert traced.abstract == {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+
+
+# ----------------------------------------------------------------- contexts
+
+
+class Annotated(nnx.Module):
+    """Written for a mesh whose axes nobody has."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        initializer = nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), ("nowhere", "never")
+        )
+        self.linear = nnx.Linear(4, 4, kernel_init=initializer, rngs=rngs)
+        assert not jax.sharding.get_abstract_mesh().axis_names
+
+
+def annotated() -> Annotated:
+    return Annotated(nnx.Rngs(0))
+
+
+def test_annotations_need_no_mesh() -> None:
+    model = born(trace(annotated))
+    metadata = model.linear.kernel.get_metadata()
+    assert metadata["out_sharding"] == ("nowhere", "never")
+    with nnx.use_eager_sharding(False):
+        flag = annotated().linear.kernel.get_metadata()["eager_sharding"]
+    assert flag is False and metadata["eager_sharding"] is True
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_mesh_in_context_is_not_seen(kind: AxisType) -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        traced = trace(annotated)
+        assert jax.sharding.get_abstract_mesh().axis_names == ("data", "model")
+    kernel = traced.abstract["linear"]["kernel"].get_value()
+    assert kernel.shape == (4, 4)
+
+
+def test_inside_of_jit_and_eval_shape() -> None:
+    seen: list[Any] = []
+
+    def inside(x: jax.Array) -> jax.Array:
+        traced = trace(annotated)
+        seen.append(traced.abstract["linear"]["kernel"].get_value().shape)
+        made, _ = traced.run(traced.consts)
+        return x + sum(leaf.sum() for leaf in made if leaf.dtype == jnp.float32)
+
+    jax.eval_shape(inside, jnp.ones(()))
+    total = jax.jit(inside)(jnp.zeros(()))
+    assert set(seen) == {(4, 4)}
+    model = born(trace(annotated))
+    np.testing.assert_allclose(total, model.linear.kernel[...].sum(), rtol=1e-5)
+
+
+def contexts() -> tuple[Any, bool]:
+    return jax.sharding.get_abstract_mesh(), nnx.using_eager_sharding()
+
+
+def test_a_constructor_that_raises_leaves_every_context_as_it_was() -> None:
+    def broken() -> Any:
+        nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        raise RuntimeError("out of ideas")
+
+    mesh = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    for context in (None, mesh):
+        before = contexts()
+        with jax.sharding.use_abstract_mesh(context or AbstractMesh((), ())):
+            inside = contexts()
+            with pytest.raises(RuntimeError, match="out of ideas"):
+                trace(broken)
+            assert contexts() == inside
+        assert contexts() == before
+    with nnx.use_eager_sharding(False):
+        with pytest.raises(RuntimeError):
+            trace(broken)
+        assert not nnx.using_eager_sharding()
+    assert nnx.using_eager_sharding()
+    assert isinstance(born(trace(annotated)), Annotated)
+
+
+# -------------------------------------------------------------------- refused
+
+
+def test_an_object_from_outside_that_is_changed() -> None:
+    rngs = nnx.Rngs(0)
+    with pytest.raises(flm.StructureError, match="pass it as an argument") as caught:
+        trace(lambda: nnx.Linear(2, 2, rngs=rngs))
+    assert caught.value.__cause__ is not None
+    assert int(rngs.default.count[...]) == 0
+
+
+class Holder(nnx.Module):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def test_two_results_that_share_a_variable() -> None:
+    def make() -> Any:
+        linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        return linear, Holder(linear)
+
+    with pytest.raises(flm.StructureError) as caught:
+        trace(make)
+    assert str(caught.value) == (
+        "two objects of the result, a Linear and a Holder, share a Param: return one "
+        "object that holds both, so that they stay shared"
+    )
+
+
+def test_two_arguments_that_share_a_variable() -> None:
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(flm.StructureError, match="two objects of the arguments, a Li"):
+        trace(lambda a, b: a, (linear, Holder(linear)))
