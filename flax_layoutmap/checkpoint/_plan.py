@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._errors import CheckpointError, ResolveError, closest
+from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, resolve_with_origins
 from flax_layoutmap._rules import RuleSet
@@ -155,8 +156,9 @@ def plan_for_target(
     for path, value in target.items():
         if path not in selection:
             if isinstance(value, jax.ShapeDtypeStruct):
+                name = f"{path} {show_shape(value.shape)}"
                 plan.problems.append(
-                    f"{path}: include or exclude leaves it out, and the target is "
+                    f"{name}: include or exclude leaves it out, and the target is "
                     "abstract, so there is no value to keep; give a concrete target"
                 )
             continue
@@ -257,7 +259,10 @@ def _resolve_target(plan: Plan, stored: Stored, tree: Any, rules: RuleSet) -> No
 
 
 def _absent(
-    missing: Sequence[str], extra: Sequence[str], target: Iterable[str], stored: Stored
+    missing: Sequence[str],
+    extra: Sequence[str],
+    target: Mapping[str, Any],
+    stored: Stored,
 ) -> list[str]:
     """Problems for the leaves that only one side has."""
     moved = _moved(list(target), list(stored.leaves)) if missing else None
@@ -267,7 +272,8 @@ def _absent(
     for number, path in enumerate(missing):
         near = closest(path, extra) if number < _HINTS else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        problems.append(f"{path}: is in the target, not in the checkpoint{hint}")
+        name = f"{path} {show_shape(np.shape(target[path]))}"
+        problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
     tops = Counter(path.split("/")[0] for path in stored.leaves)
     for top, paths in _by_top(extra).items():
         if len(paths) == tops[top] > 1:
