@@ -22,8 +22,9 @@ FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 def find_examples() -> list[doctest.DocTest]:
     """Every docstring of the package that holds an example."""
     finder = doctest.DocTestFinder(exclude_empty=True)
-    names = [info.name for info in pkgutil.walk_packages([str(PACKAGE)])]
-    modules = [importlib.import_module(f"flax_layoutmap.{name}") for name in names]
+    prefix = "flax_layoutmap."
+    names = [info.name for info in pkgutil.walk_packages([str(PACKAGE)], prefix)]
+    modules = [importlib.import_module(name) for name in names]
     found = [test for module in (flm, *modules) for test in finder.find(module)]
     for name in flm.__all__:
         value = getattr(flm, name)
