@@ -162,7 +162,29 @@ def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
     Raises:
         StructureError: two leaves would have one path, or a node cannot be flattened.
     """
-    return _Walk(fold).flatten(tree)
+    flat = _Walk(fold).flatten(tree)
+    if _is_saved_state(flat):
+        flat = _Walk(fold).flatten(_without_saved_boxes(tree))
+    return flat
+
+
+def _is_saved_state(flat: Flat) -> bool:
+    """Whether this is Orbax's metadata of an `nnx.State`.
+
+    There the Variables have become dicts with the one key `value`. A single parameter
+    may be called so; where every leaf is, these are the boxes.
+    """
+    if not flat.leaves or not type(flat.leaves[0]).__module__.startswith("orbax."):
+        return False
+    return all(path.endswith("/value") for path in flat.paths)
+
+
+def _without_saved_boxes(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    if set(tree) == {"value"} and not isinstance(tree["value"], Mapping | list):
+        return tree["value"]
+    return {key: _without_saved_boxes(child) for key, child in tree.items()}
 
 
 def is_train_state(node: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -441,3 +442,26 @@ def test_dataclasses_of_jax() -> None:
         size: int = dataclasses.field(metadata={"static": True}, default=2)
 
     assert paths({"config": Config(X)}) == ["config/weight"]
+
+
+def test_metadata_of_a_saved_state_has_the_paths_of_the_module(tmp_path: Path) -> None:
+    from orbax.checkpoint import v1
+
+    class Holder(nnx.Module):
+        def __init__(self) -> None:
+            self.value = nnx.Param(jnp.ones(2))
+            self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))])
+
+    module = Holder()
+    v1.save(tmp_path / "state", nnx.state(module))
+    v1.save(tmp_path / "pure", nnx.to_pure_dict(nnx.state(module)))
+    expected = flatten(module).full_paths()
+    assert "value" in expected and "layers/0/kernel" in expected
+    for name in ("state", "pure"):
+        metadata = v1.metadata(tmp_path / name).metadata
+        flat = flatten(metadata)
+        assert flat.full_paths() == expected
+        assert [leaf.shape for leaf in flat.leaves] == [
+            leaf.shape for leaf in flatten(module).leaves
+        ]
+        assert flat.leaves == jax.tree.leaves(metadata)
