@@ -168,6 +168,12 @@ def _unused(table: Table) -> list[str]:
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
         hint = _closest_path(rule.pattern, table.paths)
+        if rule.pattern.endswith("/output"):
+            # Keras's spelling of a rule for the output of a layer.
+            hint = (
+                "; for the output of a module write layout_map.activations["
+                f"{rule.pattern.removesuffix('/output')!r}]"
+            )
         lines.append(f"unused: {name} {rule.pattern!r} matches no leaf{hint}")
     return lines
 

@@ -1091,3 +1091,18 @@ def test_the_origins_of_a_resolution() -> None:
     assert owners["opt_state/0/v_col/w"] == ("w", (1,))
     assert owners["opt_state/0/v/w"] == ("w", (None,))
     assert "params/w" not in owners
+
+
+def test_keras_spelling_of_an_output_rule_is_explained() -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["kernel"] = None
+    layout_map["dense/output"] = ("data", None)
+    tree = {"dense": {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")}}
+    remarks = layout_map.resolve(tree).remarks()
+    assert remarks == [
+        "unused: rule 2 'dense/output' matches no leaf; for the output of a module "
+        "write layout_map.activations['dense']"
+    ]
+    # A parameter that is called so is matched as any other.
+    tree = {"dense": {"output": jax.ShapeDtypeStruct((4, 4), "float32")}}
+    assert layout_map.resolve(tree)["dense/output"].rule_number == 2
