@@ -1,0 +1,802 @@
+"""The text of every error of the core, word for word.
+
+One table of cases; a last test runs them all and asks that every `raise` (and every
+problem of a leaf) in these modules was reached.
+"""
+
+import ast
+import collections
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap import _errors
+from flax_layoutmap._decide import Decider
+from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._mesh import as_mesh
+from flax_layoutmap._metadata import mark_of, mesh_axes
+from flax_layoutmap._resolve import resolve
+from flax_layoutmap._serialise import rules_from_json
+from flax_layoutmap._trace import trace
+
+P = PartitionSpec
+PACKAGE = Path(flm.__file__).parent
+MODULES = [
+    "_decide",
+    "_layout",
+    "_layout_map",
+    "_mesh",
+    "_metadata",
+    "_paths",
+    "_report",
+    "_resolution",
+    "_resolve",
+    "_rules",
+    "_serialise",
+    "_trace",
+]
+ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+NAMES = ("data", "model")
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def mapped(rules: dict[str, Any] | None = None, **options: Any) -> flm.LayoutMap:
+    made = flm.LayoutMap(ABSTRACT, **options)
+    made.update(rules or {})
+    return made
+
+
+def fit(rules: dict[str, Any], tree: Any, **options: Any) -> Any:
+    return mapped(rules, **options).resolve(tree)
+
+
+def annotated(**metadata: Any) -> Any:
+    with nnx.use_eager_sharding(False):
+        return nnx.State({"w": nnx.Param(jnp.zeros((8, 8)), **metadata)})
+
+
+def logical(*names: str) -> Any:
+    box: Any = nn.LogicallyPartitioned
+    return box(struct(8, 8), names=names)
+
+
+def zero(rules: dict[str, Any]) -> Any:
+    params = {"up": struct(8, 16)}
+    layout_map = mapped({"up": (None, "model")})
+    layout_map.optimizer.update(rules)
+    state = jax.eval_shape(optax.adam(1.0).init, params)
+    return layout_map.resolve({"params": params, "opt_state": state})
+
+
+def closing_over() -> Any:
+    rngs = nnx.Rngs(0)
+    return trace(lambda: nnx.Linear(2, 2, rngs=rngs))
+
+
+def shared_results() -> Any:
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    return trace(lambda a: [a, nnx.List([a])], (linear,))
+
+
+def grow(module: Any) -> Any:
+    module.extra = nnx.Param(jnp.ones(1))
+    return {"w": jnp.ones(1)}
+
+
+@jax.tree_util.register_pytree_node_class
+class Broken:
+    """A node whose flattening fails."""
+
+    def tree_flatten(self) -> Any:
+        raise ValueError("not today")
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, parts: Any) -> "Broken":
+        return cls()
+
+
+def same_path() -> Any:
+    return collections.OrderedDict([(0, struct(1)), ("0", struct(1))])
+
+
+def damaged(**entries: Any) -> Any:
+    return rules_from_json({**mapped().to_json(), **entries})
+
+
+def overlapping() -> flm.LayoutMap:
+    rules = [("kernel", ("data",)), ("up", ("model",))]
+    return flm.LayoutMap.from_rules(rules, overlap="error")
+
+
+class Case(NamedTuple):
+    run: Callable[[], Any]
+    kind: type[Exception]
+    text: str
+
+
+ON_MESH = " on mesh data=2,model=4:\n  - "
+TWO_WAYS = (
+    'make one pattern narrower, use the path itself as key, or overlap="first" or '
+    '"last"'
+)
+NO_LAYOUT = (
+    "use a tuple such as (None, 'model'), None for replicated, a PartitionSpec, a "
+    "NamedSharding or a flm.TensorLayout"
+)
+CASES: dict[str, Case] = {
+    # ------------------------------------------------------------- meshes
+    "mesh: more than a mesh": Case(
+        lambda: flm.DeviceMesh(ABSTRACT, NAMES),
+        flm.MeshError,
+        "DeviceMesh(mesh) takes an existing mesh as it is; leave out axis_names, "
+        "devices and axis_types",
+    ),
+    "mesh: too few devices": Case(
+        lambda: flm.DeviceMesh((4, 4), NAMES),
+        flm.MeshError,
+        "the mesh data=4,model=4 needs 16 devices, but there are 8; for virtual CPU "
+        'devices call jax.config.update("jax_num_cpu_devices", 16) before any other '
+        "use of JAX, or plan with flm.DeviceMesh.abstract(...)",
+    ),
+    "mesh: too many devices": Case(
+        lambda: flm.DeviceMesh((2, 2), NAMES),
+        flm.MeshError,
+        "the mesh data=2,model=2 needs 4 devices, but there are 8; to use only some, "
+        "pass devices=jax.devices()[:4]",
+    ),
+    "mesh: another number of given devices": Case(
+        lambda: flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[:3]),
+        flm.MeshError,
+        "the mesh data=2,model=2 needs 4 devices, but there are 3; change a size, let "
+        "one be -1, or use flm.DeviceMesh.abstract(...)",
+    ),
+    "mesh: abstract -1": Case(
+        lambda: flm.DeviceMesh.abstract((-1, 4), NAMES),
+        flm.MeshError,
+        "an abstract mesh has no devices to compute -1 from: (-1, 4); write the size",
+    ),
+    "mesh: devices of an abstract one": Case(
+        lambda: ABSTRACT.devices,
+        flm.MeshError,
+        "DeviceMesh('data=2,model=4', abstract) has no devices; use a concrete mesh, "
+        'flm.DeviceMesh("data=2,model=4")',
+    ),
+    "mesh: not one": Case(
+        lambda: as_mesh(3),
+        flm.MeshError,
+        "not a mesh: 3; use flm.DeviceMesh((2, 4), ('data', 'model')), a "
+        'jax.sharding.Mesh or AbstractMesh, or a line like "data=2,model=-1"',
+    ),
+    "mesh: line and names": Case(
+        lambda: flm.DeviceMesh("data=8", ("data",)),
+        flm.MeshError,
+        "the line 'data=8' brings axis names; leave out the rest",
+    ),
+    "mesh: names as one string": Case(
+        lambda: flm.DeviceMesh((8,), "data"),
+        flm.MeshError,
+        "axis_names is one string, 'data'; write ('data',)",
+    ),
+    "mesh: no names": Case(
+        lambda: flm.DeviceMesh((8,)),
+        flm.MeshError,
+        "DeviceMesh needs a size and a name for each axis, got shape=(8,) and "
+        "axis_names=None; for example ((2, 4), ('data', 'model'))",
+    ),
+    "mesh: lengths": Case(
+        lambda: flm.DeviceMesh((8,), NAMES),
+        flm.MeshError,
+        "1 sizes but 2 names: shape=(8,), axis_names=('data', 'model')",
+    ),
+    "mesh: name": Case(
+        lambda: flm.DeviceMesh((8,), (1,)),  # type: ignore[arg-type]
+        flm.MeshError,
+        "an axis name must be a non-empty string, got 1",
+    ),
+    "mesh: size": Case(
+        lambda: flm.DeviceMesh((8.0,), ("data",)),  # type: ignore[arg-type]
+        flm.MeshError,
+        "axis 'data' must have an int size, got 8.0",
+    ),
+    "mesh: size 0": Case(
+        lambda: flm.DeviceMesh((0,), ("data",)),
+        flm.MeshError,
+        "axis 'data' must have a size of 1 or more, got 0",
+    ),
+    "mesh: equal names": Case(
+        lambda: flm.DeviceMesh((2, 4), ("x", "x")),
+        flm.MeshError,
+        "axis names must differ, got ('x', 'x')",
+    ),
+    "mesh: line": Case(
+        lambda: flm.DeviceMesh("data:8"),
+        flm.MeshError,
+        "cannot read 'data:8' in the mesh line 'data:8'; write \"data=2,model=4\" (one "
+        "size may be -1)",
+    ),
+    "mesh: devices": Case(
+        lambda: flm.DeviceMesh((1,), ("x",), devices=["cpu"]),
+        flm.MeshError,
+        "devices must be JAX devices, such as jax.devices()[:4], got 'cpu'",
+    ),
+    "mesh: no devices": Case(
+        lambda: flm.DeviceMesh((1,), ("x",), devices=[]),
+        flm.MeshError,
+        "devices is empty; leave it out to use all devices",
+    ),
+    "mesh: a device twice": Case(
+        lambda: flm.DeviceMesh((2,), ("x",), devices=jax.devices()[:1] * 2),
+        flm.MeshError,
+        "DeviceMesh was given the same device twice in devices",
+    ),
+    "mesh: two open sizes": Case(
+        lambda: flm.DeviceMesh((-1, -1), NAMES),
+        flm.MeshError,
+        "only one axis may have size -1, got (-1, -1)",
+    ),
+    "mesh: open size": Case(
+        lambda: flm.DeviceMesh((-1, 3), NAMES),
+        flm.MeshError,
+        "cannot compute axis 'data' (-1): 8 devices do not divide by the other axes, 3",
+    ),
+    "mesh: kind": Case(
+        lambda: flm.DeviceMesh((8,), ("x",), axis_types=7),
+        flm.MeshError,
+        'an axis type must be "auto" or "explicit" (or jax.sharding.AxisType.Auto or '
+        ".Explicit), got 7",
+    ),
+    "mesh: kind of one axis": Case(
+        lambda: flm.DeviceMesh((8,), ("x",), axis_types=("manual",)),
+        flm.MeshError,
+        'an axis type must be "auto" or "explicit" (or jax.sharding.AxisType.Auto or '
+        ".Explicit), got 'manual'",
+    ),
+    "mesh: kinds": Case(
+        lambda: flm.DeviceMesh((8,), ("x",), axis_types=("auto", AxisType.Auto)),
+        flm.MeshError,
+        "2 axis types for 1 axes: ('auto', Auto)",
+    ),
+    # ------------------------------------------------------------ layouts
+    "layout: a string": Case(
+        lambda: TensorLayout("model"),
+        flm.RuleError,
+        "a layout cannot be a string, got 'model'; write a tuple with one entry per "
+        "dim, such as ('model',) for a 1-D array or (None, 'model')",
+    ),
+    "layout: an array": Case(
+        lambda: TensorLayout(jnp.ones(2)),
+        flm.RuleError,
+        "a layout cannot be an array; pass array.sharding",
+    ),
+    "layout: a dim": Case(
+        lambda: TensorLayout((3,)),
+        flm.RuleError,
+        f"not a layout: (3,); {NO_LAYOUT}",
+    ),
+    "layout: something else": Case(
+        lambda: TensorLayout(3), flm.RuleError, f"not a layout: 3; {NO_LAYOUT}"
+    ),
+    "layout: an axis twice": Case(
+        lambda: TensorLayout(("data", "data")),
+        flm.RuleError,
+        "the layout ('data', 'data') uses the mesh axis 'data' twice; each axis may "
+        "shard one dim only",
+    ),
+    "layout: unknown axis": Case(
+        lambda: TensorLayout((None, "modle"), ABSTRACT),
+        flm.RuleError,
+        "the layout (None, 'modle') names the axis 'modle', but the mesh "
+        "'data=2,model=4' has no such axis; did you mean 'model'?",
+    ),
+    "layout: longer": Case(
+        lambda: TensorLayout(P("data", "model")).dims(1),
+        flm.LayoutError,
+        "the layout ('data', 'model', ...) has 2 dims, the array has 1",
+    ),
+    "layout: another rank": Case(
+        lambda: TensorLayout(("data",)).dims(2),
+        flm.LayoutError,
+        "the layout ('data',) has 1 dims, the array has 2",
+    ),
+    "layout: open rank": Case(
+        lambda: TensorLayout((..., "data")).spec(),
+        flm.LayoutError,
+        "the layout (..., 'data') holds a '...' before a sharded dim; pass the rank, "
+        ".spec(ndim)",
+    ),
+    "layout: no mesh": Case(
+        lambda: TensorLayout(("data",)).sharding(),
+        flm.MeshError,
+        "the layout ('data',) has no mesh; give one, layout.on(mesh) or "
+        "flm.TensorLayout(axes, mesh)",
+    ),
+    "layout: no mesh for a shard": Case(
+        lambda: TensorLayout(("data",)).shard_shape((4,)),
+        flm.MeshError,
+        "the layout ('data',) has no mesh, so no shard shape",
+    ),
+    "layout: indivisible": Case(
+        lambda: TensorLayout((("data", "model"),), ABSTRACT).shard_shape((12,)),
+        flm.LayoutError,
+        "shape (12,): dim 0 of size 12 does not divide by mesh axes 'data' (2) × "
+        "'model' (4), 8 together",
+    ),
+    "layout: unreduced": Case(
+        lambda: TensorLayout(P(None, unreduced=frozenset({"x"}))),
+        flm.RuleError,
+        f"{P(None, unreduced=frozenset({'x'}))!r} speaks of values that are not yet "
+        "reduced, which a layout does not: say only how the dims are sharded",
+    ),
+    "layout: two ellipses": Case(
+        lambda: TensorLayout((..., ...)),
+        flm.RuleError,
+        "a layout may hold one '...', got (Ellipsis, Ellipsis)",
+    ),
+    "layout: unconstrained": Case(
+        lambda: TensorLayout((P.UNCONSTRAINED,)),
+        flm.RuleError,
+        f"({P.UNCONSTRAINED!r},) leaves a dim unconstrained; a layout says where every "
+        "dim lies: use None for a dim that is not sharded",
+    ),
+    # -------------------------------------------------------------- rules
+    "rule: pattern": Case(
+        lambda: flm.Rule(3, None),  # type: ignore[arg-type]
+        flm.RuleError,
+        "a pattern must be a string, got 3 of type int",
+    ),
+    "rule: regex": Case(
+        lambda: flm.Rule("a(b", None),
+        flm.RuleError,
+        "the pattern 'a(b' is not a regular expression: missing ), unterminated "
+        "subpattern at position 1; escape special characters with re.escape(...)",
+    ),
+    "rule: rank": Case(
+        lambda: flm.Rule("a", None, rank="pass"),  # type: ignore[arg-type]
+        flm.RuleError,
+        'rank must be "error" or "skip", got \'pass\'',
+    ),
+    "rule: layout": Case(
+        lambda: flm.Rule("a", 3),
+        flm.RuleError,
+        f"rule 'a': not a layout: 3; {NO_LAYOUT}",
+    ),
+    "rule: mesh": Case(
+        lambda: flm.Rule("a", ("x",)).on(ABSTRACT),
+        flm.RuleError,
+        "rule 'a': the layout ('x',) names the axis 'x', but the mesh 'data=2,model=4' "
+        "has no such axis",
+    ),
+    "rules: no mesh to be on": Case(
+        lambda: flm.RuleSet().on(None),
+        flm.MeshError,
+        "on(mesh) needs a mesh, got None",
+    ),
+    "rules: option": Case(
+        lambda: flm.RuleSet(overlap="frist"),  # type: ignore[arg-type]
+        flm.RuleError,
+        "overlap must be one of ('error', 'first', 'last'), got 'frist'; did you mean "
+        "'first'?",
+    ),
+    "rules: entry": Case(
+        lambda: flm.RuleSet((("a",),)),  # type: ignore[arg-type]
+        flm.RuleError,
+        "rule 1 is neither a (pattern, layout) pair nor a flm.Rule: ('a',)",
+    ),
+    "rules: twice": Case(
+        lambda: flm.RuleSet((flm.Rule("a", None), flm.Rule("a", None))),
+        flm.RuleError,
+        "rules 1 and 2 have the same pattern 'a': keep one",
+    ),
+    # --------------------------------------------------------------- map
+    "map: reading": Case(
+        lambda: overlapping()["up/kernel"],
+        flm.RuleError,
+        "'up/kernel' is matched by rules with different layouts: 'kernel', 'up'; make "
+        'one narrower, or use overlap="first" or "last"',
+    ),
+    "map: taken": Case(
+        lambda: mapped({"a": ("data",)}).add(flm.Rule("a", None)),
+        flm.RuleError,
+        "the key 'a' is already set to ('data',); to change it use .replace('a', …), "
+        "or del it first",
+    ),
+    "map: replace": Case(
+        lambda: mapped({"kernel": None}).replace("kernal", None),
+        KeyError,
+        "no rule 'kernal'; did you mean 'kernel'?",
+    ),
+    "map: del": Case(
+        lambda: mapped({"kernel": None}).__delitem__("x"), KeyError, "no rule 'x'"
+    ),
+    "map: pop": Case(
+        lambda: mapped({"kernel": None}).pop("kernels"),
+        KeyError,
+        "no rule 'kernels'; did you mean 'kernel'?",
+    ),
+    "map: popitem": Case(lambda: mapped().popitem(), KeyError, "there are no rules"),
+    "map: rule of another key": Case(
+        lambda: mapped().update({"a": flm.Rule("b", None)}),
+        flm.RuleError,
+        "the key 'a' was given a rule for another pattern, 'b'; use .add(rule)",
+    ),
+    "map: batch": Case(
+        lambda: flm.LayoutMap(ABSTRACT, batch="date"),
+        flm.RuleError,
+        "batch names the axis 'date', but the mesh 'data=2,model=4' has no such axis; "
+        "did you mean 'data'?",
+    ),
+    # -------------------------------------------------------------- paths
+    "paths: mixed keys": Case(
+        lambda: fit({}, {"a": {0: struct(1), "b": struct(1)}}),
+        flm.StructureError,
+        "a has keys of types that cannot be sorted together (int, str: [0, 'b']), so "
+        "JAX cannot flatten it: use keys of one type",
+    ),
+    "paths: twice": Case(
+        lambda: fit({}, same_path()),
+        flm.StructureError,
+        "two different keys both have the path '0' (an int and a string, say): rename "
+        "one, so that rules can tell them apart",
+    ),
+    "paths: node": Case(
+        lambda: fit({}, {"a": [Broken()]}),
+        flm.StructureError,
+        "a/0 cannot be flattened: not today",
+    ),
+    # ------------------------------------------------------------ resolve
+    "resolve: rules": Case(
+        lambda: resolve({}, 3),
+        flm.RuleError,
+        "resolve(tree, rules) needs a LayoutMap or a RuleSet, got 3; make one of a "
+        "list of pairs with flm.LayoutMap.from_rules(pairs, mesh)",
+    ),
+    "resolve: a Linen module": Case(
+        lambda: fit({}, nn.Dense(3)),
+        flm.StructureError,
+        "a Linen module (Dense) holds no variables; pass a function that makes them, "
+        "lambda: module.init(key, x), or the variables",
+    ),
+    "leaf: unmatched": Case(
+        lambda: fit({}, {"w": struct(8)}, unmatched="error"),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,): no rule matches it; add one "
+        '(None says: replicated), or use unmatched="replicate"',
+    ),
+    "leaf: overlap": Case(
+        lambda: fit({"up": ("data",), "k": ("model",)}, {"up": {"k": struct(8)}}),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}up/k (8,): rules with different "
+        "layouts match it: rule 1 'up' → ('data',), rule 2 'k' → ('model',); "
+        + TWO_WAYS,
+    ),
+    "leaf: shorter layout": Case(
+        lambda: fit({"w": (None, "model")}, {"w": struct(3, 8, 16)}),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (3,8,16): rule 1 'w' → (None, "
+        "'model') has 2 dims, the leaf has 3; for leading dims that are not sharded (a "
+        "stacked layer) write (..., None, 'model'), or pass over leaves of another "
+        'rank with Rule(pattern, layout, rank="skip")',
+    ),
+    "leaf: longer layout": Case(
+        lambda: fit({"w": (None, "model")}, {"w": struct(8)}),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → (None, 'model') "
+        "has 2 dims, the leaf has 1; narrow the pattern, or Rule(pattern, layout, "
+        'rank="skip")',
+    ),
+    "leaf: indivisible": Case(
+        lambda: fit({"w": ("data", "model")}, {"w": struct(10, 10)}),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (10,10): rule 1 'w' → ('data', "
+        "'model'): dim 1 of size 10 does not divide by mesh axis 'model' of size 4; "
+        "change the size, use another layout (None for this dim), or "
+        'indivisible="replicate"',
+    ),
+    "leaf: unknown axis": Case(
+        lambda: resolve(
+            {"w": struct(8)}, flm.RuleSet((flm.Rule("w", ("x",)),), ABSTRACT)
+        ),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → ('x',): the mesh "
+        "'data=2,model=4' has no axis 'x'",
+    ),
+    "leaf: explicit layout": Case(
+        lambda: fit({}, annotated(layout=("data", "data"))),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,8): its metadata: the layout "
+        "('data', 'data') uses the mesh axis 'data' twice; each axis may shard one dim "
+        "only",
+    ),
+    "leaf: Flax metadata": Case(
+        lambda: fit({}, annotated(out_sharding=("data", "data"))),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,8): Flax metadata ('data', "
+        "'data'): the layout ('data', 'data', ...) uses the mesh axis 'data' twice; "
+        "each axis may shard one dim only",
+    ),
+    "leaf: logical names": Case(
+        lambda: fit({}, {"w": logical("a", "a")}),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,8): Flax metadata ('a', 'a'): "
+        "Unsupported: Dimensions ('a',) occur more than once in array names.",
+    ),
+    "metadata: logical names": Case(
+        lambda: mesh_axes(mark_of(logical("a", "a"))),
+        flm.RuleError,
+        "Unsupported: Dimensions ('a',) occur more than once in array names.",
+    ),
+    "leaf: several": Case(
+        lambda: resolve(
+            {"a": struct(3), "b": struct(5)},
+            mapped({".": ("data",)}).on(flm.DeviceMesh.abstract("data=2,model=1")),
+        ),
+        flm.ResolveError,
+        "2 leaves do not fit the rules on mesh data=2,model=1:\n"
+        "  - a (3,): rule 1 '.' → ('data',): dim 0 of size 3 does not divide by mesh "
+        "axis 'data' of size 2; change the size, use another layout (None for this "
+        'dim), or indivisible="replicate"\n'
+        "  - b (5,): rule 1 '.' → ('data',): dim 0 of size 5 does not divide by mesh "
+        "axis 'data' of size 2; change the size, use another layout (None for this "
+        'dim), or indivisible="replicate"',
+    ),
+    "state: rules that differ": Case(
+        lambda: zero({"p": ("data", None), "u": (None, "data")}),
+        flm.ResolveError,
+        f"2 leaves do not fit the rules{ON_MESH}"
+        + "\n  - ".join(
+            f"opt_state/0/{moment}/up (8,16): optimizer rules with different layouts "
+            "match its parameter 'up': rule 1 'p' → ('data', None), rule 2 'u' → "
+            f"(None, 'data'); {TWO_WAYS}"
+            for moment in ("mu", "nu")
+        ),
+    ),
+    "state: rank": Case(
+        lambda: zero({"up": ("data",)}),
+        flm.ResolveError,
+        f"2 leaves do not fit the rules{ON_MESH}"
+        + "\n  - ".join(
+            f"opt_state/0/{moment}/up (8,16): optimizer rule 1 'up' → ('data',) has 1 "
+            "dims, its parameter 'up' has 2; for leading dims that are not sharded (a "
+            "stacked layer) write (..., 'data'), or pass over leaves of another rank "
+            'with Rule(pattern, layout, rank="skip")'
+            for moment in ("mu", "nu")
+        ),
+    ),
+    # --------------------------------------------------------- Resolution
+    "resolution: path": Case(
+        lambda: fit({}, {"kernel": struct(2)})["kernal"],
+        KeyError,
+        "no leaf has the path 'kernal'; the closest are ['kernel']",
+    ),
+    "resolution: unknown path": Case(
+        lambda: fit({}, {"kernel": struct(2)})["x"],
+        KeyError,
+        "no leaf has the path 'x'",
+    ),
+    "resolution: no mesh": Case(
+        lambda: resolve({"w": struct(2)}, flm.LayoutMap()).shardings,
+        flm.MeshError,
+        "the rules have no mesh; give one: LayoutMap(mesh), layout_map.on(mesh) or "
+        "resolution.on(mesh)",
+    ),
+    "resolution: no mesh for a list": Case(
+        lambda: resolve({"w": struct(2)}, flm.LayoutMap()).sharding_list(),
+        flm.MeshError,
+        "the rules have no mesh; give one: LayoutMap(mesh), layout_map.on(mesh) or "
+        "resolution.on(mesh)",
+    ),
+    "resolution: abstract": Case(
+        lambda: fit({}, {"w": struct(2)}).abstract(),
+        flm.MeshError,
+        "abstract() needs devices, but DeviceMesh('data=2,model=4', abstract) is "
+        "abstract; make the Resolution concrete first: "
+        "resolution.on(flm.DeviceMesh(...))",
+    ),
+    "resolution: strict": Case(
+        lambda: mapped({"x": None}).resolve({"w": struct(2)}, strict=True),
+        flm.ResolveError,
+        "strict: 2 findings\n"
+        "  - unused: rule 1 'x' matches no leaf\n"
+        "  - unmatched: w (2,) is matched by no rule, so every device holds it in full "
+        "(100.0% of the bytes)",
+    ),
+    "resolution: format": Case(
+        lambda: fit({}, {}).report("html"),
+        flm.LayoutError,
+        'format must be "text", "markdown" or "json", got \'html\'',
+    ),
+    # --------------------------------------------------------------- JSON
+    "json: schema": Case(
+        lambda: rules_from_json({"schema": 2}),
+        flm.RuleError,
+        "rules of schema 2 cannot be read; this is schema 1",
+    ),
+    "json: keys": Case(
+        lambda: damaged(extra=1),
+        flm.RuleError,
+        "the rules have unknown keys ['extra'] or lack []",
+    ),
+    "json: batch": Case(
+        lambda: damaged(batch="data"),
+        flm.RuleError,
+        "the rules are damaged: "
+        "TypeError(\"batch must be a list of names, got 'data'\")",
+    ),
+    "json: entry": Case(
+        lambda: damaged(rules=[{"pattern": "a"}]),
+        flm.RuleError,
+        "the rules are damaged: KeyError('axes')",
+    ),
+    "json: values": Case(
+        lambda: damaged(strict=3),
+        flm.RuleError,
+        "the rules cannot be read: strict must be one of (None, True, False), got 3",
+    ),
+    # -------------------------------------------------------------- tracing
+    "trace: an object from outside": Case(
+        closing_over,
+        flm.StructureError,
+        "the function changes an NNX object from outside of it, such as an nnx.Rngs "
+        "that counts: make that object inside, or pass it as an argument (Cannot "
+        "mutate RngCount from a different trace level (https://flax.readthedocs.io/en/"
+        "latest/api_reference/flax.errors.html#flax.errors.TraceContextError))",
+    ),
+    "trace: another structure": Case(
+        lambda: trace(grow, (nnx.Linear(2, 2, rngs=nnx.Rngs(0)),)),
+        flm.StructureError,
+        "the function changes the structure of its argument, a Linear, not only its "
+        "values: change it outside, or return it",
+    ),
+    "trace: shared": Case(
+        shared_results,
+        flm.StructureError,
+        "two objects of the result, a Linear and a List, share a Param: return one "
+        "object that holds both, so that they stay shared",
+    ),
+}
+
+
+def error_of(case: Case) -> Exception:
+    with pytest.raises(case.kind) as caught:
+        case.run()
+    return caught.value
+
+
+def text_of(error: Exception) -> str:
+    # A KeyError shows its message in quotes.
+    return error.args[0] if isinstance(error, KeyError) else str(error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text(name: str) -> None:
+    error = error_of(CASES[name])
+    assert type(error) is CASES[name].kind
+    assert text_of(error) == CASES[name].text
+
+
+# ------------------------------------------------------------- completeness
+
+Site = tuple[str, int]
+
+
+def raise_sites() -> dict[Site, range]:
+    """Every `raise` with a message for users → the lines that it spans."""
+    sites = {}
+    for module in MODULES:
+        tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                name = ast.unparse(node.exc.func)
+                # Those of Python's own protocols are tested beside their classes.
+                if name not in ("AttributeError", "TypeError"):
+                    end = node.end_lineno or node.lineno
+                    sites[module, node.lineno] = range(node.lineno, end + 1)
+    return sites
+
+
+def trouble_sites() -> dict[Site, range]:
+    """The same for the problems of single leaves."""
+    sites = {}
+    tree = ast.parse((PACKAGE / "_decide.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.trouble":
+            end = node.end_lineno or node.lineno
+            sites["_decide", node.lineno] = range(node.lineno, end + 1)
+    return sites
+
+
+def frames_of(error: BaseException) -> Iterator[Site]:
+    """Module and line of each frame of our own that an error went through."""
+    chained: BaseException | None = error
+    while chained is not None:
+        trace_back = chained.__traceback__
+        while trace_back is not None:
+            path = Path(trace_back.tb_frame.f_code.co_filename)
+            if path.parent == PACKAGE:
+                yield path.stem, trace_back.tb_lineno
+            trace_back = trace_back.tb_next
+        chained = chained.__cause__
+
+
+def test_every_message_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: set[Site] = set()
+    plain = Decider.trouble
+
+    def trouble(self: Decider, *args: Any, **kwargs: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        assert frame is not None
+        reached.add(("_decide", frame.f_lineno))
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Decider, "trouble", trouble)
+    for case in CASES.values():
+        reached.update(frames_of(error_of(case)))
+    missed = [
+        f"{module}.py:{line}"
+        for (module, line), span in {**raise_sites(), **trouble_sites()}.items()
+        if not any((module, at) in reached for at in span)
+    ]
+    assert missed == []
+    assert len(raise_sites()) > 50 and len(trouble_sites()) > 6
+
+
+# ---------------------------------------------------------------- the errors
+
+
+def test_one_tree_of_errors() -> None:
+    for name in ("Rule", "Mesh", "Resolve", "Structure", "Checkpoint", "Process"):
+        error = getattr(flm, f"{name}Error")
+        assert issubclass(error, flm.LayoutError) and issubclass(error, ValueError)
+        assert repr(error) == f"<class 'flax_layoutmap.{name}Error'>"
+    assert issubclass(flm.LayoutWarning, UserWarning)
+
+
+def test_problems_are_kept() -> None:
+    for kind in (flm.ResolveError, flm.CheckpointError):
+        assert kind("text", ["a", "b"]).problems == ("a", "b")
+        assert kind("text").problems == ()
+
+
+def test_did_you_mean() -> None:
+    assert _errors.did_you_mean("modle", NAMES) == "; did you mean 'model'?"
+    assert _errors.did_you_mean("xyz", NAMES) == ""
+    assert _errors.closest("mode", ["model", "mod", "data"], count=2) == [
+        "model",
+        "mod",
+    ]
+
+
+def test_long_lists_are_cut() -> None:
+    text = _errors.bullet_list([f"p{number}" for number in range(60)])
+    assert text.count("\n") == 50
+    assert text.endswith("  … and 10 more (see .problems)")
+    assert _errors.bullet_list(["a", "b"]) == "  - a\n  - b"
+
+
+def test_warnings_point_at_the_users_line(mesh: flm.DeviceMesh) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = sys._getframe().f_lineno + 1
+        flm.LayoutMap(mesh).shardings({"w": struct(8)})
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]
+    assert str(caught[0].message) == (
+        "  - unmatched: w (8,) is matched by no rule, so every device holds it in full "
+        "(100.0% of the bytes)\n"
+        "  (a rule None says that a leaf is to be replicated; strict=False is quiet, "
+        "strict=True raises)"
+    )
