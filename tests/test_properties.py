@@ -1,0 +1,398 @@
+"""Properties of the core, on generated patterns, trees and layouts."""
+
+import json
+import re
+import string
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+from flax.core import freeze
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap._paths import escape, flatten, plain_tree, unescape
+from flax_layoutmap._rules import Matcher
+from flax_layoutmap._serialise import rules_from_json, rules_to_json
+
+MATCHES = ["search", "match", "fullmatch"]
+
+# ----------------------------------------------------- patterns against paths
+
+# Few different characters, so that generated patterns meet generated paths often.
+CHARACTERS = st.sampled_from(list("ab/01279_.-"))
+PARTS = st.text(st.sampled_from(list("ab01279_.")), min_size=1, max_size=4)
+PATHS = st.lists(PARTS, min_size=1, max_size=4).map("/".join)
+
+
+def character_class() -> st.SearchStrategy[str]:
+    inside = st.sampled_from(
+        [
+            "a",
+            "b",
+            "0",
+            "7",
+            "9",
+            "0-9",
+            "1-3",
+            "a-z",
+            "!-5",
+            "/-:",
+            r"\d",
+            r"\w",
+            r"\D",
+        ]
+        + ["_", ".", "^", "-", r"\-", r"\]", "0-9a", "[", "(", "{", "|", "2-2"]
+    )
+    body = st.lists(inside, min_size=1, max_size=3).map("".join)
+    return st.tuples(st.sampled_from(["", "^", "]", "^]"]), body).map(
+        lambda parts: f"[{parts[0]}{parts[1]}]"
+    )
+
+
+def atoms() -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.text(st.sampled_from(list("ab/01279_")), min_size=1, max_size=4),
+        st.sampled_from(
+            [".", r"\.", r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"\b", r"\B", r"\A"]
+            + [r"\Z", "^", "$", r"\/", r"\-", r"\_", r"\x31", r"\061", "\\u0031", r"\1"]
+            + [r"\N{DIGIT ONE}", "}", "{", "{,}", "]", "(?i)", "(?x) ", "(?#0)"]
+        ),
+        character_class(),
+    )
+
+
+QUANTIFIERS = ["*", "+", "?", "{2}", "{1,2}", "{,2}", "{0,}", "{,}", "*?", "??", "*+"]
+QUANTIFIERS += ["?+", "++", "{1,2}+", "{0}"]
+GROUPS = ["(", "(?:", "(?P<n>", "(?P<n1>", "(?=", "(?!", "(?<=", "(?<!", "(?>", "(?i:"]
+
+
+def combined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.tuples(inner, st.sampled_from(QUANTIFIERS)).map("".join),
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("|".join),
+        st.tuples(st.sampled_from(GROUPS), inner).map(lambda two: f"{two[0]}{two[1]})"),
+        st.tuples(inner, st.sampled_from([r"(a)\1", "(?P<m>0)(?P=m)"])).map("".join),
+    )
+
+
+PATTERNS = st.recursive(atoms(), combined, max_leaves=8)
+
+
+def compiles(pattern: str) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            re.compile(pattern)
+    except (re.error, OverflowError):
+        return False
+    return True
+
+
+def by_the_plain_loop(patterns: list[str], match: str, path: str) -> tuple[int, ...]:
+    if path in patterns:
+        return (patterns.index(path),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tuple(
+            at for at, text in enumerate(patterns) if getattr(re, match)(text, path)
+        )
+
+
+def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
+    """Asks as resolving does: once for all paths that fold to one."""
+    folded = "/".join(map(matcher.fold_part, path.split("/")))
+    sure, maybe = matcher.fold(folded)
+    return matcher.refine(path, sure, maybe)
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=4, unique=True),
+    st.lists(st.one_of(PATHS, PATTERNS), min_size=1, max_size=6),
+    st.sampled_from(MATCHES),
+)
+@example(["[!-5]a"], ["1a", "7a"], "search")
+@example(["layers/1", "w"], ["layers/1/w", "layers/11/w", "layers/2/w"], "search")
+@example(["a1", "a1.*"], ["a1", "a2"], "search")
+@example(["0/?1"], ["0/1", "01", "0/2"], "search")
+@example(["00", "11", "22"], ["12", "01", "00"], "search")
+@example(["1*2"], ["2", "1", "112", "3"], "search")
+@example(["a{2}1"], ["aa1", "aa2", "a1"], "fullmatch")
+@example(["a|1b"], ["1b", "2b", "a"], "search")
+@example(["(?:7|b)a"], ["7a", "8a"], "search")
+@example(["7+"], ["77", "78", "8"], "fullmatch")
+@example(["a7??9"], ["a9", "a79", "a19"], "search")
+def test_folded_matching_is_the_plain_loop(
+    patterns: list[str], paths: list[str], match: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matcher = Matcher([flm.Rule(text, None) for text in patterns], match)  # type: ignore[arg-type]
+        for path in paths:
+            expected = by_the_plain_loop(patterns, match, path)
+            assert matcher.matching(path) == expected
+            assert by_the_matcher(matcher, path) == expected
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=3, unique=True),
+    st.lists(st.lists(PARTS, min_size=1, max_size=3), min_size=1, max_size=8),
+    st.sampled_from(MATCHES),
+)
+def test_resolving_asks_what_the_plain_loop_asks(
+    patterns: list[str], keys: list[list[str]], match: Any
+) -> None:
+    tree: dict[str, Any] = {}
+    for parts in keys:
+        node = tree
+        for part in parts[:-1]:
+            child = node.setdefault(part, {})
+            node = child if isinstance(child, dict) else {}
+        node.setdefault(parts[-1], jax.ShapeDtypeStruct((4,), jnp.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rules = flm.LayoutMap.from_rules([(p, None) for p in patterns], match=match)
+        resolution = rules.resolve(tree)
+        for leaf in resolution:
+            expected = by_the_plain_loop(patterns, match, leaf.path)
+            number = None if leaf.rule_number is None else leaf.rule_number - 1
+            assert number == (expected[0] if expected else None), leaf
+        by_hand = {
+            at
+            for path in resolution.paths
+            for at in by_the_plain_loop(patterns, match, path)
+        }
+    assert [rule.pattern for rule in resolution.unused_rules] == [
+        pattern for at, pattern in enumerate(patterns) if at not in by_hand
+    ]
+
+
+# --------------------------------------------------------------------- paths
+
+KEYS = st.one_of(
+    st.text(st.sampled_from(list("ab/%25F")), max_size=4), st.integers(0, 3).map(str)
+)
+TREES = st.recursive(
+    st.just(0),
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, min_size=1, max_size=3),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.text(max_size=8))
+def test_escaping_there_and_back(key: str) -> None:
+    part = escape(key)
+    assert unescape(part) == key and "/" not in part
+
+
+@given(st.text(max_size=5), st.text(max_size=5))
+def test_escaping_keeps_keys_apart(first: str, second: str) -> None:
+    assert (escape(first) == escape(second)) == (first == second)
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(KEYS, TREES, min_size=1, max_size=3))
+def test_paths_are_injective_and_in_leaf_order(tree: dict[str, Any]) -> None:
+    assume("params" not in tree)
+    flat = flatten(tree)
+    paths = list(flat.full_paths())
+    assert len(set(paths)) == len(paths)
+    assert len(flat.leaves) == len(jax.tree.leaves(plain_tree(tree)))
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    assert [tuple(map(unescape, path.split("/"))) for path in paths] == [
+        tuple(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)
+        for path in keys
+    ]
+
+
+# ------------------------------------------- one canonical path for a leaf
+
+NAMES = st.text(string.ascii_lowercase[:4], min_size=1, max_size=2)
+MODELS = st.recursive(
+    st.sampled_from([(2,), (4, 2), (2, 2, 4)]),
+    lambda inner: st.one_of(
+        st.dictionaries(NAMES, inner, min_size=1, max_size=3),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+class Node(nnx.Module):
+    def __init__(self, children: Mapping[str, Any]) -> None:
+        for name, child in children.items():
+            setattr(self, name, module_of(child))
+
+
+def module_of(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return Node(tree)
+    if isinstance(tree, list):
+        return nnx.List([module_of(child) for child in tree])
+    return nnx.Param(jnp.zeros(tree))
+
+
+def dict_of(tree: Any, leaf: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: dict_of(child, leaf) for name, child in tree.items()}
+    if isinstance(tree, list):
+        return {str(at): dict_of(child, leaf) for at, child in enumerate(tree)}
+    return leaf(jax.ShapeDtypeStruct(tree, jnp.float32))
+
+
+def boxed(struct: Any) -> Any:
+    box: Any = nn.Partitioned
+    return box(struct, names=(None,) * len(struct.shape))
+
+
+@settings(max_examples=60)
+@given(
+    st.dictionaries(NAMES, MODELS, min_size=1, max_size=3), PATTERNS.filter(compiles)
+)
+def test_every_form_of_a_model_resolves_alike(model: Any, pattern: str) -> None:
+    module = module_of(model)
+    state = nnx.state(module)
+    plain = dict_of(model, lambda struct: struct)
+    forms = [
+        module,
+        state,
+        nnx.to_pure_dict(state),
+        plain,
+        freeze(plain),
+        dict_of(model, boxed),
+        {"model": module},
+        {"params": plain},
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layout_map = flm.LayoutMap(
+            flm.DeviceMesh.abstract("x=2"), match="match", overlap="first"
+        )
+        layout_map[pattern] = flm.TensorLayout(("x", ...))
+        tables = []
+        for form in forms:
+            resolution = layout_map.resolve(form)
+            tables.append(
+                {
+                    leaf.path.removeprefix("params/").removeprefix("model/"): (
+                        leaf.shape,
+                        leaf.shard_shape,
+                        leaf.rule_number,
+                    )
+                    for leaf in resolution
+                }
+            )
+    assert all(table == tables[0] for table in tables)
+
+
+# ------------------------------------------------------------------- layouts
+
+AXES = ("a", "b", "c")
+SIZES = (2, 1, 3)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, open_rank: bool = True) -> tuple[Any, ...]:
+    """Axes that name each mesh axis at most once."""
+    free = draw(st.permutations(AXES))
+    dims: list[Any] = []
+    for _ in range(draw(st.integers(0, 3))):
+        count = draw(st.integers(0, len(free)))
+        names, free = free[:count], free[count:]
+        dims.append(tuple(names) if count > 1 else names[0] if names else None)
+    if open_rank and draw(st.booleans()):
+        dims.insert(draw(st.integers(0, len(dims))), ...)
+    return tuple(dims)
+
+
+@given(layouts(), st.lists(st.integers(0, 2), max_size=4))
+def test_shard_shapes_are_those_of_jax(
+    axes: tuple[Any, ...], factors: list[int]
+) -> None:
+    mesh = flm.DeviceMesh.abstract(SIZES, AXES)
+    layout = flm.TensorLayout(axes, mesh)
+    rank = layout.rank
+    assume(len(factors) == rank if rank is not None else len(factors) >= len(axes) - 1)
+    dims = layout.dims(len(factors))
+    shape = tuple(
+        factor * int(np.prod([mesh.axis_sizes[name] for name in names], initial=1))
+        for factor, names in zip(factors, dims, strict=True)
+    )
+    sharding = NamedSharding(mesh.jax_mesh, layout.spec(len(shape)))
+    assert layout.shard_shape(shape) == sharding.shard_shape(shape)
+    as_spec = PartitionSpec(*[names or None for names in dims])
+    assert NamedSharding(mesh.jax_mesh, as_spec).shard_shape(shape) == (
+        sharding.shard_shape(shape)
+    )
+    spec = tuple(layout.spec(len(shape)))
+    assert not spec or spec[-1] is not None
+
+
+@given(layouts(), layouts())
+def test_equal_layouts_have_equal_hashes_and_specs(
+    first: tuple[Any, ...], second: tuple[Any, ...]
+) -> None:
+    one, other = flm.TensorLayout(first), flm.TensorLayout(list(second))
+    if one == other:
+        assert hash(one) == hash(other) and one.rank == other.rank
+    assert flm.TensorLayout(one) == one
+    assert eval(repr(one), {"TensorLayout": flm.TensorLayout}) == one
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+@st.composite
+def rule_lists(draw: st.DrawFn) -> tuple[flm.Rule, ...]:
+    patterns = draw(st.lists(PATTERNS.filter(compiles), max_size=3, unique=True))
+    made = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for pattern in patterns:
+            layout = flm.TensorLayout(
+                draw(st.one_of(st.none(), layouts())),
+                memory_kind=draw(st.sampled_from([None, "pinned_host"])),
+            )
+            rank = draw(st.sampled_from(["error", "skip"]))
+            made.append(flm.Rule(pattern, layout, rank=rank))  # type: ignore[arg-type]
+    return tuple(made)
+
+
+@settings(max_examples=80)
+@given(
+    rule_lists(),
+    rule_lists(),
+    st.sampled_from([None, flm.DeviceMesh.abstract(SIZES, AXES)]),
+    st.sampled_from(MATCHES),
+    st.sampled_from(["error", "first", "last"]),
+    st.sampled_from([None, True, False]),
+)
+def test_rule_sets_as_json_there_and_back(
+    rules: Any, others: Any, mesh: Any, match: Any, overlap: Any, strict: Any
+) -> None:
+    made = flm.RuleSet(
+        rules,
+        match=match,
+        overlap=overlap,
+        strict=strict,
+        optimizer=others,
+        names=rules,
+    )
+    made = made if mesh is None else made.on(mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = rules_from_json(json.loads(json.dumps(rules_to_json(made))))
+    assert again == made and hash(again) == hash(made)
