@@ -20,7 +20,12 @@ from flax_layoutmap._flax_internals import is_nnx_object, nnx_state, no_mesh
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped
 from flax_layoutmap._paths import flatten
-from flax_layoutmap._place import need_devices, put, settle_metadata
+from flax_layoutmap._place import (
+    distribute_tensor,
+    need_devices,
+    put,
+    settle_metadata,
+)
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
@@ -185,7 +190,7 @@ def _retype(value: Any, wanted: NamedSharding) -> Any:
     if wanted == _auto(wanted):
         return value
     if isinstance(value, Tracer):
-        return jax.sharding.reshard(value, wanted)
+        return distribute_tensor(value, wanted)
     return put(value, wanted)
 
 

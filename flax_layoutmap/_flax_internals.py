@@ -64,9 +64,15 @@ def without_eager_sharding() -> Iterator[None]:
         yield
 
 
-def restore_eager_flag(node: Any) -> None:
-    """Gives Variables made under `without_eager_sharding` the flag they would have."""
-    flag = nnx.using_eager_sharding()
+def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
+    """Gives Variables made under `without_eager_sharding` the flag they would have.
+
+    Args:
+        node: an NNX object or a Variable.
+        flag: the flag; None takes the one that new Variables get here and now.
+    """
+    if flag is None:
+        flag = nnx.using_eager_sharding()
     for variable in variables_of(node):
         if metadata_of(variable).get("eager_sharding", flag) != flag:
             variable.set_metadata("eager_sharding", flag)

@@ -20,6 +20,7 @@ from flax_layoutmap._flax_internals import (
     forget_eager_flag,
     is_nnx_object,
     nnx_split,
+    nnx_state,
     no_mesh,
     restore_eager_flag,
     variables_of,
@@ -84,7 +85,7 @@ class Traced:
         plain = jax.tree.unflatten(self._treedef, leaves)
         outer = self._graph_treedef.flatten_up_to(plain)
         nodes = [
-            part if graphdef is None else _merge(graphdef, part)
+            part if graphdef is None else nnx.merge(graphdef, part)
             for graphdef, part in zip(self._graphdefs, outer, strict=True)
         ]
         return jax.tree.unflatten(self._graph_treedef, nodes)
@@ -94,13 +95,9 @@ class Traced:
         if self._input_nodes is not None:
             nodes, treedef = self._input_nodes
             for node, state in zip(nodes, treedef.unflatten(values), strict=True):
-                nnx.update(node, state)
-
-
-def _merge(graphdef: Any, state: Any) -> Any:
-    node = nnx.merge(graphdef, state)
-    restore_eager_flag(node)
-    return node
+                # Values only: the metadata of the trace says that nothing is sharded.
+                own = jax.tree.structure(nnx_state(node))
+                nnx.update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
 
 
 def trace(
@@ -121,22 +118,26 @@ def trace(
 
     Raises:
         StructureError: two objects of the result (or of the arguments) share a
-            Variable, or `make` changes an NNX object that is no argument.
+            Variable, or `make` changes an NNX object that is no argument, or the
+            structure of one that is.
     """
     given = _Inputs.of(args, kwargs or {})
+    eager = nnx.using_eager_sharding()
     seen: dict[str, Any] = {}
 
     def program(*values: Any) -> list[Any]:
         new_args, new_kwargs, merged = given.rebuild(values)
+        kept = merged if keep_inputs else []
         for node in merged:
             forget_eager_flag(node)
-        plain = _describe(make(*new_args, **new_kwargs), seen)
-        leaves, seen["treedef"] = jax.tree.flatten(plain)
+        before = [nnx_split(node)[0] for node in kept]
+        result = make(*new_args, **new_kwargs)
+        after, seen["after"] = jax.tree.flatten(_states_after(kept, before))
+        for node in filter(_is_object, jax.tree.leaves(result, is_leaf=_is_object)):
+            restore_eager_flag(node, eager)
+        leaves, seen["treedef"] = jax.tree.flatten(_describe(result, seen))
         seen["leaves"] = leaves
-        out = [leaf for leaf in leaves if _is_value(leaf)]
-        kept = merged if keep_inputs else []
-        after, seen["after"] = jax.tree.flatten([nnx_split(node)[1] for node in kept])
-        return [*out, *after]
+        return [*(leaf for leaf in leaves if _is_value(leaf)), *after]
 
     with no_mesh(), without_eager_sharding():
         try:
@@ -221,6 +222,25 @@ class _Inputs:
             for slot in self.slots
         )
         return args, kwargs, merged
+
+
+def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
+    """The states of the arguments after the function has run."""
+    states = []
+    for node, old in zip(nodes, before, strict=True):
+        graphdef, state = nnx_split(node)
+        if graphdef != old:
+            raise StructureError(
+                f"the function changes the structure of its argument, a "
+                f"{type(node).__name__}, not only its values: change it outside, or "
+                "return it"
+            )
+        states.append(state)
+    return states
+
+
+def _is_object(node: Any) -> bool:
+    return is_nnx_object(node) or isinstance(node, nnx.Variable)
 
 
 def _describe(result: Any, seen: dict[str, Any]) -> Any:

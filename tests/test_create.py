@@ -1,0 +1,1028 @@
+"""create and create_optimizer: the values, the shards, the memory, and the contexts."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import Dims, assert_lies, bare
+
+import flax_layoutmap as flm
+from flax_layoutmap import _create
+from flax_layoutmap._paths import flatten
+from flax_layoutmap._scope import current_rules
+from flax_layoutmap._trace import trace
+
+P = PartitionSpec
+NAMES = ("data", "model")
+KINDS: dict[str, Any] = {
+    "auto": "auto",
+    "explicit": "explicit",
+    "mixed": ("explicit", "auto"),
+}
+ROW, COLUMN, BOTH = (("model",), ()), ((), ("model",)), (("data",), ("model",))
+
+
+def grid(kind: str) -> flm.DeviceMesh:
+    return flm.DeviceMesh((2, 4), NAMES, axis_types=KINDS[kind])
+
+
+@pytest.fixture(params=KINDS)
+def any_mesh(request: pytest.FixtureRequest) -> flm.DeviceMesh:
+    return grid(request.param)
+
+
+def counting(key: Any, shape: Any, dtype: Any = jnp.float32, *_: Any) -> Any:
+    """An initialiser that tells shards apart and compiles in no time."""
+    del key
+    return jnp.arange(np.prod(shape), dtype=dtype).reshape(shape)
+
+
+normal = nnx.initializers.normal(0.02)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, initialise: Any = counting) -> None:
+        self.up = nnx.Linear(8, 16, kernel_init=initialise, rngs=rngs)
+        self.down = nnx.Linear(16, 8, use_bias=False, kernel_init=initialise, rngs=rngs)
+
+
+class Model(nnx.Module):
+    """Blocks, tied weights, statistics, counters, an int, a key, nothing at all."""
+
+    built = 0
+
+    def __init__(self, rngs: nnx.Rngs, initialise: Any = counting) -> None:
+        type(self).built += 1
+        self.embed = nnx.Embed(16, 8, embedding_init=initialise, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs, initialise) for _ in range(2)])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = self.embed
+        self.empty = nnx.Param(jnp.zeros((0, 8)))
+        self.steps = nnx.Variable(3)
+        self.key = nnx.Variable(jax.random.key(7))
+        self.name = "model"
+
+
+DIMS: dict[str, Dims] = {
+    "embed/embedding": BOTH,
+    "blocks/0/up/kernel": COLUMN,
+    "blocks/1/up/kernel": COLUMN,
+    "blocks/0/down/kernel": (("model",), ("data",)),
+    "blocks/1/down/kernel": (("model",), ("data",)),
+    "blocks/0/up/bias": (("model",),),
+    "blocks/1/up/bias": (("model",),),
+    "norm/scale": (("data",),),
+    "empty": COLUMN,
+}
+
+
+def rules(mesh: flm.DeviceMesh | None, **options: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False, **options)
+    layout_map["embedding"] = ("data", "model")
+    layout_map["up/kernel|empty"] = (None, "model")
+    layout_map["down/kernel"] = ("model", "data")
+    layout_map["up/bias"] = ("model",)
+    layout_map["norm/scale"] = ("data",)
+    return layout_map
+
+
+def make() -> Any:
+    return Model(nnx.Rngs(0))
+
+
+def make_random() -> Any:
+    return Model(nnx.Rngs(0), normal)
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    flat = flatten(tree)
+    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
+
+
+def bits(leaf: Any) -> Any:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def assert_same_bits(tree: Any, other: Any) -> None:
+    found, wanted = leaves_of(tree), leaves_of(other)
+    assert found.keys() == wanted.keys()
+    for path, leaf in found.items():
+        assert leaf.dtype == wanted[path].dtype, path
+        np.testing.assert_array_equal(bits(leaf), bits(wanted[path]), err_msg=path)
+
+
+def assert_model_lies(model: Any, mesh: flm.DeviceMesh) -> None:
+    leaves = leaves_of(model)
+    assert DIMS.keys() - leaves.keys() <= {"empty"}
+    for path, leaf in leaves.items():
+        assert_lies(leaf, DIMS[path] if path in DIMS else ((),) * leaf.ndim, mesh)
+
+
+# ------------------------------------------------------------------------ values
+
+
+def test_every_leaf_is_born_in_its_shards(any_mesh: flm.DeviceMesh) -> None:
+    model = flm.create(make, rules(any_mesh))
+    assert type(model) is Model and model.name == "model"
+    assert_model_lies(model, any_mesh)
+
+
+def test_values_are_those_of_jit(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    auto = flm.create(make_random, layout_map)
+
+    def state() -> Any:
+        return nnx.split(make_random())[1]
+
+    assert_same_bits(nnx.state(auto), jax.jit(state)())
+    shardings = layout_map.shardings(make_random)
+    assert_same_bits(nnx.state(auto), jax.jit(state, out_shardings=shardings)())
+    for kind in ("explicit", "mixed"):
+        other = flm.create(make_random, rules(grid(kind)))
+        assert_same_bits(nnx.state(other), nnx.state(auto))
+        kinds = other.embed.embedding.sharding.mesh.axis_types
+        assert kinds == grid(kind).axis_types
+
+
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")])
+def test_several_axes_on_one_dim(any_mesh: flm.DeviceMesh, axes: Any) -> None:
+    layout_map = flm.LayoutMap(any_mesh, strict=False)
+    layout_map["kernel"] = (None, axes)
+    model = flm.create(
+        lambda: nnx.Linear(8, 16, kernel_init=counting, rngs=nnx.Rngs(0)), layout_map
+    )
+    assert_lies(model.kernel[...], ((), axes), any_mesh)
+    assert_lies(model.bias[...], ((),), any_mesh)
+
+
+INITIALIZERS: dict[str, Callable[..., Any]] = {
+    "normal": nnx.initializers.normal(),
+    "truncated_normal": nnx.initializers.truncated_normal(),
+    "uniform": nnx.initializers.uniform(),
+    "lecun_normal": nnx.initializers.lecun_normal(),
+    "he_uniform": nnx.initializers.he_uniform(),
+    "xavier_normal": nnx.initializers.xavier_normal(),
+    "variance_scaling": nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform"),
+    "constant": nnx.initializers.constant(0.3),
+    "zeros": nnx.initializers.zeros,
+    "ones": nnx.initializers.ones,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_initializers_are_bit_equal(mesh: flm.DeviceMesh, dtype: str) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["."] = ("model", "data")
+
+    def all_of_them() -> Any:
+        return {
+            name: initialise(jax.random.key(at), (16, 8), jnp.dtype(dtype))
+            for at, (name, initialise) in enumerate(INITIALIZERS.items())
+        }
+
+    made = flm.create(all_of_them, layout_map)
+    for leaf in made.values():
+        assert_lies(leaf, (("model",), ("data",)), mesh)
+    assert_same_bits(made, jax.jit(all_of_them)())
+
+
+def test_key_implementations(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["w"] = ("model", "data")
+
+    def one() -> Any:
+        found = {}
+        for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
+            key = jax.random.key(3, impl=impl)
+            found[impl] = {"w": jax.random.normal(key, (16, 8)), "key": key}
+        return found
+
+    made = flm.create(one, layout_map)
+    for impl, part in made.items():
+        assert str(jax.random.key_impl(part["key"])) == impl
+        assert_lies(part["w"], (("model",), ("data",)), mesh)
+    assert_same_bits(made, jax.jit(one)())
+
+
+def test_an_initializer_over_the_whole_matrix_is_close(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["w"] = ("model", None)
+
+    def one() -> Any:
+        return {"w": nnx.initializers.orthogonal()(jax.random.key(3), (16, 16))}
+
+    made = flm.create(one, layout_map)
+    assert_lies(made["w"], ROW, mesh)
+    np.testing.assert_allclose(made["w"], one()["w"], rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ objects of NNX
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_the_graphdef_is_that_of_the_eager_model(
+    mesh: flm.DeviceMesh, eager: bool
+) -> None:
+    with nnx.use_eager_sharding(eager):
+        model, plain = flm.create(make, rules(mesh)), make()
+        assert nnx.graphdef(model) == nnx.graphdef(plain)
+        assert nnx.using_eager_sharding() is eager
+    assert model.embed.embedding.get_metadata()["eager_sharding"] is eager
+
+
+def test_tied_weights_stay_tied(mesh: flm.DeviceMesh) -> None:
+    model = flm.create(make, rules(mesh))
+    assert model.head is model.embed
+    assert model.head.embedding is model.embed.embedding
+
+
+def test_the_model_can_be_changed_afterwards(mesh: flm.DeviceMesh) -> None:
+    model = flm.create(make, rules(mesh))
+    model.blocks[0].up.bias[...] = jnp.ones(16)
+    model.extra = nnx.Param(jnp.ones(3))
+    model.drop(jnp.ones(8))
+    assert model.drop.rngs.count.get_value() == make().drop.rngs.count.get_value() + 1
+
+
+def test_the_constructor_runs_once(mesh: flm.DeviceMesh) -> None:
+    before = Model.built
+    flm.create(make, rules(mesh))
+    assert Model.built == before + 1
+
+
+def test_counters_are_those_of_the_eager_run(mesh: flm.DeviceMesh) -> None:
+    eager = nnx.Rngs(0)
+    plain: Any = Model(eager)
+    # Made inside: the counters that the model itself keeps.
+    inside = flm.create(make, rules(mesh))
+    # An argument: the caller's own object counts too.
+    for arguments in ((lambda r: ((r,), {})), (lambda r: ((), {"rngs": r}))):
+        rngs = nnx.Rngs(0)
+        args, kwargs = arguments(rngs)
+        given = flm.create(Model, rules(mesh), *args, **kwargs)
+        assert_same_bits(nnx.state(given), nnx.state(inside))
+        for name, stream in eager.items():
+            assert rngs[name].count.get_value() == stream.count.get_value() > 0
+        # And goes on as the eager one does.
+        other = nnx.Rngs(0)
+        Model(other)
+        assert jnp.array_equal(bits(rngs()), bits(other()))
+    for model in (inside, given):
+        assert model.drop.rngs.count.get_value() == plain.drop.rngs.count.get_value()
+
+
+def test_arguments_keep_their_metadata(mesh: flm.DeviceMesh) -> None:
+    rngs = nnx.Rngs(0)
+    before = nnx.graphdef(rngs)
+    model = flm.create(Model, rules(mesh), rngs)
+    assert nnx.graphdef(rngs) == before
+    abstract = rules(mesh).shardings(make)
+    assert jax.tree.structure(abstract) == jax.tree.structure(nnx.state(model))
+    state = flm.create(lambda: nnx.split(make())[1], rules(mesh))
+    assert jax.tree.structure(state) == jax.tree.structure(nnx.split(make())[1])
+
+
+def test_an_argument_whose_structure_changes(mesh: flm.DeviceMesh) -> None:
+    def grow(block: Any) -> Any:
+        block.extra = nnx.Param(jnp.ones(3))
+        return {"w": jnp.ones(8)}
+
+    block = Block(nnx.Rngs(0))
+    with pytest.raises(flm.StructureError) as caught:
+        flm.create(grow, rules(mesh), block)
+    assert str(caught.value) == (
+        "the function changes the structure of its argument, a Block, not only its "
+        "values: change it outside, or return it"
+    )
+    assert not hasattr(block, "extra")
+
+
+def test_counters_of_an_outer_object_are_refused(mesh: flm.DeviceMesh) -> None:
+    rngs = nnx.Rngs(0)
+    with pytest.raises(flm.StructureError, match="pass it as an argument"):
+        flm.create(lambda: Model(rngs), rules(mesh))
+    assert rngs.default.count.get_value() == 0
+
+
+def test_a_module_as_argument_of_another(mesh: flm.DeviceMesh) -> None:
+    class Wrap(nnx.Module):
+        def __init__(self, inner: Block) -> None:
+            self.inner = inner
+            self.scale = nnx.Param(jnp.ones(8))
+
+    inner = Block(nnx.Rngs(1))
+    model = flm.create(Wrap, rules(mesh), inner)
+    assert_lies(model.inner.up.kernel[...], COLUMN, mesh, inner.up.kernel[...])
+
+
+def test_two_objects_that_share_a_variable(mesh: flm.DeviceMesh) -> None:
+    def two() -> Any:
+        model = make()
+        return {"model": model, "head": model.head}
+
+    with pytest.raises(flm.StructureError) as caught:
+        flm.create(two, rules(mesh))
+    assert str(caught.value) == (
+        "two objects of the result, a Embed and a Model, share a Param: return one "
+        "object that holds both, so that they stay shared"
+    )
+
+
+def test_model_and_optimizer_in_one_constructor(mesh: flm.DeviceMesh) -> None:
+    def both() -> Any:
+        model = make()
+        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    model, optimizer = flm.create(both, rules(mesh))
+    assert_model_lies(model, mesh)
+    adam = optimizer.opt_state[0]
+    assert_lies(adam.mu["embed"]["embedding"].get_value(), BOTH, mesh)
+    assert_lies(adam.count.get_value(), (), mesh, np.int32(0))
+    assert_lies(optimizer.step.get_value(), (), mesh, np.uint32(0))
+
+
+# ------------------------------------------------------------- Linen and plain trees
+
+
+class Net(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any, *, train: bool = False) -> Any:
+        x = linen.Dense(16, name="up")(x)
+        x = linen.BatchNorm(use_running_average=not train)(x)
+        return linen.Dense(8, name="down")(x)
+
+
+def linen_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["up/kernel"] = (None, "model")
+    layout_map["down/kernel"] = ("model", None)
+    return layout_map
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_linen_init(kind: str) -> None:
+    any_mesh = grid(kind)
+    net, x = Net(), jnp.ones((2, 8))
+    key = jax.random.key(0)
+    wanted = jax.jit(net.init)(key, x)
+    for batch in (x, jax.ShapeDtypeStruct((2, 8), jnp.float32)):
+        made = flm.create(net.init, linen_rules(any_mesh), key, batch, train=True)
+        assert jax.tree.structure(made) == jax.tree.structure(wanted)
+        assert_same_bits(made, wanted)
+        assert_lies(made["params"]["up"]["kernel"], COLUMN, any_mesh)
+        assert_lies(made["params"]["down"]["kernel"], ROW, any_mesh)
+        assert_lies(made["batch_stats"]["BatchNorm_0"]["mean"], ((),), any_mesh)
+
+
+def test_linen_boxes(mesh: flm.DeviceMesh) -> None:
+    initialise = linen.with_partitioning(
+        linen.initializers.lecun_normal(), ("data", "heads")
+    )
+
+    class Boxed(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            x = linen.Dense(16, name="up", kernel_init=initialise)(x)
+            return linen.Dense(8, name="other", kernel_init=initialise)(x)
+
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["up/kernel"] = (None, "model")
+    net, key, x = Boxed(), jax.random.key(0), jnp.ones((2, 8))
+    made = flm.create(net.init, layout_map, key, x)
+    up, other = made["params"]["up"]["kernel"], made["params"]["other"]["kernel"]
+    assert_lies(up.value, COLUMN, mesh)
+    assert up.names == (None, "model")
+    # Metadata where no rule is; an axis that the mesh lacks is no axis here.
+    assert_lies(other.value, (("data",), ()), mesh)
+    assert other.names == ("data", "heads")
+    assert_same_bits(made, jax.jit(net.init)(key, x))
+
+
+def make_train_state(net: Any, tx: Any) -> Callable[..., Any]:
+    def build(key: Any, x: Any) -> TrainState:
+        params = net.init(key, x)["params"]
+        return TrainState.create(apply_fn=net.apply, params=params, tx=tx)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_train_state(kind: str) -> None:
+    any_mesh = grid(kind)
+    net, tx = Net(), optax.adam(1e-3)
+    build = make_train_state(net, tx)
+    arguments = jax.random.key(0), jnp.ones((2, 8))
+    state: Any = flm.create(build, linen_rules(any_mesh), *arguments)
+    adam: Any = state.opt_state[0]
+    assert type(state) is TrainState and state.tx is tx
+    for tree in (state.params, adam.mu, adam.nu):
+        assert_lies(tree["up"]["kernel"], COLUMN, any_mesh)
+        assert_lies(tree["down"]["kernel"], ROW, any_mesh)
+        assert_lies(tree["up"]["bias"], ((),), any_mesh)
+    assert_lies(adam.count, (), any_mesh, np.int32(0))
+    # `step` is the Python int 0 in an eager TrainState.
+    assert_lies(state.step, (), any_mesh, np.int32(0))
+    assert_same_bits(state.params, jax.jit(build)(*arguments).params)
+
+
+def test_numbers_keys_text_and_none(any_mesh: flm.DeviceMesh) -> None:
+    def one() -> Any:
+        return {
+            "step": 3,
+            "rate": 0.5,
+            "flag": True,
+            "keys": jax.random.split(jax.random.key(0), 8),
+            "empty": jnp.zeros((0, 4)),
+            "none": None,
+            "text": "kept",
+            "host": np.arange(8.0, dtype=np.float32),
+        }
+
+    layout_map = flm.LayoutMap(any_mesh, strict=False)
+    layout_map["keys|host"] = ("model",)
+    layout_map["empty"] = ("model", None)
+    made = flm.create(one, layout_map)
+    assert_lies(made["step"], (), any_mesh, np.int32(3))
+    assert_lies(made["rate"], (), any_mesh, np.float32(0.5))
+    assert_lies(made["flag"], (), any_mesh, np.bool_(True))
+    assert_lies(made["keys"], ((),), any_mesh)
+    assert_lies(made["empty"], ROW, any_mesh)
+    assert_lies(made["host"], (("model",),), any_mesh, np.arange(8.0, dtype="f4"))
+    assert made["none"] is None and made["text"] == "kept"
+
+
+def test_arguments_are_inputs(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["w"] = ("model", None)
+    table = jnp.arange(32.0).reshape(8, 4)
+    on_mesh = jax.device_put(table, NamedSharding(bare(mesh), P("data")))
+    single = jax.device_put(table, jax.devices()[3])
+    for value in (table, np.asarray(table), on_mesh, single):
+        made = flm.create(lambda x, scale: {"w": x * scale}, layout_map, value, 2)
+        assert_lies(made["w"], ROW, mesh, np.asarray(table) * 2)
+
+
+# ---------------------------------------------------------------------- annotations
+
+
+class Annotated(nnx.Module):
+    """As third parties write them: with axis names of a mesh that is not here."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        initialise = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(
+            8,
+            16,
+            use_bias=False,
+            kernel_init=nnx.with_partitioning(initialise, ("fsdp", "tensor")),
+            rngs=rngs,
+        )
+        self.down = nnx.Linear(
+            16,
+            8,
+            use_bias=False,
+            kernel_init=nnx.with_partitioning(initialise, ("model", "fsdp")),
+            rngs=rngs,
+        )
+
+
+def make_annotated() -> Annotated:
+    return Annotated(nnx.Rngs(0))
+
+
+def test_annotated_models_need_no_mesh_in_context(any_mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(any_mesh, strict=False)
+    layout_map["up/kernel"] = (None, ("data", "model"))
+    model = flm.create(make_annotated, layout_map)
+    assert_lies(model.up.kernel[...], ((), ("data", "model")), any_mesh)
+    assert_lies(model.down.kernel[...], ROW, any_mesh)
+
+
+def test_metadata_agrees_where_a_rule_wins(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["up/kernel"] = (None, ("data", "model"))
+    model = flm.create(make_annotated, layout_map)
+    up = model.up.kernel.get_metadata()["out_sharding"]
+    assert up == (None, ("data", "model")) and type(up) is tuple
+    assert model.down.kernel.get_metadata()["out_sharding"] == ("model", "fsdp")
+
+
+def test_a_later_optimizer_agrees_with_the_rules(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["up/kernel"] = (None, "model")
+    layout_map["down/kernel"] = ("model", None)
+    model = flm.create(make_annotated, layout_map)
+    with jax.set_mesh(bare(mesh)):
+        optimizer: Any = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
+        assert_lies(moments["up"]["kernel"][...], COLUMN, mesh)
+        assert_lies(moments["down"]["kernel"][...], ROW, mesh)
+
+
+def test_logical_axis_rules(mesh: flm.DeviceMesh) -> None:
+    from flax.core.spmd import logical_axis_rules
+
+    with logical_axis_rules((("fsdp", "data"), ("tensor", "model"))):
+        model = flm.create(make_annotated, flm.LayoutMap(mesh, strict=False))
+    assert_lies(model.up.kernel[...], BOTH, mesh)
+    assert_lies(model.down.kernel[...], (("model",), ("data",)), mesh)
+
+
+# ----------------------------------------------------------------------- contexts
+
+
+@contextlib.contextmanager
+def nothing(_: Any) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        ("auto", nothing),
+        ("auto", jax.set_mesh),
+        ("explicit", nothing),
+        ("explicit", jax.set_mesh),
+        ("mixed", jax.set_mesh),
+    ],
+)
+def test_inside_and_outside_of_contexts(kind: str, around: Any) -> None:
+    mesh = grid(kind)
+    wanted = jax.jit(lambda: nnx.split(make())[1])()
+    with around(bare(mesh)):
+        model = flm.create(make, rules(mesh))
+        assert_model_lies(model, mesh)
+        assert_same_bits(nnx.state(model), wanted)
+        optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        assert_lies(optimizer.opt_state[0].mu["embed"]["embedding"][...], BOTH, mesh)
+
+        def inside() -> Any:
+            model = flm.create(make, rules(mesh))
+            return nnx.state(model)
+
+        traced = jax.jit(inside)()
+        assert_same_bits(traced, wanted)
+        del traced["empty"]  # the outer jit lays out what has no elements
+        assert_model_lies(traced, mesh)
+        abstract = jax.eval_shape(inside)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), abstract)
+        assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+        abstract_model = nnx.eval_shape(lambda: flm.create(make, rules(mesh)))
+        assert nnx.graphdef(abstract_model) == nnx.graphdef(make())
+
+
+def test_a_context_of_another_mesh(mesh: flm.DeviceMesh) -> None:
+    other = flm.DeviceMesh((8,), ("replica",), axis_types="explicit")
+    with jax.set_mesh(bare(other)):
+        model = flm.create(make, rules(mesh))
+        assert jax.sharding.get_mesh() == other.jax_mesh
+    assert_model_lies(model, mesh)
+
+
+def contexts() -> tuple[Any, ...]:
+    return (
+        jax.sharding.get_mesh(),
+        jax.sharding.get_abstract_mesh(),
+        nnx.using_eager_sharding(),
+        current_rules(),
+    )
+
+
+@pytest.mark.parametrize("around", [nothing, jax.set_mesh], ids=["bare", "set_mesh"])
+def test_a_constructor_that_raises_leaves_contexts_as_they_were(
+    mesh: flm.DeviceMesh, around: Any
+) -> None:
+    class Broken(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(8, 8, rngs=rngs)
+            raise RuntimeError("no such weights")
+
+    with around(bare(mesh)):
+        before = contexts()
+        with pytest.raises(RuntimeError, match="no such weights"):
+            flm.create(lambda: Broken(nnx.Rngs(0)), rules(mesh))
+        rngs = nnx.Rngs(0)
+        with pytest.raises(RuntimeError, match="no such weights"):
+            flm.create(Broken, rules(mesh), rngs)
+        assert contexts() == before
+        assert rngs.default.count.get_value() == 0
+        assert_model_lies(flm.create(make, rules(mesh)), mesh)
+
+
+# ------------------------------------------------------------------------- memory
+
+
+WIDE = 512
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List(
+            [nnx.Linear(WIDE, WIDE, use_bias=False, rngs=rngs) for _ in range(3)]
+        )
+
+
+def make_wide() -> Wide:
+    return Wide(nnx.Rngs(0))
+
+
+def wide_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = ("data", "model")
+    return layout_map
+
+
+def birth_memory(mesh: flm.DeviceMesh) -> Any:
+    layout_map = wide_rules(mesh)
+    traced = trace(make_wide)
+    shardings = traced.values_of(layout_map.resolve(make_wide).sharding_list())
+    program, consts = _create.birth_program(traced, shardings)
+    return program.lower(consts).compile().memory_analysis()
+
+
+@pytest.mark.parametrize("around", [nothing, jax.set_mesh], ids=["bare", "set_mesh"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_device_computes_a_whole_parameter(around: Any, kind: str) -> None:
+    mesh = grid(kind)
+    with around(bare(mesh)):
+        memory = birth_memory(mesh)
+    whole = WIDE * WIDE * 4
+    shards = 3 * whole // 8
+    assert shards <= memory.output_size_in_bytes < shards + 1024
+    assert memory.temp_size_in_bytes < whole
+    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 3 * whole // 2
+
+
+def test_control_without_shardings_a_device_has_it_all() -> None:
+    replicated = jax.jit(lambda: nnx.split(make_wide())[1]).lower().compile()
+    memory: Any = replicated.memory_analysis()
+    assert memory.output_size_in_bytes >= 3 * WIDE * WIDE * 4
+
+
+def new_bytes(before: list[Any]) -> dict[Any, int]:
+    """Bytes on each device of the arrays that are new, each buffer counted once."""
+    gc.collect()
+    old = set(map(id, before))
+    buffers: dict[tuple[Any, int], int] = {}
+    for array in jax.live_arrays():
+        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        if id(array) in old or is_key or array.is_deleted():
+            continue
+        for shard in array.addressable_shards:
+            where = (shard.device, shard.data.unsafe_buffer_pointer())
+            buffers[where] = shard.data.nbytes
+    found = {device: 0 for device in jax.devices()}
+    for (device, _), count in buffers.items():
+        found[device] += count
+    return found
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_live_arrays_are_shards(kind: str) -> None:
+    mesh = grid(kind)
+    layout_map = wide_rules(mesh)
+    before = jax.live_arrays()  # kept alive, so that no other takes an address
+    model = flm.create(make_wide, layout_map)
+    shards = 3 * WIDE * WIDE * 4 // 8
+    for count in new_bytes(before).values():
+        assert shards <= count < shards + 4096
+    for layer in model.layers:
+        assert_lies(layer.kernel[...], BOTH, mesh)
+    # The optimizer: two moments, and no copy of the model.
+    before = jax.live_arrays()
+    pointers = [s.data.unsafe_buffer_pointer() for s in first_shards(model)]
+    optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    for count in new_bytes(before).values():
+        assert 2 * shards <= count < 2 * shards + 4096
+    assert pointers == [s.data.unsafe_buffer_pointer() for s in first_shards(model)]
+    del optimizer
+
+
+def first_shards(model: Any) -> Any:
+    return [layer.kernel.get_value().addressable_shards[0] for layer in model.layers]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "jax"])
+def test_closed_over_constants_are_not_in_the_program(
+    mesh: flm.DeviceMesh, kind: str
+) -> None:
+    table = np.arange(2.0**18, dtype=np.float32).reshape(512, 512)
+    given = table if kind == "numpy" else jnp.asarray(table)
+
+    class Table(nnx.Module):
+        def __init__(self) -> None:
+            self.kernel = nnx.Param(jnp.asarray(given) * 2)
+
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = ("data", "model")
+    traced = trace(Table)
+    shardings = traced.values_of(layout_map.resolve(Table).sharding_list())
+    program, consts = _create.birth_program(traced, shardings)
+    assert len(program.lower(consts).as_text()) < 20_000
+    plain = jax.jit(lambda: nnx.split(Table())[1]).lower().as_text()
+    assert len(plain) > 1_000_000
+    assert_lies(flm.create(Table, layout_map).kernel[...], BOTH, mesh, table * 2)
+
+
+def test_what_was_made_can_be_collected(mesh: flm.DeviceMesh) -> None:
+    import weakref
+
+    table = jnp.arange(64.0).reshape(8, 8)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["w"] = ("data", "model")
+    rngs = nnx.Rngs(0)
+    made = flm.create(lambda r, x: {"w": x * 2, "m": Model(r)}, layout_map, rngs, table)
+    model = made["m"]
+    optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    watched = [
+        weakref.ref(thing)
+        for thing in (table, rngs, made["w"], model, optimizer, model.embed)
+    ]
+    del table, rngs, made, model, optimizer
+    gc.collect()
+    assert [ref() is None for ref in watched] == [True] * len(watched)
+
+
+# ----------------------------------------------------------------------- bad input
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("nothing may be compiled")
+
+
+def test_indivisible_is_an_error_before_compilation(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_create, "birth_program", never)
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernel"] = ("model", None)
+    layout_map["bias"] = ("model",)
+    with pytest.raises(flm.ResolveError) as caught:
+        flm.create(lambda: nnx.Linear(6, 10, rngs=nnx.Rngs(0)), layout_map)
+    assert str(caught.value) == (
+        "2 leaves do not fit the rules on mesh data=2,model=4:\n"
+        "  - bias (10,): rule 2 'bias' → ('model',): dim 0 of size 10 does not divide "
+        "by mesh axis 'model' of size 4; change the size, use another layout (None for "
+        'this dim), or indivisible="replicate"\n'
+        "  - kernel (6,10): rule 1 'kernel' → ('model', None): dim 0 of size 6 does "
+        "not divide by mesh axis 'model' of size 4; change the size, use another "
+        'layout (None for this dim), or indivisible="replicate"'
+    )
+
+
+def test_indivisible_may_replicate(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False, indivisible="replicate")
+    layout_map["kernel"] = ("model", "data")
+    model = flm.create(lambda: nnx.Linear(6, 8, rngs=nnx.Rngs(0)), layout_map)
+    assert_lies(model.kernel[...], ((), ("data",)), mesh)
+
+
+def test_rank_is_an_error(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = ("model",)
+    with pytest.raises(flm.ResolveError, match="has 1 dims, the leaf has 2"):
+        flm.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layout_map)
+
+
+def test_a_map_without_devices(
+    abstract_mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_create, "birth_program", never)
+    with pytest.raises(flm.MeshError) as caught:
+        flm.create(make, rules(None))
+    assert str(caught.value) == (
+        "create needs a mesh of devices, the rules have no mesh; use "
+        "layout_map.on(flm.DeviceMesh(...))"
+    )
+    with pytest.raises(flm.MeshError) as caught:
+        flm.create(make, rules(abstract_mesh))
+    assert str(caught.value) == (
+        "create needs a mesh of devices, the rules have DeviceMesh('data=2,model=4', "
+        "abstract); use layout_map.on(flm.DeviceMesh(...))"
+    )
+
+
+def test_an_empty_map(mesh: flm.DeviceMesh) -> None:
+    model = flm.create(make, flm.LayoutMap(mesh, strict=False))
+    for leaf in leaves_of(model).values():
+        assert_lies(leaf, ((),) * leaf.ndim, mesh)
+
+
+def test_a_mesh_of_one_device() -> None:
+    one = flm.DeviceMesh((1, 1), NAMES, devices=jax.devices()[5:6])
+    model = flm.create(make, rules(one))
+    assert_model_lies(model, one)
+    assert isinstance(model.embed.embedding.sharding, NamedSharding)
+    assert_same_bits(nnx.state(model), nnx.state(flm.create(make, rules(grid("auto")))))
+
+
+def test_a_subset_of_the_devices() -> None:
+    half = flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[4:])
+    assert_model_lies(flm.create(make, rules(half)), half)
+
+
+def test_a_rule_set_will_do(mesh: flm.DeviceMesh) -> None:
+    assert_model_lies(flm.create(make, rules(mesh).freeze()), mesh)
+
+
+def test_unused_rules_warn_at_the_callers_line(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernel|bias"] = None
+    layout_map["kernle"] = ("model", None)
+
+    def build() -> Any:
+        return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    with pytest.warns(flm.LayoutWarning, match="kernle") as caught:
+        flm.create(build, layout_map)
+    assert [warning.filename for warning in caught] == [__file__]
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flm.create(build, layout_map)
+    strict = flm.LayoutMap(mesh, strict=True)
+    strict["kernle"] = ("model", None)
+    with pytest.raises(flm.ResolveError, match="strict"):
+        flm.create(build, strict)
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+class Stacked(nnx.Module):
+    """A square kernel and a stack of square kernels: shapes say nothing here."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        key = rngs.params
+        self.square = nnx.Param(jax.random.normal(key(), (8, 8)))
+        self.stack = nnx.Param(jax.random.normal(key(), (8, 8, 8)))
+        self.bias = nnx.Param(jnp.zeros(8))
+
+
+def make_stacked() -> Stacked:
+    return Stacked(nnx.Rngs(0))
+
+
+STACKED: dict[str, Dims] = {
+    "square": (("model",), ("data",)),
+    "stack": ((), ("data",), ("model",)),
+    "bias": (("model",),),
+}
+
+
+def stacked_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["square"] = ("model", "data")
+    layout_map["stack"] = (None, "data", "model")
+    layout_map["bias"] = ("model",)
+    return layout_map
+
+
+def moments_of(state: Any) -> dict[str, Any]:
+    return {path: leaf for path, leaf in leaves_of(state).items() if leaf.ndim}
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adam": lambda: optax.adam(1e-3),
+    "adamw": lambda: optax.adamw(1e-3),
+    "sgd": lambda: optax.sgd(1e-2, momentum=0.9),
+    "lion": lambda: optax.lion(1e-3),
+    "chain": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.trace(0.9)
+    ),
+    "multi step": lambda: optax.MultiSteps(optax.adam(1e-3), 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "auto") for name in OPTIMIZERS), ("adam", "explicit"), ("adam", "mixed")],
+)
+def test_moments_lie_as_their_parameters(name: str, kind: str) -> None:
+    mesh, tx = grid(kind), OPTIMIZERS[name]()
+    model = flm.create(make_stacked, stacked_rules(mesh))
+    optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+    assert isinstance(optimizer, nnx.Optimizer)
+    found = leaves_of(nnx.state(optimizer))
+    moments = {path: leaf for path, leaf in found.items() if leaf.ndim}
+    assert len(moments) >= 3
+    for path, leaf in moments.items():
+        assert_lies(leaf, STACKED[path.rpartition("/")[2]], mesh)
+    counters = [leaf for leaf in found.values() if not leaf.ndim]
+    assert counters
+    for leaf in counters:
+        assert_lies(leaf, (), mesh)
+    # As the eager optimizer, in structure and values.
+    eager = nnx.Optimizer(make_stacked(), tx, wrt=nnx.Param)
+    assert nnx.graphdef(optimizer) == nnx.graphdef(eager)
+    assert_same_bits(nnx.state(optimizer), nnx.state(eager))
+
+
+def test_adafactor_statistics_lie_as_rows_and_columns(any_mesh: flm.DeviceMesh) -> None:
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9)
+    model = flm.create(make_stacked, stacked_rules(any_mesh))
+    optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
+    found = leaves_of(nnx.state(optimizer))
+
+    def one(path: str) -> Any:
+        (leaf,) = (leaf for key, leaf in found.items() if key.endswith(f"/{path}"))
+        return leaf
+
+    # Of the last two dims, the row statistics keep the first, the columns the last.
+    assert_lies(one("v_row/square"), (("model",),), any_mesh)
+    assert_lies(one("v_col/square"), (("data",),), any_mesh)
+    assert_lies(one("v_row/stack"), ((), ("data",)), any_mesh)
+    assert_lies(one("v_col/stack"), ((), ("model",)), any_mesh)
+    assert_lies(one("v/bias"), (("model",),), any_mesh)
+    for name, dims in STACKED.items():
+        assert_lies(one(f"ema/{name}"), dims, any_mesh)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_the_state_of_a_tree_of_parameters(kind: str) -> None:
+    any_mesh = grid(kind)
+    net = Net()
+    variables = flm.create(
+        net.init, linen_rules(any_mesh), jax.random.key(0), jnp.ones((2, 8))
+    )
+    params, tx = variables["params"], optax.adam(1e-3)
+    state: Any = flm.create_optimizer(params, tx)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    for moments in (state[0].mu, state[0].nu):
+        assert_lies(moments["up"]["kernel"], COLUMN, any_mesh)
+        assert_lies(moments["down"]["kernel"], ROW, any_mesh)
+    assert_lies(state[0].count, (), any_mesh, np.int32(0))
+
+
+def test_only_what_is_trained_has_state(mesh: flm.DeviceMesh) -> None:
+    model = flm.create(make, rules(mesh))
+    kernels = nnx.All(nnx.Param, nnx.PathContains("kernel"))
+    optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=kernels)
+    moments = moments_of(nnx.state(optimizer))
+    assert len(moments) == 8
+    for path, leaf in moments.items():
+        assert_lies(leaf, DIMS[path.split("/mu/")[-1].split("/nu/")[-1]], mesh)
+
+
+def test_moments_follow_the_model_not_the_rules(mesh: flm.DeviceMesh) -> None:
+    model = flm.create(make_stacked, stacked_rules(mesh))
+    other = flm.LayoutMap(mesh, strict=False)
+    other["square"] = ("data", None)
+    other["stack"] = ("model", None, None)
+    other.place(model)
+    optimizer = flm.create_optimizer(model, optax.sgd(1e-2, momentum=0.9))
+    trace_ = optimizer.opt_state[0].trace
+    assert_lies(trace_["square"][...], (("data",), ()), mesh)
+    assert_lies(trace_["stack"][...], (("model",), (), ()), mesh)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_optimizer_rules_win_over_the_parameter(kind: str) -> None:
+    mesh = grid(kind)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map.optimizer["square"] = ("data", "model")
+    model = flm.create(make_stacked, layout_map)
+    assert_lies(model.square[...], ((), ()), mesh)
+    tx = optax.adam(1e-3)
+    optimizer = flm.create_optimizer(model, tx, layout_map=layout_map)
+    for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
+        assert_lies(moments["square"][...], BOTH, mesh)
+        assert_lies(moments["stack"][...], ((), (), ()), mesh)
+
+
+def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(flm.MeshError) as caught:
+        flm.create_optimizer(model, optax.adam(1e-3))
+    text = str(caught.value)
+    assert text.startswith(
+        "create_optimizer follows the layouts of the model, but these parameters are "
+        "on no mesh:\n  - bias (8,): SingleDeviceSharding("
+    )
+    assert text.endswith(
+        "\nmake the model with flm.create(make, layout_map), or move it with "
+        "layout_map.place(model)"
+    )
+    with pytest.raises(flm.MeshError, match="there are no parameters"):
+        flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.BatchStat)
+    with pytest.raises(flm.MeshError, match="kernel"):
+        flm.create_optimizer({"kernel": np.ones((8, 8))}, optax.adam(1e-3))
+    flm.LayoutMap(mesh, strict=False).place(model)
+    assert_lies(
+        flm.create_optimizer(model, optax.adam(1e-3)).opt_state[0].mu["kernel"][...],
+        ((), ()),
+        mesh,
+    )
