@@ -107,6 +107,20 @@ def by_the_plain_loop(patterns: list[str], match: str, path: str) -> tuple[int, 
         )
 
 
+OTHER_DIGITS = str.maketrans("0123456789", "1234567890")
+
+
+def akin(pattern: str) -> list[str]:
+    """Paths that a pattern nearly matches: its own text (a key is one), its plain text,
+    each with other digits, a character more or less, or a part more."""
+    plain = re.sub(r"[^ab0-9_./-]", "", pattern)
+    near = [plain, plain.translate(OTHER_DIGITS), plain[:-1], plain[1:], f"{plain}7"]
+    cut = re.sub(r"\w[*?]|\w\{[^}]*\}", "", pattern)  # what may be absent is
+    near.append(re.sub(r"[^ab0-9_./-]", "", cut))
+    near += [pattern, pattern.translate(OTHER_DIGITS)]
+    return [*near, *(f"a/{path}" for path in near), f"{plain}/1"]
+
+
 def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
     """Asks as resolving does: once for all paths that fold to one."""
     folded = "/".join(map(matcher.fold_part, path.split("/")))
@@ -137,7 +151,7 @@ def test_folded_matching_is_the_plain_loop(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         matcher = Matcher([flm.Rule(text, None) for text in patterns], match)  # type: ignore[arg-type]
-        for path in paths:
+        for path in [*paths, *(path for text in patterns for path in akin(text))]:
             expected = by_the_plain_loop(patterns, match, path)
             assert matcher.matching(path) == expected
             assert by_the_matcher(matcher, path) == expected
