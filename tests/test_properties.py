@@ -80,7 +80,7 @@ def combined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         st.tuples(inner, inner).map("".join),
         st.tuples(inner, inner).map("|".join),
         st.tuples(st.sampled_from(GROUPS), inner).map(lambda two: f"{two[0]}{two[1]})"),
-        st.tuples(inner, st.sampled_from([r"(a)\1", "(?P<m>0)(?P=m)"])).map("".join),
+        st.tuples(inner, st.sampled_from([r"(.)\1", r"(?P<m>\d)(?P=m)"])).map("".join),
     )
 
 
@@ -144,6 +144,8 @@ def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
 @example(["a|1b"], ["1b", "2b", "a"], "search")
 @example(["(?:7|b)a"], ["7a", "8a"], "search")
 @example(["7+"], ["77", "78", "8"], "fullmatch")
+@example([r"(\d)\1", r"(?P<n>\d)(?P=n)"], ["11", "12"], "search")
+@example([r"\x31", r"[\x32]", r"\063", "\\u0034"], ["1", "2", "3", "4"], "search")
 @example(["a7??9"], ["a9", "a79", "a19"], "search")
 def test_folded_matching_is_the_plain_loop(
     patterns: list[str], paths: list[str], match: str
