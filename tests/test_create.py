@@ -49,6 +49,10 @@ def counting(key: Any, shape: Any, dtype: Any = jnp.float32, *_: Any) -> Any:
 normal = nnx.initializers.normal(0.02)
 
 
+def linear(inputs: int, outputs: int) -> Any:
+    return nnx.Linear(inputs, outputs, kernel_init=counting, rngs=nnx.Rngs(0))
+
+
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, initialise: Any = counting) -> None:
         self.up = nnx.Linear(8, 16, kernel_init=initialise, rngs=rngs)
@@ -357,11 +361,13 @@ def test_model_and_optimizer_in_one_constructor(mesh: flm.DeviceMesh) -> None:
 
 
 class Net(linen.Module):
+    initialise: Any = counting
+
     @linen.compact
     def __call__(self, x: Any, *, train: bool = False) -> Any:
-        x = linen.Dense(16, name="up")(x)
+        x = linen.Dense(16, kernel_init=self.initialise, name="up")(x)
         x = linen.BatchNorm(use_running_average=not train)(x)
-        return linen.Dense(8, name="down")(x)
+        return linen.Dense(8, kernel_init=self.initialise, name="down")(x)
 
 
 def linen_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
@@ -374,7 +380,7 @@ def linen_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_linen_init(kind: str) -> None:
     any_mesh = grid(kind)
-    net, x = Net(), jnp.ones((2, 8))
+    net, x = Net(normal), jnp.ones((2, 8))
     key = jax.random.key(0)
     wanted = jax.jit(net.init)(key, x)
     for batch in (x, jax.ShapeDtypeStruct((2, 8), jnp.float32)):
@@ -387,9 +393,7 @@ def test_linen_init(kind: str) -> None:
 
 
 def test_linen_boxes(mesh: flm.DeviceMesh) -> None:
-    initialise = linen.with_partitioning(
-        linen.initializers.lecun_normal(), ("data", "heads")
-    )
+    initialise = linen.with_partitioning(counting, ("data", "heads"))
 
     class Boxed(linen.Module):
         @linen.compact
@@ -481,7 +485,7 @@ class Annotated(nnx.Module):
     """As third parties write them: with axis names of a mesh that is not here."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        initialise = nnx.initializers.lecun_normal()
+        initialise = counting
         self.up = nnx.Linear(
             8,
             16,
@@ -770,7 +774,7 @@ def test_indivisible_is_an_error_before_compilation(
     layout_map["kernel"] = ("model", None)
     layout_map["bias"] = ("model",)
     with pytest.raises(flm.ResolveError) as caught:
-        flm.create(lambda: nnx.Linear(6, 10, rngs=nnx.Rngs(0)), layout_map)
+        flm.create(lambda: linear(6, 10), layout_map)
     assert str(caught.value) == (
         "2 leaves do not fit the rules on mesh data=2,model=4:\n"
         "  - bias (10,): rule 2 'bias' → ('model',): dim 0 of size 10 does not divide "
@@ -785,7 +789,7 @@ def test_indivisible_is_an_error_before_compilation(
 def test_indivisible_may_replicate(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, strict=False, indivisible="replicate")
     layout_map["kernel"] = ("model", "data")
-    model = flm.create(lambda: nnx.Linear(6, 8, rngs=nnx.Rngs(0)), layout_map)
+    model = flm.create(lambda: linear(6, 8), layout_map)
     assert_lies(model.kernel[...], ((), ("data",)), mesh)
 
 
@@ -793,7 +797,7 @@ def test_rank_is_an_error(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["kernel"] = ("model",)
     with pytest.raises(flm.ResolveError, match="has 1 dims, the leaf has 2"):
-        flm.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layout_map)
+        flm.create(lambda: linear(8, 8), layout_map)
 
 
 def test_a_map_without_devices(
@@ -843,7 +847,7 @@ def test_unused_rules_warn_at_the_callers_line(mesh: flm.DeviceMesh) -> None:
     layout_map["kernle"] = ("model", None)
 
     def build() -> Any:
-        return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        return linear(8, 8)
 
     with pytest.warns(flm.LayoutWarning, match="kernle") as caught:
         flm.create(build, layout_map)
@@ -866,9 +870,9 @@ class Stacked(nnx.Module):
     """A square kernel and a stack of square kernels: shapes say nothing here."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        key = rngs.params
-        self.square = nnx.Param(jax.random.normal(key(), (8, 8)))
-        self.stack = nnx.Param(jax.random.normal(key(), (8, 8, 8)))
+        key = rngs.params()
+        self.square = nnx.Param(counting(key, (8, 8)))
+        self.stack = nnx.Param(counting(key, (8, 8, 8)))
         self.bias = nnx.Param(jnp.zeros(8))
 
 
@@ -1004,7 +1008,7 @@ def test_optimizer_rules_win_over_the_parameter(kind: str) -> None:
 
 
 def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
-    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    model = linear(8, 8)
     with pytest.raises(flm.MeshError) as caught:
         flm.create_optimizer(model, optax.adam(1e-3))
     text = str(caught.value)
