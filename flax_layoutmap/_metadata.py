@@ -51,10 +51,13 @@ def mark_of(box: Any) -> Mark:
         )
     metadata = metadata_of(box)
     layout, problem = _explicit(metadata.get("layout"))
+    names = metadata.get("out_sharding")
+    if names is None:  # an empty tuple says: replicated
+        names = metadata.get("sharding_names")
     return Mark(
         layout=layout,
         problem=problem,
-        names=_names(metadata.get("out_sharding") or metadata.get("sharding_names")),
+        names=_names(names),
         rules=_rules(metadata.get("sharding_rules")),
         kind="nnx",
     )

@@ -456,7 +456,8 @@ class _Walk:
         flat, start = self.flat, len(self.flat.paths)
         if isinstance(node, nnx.Variable):
             metadata = metadata_of(node)
-            annotated = any(metadata.get(key) for key in LAYOUT_METADATA)
+            # An empty tuple says something too: replicated.
+            annotated = any(metadata.get(key) is not None for key in LAYOUT_METADATA)
             content = node.get_raw_value()
         else:
             annotated = True

@@ -29,6 +29,24 @@ def test_an_explicit_layout() -> None:
     assert problem is not None and "uses the mesh axis 'data' twice" in problem
 
 
+@pytest.mark.parametrize("value", [(), [], P()])
+def test_an_empty_layout_says_replicated(
+    value: Any, abstract_mesh: flm.DeviceMesh
+) -> None:
+    layout_map = flm.LayoutMap(abstract_mesh, unmatched="error")
+    layout_map["ruled"] = ("data", None)
+    tree = {"ruled": variable(layout=value)}
+    leaf = layout_map.resolve(tree)["ruled"]
+    assert leaf.layout.is_replicated and leaf.reason == "explicit layout"
+
+
+def test_empty_names_are_metadata(abstract_mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(abstract_mesh, strict=False)
+    resolution = layout_map.resolve({"a": variable(out_sharding=()), "b": variable()})
+    assert [leaf.reason for leaf in resolution] == ["flax metadata", "no rule"]
+    assert resolution["a"].layout.is_replicated and resolution.unmatched == ("b",)
+
+
 def test_other_things_may_be_called_layout() -> None:
     for value in ("NCHW", 3, None, object()):
         mark = mark_of(variable(layout=value))
@@ -43,7 +61,8 @@ def test_other_things_may_be_called_layout() -> None:
         ((("data", "model"), None), (("data", "model"), ())),
         (P(P.UNCONSTRAINED, "data"), ((), ("data",))),
         (None, None),
-        ((), None),
+        ((), ()),
+        (P(), ()),
     ],
 )
 def test_names_of_an_nnx_variable(value: Any, names: Any) -> None:
