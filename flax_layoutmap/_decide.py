@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from flax_layoutmap._errors import RuleError
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
-from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._mesh import DeviceMesh, same_grid
 from flax_layoutmap._metadata import Mark, mesh_axes
 from flax_layoutmap._optimizer_state import Origin
 from flax_layoutmap._paths import Flat, parameter_keys
@@ -28,6 +28,7 @@ class OwnerLayout:
     mesh: DeviceMesh | None
     memory_kind: str | None = None
     path: str = ""  # within its own tree; what optimizer rules see
+    key: str = ""  # among all parameters of the tree
 
 
 class Decider:
@@ -39,8 +40,10 @@ class Decider:
         matcher: Matcher,
         flat: Flat,
         shapes: Sequence[Shape],
+        live: Mapping[int, TensorLayout] | None = None,
     ) -> None:
         self.rules, self.flat, self.shapes = rule_set, flat, shapes
+        self.live = live or {}
         self.mesh = rule_set.mesh
         self.sizes = {} if self.mesh is None else self.mesh.axis_sizes
         self.matcher = matcher
@@ -99,7 +102,7 @@ class Decider:
                 row, path = rows[at], self.flat.paths[at]
                 if row is not None:
                     own[key] = OwnerLayout(
-                        self.shapes[at], row.dims, row.mesh, row.memory_kind, path
+                        self.shapes[at], row.dims, row.mesh, row.memory_kind, path, key
                     )
         matcher = Matcher(self.rules.optimizer, self.rules.match)
         for at, origin in enumerate(found):
@@ -156,8 +159,15 @@ class Decider:
             reason: the reason of the Decision.
             **more: other fields of the Decision.
         """
-        mesh = layout.device_mesh or self.mesh
-        matched = more.get("matched", ())
+        mesh, matched = self.mesh or layout.device_mesh, more.get("matched", ())
+        own = layout.device_mesh
+        if own is not None and mesh is not None and own != mesh:
+            if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
+                problem = (
+                    f"{name} is on another mesh, {own!r}, than the rules, {mesh!r}; a "
+                    "tree lies on one mesh: leave the mesh of the layout out"
+                )
+                return self.trouble(problem, shape, matched)
         if not _fits(layout, len(shape)):
             problem = (
                 f"{name} has {_rank(layout)} dims, the leaf has {len(shape)}; "
@@ -216,19 +226,52 @@ class Decider:
         shape = self.shapes[at]
         if not shape:
             return self.once(("scalar",), lambda: self.replicated("scalar", shape))
-        owner = None if origin.owner is None else _owner(origin.owner, own)
-        if owner is None and not own:
+        if not own and origin.owner is None:
             # The state came without its parameters: its own path must do.
-            return self.alone(self.flat.paths[at], shape)
-        if owner is None or origin.dims is None or origin.owner is None:
-            return self.replicated(
-                "unknown optimizer state",
-                shape,
-                fallback=origin.how,
-                owner=origin.owner,
-            )
-        return self.once(
-            (origin, shape), lambda: self._follow(origin, owner, shape, matcher)
+            return self.alone(at, matcher)
+        owner, problem = self.owner_of(at, origin, own)
+        if owner is None or problem is not None or origin.dims is None:
+            return self.unknown(at, problem or origin.how, origin.owner)
+        key = (origin, owner, shape)
+        return self.once(key, lambda: self._follow(origin, owner, shape, matcher))
+
+    def owner_of(
+        self, at: int, origin: Origin, own: Mapping[str, OwnerLayout]
+    ) -> tuple[OwnerLayout | None, str | None]:
+        """The parameter that a leaf follows, or what stands against it.
+
+        Where it may belong to several with different layouts, the layout that it has
+        already tells which, if it has one.
+        """
+        names = [name for name in (origin.owner, *origin.others) if name is not None]
+        found = {name: _owner(name, own) for name in names}
+        owners = {name: owner for name, owner in found.items() if owner is not None}
+        if not owners:
+            return None, None
+        if len({_laid(owner) for owner in owners.values()}) == 1:
+            return next(iter(owners.values())), None
+        live = self.live.get(at)
+        fitting = {
+            name: owner
+            for name, owner in owners.items()
+            if live is not None
+            and origin.dims is not None
+            and live.dims(len(origin.dims))
+            == tuple(() if dim is None else owner.dims[dim] for dim in origin.dims)
+        }
+        if len({_laid(owner) for owner in fitting.values()}) == 1:
+            return next(iter(fitting.values())), None
+        listed = " or ".join(repr(name) for name in owners)
+        return None, f"may belong to {listed}, which have different layouts"
+
+    def unknown(self, at: int, why: str | None, owner: str | None = None) -> Decision:
+        """Optimizer state of an unknown kind: it stays as it is, or is replicated."""
+        shape, live = self.shapes[at], self.live.get(at)
+        if live is not None and not live.is_replicated:
+            name = "the layout that it has"
+            return self.lay(live, shape, name, "own layout", owner=owner)
+        return self.replicated(
+            "unknown optimizer state", shape, fallback=why, owner=owner
         )
 
     def once(self, key: Any, make: Callable[[], Decision]) -> Decision:
@@ -247,14 +290,15 @@ class Decider:
             if rules[at].rank == "error" or _fits(rules[at].layout, len(owner.shape))
         )
         axes, mesh, memory_kind = owner.dims, owner.mesh, owner.memory_kind
-        name = f"the layout of its parameter {origin.owner!r}"
+        parameter = owner.key or origin.owner
+        name = f"the layout of its parameter {parameter!r}"
         reason: Reason = "follows parameter"
         more: dict[str, Any] = {}
         if matched:
             if _differ(rules, matched) and self.rules.overlap == "error":
                 return self.trouble(
                     "optimizer rules with different layouts match its parameter "
-                    f"{origin.owner!r}: {_listed(rules, matched)}; {_CONFLICT_FIX}",
+                    f"{parameter!r}: {_listed(rules, matched)}; {_CONFLICT_FIX}",
                     shape,
                 )
             winner = matched[-1] if self.rules.overlap == "last" else matched[0]
@@ -262,7 +306,7 @@ class Decider:
             name = f"optimizer rule {_named(rules, winner)}"
             if not _fits(layout, len(owner.shape)):
                 return self.trouble(
-                    f"{name} has {_rank(layout)} dims, its parameter {origin.owner!r} "
+                    f"{name} has {_rank(layout)} dims, its parameter {parameter!r} "
                     f"has {len(owner.shape)}; {_rank_fix(layout, owner.shape)}",
                     shape,
                 )
@@ -273,20 +317,39 @@ class Decider:
         own_axes = tuple(() if dim is None else axes[dim] for dim in dims)
         layout = TensorLayout(own_axes, mesh, memory_kind=memory_kind)
         return self.lay(
-            layout, shape, name, reason, owner=origin.owner, owner_dims=dims, **more
+            layout, shape, name, reason, owner=parameter, owner_dims=dims, **more
         )
 
-    def alone(self, path: str, shape: Shape) -> Decision:
-        """State without its parameters: the rules see its path from some part on."""
-        parts = path.split("/")
-        for start in range(len(parts)):
-            matched = self.matcher.matching("/".join(parts[start:]))
-            fitting = tuple(
-                m for m in matched if _fits(self.rules.rules[m].layout, len(shape))
-            )
-            if fitting:
-                return self._decide(fitting, shape, exact=False)
-        return self.replicated("unknown optimizer state", shape)
+    def alone(self, at: int, matcher: Matcher) -> Decision:
+        """State without its parameters: the rules see its path from some part on.
+
+        Only a rule that names every dim of the leaf applies: the leaf may have lost
+        some dims of its parameter, and nothing tells which.
+        """
+        shape, parts = self.shapes[at], self.flat.paths[at].split("/")
+        why = "its parameters are not in the tree: pass params= and tx= to resolve"
+        if all(size == 1 for size in shape):
+            return self.unknown(at, why)
+        for rules, asked in (
+            (self.rules.optimizer, matcher),
+            (self.rules.rules, self.matcher),
+        ):
+            for start in range(len(parts)):
+                matched = asked.matching("/".join(parts[start:]))
+                exact = tuple(
+                    m for m in matched if _names_every_dim(rules[m].layout, len(shape))
+                )
+                if exact and (
+                    self.rules.overlap != "error" or not _differ(rules, exact)
+                ):
+                    winner = exact[-1] if self.rules.overlap == "last" else exact[0]
+                    own = rules is self.rules.optimizer
+                    reason: Reason = "optimizer rule" if own else "rule"
+                    name = f"{'optimizer ' if own else ''}rule {_named(rules, winner)}"
+                    layout = rules[winner].layout
+                    more: dict[str, Any] = {"rule": winner, "matched": exact}
+                    return self.lay(layout, shape, name, reason, **more)
+        return self.unknown(at, why)
 
     # --------------------------------------------------------------- overrides
 
@@ -311,7 +374,7 @@ class Decider:
 
     def annotated(self, mark: Mark, row: Decision, shape: Shape) -> Decision:
         """Layout metadata on a Variable or box against what the rules say."""
-        if row.owner is not None or row.reason == "unknown optimizer state":
+        if row.owner is not None or row.reason in _OF_STATE:
             return row  # a copy of the parameter's metadata, for another shape maybe
         if mark.problem is not None:
             return self.trouble(f"its metadata: {mark.problem}", shape, row.matched)
@@ -340,6 +403,9 @@ class Decider:
             decision = dataclasses.replace(decision, fallback="; ".join(texts))
         return decision
 
+
+# Reasons of optimizer state whose parameter is not known.
+_OF_STATE = ("unknown optimizer state", "own layout")
 
 _CONFLICT_FIX = (
     'make one pattern narrower, use the path itself as key, or overlap="first" or '
@@ -399,6 +465,21 @@ def _is_key_or_none(dtype: Any) -> bool:
 
 def _fits(layout: TensorLayout, ndim: int) -> bool:
     return layout.rank == ndim or (layout.rank is None and ndim >= len(layout.axes) - 1)
+
+
+def _names_every_dim(layout: TensorLayout, ndim: int) -> bool:
+    """Whether a layout says of each of `ndim` dims where it lies.
+
+    A spec such as `P(None, "model")` does so for a matrix; of a vector nobody knows
+    which dim of a matrix it was.
+    """
+    if layout.rank is not None or layout.is_replicated:
+        return layout.is_replicated or layout.rank == ndim
+    return layout.axes[-1] is ... and len(layout.axes) - 1 == ndim > 1
+
+
+def _laid(owner: OwnerLayout) -> Any:
+    return owner.dims, owner.mesh, owner.memory_kind
 
 
 def _rank(layout: TensorLayout) -> str:

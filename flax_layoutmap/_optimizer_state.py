@@ -32,11 +32,13 @@ class Origin:
         dims: per dim of the leaf, the dim of the parameter it came from, or None;
             None where that could not be found out.
         how: in words, for reports.
+        others: other parameters that it may as well belong to.
     """
 
     owner: str | None
     dims: Dims | None
     how: str
+    others: tuple[str, ...] = ()
 
 
 def tagged_dims(

@@ -105,21 +105,36 @@ def _parameter_groups(flat: Flat, shapes: Sequence[Shape]) -> list[_Owners]:
 def _best_origins(
     state: Mapping[str, Shape], groups: Sequence[_Owners], tags: Mapping[str, Any]
 ) -> list[Origin]:
-    """The origins under that view of the parameters which explains most of a state."""
-    best: list[Origin] = []
-    best_score = -1
+    """The origins under that view of the parameters which explains most of a state.
+
+    Where several views explain as much, the other owners are named, too.
+    """
+    best: list[list[Origin]] = []
+    best_score = 0
     for owners in _views(state, groups):
         found = origins(list(state), list(state.values()), owners.shapes, tags)
         score = sum(origin.dims is not None for origin in found)
+        if score < best_score:
+            continue
         if score > best_score:
-            best_score = score
-            best = [
+            best, best_score = [], score
+        best.append(
+            [
                 dataclasses.replace(o, owner=owners.keys[o.owner]) if o.owner else o
                 for o in found
             ]
-        if score == len(found):
-            break
-    return best
+        )
+    first, *more = best
+    return [
+        dataclasses.replace(origin, others=_others(origin, same_leaf))
+        for origin, *same_leaf in zip(first, *more, strict=True)
+    ]
+
+
+def _others(origin: Origin, same_leaf: Sequence[Origin]) -> tuple[str, ...]:
+    """Owners other than the first, each once."""
+    names = dict.fromkeys(o.owner for o in same_leaf if o.owner is not None)
+    return tuple(name for name in names if name != origin.owner)
 
 
 def _views(state: Mapping[str, Shape], groups: Sequence[_Owners]) -> Iterator[_Owners]:

@@ -26,6 +26,7 @@ Reason = Literal[
     "follows parameter",
     "optimizer rule",
     "unknown optimizer state",
+    "own layout",
 ]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from flax_layoutmap._decide import Decider, OwnerLayout
 from flax_layoutmap._errors import (
@@ -20,6 +21,8 @@ from flax_layoutmap._flax_internals import (
     nnx_state,
     raw_values,
 )
+from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._mesh import same_grid
 from flax_layoutmap._metadata import mark_of
 from flax_layoutmap._optimizer_state import Origin, origins, tagged_dims
 from flax_layoutmap._ownership import find_origins
@@ -176,8 +179,9 @@ def _resolve_cached(tree: Any, rule_set: RuleSet) -> Resolution:
     if not is_state:
         columns = signature[2], signature[3], signature[1], None
     resolution = _resolve(tree, rule_set, None, None, flat, columns)
-    if not flat.annotations:
-        # Annotations depend on Flax's logical rules in context; not cached.
+    if not flat.annotations and not _has_live_state(flat):
+        # Annotations depend on Flax's logical rules in context, and state of an unknown
+        # kind on the layouts that the arrays have: neither is in the signature.
         if is_state:
             signature = (*signature[:-1], [dict(entry) for entry in signature[-1]])
         rule_set._resolved.insert(0, (signature, resolution))
@@ -299,6 +303,7 @@ def _owner_layouts(resolution: Resolution) -> dict[str, OwnerLayout]:
             rows[at].mesh,
             rows[at].memory_kind,
             flat.paths[at],
+            key,
         )
         for at, key in parameter_keys(flat).items()
     }
@@ -327,6 +332,7 @@ def _decide_all(
             tree.
         others: position → leaf, for what is no array.
     """
+    live = {} if found is None else _live_layouts(flat, found)
     names, runs = flat.names, flat.runs
     if len(names) != len(flat.paths):  # not made by `flatten`
         fold = rule_set.matcher.fold_part
@@ -342,7 +348,13 @@ def _decide_all(
     )
 
     def under(rules: RuleSet) -> Resolution:
-        decider = Decider(rules, rules.matcher, flat, shapes)
+        here = {
+            at: layout.on(None)
+            for at, layout in live.items()
+            if rules.mesh and layout.device_mesh
+            if same_grid(rules.mesh, layout.device_mesh)
+        }
+        decider = Decider(rules, rules.matcher, flat, shapes, here)
         if found is None:
             rows = decider.by_rules()
         else:
@@ -357,6 +369,27 @@ def _decide_all(
         return resolution
 
     return under(rule_set)
+
+
+def _has_live_state(flat: Flat) -> bool:
+    return any(
+        isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        for section in flat.sections
+        if section.role == "optimizer"
+        for leaf in flat.leaves[section.start : section.stop]
+    )
+
+
+def _live_layouts(
+    flat: Flat, found: Sequence[Origin | None]
+) -> dict[int, TensorLayout]:
+    """The layouts that arrays of optimizer state have already, by position."""
+    return {
+        at: TensorLayout(leaf.sharding)
+        for at, (leaf, origin) in enumerate(zip(flat.leaves, found, strict=False))
+        if origin is not None
+        and isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    }
 
 
 def _raise_problems(resolution: Resolution) -> None:

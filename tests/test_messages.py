@@ -515,6 +515,13 @@ CASES: dict[str, Case] = {
         f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → ('x',): the mesh "
         "'data=2,model=4' has no axis 'x'",
     ),
+    "leaf: another mesh": Case(
+        lambda: fit({"w": flm.TensorLayout(("x",), "x=8")}, {"w": struct(8)}),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → ('x',) is on "
+        "another mesh, DeviceMesh('x=8'), than the rules, DeviceMesh('data=2,model=4', "
+        "abstract); a tree lies on one mesh: leave the mesh of the layout out",
+    ),
     "leaf: explicit layout": Case(
         lambda: fit({}, annotated(layout=("data", "data"))),
         flm.ResolveError,

@@ -598,3 +598,91 @@ def test_a_trace_of_other_shapes_is_not_believed() -> None:
     tags = {"0/mu/w": ((4, 4), (1, 0))}
     (origin,) = origins(["0/mu/w"], [(8, 8)], {"w": (8, 8)}, tags)
     assert origin.dims == (0, 1)
+
+
+# ------------------------------------------ parameters that are several or not there
+
+
+def twins() -> tuple[flm.LayoutMap, dict[str, Any]]:
+    """Two models with the same paths and shapes, and different layouts."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh((2, 4), ("data", "model")))
+    layout_map["actor/dense/kernel"] = (None, "model")
+    layout_map["critic/dense/kernel"] = ("model", None)
+    params = {"dense": {"kernel": jnp.ones((8, 8))}}
+    return layout_map, {"actor": params, "critic": params}
+
+
+def test_state_that_may_belong_to_either_of_two_models_is_not_guessed() -> None:
+    layout_map, models = twins()
+    state = optax.adam(1e-3).init(models["critic"])
+    resolution = layout_map.resolve({**models, "optimizer": state})
+    leaf = resolution["optimizer/0/mu/dense/kernel"]
+    assert leaf.reason == "unknown optimizer state" and leaf.layout.is_replicated
+    assert leaf.fallback == (
+        "may belong to 'actor/dense/kernel' or 'critic/dense/kernel', which have "
+        "different layouts"
+    )
+    assert leaf.path in resolution.unmatched
+    # Where both have one layout there is nothing to guess.
+    del layout_map["critic/dense/kernel"]
+    layout_map["critic/dense/kernel"] = (None, "model")
+    resolution = layout_map.resolve({**models, "optimizer": state})
+    leaf = resolution["optimizer/0/mu/dense/kernel"]
+    assert leaf.reason == "follows parameter"
+    assert leaf.layout.axes == (None, "model")
+
+
+def test_the_layout_that_state_has_tells_which_model_it_belongs_to() -> None:
+    layout_map, models = twins()
+    placed = layout_map.place(models)
+    states = {
+        f"{name}_optimizer": flm.create_optimizer(placed[name], optax.adam(1e-3))
+        for name in placed
+    }
+    resolution = layout_map.resolve({**placed, **states})
+    for name, axes in (("actor", (None, "model")), ("critic", ("model", None))):
+        leaf = resolution[f"{name}_optimizer/0/mu/dense/kernel"]
+        assert (leaf.owner, leaf.layout.axes) == (f"{name}/dense/kernel", axes)
+
+
+def test_state_of_an_unknown_kind_keeps_the_layout_that_it_has() -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh((2, 4), ("data", "model")))
+    layout_map["kernel"] = (None, "model")
+    params = layout_map.place({"dense": {"kernel": jnp.ones((128, 128))}})
+    state = flm.create_optimizer(params, optax.adafactor(1e-3))
+    # Nothing in this tree tells rows from columns, but the arrays lie right already.
+    resolution = layout_map.resolve({"params": params, "opt_state": state})
+    column = resolution["opt_state/0/v_col/dense/kernel"]
+    assert (column.reason, column.layout.axes) == ("own layout", ("model",))
+    assert column.path not in resolution.unmatched
+    row = resolution["opt_state/0/v_row/dense/kernel"]
+    assert row.layout.is_replicated
+    # A later state elsewhere is not answered from the cache of the first.
+    moved = jax.device_put(state, jax.devices()[0])
+    again = layout_map.resolve({"params": params, "opt_state": moved})
+    assert again["opt_state/0/v_col/dense/kernel"].layout.is_replicated
+
+
+def test_state_without_its_parameters_takes_only_rules_that_name_every_dim() -> None:
+    layout_map = flm.LayoutMap("data=2,model=4", indivisible="replicate")
+    layout_map["kernel"] = (..., "model")
+    layout_map["up"] = ("data", "model")
+    params = {"d": {"kernel": jnp.ones((128, 256))}, "up": jnp.ones((8, 8))}
+    factored = layout_map.resolve(optax.adafactor(1e-3).init(params))
+    assert factored["0/v_row/d/kernel"].layout.is_replicated
+    assert "pass params= and tx=" in str(factored["0/v_row/d/kernel"].fallback)
+    moments = layout_map.resolve(optax.adam(1e-3).init(params))
+    assert moments["0/mu/up"].layout.axes == ("data", "model")
+    # A placeholder of one element is nothing that a rule was written for.
+    layout_map = flm.LayoutMap("data=2,model=4")
+    layout_map["kernel"] = jax.sharding.PartitionSpec("model")
+    assert layout_map.resolve(optax.adafactor(1e-3).init(params)).unmatched
+
+
+def test_optimizer_rules_apply_to_state_without_its_parameters() -> None:
+    layout_map = flm.LayoutMap("data=2,model=4")
+    layout_map["kernel"] = (None, "model")
+    layout_map.optimizer["kernel"] = ("data", "model")
+    state = optax.adam(1e-3).init({"d": {"kernel": jnp.ones((8, 8))}})
+    leaf = layout_map.resolve(state)["0/mu/d/kernel"]
+    assert (leaf.reason, leaf.layout.axes) == ("optimizer rule", ("data", "model"))
