@@ -1,7 +1,7 @@
 """DeviceMesh: a named grid of devices, with or without the devices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from flax_layoutmap._errors import MeshError
 
+_Shape = Sequence[int] | np.ndarray | Mapping[str, int] | str
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -17,13 +18,15 @@ class DeviceMesh:
     """A named grid of devices.
 
     The constructor is Keras's (`keras.distribution.DeviceMesh`) and more: the shape
-    may hold one `-1`, be one line (`"data=2,model=-1"`), or be a mesh that exists.
+    may hold one `-1`, be one line (`"data=2,model=-1"`) or a dict, or be a mesh that
+    exists.
     Values are immutable, hashable, and equal when shape, axis names, axis types and
     devices are equal.
 
     Args:
         shape: sizes of the axes, `(2, 4)`; or one line, `"data=2,model=-1"`; or a
-            `jax.sharding.Mesh`, `AbstractMesh` or `DeviceMesh`.
+            mapping, `{"data": 2, "model": -1}`; or a `jax.sharding.Mesh`,
+            `AbstractMesh` or `DeviceMesh`.
         axis_names: one name per axis; must be left out when `shape` brings names.
         devices: the devices to use, in the order of the grid (row-major). None takes
             all devices of all processes, ordered by `jax.make_mesh` for the hardware.
@@ -50,7 +53,7 @@ class DeviceMesh:
 
     def __init__(
         self,
-        shape: "Sequence[int] | str | Mesh | AbstractMesh | DeviceMesh",
+        shape: "_Shape | int | Mesh | AbstractMesh | DeviceMesh",
         axis_names: Sequence[str] | None = None,
         devices: Sequence[Any] | np.ndarray | None = None,
         *,
@@ -82,7 +85,7 @@ class DeviceMesh:
     @classmethod
     def abstract(
         cls,
-        shape: Sequence[int] | str,
+        shape: "_Shape | int",
         axis_names: Sequence[str] | None = None,
         *,
         axis_types: Any = "auto",
@@ -90,8 +93,9 @@ class DeviceMesh:
         """Makes a mesh without devices, for planning: a 4,096-chip layout on a laptop.
 
         Args:
-            shape: sizes of the axes, or one line, `"data=256,model=16"`; no `-1`.
-            axis_names: one name per axis, unless `shape` is a line.
+            shape: sizes of the axes, or one line, `"data=256,model=16"`, or a mapping;
+                no `-1`.
+            axis_names: one name per axis, unless `shape` brings them.
             axis_types: as for `DeviceMesh`.
 
         Raises:
@@ -204,7 +208,7 @@ def as_mesh(mesh: Any) -> DeviceMesh | None:
     """
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
-    if isinstance(mesh, Mesh | AbstractMesh | str):
+    if isinstance(mesh, Mesh | AbstractMesh | str | Mapping):
         return DeviceMesh(mesh)
     raise MeshError(
         f"not a mesh: {mesh!r}; use flm.DeviceMesh((2, 4), ('data', 'model')), a "
@@ -232,14 +236,23 @@ def _rebuild_abstract(
 
 
 def _sizes_and_names(
-    shape: Sequence[int] | str, names: Sequence[str] | None
+    shape: _Shape | int, names: Sequence[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    if isinstance(shape, str):
+    if isinstance(shape, str | Mapping):
         if names is not None:
-            raise MeshError(f"the line {shape!r} brings axis names; leave out the rest")
-        shape, names = _parse(shape)
+            kind = "line" if isinstance(shape, str) else "mapping"
+            raise MeshError(
+                f"the {kind} {shape!r} brings axis names; leave out the rest"
+            )
+        shape, names = (
+            _parse(shape)
+            if isinstance(shape, str)
+            else (list(shape.values()), list(shape))
+        )
     if isinstance(names, str):
         raise MeshError(f"axis_names is one string, {names!r}; write ({names!r},)")
+    if isinstance(shape, int | np.integer | np.ndarray):
+        shape = np.atleast_1d(shape).tolist()  # 8 for one axis; a NumPy shape
     if not isinstance(shape, Sequence) or not shape or not names:
         raise MeshError(
             f"DeviceMesh needs a size and a name for each axis, got shape={shape!r} "

@@ -38,6 +38,26 @@ def test_one_size_may_be_computed(shape: Any, mesh: flm.DeviceMesh) -> None:
     assert flm.DeviceMesh(shape, NAMES) == mesh
 
 
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "model": 4}, {"data": -1, "model": np.int64(4)}]
+)
+def test_a_mapping_of_names_to_sizes(sizes: Any, mesh: flm.DeviceMesh) -> None:
+    assert flm.DeviceMesh(sizes) == mesh
+    assert as_mesh(sizes) == mesh
+    with pytest.raises(flm.MeshError, match="the mapping .* brings axis names"):
+        flm.DeviceMesh(sizes, NAMES)
+
+
+def test_a_numpy_shape_and_one_axis(mesh: flm.DeviceMesh) -> None:
+    assert flm.DeviceMesh(np.array([2, 4]), NAMES) == mesh
+    planned = flm.DeviceMesh.abstract({"data": 2, "model": 4})
+    assert planned == flm.DeviceMesh.abstract(np.array([2, 4]), NAMES)
+    for size in (8, np.int64(8), np.array(8)):
+        assert flm.DeviceMesh(size, ("data",)) == flm.DeviceMesh("data=8")
+    with pytest.raises(flm.MeshError, match="must have an int size, got 2.0"):
+        flm.DeviceMesh(np.array([2.0, 4.0]), NAMES)
+
+
 def test_existing_meshes_are_taken_as_they_are(mesh: flm.DeviceMesh) -> None:
     explicit = Mesh(
         np.array(jax.devices()).reshape(4, 2),
