@@ -1,6 +1,6 @@
 """LayoutMap: the mutable builder that a user holds, a thin shell over a RuleSet."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from flax_layoutmap._errors import RuleError, did_you_mean
@@ -23,6 +23,7 @@ from flax_layoutmap._rules import (
 from flax_layoutmap._serialise import rules_from_json, rules_to_json
 
 _MISSING = object()
+_SECTIONS = ("activations", "names", "optimizer")
 
 
 class _Section(MutableMapping[str, TensorLayout]):
@@ -183,13 +184,6 @@ class LayoutMap(_Section):
         strict: for unused rules and large unmatched leaves: None warns once, True makes
             them an error, False is quiet.
 
-    Attributes:
-        activations: output layouts by module path. Stored and saved with the rules;
-            applying them to a model's layers is not part of this version.
-        names: layouts that model code asks for: `flm.distribute_tensor(x, "hidden")`.
-        optimizer: rules for optimizer state by the path of its parameter (ZeRO-1); they
-            win over the parameter's own layout.
-
     Example:
         >>> import flax_layoutmap as flm
         >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
@@ -223,14 +217,12 @@ class LayoutMap(_Section):
         self._mesh = as_mesh(device_mesh)
         self._batch = _batch_axes(batch, self._mesh)
         self._frozen: RuleSet | None = None
-        self.activations = _Section(self)
-        self.names = _Section(self)
-        self.optimizer = _Section(self)
+        self._sections = {name: _Section(self) for name in _SECTIONS}
 
     @classmethod
     def from_rules(
         cls,
-        rules: Iterable[Any],
+        rules: Iterable[Any] | Mapping[str, Any],
         device_mesh: Any = None,
         *,
         overlap: Overlap = "first",
@@ -239,13 +231,17 @@ class LayoutMap(_Section):
         """Makes a map of an ordered list, as EasyLM, big_vision and T5X users have it.
 
         Args:
-            rules: `(pattern, layout)` pairs or `flm.Rule` objects; the first that
-                matches wins.
+            rules: `(pattern, layout)` pairs or `flm.Rule` objects, or a mapping of
+                pattern to layout; the first that matches wins.
             device_mesh: as for `LayoutMap`.
             overlap: as for `LayoutMap`, but `"first"` unless said otherwise.
             **options: the other options of `LayoutMap`.
         """
         layout_map = cls(device_mesh, overlap=overlap, **options)
+        if isinstance(rules, _Section):
+            rules = rules._rules.values()  # with their options
+        elif isinstance(rules, Mapping):
+            rules = rules.items()
         for rule in make_rules(rules):
             layout_map.add(rule)
         return layout_map
@@ -264,8 +260,7 @@ class LayoutMap(_Section):
             strict=rules.strict,
         )
         layout_map._rules.update({rule.pattern: rule for rule in rules.rules})
-        for name in ("activations", "names", "optimizer"):
-            section = getattr(layout_map, name)
+        for name, section in layout_map._sections.items():
             section._rules.update({rule.pattern: rule for rule in getattr(rules, name)})
         return layout_map
 
@@ -274,6 +269,36 @@ class LayoutMap(_Section):
         """The mesh, or None."""
         return self._mesh
 
+    @property
+    def activations(self) -> _Section:
+        """Output layouts by module path.
+
+        Stored and saved with the rules; applying them to a model's layers is not part
+        of this version.
+        """
+        return self._sections["activations"]
+
+    @property
+    def names(self) -> _Section:
+        """Layouts that model code asks for: `flm.distribute_tensor(x, "hidden")`."""
+        return self._sections["names"]
+
+    @property
+    def optimizer(self) -> _Section:
+        """Rules for optimizer state by the path of its parameter (ZeRO-1).
+
+        They win over the parameter's own layout.
+        """
+        return self._sections["optimizer"]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _SECTIONS:
+            raise AttributeError(
+                f"layout_map.{name} cannot be replaced; write into it: "
+                f'layout_map.{name}["kernel"] = …, or layout_map.{name}.update(rules)'
+            )
+        super().__setattr__(name, value)
+
     def freeze(self) -> RuleSet:
         """The frozen rule set that consumers hold; the same object until an edit."""
         if self._frozen is None:
@@ -281,10 +306,11 @@ class LayoutMap(_Section):
                 rules=tuple(self._rules.values()),
                 mesh=self._mesh,
                 batch=self._batch,
-                activations=tuple(self.activations._rules.values()),
-                names=tuple(self.names._rules.values()),
-                optimizer=tuple(self.optimizer._rules.values()),
                 **self._options,
+                **{
+                    name: tuple(section._rules.values())
+                    for name, section in self._sections.items()
+                },
             )
         return self._frozen
 
@@ -393,8 +419,8 @@ class LayoutMap(_Section):
     def __repr__(self) -> str:
         mesh = "" if self._mesh is None else repr(self._mesh)
         lines = "".join(f"\n  {key!r}: {value}," for key, value in self.items())
-        for name in ("activations", "names", "optimizer"):
-            for key, value in getattr(self, name).items():
+        for name, section in self._sections.items():
+            for key, value in section.items():
                 lines += f"\n  {name}[{key!r}]: {value},"
         return f"LayoutMap({mesh}) {{{lines}{chr(10) if lines else ''}}}"
 

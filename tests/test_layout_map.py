@@ -292,6 +292,30 @@ def test_an_abstract_map_moves_to_devices(
 # ---------------------------------------------------------------- constructors
 
 
+def test_from_rules_takes_a_mapping(layout_map: flm.LayoutMap) -> None:
+    rules = {"up/kernel": (None, "model"), "down/.*": ("model", None)}
+    made = flm.LayoutMap.from_rules(rules, ABSTRACT, overlap="error")
+    assert made == layout_map
+    layout_map.add(flm.Rule("bias", ("model",), rank="skip"))
+    again = flm.LayoutMap.from_rules(layout_map, ABSTRACT, overlap="error")
+    assert again == layout_map
+
+
+@pytest.mark.parametrize("name", ["activations", "names", "optimizer"])
+def test_sections_are_written_into_not_replaced(
+    name: str, layout_map: flm.LayoutMap
+) -> None:
+    with pytest.raises(AttributeError) as caught:
+        setattr(layout_map, name, {"kernel": ("data", None)})
+    assert str(caught.value) == (
+        f"layout_map.{name} cannot be replaced; write into it: "
+        f'layout_map.{name}["kernel"] = …, or layout_map.{name}.update(rules)'
+    )
+    section = getattr(layout_map, name)
+    section["kernel"] = ("data", None)
+    assert getattr(layout_map.freeze(), name)[0].pattern == "kernel"
+
+
 def test_from_rules_takes_ordered_lists() -> None:
     rules = [
         ("embedding", P("model", None)),
