@@ -784,6 +784,22 @@ def test_one_error_lists_every_problem(saved: Path) -> None:
     assert all(after[path] is before[path] for path in before), "it was touched"
 
 
+def test_functions_below_the_root_are_refused(saved: Path) -> None:
+    layout_map = rules(MESHES["as saved"]())
+    target = {"model": make, "optimizer": make_optimizer(), "step": 0}
+    with refused(
+        "1 problem",
+        "model: a function must be the whole target (it returns the tree)",
+    ):
+        flm.checkpoint.restore(saved, target, layout_map=layout_map)
+    # What is not restored keeps its value, whatever it is.
+    target = {"step": 0, "hook": make}
+    restored = flm.checkpoint.restore(
+        saved, target, layout_map=layout_map, include="^step$"
+    )
+    assert restored == {"step": 3, "hook": make}
+
+
 def test_a_rule_that_does_not_fit_is_named(saved: Path) -> None:
     layout_map = flm.LayoutMap(flm.DeviceMesh("data=3", devices=jax.devices()[:3]))
     layout_map["up/kernel"] = (None, "data")

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +93,7 @@ def restore(
         tree, rebuild = _opened(target)
         flat = flatten(tree)
         leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
+        _check_functions(leaves, place, selection)
         if target is None:
             plan = plan_without_target(stored, rules, selection, dtype)
         else:
@@ -145,6 +146,19 @@ def _check_mesh(rules: RuleSet | None) -> None:
         f"restore needs a mesh of devices, the rules have {have}; use "
         "layout_map.on(flm.DeviceMesh(...))"
     )
+
+
+def _check_functions(
+    leaves: Mapping[str, Any], place: object, selection: Selection
+) -> None:
+    """Raises CheckpointError for functions that stand for a part of the target."""
+    problems = [
+        f"{path}: a function must be the whole target (it returns the tree)"
+        for path, leaf in leaves.items()
+        if callable(leaf) and path in selection
+    ]
+    if problems:
+        raise problem_list(f"cannot restore {place}", problems)
 
 
 # -------------------------------------------------------------------- reading
