@@ -6,7 +6,7 @@ from typing import Any
 from flax_layoutmap._errors import RuleError, did_you_mean
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._place import place
+from flax_layoutmap._place import place, settle_metadata
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import (
@@ -379,7 +379,7 @@ class LayoutMap(_Section):
         """
         resolution = self.resolve(tree, params=params, tx=tx)
         resolution.announce()
-        return place(tree, resolution)
+        return settle_metadata(place(tree, resolution), resolution)
 
     def explain(self, tree: Any, path: str) -> str:
         """Why the leaf at `path` gets its layout; see `Resolution.explain`."""

@@ -124,3 +124,25 @@ def test_something_else_with_names() -> None:
         rules = (("a", "data"),)
 
     assert mesh_axes(mark_of(Record())) == ((("data",), ()), ())
+
+
+def test_place_rewrites_metadata_that_a_rule_has_overruled() -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh((2, 4), ("data", "model")))
+    layout_map["kernel"] = (None, "model")
+    layout_map["bias"] = None
+    with nnx.use_eager_sharding(False):
+        module = nnx.Linear(
+            4,
+            8,
+            kernel_init=nnx.with_partitioning(nnx.initializers.ones, ("data", None)),
+            rngs=nnx.Rngs(0),
+        )
+    layout_map.place(module)
+    assert module.kernel.get_metadata("out_sharding") == (None, "model")
+    assert tuple(module.kernel.sharding.spec) == (None, "model")
+
+    boxed = {"kernel": nn.Partitioned(jnp.ones((4, 8)), names=("data", None))}
+    placed = layout_map.place(boxed)
+    assert placed["kernel"].names == (None, "model")
+    assert tuple(placed["kernel"].value.sharding.spec) == (None, "model")
+    assert boxed["kernel"].names == ("data", None)
