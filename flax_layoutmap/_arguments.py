@@ -110,8 +110,8 @@ def names_of(
             listed.append(f"{rest[0]}[{number - len(positional)}]")
         else:
             raise LayoutError(
-                f"{option} names argument number {number}, but the function has "
-                f"{list(parameters)}"
+                f"{option.replace('names', 'nums')} names argument number {number}, "
+                f"but the function has {list(parameters)}"
             )
     for name in listed:
         if name.partition("[")[0] not in parameters and not open_names:
@@ -162,7 +162,8 @@ class Argument:
 
     def key(self) -> Any:
         """What a compiled program depends on; equal keys share one."""
-        avals = tuple(map(_aval_key, self.leaves))
+        # State is put where the rules say, so it does not matter where it is.
+        avals = tuple(_aval_key(leaf, not self.is_state) for leaf in self.leaves)
         return self.slot, self.outer, self.graphdefs, self.treedef, avals
 
     def plain(self, leaves: Sequence[Any] | None = None) -> Any:
@@ -278,21 +279,20 @@ def strong(leaf: Any) -> Any:
     return leaf
 
 
-def _aval_key(leaf: Any) -> Any:
+def _aval_key(leaf: Any, with_sharding: bool) -> Any:
     if isinstance(leaf, Tracer):
         return jax.typeof(leaf)
     if isinstance(leaf, _NUMBERS):
         return type(leaf)
-    sharding = getattr(leaf, "sharding", None)
+    dtype = leaf.dtype
+    if isinstance(leaf, np.ndarray | np.generic):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    sharding = getattr(leaf, "sharding", None) if with_sharding else None
     explicit = isinstance(sharding, NamedSharding) and any(
         kind is AxisType.Explicit for kind in sharding.mesh.axis_types
     )
-    return (
-        leaf.shape,
-        leaf.dtype,
-        getattr(leaf, "weak_type", False),
-        sharding if explicit else None,
-    )
+    weak = getattr(leaf, "weak_type", False)
+    return leaf.shape, dtype, weak, sharding if explicit else None
 
 
 def check_not_shared(arguments: Sequence[Argument]) -> None:

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_layoutmap._arguments import Argument
-from flax_layoutmap._errors import LayoutError, bullet_list
+from flax_layoutmap._errors import LayoutError, MeshError, bullet_list
 from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
 from flax_layoutmap._mesh import DeviceMesh, same_grid
 from flax_layoutmap._place import put
@@ -39,7 +39,9 @@ def place_data(argument: Argument, rules: RuleSet | None) -> None:
     problems: list[str] = []
     for at, leaf in enumerate(argument.leaves):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            if leaf.committed:
+            # On a single device, every placement is the same as that of a host array.
+            single = mesh.size == 1 and leaf.devices() == set(mesh.devices.flat)
+            if leaf.committed and not single:
                 where = _on_mesh(leaf.sharding, mesh, leaf.ndim)
                 if where is None:
                     problems.append(
@@ -154,9 +156,11 @@ def fit(arguments: Sequence[Argument], wanted: Sequence[Any]) -> set[int]:
         for at, leaf in enumerate(leaves):
             position += 1
             sharding = wanted[position]
-            if sharding is None or not isinstance(leaf, jax.Array):
+            if sharding is None or isinstance(leaf, _ABSTRACT):
                 continue
-            if isinstance(leaf, Tracer):
+            if not isinstance(leaf, jax.Array):
+                leaves[at] = put(leaf, sharding)
+                placed.add(position)
                 continue
             own = leaf.sharding
             if own == sharding and leaf.committed:
@@ -253,7 +257,12 @@ def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> 
     ):
         return layout
     layout = TensorLayout(layout)
-    if layout.device_mesh is None and mesh is not None:
+    if layout.device_mesh is None:
+        if mesh is None:
+            raise MeshError(
+                f"{what}: no mesh for the layout {layout}; give it one, "
+                "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
+            )
         layout = layout.on(mesh)
     try:
         layout.shard_shape(np.shape(leaf))

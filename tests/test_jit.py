@@ -1,0 +1,1345 @@
+"""jit: layouts of state and data, objects in place, caches, donation, and bad input."""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import inspect
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import Dims, assert_lies, bare
+
+import flax_layoutmap as flm
+from flax_layoutmap import _jit
+from flax_layoutmap._paths import flatten
+from flax_layoutmap._scope import current_rules
+
+P = PartitionSpec
+NAMES = ("data", "model")
+KINDS: dict[str, Any] = {
+    "auto": "auto",
+    "explicit": "explicit",
+    "mixed": ("explicit", "auto"),
+}
+COLUMN, ROW, BATCH = ((), ("model",)), (("model",), ()), (("data",), ())
+X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
+Y = np.linspace(1.0, -1.0, 64, dtype=np.float32).reshape(8, 8)
+
+
+def counting(key: Any, shape: Any, dtype: Any = jnp.float32, *_: Any) -> Any:
+    """An initialiser that compiles in no time."""
+    del key
+    size = int(np.prod(shape))
+    return jnp.sin(jnp.arange(size, dtype=dtype)).reshape(shape) / 3
+
+
+class Model(nnx.Module):
+    """Two sharded kernels, BatchNorm statistics, and a Dropout that counts."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.up = nnx.Linear(8, 16, kernel_init=counting, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 8, kernel_init=counting, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(self.drop(nnx.relu(self.up(self.norm(x)))))
+
+
+DIMS: dict[str, Dims] = {
+    "up/kernel": COLUMN,
+    "up/bias": (("model",),),
+    "down/kernel": ROW,
+}
+
+
+def grid(kind: str = "auto") -> flm.DeviceMesh:
+    return flm.DeviceMesh((2, 4), NAMES, axis_types=KINDS[kind])
+
+
+def rules(mesh: Any = None, **options: Any) -> flm.LayoutMap:
+    mesh = grid() if mesh is None else mesh
+    layout_map = flm.LayoutMap(mesh, strict=False, **options)
+    layout_map["up/kernel"] = (None, "model")
+    layout_map["up/bias"] = ("model",)
+    layout_map["down/kernel"] = ("model", None)
+    layout_map.names["hidden"] = ("data", None)
+    return layout_map
+
+
+def make() -> Any:
+    return Model(nnx.Rngs(0))
+
+
+def train(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
+    def loss_of(model: Any) -> Any:
+        hidden = model.up(model.norm(x))
+        if current_rules() is not None:
+            # On Explicit axes, JAX asks for this where a sharded dim is contracted.
+            hidden = flm.distribute_tensor(hidden, "hidden")
+        return ((model.down(model.drop(nnx.relu(hidden))) - y) ** 2).mean()
+
+    loss, grads = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def predict(model: Any, x: Any) -> Any:
+    return model(x)
+
+
+def nudge(model: Any, x: Any) -> Any:
+    """Changes one kernel, and reads the other."""
+    model.up.kernel[...] = model.up.kernel[...] + x.sum()
+    return model.down.kernel[...].sum()
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    flat = flatten(tree)
+    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
+
+
+def assert_model_lies(model: Any, mesh: flm.DeviceMesh) -> None:
+    for path, leaf in leaves_of(model).items():
+        assert_lies(leaf, DIMS[path] if path in DIMS else ((),) * leaf.ndim, mesh)
+
+
+def assert_optimizer_lies(optimizer: Any, mesh: flm.DeviceMesh) -> None:
+    count = 0
+    for path, leaf in leaves_of(nnx.state(optimizer)).items():
+        found = [dims for key, dims in DIMS.items() if path.endswith(f"u/{key}")]
+        count += len(found)
+        assert_lies(leaf, found[0] if found else ((),) * leaf.ndim, mesh)
+    assert count == 6
+
+
+class Counted:
+    """A function that counts how often it is traced."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.count = 0
+        self.__signature__ = inspect.signature(function)
+        self.__name__ = function.__name__
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self._function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def refuses(error: type[Exception], text: str) -> Iterator[None]:
+    """The block raises this error with this very text."""
+    with pytest.raises(error) as caught:
+        yield
+    assert str(caught.value) == text
+
+
+# ------------------------------------------------------------------------ training
+
+
+@pytest.fixture(scope="module")
+def plain_run() -> tuple[list[float], Any]:
+    """Three steps on one device, by nnx.jit: losses, and the model."""
+    model = make()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    step = nnx.jit(train)
+    return [float(step(model, optimizer, X, Y)) for _ in range(3)], model
+
+
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [
+        ("auto", "bare"),
+        ("auto", "set_mesh"),
+        ("explicit", "bare"),
+        ("explicit", "set_mesh"),
+        ("mixed", "bare"),
+    ],
+)
+def test_training(kind: str, context: str, plain_run: Any) -> None:
+    mesh = grid(kind)
+    layout_map = rules(mesh)
+    function = Counted(train)
+    step = flm.jit(
+        function, layout_map=layout_map, donate_argnames=("model", "optimizer")
+    )
+    losses = []
+    inside = (
+        jax.set_mesh(bare(mesh)) if context == "set_mesh" else contextlib.nullcontext()
+    )
+    with inside:
+        model = flm.create(make, layout_map)
+        optimizer = flm.create_optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        kernel, statistics = model.up.kernel, model.norm.mean
+        for _ in range(3):
+            losses.append(float(step(model, optimizer, X, Y)))
+            # Nothing drifts, and nothing is traced or compiled again.
+            assert_model_lies(model, mesh)
+            assert_optimizer_lies(optimizer, mesh)
+            assert function.count == 1 and step._cache_size() == 1
+    wanted, plain = plain_run
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    # In place: the objects are the caller's own.
+    assert model.up.kernel is kernel and model.norm.mean is statistics
+    assert int(optimizer.step[...]) == 3 and int(model.drop.rngs.count[...]) == 3 + int(
+        make().drop.rngs.count[...]
+    )
+    for path, leaf in leaves_of(nnx.state(plain, nnx.Param, nnx.BatchStat)[0]).items():
+        found = leaves_of(model)[path]
+        np.testing.assert_allclose(found, leaf, rtol=2e-3, atol=1e-5, err_msg=path)
+    assert np.abs(np.asarray(model.norm.mean[...])).max() > 0
+
+
+def test_a_loop_with_placed_batches_compiles_once(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    function = Counted(predict)
+    step = flm.jit(function, layout_map=layout_map)
+    model = flm.create(make, layout_map)
+    model.eval()
+    data = bare(mesh)
+    batches = [
+        X,
+        jnp.asarray(X),
+        jax.device_put(X, NamedSharding(data, P("data"))),
+        jax.device_put(X, NamedSharding(data, P("data", None))),
+        jax.device_put(X, NamedSharding(data, P(("data",), None))),
+    ]
+    results = [np.asarray(step(model, batch)) for batch in batches]
+    assert function.count == 1 and step._cache_size() == 1
+    for result in results:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_several_batch_shapes_and_back(mesh: flm.DeviceMesh) -> None:
+    function = Counted(lambda x: x.sum())
+    step = flm.jit(function, layout_map=rules(mesh))
+    for rows in (2, 4, 2, 6, 4, 2):
+        step(np.ones((rows, 8), np.float32))
+    assert function.count == 3 and step._cache_size() == 3
+
+
+def test_old_programs_are_dropped(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_jit, "_PROGRAMS", 2)
+    function = Counted(lambda x: x.sum())
+    step = flm.jit(function, layout_map=rules(mesh))
+    for rows in (2, 4, 6):
+        step(np.ones((rows, 8), np.float32))
+    assert len(step._programs) == 2 and function.count == 3
+    step(np.ones((6, 8), np.float32))
+    step(np.ones((4, 8), np.float32))
+    assert function.count == 3
+    step(np.ones((2, 8), np.float32))
+    assert function.count == 4
+
+
+def test_a_rule_added_later_takes_effect(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    layout_map.names["out"] = (None, "model")
+    step = flm.jit(
+        lambda tree, x: ({"w": tree["w"] * 2}, flm.distribute_tensor(x, "out")),
+        layout_map=layout_map,
+        donate_argnames="tree",
+    )
+    new, out = step({"w": X}, X)
+    assert_lies(new["w"], ((), ()), mesh, X * 2)
+    assert_lies(out, COLUMN, mesh, X)
+    layout_map["w"] = ("model", None)
+    layout_map.names.replace("out", ("model", None))
+    new, out = step({"w": X}, X)
+    assert_lies(new["w"], ROW, mesh, X * 2)
+    assert_lies(out, ROW, mesh, X)
+
+
+def test_a_python_int_step(mesh: flm.DeviceMesh) -> None:
+    function = Counted(lambda state: {**state, "step": state["step"] + 1})
+    step = flm.jit(function, layout_map=rules(mesh), donate_argnames="state")
+    state = {"step": 0, "rate": 0.5, "up": {"kernel": X}}
+    for _ in range(3):
+        state = step(state)
+    assert function.count == 1 and step._cache_size() == 1
+    assert_lies(state["step"], (), mesh, np.int32(3))
+    assert_lies(state["rate"], (), mesh, np.float32(0.5))
+    assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
+
+
+def test_weak_types_do_not_compile_twice(mesh: flm.DeviceMesh) -> None:
+    function = Counted(
+        lambda state: {"rate": jnp.where(True, 1.0, 2.0) + 0 * state["rate"]}
+    )
+    step = flm.jit(function, layout_map=rules(mesh), donate_argnames="state")
+    state = {"rate": jnp.asarray(1.0) * 1}
+    for rate in (jnp.where(True, 1.0, 2.0), None, None):
+        state = step({"rate": rate} if rate is not None else state)
+        assert not state["rate"].weak_type
+    assert function.count == 1 and step._cache_size() == 1
+
+    class Scalar(nnx.Module):
+        def __init__(self) -> None:
+            self.rate = nnx.Variable(0.5)
+
+    def halve(scalar: Any) -> None:
+        scalar.rate[...] = 0.25
+
+    scalar, again = Scalar(), Counted(halve)
+    step = flm.jit(again, layout_map=rules(mesh))
+    for _ in range(3):
+        step(scalar)
+    assert again.count == 1 and step._cache_size() == 1
+    assert_lies(scalar.rate.get_value(), (), mesh, np.float32(0.25))
+
+
+# --------------------------------------------------------------------- kinds of state
+
+
+def make_train_state(mesh: flm.DeviceMesh) -> Any:
+    net = linen.Dense(16, kernel_init=counting)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (None, "model")
+
+    def build() -> Any:
+        params = net.init(jax.random.key(0), jnp.ones((1, 8)))["params"]
+        return TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.1))
+
+    return layout_map, flm.create(build, layout_map)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_train_state(kind: str, donate: bool) -> None:
+    mesh = grid(kind)
+    layout_map, state = make_train_state(mesh)
+
+    def update(state: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return state.apply_fn({"params": params}, x).sum()
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return {"state": state.apply_gradients(grads=grads), "loss": (loss, None)}
+
+    function = Counted(update)
+    step = flm.jit(
+        function,
+        layout_map=layout_map,
+        donate_argnames=("state",) if donate else (),
+    )
+    first = state
+    for count in range(1, 4):
+        result = step(state, X)
+        state, (loss, nothing) = result["state"], result["loss"]
+        assert nothing is None and loss.shape == ()
+        adam = state.opt_state[0]
+        for tree in (state.params, adam.mu, adam.nu):
+            assert_lies(tree["kernel"], COLUMN, mesh)
+            assert_lies(tree["bias"], ((),), mesh)
+        assert_lies(state.step, (), mesh, np.int32(count))
+    assert type(state) is TrainState
+    assert function.count == 1 and step._cache_size() == 1
+    assert first.params["kernel"].is_deleted() is donate
+
+
+@dataclasses.dataclass
+class Pair:
+    params: Any
+    rest: Any
+
+
+jax.tree_util.register_dataclass(Pair, data_fields=["params", "rest"], meta_fields=[])
+
+
+def test_trees_dataclasses_and_optax_states(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    params = layout_map.place({"up": {"kernel": np.ones((8, 16), np.float32)}})
+    tx = optax.adam(1e-2)
+    opt_state = flm.create_optimizer(params, tx)
+
+    def update(pair: Any, opt_state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: (x @ p["up"]["kernel"]).sum())(pair.params)
+        updates, opt_state = tx.update(grads, opt_state, pair.params)
+        new = Pair(optax.apply_updates(pair.params, updates), [pair.rest[0] + 1])
+        return grads, (new, {"o": [opt_state]})
+
+    function = Counted(update)
+    step = flm.jit(
+        function, layout_map=layout_map, donate_argnames=("pair", "opt_state")
+    )
+    pair = Pair(params, [0])
+    for _ in range(2):
+        grads, (pair, rest) = step(pair, opt_state, X)
+        (opt_state,) = rest["o"]
+        assert_lies(pair.params["up"]["kernel"], COLUMN, mesh)
+        assert_lies(opt_state[0].mu["up"]["kernel"], COLUMN, mesh)
+        assert_lies(opt_state[0].count, (), mesh)
+        assert grads["up"]["kernel"].shape == (8, 16)
+    assert function.count == 1 and step._cache_size() == 1
+    assert int(pair.rest[0]) == 2
+
+
+def test_what_counts_as_state(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2))
+    _, train_state = make_train_state(mesh)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    kinds = {
+        "model": (model, True),
+        "optimizer": (optimizer, True),
+        "both": ({"model": model, "optimizer": optimizer, "step": 3}, True),
+        "rngs": (nnx.Rngs(0), True),
+        "variable": (model.up.kernel, True),
+        "state": (nnx.state(model), True),
+        "train_state": (train_state, True),
+        "opt_state": (train_state.opt_state, True),
+        "params": (params, False),
+        "array": (X, False),
+        "pair": ((X, X), False),
+        "nothing": (None, False),
+    }
+    for name, (value, is_state) in kinds.items():
+        step = flm.jit(lambda x: 0, layout_map=layout_map)
+        ((argument,), _) = step._bind((value,), {})
+        assert argument.is_state is is_state, name
+
+
+def test_a_state_of_nnx(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    graphdef, state = nnx.split(flm.create(make, layout_map))
+
+    def update(state: Any, x: Any) -> Any:
+        model = nnx.merge(graphdef, state)
+        return model(x).sum(), nnx.state(model)
+
+    function = Counted(update)
+    step = flm.jit(function, layout_map=layout_map)
+    for _ in range(2):
+        _, state = step(state, X)
+        assert_model_lies(state, mesh)
+    assert function.count == 1 and step._cache_size() == 1
+
+
+def test_variables_are_updated_in_place(mesh: flm.DeviceMesh) -> None:
+    kernel, other = nnx.Param(X), nnx.Param(X)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+
+    def double(variable: Any, pair: Any) -> None:
+        variable[...] = variable[...] * 2
+        pair["a"][...] = pair["a"][...] + 1
+
+    flm.jit(double, layout_map=layout_map)(kernel, {"a": other, "b": X})
+    assert_lies(kernel.get_value(), ((), ()), mesh, X * 2)
+    assert_lies(other.get_value(), ((), ()), mesh, X + 1)
+
+
+def test_rngs_count(mesh: flm.DeviceMesh) -> None:
+    rngs, plain = nnx.Rngs(0), nnx.Rngs(0)
+    draw = flm.jit(lambda rngs: rngs.uniform((4,)), layout_map=rules(mesh))
+    for _ in range(2):
+        np.testing.assert_array_equal(draw(rngs), plain.uniform((4,)))
+    assert int(rngs.default.count[...]) == 2
+
+
+def test_a_state_is_found_inside_the_results(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["a"] = ("model", None)
+    layout_map["b"] = (None, "model")
+    step = flm.jit(
+        lambda s, x: (x, {"new": [s, {"b": s["b"]}], "copy": (s,)}, None),
+        layout_map=layout_map,
+        donate_argnames="s",
+    )
+    _, found, nothing = step({"a": X, "b": X}, X)
+    assert nothing is None
+    for state in (found["new"][0], found["copy"][0]):
+        assert_lies(state["a"], ROW, mesh, X)
+        assert_lies(state["b"], COLUMN, mesh, X)
+
+
+def test_states_of_one_structure_keep_their_order(mesh: flm.DeviceMesh) -> None:
+    a = jax.device_put(X, NamedSharding(bare(mesh), P("model")))
+    b = jax.device_put(X, NamedSharding(bare(mesh), P(None, "model")))
+    step = flm.jit(lambda a, b: (a * 2, b * 3), donate_argnames=("a", "b"))
+    first, second = step({"w": a}["w"], b)
+    assert_lies(first, ROW, mesh, X * 2)
+    assert_lies(second, COLUMN, mesh, X * 3)
+
+
+# --------------------------------------------------------------------------- data
+
+
+def test_host_arrays_are_split_over_the_batch_axes() -> None:
+    layout_map = rules(batch=("data", "model"))
+    mesh = grid()
+    step = flm.jit(lambda b: b, layout_map=layout_map)
+    batch = {
+        "x": X,
+        "y": jnp.asarray(Y),
+        "mask": np.ones(8, bool),
+        "empty": np.zeros((0, 4), np.float32),
+        "scale": np.float32(2),
+        "number": 3,
+        "key": jax.random.key(0),
+        "keys": jax.random.split(jax.random.key(0), 3),
+        "none": None,
+    }
+    out = step(batch)
+    every = ("data", "model")
+    assert_lies(out["x"], (every, ()), mesh, X)
+    assert_lies(out["y"], (every, ()), mesh, Y)
+    assert_lies(out["mask"], (every,), mesh)
+    assert out["empty"].shape == (0, 4)
+    for name in ("scale", "key"):
+        assert_lies(out[name], (), mesh)
+    assert_lies(out["keys"], ((),), mesh)
+    assert int(out["number"]) == 3 and out["none"] is None
+
+
+def test_arrays_on_the_mesh_keep_their_layout(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    step = flm.jit(lambda x: x, layout_map=layout_map)
+    for spec in (P(None, "model"), P("model", "data"), P()):
+        x = jax.device_put(X, NamedSharding(bare(mesh), spec))
+        assert step(x).sharding.is_equivalent_to(x.sharding, 2)
+    # The same devices under other names, or with axes of another type.
+    other = flm.DeviceMesh((4, 2), ("a", "b"))
+    x = jax.device_put(X, NamedSharding(bare(other), P("a", "b")))
+    assert_lies(step(x), (("a",), ("b",)), other, X)
+    x = jax.device_put(X, NamedSharding(bare(grid("explicit")), P("data")))
+    assert_lies(step(x), BATCH, mesh, X)
+
+
+def test_a_batch_that_does_not_divide(mesh: flm.DeviceMesh) -> None:
+    function = Counted(lambda batch: batch)
+    step = flm.jit(function, layout_map=rules(mesh))
+    with refuses(
+        flm.LayoutError,
+        "the batch does not divide over the batch axes ('data',):\n"
+        "  - batch/x (3,8): dim 0 of size 3 does not divide by mesh axis 'data' of "
+        "size 2\npad it, drop the rest, or place it yourself with "
+        "flm.distribute_tensor",
+    ):
+        step({"x": X[:3], "y": X})
+    assert function.count == 0
+
+
+def test_data_on_other_devices(mesh: flm.DeviceMesh) -> None:
+    step = flm.jit(lambda batch: batch, layout_map=rules(mesh))
+    with refuses(
+        flm.LayoutError,
+        "1 arrays are not on the mesh of the rules, data=2,model=4:\n"
+        "  - batch/x (8,8) is on the single device "
+        f"{jax.devices()[3]}\nplace them with flm.distribute_tensor, or pass them as "
+        "NumPy arrays, which are split over the batch axes",
+    ):
+        step({"x": jax.device_put(X, jax.devices()[3])})
+    half = flm.DeviceMesh((4,), ("data",), devices=jax.devices()[:4])
+    with pytest.raises(flm.LayoutError, match=re.escape("P(data) on mesh data=4")):
+        step(jax.device_put(X, NamedSharding(bare(half), P("data"))))
+    turned = flm.DeviceMesh((2, 4), NAMES, devices=jax.devices()[::-1])
+    with pytest.raises(flm.LayoutError, match="not on the mesh of the rules"):
+        step(jax.device_put(X, NamedSharding(bare(turned), P("data"))))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "what"),
+    [
+        ("text", "the str 'text'"),
+        (np.array(["a", "b"]), "the array of <U1"),
+        (np.array([object()]), "the array of object"),
+        ({1, 2}, "the set {1, 2}"),
+    ],
+)
+@pytest.mark.parametrize("donate", [(), "batch"])
+@pytest.mark.parametrize("mapped", [True, False])
+def test_leaves_that_are_no_arrays(
+    leaf: Any, what: str, donate: Any, mapped: bool
+) -> None:
+    layout_map = rules() if mapped else None
+    step = flm.jit(lambda batch: 0, layout_map=layout_map, donate_argnames=donate)
+    with refuses(
+        flm.LayoutError,
+        f"batch/name is neither an array nor a number, but {what}: take it out of the "
+        "argument, or name a whole (hashable) argument in static_argnames",
+    ):
+        step({"name": leaf})
+
+
+# ------------------------------------------------------------------ where state must be
+
+
+def test_state_that_is_elsewhere(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    function = Counted(predict)
+    step = flm.jit(function, layout_map=layout_map)
+    model = make()
+    device = jax.devices()[3]
+    nnx.update(model, jax.device_put(nnx.state(model), device))
+    with pytest.raises(flm.LayoutError) as caught:
+        step(model, X)
+    text = str(caught.value)
+    assert text.startswith("10 arrays are not where this jit wants them:\n")
+    assert (
+        "  - model/up/kernel (8,16): wanted P(-, model) on mesh data=2,model=4, it is "
+        f"on the single device {device}\n" in text
+    )
+    assert text.endswith(
+        "\nmove them first, layout_map.place(model), or make the model with "
+        "flm.create(make, layout_map)"
+    )
+    layout_map.place(model)
+    step(model, X)
+    other = rules(mesh)
+    other.replace("up/kernel", ("model", None))
+    other.place(model)
+    with refuses(
+        flm.LayoutError,
+        "1 arrays are not where this jit wants them:\n"
+        "  - model/up/kernel (8,16): wanted P(-, model) on mesh data=2,model=4, it is "
+        "P(model) on mesh data=2,model=4\nmove them first, layout_map.place(model), or "
+        "make the model with flm.create(make, layout_map)",
+    ):
+        step(model, X)
+
+
+def test_state_that_was_never_placed_is_placed_once(mesh: flm.DeviceMesh) -> None:
+    model = make()
+    step = flm.jit(predict, layout_map=rules(mesh))
+    step(model, X)
+    assert_model_lies(model, mesh)
+    kernel = model.up.kernel.get_value()
+    step(model, X)
+    assert model.up.kernel.get_value() is kernel
+    assert step._cache_size() == 1
+
+
+def test_other_spellings_of_a_layout_are_no_error(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    step = flm.jit(predict, layout_map=layout_map)
+    step(model, X)
+    spelled = NamedSharding(bare(mesh), P(("model",), None))
+    model.down.kernel.set_value(jax.device_put(model.down.kernel[...], spelled))
+    twin = NamedSharding(bare(grid("explicit")), P(None, "model"))
+    model.up.kernel.set_value(jax.device_put(model.up.kernel[...], twin))
+    step(model, X)
+    assert step._cache_size() == 1
+    assert_model_lies(model, mesh)
+    assert model.up.kernel[...].sharding.mesh == mesh.jax_mesh
+
+
+def test_a_mesh_of_one_device() -> None:
+    one = flm.DeviceMesh((1, 1), NAMES, devices=jax.devices()[2:3])
+    layout_map = rules(one)
+    model, device = make(), jax.devices()[2]
+    nnx.update(model, jax.device_put(nnx.state(model), device))
+    step = flm.jit(predict, layout_map=layout_map)
+    for x in (
+        X,
+        jax.device_put(X, device),
+        jax.device_put(X, NamedSharding(bare(one), P("data"))),
+    ):
+        step(model, x)
+    assert step._cache_size() == 1
+    assert_model_lies(model, one)
+
+
+# ------------------------------------------------------------------------- donation
+
+
+def test_donation(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    one, two = (flm.create(make, layout_map) for _ in range(2))
+
+    def both(one: Any, two: Any, tree: Any) -> Any:
+        nudge(one, X)
+        nudge(two, X)
+        return {"w": tree["w"] + 1}
+
+    def deleted(**options: Any) -> list[bool]:
+        step = flm.jit(both, layout_map=layout_map, **options)
+        tree = {"w": flm.distribute_tensor(X, flm.TensorLayout(None, mesh))}
+        old = one.up.kernel.get_value(), two.up.kernel.get_value(), tree["w"]
+        step(one, two, tree)
+        for model in (one, two):
+            assert_model_lies(model, mesh)
+            assert not any(model.up.kernel.get_value() is leaf for leaf in old)
+        return [leaf.is_deleted() for leaf in old]
+
+    assert deleted() == [False, False, False]
+    assert deleted(donate_argnames="one", donate_argnums=2) == [True, False, True]
+    assert deleted(donate_argnums=(1,)) == [False, True, False]
+    assert deleted(donate_argnums=(0, -2), donate_argnames=["tree"]) == [True] * 3
+
+
+def test_what_is_donated_but_not_changed_stays(mesh: flm.DeviceMesh) -> None:
+    class Square(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.asarray(X))
+            self.count = nnx.Variable(jnp.zeros((8, 8)))
+
+    def run(model: Any, x: Any) -> Any:
+        model.count[...] = model.count[...] + 1
+        return model.w[...] @ x  # of the shape and layout of w
+
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["w|count"] = ("data", None)
+    model = flm.create(Square, layout_map)
+    count = model.count.get_value()
+    step = flm.jit(run, layout_map=layout_map, donate_argnames="model")
+    for _ in range(2):
+        step(model, X)
+    assert count.is_deleted()
+    assert_lies(model.w.get_value(), BATCH, mesh, X)
+    # Control: plain donation takes the buffer for the result.
+    w = jax.device_put(X, NamedSharding(bare(mesh), P("data")))
+    jax.jit(lambda w, x: w @ x, donate_argnums=0)(w, X)
+    assert w.is_deleted()
+
+
+def test_one_array_donated_twice(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    x = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
+    both = flm.jit(
+        lambda a, b: (a * 2, b * 2), layout_map=layout_map, donate_argnums=(0, 1)
+    )
+    with refuses(
+        flm.LayoutError,
+        "a/w and b/w are one array, which is donated: it cannot be used twice; copy it "
+        "first, jax.numpy.copy(x), or do not donate it",
+    ):
+        flm.jit(lambda a, b: (a, b), layout_map=layout_map, donate_argnums=(0, 1))(
+            {"w": x}, {"w": x}
+        )
+    one = flm.jit(lambda a, b: (a * 2, b * 2), layout_map=layout_map, donate_argnums=0)
+    with pytest.raises(
+        flm.LayoutError, match="a and b are one array, which is donated"
+    ):
+        one(x, x)
+    assert not x.is_deleted()
+    both(x, jnp.copy(x))
+    assert x.is_deleted()
+
+
+# --------------------------------------------------------------- options and signatures
+
+
+def test_static_arguments(mesh: flm.DeviceMesh) -> None:
+    def scale(x: Any, by: Any, *, how: str = "times") -> Any:
+        assert isinstance(by, int | float) and isinstance(how, str)
+        return x * by if how == "times" else x + by
+
+    function = Counted(scale)
+    several: list[dict[str, Any]] = [
+        {"static_argnames": ("by", "how")},
+        {"static_argnames": "how", "static_argnums": 1},
+        {"static_argnames": ["how"], "static_argnums": (-1,)},
+    ]
+    for options in several:
+        step = flm.jit(function, layout_map=rules(mesh), **options)
+        np.testing.assert_array_equal(step(X, 2), X * 2)
+        np.testing.assert_array_equal(step(x=X, by=2), X * 2)
+        np.testing.assert_array_equal(step(X, 3, how="plus"), X + 3)
+        before = function.count
+        step(X, by=2)
+        step(X, 3, how="plus")
+        assert function.count == before
+    # Equal values of other types are other programs.
+    step = flm.jit(function, layout_map=rules(mesh), static_argnames=("by", "how"))
+    assert step(np.ones(8, np.int32), 1).dtype == jnp.int32
+    assert step(np.ones(8, np.int32), 1.0).dtype == jnp.float32
+    with refuses(
+        flm.LayoutError,
+        "the static argument 'by' cannot be hashed: [2]; make it a tuple or a frozen "
+        "dataclass, or take it out of static_argnames",
+    ):
+        step(X, [2])
+
+
+def test_signatures(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    model.eval()
+
+    def function(first: Any, /, *args: Any, scale: Any = 2, **kwargs: Any) -> Any:
+        (inner,) = args
+        return inner(first) * scale + kwargs["first"]["offset"] - kwargs["args"]
+
+    step = flm.jit(function, layout_map=layout_map)
+    wanted = function(X, model, scale=3, first={"offset": Y}, args=1)
+    found = step(X, model, scale=3, first={"offset": Y}, args=1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    # In *args, state and data each are what they are.
+    kinds = flm.jit(lambda *args: args[1], layout_map=layout_map)
+    assert_lies(kinds(model, X), BATCH, mesh, X)
+
+
+def test_options_of_variadic_arguments(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return [arg * 2 for arg in args], {k: v * 3 for k, v in kwargs.items()}
+
+    on_mesh = functools.partial(
+        flm.distribute_tensor, layout=flm.TensorLayout(None, mesh)
+    )
+    step = flm.jit(
+        function, layout_map=layout_map, donate_argnums=1, donate_argnames="state"
+    )
+    values = [on_mesh(X + at) for at in range(4)]
+    step(values[0], values[1], other=values[2], state=values[3])
+    assert [value.is_deleted() for value in values] == [False, True, False, True]
+    step = flm.jit(function, layout_map=layout_map, donate_argnames="args")
+    values = [on_mesh(X + at) for at in range(2)]
+    step(*values)
+    assert all(value.is_deleted() for value in values)
+    step = flm.jit(
+        lambda *args: args[0] * args[1], layout_map=layout_map, static_argnums=1
+    )
+    np.testing.assert_array_equal(step(X, 2), X * 2)
+
+
+def test_methods_and_decorators(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+
+    class Net(Model):
+        @flm.jit(layout_map=layout_map)
+        def run(self, x: Any) -> Any:
+            """Runs."""
+            return self(x)
+
+    net = flm.create(lambda: Net(nnx.Rngs(0)), layout_map)
+    before = int(net.drop.rngs.count[...])
+    assert net.run(X).shape == (8, 8)
+    assert int(net.drop.rngs.count[...]) == before + 1
+    assert Net.run.__name__ == "run" and Net.run.__doc__ == "Runs."
+    assert str(inspect.signature(flm.jit(train))) == str(inspect.signature(train))
+    partial = flm.jit(functools.partial(predict, x=X), layout_map=layout_map)
+    assert partial(net).shape == (8, 8)
+
+
+def test_unknown_arguments() -> None:
+    def function(model: Any, x: Any) -> Any:
+        del model, x
+
+    for option in ("static_argnames", "donate_argnames"):
+        with refuses(
+            flm.LayoutError,
+            f"{option} names the argument 'modle', but the function has "
+            "['model', 'x']; did you mean 'model'?",
+        ):
+            options: dict[str, Any] = {option: "modle"}
+            flm.jit(function, **options)
+    with pytest.raises(flm.LayoutError, match="in_shardings names the argument 'y'"):
+        flm.jit(function, in_shardings={"y": None})
+    with refuses(
+        flm.LayoutError,
+        "donate_argnums names argument number 2, but the function has ['model', 'x']",
+    ):
+        flm.jit(function, donate_argnums=2)
+    with refuses(
+        flm.LayoutError, "static arguments have no buffers or shardings: ['x']"
+    ):
+        flm.jit(function, static_argnames="x", donate_argnums=1)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        flm.jit(function)(1)
+
+
+def test_in_shardings(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    column = NamedSharding(bare(mesh), P(None, "model"))
+    for given in (
+        column,
+        flm.TensorLayout((None, "model"), mesh),
+        flm.TensorLayout((None, "model")),
+        P(None, "model"),
+    ):
+        step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": given})
+        assert_lies(step(X), COLUMN, mesh, X)
+        assert_lies(step(jnp.asarray(X)), COLUMN, mesh, X)
+        assert step._cache_size() == 1
+    # A prefix, with None for what stays as it is; and for state.
+    step = flm.jit(
+        lambda batch, state: (batch, state),
+        layout_map=layout_map,
+        in_shardings={"batch": {"x": column, "y": None}, "state": column},
+        donate_argnames="state",
+    )
+    batch, state = step({"x": [X, X], "y": X}, {"up": {"kernel": X}})
+    assert_lies(batch["x"][1], COLUMN, mesh, X)
+    assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
+
+
+def test_in_shardings_of_a_model(mesh: flm.DeviceMesh) -> None:
+    layout_map, other = rules(mesh), rules(mesh)
+    other.replace("up/kernel", ("model", None))
+    model = flm.create(make, other)
+    step = flm.jit(
+        nudge,
+        layout_map=layout_map,
+        in_shardings={"model": other.shardings(model)},
+        donate_argnames="model",
+    )
+    for _ in range(2):
+        step(model, X)
+        assert_lies(model.up.kernel.get_value(), ROW, mesh)
+        assert_lies(model.down.kernel.get_value(), ROW, mesh)
+    assert step._cache_size() == 1
+
+
+def test_bad_in_shardings(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    column = NamedSharding(bare(mesh), P(None, "model"))
+    with refuses(
+        flm.LayoutError,
+        "in_shardings is a mapping from the name of an argument to its sharding, "
+        "{'batch': sharding}; got (None,)",
+    ):
+        flm.jit(lambda x: x, in_shardings=(None,))  # type: ignore[arg-type]
+    step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": column})
+    with refuses(
+        flm.LayoutError,
+        "in_shardings['x']: (None, 'model', ...): shape (8, 6): dim 1 of size 6 does "
+        "not divide by mesh axis 'model' of size 4",
+    ):
+        step(X[:, :6])
+    with pytest.raises(flm.LayoutError, match=r"in_shardings\['x'\] must be one shard"):
+        flm.jit(lambda x: x, in_shardings={"x": [column]})({"a": X})
+    elsewhere = jax.device_put(X, NamedSharding(bare(mesh), P("data")))
+    with pytest.raises(flm.LayoutError, match="x .8,8.: wanted P.-, model. on mesh"):
+        step(elsewhere)
+    with refuses(
+        flm.MeshError,
+        "in_shardings['x']: no mesh for the layout ('data', ...); give it one, "
+        "flm.TensorLayout(axes, mesh), or give jit a layout_map with one",
+    ):
+        flm.jit(lambda x: x, in_shardings={"x": P("data")})(X)
+
+
+def test_out_shardings(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    row = NamedSharding(bare(mesh), P("model"))
+    step = flm.jit(
+        lambda state, x: (state, {"x": x, "y": x}, x),
+        layout_map=layout_map,
+        donate_argnames="state",
+        out_shardings=(None, row, flm.TensorLayout((None, "model"))),
+    )
+    state, both, last = step({"up": {"kernel": X}}, X)
+    # None leaves a state to the rules.
+    assert_lies(state["up"]["kernel"], COLUMN, mesh, X)
+    assert_lies(both["x"], ROW, mesh, X)
+    assert_lies(both["y"], ROW, mesh, X)
+    assert_lies(last, COLUMN, mesh, X)
+    every = flm.jit(lambda x: (x, [x]), layout_map=layout_map, out_shardings=row)
+    assert_lies(every(X)[1][0], ROW, mesh, X)
+    with pytest.raises(flm.LayoutError, match="out_shardings.*dim 0 of size 6"):
+        flm.jit(lambda x: x, layout_map=layout_map, out_shardings=row)(X[:6])
+    with pytest.raises(flm.LayoutError, match="out_shardings must be one sharding"):
+        flm.jit(lambda x: x, layout_map=layout_map, out_shardings=(row, row))(X)
+
+
+def test_trace_lower_and_eval_shape(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    function = Counted(predict)
+    step = flm.jit(function, layout_map=layout_map)
+    model = flm.create(make, layout_map)
+    before = {path: leaf for path, leaf in leaves_of(model).items()}
+    shape = step.eval_shape(model, X)
+    assert (shape.shape, shape.dtype) == ((8, 8), jnp.float32)
+    assert "dot_general" in str(step.trace(model, X).jaxpr)
+    lowered = step.lower(model, X)
+    text = lowered.as_text()
+    assert (
+        "jit_predict" in text
+        and text.count("sdy.sharding") + text.count("mhlo.sharding") >= 10
+    )
+    compiled = lowered.compile()
+    assert compiled.memory_analysis() is not None
+    # Abstract arguments give the same program, batch axes included.
+    abstract = nnx.eval_shape(make), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert step.lower(*abstract).as_text() == text
+    placed = jax.device_put(X, NamedSharding(bare(mesh), P("data", None)))
+    assert step.lower(model, placed).as_text() == text
+    # Nothing ran, and one trace was enough.
+    assert all(leaf is before[path] for path, leaf in leaves_of(model).items())
+    assert function.count == 1
+
+
+# --------------------------------------------------------------------- without a map
+
+
+def test_without_a_map_arrays_stay_where_they_are(mesh: flm.DeviceMesh) -> None:
+    layout_map, other = rules(mesh), rules(mesh)
+    other.replace("up/kernel", ("model", None))
+    model = flm.create(make, layout_map)
+    function = Counted(nudge)
+    step = flm.jit(function, donate_argnames="model")
+    x = flm.distribute_tensor(X, flm.TensorLayout(("data", None), mesh))
+    for _ in range(2):
+        step(model, x)
+        assert_model_lies(model, mesh)
+    assert function.count == 1
+    # Another layout is no error here, but another program.
+    other.place(model)
+    step(model, x)
+    assert_lies(model.up.kernel.get_value(), ROW, mesh)
+
+
+def test_without_a_map_and_without_a_mesh() -> None:
+    model = make()
+    step = flm.jit(predict)
+    assert step(model, X).shape == (8, 8)
+    assert int(model.drop.rngs.count[...]) == int(make().drop.rngs.count[...]) + 1
+    spelled = [
+        jax.device_put(X, NamedSharding(bare(grid()), spec))
+        for spec in (P("data"), P("data", None))
+    ]
+    double = flm.jit(lambda x: x * 2)
+    for x in spelled:
+        double(x)
+    assert double._cache_size() == 1
+
+
+# ------------------------------------------------------------------ inside other things
+
+
+def loss_of(step: Any) -> Any:
+    return lambda w, x: (step(w, x) ** 2).mean()
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_inside_transformations(kind: str) -> None:
+    mesh = grid(kind)
+    layout_map = rules(mesh)
+
+    @jax.custom_vjp
+    def cube(x: Any) -> Any:
+        return x**3
+
+    cube.defvjp(lambda x: (cube(x), x), lambda x, g: (g * 7,))  # not the true one
+
+    def plain(w: Any, x: Any) -> Any:
+        return cube(jax.nn.relu(x @ w))
+
+    step = flm.jit(plain, layout_map=layout_map)
+    replicated = flm.TensorLayout(None, mesh)
+    w, x = (flm.distribute_tensor(v, replicated) for v in (X, Y))
+    with jax.set_mesh(bare(mesh)):
+        for wrap in (lambda f: f, jax.jit):
+            found = wrap(jax.grad(loss_of(step)))(w, x)
+            np.testing.assert_allclose(
+                found, jax.grad(loss_of(plain))(X, Y), rtol=1e-4, atol=1e-6
+            )
+            found = wrap(jax.vmap(step, in_axes=(None, 0)))(w, x)
+            np.testing.assert_allclose(found, plain(X, Y), rtol=1e-5, atol=1e-6)
+            found = wrap(
+                lambda w, x: jax.lax.scan(
+                    lambda c, _: (step(c, x), None), w, None, length=2
+                )[0]
+            )(w, x)
+            np.testing.assert_allclose(
+                found, plain(plain(X, Y), Y), rtol=1e-4, atol=1e-6
+            )
+            found = wrap(jax.grad(jax.checkpoint(loss_of(step))))(w, x)
+            np.testing.assert_allclose(
+                found, jax.grad(loss_of(plain))(X, Y), rtol=1e-4, atol=1e-6
+            )
+    shape = jax.eval_shape(step, w, x)
+    assert shape.shape == (8, 8)
+
+
+def test_a_model_inside_other_transformations(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    model.eval()
+    step = flm.jit(lambda model, x: (model(x) ** 2).mean(), layout_map=layout_map)
+    grads = nnx.grad(step)(model, X)
+    wanted = nnx.grad(lambda model, x: (model(x) ** 2).mean())(model, X)
+    for path, leaf in leaves_of(grads).items():
+        np.testing.assert_allclose(leaf, leaves_of(wanted)[path], rtol=1e-4, atol=1e-6)
+    graphdef, state = nnx.split(model)
+    inside = jax.jit(lambda state, x: step(nnx.merge(graphdef, state), x))(state, X)
+    np.testing.assert_allclose(inside, step(model, X), rtol=1e-5)
+    outer = nnx.jit(lambda model, x: step(model, x))(model, X)
+    np.testing.assert_allclose(outer, inside, rtol=1e-5)
+    nested = flm.jit(lambda model, x: step(model, x) * 2, layout_map=layout_map)(
+        model, X
+    )
+    np.testing.assert_allclose(nested, inside * 2, rtol=1e-5)
+
+
+def test_objects_are_updated_inside_an_outer_trace(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    step = flm.jit(predict, layout_map=layout_map)
+
+    def outer(model: Any, x: Any) -> Any:
+        return step(model, step(model, x))
+
+    before = int(model.drop.rngs.count[...])
+    flm.jit(outer, layout_map=layout_map)(model, X)
+    assert int(model.drop.rngs.count[...]) == before + 2
+    assert_model_lies(model, mesh)
+
+
+def test_tracers_do_not_stay_in_the_cache(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+
+    def outer(x: Any) -> Any:
+        step = flm.jit(lambda y: y + x, layout_map=layout_map)
+        first = step(y)
+        assert len(step._programs) == 0
+        return first + step(y)
+
+    y = flm.distribute_tensor(X, flm.TensorLayout(None, mesh))
+    with jax.checking_leaks():
+        found = jax.jit(outer)(y)
+    np.testing.assert_allclose(found, 4 * X, rtol=1e-6)
+    step = flm.jit(lambda y: y * 2, layout_map=layout_map)
+    jax.jit(step)(y)
+    np.testing.assert_array_equal(step(X), X * 2)
+    np.testing.assert_array_equal(jax.jit(lambda y: step(y) + 1)(y), X * 2 + 1)
+
+
+def test_disable_jit(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    weight = nnx.Param(X)
+
+    def add(weight: Any, x: Any) -> Any:
+        weight[...] = weight[...] + x
+        return flm.distribute_tensor(x, "hidden")
+
+    function = Counted(add)
+    step = flm.jit(function, layout_map=layout_map)
+    with jax.disable_jit():
+        for _ in range(2):
+            assert_lies(step(weight, X), BATCH, mesh, X)
+    assert function.count == 2
+    np.testing.assert_allclose(weight[...], X * 3, rtol=1e-6)
+
+
+def test_settings_of_jax_are_part_of_the_key(mesh: flm.DeviceMesh) -> None:
+    function = Counted(lambda x: x @ x)
+    step = flm.jit(function, layout_map=rules(mesh))
+    step(X)
+    with jax.default_matmul_precision("highest"):
+        step(X)
+    assert function.count == 2
+    step(X)
+    assert function.count == 2
+
+
+# ----------------------------------------------------------------------- what is kept
+
+
+def test_the_model_can_be_collected(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-2))
+    step = flm.jit(train, layout_map=layout_map, donate_argnames=("model", "optimizer"))
+    show = flm.jit(predict, layout_map=layout_map)
+    other_map, state = make_train_state(mesh)
+    pure = flm.jit(
+        lambda state, x: state.params["kernel"].sum() + x.sum(), layout_map=other_map
+    )
+    x = jnp.asarray(X)
+    for _ in range(2):
+        step(model, optimizer, x, Y)
+        show(model, x)
+        pure(state, x)
+    watched = [
+        weakref.ref(thing)
+        for thing in (
+            model,
+            optimizer,
+            model.up,
+            model.up.kernel.get_value(),
+            optimizer.opt_state[0].mu["up"]["kernel"].get_value(),
+            state.params["kernel"],
+            state.opt_state[0].mu["kernel"],
+            x,
+        )
+    ]
+    del model, optimizer, state, x
+    gc.collect()
+    assert [ref() is None for ref in watched] == [True] * len(watched)
+    assert len(step._programs) == 1
+
+
+def test_no_tracer_is_left(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    step = flm.jit(lambda m, x: (nudge(m, x), m(x)), layout_map=layout_map)
+    with jax.checking_leaks():
+        step(model, X)
+    for leaf in leaves_of(model).values():
+        assert isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+def test_an_error_while_tracing_leaves_the_model_whole(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    before, graphdef = leaves_of(model), nnx.graphdef(model)
+
+    def broken(model: Any, x: Any) -> Any:
+        nudge(model, x)
+        model(x)
+        model.drop.deterministic = True
+        raise RuntimeError("too late")
+
+    step = flm.jit(broken, layout_map=layout_map, donate_argnames="model")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="too late"):
+            step(model, X)
+    assert not step._programs
+    after = leaves_of(model)
+    assert all(leaf is before[path] for path, leaf in after.items())
+    assert not any(leaf.is_deleted() for leaf in after.values())
+    assert nnx.graphdef(model) == graphdef
+    flm.jit(nudge, layout_map=layout_map)(model, X)
+
+
+def test_rules_that_do_not_fit(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    function = Counted(predict)
+    model = flm.create(make, layout_map)
+    layout_map["norm/scale"] = ("model", None)
+    with pytest.raises(flm.ResolveError, match="norm/scale .8,.*has 2 dims"):
+        flm.jit(function, layout_map=layout_map)(model, X)
+    assert function.count == 0
+
+
+def test_a_map_without_devices(abstract_mesh: flm.DeviceMesh) -> None:
+    for layout_map, have in (
+        (flm.LayoutMap(), "no mesh"),
+        (rules(abstract_mesh), "DeviceMesh('data=2,model=4', abstract)"),
+    ):
+        with refuses(
+            flm.MeshError,
+            f"jit needs a mesh of devices, the rules have {have}; use "
+            "layout_map.on(flm.DeviceMesh(...))",
+        ):
+            flm.jit(predict, layout_map=layout_map)(make(), X)
+
+
+def test_a_changed_structure_is_refused(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    keys = set(leaves_of(model))
+
+    def add(net: Any) -> None:
+        net.up.extra = nnx.Param(jnp.ones(3))
+        del net.down.bias
+
+    def toggle(net: Any) -> None:
+        net.eval()
+
+    def shrink(net: Any) -> None:
+        net.up.kernel.set_value(jnp.ones((4, 16)))
+
+    tail = (
+        "); this jit writes values back, not structure: do that outside of the step, "
+        "or use nnx.jit"
+    )
+    head = "the function changed the structure of 'net' ("
+    with refuses(
+        flm.StructureError,
+        f"{head}added net/up/extra; removed net/down/bias{tail}",
+    ):
+        flm.jit(add, layout_map=layout_map)(model)
+    with refuses(
+        flm.StructureError, f"{head}a static attribute, a type or metadata{tail}"
+    ):
+        flm.jit(toggle, layout_map=layout_map)(model)
+    with refuses(
+        flm.StructureError,
+        "the function changed the shapes of arrays:\n"
+        "  - net/up/kernel: (8,16) became (4,16)\ntheir layouts were decided for the "
+        "old shapes: do that outside of the step",
+    ):
+        flm.jit(shrink, layout_map=layout_map)(model)
+    assert set(leaves_of(model)) == keys
+    assert_model_lies(model, mesh)
+
+
+def test_shared_variables_are_refused(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model, other = (flm.create(make, layout_map) for _ in range(2))
+    step = flm.jit(lambda a, b: (a(X) + b(X)).sum(), layout_map=layout_map)
+    step(model, other)
+    text = (
+        "a and b share a {}: pass one object that holds both, so that they stay shared"
+    )
+    with refuses(flm.StructureError, text.format("Param")):
+        step(model, model)
+    # Also where a program is there already.
+    other.up.kernel = model.up.kernel
+    with refuses(flm.StructureError, text.format("Param")):
+        step(model, other)
+    with pytest.raises(flm.StructureError, match=r"p \(object 1\) and p \(object 2\)"):
+        flm.jit(lambda p: 0, layout_map=layout_map)([model, other])
+    # Two Variables that hold one array are not shared.
+    other.up.kernel = nnx.Param(model.up.kernel[...])
+    step(model, other)
+
+
+def test_a_module_as_result_is_refused(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    with refuses(
+        flm.StructureError,
+        "the function returns a Linear: return its arrays, nnx.state(module), or make "
+        "it with flm.create; arguments are updated in place and need not be returned",
+    ):
+        flm.jit(lambda m: {"up": m.up}, layout_map=layout_map)(model)
+
+
+# -------------------------------------------------------------------------- warnings
+
+
+def test_warnings_come_once_and_point_at_the_caller(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernle"] = ("model", None)
+    layout_map.activations["up"] = ("data", None)
+    model = flm.jit(lambda: 0, layout_map=layout_map) and make()
+    step = flm.jit(predict, layout_map=layout_map)
+    with pytest.warns(flm.LayoutWarning) as caught:
+        step(model, X)
+        line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    found = [w for w in caught if w.category is flm.LayoutWarning]
+    assert {(w.filename, w.lineno) for w in found} == {(__file__, line)}
+    texts = [str(w.message) for w in found]
+    assert len(texts) == 2 and "kernle" in texts[0]
+    assert texts[1] == (
+        "layout_map.activations has rules, which this version stores but does not "
+        "apply; use flm.distribute_tensor in the model"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, X)
+        step(model, X[:4])
+        flm.jit(predict, layout_map=layout_map)(model, X)
+
+
+def test_strict_rules_raise(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=True)
+    layout_map["kernle"] = ("model", None)
+    with pytest.raises(flm.ResolveError, match="kernle"):
+        flm.jit(predict, layout_map=layout_map)(make(), X)
