@@ -433,7 +433,7 @@ def test_a_state_of_nnx(mesh: flm.DeviceMesh) -> None:
 
 
 def test_variables_are_updated_in_place(mesh: flm.DeviceMesh) -> None:
-    kernel, other = nnx.Param(X), nnx.Param(X)
+    kernel, other = nnx.Param(jnp.asarray(X)), nnx.Param(jnp.asarray(X))
     layout_map = flm.LayoutMap(mesh, strict=False)
 
     def double(variable: Any, pair: Any) -> None:
@@ -1117,7 +1117,7 @@ def test_tracers_do_not_stay_in_the_cache(mesh: flm.DeviceMesh) -> None:
 
 def test_disable_jit(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
-    weight = nnx.Param(X)
+    weight = nnx.Param(jnp.asarray(X))
 
     def add(weight: Any, x: Any) -> Any:
         weight[...] = weight[...] + x
