@@ -114,7 +114,12 @@ class Decider:
 
     def decide(self, path: str, matched: tuple[int, ...], shape: Shape) -> Decision:
         """The decision for a leaf of this shape that these rules match."""
-        exact = len(matched) == 1 and self.rules.rules[matched[0]].pattern == path
+        rules = self.rules.rules
+        if len(matched) > 1:
+            alone = _exact_alone(rules, matched, path)
+            if _fits(rules[alone[0]].layout, len(shape)):
+                matched = alone
+        exact = len(matched) == 1 and rules[matched[0]].pattern == path
         key = (matched, shape, exact)
         row = self.made.get(key)
         if row is None:
@@ -289,6 +294,7 @@ class Decider:
             for at in matcher.matching(owner.path or origin.owner or "")
             if rules[at].rank == "error" or _fits(rules[at].layout, len(owner.shape))
         )
+        matched = _exact_alone(rules, matched, owner.path or origin.owner or "")
         axes, mesh, memory_kind = owner.dims, owner.mesh, owner.memory_kind
         parameter = owner.key or origin.owner
         name = f"the layout of its parameter {parameter!r}"
@@ -444,6 +450,13 @@ def _owner(path: str, own: Mapping[str, OwnerLayout]) -> OwnerLayout | None:
 
 def _differ(rules: Sequence[Rule], at_each: Sequence[int]) -> bool:
     return len({rules[at].layout for at in at_each}) > 1
+
+
+def _exact_alone(
+    rules: Sequence[Rule], at_each: tuple[int, ...], path: str
+) -> tuple[int, ...]:
+    """The exact key among rules (one with `rank="skip"`), else all of them."""
+    return tuple(at for at in at_each if rules[at].pattern == path) or at_each
 
 
 def _named(rules: Sequence[Rule], at: int) -> str:

@@ -42,6 +42,8 @@ class _Section(MutableMapping[str, TensorLayout]):
         Raises:
             RuleError: rules with different layouts match it, and `overlap="error"`.
         """
+        if path in self._rules:
+            return self._rules[path].layout
         rules, options = tuple(self._rules.values()), self._owner._options
         found = Matcher(rules, options["match"]).matching(path)
         if not found:
@@ -302,15 +304,16 @@ class LayoutMap(_Section):
     def freeze(self) -> RuleSet:
         """The frozen rule set that consumers hold; the same object until an edit."""
         if self._frozen is None:
+            sections: dict[str, Any] = {
+                name: tuple(section._rules.values())
+                for name, section in self._sections.items()
+            }
             self._frozen = RuleSet(
                 rules=tuple(self._rules.values()),
                 mesh=self._mesh,
                 batch=self._batch,
                 **self._options,
-                **{
-                    name: tuple(section._rules.values())
-                    for name, section in self._sections.items()
-                },
+                **sections,
             )
         return self._frozen
 

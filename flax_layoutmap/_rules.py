@@ -198,7 +198,8 @@ class RuleSet:
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions (from 0) of the parameter rules that match a path.
 
-        An exact key wins alone; otherwise every pattern that matches is listed.
+        An exact key wins alone, unless it may be skipped (`rank="skip"`); otherwise
+        every pattern that matches is listed.
         """
         return self.matcher.matching(path)
 
@@ -271,7 +272,13 @@ class Matcher:
     """
 
     def __init__(self, rules: Sequence[Rule], match: Match) -> None:
-        self._exact = {rule.pattern: at for at, rule in enumerate(rules)}
+        # An exact key that may be skipped does not hide the patterns.
+        self._exact = {
+            rule.pattern: at for at, rule in enumerate(rules) if rule.rank == "error"
+        }
+        self._optional = {
+            rule.pattern: at for at, rule in enumerate(rules) if rule.rank == "skip"
+        }
         self._tests: list[Callable[[str], Any]] = [
             getattr(rule._compiled, match) for rule in rules
         ]
@@ -295,7 +302,10 @@ class Matcher:
         """Positions of the rules that match this very path."""
         if path in self._exact:
             return (self._exact[path],)
-        return tuple(at for at, test in enumerate(self._tests) if test(path))
+        own = self._optional.get(path)
+        return tuple(
+            at for at, test in enumerate(self._tests) if at == own or test(path)
+        )
 
     def fold(self, folded: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Asks about all paths whose parts fold to `folded`.
@@ -311,7 +321,11 @@ class Matcher:
             for at, first, rest, test in self._understood
             if first in folded and all(text in folded for text in rest) and test(folded)
         )
-        return sure, tuple(self._others)
+        own = self._optional.get(folded)
+        if own is None:
+            return sure, tuple(self._others)
+        others = tuple(at for at in self._others if at != own)
+        return tuple(sorted({*sure, own})), others
 
     def refine(
         self, path: str, sure: tuple[int, ...], maybe: tuple[int, ...]

@@ -273,6 +273,29 @@ def test_matching_modes(match: Any, key: str, hit: bool) -> None:
     assert leaf.layout.is_replicated is not hit
 
 
+def test_an_exact_key_of_another_rank_leaves_its_leaf_to_the_patterns() -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["kernel"] = ("data", ...)
+    layout_map.add(flm.Rule("up/kernel", (None, "model"), rank="skip"))
+    layout_map.optimizer["kernel"] = (..., "model")
+    layout_map.optimizer.add(flm.Rule("up/kernel", (None, "data"), rank="skip"))
+    for shape, axes, moment, reason in [
+        ((8, 8), (None, "model"), (None, "data"), "exact key"),
+        ((8, 8, 8), ("data", ...), (None, None, "model"), "rule"),
+    ]:
+        params = {"up": {"kernel": jax.ShapeDtypeStruct(shape, "float32")}}
+        state = jax.eval_shape(optax.sgd(1.0, momentum=0.9).init, params)
+        resolution = layout_map.resolve({"params": params, "opt_state": state})
+        leaf = resolution["params/up/kernel"]
+        assert (leaf.layout.spec(len(shape)), leaf.reason) == (
+            flm.TensorLayout(axes).spec(len(shape)),
+            reason,
+        )
+        trace = resolution["opt_state/0/trace/up/kernel"].layout
+        assert trace.spec(len(shape)) == flm.TensorLayout(moment).spec(len(shape))
+    assert layout_map.get("up/kernel").axes == (None, "model")
+
+
 def test_an_exact_key_wins_over_every_pattern() -> None:
     layout_map = mapped({"kernel": ("data", None), "up/kernel": (None, "model")})
     resolution = layout_map.resolve(

@@ -197,6 +197,18 @@ def test_an_exact_key_wins_alone() -> None:
     assert made.matching("bias") == ()
 
 
+def test_an_exact_key_that_may_be_skipped_hides_no_pattern() -> None:
+    key = flm.Rule("a/kernel1", ("x",), rank="skip")
+    odd = flm.Rule("(?i)a/kernel[12]", ("x",), rank="skip")
+    for own in (key, odd):
+        made = flm.RuleSet((*rules("kernel", "b"), own, *rules("a/")))
+        assert made.matching(own.pattern) == (0, 2, 3)
+        matcher = made.matcher
+        folded = "/".join(map(matcher.fold_part, own.pattern.split("/")))
+        sure, maybe = matcher.fold(folded)
+        assert matcher.refine(own.pattern, sure, maybe) == (0, 2, 3)
+
+
 def test_an_exact_key_may_hold_special_characters() -> None:
     made = flm.RuleSet(rules(r"a\+b", "a.b"))
     assert made.matching("a+b") == (0, 1)
