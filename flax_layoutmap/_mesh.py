@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from flax_layoutmap._errors import MeshError
 
-_Shape = Sequence[int] | np.ndarray | Mapping[str, int] | str
+_Shape = Sequence[int] | int | np.integer | np.ndarray | Mapping[str, int] | str
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
@@ -53,7 +53,7 @@ class DeviceMesh:
 
     def __init__(
         self,
-        shape: "_Shape | int | Mesh | AbstractMesh | DeviceMesh",
+        shape: "_Shape | Mesh | AbstractMesh | DeviceMesh",
         axis_names: Sequence[str] | None = None,
         devices: Sequence[Any] | np.ndarray | None = None,
         *,
@@ -85,7 +85,7 @@ class DeviceMesh:
     @classmethod
     def abstract(
         cls,
-        shape: "_Shape | int",
+        shape: "_Shape",
         axis_names: Sequence[str] | None = None,
         *,
         axis_types: Any = "auto",
@@ -236,7 +236,7 @@ def _rebuild_abstract(
 
 
 def _sizes_and_names(
-    shape: _Shape | int, names: Sequence[str] | None
+    shape: _Shape, names: Sequence[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     if isinstance(shape, str | Mapping):
         if names is not None:
