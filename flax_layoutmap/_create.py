@@ -15,8 +15,13 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._decide import OwnerLayout
-from flax_layoutmap._errors import MeshError, bullet_list
-from flax_layoutmap._flax_internals import is_nnx_object, nnx_state, no_mesh
+from flax_layoutmap._errors import MeshError, StructureError, bullet_list
+from flax_layoutmap._flax_internals import (
+    is_nnx_object,
+    nnx_state,
+    no_mesh,
+    variables_of,
+)
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped
 from flax_layoutmap._paths import flatten
@@ -29,7 +34,7 @@ from flax_layoutmap._place import (
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import resolve, resolve_state
+from flax_layoutmap._resolve import resolve, resolve_state, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._trace import Traced, trace
 
@@ -55,6 +60,8 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
         MeshError: the rules have no mesh, or one without devices.
+        RuleError: `layout_map` is none.
+        StructureError: `make` is no function.
         ProcessError: the processes were given different rules, meshes or models.
 
     Example:
@@ -69,8 +76,9 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
 
     Plain JAX, for a tree: `jax.jit(make, out_shardings=shardings)(*args)`.
     """
-    rules = layout_map if isinstance(layout_map, RuleSet) else layout_map.freeze()
+    rules = rule_set_of(layout_map, "create(make, layout_map)")
     need_devices(rules, "create")
+    _check_function(make)
     with Agreement("creating the model", rules.mesh) as agreement:
         traced = trace(make, args, kwargs)
         resolution = resolve(traced.abstract, rules)
@@ -109,19 +117,33 @@ def create_optimizer(
     Raises:
         MeshError: arrays of the model are on no mesh.
         ResolveError: the state does not fit the optimizer rules.
+        RuleError: an optimizer rule names an axis that the model's mesh lacks.
+        StructureError: `tx` is no optax transformation, `model` holds something else
+            than arrays, or `wrt` selects nothing.
 
     Plain JAX: `jax.jit(tx.init, out_shardings=…)`; without `out_shardings` the moments
     end on one device.
     """
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise StructureError(
+            "create_optimizer(model, tx) needs an optax transformation, such as "
+            f"optax.adamw(3e-4), as tx; got {tx!r}"
+        )
     is_module = is_nnx_object(model)
     params = nnx_state(model, wrt) if is_module else model
+    if is_module and not jax.tree.leaves(params):
+        kinds = sorted({type(v).__name__ for v in variables_of(model)})
+        raise StructureError(
+            f"create_optimizer: wrt={_name_of(wrt)} selects no Variables of the "
+            f"{type(model).__name__}, which has {', '.join(kinds) or 'none at all'}"
+        )
     owners, mesh = _layouts_of(params)
     rules = RuleSet(mesh=mesh)
     if layout_map is not None:
-        given = layout_map if isinstance(layout_map, RuleSet) else layout_map.freeze()
-        rules = dataclasses.replace(
-            given, mesh=mesh, rules=(), names=(), activations=()
-        )
+        given = rule_set_of(layout_map, "create_optimizer(..., layout_map=)")
+        # Of the map only the optimizer section counts; so do its axes.
+        own = dataclasses.replace(given, rules=(), names=(), activations=())
+        rules = own.on(mesh)
     with Agreement("creating the optimizer", mesh) as agreement:
         if is_module:
             traced = trace(
@@ -134,6 +156,30 @@ def create_optimizer(
         agreement.add(resolution.fingerprints)
     made, _ = give_birth(traced, resolution)
     return traced.rebuild(traced.leaves_of(made))
+
+
+def _check_function(make: Any) -> None:
+    """Raises StructureError where `create` was given no function."""
+    if is_nnx_object(make):
+        raise StructureError(
+            f"create was given a {type(make).__name__} that exists already; pass a "
+            f"function that makes it: lambda: {type(make).__name__}(...); or move what "
+            "exists with layout_map.place(module)"
+        )
+    if not isinstance(make, type) and hasattr(make, "init") and hasattr(make, "apply"):
+        raise StructureError(
+            f"create was given a Linen module ({type(make).__name__}), which holds no "
+            "variables; pass a function: lambda: module.init(key, x)"
+        )
+    if not callable(make):
+        raise StructureError(
+            "create(make, layout_map) needs a function that makes the model, got "
+            f"a {type(make).__name__}; to move what exists use layout_map.place(tree)"
+        )
+
+
+def _name_of(wrt: Any) -> str:
+    return wrt.__name__ if isinstance(wrt, type) else repr(wrt)
 
 
 def give_birth(traced: Traced, resolution: Resolution) -> tuple[list[Any], list[Any]]:
@@ -201,6 +247,12 @@ def _layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
     problems: list[str] = []
     mesh: DeviceMesh | None = None
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            where = f"{path} is" if path else "got"
+            raise StructureError(
+                "create_optimizer(model, tx) needs an NNX module or a tree of arrays "
+                f"as model; {where} the {type(leaf).__name__} {leaf!r}"
+            )
         sharding = getattr(leaf, "sharding", None)
         shape = tuple(leaf.shape)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):

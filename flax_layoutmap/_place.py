@@ -24,11 +24,14 @@ from flax_layoutmap._errors import (
 from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import flatten, plain_tree
+from flax_layoutmap._paths import flatten, join_keys, plain_tree
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet
 from flax_layoutmap._scope import current_rules
+
+# Kinds of NumPy dtypes that no device holds: objects, texts, dates.
+_NO_NUMBERS = "OSUMm"
 
 # Per dim, the mesh axes it lies on.
 _Dims = tuple[tuple[str, ...], ...]
@@ -52,7 +55,7 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
         The array (or tree) with that layout; the same object where it has it already.
 
     Raises:
-        LayoutError: another rank, or a dim that does not divide.
+        LayoutError: another rank, a dim that does not divide, or no array.
         RuleError: no such name or axis.
         MeshError: no mesh to be found, or an axis that is manual inside `shard_map`.
         StructureError: an NNX object, which `layout_map.place` moves.
@@ -71,8 +74,10 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     # A constant inside of `jit` is no tracer; what is computed from nothing is one.
     eager = not isinstance(jax.lax.full((), 0), Tracer)
     wanted = _wanted(layout, eager)
-    return jax.tree.map(
-        lambda leaf: _distribute(leaf, wanted, eager), x, is_leaf=is_nnx_object
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: _distribute(leaf, wanted, eager, keys),
+        x,
+        is_leaf=is_nnx_object,
     )
 
 
@@ -83,6 +88,7 @@ def place(tree: Any, resolution: Resolution) -> Any:
     tree as it was.
     """
     leaves = flatten(tree).leaves
+    _check_movable(leaves, resolution)
     with Agreement("moving a tree", resolution.mesh) as agreement:
         agreement.add(resolution.fingerprints)
         agreement.add(lambda: {"values": digest_of_values(leaves)})
@@ -91,6 +97,25 @@ def place(tree: Any, resolution: Resolution) -> Any:
         put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
     return with_leaves(tree, moved)
+
+
+def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
+    """Raises LayoutError where a leaf is nothing that can be moved."""
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            path = resolution.paths[at] or "the leaf"
+            raise LayoutError(
+                f"place moves arrays, but {path} is abstract, a jax.ShapeDtypeStruct "
+                f"{tuple(leaf.shape)} without values: make the tree with "
+                "flm.create, or restore it from a checkpoint; "
+                "layout_map.abstract(tree) gives it its shardings"
+            )
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NO_NUMBERS:
+            path = resolution.paths[at] or "the leaf"
+            raise LayoutError(
+                f"place moves arrays of numbers, but {path} is a NumPy array of "
+                f"{leaf.dtype}: take it out of the tree"
+            )
 
 
 def with_leaves(tree: Any, leaves: list[Any]) -> Any:
@@ -227,25 +252,32 @@ def _named(name: str) -> TensorLayout:
     return layouts[-1 if rules.overlap == "last" else 0]
 
 
-def _distribute(x: Any, layout: TensorLayout, eager: bool) -> Any:
+def _distribute(x: Any, layout: TensorLayout, eager: bool, keys: Any) -> Any:
     if is_nnx_object(x):
         raise StructureError(
             f"distribute_tensor takes arrays, not a {type(x).__name__}: move a module "
             "by rules, layout_map.place(module), or its arrays one by one"
         )
-    if not hasattr(x, "shape"):
+    if isinstance(x, jax.ShapeDtypeStruct):
+        where = f" at {join_keys(keys)}" if keys else ""
+        raise LayoutError(
+            f"distribute_tensor takes arrays and numbers, got the abstract {x}{where}; "
+            "layout_map.abstract(tree) gives abstract trees their shardings"
+        )
+    if isinstance(x, np.ndarray) or not hasattr(x, "shape"):
         x = _as_array(x)
     mesh = layout.device_mesh
     assert mesh is not None  # _wanted gave it one
-    dims = _checked(layout, x.shape, mesh)
+    # First: inside shard_map, rank and divisibility are those of a part.
     manual = _manual_axes(jax.sharding.get_abstract_mesh())
-    for axis in (axis for axes in dims for axis in axes):
+    for axis in layout.axis_names:
         if axis in manual:
             raise MeshError(
                 f"distribute_tensor names the mesh axis {axis!r}, which is manual "
                 "here: inside shard_map each device already holds its part, so drop "
                 "the call or name other axes only"
             )
+    dims = _checked(layout, x.shape, mesh)
     if manual.issuperset(mesh.axis_names):
         return x  # no axis is left that could be constrained
     if eager and not isinstance(x, Tracer):
@@ -259,7 +291,7 @@ def _distribute(x: Any, layout: TensorLayout, eager: bool) -> Any:
 
 def _as_array(x: Any) -> np.ndarray:
     array = np.asarray(x)
-    if array.dtype.kind in "OSUMm":
+    if array.dtype.kind in _NO_NUMBERS:
         raise LayoutError(
             f"distribute_tensor takes arrays and numbers, got the {type(x).__name__} "
             f"{x!r}"

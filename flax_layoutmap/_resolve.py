@@ -81,7 +81,7 @@ def resolve(
         >>> flm.resolve(tree, layout_map)["up/kernel"].shard_shape
         (8, 4)
     """
-    rule_set = _rule_set(rules)
+    rule_set = rule_set_of(rules, "resolve(tree, rules)")
     tree, params = _made(tree), _made(params)
     if strict is not None and strict != rule_set.strict:
         rule_set = dataclasses.replace(rule_set, strict=strict)
@@ -132,13 +132,26 @@ def resolve_state(
     )
 
 
-def _rule_set(rules: Any) -> RuleSet:
+def rule_set_of(rules: Any, what: str) -> RuleSet:
+    """The frozen rules of a `LayoutMap`; a `RuleSet` as it is.
+
+    Args:
+        rules: one of these.
+        what: the call, for the message.
+
+    Raises:
+        RuleError: it is none of these.
+    """
     if isinstance(rules, RuleSet):
         return rules
-    if not hasattr(rules, "freeze"):
+    # Asked of the type: an nnx.Rngs has a stream for any attribute.
+    if isinstance(rules, type) or not hasattr(type(rules), "freeze"):
+        shown = repr(rules)
+        if len(shown) > 200:
+            shown = f"a {type(rules).__name__}"
         raise RuleError(
-            f"resolve(tree, rules) needs a LayoutMap or a RuleSet, got {rules!r}; make "
-            "one of a list of pairs with flm.LayoutMap.from_rules(pairs, mesh)"
+            f"{what} needs a LayoutMap or a RuleSet, got {shown}; make one of a list "
+            "of pairs with flm.LayoutMap.from_rules(pairs, mesh)"
         )
     return rules.freeze()
 

@@ -1021,7 +1021,7 @@ def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
         "layout_map.place(model)"
     )
     with pytest.raises(flm.MeshError, match="there are no parameters"):
-        flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.BatchStat)
+        flm.create_optimizer({}, optax.adam(1e-3))
     with pytest.raises(flm.MeshError, match="kernel"):
         flm.create_optimizer({"kernel": np.ones((8, 8))}, optax.adam(1e-3))
     flm.LayoutMap(mesh, strict=False).place(model)
@@ -1030,3 +1030,78 @@ def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
         ((), ()),
         mesh,
     )
+
+
+# ----------------------------------------------------------------- wrong arguments
+
+
+def test_what_is_no_function(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    for given, text in (
+        (linen.Dense(8), "pass a function: lambda: module.init(key, x)"),
+        (linear(8, 8), "was given a Linear that exists already; pass a function"),
+        (3, "needs a function that makes the model, got a int"),
+    ):
+        with pytest.raises(flm.StructureError) as caught:
+            flm.create(given, layout_map)
+        assert text in str(caught.value)
+    made = flm.create(
+        linen.Dense(8).init, layout_map, jax.random.key(0), np.ones((2, 8))
+    )
+    assert_lies(made["params"]["bias"], ((),), mesh)
+
+
+def test_what_is_no_layout_map(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    model = flm.create(lambda: linear(8, 8), layout_map)
+    head = "create(make, layout_map) needs a LayoutMap or a RuleSet, got "
+    for given, shown in (
+        ({"kernel": None}, "{'kernel': None}; make one"),
+        (None, "None; make one"),
+        (lambda: linear(8, 8), "<function"),
+        (nnx.Rngs(0), "a Rngs; make one"),  # it has any attribute
+        (flm.LayoutMap, "<class"),
+    ):
+        with pytest.raises(flm.RuleError) as caught:
+            flm.create(lambda: linear(8, 8), given)
+        assert str(caught.value).startswith(head + shown)
+    with pytest.raises(flm.RuleError, match="create.make, layout_map. needs"):
+        flm.create(layout_map, lambda: linear(8, 8))
+    with pytest.raises(flm.RuleError, match="create_optimizer.*needs a LayoutMap"):
+        flm.create_optimizer(model, optax.sgd(1.0), layout_map={"kernel": None})
+
+
+def test_bad_arguments_of_create_optimizer(mesh: flm.DeviceMesh) -> None:
+    model = flm.create(lambda: linear(8, 8), flm.LayoutMap(mesh, strict=False))
+    sgd: Any = optax.sgd(1e-3)
+    for arguments, wrt, text in (
+        ((model, 3e-4), nnx.Param, "such as optax.adamw(3e-4), as tx; got 0.0003"),
+        ((3, sgd), nnx.Param, "or a tree of arrays as model; got the int 3"),
+        (({"w": [1.0]}, sgd), nnx.Param, "as model; w/0 is the float 1.0"),
+        (
+            (model, sgd),
+            nnx.BatchStat,
+            "wrt=BatchStat selects no Variables of the Linear, which has Param",
+        ),
+    ):
+        with pytest.raises(flm.StructureError) as caught:
+            flm.create_optimizer(*arguments, wrt=wrt)
+        assert text in str(caught.value)
+
+
+def test_optimizer_rules_go_to_the_mesh_of_the_model(mesh: flm.DeviceMesh) -> None:
+    model = flm.create(lambda: linear(8, 8), flm.LayoutMap(mesh, strict=False))
+    tx = optax.adam(1e-3)
+    for other in ("model=8", "model=2,data=4", None):
+        plan = flm.LayoutMap(None if other is None else flm.DeviceMesh(other))
+        # Rules for parameters do not count here, nor do their axes.
+        plan["kernel"] = ("model", None)
+        plan.optimizer["kernel"] = ("model", None)
+        optimizer = flm.create_optimizer(model, tx, layout_map=plan)
+        assert_lies(optimizer.opt_state[0].mu["kernel"][...], ROW, mesh)
+    plan = flm.LayoutMap("x=8")
+    plan["kernel"] = ("x", None)
+    flm.create_optimizer(model, tx, layout_map=plan)
+    plan.optimizer["kernel"] = ("x", None)
+    with pytest.raises(flm.RuleError, match="rule 'kernel'.*'x'.*has no such axis"):
+        flm.create_optimizer(model, tx, layout_map=plan)

@@ -699,3 +699,52 @@ def test_contexts_are_left_as_they_were(mesh: flm.DeviceMesh) -> None:
         flm.distribute_tensor(np.ones((6,)), flm.TensorLayout(("model",), mesh))
     assert jax.sharding.get_mesh().empty
     assert not jax.sharding.get_abstract_mesh().axis_names
+
+
+# -------------------------------------------------------------------- no arrays
+
+
+def test_what_is_abstract_cannot_be_moved(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout = flm.TensorLayout(("data", None), mesh)
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    module = nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    for tree, path in (
+        ({"a": X, "b": [shape]}, "b/0"),
+        (module, "bias"),
+        ({"m": module}, "m/bias"),
+        (shape, "the leaf"),
+    ):
+        with pytest.raises(flm.LayoutError) as caught:
+            layout_map.place(tree)
+        assert f"but {path} is abstract, a jax.ShapeDtypeStruct" in str(caught.value)
+    for tree, path in (({"a": X, "b": [shape]}, " at b/0;"), (shape, "float32);")):
+        with pytest.raises(flm.LayoutError, match="got the abstract Shape") as caught:
+            flm.distribute_tensor(tree, layout)
+        assert path in str(caught.value)
+
+
+def test_arrays_of_text_cannot_be_moved(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    before = {"a": X, "names": [np.array(["x", "y"])]}
+    with pytest.raises(flm.LayoutError, match="but names/0 is a NumPy array of <U1"):
+        layout_map.place(before)
+    with pytest.raises(flm.LayoutError, match="takes arrays and numbers, got the nda"):
+        flm.distribute_tensor(before["names"][0], flm.TensorLayout(None, mesh))
+    # A single text is kept as it is.
+    assert layout_map.place({"a": X, "name": "x"})["name"] == "x"
+
+
+def test_manual_axes_come_before_the_shape_of_a_part(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data", None), mesh)
+
+    def half(x: Any) -> Any:
+        assert x.shape == (1, 8)  # 1 does not divide by 2
+        return flm.distribute_tensor(x, layout)
+
+    mapped = jax.shard_map(
+        half, mesh=bare(mesh), in_specs=P("data"), out_specs=P("data")
+    )
+    for function in (mapped, jax.jit(mapped)):
+        with pytest.raises(flm.MeshError, match="'data', which is manual here"):
+            function(X[:2])

@@ -15,14 +15,14 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
-from flax_layoutmap._errors import CheckpointError, LayoutError, RuleError
+from flax_layoutmap._errors import CheckpointError, LayoutError
 from flax_layoutmap._flax_internals import without_eager_sharding
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._metadata import Mark, mark_of
 from flax_layoutmap._optimizer_state import Origin
 from flax_layoutmap._paths import Flat, Section, parameter_keys
 from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import _decide_all
+from flax_layoutmap._resolve import _decide_all, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._serialise import mesh_to_json, rules_to_json
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
@@ -38,13 +38,7 @@ def rules_of(layout_map: Any) -> RuleSet | None:
     Raises:
         RuleError: it is none of these.
     """
-    if layout_map is None or isinstance(layout_map, RuleSet):
-        return layout_map
-    if not hasattr(layout_map, "freeze"):
-        raise RuleError(
-            f"layout_map= needs a LayoutMap or a RuleSet, got {layout_map!r}"
-        )
-    return layout_map.freeze()
+    return None if layout_map is None else rule_set_of(layout_map, "layout_map=")
 
 
 def to_json(
