@@ -22,6 +22,7 @@ from flax_layoutmap._optimizer_state import (
 from flax_layoutmap._paths import (
     Flat,
     Section,
+    is_optimizer_with_model,
     is_train_state,
     parameter_keys,
     unescape,
@@ -82,15 +83,22 @@ def find_origins(
         span = slice(section.start, section.stop)
         state = dict(zip(flat.paths[span], shapes[span], strict=True))
         tags = _section_tags(tree, section, flat, state, dtypes, tx)
-        result[span] = _best_origins(state, groups, tags)
+        own = groups
+        if is_optimizer_with_model(section.node):  # it is about no other model
+            own = _parameter_groups(flat, shapes, f"{section.prefix}model/") or groups
+        result[span] = _best_origins(state, own, tags)
     return result
 
 
-def _parameter_groups(flat: Flat, shapes: Sequence[Shape]) -> list[_Owners]:
+def _parameter_groups(
+    flat: Flat, shapes: Sequence[Shape], prefix: str = ""
+) -> list[_Owners]:
     """One group for each section of parameters: a model, Linen's `params`, …"""
     keys = parameter_keys(flat)
     groups = []
     for section in flat.sections:
+        if not section.prefix.startswith(prefix):
+            continue
         own = [at for at in range(section.start, section.stop) if at in keys]
         if own:
             groups.append(
@@ -217,6 +225,8 @@ def _candidates(
     dtypes: Sequence[Any],
 ) -> Iterator[Any]:
     """Trees of parameters that an optimizer state may have been made from."""
+    if is_optimizer_with_model(node):
+        yield nnx_state(node.model, node.wrt)
     if node is not None:
         for module in _modules(tree):
             yield nnx_state(module, node.wrt)

@@ -197,6 +197,16 @@ def is_train_state(node: Any) -> bool:
     )
 
 
+def is_optimizer(node: Any) -> bool:
+    """Whether an NNX object is an optimizer: it has opt_state and tx."""
+    return is_nnx_object(node) and hasattr(node, "opt_state") and hasattr(node, "tx")
+
+
+def is_optimizer_with_model(node: Any) -> bool:
+    """Whether an NNX object is an `nnx.ModelAndOptimizer`."""
+    return is_optimizer(node) and is_nnx_object(getattr(node, "model", None))
+
+
 def parameter_keys(flat: Flat) -> dict[int, str]:
     """Position → a unique key, for each leaf of the parameter sections.
 
@@ -294,6 +304,8 @@ class _Walk:
             self._close()
             self.role = "optimizer"
             self.walk(tree, "", "")
+        elif isinstance(tree, nnx.State) and self.is_optimizer_with_model(tree):
+            self.optimizer_with_model(tree)
         elif self.role == "parameter" and isinstance(tree, Mapping):
             if not isinstance(tree, nnx.State) and "params" in tree:
                 self.variables(tree)
@@ -328,6 +340,24 @@ class _Walk:
             child, name = tree[key], self.names[key]
             if isinstance(child, Mapping):
                 self.section(f"{name[0]}/", "parameter", None, child)
+            else:
+                self.child(child, name, "", "")
+
+    def is_optimizer_with_model(self, tree: nnx.State) -> bool:
+        """Whether a State is that of an `nnx.ModelAndOptimizer`."""
+        if self.role == "optimizer":
+            return is_optimizer_with_model(self.node) and "model" in tree
+        if "model" not in tree or not isinstance(tree.get("step"), OptState):
+            return False
+        # Without opt_state where the optimizer keeps nothing.
+        return set(tree) <= {"model", "opt_state", "step"}
+
+    def optimizer_with_model(self, tree: nnx.State) -> None:
+        """The model is a tree by itself; the rest belongs to it."""
+        for key in self.ordered(tree, ""):
+            child, name = tree[key], self.names[key]
+            if key == "model" and isinstance(child, nnx.State):
+                self.section("model/", "parameter", None, child)
             else:
                 self.child(child, name, "", "")
 
@@ -406,8 +436,7 @@ class _Walk:
         below = f"{prefix}{part}/"
         if is_nnx_object(node):
             self.flat.has_objects = True
-            is_optimizer = hasattr(node, "opt_state") and hasattr(node, "tx")
-            role: Role = "optimizer" if is_optimizer else "parameter"
+            role: Role = "optimizer" if is_optimizer(node) else "parameter"
             self.section(below, role, node, nnx_state(node))
         elif self.role == "optimizer":
             return False
@@ -492,10 +521,14 @@ class _Walk:
         """Lists, tuples, NNX objects, and every other registered node."""
         if is_nnx_object(node):
             self.flat.has_objects = True
-            if hasattr(node, "opt_state") and hasattr(node, "tx"):
+            state = nnx_state(node)
+            if is_optimizer(node):
                 self._close()
                 self.role, self.node = "optimizer", node
-            self.walk(nnx_state(node), prefix, folded)
+                if not prefix and self.is_optimizer_with_model(state):
+                    self.optimizer_with_model(state)
+                    return
+            self.walk(state, prefix, folded)
             return
         if type(node) in (list, tuple):
             for index, child in enumerate(node):

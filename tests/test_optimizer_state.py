@@ -237,6 +237,10 @@ def nnx_state_of_both(tx: Any) -> tuple[Any, dict[str, Any], str]:
     return nnx.state((model(), optimizer)), {"tx": tx}, "1/opt_state/"
 
 
+def nnx_model_and_optimizer(tx: Any) -> tuple[Any, dict[str, Any], str]:
+    return nnx.ModelAndOptimizer(model(), tx), {}, "opt_state/"
+
+
 HOSTS: list[Callable[[Any], tuple[Any, dict[str, Any], str]]] = [
     alone,
     beside_parameters,
@@ -246,6 +250,7 @@ HOSTS: list[Callable[[Any], tuple[Any, dict[str, Any], str]]] = [
     nnx_optimizer,
     nnx_optimizer_alone,
     nnx_state_of_both,
+    nnx_model_and_optimizer,
 ]
 
 
@@ -354,6 +359,40 @@ def test_two_models_with_the_same_paths_keep_their_own_state() -> None:
         for name in tree
         if name in ("one", "two")
     } == {"kernel", "small/kernel"}
+
+
+def test_a_model_in_its_optimizer() -> None:
+    class Own(nnx.Module):
+        def __init__(self, axes: Any) -> None:
+            self.kernel = nnx.Param(jnp.zeros((8, 8)), layout=axes)
+
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    layouts: dict[str, Any] = {"a": ("data", "model"), "b": ("model", "data")}
+    tree = {key: nnx.ModelAndOptimizer(Own(axes), tx) for key, axes in layouts.items()}
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), match="fullmatch")
+    for case in (tree, {key: nnx.state(one) for key, one in tree.items()}):
+        resolution = layout_map.resolve(case, tx=tx)
+        assert [leaf.path for leaf in resolution if leaf.role == "parameter"] == [
+            "a/model/kernel",
+            "b/model/kernel",
+        ]
+    resolution = layout_map.resolve(tree)
+    for key, (row, column) in layouts.items():
+        model = resolution[f"{key}/model/kernel"]
+        assert model.layout.axes == (row, column)
+        state = f"{key}/opt_state/0"
+        assert resolution[f"{state}/v_row/kernel"].layout.axes == (row,)
+        assert resolution[f"{state}/v_col/kernel"].layout.axes == (column,)
+    # Rules of both kinds see the path within the model.
+    layout_map["kernel"] = ("data", "model")
+    layout_map.optimizer["kernel"] = (None, "model")
+    one = nnx.ModelAndOptimizer(Own(None), tx)
+    resolution = layout_map.resolve(one)
+    assert resolution["model/kernel"].layout.axes == ("data", "model")
+    assert resolution["opt_state/0/v_row/kernel"].layout.is_replicated
+    assert resolution["opt_state/0/v_col/kernel"].layout.axes == ("model",)
+    assert layout_map.place(one) is one
+    assert one.model.kernel.sharding == resolution["model/kernel"].layout.sharding(2)
 
 
 def test_only_some_parameters_are_trained(layout_map: flm.LayoutMap) -> None:

@@ -331,6 +331,20 @@ def test_state_of_an_optimizer_alone(model: Model) -> None:
     assert {role for _, role, _ in sections(nnx.state(optimizer))} == {"optimizer"}
 
 
+def test_a_model_in_its_optimizer() -> None:
+    both = nnx.ModelAndOptimizer(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), optax.sgd(1.0))
+    parameters = ("model/", "parameter", ["bias", "kernel"])
+    assert sections(both) == [parameters, ("", "optimizer", ["step"])]
+    assert sections(nnx.state(both)) == sections(both)
+    assert sections({"train": both, "x": X}) == [
+        ("train/model/", "parameter", ["bias", "kernel"]),
+        ("train/", "optimizer", ["step"]),
+        ("", "parameter", ["x"]),
+    ]
+    for tree in (both, [both], nnx.state(both)):
+        assert flatten(tree).leaves == jax.tree.leaves(plain_tree(tree))
+
+
 def test_random_state_is_fixed(model: Model) -> None:
     flat = flatten(model)
     assert [flat.paths[at] for at in sorted(flat.fixed)] == MODEL_PATHS[:2]
