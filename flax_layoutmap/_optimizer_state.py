@@ -157,9 +157,7 @@ def _try_init(init: Callable[[Any], Any], params: Any, plain: Flat) -> Any:
 def _is_refusal(error: Exception) -> bool:
     """Whether `init` cannot be traced so; a true mistake failed the plain trace."""
     # JAX has no public name for ShardingTypeError, which derives from Exception.
-    return (
-        isinstance(error, _REFUSALS) or type(error).__name__ == "ShardingTypeError"
-    )
+    return isinstance(error, _REFUSALS) or type(error).__name__ == "ShardingTypeError"
 
 
 _REFUSALS = (

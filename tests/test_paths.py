@@ -367,6 +367,43 @@ def test_annotations_are_found() -> None:
 # ------------------------------------------------------------------ sections
 
 
+def test_linen_variables_below_the_root() -> None:
+    variables = {"batch_stats": {"mean": X}, "params": {"dense": {"kernel": X}}}
+    for model in (variables, freeze(variables)):
+        assert sections({"model": model, "step": 3}) == [
+            ("model/", "parameter", ["batch_stats/mean"]),
+            ("model/params/", "parameter", ["dense/kernel"]),
+            ("", "parameter", ["step"]),
+        ]
+    assert paths({"model": variables, "step": 3}) == [
+        "model/batch_stats/mean",
+        "model/params/dense/kernel",
+        "step",
+    ]
+    # As an argument of a function; with optimizer state; two models.
+    roots = Roots({"state": {"model": variables}, "x": X})
+    assert [prefix for prefix, _, _ in sections(roots)] == [
+        "state/model/",
+        "state/model/params/",
+        "x/",
+    ]
+    state = optax.sgd(1.0, momentum=0.9).init(variables["params"])
+    assert [s[:2] for s in sections({"a": variables, "b": variables, "c": state})] == [
+        ("a/", "parameter"),
+        ("a/params/", "parameter"),
+        ("b/", "parameter"),
+        ("b/params/", "parameter"),
+        ("c/", "optimizer"),
+    ]
+    # Further down, and in parameters, the name means nothing.
+    for tree in (
+        {"a": {"b": {"params": {"w": X}}}},
+        {"params": {"layer": {"params": {"w": X}}}},
+        {"layer": {"params": X}},
+    ):
+        assert len(sections(tree)) == 1
+
+
 def test_train_states() -> None:
     params = {"dense": {"kernel": X}}
     linen = TrainState.create(
@@ -467,15 +504,31 @@ def test_metadata_of_a_saved_state_has_the_paths_of_the_module(tmp_path: Path) -
             self.layers = nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))])
 
     module = Holder()
-    v1.save(tmp_path / "state", nnx.state(module))
-    v1.save(tmp_path / "pure", nnx.to_pure_dict(nnx.state(module)))
+    v1.save(str(tmp_path / "state"), nnx.state(module))
+    v1.save(str(tmp_path / "pure"), nnx.to_pure_dict(nnx.state(module)))
     expected = flatten(module).full_paths()
     assert "value" in expected and "layers/0/kernel" in expected
     for name in ("state", "pure"):
-        metadata = v1.metadata(tmp_path / name).metadata
+        metadata = v1.metadata(str(tmp_path / name)).metadata
         flat = flatten(metadata)
         assert flat.full_paths() == expected
         assert [leaf.shape for leaf in flat.leaves] == [
             leaf.shape for leaf in flatten(module).leaves
         ]
         assert flat.leaves == jax.tree.leaves(metadata)
+
+
+def test_metadata_of_a_saved_state_beside_others(tmp_path: Path) -> None:
+    from orbax.checkpoint import v1
+
+    module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    v1.save(tmp_path / "a", {"model": nnx.state(module), "a_step": 3})
+    metadata: Any = v1.metadata(tmp_path / "a").metadata
+    flat = flatten(metadata)
+    assert flat.full_paths() == ["a_step", "model/bias", "model/kernel"]
+    assert flat.leaves == jax.tree.leaves(metadata)
+    # Parameters that are called so.
+    pure = {"one": {"value": X}, "two": {"value": X, "w": {"value": X}, "x": X}}
+    v1.save(tmp_path / "b", pure)
+    assert paths(v1.metadata(tmp_path / "b").metadata) == paths(pure)
+    assert "one/value" in paths(pure) and "two/value" in paths(pure)
