@@ -137,6 +137,8 @@ class Argument:
         treedef: structure of the plain tree, `nnx.State` for each NNX object.
         is_state: whether the rules lay it out.
         is_donated: whether its buffers may be reused.
+        pins: of a container of data that is on the mesh, where its leaves are; a result
+            of the same structure stays there.
     """
 
     slot: Slot
@@ -149,6 +151,7 @@ class Argument:
     treedef: Any
     is_state: bool
     is_donated: bool
+    pins: tuple[NamedSharding, ...] = ()
 
     @property
     def name(self) -> str:
@@ -164,7 +167,17 @@ class Argument:
         """What a compiled program depends on; equal keys share one."""
         # State is put where the rules say, so it does not matter where it is.
         avals = tuple(_aval_key(leaf, not self.is_state) for leaf in self.leaves)
-        return self.slot, self.outer, self.graphdefs, self.treedef, avals
+        return self.slot, self.outer, self.graphdefs, self.treedef, avals, self.pins
+
+    @property
+    def is_container(self) -> bool:
+        """Whether it is a tree, not a single array."""
+        return not jax.tree_util.treedef_is_leaf(self.treedef)
+
+    def make_state(self) -> None:
+        """Says that the rules lay it out."""
+        self.is_state = True
+        self.leaves = [strong(leaf) for leaf in self.raw]
 
     def plain(self, leaves: Sequence[Any] | None = None) -> Any:
         """The tree with `nnx.State` for each NNX object."""
@@ -398,19 +411,19 @@ def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(tuple(np.shape(leaf)) for leaf in leaves)
 
 
-def static_key(values: Mapping[str, Any]) -> tuple[Any, ...]:
+def static_key(values: Mapping[Slot, Any]) -> tuple[Any, ...]:
     """The static arguments as part of a key.
 
     Raises:
         LayoutError: one cannot be hashed.
     """
-    for name, value in values.items():
+    for slot, value in values.items():
         try:
             hash(value)
         except TypeError as error:
             raise LayoutError(
-                f"the static argument {name!r} cannot be hashed: {value!r}; make it a "
-                "tuple or a frozen dataclass, or take it out of static_argnames"
+                f"the static argument {slot.name!r} cannot be hashed: {value!r}; make "
+                "it a tuple or a frozen dataclass, or take it out of static_argnames"
             ) from error
     # 1, 1.0 and True are equal, but give different programs.
-    return tuple((name, type(value), value) for name, value in values.items())
+    return tuple((slot, type(value), value) for slot, value in values.items())

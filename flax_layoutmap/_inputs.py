@@ -14,14 +14,62 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_layoutmap._arguments import Argument
-from flax_layoutmap._errors import LayoutError, MeshError, bullet_list
+from flax_layoutmap._decide import fits
+from flax_layoutmap._errors import (
+    LayoutError,
+    MeshError,
+    RuleError,
+    StructureError,
+    bullet_list,
+)
 from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
 from flax_layoutmap._mesh import DeviceMesh, same_grid
+from flax_layoutmap._paths import Roots, flatten
 from flax_layoutmap._place import put
 from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._rules import RuleSet
 
 _ABSTRACT = (Tracer, bool, int, float, complex, jax.ShapeDtypeStruct)
+
+
+def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
+    """Whether an argument is a container of what a rule shards.
+
+    A rule that replicates does not count, so that a catch-all makes no batch a state.
+    """
+    if not argument.is_container:
+        return False
+    try:
+        flat = flatten(Roots({argument.name: argument.value}))
+    except StructureError:
+        return False  # without paths no rule can mean it
+    return any(
+        _is_sharded(rules, path, np.ndim(leaf))
+        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+    )
+
+
+def _is_sharded(rules: RuleSet, path: str, ndim: int) -> bool:
+    if not ndim:
+        return False
+    found = [rules.rules[at].layout for at in rules.matching(path)]
+    fitting = [layout for layout in found if fits(layout, ndim)]
+    if rules.overlap != "error":
+        fitting = fitting[-1:] if rules.overlap == "last" else fitting[:1]
+    return any(not layout.is_replicated for layout in fitting)
+
+
+def note_pins(argument: Argument) -> None:
+    """Notes where a data container lies, if all of it was on a mesh from the start."""
+    if argument.raw and argument.is_container and all(map(_on_a_mesh, argument.raw)):
+        own = [own_sharding(leaf) for leaf in argument.leaves]
+        argument.pins = tuple(sharding for sharding in own if sharding is not None)
+
+
+def _on_a_mesh(leaf: Any) -> bool:
+    if own_sharding(leaf) is None or isinstance(leaf, Tracer):
+        return False
+    return bool(getattr(leaf, "committed", True))
 
 
 def place_data(argument: Argument, rules: RuleSet | None) -> None:
@@ -65,11 +113,16 @@ def place_data(argument: Argument, rules: RuleSet | None) -> None:
 def _split(
     argument: Argument, at: int, leaf: Any, rules: RuleSet, mesh: DeviceMesh
 ) -> Any:
-    """A host array over the batch axes; scalars and PRNG keys are replicated."""
+    """A host array over the batch axes; scalars and PRNG keys are replicated.
+
+    Old-style keys too: a plain array of two or four uint32, of `jax.random.PRNGKey`.
+    """
     shape = leaf.shape
     sizes = mesh.axis_sizes
     parts = math.prod(sizes[axis] for axis in rules.batch)
-    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (
+        leaf.dtype == np.uint32 and shape in ((2,), (4,))
+    )
     axes = (rules.batch, ...) if shape and not is_key else ()
     if axes and shape[0] % parts:
         raise LayoutError(
@@ -136,7 +189,9 @@ def own_sharding(leaf: Any) -> NamedSharding | None:
     return None
 
 
-def fit(arguments: Sequence[Argument], wanted: Sequence[Any]) -> set[int]:
+def fit(
+    arguments: Sequence[Argument], wanted: Sequence[Any], rules: RuleSet | None
+) -> set[int]:
     """Gives the leaves of all arguments exactly the wanted shardings.
 
     Uncommitted arrays are placed, and equal placements respelled, as `jax.jit` would
@@ -149,6 +204,7 @@ def fit(arguments: Sequence[Argument], wanted: Sequence[Any]) -> set[int]:
         LayoutError: committed arrays are somewhere else.
     """
     problems: list[str] = []
+    hints: dict[str, None] = {}
     placed: set[int] = set()
     position = -1
     for argument in arguments:
@@ -173,13 +229,30 @@ def fit(arguments: Sequence[Argument], wanted: Sequence[Any]) -> set[int]:
                     f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
                     f"{show_sharding(sharding)}, it is {show_sharding(own)}"
                 )
+                hints[_hint(argument, at, rules)] = None
     if problems:
         raise LayoutError(
             f"{len(problems)} arrays are not where this jit wants them:\n"
-            f"{bullet_list(problems)}\nmove them first, layout_map.place(model), "
-            "or make the model with flm.create(make, layout_map)"
+            f"{bullet_list(problems)}\n{'; '.join(hints)}"
         )
     return placed
+
+
+def _hint(argument: Argument, at: int, rules: RuleSet | None) -> str:
+    """What to do with a leaf that is elsewhere."""
+    sections = flatten(Roots({argument.name: argument.value})).sections
+    if not any(s.role == "optimizer" and s.start <= at < s.stop for s in sections):
+        return (
+            "move them first, layout_map.place(model), or make the model with "
+            "flm.create(make, layout_map)"
+        )
+    # By itself, the state of an optimizer does not show whose parameters it follows.
+    more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
+    return (
+        f"make the optimizer with flm.create_optimizer(model, tx{more}), or place the "
+        "tree that holds both, layout_map.place({'model': model, 'optimizer': "
+        "optimizer})"
+    )
 
 
 def show_sharding(sharding: Any) -> str:
@@ -248,7 +321,19 @@ def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> lis
 
 
 def _is_layout(node: Any) -> bool:
-    return node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec)
+    if node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec):
+        return True
+    return type(node) is tuple and _names_axes(node)
+
+
+def _names_axes(entries: tuple[Any, ...]) -> bool:
+    """Whether a tuple is the axes of a layout, and not a tree of layouts."""
+    axes = [entry for entry in entries if entry is not None and entry is not ...]
+    return bool(axes) and all(
+        isinstance(entry, str)
+        or (type(entry) is tuple and all(isinstance(name, str) for name in entry))
+        for entry in axes
+    )
 
 
 def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> Any:
@@ -256,14 +341,17 @@ def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> 
         isinstance(layout, Sharding) and not isinstance(layout, NamedSharding)
     ):
         return layout
-    layout = TensorLayout(layout)
+    try:
+        layout = TensorLayout(layout)
+        if layout.device_mesh is None and mesh is not None:
+            layout = layout.on(mesh)
+    except RuleError as error:
+        raise RuleError(f"{what}: {error}") from error
     if layout.device_mesh is None:
-        if mesh is None:
-            raise MeshError(
-                f"{what}: no mesh for the layout {layout}; give it one, "
-                "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
-            )
-        layout = layout.on(mesh)
+        raise MeshError(
+            f"{what}: no mesh for the layout {layout}; give it one, "
+            "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
+        )
     try:
         layout.shard_shape(np.shape(leaf))
         return layout.sharding(np.ndim(leaf))

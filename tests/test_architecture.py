@@ -25,7 +25,8 @@ LAYERS = (
     ("_resolve",),
     ("_place", "_arguments"),
     ("_create", "_inputs", "checkpoint"),
-    ("_layout_map", "_jit"),
+    ("_layout_map", "_program"),
+    ("_jit",),
     ("__init__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}

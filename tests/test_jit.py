@@ -405,14 +405,14 @@ def test_what_counts_as_state(mesh: flm.DeviceMesh) -> None:
         "state": (nnx.state(model), True),
         "train_state": (train_state, True),
         "opt_state": (train_state.opt_state, True),
-        "params": (params, False),
+        "params": (params, True),
         "array": (X, False),
         "pair": ((X, X), False),
         "nothing": (None, False),
     }
     for name, (value, is_state) in kinds.items():
         step = flm.jit(lambda x: 0, layout_map=layout_map)
-        ((argument,), _) = step._bind((value,), {})
+        ((argument,), _) = step._bind((value,), {}, layout_map.freeze())
         assert argument.is_state is is_state, name
 
 

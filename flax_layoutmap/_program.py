@@ -1,0 +1,449 @@
+"""One structure of arguments, traced once and compiled: what `jit` keeps.
+
+The user's function becomes a function on leaves. State has the layouts of the rules on
+both sides; what the function changed in NNX objects comes out beside its results.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding
+
+from flax_layoutmap._arguments import (
+    Argument,
+    Slot,
+    call_with,
+    leaves_after,
+    results_of,
+    shape_key,
+    strong,
+)
+from flax_layoutmap._errors import warn
+from flax_layoutmap._inputs import broadcast, own_sharding
+from flax_layoutmap._paths import Roots, is_optax_state, is_train_state
+from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._resolve import resolve
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._scope import using_rules
+
+# Of one leaf of the result: whether it is state, and its sharding.
+_Pin = tuple[bool, Any]
+
+# Stands for such a sharding until the rules were asked.
+_BY_RULE = object()
+
+# The root of the result in messages; no argument can have this name.
+_RESULT = "the result"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What to compile, whatever the arguments.
+
+    Attributes:
+        fun: the user's function.
+        signature: its signature.
+        in_shardings: argument name → prefix tree of layouts, over the rules.
+        out_shardings: prefix tree of layouts for the result, or None.
+    """
+
+    fun: Callable[..., Any]
+    signature: inspect.Signature
+    in_shardings: Mapping[str, Any]
+    out_shardings: Any
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages and programs."""
+        return getattr(self.fun, "__name__", "a_function")
+
+    def in_sharding(self, slot: Slot) -> Any:
+        """What `in_shardings` says of an argument; None where it says nothing."""
+        by_parameter = self.in_shardings.get(slot.parameter)
+        return self.in_shardings.get(slot.name, by_parameter)
+
+
+@dataclasses.dataclass(slots=True)
+class Program:
+    """What one structure of arguments compiled to. Holds no array of the caller.
+
+    Attributes:
+        jitted: (donated leaves, other leaves) → (changed state, results).
+        wanted: one sharding (or None: as it is) per leaf of all arguments.
+        donated: positions, over all leaves, of those whose buffers are given away.
+        kept: positions of the others.
+        changed: positions of the state that the function changed.
+        out_tree: structure of the function's result.
+        out_shapes: its abstract leaves.
+        cacheable: whether nothing of an outer trace is inside.
+        fingerprints: of rules, mesh and table; empty where there is one process.
+        agreed: whether the processes have compared them.
+    """
+
+    jitted: Any
+    wanted: list[Any]
+    donated: tuple[int, ...]
+    kept: tuple[int, ...]
+    changed: tuple[int, ...]
+    out_tree: Any
+    out_shapes: list[Any]
+    cacheable: bool
+    fingerprints: Mapping[str, str]
+    agreed: bool = False
+
+    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The leaves of all arguments as `jitted` takes them."""
+        donated = [leaves[at] for at in self.donated]
+        return donated, [leaves[at] for at in self.kept]
+
+
+def make_program(
+    job: Job,
+    slots: Sequence[tuple[Slot, Any]],
+    static: Mapping[Slot, Any],
+    arguments: Sequence[Argument],
+    rules: RuleSet | None,
+) -> Program:
+    """Decides the layouts, traces the function, and makes the program of it.
+
+    Args:
+        job: what to compile.
+        slots: all arguments in the order of the signature.
+        static: those that are constants.
+        arguments: the others, taken apart.
+        rules: the rule set, or None.
+
+    Raises:
+        LayoutError: rules, options or the function do not fit the arguments.
+    """
+    wanted, asked, resolution = _wanted(job, arguments, rules)
+    leaves = [leaf for argument in arguments for leaf in argument.leaves]
+    avals = [
+        leaf if sharding is None else abstract(leaf, sharding)
+        for leaf, sharding in zip(leaves, wanted, strict=True)
+    ]
+    order = [slot for slot, _ in slots]
+    seen: dict[str, Any] = {}
+
+    def flat(leaves: list[Any]) -> Any:
+        return _on_leaves(job, order, static, arguments, leaves, seen)
+
+    with using_rules(rules), mesh_context(rules, leaves):
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(avals)
+    changed: tuple[int, ...] = seen["changed"]
+    out_leaves = (seen["out_tree"], shapes[1])
+    pinned, made = _pin(job, arguments, wanted, out_leaves, rules)
+    if made and rules is not None:
+        # With the arguments: optimizer state follows parameters among them.
+        resolution = resolve(Roots({**made, **asked}), rules)
+        every = iter(resolution.sharding_list())
+        pinned = [(s, next(every) if at is _BY_RULE else at) for s, at in pinned]
+    fingerprints: Mapping[str, str] = {}
+    if resolution is not None:
+        resolution.announce()
+        _announce_activations(resolution.rules)
+        if jax.process_count() > 1:
+            fingerprints = resolution.fingerprints()
+    donated = _donated(arguments, set(changed))
+    kept = tuple(sorted(set(range(len(leaves))) - set(donated)))
+    program = _from_jaxpr(closed, len(changed), pinned, (*donated, *kept))
+    program.__name__ = job.name
+    out = [sharding for _, sharding in pinned]
+    return Program(
+        jitted=jax.jit(
+            program,
+            in_shardings=([wanted[a] for a in donated], [wanted[a] for a in kept]),
+            out_shardings=([wanted[at] for at in changed], out),
+            donate_argnums=(0,),
+        ),
+        wanted=wanted,
+        donated=donated,
+        kept=kept,
+        changed=changed,
+        out_tree=seen["out_tree"],
+        out_shapes=list(shapes[1]),
+        cacheable=not any(isinstance(const, Tracer) for const in closed.consts),
+        fingerprints=fingerprints,
+    )
+
+
+def abstract(leaf: Any, sharding: Any) -> Any:
+    """An argument's leaf without its values; numbers and tracers stay."""
+    if isinstance(leaf, Tracer | bool | int | float | complex):
+        return leaf
+    weak = bool(getattr(leaf, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        leaf.shape,
+        jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
+        sharding=sharding,
+        weak_type=weak,
+    )
+
+
+def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
+    """The mesh of the rules as context, where tracing or running needs it.
+
+    Explicit axes need their mesh in context; and with rules on one mesh, another one
+    that happens to be in context must not count. Inside of an outer trace the context
+    is that of its tracers.
+    """
+    mesh = None if rules is None else rules.mesh
+    if mesh is None:
+        return contextlib.nullcontext()
+    context: Any = jax.sharding.get_abstract_mesh()
+    own: Any = mesh.jax_mesh.abstract_mesh
+    needed = bool(context.axis_names) or AxisType.Explicit in mesh.axis_types
+    if not needed or context == own or any(isinstance(x, Tracer) for x in leaves):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(own)
+
+
+def write_back(arguments: Sequence[Argument], new: Mapping[int, Any]) -> None:
+    """Writes new values (by position over all leaves) into the caller's objects."""
+    start = 0
+    for argument in arguments:
+        count = len(argument.leaves)
+        changed = any(at in new for at in range(start, start + count))
+        if changed and argument.has_objects:
+            argument.write_back(
+                [new.get(start + at, leaf) for at, leaf in enumerate(argument.raw)]
+            )
+        start += count
+
+
+# ------------------------------------------------------------------------ tracing
+
+
+def _on_leaves(
+    job: Job,
+    order: Sequence[Slot],
+    static: Mapping[Slot, Any],
+    arguments: Sequence[Argument],
+    leaves: Sequence[Any],
+    seen: dict[str, Any],
+) -> tuple[list[Any], list[Any]]:
+    """The user's function on leaves; traced once."""
+    values: dict[Slot, Any] = dict(static)
+    rebuilt: list[tuple[Argument, list[Any], Sequence[Any]]] = []
+    start = 0
+    for argument in arguments:
+        own = leaves[start : start + len(argument.leaves)]
+        start += len(own)
+        values[argument.slot], merged = argument.rebuild(own)
+        rebuilt.append((argument, merged, own))
+    result = call_with(job.fun, job.signature, [(slot, values[slot]) for slot in order])
+    results, seen["out_tree"] = results_of(result)
+    after: list[Any] = []
+    for argument, merged, own in rebuilt:
+        if argument.has_objects:
+            after.extend(leaves_after(argument, merged, own))
+        else:
+            after.extend(own)
+    seen["changed"] = tuple(
+        at
+        for at, (old, new) in enumerate(zip(leaves, after, strict=True))
+        if old is not new
+    )
+    return [strong(after[at]) for at in seen["changed"]], results
+
+
+def _from_jaxpr(
+    closed: ClosedJaxpr,
+    count: int,
+    pinned: Sequence[tuple[bool, Any]],
+    positions: Sequence[int],
+) -> Callable[..., Any]:
+    """The traced function on donated and other leaves; not traced a second time.
+
+    Args:
+        closed: the trace of the function on all leaves in order.
+        count: how many of its results are changed state.
+        pinned: of each other result, whether it is state.
+        positions: position, over all leaves, of each leaf that is given.
+    """
+    run = jaxpr_as_fun(closed)
+
+    def program(given: list[Any], rest: list[Any]) -> Any:
+        by_position = dict(zip(positions, (*given, *rest), strict=True))
+        values = run(*(by_position[at] for at in range(len(by_position))))
+        results = [
+            strong(value) if is_state else value
+            for value, (is_state, _) in zip(values[count:], pinned, strict=True)
+        ]
+        return list(values[:count]), results
+
+    return program
+
+
+def _donated(arguments: Sequence[Argument], changed: set[int]) -> tuple[int, ...]:
+    """Positions of the leaves that are given away.
+
+    What a function leaves unchanged in an NNX object stays in use, so its buffer must
+    not be taken for a result that happens to have the same shape.
+    """
+    positions: list[int] = []
+    start = 0
+    for argument in arguments:
+        span = range(start, start + len(argument.leaves))
+        start = span.stop
+        if not argument.is_donated:
+            continue
+        pure = argument.pure_leaves()
+        positions.extend(at for at in span if at in changed or pure[at - span.start])
+    return tuple(positions)
+
+
+# ------------------------------------------------------------------------ layouts
+
+
+def _wanted(
+    job: Job, arguments: Sequence[Argument], rules: RuleSet | None
+) -> tuple[list[Any], dict[str, Any], Resolution | None]:
+    """One sharding per leaf of all arguments; None leaves it to JAX.
+
+    And the trees that the rules were asked about, with their Resolution.
+    """
+    found: dict[str, list[Any]] = {}
+    by_rule: list[Argument] = []
+    mesh = None if rules is None else rules.mesh
+    for argument in arguments:
+        prefix = job.in_sharding(argument.slot)
+        if prefix is not None:
+            what = f"in_shardings[{argument.name!r}]"
+            found[argument.name] = broadcast(prefix, argument.plain(), mesh, what)
+        elif not argument.is_state:
+            found[argument.name] = [None] * len(argument.leaves)
+        elif rules is None:
+            found[argument.name] = [own_sharding(leaf) for leaf in argument.leaves]
+        else:
+            by_rule.append(argument)
+    resolution: Resolution | None = None
+    trees = {argument.name: _without_arrays(argument) for argument in by_rule}
+    if trees and rules is not None:
+        resolution = resolve(Roots(trees), rules)
+        every = iter(resolution.sharding_list())
+        for argument in by_rule:
+            found[argument.name] = [next(every) for _ in argument.leaves]
+    return [s for a in arguments for s in found[a.name]], trees, resolution
+
+
+def _without_arrays(argument: Argument) -> Any:
+    """What the rules are asked about; a Resolution may be kept, arrays must not."""
+    if argument.has_objects:
+        return argument.value
+    return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
+
+
+def _announce_activations(rules: RuleSet) -> None:
+    if rules.activations and "activations" not in rules._warned:
+        rules._warned.add("activations")
+        warn(
+            "layout_map.activations has rules, which this version stores but does not "
+            "apply; use flm.distribute_tensor in the model"
+        )
+
+
+def _pin(
+    job: Job,
+    arguments: Sequence[Argument],
+    wanted: Sequence[Any],
+    out: tuple[Any, Sequence[Any]],
+    rules: RuleSet | None,
+) -> tuple[list[_Pin], dict[str, Any]]:
+    """Per result: whether it is state, and its sharding (None: the compiler's).
+
+    A part of the result with the structure of an argument keeps its layouts. What else
+    the rules are to be asked about comes as trees by path, and has `_BY_RULE` here.
+    """
+    known: dict[Any, list[list[_Pin]]] = {}
+    data: dict[Any, list[list[_Pin]]] = {}
+    start = 0
+    for argument in arguments:
+        own = list(wanted[start : start + len(argument.leaves)])
+        start += len(own)
+        key = (argument.treedef, shape_key(argument.leaves))
+        if argument.is_state and own:
+            known.setdefault(key, []).append([(True, sharding) for sharding in own])
+        elif argument.pins:
+            data.setdefault(key, []).append([(False, at) for at in argument.pins])
+    mesh = None if rules is None else rules.mesh
+    # Without the types of Explicit axes, which are not what the rules say.
+    plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out[1]]
+    result = jax.tree.unflatten(out[0], plain)
+    said: list[Any] = [None] * len(plain)
+    if job.out_shardings is not None:
+        said = broadcast(job.out_shardings, result, mesh, "out_shardings")
+    asks = rules is not None and any(given is None for given in said)
+    made: dict[str, Any] = {}
+    pinned = _pin_tree(result, {**data, **known}, made if asks else None, _RESULT)
+    typed = [_typed(shape, rules) for shape in out[1]]
+    return [
+        (state, given or sharding or own)
+        for (state, sharding), given, own in zip(pinned, said, typed, strict=True)
+    ], made
+
+
+def _typed(shape: Any, rules: RuleSet | None) -> NamedSharding | None:
+    """On Explicit axes the type of a result says where it lies.
+
+    Without this, a program of no arguments would not know its devices.
+    """
+    mesh = None if rules is None else rules.mesh
+    own = getattr(shape, "sharding", None)
+    if mesh is None or not isinstance(own, NamedSharding):
+        return None
+    if any(kind is not AxisType.Explicit for kind in mesh.axis_types):
+        return None
+    jax_mesh: Any = mesh.jax_mesh
+    return (
+        NamedSharding(jax_mesh, own.spec)
+        if own.mesh == jax_mesh.abstract_mesh
+        else None
+    )
+
+
+def _pin_tree(
+    tree: Any,
+    known: Mapping[Any, list[list[_Pin]]],
+    made: dict[str, Any] | None,
+    path: str,
+) -> list[_Pin]:
+    """Looks for the structures of arguments in a result, from the outside in.
+
+    Where several arguments have one structure, they are taken in turn. States of
+    another structure are added to `made`, unless that is None.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    found = known.get((treedef, shape_key(leaves)))
+    if found is not None:
+        return found.pop(0) if len(found) > 1 else found[0]
+    if not leaves or jax.tree_util.treedef_is_leaf(treedef):
+        return [(False, None)] * len(leaves)
+    if made is not None and _is_made_state(tree):
+        made[path] = tree
+        return [(True, _BY_RULE)] * len(leaves)
+    parts, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    return [
+        entry
+        for keys, part in parts
+        for entry in _pin_tree(part, known, made, path + jax.tree_util.keystr(keys))
+    ]
+
+
+def _is_made_state(tree: Any) -> bool:
+    """Whether a result is a state by its kind: new, or of another structure."""
+    return (
+        is_train_state(tree)
+        or is_optax_state(tree)
+        or isinstance(tree, nnx.State)
+        or (isinstance(tree, Mapping) and "params" in tree)
+    )
