@@ -163,20 +163,37 @@ def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
         StructureError: two leaves would have one path, or a node cannot be flattened.
     """
     flat = _Walk(fold).flatten(tree)
-    if _is_saved_state(flat):
-        flat = _Walk(fold).flatten(_without_saved_boxes(tree))
-    return flat
+    plain = _saved_state(tree, flat)
+    return flat if plain is tree else _Walk(fold).flatten(plain)
 
 
-def _is_saved_state(flat: Flat) -> bool:
-    """Whether this is Orbax's metadata of an `nnx.State`.
+def _saved_state(tree: Any, flat: Flat) -> Any:
+    """Orbax's metadata of an `nnx.State`, or of a dict of some, without the boxes.
 
     There the Variables have become dicts with the one key `value`. A single parameter
-    may be called so; where every leaf is, these are the boxes.
+    may be called so; where every leaf is, these are the boxes. Other trees stay.
     """
-    if not flat.leaves or not type(flat.leaves[0]).__module__.startswith("orbax."):
-        return False
-    return all(path.endswith("/value") for path in flat.paths)
+    types = {
+        kind: kind.__module__.startswith("orbax.")
+        for kind in set(map(type, flat.leaves))
+    }
+    if not isinstance(tree, Mapping) or not any(types.values()):
+        return tree
+    boxed: dict[str, bool] = {}  # of each child of the root
+    for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True):
+        child = path.partition("/")[0]
+        is_box = path.endswith("/value") and types[type(leaf)]
+        boxed[child] = boxed.get(child, True) and is_box
+    if all(boxed.values()):
+        return _without_saved_boxes(tree)
+    children = {
+        key: _without_saved_boxes(child)
+        for key, child in tree.items()
+        if boxed.get(escape(key))
+        and isinstance(child, Mapping)
+        and set(child) != {"value"}
+    }
+    return {**tree, **children} if children else tree
 
 
 def _without_saved_boxes(tree: Any) -> Any:
@@ -269,7 +286,7 @@ class _Walk:
         self.node: Any = None
 
     def flatten(self, tree: Any) -> Flat:
-        self.root(tree)
+        self.root(tree, is_whole=True)
         self._close()
         return self.flat
 
@@ -283,21 +300,23 @@ class _Walk:
             )
         self.start = stop
 
-    def section(self, prefix: str, role: Role, node: Any, tree: Any) -> None:
+    def section(
+        self, prefix: str, role: Role, node: Any, tree: Any, is_whole: bool = False
+    ) -> None:
         """Walks `tree` as a section of its own, below the current one."""
         self._close()
         before = self.base, self.role, self.node
         self.base, self.role, self.node = self.base + prefix, role, node
-        self.root(tree)
+        self.root(tree, is_whole)
         self._close()
         self.base, self.role, self.node = before
 
-    def root(self, tree: Any) -> None:
-        """Walks a tree whose paths start here."""
+    def root(self, tree: Any, is_whole: bool = False) -> None:
+        """Walks a tree whose paths start here; it may be a whole one of the user's."""
         if isinstance(tree, Roots):
             for name, part in tree.trees.items():
                 role: Role = "optimizer" if name == "opt_state" else "parameter"
-                self.section(f"{escape(name)}/", role, None, part)
+                self.section(f"{escape(name)}/", role, None, part, is_whole=True)
         elif is_train_state(tree):
             self.train_state(tree)
         elif self.role != "optimizer" and is_optax_state(tree):
@@ -311,6 +330,8 @@ class _Walk:
                 self.variables(tree)
             elif self.holds_optimizer(tree):
                 self.model_and_optimizer(tree)
+            elif is_whole and self.holds_variables(tree):
+                self.holder_of_variables(tree)
             else:
                 self.walk(tree, "", "")
         else:
@@ -324,6 +345,27 @@ class _Walk:
                 self.section("params/", "parameter", None, child)
             else:
                 self.child(child, self.names[key], "", "")
+
+    def is_variables(self, node: Any) -> bool:
+        """Whether a node is Linen variables (or a dict of `params` and others)."""
+        if self.kind(node) not in (_DICT, _MAPPING) or isinstance(node, nnx.State):
+            return False
+        return isinstance(node.get("params"), Mapping)
+
+    def holds_variables(self, tree: Mapping[Any, Any]) -> bool:
+        """Whether a child is Linen variables."""
+        if isinstance(tree, nnx.State):
+            return False
+        return any(map(self.is_variables, tree.values()))
+
+    def holder_of_variables(self, tree: Mapping[Any, Any]) -> None:
+        """`{"model": variables, "step": 3}`: the variables are a tree by themselves."""
+        for key in self.ordered(tree, ""):
+            child, name = tree[key], self.names[key]
+            if self.is_variables(child):
+                self.section(f"{name[0]}/", "parameter", None, child)
+            else:
+                self.child(child, name, "", "")
 
     def holds_optimizer(self, tree: Mapping[Any, Any]) -> bool:
         """Whether a child is the state of an `nnx.Optimizer` (or a TrainState's)."""

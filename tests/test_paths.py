@@ -529,6 +529,7 @@ def test_metadata_of_a_saved_state_beside_others(tmp_path: Path) -> None:
     assert flat.leaves == jax.tree.leaves(metadata)
     # Parameters that are called so.
     pure = {"one": {"value": X}, "two": {"value": X, "w": {"value": X}, "x": X}}
+    pure["three"] = [{"value": X}]  # type: ignore[assignment]
     v1.save(tmp_path / "b", pure)
     assert paths(v1.metadata(tmp_path / "b").metadata) == paths(pure)
     assert "one/value" in paths(pure) and "two/value" in paths(pure)
