@@ -117,7 +117,7 @@ class Decider:
         rules = self.rules.rules
         if len(matched) > 1:
             alone = _exact_alone(rules, matched, path)
-            if _fits(rules[alone[0]].layout, len(shape)):
+            if fits(rules[alone[0]].layout, len(shape)):
                 matched = alone
         exact = len(matched) == 1 and rules[matched[0]].pattern == path
         key = (matched, shape, exact)
@@ -133,7 +133,7 @@ class Decider:
         fitting = tuple(
             at
             for at in matched
-            if rules[at].rank == "error" or _fits(rules[at].layout, len(shape))
+            if rules[at].rank == "error" or fits(rules[at].layout, len(shape))
         )
         if not fitting:
             if self.rules.unmatched == "error":
@@ -173,7 +173,7 @@ class Decider:
                     "tree lies on one mesh: leave the mesh of the layout out"
                 )
                 return self.trouble(problem, shape, matched)
-        if not _fits(layout, len(shape)):
+        if not fits(layout, len(shape)):
             problem = (
                 f"{name} has {_rank(layout)} dims, the leaf has {len(shape)}; "
                 f"{_rank_fix(layout, shape)}"
@@ -292,7 +292,7 @@ class Decider:
         matched = tuple(
             at
             for at in matcher.matching(owner.path or origin.owner or "")
-            if rules[at].rank == "error" or _fits(rules[at].layout, len(owner.shape))
+            if rules[at].rank == "error" or fits(rules[at].layout, len(owner.shape))
         )
         matched = _exact_alone(rules, matched, owner.path or origin.owner or "")
         axes, mesh, memory_kind = owner.dims, owner.mesh, owner.memory_kind
@@ -310,7 +310,7 @@ class Decider:
             winner = matched[-1] if self.rules.overlap == "last" else matched[0]
             layout = rules[winner].layout
             name = f"optimizer rule {_named(rules, winner)}"
-            if not _fits(layout, len(owner.shape)):
+            if not fits(layout, len(owner.shape)):
                 return self.trouble(
                     f"{name} has {_rank(layout)} dims, its parameter {parameter!r} "
                     f"has {len(owner.shape)}; {_rank_fix(layout, owner.shape)}",
@@ -476,7 +476,7 @@ def _is_key_or_none(dtype: Any) -> bool:
     return dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _fits(layout: TensorLayout, ndim: int) -> bool:
+def fits(layout: TensorLayout, ndim: int) -> bool:
     return layout.rank == ndim or (layout.rank is None and ndim >= len(layout.axes) - 1)
 
 

@@ -216,7 +216,8 @@ def is_train_state(node: Any) -> bool:
 
 def is_optimizer(node: Any) -> bool:
     """Whether an NNX object is an optimizer: it has opt_state and tx."""
-    return is_nnx_object(node) and hasattr(node, "opt_state") and hasattr(node, "tx")
+    # By its own attributes: an nnx.Rngs has a stream for any name it is asked for.
+    return is_nnx_object(node) and {"opt_state", "tx"} <= vars(node).keys()
 
 
 def is_optimizer_with_model(node: Any) -> bool:
@@ -236,9 +237,12 @@ def parameter_keys(flat: Flat) -> dict[int, str]:
         if section.role == "parameter":
             for at in range(section.start, section.stop):
                 if at not in flat.fixed:
-                    path = flat.paths[at]
-                    keys[at] = section.prefix + path if path in taken else path
-                    taken.add(keys[at])
+                    key = flat.paths[at]
+                    key = section.prefix + key if key in taken else key
+                    while key in taken:  # the path within a section is that of a leaf
+                        key = f"./{key}"
+                    taken.add(key)
+                    keys[at] = key
     return keys
 
 

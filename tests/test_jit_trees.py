@@ -1,0 +1,362 @@
+"""jit on plain trees: which are state, where results lie, layouts given by hand."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import Dims, assert_lies, bare, lies
+
+import flax_layoutmap as flm
+
+P = PartitionSpec
+X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
+COLUMN, ROW, BATCH = ((), ("model",)), (("model",), ()), (("data",), ())
+WHOLE: Dims = ((), ())
+
+
+def grid(kind: Any = "auto") -> flm.DeviceMesh:
+    return flm.DeviceMesh((2, 4), ("data", "model"), axis_types=kind)
+
+
+def rules(mesh: Any, **options: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, **options)
+    layout_map["w|kernel"] = (None, "model")
+    layout_map["b|bias"] = None
+    return layout_map
+
+
+def make_params() -> dict[str, Any]:
+    return {"b": jnp.zeros(8), "w": jnp.asarray(X)}
+
+
+def put(mesh: flm.DeviceMesh, spec: PartitionSpec, value: Any = X) -> Any:
+    return jax.device_put(value, NamedSharding(bare(mesh), spec))
+
+
+@contextlib.contextmanager
+def refuses(error: type[Exception], *texts: str) -> Iterator[None]:
+    """The block raises exactly this kind of error, with these words."""
+    with pytest.raises(error) as caught:
+        yield
+    assert type(caught.value) is error
+    for text in texts:
+        assert text in str(caught.value)
+
+
+# --------------------------------------------------------- parameters are state
+
+
+def train(params: Any, opt_state: Any, x: Any) -> Any:
+    def loss_of(params: Any) -> Any:
+        return ((x @ params["w"] + params["b"]) ** 2).mean()
+
+    grads = jax.grad(loss_of)(params)
+    updates, opt_state = optax.adam(1e-2).update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_parameters_do_not_drift(kind: str) -> None:
+    mesh = grid(kind)
+    layout_map = rules(mesh)
+    params = flm.create(make_params, layout_map)
+    opt_state = flm.create_optimizer(params, optax.adam(1e-2))
+    plain, plain_state = make_params(), optax.adam(1e-2).init(make_params())
+    step = flm.jit(train, layout_map=layout_map)
+    for _ in range(3):
+        params, opt_state = step(params, opt_state, X)
+        plain, plain_state = train(plain, plain_state, X)
+        for tree in (params, opt_state[0].mu, opt_state[0].nu):
+            assert_lies(tree["w"], COLUMN, mesh)
+            assert_lies(tree["b"], ((),), mesh)
+        assert step._cache_size() == 1
+    for name in ("w", "b"):
+        np.testing.assert_allclose(params[name], plain[name], rtol=1e-5)
+        np.testing.assert_allclose(
+            opt_state[0].nu[name], plain_state[0].nu[name], rtol=1e-4, atol=1e-7
+        )
+
+
+def test_parameters_from_the_host_come_in_by_the_rules() -> None:
+    mesh = grid()
+    step = flm.jit(lambda params: params, layout_map=rules(mesh, strict=False))
+    for given in ({"w": X}, {"layers": [{"w": jnp.asarray(X)}]}, {"params": {"w": X}}):
+        (w,) = jax.tree.leaves(step(given))
+        assert_lies(w, COLUMN, mesh, X)
+    with refuses(flm.LayoutError, "params/w (8,8): wanted P(-, model)"):
+        step({"w": put(mesh, P("data"))})
+
+
+def test_which_containers_are_state() -> None:
+    mesh = grid()
+    every = flm.Rule(".*", None)
+    sharded = flm.Rule("w", (None, "model"))
+    cubes = flm.Rule("w", (None, None, "model"), rank="skip")
+    for listed, overlap, given, expected in (
+        ([sharded], "first", {"w": X}, True),
+        ([sharded, every], "first", {"w": X, "n": 3}, True),
+        ([sharded, every], "last", {"m": {"w": X}}, False),
+        ([every, sharded], "first", {"m": {"w": X}}, False),
+        ([every, sharded], "last", {"m": {"w": X}}, True),
+        ([sharded], "error", [X, {"w": X}], True),
+        ([sharded], "error", {"x": X, "y": X}, False),
+        ([every], "error", {"x": X}, False),
+        ([cubes], "error", {"w": X}, False),
+        ([sharded], "error", {"w": np.float32(1)}, False),
+        ([sharded], "error", {"w": None}, False),
+        ([flm.Rule("x|", (None, "model"))], "error", X, False),
+    ):
+        layout_map = flm.LayoutMap.from_rules(
+            listed, mesh, overlap=overlap, strict=False
+        )
+        step = flm.jit(lambda x: 0, layout_map=layout_map)
+        ((argument,), _) = step._bind((given,), {}, step._rules())
+        assert argument.is_state is expected, (listed, overlap, given)
+    # What JAX cannot name uniquely is data, not an error.
+    step = flm.jit(lambda batch: batch, layout_map=rules(mesh, strict=False))
+    assert_lies(step({"w/w": X})["w/w"], COLUMN, mesh, X)
+
+
+def test_what_is_state_is_decided_once_for_a_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from flax_layoutmap import _jit
+
+    asked: list[str] = []
+    plain = _jit.holds_parameters
+
+    def holds(argument: Any, rules: Any) -> bool:
+        asked.append(argument.name)
+        return plain(argument, rules)
+
+    monkeypatch.setattr(_jit, "holds_parameters", holds)
+    monkeypatch.setattr(_jit, "_PROGRAMS", 3)
+    layout_map = flm.LayoutMap(grid(), strict=False)
+    step = flm.jit(lambda a, b: b, layout_map=layout_map)
+    for _ in range(3):
+        assert_lies(step({"w": X}, {"w": X})["w"], BATCH, grid())
+    assert asked == ["a", "b"]
+    layout_map["w"] = (None, "model")  # another rule set is another question
+    assert_lies(step({"w": X}, {"w": X})["w"], COLUMN, grid())
+    assert asked == ["a", "b"] * 2
+    for size in range(2, 12, 2):
+        step({"x": X[:size]}, {"w": X})
+        assert len(step._holds_parameters) <= 3
+
+
+# ------------------------------------------------------------------------- data
+
+
+def test_results_like_data_on_the_mesh_stay_there() -> None:
+    mesh = grid()
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    step = flm.jit(
+        lambda carry, x: ({"a": carry["a"] + x.sum(), "n": carry["n"] + 1}, x),
+        layout_map=layout_map,
+    )
+    carry = {"a": put(mesh, P(None, "model")), "n": put(mesh, P(), np.int32(0))}
+    for count in range(1, 4):
+        carry, _ = step(carry, X)
+        assert_lies(carry["a"], COLUMN, mesh)
+        assert int(carry["n"]) == count and step._cache_size() == 1
+    # Other places are another program, as the results lie there.
+    other, _ = step({**carry, "a": put(mesh, P("model"))}, X)
+    assert_lies(other["a"], ROW, mesh)
+    assert step._cache_size() == 2
+    # Without a map too.
+    bare_step = flm.jit(lambda carry: {"a": carry["a"] * 2})
+    assert_lies(bare_step({"a": put(mesh, P(None, "model"))})["a"], COLUMN, mesh)
+
+
+def test_old_style_keys_are_replicated() -> None:
+    mesh = grid()
+    layout_map = flm.LayoutMap(mesh, batch=("data", "model"), strict=False)
+    step = flm.jit(
+        lambda key, batch: (key, batch["key"], batch["x"]), layout_map=layout_map
+    )
+    for key in (
+        jax.random.PRNGKey(3),
+        np.asarray(jax.random.PRNGKey(3)),
+        np.arange(4, dtype=np.uint32),
+    ):
+        found, inside, x = step(key, {"key": key, "x": np.arange(8, dtype=np.uint32)})
+        assert_lies(found, ((),), mesh, key)
+        assert_lies(inside, ((),), mesh, key)
+        assert_lies(x, (("data", "model"),), mesh)
+    with refuses(flm.LayoutError, "batch/key (4,): dim 0 of size 4"):
+        step(key, {"key": np.arange(4), "x": X})
+
+
+# ---------------------------------------------------------------- new states
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_new_states_are_laid_out_by_the_rules(kind: str) -> None:
+    mesh = grid(kind)
+    layout_map = rules(mesh)
+    dense, tx = linen.Dense(8), optax.adam(1e-3)
+
+    def train_state(key: Any) -> Any:
+        params = dense.init(key, X)["params"]
+        return TrainState.create(apply_fn=dense.apply, params=params, tx=tx)
+
+    key = jax.random.key(0)
+    state = flm.jit(train_state, layout_map=layout_map)(key)
+    for tree in (state.params, state.opt_state[0].mu):
+        assert_lies(tree["kernel"], COLUMN, mesh)
+        assert_lies(tree["bias"], ((),), mesh)
+    assert_lies(state.step, (), mesh)
+
+    variables = flm.jit(lambda k: dense.init(k, X), layout_map=layout_map)(key)
+    assert_lies(variables["params"]["kernel"], COLUMN, mesh)
+    assert_lies(variables["params"]["bias"], ((),), mesh)
+
+    def module_state(rngs: Any) -> Any:
+        return {"state": nnx.state(nnx.Linear(8, 8, rngs=rngs)), "x": [X]}
+
+    found = flm.jit(module_state, layout_map=layout_map)(nnx.Rngs(0))
+    assert_lies(found["state"]["kernel"][...], COLUMN, mesh)
+
+    params = flm.create(make_params, layout_map)
+    opt_state = flm.jit(lambda params: tx.init(params), layout_map=layout_map)(params)
+    assert_lies(opt_state[0].mu["w"], COLUMN, mesh)
+    assert_lies(opt_state[0].mu["b"], ((),), mesh)
+
+
+def test_other_results_are_left_to_the_compiler() -> None:
+    mesh = grid()
+    layout_map = rules(mesh, strict=False)
+    step = flm.jit(lambda x: {"w": x, "loss": x.sum()}, layout_map=layout_map)
+    assert not lies(step(X)["w"], COLUMN, mesh)
+    step = flm.jit(lambda x: {"params": {"w": x}}, layout_map=layout_map)
+    assert_lies(step(X)["params"]["w"], COLUMN, mesh)
+    # Without rules there is nothing to ask.
+    assert flm.jit(lambda x: {"params": x})(X)["params"].shape == (8, 8)
+
+
+def test_new_states_that_do_not_fit() -> None:
+    mesh = grid()
+    step = flm.jit(lambda x: (0, {"params": {"w": x}}), layout_map=rules(mesh))
+    with refuses(
+        flm.ResolveError, "the result[1]/params/w (8,6): ", "dim 1 of size 6 does not"
+    ):
+        step(X[:, :6])
+    layout_map = rules(mesh, strict=False)
+    layout = flm.TensorLayout(("model", None))
+    # What the caller says himself is not asked for.
+    step = flm.jit(
+        lambda x: {"params": {"w": x}}, layout_map=layout_map, out_shardings=layout
+    )
+    assert_lies(step(X[:, :6])["params"]["w"], ROW, mesh)
+
+
+def test_rules_used_by_the_result_alone_are_used() -> None:
+    layout_map = rules(grid(), strict=True)
+    make = flm.jit(
+        lambda rngs: nnx.state(nnx.Linear(8, 8, rngs=rngs)), layout_map=layout_map
+    )
+    assert_lies(make(nnx.Rngs(0))["kernel"][...], COLUMN, grid())
+    layout_map["nowhere"] = None
+    with refuses(flm.ResolveError, "strict: 1 finding", "nowhere"):
+        make(nnx.Rngs(0))
+
+
+# ------------------------------------------------------------------ messages
+
+
+def test_where_to_go_with_optimizer_state() -> None:
+    mesh = grid()
+    layout_map = rules(mesh, strict=False)
+    model = flm.create(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layout_map)
+    optimizer = flm.create_optimizer(model, optax.adam(1e-3))
+    other = rules(mesh, strict=False)
+    other.optimizer["kernel"] = ("data", "model")
+    step = flm.jit(lambda model, optimizer: 0, layout_map=other)
+    hint = (
+        "make the optimizer with flm.create_optimizer(model, tx, "
+        "layout_map=layout_map), or place the tree that holds both, "
+        "layout_map.place({'model': model, 'optimizer': optimizer})"
+    )
+    with pytest.raises(flm.LayoutError) as caught:
+        step(model, optimizer)
+    text = str(caught.value)
+    assert text.startswith("2 arrays are not") and text.endswith("\n" + hint)
+    both = {"model": model, "optimizer": optimizer}
+    other.place(both)
+    step(**both)
+    # The model is elsewhere too; and no rules for optimizers: no word of a map.
+    turned = flm.LayoutMap(mesh, strict=False)
+    turned["kernel"] = ("model", None)
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.jit(lambda model, optimizer: 0, layout_map=turned)(model, optimizer)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("3 arrays") and lines[-1].startswith(
+        "move them first, layout_map.place(model), or make the model with "
+        "flm.create(make, layout_map); make the optimizer with "
+        "flm.create_optimizer(model, tx), or place the tree"
+    )
+
+
+# ---------------------------------------------------- layouts given by hand
+
+
+def test_axes_are_a_layout_of_in_and_out_shardings() -> None:
+    mesh = grid()
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    for axes, dims in (
+        (("data", None), BATCH),
+        ((None, "model"), COLUMN),
+        ((("data", "model"), None), ((("data", "model")), ())),
+        ((..., "model"), COLUMN),
+        ((("data",), ("model",)), (("data",), ("model",))),
+    ):
+        step = flm.jit(
+            lambda x, tree: (x, tree),
+            layout_map=layout_map,
+            in_shardings={"x": axes, "tree": {"a": axes, "b": None}},
+        )
+        x, tree = step(X, {"a": [X, X], "b": X})
+        for leaf in (x, *tree["a"]):
+            assert_lies(leaf, dims, mesh, X)
+        step = flm.jit(lambda x: (x, x), layout_map=layout_map, out_shardings=axes)
+        assert_lies(step(X)[1], dims, mesh, X)
+    # A tuple of layouts is a tree as before.
+    step = flm.jit(
+        lambda x: (x, x), layout_map=layout_map, out_shardings=(("model", None), None)
+    )
+    assert_lies(step(X)[0], ROW, mesh, X)
+
+
+def test_bad_axes_name_the_argument() -> None:
+    layout_map = flm.LayoutMap(grid(), strict=False)
+    for given, error, text in (
+        (("dta", None), flm.RuleError, "names the axis 'dta'"),
+        ("data", flm.RuleError, "a layout cannot be a string"),
+        (("data", "data"), flm.RuleError, "'data' twice"),
+        (("data",), flm.LayoutError, "has 1 dims, the array has 2"),
+        ((None, None, "data"), flm.LayoutError, "has 3 dims, the array has 2"),
+        (3, flm.RuleError, "not a layout: 3"),
+    ):
+        step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": given})
+        with refuses(error, "in_shardings['x']: ", text):
+            step(X)
+        step = flm.jit(lambda x: x, layout_map=layout_map, out_shardings=given)
+        with refuses(error, "out_shardings: ", text):
+            step(X)
+    step = flm.jit(lambda x: x, in_shardings={"x": ("data", None)})
+    with refuses(flm.MeshError, "in_shardings['x']: no mesh for the layout"):
+        step(X)
+
+
+def test_what_is_no_layout_map() -> None:
+    for given in ({"w": None}, 3, flm.LayoutMap, nnx.Rngs(0)):
+        with refuses(flm.RuleError, "jit(layout_map=) needs a LayoutMap or a RuleSet"):
+            flm.jit(lambda x: x, layout_map=given)
