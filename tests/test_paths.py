@@ -470,6 +470,12 @@ def test_roots_are_trees_of_their_own(model: Model) -> None:
 def test_keys_of_parameters_are_unique() -> None:
     tree = Roots({"one": {"w": X, "b": X}, "two": {"w": X}, "opt_state": {"w": X}})
     assert parameter_keys(flatten(tree)) == {0: "b", 1: "w", 2: "two/w"}
+    # A path within a section may be the path of another leaf.
+    odd: Any = {"model": nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "z": X, "bias": X}
+    keys = parameter_keys(flatten(odd))
+    assert sorted(keys.values()) == ["bias", "kernel", "model/bias", "z"]
+    odd = {"a": nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "bias": X}
+    assert sorted(parameter_keys(flatten(odd)).values()) == ["./bias", "bias", "kernel"]
 
 
 def test_a_module_attribute_called_params_is_no_linen_collection() -> None:
