@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import linen as nn
 from flax import nnx
 from flax.core import freeze
-from hypothesis import assume, example, given, settings
+from flax.training.train_state import TrainState
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -312,6 +314,97 @@ def test_every_form_of_a_model_resolves_alike(model: Any, pattern: str) -> None:
                 }
             )
     assert all(table == tables[0] for table in tables)
+
+
+# ------------------------------------------------------ trees of every kind
+
+ARRAYS = st.sampled_from([(2,), (4, 8), (8, 4), (2, 4, 8)]).map(jnp.zeros)
+PARAMETERS = st.recursive(
+    ARRAYS, lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=3)
+)
+SOME_PARAMETERS = st.dictionaries(NAMES, PARAMETERS, min_size=1, max_size=2)
+OPTIMIZERS = st.sampled_from(
+    [
+        optax.adam(1e-3),
+        optax.sgd(1e-3, momentum=0.9),
+        optax.adafactor(1e-3, min_dim_size_to_factor=2),
+        optax.chain(optax.clip(1.0), optax.lion(1e-3)),
+        optax.sm3(1e-3),
+        optax.sgd(1e-3),
+    ]
+)
+LEAVES: list[Any] = [None, 3, 2.5, True, "text", np.float32(1), np.zeros((0, 3))]
+LEAVES += [jax.random.key(0), jax.random.split(jax.random.key(0), 2), jnp.ones(8)]
+LEAVES += [jax.ShapeDtypeStruct((3, 5), jnp.bfloat16), jax.random.PRNGKey(0)]
+
+
+def model_with_state(parameters: Any, tx: Any, form: int) -> Any:
+    """Parameters with their optimizer state, in one of several forms."""
+    state = tx.init(parameters)
+    model = module_of(jax.tree.map(jnp.shape, parameters))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return [
+        state,
+        {"params": parameters, "opt_state": state},
+        {"m": parameters, "o": state},
+        TrainState.create(apply_fn=print, params=parameters, tx=tx),
+        (model, optimizer),
+        {"model": model, "optimizer": optimizer, "step": 3},
+        nnx.state((model, optimizer)),
+        nnx.state(optimizer),
+    ][form]
+
+
+EVERYTHING = st.recursive(
+    st.one_of(
+        st.sampled_from(LEAVES),
+        st.builds(model_with_state, SOME_PARAMETERS, OPTIMIZERS, st.integers(0, 7)),
+        SOME_PARAMETERS,
+        SOME_PARAMETERS.map(lambda tree: jax.tree.map(boxed, tree)),
+    ),
+    lambda inner: st.one_of(
+        st.dictionaries(st.one_of(NAMES, st.just("value")), inner, max_size=3),
+        st.lists(inner, max_size=2),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(EVERYTHING, st.sampled_from(["first", "last"]), st.booleans())
+def test_every_question_about_every_tree_has_an_answer(
+    tree: Any, overlap: Any, zero: bool
+) -> None:
+    planned = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+    layout_map = flm.LayoutMap(planned, overlap=overlap, indivisible="replicate")
+    layout_map["a"] = ("data", ...)
+    layout_map.add(flm.Rule("[bc]", (None, "model"), rank="skip"))
+    layout_map[".*d"] = None
+    if zero:
+        layout_map.optimizer[".*"] = (..., "data")
+    resolution = layout_map.resolve(tree)
+    plain = plain_tree(tree)
+    leaves = jax.tree.leaves(plain)
+    assert len(resolution) == len(leaves) == len(set(resolution.paths))
+    assert jax.tree.structure(resolution.specs) == jax.tree.structure(plain)
+    for leaf, array in zip(resolution, leaves, strict=True):
+        assert leaf.shape == np.shape(array)
+        assert resolution[leaf.path] == leaf
+        assert resolution.explain(leaf.path).startswith(leaf.path)
+        assert leaf.shard_shape == leaf.layout.shard_shape(leaf.shape)
+    assert json.loads(resolution.report("json"))["schema"] == 1
+    assert resolution.report() and resolution.report("markdown")
+    mesh = flm.DeviceMesh((2, 4), ("data", "model"))
+    real = resolution.on(mesh)
+    assert {sharding.mesh for sharding in real.sharding_list()} <= {mesh.jax_mesh}
+    again = layout_map.on(mesh).resolve(tree)
+    for other in (real, again):
+        assert [(leaf.shard_shape, leaf.reason, leaf.owner) for leaf in other] == [
+            (leaf.shard_shape, leaf.reason, leaf.owner) for leaf in resolution
+        ]
+    for struct, array in zip(jax.tree.leaves(real.abstract()), leaves, strict=True):
+        assert np.shape(struct) == np.shape(array)
 
 
 # ------------------------------------------------------------------- layouts
