@@ -528,14 +528,14 @@ def test_metadata_of_a_saved_state_beside_others(tmp_path: Path) -> None:
     from orbax.checkpoint import v1
 
     module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    v1.save(tmp_path / "a", {"model": nnx.state(module), "a_step": 3})
-    metadata: Any = v1.metadata(tmp_path / "a").metadata
+    v1.save(str(tmp_path / "a"), {"model": nnx.state(module), "a_step": 3})
+    metadata: Any = v1.metadata(str(tmp_path / "a")).metadata
     flat = flatten(metadata)
     assert flat.full_paths() == ["a_step", "model/bias", "model/kernel"]
     assert flat.leaves == jax.tree.leaves(metadata)
     # Parameters that are called so.
     pure = {"one": {"value": X}, "two": {"value": X, "w": {"value": X}, "x": X}}
     pure["three"] = [{"value": X}]  # type: ignore[assignment]
-    v1.save(tmp_path / "b", pure)
-    assert paths(v1.metadata(tmp_path / "b").metadata) == paths(pure)
+    v1.save(str(tmp_path / "b"), pure)
+    assert paths(v1.metadata(str(tmp_path / "b")).metadata) == paths(pure)
     assert "one/value" in paths(pure) and "two/value" in paths(pure)
