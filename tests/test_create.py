@@ -1037,6 +1037,7 @@ def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
 
 def test_what_is_no_function(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, strict=False)
+    given: Any
     for given, text in (
         (linen.Dense(8), "pass a function: lambda: module.init(key, x)"),
         (linear(8, 8), "was given a Linear that exists already; pass a function"),
@@ -1066,7 +1067,8 @@ def test_what_is_no_layout_map(mesh: flm.DeviceMesh) -> None:
             flm.create(lambda: linear(8, 8), given)
         assert str(caught.value).startswith(head + shown)
     with pytest.raises(flm.RuleError, match="create.make, layout_map. needs"):
-        flm.create(layout_map, lambda: linear(8, 8))
+        swapped: Any = layout_map
+        flm.create(swapped, lambda: linear(8, 8))
     with pytest.raises(flm.RuleError, match="create_optimizer.*needs a LayoutMap"):
         flm.create_optimizer(model, optax.sgd(1.0), layout_map={"kernel": None})
 

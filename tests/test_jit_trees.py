@@ -100,6 +100,7 @@ def test_which_containers_are_state() -> None:
     every = flm.Rule(".*", None)
     sharded = flm.Rule("w", (None, "model"))
     cubes = flm.Rule("w", (None, None, "model"), rank="skip")
+    overlap: Any
     for listed, overlap, given, expected in (
         ([sharded], "first", {"w": X}, True),
         ([sharded, every], "first", {"w": X, "n": 3}, True),
