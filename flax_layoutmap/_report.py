@@ -27,6 +27,9 @@ Format = Literal["text", "markdown", "json"]
 # An unmatched leaf is worth a warning when it holds this share of the bytes.
 LARGE_SHARE = 0.01
 
+# Unused rules for which a path that looks alike is looked for; it takes a while.
+_HINTS = 10
+
 _HEADER = ("path", "shape", "dtype", "spec", "rule", "shard", "bytes/device")
 _RIGHT = (False,) * 6 + (True,)
 _ROLES: tuple[tuple[Role, str], ...] = (
@@ -79,11 +82,11 @@ def remarks(table: Table, *, large_only: bool = False) -> list[str]:
         large_only: leave out fallbacks, and unmatched leaves with less than 1 % of the
             bytes.
     """
-    lines = _unused(table)
-    total = table.totals().total_bytes or 1
-    for leaf, _ in table.rows(
-        lambda row: row.reason in UNMATCHED or bool(row.fallback)
-    ):
+    # A warning has no hints: they take longer to find than all else.
+    lines = _unused(table, hints=not large_only)
+    rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
+    total = (table.totals().total_bytes or 1) if rows else 1
+    for leaf, _ in rows:
         if leaf.reason not in UNMATCHED:
             if not large_only:
                 lines.append(f"fallback: {leaf.path}: {leaf.fallback}")
@@ -161,13 +164,15 @@ def _totals(table: Table) -> list[str]:
     return lines
 
 
-def _unused(table: Table) -> list[str]:
+def _unused(table: Table, *, hints: bool) -> list[str]:
     numbers = {id(rule): at + 1 for at, rule in enumerate(table.rules.rules)}
     lines = []
     for rule in table.unused_rules:
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
-        hint = _closest_path(rule.pattern, table.paths)
+        hint = ""
+        if hints and len(lines) < _HINTS:
+            hint = _closest_path(rule.pattern, table.paths)
         if rule.pattern.endswith("/output"):
             # Keras's spelling of a rule for the output of a layer.
             hint = (

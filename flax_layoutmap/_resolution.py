@@ -57,6 +57,7 @@ class Resolution:
         "_flat",
         "_treedef",
         "_again",
+        "_announced",
         "_others",
         "_at",
         "_roles_of",
@@ -69,6 +70,7 @@ class Resolution:
     _flat: Flat
     _treedef: Any
     _again: "Callable[[RuleSet], Resolution]"
+    _announced: bool
     _others: Mapping[int, Any]
     _at: dict[str, int] | None
     _roles_of: list[Role] | None
@@ -93,6 +95,7 @@ class Resolution:
         put(self, "_flat", flat)
         put(self, "_treedef", treedef)
         put(self, "_again", again)
+        put(self, "_announced", False)
         put(self, "_others", others)
         put(self, "_at", None)
         put(self, "_roles_of", None)
@@ -462,12 +465,13 @@ class Resolution:
         Raises:
             ResolveError: the rule set is strict.
         """
-        if self.rules.strict is False:
+        if self.rules.strict is False or self._announced:
             return
         remarks = self.remarks(large_only=True)
         if self.rules.strict and remarks:
             count = "1 finding" if len(remarks) == 1 else f"{len(remarks)} findings"
             raise ResolveError(f"strict: {count}\n{bullet_list(remarks)}", remarks)
+        object.__setattr__(self, "_announced", True)
         key = tuple(remarks)
         if remarks and key not in self.rules._warned:
             self.rules._warned.add(key)

@@ -174,7 +174,9 @@ def _made(tree: Any) -> Any:
 def _resolve_cached(tree: Any, rule_set: RuleSet) -> Resolution:
     """Looks the tree up by structure, shapes and dtypes before anything is matched."""
     if is_nnx_object(tree):
-        return _resolve(tree, rule_set, None, None)
+        if hasattr(tree, "opt_state"):
+            return _resolve(tree, rule_set, None, None)
+        tree = nnx_state(tree)  # what its Resolution is a tree of
     is_state = isinstance(tree, nnx.State)
     try:
         signature = _state_signature(tree) if is_state else _tree_signature(tree)
