@@ -1075,7 +1075,8 @@ def test_what_is_no_layout_map(mesh: flm.DeviceMesh) -> None:
 
 def test_bad_arguments_of_create_optimizer(mesh: flm.DeviceMesh) -> None:
     model = flm.create(lambda: linear(8, 8), flm.LayoutMap(mesh, strict=False))
-    sgd: Any = optax.sgd(1e-3)
+    sgd = optax.sgd(1e-3)
+    arguments: Any
     for arguments, wrt, text in (
         ((model, 3e-4), nnx.Param, "such as optax.adamw(3e-4), as tx; got 0.0003"),
         ((3, sgd), nnx.Param, "or a tree of arrays as model; got the int 3"),
