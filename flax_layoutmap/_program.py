@@ -138,8 +138,9 @@ def make_program(
     with using_rules(rules), mesh_context(rules, leaves):
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(avals)
     changed: tuple[int, ...] = seen["changed"]
-    out_leaves = (seen["out_tree"], shapes[1])
-    pinned, made = _pin(job, arguments, wanted, out_leaves, rules)
+    # The types know about Explicit axes in every version of JAX; the shapes do not.
+    out_types = (seen["out_tree"], closed.out_avals[len(changed) :])
+    pinned, made = _pin(job, arguments, wanted, out_types, rules)
     if made and rules is not None:
         # With the arguments: optimizer state follows parameters among them.
         resolution = resolve(Roots({**made, **asked}), rules)
@@ -383,20 +384,20 @@ def _pin(
     asks = rules is not None and any(given is None for given in said)
     made: dict[str, Any] = {}
     pinned = _pin_tree(result, {**data, **known}, made if asks else None, _RESULT)
-    typed = [_typed(shape, rules) for shape in out[1]]
+    typed = [_typed(aval, rules) for aval in out[1]]
     return [
         (state, given or sharding or own)
         for (state, sharding), given, own in zip(pinned, said, typed, strict=True)
     ], made
 
 
-def _typed(shape: Any, rules: RuleSet | None) -> NamedSharding | None:
+def _typed(aval: Any, rules: RuleSet | None) -> NamedSharding | None:
     """On Explicit axes the type of a result says where it lies.
 
     Without this, a program of no arguments would not know its devices.
     """
     mesh = None if rules is None else rules.mesh
-    own = getattr(shape, "sharding", None)
+    own = getattr(aval, "sharding", None)
     if mesh is None or not isinstance(own, NamedSharding):
         return None
     if any(kind is not AxisType.Explicit for kind in mesh.axis_types):

@@ -1143,6 +1143,54 @@ def test_settings_of_jax_are_part_of_the_key(mesh: flm.DeviceMesh) -> None:
     assert function.count == 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_of_no_arrays(kind: str) -> None:
+    mesh = grid(kind)
+    step = flm.jit(
+        lambda: flm.distribute_tensor(jnp.ones((8, 8)), (None, "model")),
+        layout_map=rules(mesh),
+    )
+    assert_lies(step(), COLUMN, mesh, np.ones((8, 8), np.float32))
+    assert step.eval_shape().shape == (8, 8)
+    step.lower()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_mesh_in_context(kind: str) -> None:
+    mesh = grid(kind)
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    function = Counted(nudge)
+    step = flm.jit(function, layout_map=layout_map)
+    step(model, X)
+    for types in ("explicit", "auto"):
+        other = flm.DeviceMesh((8,), ("replica",), axis_types=types)
+        with jax.set_mesh(bare(other)):
+            for _ in range(2):
+                step(model, X)
+            step.lower(model, X)
+    assert_model_lies(model, mesh)
+    assert function.count == 3  # once for each context
+
+
+def test_effects_are_kept(
+    mesh: flm.DeviceMesh, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[float] = []
+
+    def report(x: Any) -> Any:
+        jax.debug.print("sum {}", x.sum())
+        jax.debug.callback(lambda value: seen.append(float(value)), x.sum())
+        return x
+
+    step = flm.jit(report, layout_map=rules(mesh))
+    for factor in (1, 2):
+        step(np.ones((8, 2), np.float32) * factor)
+    jax.effects_barrier()
+    assert seen == [16.0, 32.0]
+    assert capfd.readouterr().out.split() == ["sum", "16.0", "sum", "32.0"]
+
+
 # ----------------------------------------------------------------------- what is kept
 
 
