@@ -202,8 +202,9 @@ def birth_program(
 ) -> tuple[Any, list[Any]]:
     """The jitted program that makes the leaves, and its arguments.
 
-    It runs on a mesh of Auto axes: on Explicit axes the initialisers would compute
-    every parameter replicated. Giving the results their own axis types costs nothing.
+    It runs on a mesh of Auto axes: with inputs on Explicit axes, JAX would ask how a
+    product of them lies, which a constructor does not say. Giving the results their
+    own axis types costs nothing.
     """
     meshes = [s.mesh for s in shardings if isinstance(s.mesh, Mesh)]
     consts = (

@@ -478,6 +478,17 @@ def test_arguments_are_inputs(mesh: flm.DeviceMesh) -> None:
         assert_lies(made["w"], ROW, mesh, np.asarray(table) * 2)
 
 
+def test_arguments_on_explicit_axes(any_mesh: flm.DeviceMesh) -> None:
+    # JAX would ask how the product lies; a constructor does not say.
+    layout_map = flm.LayoutMap(any_mesh, strict=False)
+    layout_map["w"] = (None, "model")
+    x = jax.device_put(
+        np.eye(8, dtype="f4") * 3, NamedSharding(bare(any_mesh), P("data"))
+    )
+    made = flm.create(lambda a, b: {"w": a.T @ b}, layout_map, x, x)
+    assert_lies(made["w"], COLUMN, any_mesh, np.eye(8, dtype="f4") * 9)
+
+
 # ---------------------------------------------------------------------- annotations
 
 
@@ -650,7 +661,8 @@ def wide_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
 
 def birth_memory(mesh: flm.DeviceMesh) -> Any:
     layout_map = wide_rules(mesh)
-    traced = trace(make_wide)
+    key = jax.device_put(jax.random.key(0), NamedSharding(bare(mesh), P()))
+    traced = trace(lambda key: Wide(nnx.Rngs(key)), (key,))
     shardings = traced.values_of(layout_map.resolve(make_wide).sharding_list())
     program, consts = _create.birth_program(traced, shardings)
     return program.lower(consts).compile().memory_analysis()

@@ -279,13 +279,13 @@ def test_a_python_int_step(mesh: flm.DeviceMesh) -> None:
 
 
 def test_weak_types_do_not_compile_twice(mesh: flm.DeviceMesh) -> None:
-    function = Counted(
-        lambda state: {"rate": jnp.where(True, 1.0, 2.0) + 0 * state["rate"]}
-    )
+    weak = jnp.where(True, 1.0, 2.0)
+    assert weak.weak_type
+    function = Counted(lambda state: {"rate": jnp.where(state["rate"] > 0, 1.0, 2.0)})
     step = flm.jit(function, layout_map=rules(mesh), donate_argnames="state")
-    state = {"rate": jnp.asarray(1.0) * 1}
-    for rate in (jnp.where(True, 1.0, 2.0), None, None):
-        state = step({"rate": rate} if rate is not None else state)
+    state = {"rate": weak}
+    for _ in range(3):
+        state = step(state)
         assert not state["rate"].weak_type
     assert function.count == 1 and step._cache_size() == 1
 
