@@ -25,12 +25,7 @@ from flax_layoutmap._flax_internals import (
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped
 from flax_layoutmap._paths import flatten
-from flax_layoutmap._place import (
-    distribute_tensor,
-    need_devices,
-    put,
-    settle_metadata,
-)
+from flax_layoutmap._place import need_devices, put, settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
@@ -191,10 +186,7 @@ def give_birth(traced: Traced, resolution: Resolution) -> tuple[list[Any], list[
     shardings = traced.values_of(resolution.sharding_list())
     program, consts = birth_program(traced, shardings)
     with no_mesh():
-        made, inputs = program(consts)
-    return [
-        _retype(value, wanted) for value, wanted in zip(made, shardings, strict=True)
-    ], inputs
+        return program(consts)
 
 
 def birth_program(
@@ -202,43 +194,28 @@ def birth_program(
 ) -> tuple[Any, list[Any]]:
     """The jitted program that makes the leaves, and its arguments.
 
-    It runs on a mesh of Auto axes: with inputs on Explicit axes, JAX would ask how a
-    product of them lies, which a constructor does not say. Giving the results their
-    own axis types costs nothing.
+    Its inputs are on Auto axes: on Explicit axes JAX would ask how a product of them
+    lies, which a constructor does not say. The results have the user's own axis types.
     """
     meshes = [s.mesh for s in shardings if isinstance(s.mesh, Mesh)]
-    consts = (
-        [_on_auto_axes(value, meshes[0]) for value in traced.consts] if meshes else []
-    )
-    out = [_auto(sharding) for sharding in shardings]
-    return jax.jit(traced.run, out_shardings=(out, None)), consts or traced.consts
-
-
-def _auto(sharding: NamedSharding) -> NamedSharding:
-    if not isinstance(sharding.mesh, Mesh):
-        return sharding
-    mesh = retyped(sharding.mesh, AxisType.Auto)
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    consts = traced.consts
+    if meshes:
+        consts = [_on_auto_axes(value, meshes[0]) for value in consts]
+    return jax.jit(traced.run, out_shardings=(list(shardings), None)), consts
 
 
 def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
     """An input of the program, on the devices of the mesh and with Auto axes."""
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
-    if isinstance(value.sharding, NamedSharding):
-        return put(value, _auto(value.sharding))
-    if value.committed and value.sharding.device_set != set(mesh.devices.flat):
-        return put(value, NamedSharding(retyped(mesh, AxisType.Auto), PartitionSpec()))
-    return value
-
-
-def _retype(value: Any, wanted: NamedSharding) -> Any:
-    """Gives a result the axis types of the user's mesh, without a copy."""
-    if wanted == _auto(wanted):
+    own = value.sharding
+    if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
+        if list(own.mesh.devices.flat) == list(mesh.devices.flat):
+            auto = retyped(own.mesh, AxisType.Auto)
+            return put(value, NamedSharding(auto, own.spec))
+    elif not value.committed or own.device_set == set(mesh.devices.flat):
         return value
-    if isinstance(value, Tracer):
-        return distribute_tensor(value, wanted)
-    return put(value, wanted)
+    return put(value, NamedSharding(retyped(mesh, AxisType.Auto), PartitionSpec()))
 
 
 def _layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:

@@ -473,7 +473,9 @@ def test_arguments_are_inputs(mesh: flm.DeviceMesh) -> None:
     table = jnp.arange(32.0).reshape(8, 4)
     on_mesh = jax.device_put(table, NamedSharding(bare(mesh), P("data")))
     single = jax.device_put(table, jax.devices()[3])
-    for value in (table, np.asarray(table), on_mesh, single):
+    half = flm.DeviceMesh((4,), ("rows",), devices=jax.devices()[4:])
+    elsewhere = jax.device_put(table, NamedSharding(bare(half), P("rows")))
+    for value in (table, np.asarray(table), on_mesh, single, elsewhere):
         made = flm.create(lambda x, scale: {"w": x * scale}, layout_map, value, 2)
         assert_lies(made["w"], ROW, mesh, np.asarray(table) * 2)
 
