@@ -169,9 +169,9 @@ def measure_tree(
         for row in rows
     }
     slow = [row for row in rows if predicted[row.name] > options.limit]
-    samples = measure(
-        [row for row in rows if row not in slow], options.repeats, options.limit
-    )
+    # A millisecond needs more rounds than a second.
+    rounds = options.repeats * min(5, max(1, 30_000 // trees.size))
+    samples = measure([row for row in rows if row not in slow], rounds, options.limit)
     floor = statistics.median(samples[rows[0].name])
     for name, seconds in samples.items():
         key = (trees.kind, name, count, trees.size)
@@ -254,7 +254,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--kinds", nargs="+", choices=KINDS, default=["dict", "state", "module"]
     )
-    parser.add_argument("--repeats", type=int, default=5, help="rounds (default 5)")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        help="rounds (default 5), times 5 for trees below 30,000 leaves",
+    )
     parser.add_argument(
         "--limit",
         type=float,
