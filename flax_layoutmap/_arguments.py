@@ -45,6 +45,21 @@ class Slot:
     key: int | str | None = None
 
 
+def signature_of(fun: Any) -> inspect.Signature:
+    """The signature of a function.
+
+    Raises:
+        LayoutError: it is no function, or one that does not tell.
+    """
+    try:
+        return inspect.signature(fun)
+    except (TypeError, ValueError) as error:
+        raise LayoutError(
+            f"jit needs a Python function, got {fun!r}; wrap what is callable in one: "
+            "lambda x: …"
+        ) from error
+
+
 def slots_of(bound: inspect.BoundArguments) -> list[tuple[Slot, Any]]:
     """The arguments one by one, those in `*args` and `**kwargs` too."""
     found: list[tuple[Slot, Any]] = []
@@ -227,6 +242,7 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
 
     Raises:
         LayoutError: a leaf is neither an array nor a number.
+        StructureError: the argument is no tree to JAX.
     """
 
     def stops(node: Any) -> bool:
@@ -235,7 +251,11 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
         is_state = is_state or stop or is_train_state(node) or is_optax_state(node)
         return stop
 
-    nodes, outer = jax.tree.flatten(value, is_leaf=stops)
+    try:
+        nodes, outer = jax.tree.flatten(value, is_leaf=stops)
+    except (TypeError, ValueError):
+        flatten(Roots({slot.name: value}))  # says where and why
+        raise
     split = [nnx_split(node) if _is_object(node) else (None, node) for node in nodes]
     parts = [part for _, part in split]
     raw, treedef = jax.tree.flatten(jax.tree.unflatten(outer, parts))

@@ -201,9 +201,10 @@ def fit(
         Positions, over all leaves, of what was placed.
 
     Raises:
-        LayoutError: committed arrays are somewhere else.
+        LayoutError: arrays are deleted, abstract, or committed somewhere else.
     """
     problems: list[str] = []
+    deleted: list[str] = []
     hints: dict[str, None] = {}
     placed: set[int] = set()
     position = -1
@@ -212,11 +213,23 @@ def fit(
         for at, leaf in enumerate(leaves):
             position += 1
             sharding = wanted[position]
-            if sharding is None or isinstance(leaf, _ABSTRACT):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise LayoutError(
+                    f"{argument.path(at)} {show_shape(leaf.shape)} is abstract: a call "
+                    "needs arrays; make the model with flm.create(make, layout_map), "
+                    "or use .lower or .eval_shape"
+                )
+            if isinstance(leaf, _ABSTRACT):
                 continue
             if not isinstance(leaf, jax.Array):
-                leaves[at] = put(leaf, sharding)
-                placed.add(position)
+                if sharding is not None:
+                    leaves[at] = put(leaf, sharding)
+                    placed.add(position)
+                continue
+            if leaf.is_deleted():
+                deleted.append(argument.path(at))
+                continue
+            if sharding is None:
                 continue
             own = leaf.sharding
             if own == sharding and leaf.committed:
@@ -230,6 +243,12 @@ def fit(
                     f"{show_sharding(sharding)}, it is {show_sharding(own)}"
                 )
                 hints[_hint(argument, at, rules)] = None
+    if deleted:  # given to a program, some backends end the process
+        more = f" and {len(deleted) - 4} more" if len(deleted) > 4 else ""
+        raise LayoutError(
+            f"{', '.join(deleted[:4])}{more}: deleted, as an earlier call donated "
+            "them; go on with what that call returned, or do not donate them"
+        )
     if problems:
         raise LayoutError(
             f"{len(problems)} arrays are not where this jit wants them:\n"

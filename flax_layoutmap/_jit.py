@@ -9,7 +9,6 @@ caller's own objects.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from flax_layoutmap._arguments import (
     check_not_shared,
     names_of,
     shape_key,
+    signature_of,
     slots_of,
     static_key,
     take_apart,
@@ -157,6 +157,7 @@ class _Jitted:
         static: tuple[Any, Any],
         donated: tuple[Any, Any],
     ) -> None:
+        signature = signature_of(fun)
         functools.update_wrapper(self, fun)
         if not isinstance(in_shardings, Mapping | None):
             raise LayoutError(
@@ -164,7 +165,6 @@ class _Jitted:
                 f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
             )
         given = dict(in_shardings or {})
-        signature = inspect.signature(fun)
         self._job = Job(fun, signature, given, out_shardings)
         if layout_map is not None:
             rule_set_of(layout_map, "jit(layout_map=)")

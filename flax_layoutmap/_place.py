@@ -178,8 +178,11 @@ def need_devices(rules: RuleSet, what: str) -> None:
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """Moves one concrete value to a sharding; no copy where it is there already."""
-    if isinstance(x, str | bytes) or x is None:
+    """Moves one concrete value to a sharding; no copy where it is there already.
+
+    What is no array and no number (a string, a function) stays as it is.
+    """
+    if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
         return x
     if isinstance(x, jax.Array) and x.sharding == sharding and x.committed:
         return x

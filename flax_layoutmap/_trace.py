@@ -133,7 +133,7 @@ def trace(
         before = [nnx_split(node)[0] for node in kept]
         result = make(*new_args, **new_kwargs)
         after, seen["after"] = jax.tree.flatten(_states_after(kept, before))
-        for node in filter(_is_object, jax.tree.leaves(result, is_leaf=_is_object)):
+        for node in filter(_is_object, _leaves_of(result)):
             restore_eager_flag(node, eager)
         leaves, seen["treedef"] = jax.tree.flatten(_describe(result, seen))
         seen["leaves"] = leaves
@@ -237,6 +237,16 @@ def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
             )
         states.append(state)
     return states
+
+
+def _leaves_of(result: Any) -> list[Any]:
+    try:
+        return jax.tree.leaves(result, is_leaf=_is_object)
+    except (TypeError, ValueError) as error:
+        raise StructureError(
+            f"JAX cannot flatten what the function returns: {error}; a dict needs keys "
+            "of one type"
+        ) from error
 
 
 def _is_object(node: Any) -> bool:

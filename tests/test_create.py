@@ -833,6 +833,20 @@ def test_a_map_without_devices(
     )
 
 
+def test_a_result_that_jax_cannot_flatten(mesh: flm.DeviceMesh) -> None:
+    with pytest.raises(flm.StructureError) as caught:
+        flm.create(lambda: {1: jnp.ones(3), "1": jnp.ones(3)}, rules(mesh))
+    text = str(caught.value)
+    assert text.startswith("JAX cannot flatten what the function returns: ")
+    assert text.endswith("; a dict needs keys of one type")
+
+
+def test_empty_results(mesh: flm.DeviceMesh) -> None:
+    for nothing_at_all in ({}, None, [], ({}, None)):
+        made = flm.create(lambda tree=nothing_at_all: tree, rules(mesh))
+        assert made == nothing_at_all
+
+
 def test_an_empty_map(mesh: flm.DeviceMesh) -> None:
     model = flm.create(make, flm.LayoutMap(mesh, strict=False))
     for leaf in leaves_of(model).values():

@@ -1287,6 +1287,85 @@ def test_a_map_without_devices(abstract_mesh: flm.DeviceMesh) -> None:
             flm.jit(predict, layout_map=layout_map)(make(), X)
 
 
+def test_abstract_arguments(mesh: flm.DeviceMesh) -> None:
+    step = flm.jit(predict, layout_map=rules(mesh))
+    tail = (
+        " is abstract: a call needs arrays; make the model with flm.create(make, "
+        "layout_map), or use .lower or .eval_shape"
+    )
+    model, x = nnx.eval_shape(make), jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    assert step.eval_shape(model, x).shape == (8, 8)
+    with refuses(flm.LayoutError, f"model/down/bias (8,){tail}"):
+        step(model, X)
+    with refuses(flm.LayoutError, f"x (8,8){tail}"):
+        step(make(), x)
+
+
+def test_what_was_donated_before(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    state = layout_map.place({"a": {"w": X}, "b": X, "step": 0})
+    step = flm.jit(
+        lambda state: jax.tree.map(lambda x: x + 1, state),
+        layout_map=layout_map,
+        donate_argnames="state",
+    )
+    new = step(state)
+    with refuses(
+        flm.LayoutError,
+        "state/a/w, state/b: deleted, as an earlier call donated them; go on with what "
+        "that call returned, or do not donate them",
+    ):
+        step(state)
+    assert_lies(step(new)["b"], ((), ()), mesh, X + 1 + 1)
+
+
+def test_what_is_no_function() -> None:
+    for fun in (5, max):
+        with refuses(
+            flm.LayoutError,
+            f"jit needs a Python function, got {fun!r}; wrap what is callable in one: "
+            "lambda x: …",
+        ):
+            flm.jit(fun)  # type: ignore[arg-type]
+
+
+def test_trees_that_jax_cannot_flatten(mesh: flm.DeviceMesh) -> None:
+    for layout_map in (rules(mesh), None):
+        step = flm.jit(lambda tree: tree, layout_map=layout_map)
+        with pytest.raises(flm.StructureError, match="keys of types that cannot be"):
+            step({"inner": {1: X, "1": X}})
+
+
+class Odd(nnx.Module):
+    """Names that look like ours, and a Variable that holds a dict."""
+
+    def __init__(self) -> None:
+        self.value = nnx.Param(jnp.asarray(X))
+        self.table = nnx.Variable({"a/b": jnp.asarray(X), "n": [jnp.ones(3), 2]})
+
+
+def test_odd_names(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["^value$"] = ("model", None)
+    layout_map["table/a%2Fb"] = (None, "model")
+    layout_map["table/n"] = None
+
+    def update(odd: Any, x: Any) -> None:
+        odd.value[...] = odd.value[...] + 1
+        table = odd.table.get_value()
+        odd.table.set_value({**table, "a/b": table["a/b"] * 2})
+
+    step = flm.jit(update, layout_map=layout_map, donate_argnames="odd")
+    for odd in (Odd(), flm.create(Odd, layout_map), layout_map.place(Odd())):
+        step(odd, X)
+        assert_lies(odd.value.get_value(), ROW, mesh, X + 1)
+        table = odd.table.get_value()
+        assert_lies(table["a/b"], COLUMN, mesh, X * 2)
+        assert_lies(table["n"][0], ((),), mesh)
+        assert_lies(table["n"][1], (), mesh, np.int32(2))
+    assert step._cache_size() == 1
+
+
 def test_a_changed_structure_is_refused(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     model = flm.create(make, layout_map)

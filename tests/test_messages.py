@@ -458,6 +458,12 @@ CASES: dict[str, Case] = {
         flm.StructureError,
         "a/0 cannot be flattened: not today",
     ),
+    "trace: mixed keys": Case(
+        lambda: trace(lambda: {0: jnp.ones(1), "b": jnp.ones(1)}),
+        flm.StructureError,
+        "JAX cannot flatten what the function returns: Comparator raised exception "
+        "while sorting pytree dictionary keys.; a dict needs keys of one type",
+    ),
     # ------------------------------------------------------------ resolve
     "resolve: rules": Case(
         lambda: resolve({}, 3),
