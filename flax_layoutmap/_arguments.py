@@ -21,8 +21,9 @@ from flax_layoutmap._errors import (
     bullet_list,
     did_you_mean,
 )
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, variables_of
-from flax_layoutmap._paths import Roots, flatten, is_optax_state, is_train_state
+from flax_layoutmap._paths import Roots, is_optax_state, is_train_state
 from flax_layoutmap._records import show_shape
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._decide import OwnerLayout
 from flax_layoutmap._errors import MeshError, StructureError, bullet_list
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
     is_nnx_object,
     nnx_state,
@@ -24,7 +25,6 @@ from flax_layoutmap._flax_internals import (
 )
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped
-from flax_layoutmap._paths import flatten
 from flax_layoutmap._place import need_devices, put, settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape

@@ -53,36 +53,46 @@ class Decider:
     def by_rules(self, skip: Sequence[Any] | None = None) -> list[Any]:
         """Decides all leaves by the rules; None where `skip` has something.
 
-        The memo is keyed by the folded path of the parent, then by folded name and
-        shape; so a leaf costs a lookup of a short string.
+        The questions are folded paths with shapes; blocks with equal questions, as
+        layers have them, get one list of answers.
         """
-        flat, shapes, names = self.flat, self.shapes, self.flat.names
-        memo: dict[str, dict[Any, Decision]] = {}
+        shapes = self.shapes
+        known: dict[Any, Decision] = {}
+        blocks: dict[Any, tuple[Sequence[Shape], list[Any]]] = {}
         rows: list[Any] = []
-        append = rows.append
-        stops = [start for start, _ in flat.runs[1:]]
-        stops.append(len(names))
-        for (start, parent), stop in zip(flat.runs, stops, strict=False):
-            known = memo.get(parent)
-            if known is None:
-                known = memo[parent] = {}
-            for at in range(start, stop):
-                if skip and skip[at] is not None:
-                    append(None)
+        for start, folded, names in self.flat.blocks:
+            own = shapes[start : start + len(names)]
+            block = folded, names
+            answered = blocks.get(block)
+            if answered is not None and answered[0] == own:
+                rows += answered[1]
+                continue
+            answers: list[Any] = []
+            is_sure = skip is None
+            for at, name in enumerate(names, start):
+                if skip is not None and skip[at] is not None:
+                    answers.append(None)
                     continue
-                key = (names[at], shapes[at])
-                row = known.get(key)
-                append(self.ask(known, key, parent, at) if row is None else row)
+                question = folded + name, shapes[at]
+                row = known.get(question)
+                if row is None:
+                    row = self.ask(known, question, at)
+                    is_sure = is_sure and question in known
+                answers.append(row)
+            if is_sure:
+                blocks[block] = own, answers
+            rows += answers
         return rows
 
     def ask(
-        self, known: dict[Any, Decision], key: Any, parent: str, at: int
+        self, known: dict[Any, Decision], question: tuple[str, Shape], at: int
     ) -> Decision:
+        """Decides a leaf; notes the answer if it is one for the folded path."""
         path, shape = self.flat.paths[at], self.shapes[at]
-        sure, maybe = self.matcher.fold(parent + key[0])
+        sure, maybe = self.matcher.fold(question[0])
         if maybe:
             return self.decide(path, self.matcher.refine(path, sure, maybe), shape)
-        row = known[key] = self.decide(path, sure, shape)
+        row = known[question] = self.decide(path, sure, shape)
         return row
 
     def by_rules_and_origins(

@@ -22,9 +22,10 @@ from flax_layoutmap._errors import (
     StructureError,
     bullet_list,
 )
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
 from flax_layoutmap._mesh import DeviceMesh, same_grid
-from flax_layoutmap._paths import Roots, flatten
+from flax_layoutmap._paths import Roots
 from flax_layoutmap._place import put
 from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._rules import RuleSet

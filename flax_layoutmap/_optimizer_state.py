@@ -15,8 +15,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import no_mesh, without_eager_sharding
-from flax_layoutmap._paths import Flat, flatten
+from flax_layoutmap._paths import Flat
 
 Shape = tuple[int, ...]
 # Per dim of a state leaf: the dim of its parameter, or None.

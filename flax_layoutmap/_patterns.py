@@ -15,6 +15,7 @@ _QUANTIFIER = re.compile(r"\{(?:\d+(?:,\d*)?|,\d+)\}")
 # Escapes that treat all digits alike, inside and outside of a class.
 _PLAIN_ESCAPES = frozenset("dDwWsSbBAZ")
 _GROUP = re.compile(r"\(\?(?::|P<[A-Za-z_]+>|=|!|<=|<!|>)")
+_PLAIN = re.compile(r"[^\\\[{()}*?|+.^$]+")
 _DIGIT = re.compile(r"\d")
 
 
@@ -47,6 +48,11 @@ def view_of(pattern: str) -> View:
     reader = _Reader()
     depth, at, alternatives = 0, 0, False
     while at < len(pattern):
+        run = _PLAIN.match(pattern, at)
+        if run is not None:
+            reader.add(run.group(), depth == 0)
+            at = run.end()
+            continue
         char, width, literal = pattern[at], 1, ""
         if char == "\\":
             width = 2
@@ -81,8 +87,6 @@ def view_of(pattern: str) -> View:
             reader.split_last()
         elif char == "|":
             alternatives = alternatives or depth == 0
-        elif char not in "+.^$":
-            literal = char
         reader.add(literal, depth == 0)
         at += width
     reader.add("", True)
@@ -98,16 +102,20 @@ class _Reader:
         self.chunk, self.chunks = "", set[str]()
 
     def add(self, literal: str, required: bool) -> None:
-        """Takes the next plain character, or `""` for anything else."""
+        """Takes the next plain characters, or `""` for anything else."""
         if literal and required:
             self.run += literal
         elif self.run:
             self.texts.add(self.run)
             self.run = ""
-        if literal and literal != "/":
-            self.chunk += literal
-        else:
+        if not literal:
             self._end_chunk()
+            return
+        first, *others = literal.split("/")
+        self.chunk += first
+        for part in others:
+            self._end_chunk()
+            self.chunk = part
 
     def split_last(self) -> None:
         """A quantifier: the last character may be absent, so it stands alone."""
@@ -117,7 +125,7 @@ class _Reader:
         self.chunk = last
 
     def _end_chunk(self) -> None:
-        if _DIGIT.search(self.chunk):
+        if self.chunk and _DIGIT.search(self.chunk):
             self.chunks.add(self.chunk)
         self.chunk = ""
 

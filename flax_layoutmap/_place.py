@@ -21,10 +21,11 @@ from flax_layoutmap._errors import (
     StructureError,
     did_you_mean,
 )
+from flax_layoutmap._flatten import flatten, plain_tree
 from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import flatten, join_keys, plain_tree
+from flax_layoutmap._paths import join_keys
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet

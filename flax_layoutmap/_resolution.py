@@ -1,7 +1,7 @@
 """Resolution: the one value in the middle; everything else is a function of it."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -61,6 +61,8 @@ class Resolution:
         "_others",
         "_at",
         "_roles_of",
+        "_shardings",
+        "_distinct",
     )
     rules: RuleSet
     shapes: tuple[Shape, ...]
@@ -74,6 +76,8 @@ class Resolution:
     _others: Mapping[int, Any]
     _at: dict[str, int] | None
     _roles_of: list[Role] | None
+    _shardings: tuple[NamedSharding, ...] | None
+    _distinct: dict[int, Decision]  # by id
 
     def __init__(
         self,
@@ -99,6 +103,8 @@ class Resolution:
         put(self, "_others", others)
         put(self, "_at", None)
         put(self, "_roles_of", None)
+        put(self, "_shardings", None)
+        put(self, "_distinct", dict(zip(map(id, rows), rows, strict=True)))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Resolution is immutable: cannot set {name!r}")
@@ -174,18 +180,19 @@ class Resolution:
         if roles is None:
             roles = []
             for section in self._flat.sections:
-                roles.extend(section.role for _ in range(section.start, section.stop))
-            for at, row in enumerate(self._rows):
-                if roles[at] == "parameter" and self._is_other(at, row):
-                    roles[at] = "other"
+                roles += [section.role] * (section.stop - section.start)
+            others = {key for key, row in self._distinct.items() if _may_be_other(row)}
+            if others:
+                for at, row in enumerate(self._rows):
+                    if id(row) in others and roles[at] == "parameter":
+                        if self._is_other(at, row):
+                            roles[at] = "other"
             object.__setattr__(self, "_roles_of", roles)
         return roles
 
     def _is_other(self, at: int, row: Decision) -> bool:
         """Random state, strings, and whole numbers (a `step`): no parameters."""
-        if row.reason in ("random state", "not an array"):
-            return True
-        return row.reason == "scalar" and self.dtypes[at].kind in "iub"
+        return row.reason != "scalar" or self.dtypes[at].kind in "iub"
 
     # ------------------------------------------------------------------- trees
 
@@ -232,8 +239,11 @@ class Resolution:
         ]
         return self._tree(leaves)
 
-    def sharding_list(self) -> list[NamedSharding]:
+    def sharding_list(self) -> tuple[NamedSharding, ...]:
         """One `NamedSharding` per leaf, in leaf order; equal ones are one object."""
+        known = self._shardings
+        if known is not None:
+            return known
         made: dict[Any, NamedSharding] = {}
 
         def sharding(row: Decision) -> NamedSharding:
@@ -244,14 +254,13 @@ class Resolution:
                 made[key] = named_sharding(row.mesh, row.spec, row.memory_kind)
             return made[key]
 
-        return self._per_decision(sharding)
+        shardings = tuple(self._per_decision(sharding))
+        object.__setattr__(self, "_shardings", shardings)
+        return shardings
 
     def _per_decision(self, function: Callable[[Decision], Any]) -> list[Any]:
-        made = {id(row): function(row) for row in self._distinct()}
-        return [made[id(row)] for row in self._rows]
-
-    def _distinct(self) -> Iterable[Decision]:
-        return {id(row): row for row in self._rows}.values()
+        made = {key: function(row) for key, row in self._distinct.items()}
+        return list(map(made.__getitem__, map(id, self._rows)))
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._treedef, leaves)
@@ -292,7 +301,7 @@ class Resolution:
             if section and role in self._roles():
                 used = {
                     at
-                    for row in self._distinct()
+                    for row in self._distinct.values()
                     if (row.reason == "optimizer rule") is reason_is
                     for at in row.matched
                 }
@@ -453,10 +462,15 @@ class Resolution:
         Args:
             wanted: which decisions; None for all.
         """
+        if wanted is None:
+            return [(self.leaf(at), row) for at, row in enumerate(self._rows)]
+        found = {key for key, row in self._distinct.items() if wanted(row)}
+        if not found:
+            return []
         return [
             (self.leaf(at), row)
             for at, row in enumerate(self._rows)
-            if wanted is None or wanted(row)
+            if id(row) in found
         ]
 
     def announce(self) -> None:
@@ -498,6 +512,10 @@ class Resolution:
             f"{human_bytes(self.bytes_per_device)} of "
             f"{human_bytes(self.total_bytes)} per device)"
         )
+
+
+def _may_be_other(row: Decision) -> bool:
+    return row.reason in ("random state", "not an array", "scalar")
 
 
 _NO_MESH = (

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("_errors", "_flax_internals", "_patterns", "_table"),
     ("_mesh", "_paths", "_trace"),
-    ("_layout", "_processes"),
+    ("_layout", "_processes", "_walk"),
+    ("_flatten",),
     ("_rules", "_metadata", "_optimizer_state"),
     ("_records", "_ownership", "_serialise", "_scope"),
     ("_decide", "_report"),

@@ -17,7 +17,7 @@ from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
 from flax_layoutmap import _create
-from flax_layoutmap._paths import flatten
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._scope import current_rules
 from flax_layoutmap._trace import trace
 

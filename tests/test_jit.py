@@ -24,7 +24,7 @@ from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
 from flax_layoutmap import _jit
-from flax_layoutmap._paths import flatten
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._scope import current_rules
 
 P = PartitionSpec

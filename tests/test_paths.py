@@ -17,15 +17,15 @@ from flax.core import FrozenDict, freeze
 from flax.training.train_state import TrainState
 
 import flax_layoutmap as flm
+from flax_layoutmap import _flatten
+from flax_layoutmap._flatten import flatten, plain_tree
 from flax_layoutmap._paths import (
     Roots,
     escape,
-    flatten,
     is_optax_state,
     is_train_state,
     join_keys,
     parameter_keys,
-    plain_tree,
     unescape,
 )
 
@@ -214,6 +214,21 @@ def test_lists_of_more_than_ten_keep_their_order() -> None:
 
 
 # ------------------------------------------------------------ escaped, unique
+
+
+def test_which_trees_have_the_short_way(model: Model) -> None:
+    def is_short(tree: Any) -> bool:
+        return _flatten._flatten_repeats(tree, str) is not None
+
+    state = nnx.state(model)
+    assert is_short(state) and is_short(nnx.to_pure_dict(state))
+    assert is_short({"params": {"layers": [{"w": X}] * 100}, "step": 3, "empty": {}})
+    assert not is_short(model) and not is_short({"model": model})
+    assert not is_short({"params": X}) and not is_short({"a": (X,)})
+    # Many different sub-trees are no repetition: comparing them would take long.
+    layers = {f"layer_{at}": {"w": {f"w_{at}": X}} for at in range(300)}
+    assert not is_short(layers) and len(paths(layers)) == 300
+    assert is_short(dict(list(layers.items())[:100]))
 
 
 def test_a_slash_in_a_key_is_escaped() -> None:

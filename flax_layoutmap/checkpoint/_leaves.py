@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from flax_layoutmap._errors import CheckpointError, bullet_list
+from flax_layoutmap._flatten import plain_tree
 from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import plain_tree
 from flax_layoutmap._records import Shape, show_shape
 from flax_layoutmap._rules import RuleSet
 

@@ -10,8 +10,9 @@ import numpy as np
 from flax import nnx
 
 from flax_layoutmap._errors import CheckpointError, MeshError
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, nnx_state
-from flax_layoutmap._paths import flatten, is_train_state, unescape
+from flax_layoutmap._paths import is_train_state, unescape
 from flax_layoutmap._place import put, settle_metadata, with_leaves
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._rules import RuleSet

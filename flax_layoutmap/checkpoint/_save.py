@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from flax_layoutmap._paths import flatten
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet

@@ -1,0 +1,267 @@
+"""Flattening any tree with its paths.
+
+Trees that repeat themselves, as stacks of layers do, have a short way: JAX flattens
+them (in C++), and equal sub-structures are named once. What that does not understand
+is walked node by node (`_walk`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from flax.nnx import OptState, RngState
+
+from flax_layoutmap._flax_internals import is_nnx_object, nnx_state
+from flax_layoutmap._paths import (
+    LAYOUT_METADATA,
+    Block,
+    Flat,
+    Names,
+    Section,
+    escape,
+)
+from flax_layoutmap._walk import Walk
+
+
+def plain_tree(tree: Any) -> Any:
+    """The tree with each NNX object replaced by its `nnx.State`."""
+    if is_nnx_object(tree):
+        return nnx_state(tree)
+    return jax.tree.map(
+        lambda node: nnx_state(node) if is_nnx_object(node) else node,
+        tree,
+        is_leaf=is_nnx_object,
+    )
+
+
+def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
+    """Flattens any tree with its paths.
+
+    Args:
+        tree: the tree.
+        fold: makes parts of paths that are to be one question equal; see `Folding`.
+
+    Raises:
+        StructureError: two leaves would have one path, or a node cannot be flattened.
+    """
+    flat = _flatten_repeats(tree, fold)
+    if flat is not None:
+        return flat
+    flat = Walk(fold).flatten(tree)
+    plain = _saved_state(tree, flat)
+    return flat if plain is tree else Walk(fold).flatten(plain)
+
+
+def _saved_state(tree: Any, flat: Flat) -> Any:
+    """Orbax's metadata of an `nnx.State`, or of a dict of some, without the boxes.
+
+    There the Variables have become dicts with the one key `value`. A single parameter
+    may be called so; where every leaf is, these are the boxes. Other trees stay.
+    """
+    types = {
+        kind: kind.__module__.startswith("orbax.")
+        for kind in set(map(type, flat.leaves))
+    }
+    if not isinstance(tree, Mapping) or not any(types.values()):
+        return tree
+    boxed: dict[str, bool] = {}  # of each child of the root
+    for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True):
+        child = path.partition("/")[0]
+        is_box = path.endswith("/value") and types[type(leaf)]
+        boxed[child] = boxed.get(child, True) and is_box
+    if all(boxed.values()):
+        return _without_saved_boxes(tree)
+    children = {
+        key: _without_saved_boxes(child)
+        for key, child in tree.items()
+        if boxed.get(escape(key))
+        and isinstance(child, Mapping)
+        and set(child) != {"value"}
+    }
+    return {**tree, **children} if children else tree
+
+
+def _without_saved_boxes(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    if set(tree) == {"value"} and not isinstance(tree["value"], Mapping | list):
+        return tree["value"]
+    return {key: _without_saved_boxes(child) for key, child in tree.items()}
+
+
+# ------------------------------------------------------------------ the short way
+
+# Sub-trees of up to so many leaves are named in one go: a layer, not a stack of them.
+_BLOCK_LEAVES = 64
+# More different ones than this are no repetition.
+_TEMPLATES = 256
+
+
+class _Irregular(Exception):
+    """The tree holds something that only the long way understands."""
+
+
+class _Template(NamedTuple):
+    """The leaves of one sub-structure: paths below its root, plain and folded.
+
+    A path begins with a `/`, or is empty where the sub-structure is a leaf.
+    """
+
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    fixed: tuple[int, ...]
+
+
+def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
+    """Flattens dicts and lists of arrays, or a State; None for any other tree."""
+    if type(tree) is nnx.State:
+        children: Any = tree.raw_mapping
+    elif type(tree) is dict:
+        children = tree
+    else:
+        return None
+    if any(map(is_nnx_object, children.values())):
+        return None
+    try:
+        leaves, treedef = jax.tree.flatten(tree)
+        if any(map(_is_special, set(map(type, leaves)))):
+            return None
+        return _Repeats(fold).flatten(treedef, leaves)
+    except (_Irregular, TypeError, ValueError):
+        return None  # the long way says what is wrong, if anything is
+
+
+def _is_special(kind: type) -> bool:
+    return issubclass(kind, nnx.Pytree) or kind.__module__.startswith("orbax.")
+
+
+class _Repeats:
+    """Names the leaves of one tree from its structure alone."""
+
+    def __init__(self, fold: Callable[[str], str]) -> None:
+        self.flat = Flat()
+        self.names = Names(fold)
+        self.templates: dict[Any, _Template] = {}
+        self.in_state = False
+
+    def flatten(self, treedef: Any, leaves: list[Any]) -> Flat:
+        flat = self.flat
+        flat.leaves, flat.treedef = leaves, treedef
+        kind, keys = treedef.node_data()
+        self.in_state = kind is nnx.State
+        if self.in_state or "params" not in keys:
+            self.down(treedef, "", "", is_root=True)
+            self.close("")
+            return flat
+        for key, child in zip(keys, treedef.children(), strict=True):
+            if key == "params":  # Linen variables: named within `params/`
+                self.close("")
+                if child.node_data() is None:
+                    raise _Irregular
+                self.down(child, "", "")
+                self.close("params/")
+            else:
+                part, short = self.part(key)
+                self.child(child, part, short)
+        self.close("")
+        return flat
+
+    def close(self, prefix: str) -> None:
+        """Ends a section, if there is anything in it."""
+        sections, stop = self.flat.sections, len(self.flat.paths)
+        start = sections[-1].stop if sections else 0
+        if stop > start:
+            sections.append(Section(start, stop, prefix, "parameter"))
+
+    def child(self, treedef: Any, path: str, folded: str) -> None:
+        """A child as one block of leaves, or one level further down."""
+        if treedef.num_leaves > _BLOCK_LEAVES:
+            self.down(treedef, path + "/", folded + "/")
+            return
+        template = self.templates.get(treedef)
+        if template is None:
+            template = self.template(treedef)
+        if template.paths:
+            flat, start = self.flat, len(self.flat.paths)
+            flat.blocks.append(Block(start, folded, template.names))
+            flat.paths += [path + below for below in template.paths]
+            flat.fixed.update(start + at for at in template.fixed)
+
+    def down(self, treedef: Any, path: str, folded: str, is_root: bool = False) -> None:
+        keys = self.keys(treedef, is_root)
+        if keys is None:
+            raise _Irregular  # a Variable of many leaves
+        names, child = self.names, self.child
+        for key, below in zip(keys, treedef.children(), strict=True):
+            part, short = names[key]
+            child(below, path + part, folded + short)
+
+    def template(self, treedef: Any) -> _Template:
+        found = self.templates.get(treedef)
+        if found is not None:
+            return found
+        paths: list[str] = []
+        names: list[str] = []
+        fixed: list[int] = []
+        keys = self.keys(treedef)
+        if keys is None:
+            paths, names = [""], [""]
+            if _holds_random_state(treedef):
+                fixed = [0]
+        else:
+            for key, child in zip(keys, treedef.children(), strict=True):
+                part, short = self.names[key]
+                below = self.template(child)
+                fixed += [len(paths) + at for at in below.fixed]
+                paths += [f"/{part}{path}" for path in below.paths]
+                names += [f"/{short}{name}" for name in below.names]
+        if len(self.templates) == _TEMPLATES:
+            raise _Irregular
+        made = _Template(tuple(paths), tuple(names), tuple(fixed))
+        self.templates[treedef] = made
+        return made
+
+    def keys(self, treedef: Any, is_root: bool = False) -> Sequence[Any] | None:
+        """The keys of a node; None for a leaf, or a Variable that holds one."""
+        data = treedef.node_data()
+        if data is None:
+            return None
+        kind, static = data
+        if kind is type(None):
+            return ()
+        if kind is dict or (kind is nnx.State and is_root):
+            keys: Sequence[Any] = static
+        elif kind is list:
+            keys = range(len(treedef.children()))
+        else:
+            if not _is_plain_variable(treedef):
+                raise _Irregular
+            return None
+        if len({self.part(key)[0] for key in keys}) < len(keys):
+            raise _Irregular
+        return keys
+
+    def part(self, key: Any) -> tuple[str, str]:
+        """The part of a path, plain and folded, of a key that starts no section."""
+        found = self.names[key]
+        if found[0] == "opt_state" or (found[0] == "params" and not self.in_state):
+            raise _Irregular
+        return found
+
+
+def _is_plain_variable(treedef: Any) -> bool:
+    """Whether a node is a Variable with one leaf and no layout of its own."""
+    kind, static = treedef.node_data()
+    if not issubclass(kind, nnx.Variable) or issubclass(kind, OptState):
+        return False
+    metadata = dict(static)
+    if any(metadata.get(key) is not None for key in LAYOUT_METADATA):
+        return False
+    (content,) = treedef.children()
+    return content.node_data() is None
+
+
+def _holds_random_state(treedef: Any) -> bool:
+    data = treedef.node_data()
+    return data is not None and issubclass(data[0], RngState)
