@@ -21,6 +21,7 @@ from flax_layoutmap._paths import (
     Section,
     escape,
 )
+from flax_layoutmap._structure import ARRAYS, Memory, Structure, container
 from flax_layoutmap._walk import Walk
 
 
@@ -96,6 +97,8 @@ def _without_saved_boxes(tree: Any) -> Any:
 _BLOCK_LEAVES = 64
 # More different ones than this are no repetition.
 _TEMPLATES = 256
+# Sets of shapes that are remembered of equal ones.
+_SHAPES = 8
 
 
 class _Irregular(Exception):
@@ -125,9 +128,10 @@ def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
         return None
     try:
         leaves, treedef = jax.tree.flatten(tree)
-        if any(map(_is_special, set(map(type, leaves)))):
+        kinds = list(map(type, leaves))
+        if any(map(_is_special, set(kinds))):
             return None
-        return _Repeats(fold).flatten(treedef, leaves)
+        return _Repeats(fold, leaves, kinds).flatten(treedef)
     except (_Irregular, TypeError, ValueError):
         return None  # the long way says what is wrong, if anything is
 
@@ -137,35 +141,57 @@ def _is_special(kind: type) -> bool:
 
 
 class _Repeats:
-    """Names the leaves of one tree from its structure alone."""
+    """Names the leaves of one tree from its structure alone.
 
-    def __init__(self, fold: Callable[[str], str]) -> None:
-        self.flat = Flat()
+    Each method that goes down returns what recognises the node (see `_structure`);
+    None where some leaf is no array.
+    """
+
+    def __init__(
+        self, fold: Callable[[str], str], leaves: list[Any], kinds: list[type]
+    ) -> None:
+        self.flat = Flat(leaves=leaves)
         self.names = Names(fold)
         self.templates: dict[Any, _Template] = {}
         self.in_state = False
+        self.memory = Memory()
+        # By id of a template: columns of a block, and what recognises it.
+        self.seen: dict[int, list[tuple[Any, Any]]] = {}
+        self.columns: tuple[list[Any], ...] | None = None
+        first = dict(zip(kinds, leaves, strict=True))
+        if all(isinstance(leaf, ARRAYS) for leaf in first.values()):
+            shapes = [leaf.shape for leaf in leaves]
+            self.columns = kinds, shapes, [leaf.dtype for leaf in leaves]
 
-    def flatten(self, treedef: Any, leaves: list[Any]) -> Flat:
+    def flatten(self, treedef: Any) -> Flat:
         flat = self.flat
-        flat.leaves, flat.treedef = leaves, treedef
+        flat.treedef = treedef
         kind, keys = treedef.node_data()
         self.in_state = kind is nnx.State
         if self.in_state or "params" not in keys:
-            self.down(treedef, "", "", is_root=True)
+            root = self.down(treedef, "", "", is_root=True)
             self.close("")
-            return flat
-        for key, child in zip(keys, treedef.children(), strict=True):
-            if key == "params":  # Linen variables: named within `params/`
+        else:
+            root = self.variables(keys, treedef.children())
+        if self.columns is not None:
+            flat.structure = Structure(root)
+        return flat
+
+    def variables(self, keys: Sequence[Any], children: Sequence[Any]) -> Any:
+        """Linen variables: parameters are named within `params/`."""
+        made: dict[Any, Any] = {}
+        for key, child in zip(keys, children, strict=True):
+            if key == "params":
                 self.close("")
                 if child.node_data() is None:
                     raise _Irregular
-                self.down(child, "", "")
+                made[key] = self.down(child, "", "")
                 self.close("params/")
             else:
                 part, short = self.part(key)
-                self.child(child, part, short)
+                made[key] = self.child(child, part, short)
         self.close("")
-        return flat
+        return container(dict, made)
 
     def close(self, prefix: str) -> None:
         """Ends a section, if there is anything in it."""
@@ -174,28 +200,50 @@ class _Repeats:
         if stop > start:
             sections.append(Section(start, stop, prefix, "parameter"))
 
-    def child(self, treedef: Any, path: str, folded: str) -> None:
+    def child(self, treedef: Any, path: str, folded: str) -> Any:
         """A child as one block of leaves, or one level further down."""
         if treedef.num_leaves > _BLOCK_LEAVES:
-            self.down(treedef, path + "/", folded + "/")
-            return
+            return self.down(treedef, path + "/", folded + "/")
         template = self.templates.get(treedef)
         if template is None:
             template = self.template(treedef)
+        flat, start = self.flat, len(self.flat.paths)
         if template.paths:
-            flat, start = self.flat, len(self.flat.paths)
             flat.blocks.append(Block(start, folded, template.names))
             flat.paths += [path + below for below in template.paths]
-            flat.fixed.update(start + at for at in template.fixed)
+            if template.fixed:
+                flat.fixed.update(start + at for at in template.fixed)
+        return self.remember(treedef, template, start)
 
-    def down(self, treedef: Any, path: str, folded: str, is_root: bool = False) -> None:
+    def remember(self, treedef: Any, template: _Template, start: int) -> Any:
+        """What recognises a block; the same object for all equal ones."""
+        if self.columns is None:
+            return None
+        stop = start + len(template.paths)
+        own = [column[start:stop] for column in self.columns]
+        seen = self.seen.setdefault(id(template), [])
+        for columns, memory in seen:
+            if columns == own:
+                return memory
+        block = jax.tree.unflatten(treedef, self.flat.leaves[start:stop])
+        memory = self.memory.of(block)
+        if len(seen) < _SHAPES:
+            seen.append((own, memory))
+        return memory
+
+    def down(self, treedef: Any, path: str, folded: str, is_root: bool = False) -> Any:
         keys = self.keys(treedef, is_root)
         if keys is None:
             raise _Irregular  # a Variable of many leaves
         names, child = self.names, self.child
+        made: list[Any] = []
         for key, below in zip(keys, treedef.children(), strict=True):
             part, short = names[key]
-            child(below, path + part, folded + short)
+            made.append(child(below, path + part, folded + short))
+        kind = treedef.node_data()[0]
+        if kind is not list:
+            return container(kind, dict(zip(keys, made, strict=True)))
+        return container(list, made)
 
     def template(self, treedef: Any) -> _Template:
         found = self.templates.get(treedef)

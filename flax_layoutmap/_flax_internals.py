@@ -10,7 +10,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,11 +25,6 @@ def metadata_of(variable: nnx.Variable[Any]) -> dict[str, Any]:
         return variable._var_metadata
     except AttributeError:
         return variable.get_metadata()
-
-
-def raw_values(variables: Iterable[Any]) -> list[Any]:
-    """`get_raw_value()` of each Variable."""
-    return [variable.get_raw_value() for variable in variables]
 
 
 def is_nnx_object(node: Any) -> bool:

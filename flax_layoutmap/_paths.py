@@ -21,6 +21,7 @@ import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from flax_layoutmap._flax_internals import is_nnx_object
+from flax_layoutmap._structure import Structure
 
 Role = Literal["parameter", "optimizer", "other"]
 
@@ -74,6 +75,7 @@ class Flat:
         fixed: positions of leaves that no rule may shard (random state).
         has_objects: whether NNX objects were read through `nnx.state`.
         treedef: JAX's structure of the tree, where it is known.
+        structure: what recognises such a tree, where it is known.
     """
 
     paths: list[str] = dataclasses.field(default_factory=list)
@@ -84,6 +86,7 @@ class Flat:
     fixed: set[int] = dataclasses.field(default_factory=set)
     has_objects: bool = False
     treedef: Any = None
+    structure: Structure | None = None
 
     def full_paths(self) -> list[str]:
         """Path of each leaf within the whole tree."""

@@ -1,7 +1,6 @@
 """resolve(tree, rules) → Resolution: the one place where rules meet leaves."""
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,9 +19,7 @@ from flax_layoutmap._errors import (
 from flax_layoutmap._flatten import flatten, plain_tree
 from flax_layoutmap._flax_internals import (
     is_nnx_object,
-    metadata_of,
     nnx_state,
-    raw_values,
 )
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import same_grid
@@ -39,6 +36,7 @@ from flax_layoutmap._paths import (
 from flax_layoutmap._records import Shape, show_shape
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._structure import structure_of
 from flax_layoutmap._trace import trace
 
 _CACHED_TREES = 4
@@ -179,71 +177,20 @@ def _resolve_cached(tree: Any, rule_set: RuleSet) -> Resolution:
         if hasattr(tree, "opt_state"):
             return _resolve(tree, rule_set, None, None)
         tree = nnx_state(tree)  # what its Resolution is a tree of
-    try:
-        signature = _signature(tree)
-        for known, resolution in rule_set._resolved:
-            if known == signature:
-                return resolution
-    except (AttributeError, TypeError, ValueError):
-        # A leaf that is no array, metadata that cannot be compared, or a node that JAX
-        # cannot flatten: the long way knows the first two and explains the third.
-        return _resolve(tree, rule_set, None, None)
+    for known, resolution in rule_set._resolved:
+        if known.fits(tree):
+            return resolution
     flat = flatten(tree, rule_set.matcher.fold_part)
     resolution = _resolve(tree, rule_set, None, None, flat)
-    if not flat.annotations and not flat.has_objects and not _has_live_state(flat):
+    if flat.has_objects or flat.annotations or _depends_on_live(resolution, flat):
         # Annotations depend on Flax's logical rules in context, and state of an unknown
-        # kind on the layouts that the arrays have: neither is in the signature.
-        *others, metadata = signature
-        signature = (*others, [dict(entry) for entry in metadata])
-        rule_set._resolved.insert(0, (signature, resolution))
+        # kind on the layouts that the arrays have: no structure tells these.
+        return resolution
+    structure = flat.structure or structure_of(tree)
+    if structure is not None:
+        rule_set._resolved.insert(0, (structure, resolution))
         del rule_set._resolved[_CACHED_TREES:]
     return resolution
-
-
-def _signature(tree: Any) -> tuple[Any, ...]:
-    """What the layouts of a tree depend on: structure, shapes, dtypes, metadata.
-
-    The metadata of Variables is last.
-    """
-    if isinstance(tree, nnx.State):
-        return _signature_of_dicts(tree, tree.raw_mapping)
-    if type(tree) is dict:
-        try:
-            return _signature_of_dicts(tree, tree)
-        except AttributeError:
-            pass  # there are other containers in it
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves)), []
-
-
-def _signature_of_dicts(tree: Any, root: dict[Any, Any]) -> tuple[Any, ...]:
-    """The same for dicts and States, in less time than `jax.tree.flatten` takes.
-
-    Keys, sizes and types level by level say the structure.
-    """
-    keys: list[Any] = []
-    sizes: list[int] = []
-    types: list[type] = []
-    leaves: list[Any] = []
-    nodes: list[Any] = [root]
-    while nodes:
-        keys += itertools.chain.from_iterable(nodes)
-        sizes += map(len, nodes)
-        children = list(itertools.chain.from_iterable(map(dict.values, nodes)))
-        kinds = list(map(type, children))
-        types += kinds
-        if dict not in kinds:
-            leaves += children
-            break
-        nodes = [child for child in children if type(child) is dict]
-        if len(nodes) < len(children):
-            leaves += [child for child in children if type(child) is not dict]
-    metadata: list[Any] = []
-    if root is not tree:
-        metadata = [metadata_of(variable) for variable in leaves]
-        leaves = raw_values(leaves)
-    shapes, dtypes = list(map(_SHAPE, leaves)), list(map(_DTYPE, leaves))
-    return type(tree), sizes, keys, types, shapes, dtypes, metadata
 
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -402,11 +349,16 @@ def _decide_all(
     return under(rule_set)
 
 
-def _has_live_state(flat: Flat) -> bool:
+def _depends_on_live(resolution: Resolution, flat: Flat) -> bool:
+    """Whether layouts that arrays have already did, or could, decide anything."""
+    states = [section for section in flat.sections if section.role == "optimizer"]
     return any(
+        row.reason in ("unknown optimizer state", "own layout")
+        for section in states
+        for row in resolution._rows[section.start : section.stop]
+    ) or any(
         isinstance(getattr(leaf, "sharding", None), NamedSharding)
-        for section in flat.sections
-        if section.role == "optimizer"
+        for section in states
         for leaf in flat.leaves[section.start : section.stop]
     )
 

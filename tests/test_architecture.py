@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 # Modules of one layer do not import each other; a folder counts as one module.
 LAYERS = (
     ("_errors", "_flax_internals", "_patterns", "_table"),
+    ("_structure",),
     ("_mesh", "_paths", "_trace"),
     ("_layout", "_processes", "_walk"),
     ("_flatten",),

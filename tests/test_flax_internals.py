@@ -89,11 +89,6 @@ def test_modules_and_optimizers_are_nnx_objects() -> None:
     assert isinstance(optimizer.step, nnx.OptState)
 
 
-def test_raw_values() -> None:
-    array = jnp.ones(2)
-    assert internals.raw_values([nnx.Param(array)])[0] is array
-
-
 def test_eager_sharding_is_off_inside_and_on_again() -> None:
     assert nnx.using_eager_sharding()
     with internals.without_eager_sharding():

@@ -28,6 +28,7 @@ from flax_layoutmap._paths import Flat, escape, unescape
 from flax_layoutmap._patterns import Folding
 from flax_layoutmap._rules import Matcher
 from flax_layoutmap._serialise import rules_from_json, rules_to_json
+from flax_layoutmap._structure import structure_of
 from flax_layoutmap._walk import Walk
 
 MATCHES = ["search", "match", "fullmatch"]
@@ -327,6 +328,12 @@ def test_the_short_way_is_the_long_way(
         assert short.fixed == long.fixed
         assert not long.annotations and not long.has_objects
         assert short.treedef == jax.tree.structure(tree)
+        known = structure_of(tree)
+        assert (known is None) == (short.structure is None)
+        if short.structure is not None:
+            assert short.structure.fits(tree)
+            assert short.structure.fits(jax.tree.map(lambda leaf: leaf, tree))
+            assert not short.structure.fits({"tree": tree})
 
     check()
     assert ways["short"] > 20, ways
