@@ -42,6 +42,7 @@ from _report import (  # noqa: E402
     REPEATED,
     RESOLVE,
     RESOLVE_AGAIN,
+    UNFLATTEN,
     Cell,
     Key,
     Results,
@@ -105,12 +106,18 @@ def our_rows(trees: Trees, count: int) -> list[Row]:
         ours.resolve(trees.twin)
         return partial(ours.resolve, trees.tree)
 
+    def unflatten() -> Call:
+        made = layout_map(trees, count).shardings(trees.tree)
+        leaves, treedef = jax.tree.flatten(made)
+        return partial(jax.tree.unflatten, treedef, leaves)
+
     return [
         Row(COLD, cold),
         Row(COLD_BUILD, build),
         Row(REPEATED, repeated),
         Row(RESOLVE, resolve),
         Row(RESOLVE_AGAIN, resolve_again),
+        Row(UNFLATTEN, unflatten),
     ]
 
 

@@ -102,7 +102,7 @@ def resolve_with_origins(
     shapes, dtypes, others = _columns(flat.leaves)
     at_each = [known.get(path) for path in flat.full_paths()]
     treedef = jax.tree.structure(plain_tree(tree))
-    return _decide_all(flat, rule_set, shapes, dtypes, treedef, at_each, others=others)
+    return decide_all(flat, rule_set, shapes, dtypes, treedef, at_each, others=others)
 
 
 def resolve_state(
@@ -127,7 +127,7 @@ def resolve_state(
             for path, owner in owners.items()
         }
 
-    return _decide_all(
+    return decide_all(
         flat, rule_set, shapes, dtypes, treedef, found, owners_on, others
     )
 
@@ -210,7 +210,7 @@ def _resolve(
     shapes, dtypes, others = _columns(flat.leaves)
     if params is None:
         found = find_origins(tree, flat, shapes, dtypes, tx)
-        return _decide_all(
+        return decide_all(
             flat, rule_set, shapes, dtypes, treedef, found, others=others
         )
     flat = _one_section(flat)
@@ -222,7 +222,7 @@ def _resolve(
     def owners_under(rules: RuleSet) -> Mapping[str, OwnerLayout]:
         return _owner_layouts(own if rules is rule_set else own._again(rules))
 
-    return _decide_all(
+    return decide_all(
         flat, rule_set, shapes, dtypes, treedef, found, owners_under, others
     )
 
@@ -288,7 +288,7 @@ def _owner_layouts(resolution: Resolution) -> dict[str, OwnerLayout]:
     }
 
 
-def _decide_all(
+def decide_all(
     flat: Flat,
     rule_set: RuleSet,
     shapes: Sequence[Shape],

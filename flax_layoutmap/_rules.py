@@ -215,6 +215,8 @@ class RuleSet:
     def on(self, mesh: Any) -> "RuleSet":
         """The same rules on another mesh.
 
+        `batch` keeps the axes that the new mesh has; if it has none, its first axis.
+
         Args:
             mesh: anything that `DeviceMesh` accepts.
 

@@ -22,7 +22,7 @@ from flax_layoutmap._metadata import Mark, mark_of
 from flax_layoutmap._optimizer_state import Origin
 from flax_layoutmap._paths import Flat, Section, parameter_keys
 from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import _decide_all, rule_set_of
+from flax_layoutmap._resolve import decide_all, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._serialise import mesh_to_json, rules_to_json
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
@@ -145,7 +145,7 @@ class Record:
         dtypes = [_resolving_dtype(leaves[path]) for path in paths]
         found = [self.origins.get(path) for path in paths]
         treedef = jax.tree.structure(paths)
-        return _decide_all(flat, rules, shapes, dtypes, treedef, found)
+        return decide_all(flat, rules, shapes, dtypes, treedef, found)
 
     def _part(self, selected: Collection[str]) -> Flat:
         """The flattened tree cut down to some paths and the owners of their state."""
