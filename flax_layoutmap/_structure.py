@@ -62,11 +62,10 @@ class _Array:
         self.kind, self.shape, self.dtype = kind, shape, dtype
 
     def __eq__(self, other: Any) -> bool:
-        return (
-            type(other) is self.kind
-            and other.shape == self.shape
-            and other.dtype == self.dtype
-        )
+        if type(other) is not self.kind or other.shape != self.shape:
+            return False
+        dtype = other.dtype
+        return dtype is self.dtype or dtype == self.dtype
 
 
 class _Container:
