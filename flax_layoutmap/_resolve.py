@@ -127,9 +127,7 @@ def resolve_state(
             for path, owner in owners.items()
         }
 
-    return decide_all(
-        flat, rule_set, shapes, dtypes, treedef, found, owners_on, others
-    )
+    return decide_all(flat, rule_set, shapes, dtypes, treedef, found, owners_on, others)
 
 
 def rule_set_of(rules: Any, what: str) -> RuleSet:
@@ -210,9 +208,7 @@ def _resolve(
     shapes, dtypes, others = _columns(flat.leaves)
     if params is None:
         found = find_origins(tree, flat, shapes, dtypes, tx)
-        return decide_all(
-            flat, rule_set, shapes, dtypes, treedef, found, others=others
-        )
+        return decide_all(flat, rule_set, shapes, dtypes, treedef, found, others=others)
     flat = _one_section(flat)
     own = _resolve(params, rule_set, None, None)
     shapes_of = {p: owner.shape for p, owner in _owner_layouts(own).items()}
