@@ -3,10 +3,10 @@
     python benchmarks/step.py --variables 30 120 --devices 8
 
 The step multiplies every array of a model and of its Adam optimizer by one, all state
-donated, so next to nothing is computed and what remains is dispatch. Prints one Markdown
-table, then the targets as PASS or FAIL. Cells are medians of the CPU time of the thread
-over all rounds, rows measured in turn; garbage collection is off inside the clock.
-README.md beside this file says more.
+donated, so next to nothing is computed and what remains is dispatch. Prints one
+Markdown table, then the targets as PASS or FAIL. Cells are medians of the CPU time of
+the thread over all rounds, rows measured in turn; garbage collection is off inside the
+clock. README.md beside this file says more.
 """
 
 import argparse
