@@ -185,15 +185,16 @@ class _Jitted:
         rules = self._rules()
         arguments, program = self._bind(args, kwargs, rules, runs=True)
         placed = fit(arguments, program.wanted, rules)
-        if program.donated:
-            check_not_donated_twice(arguments, program.donated)
+        gives_away = program.gives_away
+        if gives_away:
+            check_not_donated_twice(arguments, gives_away)
         leaves = [leaf for argument in arguments for leaf in argument.leaves]
         with mesh_context(rules, leaves):
-            changed, results = program.jitted(*program.inputs(leaves))
+            *changed, result = program.jitted(*program.inputs(leaves))
         new = {at: leaves[at] for at in placed}
         new.update(zip(program.changed, changed, strict=True))
         write_back(arguments, new)
-        return jax.tree.unflatten(program.out_tree, results)
+        return result
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).trace`, of the program on leaves."""

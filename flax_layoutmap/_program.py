@@ -75,11 +75,15 @@ class Program:
     """What one structure of arguments compiled to. Holds no array of the caller.
 
     Attributes:
-        jitted: (donated leaves, other leaves) → (changed state, results).
+        jitted: what `inputs` gives → what the function changed in NNX objects, and the
+            result as last entry.
         wanted: one sharding (or None: as it is) per leaf of all arguments.
-        donated: positions, over all leaves, of those whose buffers are given away.
-        kept: positions of the others.
-        changed: positions of the state that the function changed.
+        donated: positions, over all leaves, of those in NNX objects whose buffers are
+            given away.
+        kept: positions of the others in NNX objects.
+        given: the pure trees that are donated.
+        rest: the other pure trees.
+        changed: positions of what the function changed in NNX objects.
         out_tree: structure of the function's result.
         out_shapes: its abstract leaves.
         cacheable: whether nothing of an outer trace is inside.
@@ -91,6 +95,8 @@ class Program:
     wanted: list[Any]
     donated: tuple[int, ...]
     kept: tuple[int, ...]
+    given: tuple["Tree", ...]
+    rest: tuple["Tree", ...]
     changed: tuple[int, ...]
     out_tree: Any
     out_shapes: list[Any]
@@ -98,10 +104,60 @@ class Program:
     fingerprints: Mapping[str, str]
     agreed: bool = False
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def inputs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The leaves of all arguments as `jitted` takes them."""
-        donated = [leaves[at] for at in self.donated]
-        return donated, [leaves[at] for at in self.kept]
+        return _inputs(self.donated, self.kept, self.given, self.rest, leaves)
+
+    @property
+    def gives_away(self) -> list[int]:
+        """Positions of all leaves that are donated."""
+        trees = [at for tree in self.given for at in range(tree.start, tree.stop)]
+        return [*self.donated, *trees]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tree:
+    """A pure tree among the arguments.
+
+    Attributes:
+        slot: where it stands.
+        treedef: its structure.
+        start: position of its first leaf, over all leaves.
+    """
+
+    slot: Slot
+    treedef: Any
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Position after its last leaf."""
+        return self.start + self.treedef.num_leaves
+
+
+class OtherArgumentsError(Exception):
+    """A program was given arguments of another structure than it was made for."""
+
+
+def _inputs(
+    donated: Sequence[int],
+    kept: Sequence[int],
+    given: Sequence[Tree],
+    rest: Sequence[Tree],
+    leaves: Sequence[Any],
+) -> tuple[Any, ...]:
+    def trees(some: Sequence[Tree]) -> tuple[Any, ...]:
+        return tuple(
+            jax.tree.unflatten(tree.treedef, leaves[tree.start : tree.stop])
+            for tree in some
+        )
+
+    return (
+        [leaves[at] for at in donated],
+        [leaves[at] for at in kept],
+        trees(given),
+        trees(rest),
+    )
 
 
 def make_program(
@@ -152,21 +208,23 @@ def make_program(
         _announce_activations(resolution.rules)
         if jax.process_count() > 1:
             fingerprints = resolution.fingerprints()
-    donated = _donated(arguments, set(changed))
-    kept = tuple(sorted(set(range(len(leaves))) - set(donated)))
-    program = _from_jaxpr(closed, len(changed), pinned, (*donated, *kept))
+    places = _places(arguments, set(changed))
+    program = _from_jaxpr(closed, len(changed), seen["out_tree"], pinned, places)
     program.__name__ = job.name
-    out = [sharding for _, sharding in pinned]
+    out = jax.tree.unflatten(seen["out_tree"], [sharding for _, sharding in pinned])
+    donated, kept, given, rest = places
     return Program(
         jitted=jax.jit(
             program,
-            in_shardings=([wanted[a] for a in donated], [wanted[a] for a in kept]),
-            out_shardings=([wanted[at] for at in changed], out),
-            donate_argnums=(0,),
+            in_shardings=_inputs(*places, wanted),
+            out_shardings=[*(wanted[at] for at in changed), out],
+            donate_argnums=(0, 2),
         ),
         wanted=wanted,
         donated=donated,
         kept=kept,
+        given=given,
+        rest=rest,
         changed=changed,
         out_tree=seen["out_tree"],
         out_shapes=list(shapes[1]),
@@ -255,50 +313,84 @@ def _on_leaves(
     return [strong(after[at]) for at in seen["changed"]], results
 
 
+_Places = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[Tree, ...], tuple[Tree, ...]
+]
+
+
 def _from_jaxpr(
     closed: ClosedJaxpr,
     count: int,
-    pinned: Sequence[tuple[bool, Any]],
-    positions: Sequence[int],
+    out_tree: Any,
+    pinned: Sequence[_Pin],
+    places: _Places,
 ) -> Callable[..., Any]:
-    """The traced function on donated and other leaves; not traced a second time.
+    """The traced function on the inputs of a program; not traced a second time.
 
     Args:
         closed: the trace of the function on all leaves in order.
         count: how many of its results are changed state.
-        pinned: of each other result, whether it is state.
-        positions: position, over all leaves, of each leaf that is given.
+        out_tree: structure of the function's own result.
+        pinned: of each of its leaves, whether it is state.
+        places: where the leaves are among the inputs.
     """
     run = jaxpr_as_fun(closed)
+    donated, kept, given, rest = places
 
-    def program(given: list[Any], rest: list[Any]) -> Any:
-        by_position = dict(zip(positions, (*given, *rest), strict=True))
-        values = run(*(by_position[at] for at in range(len(by_position))))
+    def program(*inputs: Any) -> Any:
+        values: list[Any] = [None] * len(closed.in_avals)
+        for at, leaf in zip((*donated, *kept), (*inputs[0], *inputs[1]), strict=True):
+            values[at] = leaf
+        for tree, own in zip((*given, *rest), (*inputs[2], *inputs[3]), strict=True):
+            leaves, treedef = jax.tree.flatten(own)
+            if treedef != tree.treedef:
+                raise OtherArgumentsError
+            values[tree.start : tree.stop] = leaves
+        if any(map(_differ, values, closed.in_avals)):
+            raise OtherArgumentsError
+        after = run(*values)
         results = [
             strong(value) if is_state else value
-            for value, (is_state, _) in zip(values[count:], pinned, strict=True)
+            for value, (is_state, _) in zip(after[count:], pinned, strict=True)
         ]
-        return list(values[:count]), results
+        return [*after[:count], jax.tree.unflatten(out_tree, results)]
 
     return program
 
 
-def _donated(arguments: Sequence[Argument], changed: set[int]) -> tuple[int, ...]:
-    """Positions of the leaves that are given away.
+def _differ(value: Any, aval: Any) -> bool:
+    """Whether a value is of another type than the one that was traced."""
+    own: Any = jax.typeof(value)
+    return (
+        own.shape != aval.shape
+        or own.dtype != aval.dtype
+        or own.weak_type != aval.weak_type
+    )
+
+
+def _places(arguments: Sequence[Argument], changed: set[int]) -> _Places:
+    """Where the leaves are: in lists, those of NNX objects; in trees, the others.
 
     What a function leaves unchanged in an NNX object stays in use, so its buffer must
-    not be taken for a result that happens to have the same shape.
+    not be taken for a result that happens to have the same shape: it is not donated.
     """
-    positions: list[int] = []
+    donated: list[int] = []
+    kept: list[int] = []
+    given: list[Tree] = []
+    rest: list[Tree] = []
     start = 0
     for argument in arguments:
         span = range(start, start + len(argument.leaves))
         start = span.stop
-        if not argument.is_donated:
-            continue
-        pure = argument.pure_leaves()
-        positions.extend(at for at in span if at in changed or pure[at - span.start])
-    return tuple(positions)
+        if argument.has_objects:
+            pure = argument.pure_leaves()
+            for at in span:
+                gone = argument.is_donated and (at in changed or pure[at - span.start])
+                (donated if gone else kept).append(at)
+        else:
+            tree = Tree(argument.slot, argument.treedef, span.start)
+            (given if argument.is_donated else rest).append(tree)
+    return tuple(donated), tuple(kept), tuple(given), tuple(rest)
 
 
 # ------------------------------------------------------------------------ layouts
