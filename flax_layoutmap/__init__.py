@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flax_layoutmap import checkpoint as checkpoint
+    from flax_layoutmap._batch import distribute_batch as distribute_batch
+    from flax_layoutmap._batch import pad_batch as pad_batch
     from flax_layoutmap._create import create as create
     from flax_layoutmap._create import create_optimizer as create_optimizer
     from flax_layoutmap._errors import CheckpointError as CheckpointError
@@ -51,8 +53,10 @@ _HOMES = {
     "checkpoint": None,
     "create": "_create",
     "create_optimizer": "_create",
+    "distribute_batch": "_batch",
     "distribute_tensor": "_place",
     "jit": "_jit",
+    "pad_batch": "_batch",
     "resolve": "_resolve",
 }
 

@@ -26,6 +26,7 @@ LAYERS = (
     ("_resolution",),
     ("_resolve",),
     ("_place", "_arguments"),
+    ("_batch",),
     ("_create", "_inputs", "checkpoint"),
     ("_layout_map", "_program"),
     ("_jit",),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import linen as nn
@@ -23,6 +24,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import flax_layoutmap as flm
 from flax_layoutmap import _errors
+from flax_layoutmap._batch import split_of
 from flax_layoutmap._decide import Decider
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import as_mesh
@@ -34,6 +36,7 @@ from flax_layoutmap._trace import trace
 P = PartitionSpec
 PACKAGE = Path(flm.__file__).parent
 MODULES = [
+    "_batch",
     "_decide",
     "_layout",
     "_layout_map",
@@ -49,6 +52,10 @@ MODULES = [
 ]
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 NAMES = ("data", "model")
+
+
+def placed(**options: Any) -> flm.LayoutMap:
+    return flm.LayoutMap(flm.DeviceMesh((2, 4), NAMES), **options)
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:
@@ -680,6 +687,124 @@ CASES: dict[str, Case] = {
         flm.StructureError,
         "two objects of the result, a Linear and a List, share a Param: return one "
         "object that holds both, so that they stay shared",
+    ),
+    # -------------------------------------------------------------- batches
+    "batch: no data": Case(
+        lambda: flm.pad_batch(
+            {"x": np.ones(3), "y": ["a", struct(3)], "z": nnx.Rngs(0)}
+        ),
+        flm.LayoutError,
+        "pad_batch takes arrays and numbers on the host, but got\n"
+        "  - y/0: the text 'a'\n  - y/1: a ShapeDtypeStruct\n  - z: a Rngs\n"
+        "take these out of the batch; inside jit, use flm.distribute_tensor",
+    ),
+    "batch: other rows": Case(
+        lambda: flm.distribute_batch({"x": np.ones((4, 2)), "y": np.ones(6)}, placed()),
+        flm.LayoutError,
+        "the arrays of a batch must have equally many rows (dim 0):\n"
+        "  - x (4,2)\n  - y (6,)\ntreat those of other rows by themselves, or place "
+        "them with flm.distribute_tensor",
+    ),
+    "batch: indivisible": Case(
+        lambda: flm.distribute_batch({"x": np.ones((5, 2)), "y": np.ones(5)}, placed()),
+        flm.LayoutError,
+        "the batch does not divide over the batch axes ('data',):\n"
+        "  - x (5,2): dim 0 of size 5 does not divide by mesh axis 'data' of size 2\n"
+        "  - y (5,): dim 0 of size 5 does not divide by mesh axis 'data' of size 2\n"
+        "pad it, batch, mask = flm.pad_batch(batch, layout_map), or drop the rest",
+    ),
+    "batch: indivisible by two axes": Case(
+        lambda: flm.distribute_batch(np.ones(12), placed(batch=("model", "data"))),
+        flm.LayoutError,
+        "the batch does not divide over the batch axes ('model', 'data'):\n"
+        "  - the batch (12,): dim 0 of size 12 does not divide by mesh axes "
+        "'model' (4) × 'data' (2), 8 together\n"
+        "pad it, batch, mask = flm.pad_batch(batch, layout_map), or drop the rest",
+    ),
+    "batch: option": Case(
+        lambda: flm.distribute_batch(np.ones(8), placed(), rows="locale"),  # type: ignore[arg-type]
+        flm.LayoutError,
+        "rows must be one of ('local', 'global', 'partial'), got 'locale'; did you "
+        "mean 'local'?",
+    ),
+    "batch: axis": Case(
+        lambda: flm.distribute_batch(
+            np.ones(8), flm.RuleSet(mesh=placed().device_mesh, batch=("modle",))
+        ),
+        flm.RuleError,
+        "the layout ('modle', ...) names the axis 'modle', but the mesh "
+        "'data=2,model=4' has no such axis; did you mean 'model'?",
+    ),
+    "batch: no mesh": Case(
+        lambda: flm.distribute_batch(np.ones(8), flm.LayoutMap()),
+        flm.MeshError,
+        "distribute_batch needs a mesh of devices, the rules have no mesh; use "
+        "layout_map.on(flm.DeviceMesh(...))",
+    ),
+    "batch: abstract mesh": Case(
+        lambda: flm.distribute_batch(np.ones(8), mapped()),
+        flm.MeshError,
+        "distribute_batch needs a mesh of devices, the rules have "
+        "DeviceMesh('data=2,model=4', abstract); use "
+        "layout_map.on(flm.DeviceMesh(...))",
+    ),
+    "batch: no device": Case(
+        lambda: split_of(np.array([[0], [1]]), 2, "local"),
+        flm.MeshError,
+        "process 2 has no device on the mesh of the rules, so no rows of the batch: it "
+        "belongs to the processes [0, 1]; use a mesh that all have devices on, or call "
+        "distribute_batch in those only",
+    ),
+    "batch: parts that overlap": Case(
+        lambda: split_of(np.array([[0, 0], [0, 1], [1, 1]]), 1, "local"),
+        flm.MeshError,
+        'rows="local" needs processes that hold the same parts of the batch or none in '
+        "common, but of the 3 parts process 0 holds [0, 1] and process 1 [1, 2]; use "
+        'another order of devices, or rows="global"',
+    ),
+    "batch: parts that lie apart": Case(
+        lambda: split_of(np.array([[0, 1]] + [[2, 3], [0, 1]] * 9), 2, "partial"),
+        flm.MeshError,
+        'rows="partial" needs processes with equally many devices, each with parts of '
+        "the batch that lie side by side; process 2 has 9 devices, with "
+        "[1, 3, 5, 7, 9, 11, 13, 15, …] of 19 parts; use "
+        'rows="local" or "global"',
+    ),
+    "pad: multiple": Case(
+        lambda: flm.pad_batch(np.ones(3), 0),
+        flm.LayoutError,
+        "multiple must be 1 or more, got 0",
+    ),
+    "pad: neither number nor map": Case(
+        lambda: flm.pad_batch(np.ones(3), "data"),
+        flm.RuleError,
+        "pad_batch(batch, multiple), without a number, needs a LayoutMap or a RuleSet, "
+        "got 'data'; make one of a list of pairs with "
+        "flm.LayoutMap.from_rules(pairs, mesh)",
+    ),
+    "pad: no mesh": Case(
+        lambda: flm.pad_batch(np.ones(3), flm.LayoutMap()),
+        flm.MeshError,
+        "pad_batch needs a mesh of devices, the rules have no mesh; use "
+        "layout_map.on(flm.DeviceMesh(...))",
+    ),
+    "pad: no rows": Case(
+        lambda: flm.pad_batch({"n": 3, "key": jax.random.key(0)}, 4),
+        flm.LayoutError,
+        "pad_batch found no rows: the batch has no array with a dim, except for PRNG "
+        "keys",
+    ),
+    "pad: size too small": Case(
+        lambda: flm.pad_batch(np.ones(9), 4, size=8),
+        flm.LayoutError,
+        "pad_batch cannot reach size=8: it must be a multiple of 4 and at least 9, the "
+        "rows of the batch; for example size=12",
+    ),
+    "pad: nothing to repeat": Case(
+        lambda: flm.pad_batch(np.ones((0, 2)), size=4),
+        flm.LayoutError,
+        "pad_batch has no last row to repeat, as the batch has 0 rows; use "
+        'fill="zeros"',
     ),
 }
 

@@ -33,7 +33,15 @@ CLASSES = [
     "StructureError",
     "TensorLayout",
 ]
-FUNCTIONS = ["create", "create_optimizer", "distribute_tensor", "jit", "resolve"]
+FUNCTIONS = [
+    "create",
+    "create_optimizer",
+    "distribute_batch",
+    "distribute_tensor",
+    "jit",
+    "pad_batch",
+    "resolve",
+]
 NAMESPACES = {"checkpoint": ["restore", "save"]}
 
 

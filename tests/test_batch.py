@@ -1,0 +1,436 @@
+"""Batches on the host: global arrays over the batch axes, and padding with a mask."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import NamedSharding, PartitionSpec
+from multiprocess import launch
+from shards import assert_lies, bare
+
+import flax_layoutmap as flm
+from flax_layoutmap._batch import (
+    Split,
+    clash_of_rows,
+    has_rows,
+    leaf_sharding,
+    split_of,
+)
+
+
+@pytest.fixture(scope="module")
+def layout_map(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    """No rules; batches lie on 'data', of size 2."""
+    return flm.LayoutMap(mesh, strict=False)
+
+
+@pytest.fixture(scope="module")
+def wide(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    """Batches lie on all eight devices."""
+    return flm.LayoutMap(mesh, batch=("model", "data"), strict=False)
+
+
+# --------------------------------------------------------- distribute_batch
+
+
+def test_rows_are_split_and_all_else_is_whole(
+    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap, wide: flm.LayoutMap
+) -> None:
+    x = np.arange(96, dtype=np.float32).reshape(8, 12)
+    batch = {"x": x, "y": [x[:, :3, None], None], "n": 3, "lr": np.float32(0.5)}
+    made = flm.distribute_batch(batch, layout_map)
+    assert_lies(made["x"], (("data",), ()), mesh, x)
+    assert_lies(made["y"][0], (("data",), (), ()), mesh, x[:, :3, None])
+    assert made["y"][1] is None
+    assert_lies(made["n"], (), mesh, np.int32(3))
+    assert_lies(made["lr"], (), mesh, batch["lr"])
+    made = flm.distribute_batch((x,), wide.freeze())
+    assert_lies(made[0], (("model", "data"), ()), mesh, x)
+    no_axis = flm.LayoutMap(mesh, batch=())
+    assert_lies(flm.distribute_batch(x[:5], no_axis), ((), ()), mesh, x[:5])
+
+
+@pytest.mark.parametrize("rows", ["local", "global", "partial"])
+@pytest.mark.parametrize("check", [True, False])
+def test_in_one_process_the_options_make_no_difference(
+    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap, rows: Any, check: bool
+) -> None:
+    host = np.arange(4, dtype=np.int32)
+    made = flm.distribute_batch(host, layout_map, rows=rows, check=check)
+    assert_lies(made, (("data",),), mesh, host)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "float64", "int64", "uint8", "bool", "complex64"]
+)
+@pytest.mark.parametrize("x64", [False, True])
+def test_dtypes_are_what_jax_makes_of_them(
+    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap, dtype: str, x64: bool
+) -> None:
+    host = np.arange(4).astype(dtype)
+    with jax.enable_x64(x64):
+        expected = jax.device_put(host)
+        made = flm.distribute_batch(host, layout_map)
+        assert made.dtype == expected.dtype
+        assert_lies(made, (("data",),), mesh, np.asarray(expected))
+
+
+def test_keys_are_replicated(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -> None:
+    batch = {
+        "key": jax.random.key(1),
+        "keys": jax.random.split(jax.random.key(1), 8),
+        "old": jax.random.PRNGKey(1),
+        "labels": np.array([5, 6], np.uint32),  # NumPy's are rows, whatever their shape
+    }
+    made = flm.distribute_batch(batch, layout_map)
+    assert_lies(made["key"], (), mesh)
+    assert_lies(made["keys"], ((),), mesh)
+    assert_lies(made["old"], ((),), mesh, batch["old"])
+    assert_lies(made["labels"], (("data",),), mesh, batch["labels"])
+    assert made["key"].dtype == batch["key"].dtype
+    numbers = jax.numpy.arange(4, dtype=jnp.int32)
+    assert [has_rows(x) for x in (*batch.values(), numbers, 3, np.float32(3))] == [
+        *(False, False, False, True, True, False, False)
+    ]
+
+
+def test_what_is_there_is_not_copied(
+    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap
+) -> None:
+    batch = {"x": np.ones((8, 4)), "key": jax.random.key(0), "n": 3}
+    made = flm.distribute_batch(batch, layout_map)
+    again = flm.distribute_batch(made, layout_map)
+    assert all(again[name] is made[name] for name in batch)
+    # The same place in another spelling: another array, of the same buffers.
+    longer = NamedSharding(bare(mesh), PartitionSpec("data", None))
+    x = jax.device_put(np.ones((8, 4)), longer)
+    y = flm.distribute_batch(x, layout_map)
+    assert y.sharding == made["x"].sharding
+    for old, new in zip(x.addressable_shards, y.addressable_shards, strict=True):
+        assert old.data.unsafe_buffer_pointer() == new.data.unsafe_buffer_pointer()
+
+
+def test_arrays_from_elsewhere_are_moved_and_stay_whole_there(
+    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap
+) -> None:
+    host = np.arange(32, dtype=np.float32).reshape(8, 4)
+    other = flm.DeviceMesh("x=4", devices=jax.devices()[4:])
+    sources = {
+        "uncommitted": jnp.asarray(host),
+        "on one device": jax.device_put(host, jax.devices()[5]),
+        "on the mesh": flm.distribute_tensor(
+            host, flm.TensorLayout((None, "model"), mesh)
+        ),
+        "on another mesh": flm.distribute_tensor(
+            host, flm.TensorLayout(("x", None), other)
+        ),
+    }
+    made = flm.distribute_batch(sources, layout_map)
+    for name, array in made.items():
+        assert_lies(array, (("data",), ()), mesh, host)
+        assert not sources[name].is_deleted()
+
+
+class Loaded:
+    """An array of another library, as a data loader may give it."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self.value = value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.value
+
+
+def test_arrays_of_other_libraries(
+    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap
+) -> None:
+    host = np.arange(6, dtype=np.int32).reshape(3, 2)
+    padded, mask = flm.pad_batch({"x": Loaded(host)}, layout_map)
+    assert padded["x"].tolist() == [[0, 1], [2, 3], [4, 5], [4, 5]]
+    made = flm.distribute_batch({"x": Loaded(padded["x"])}, layout_map)
+    assert_lies(made["x"], (("data",), ()), mesh, padded["x"])
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_a_jitted_step_takes_it_as_it_is(kind: str) -> None:
+    """The same program for every batch, the padded one too, and no copy."""
+    mesh = flm.DeviceMesh("data=4,model=2", axis_types=kind)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (None, "model")
+    model = flm.create(
+        lambda: nnx.Linear(3, 4, use_bias=False, rngs=nnx.Rngs(0)), layout_map
+    )
+    traced = []
+
+    @flm.jit(layout_map=layout_map)
+    def loss_of(model: nnx.Linear, batch: dict[str, Any], mask: jax.Array) -> Any:
+        traced.append(batch["x"].shape)
+        errors = (model(batch["x"]) ** 2).sum(axis=1) - batch["y"]
+        return errors.mean(where=mask)
+
+    rng = np.random.default_rng(0)
+    kernel = np.asarray(model.kernel[...])
+    for count in (8, 8, 5):
+        x = rng.normal(size=(count, 3)).astype(np.float32)
+        y = rng.normal(size=count).astype(np.float32)
+        padded, mask = flm.pad_batch({"x": x, "y": y}, layout_map, size=8)
+        batch, on_mesh = flm.distribute_batch((padded, mask), layout_map)
+        loss = float(loss_of(model, batch, on_mesh))
+        expected = (((x @ kernel) ** 2).sum(axis=1) - y).mean()
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert traced == [(8, 3)]
+
+
+def test_all_problems_of_a_batch_are_in_one_error(layout_map: flm.LayoutMap) -> None:
+    batch = {"x": "abc", "y": [np.array(["a"]), object()], "z": np.ones(4)}
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.distribute_batch(batch, layout_map)
+    assert [line for line in str(caught.value).split("\n") if line.startswith(" ")] == [
+        "  - x: the text 'abc'",
+        "  - y/0: a NumPy array of <U1",
+        "  - y/1: a object",
+    ]
+
+
+def test_refused_inside_jit(layout_map: flm.LayoutMap) -> None:
+    step = jax.jit(lambda x: flm.distribute_batch({"x": x}, layout_map))
+    with pytest.raises(flm.LayoutError, match=r"x: a traced value \(4,\)"):
+        step(np.ones(4))
+
+
+def test_what_jit_may_ask(mesh: flm.DeviceMesh, wide: flm.LayoutMap) -> None:
+    """The parts that others of the package use."""
+    rules = wide.freeze()
+    rows = leaf_sharding(np.ones((8, 2)), rules)
+    assert rows == NamedSharding(bare(mesh), PartitionSpec(("model", "data")))
+    for leaf in (3, jax.random.key(0), jax.random.PRNGKey(0)):
+        assert leaf_sharding(leaf, rules).spec == PartitionSpec()
+    assert clash_of_rows(16, rules) == ""
+    assert clash_of_rows(4, rules) == (
+        "dim 0 of size 4 does not divide by mesh axes 'model' (4) × 'data' (2), "
+        "8 together"
+    )
+
+
+# -------------------------------------------- which rows of which process
+
+
+# Of each device its process: one row per part of the batch, one column per copy.
+PARTS_APART = np.array([[0, 0], [1, 1], [2, 2], [3, 3]])
+TWO_EACH = np.array([[0, 0, 1, 1], [2, 2, 3, 3]])
+CROSSED = np.array([[0, 2], [1, 3], [0, 2], [1, 3]])
+UNEVEN = np.array([[0], [0], [1]])
+
+
+@pytest.mark.parametrize(
+    ("owners", "rows", "split"),
+    [
+        (PARTS_APART, "local", Split(4, 1)),
+        (PARTS_APART, "global", Split(4, 4)),
+        (PARTS_APART, "partial", Split(4, 1)),
+        (TWO_EACH, "local", Split(2, 1)),
+        (TWO_EACH, "global", Split(2, 2)),
+        (TWO_EACH, "partial", Split(2, 1, 2, (0, 1, 2, 3))),
+        (TWO_EACH[::-1], "partial", Split(2, 1, 2, (2, 3, 0, 1))),
+        (TWO_EACH.T, "partial", Split(4, 2, 2, (0, 2, 1, 3))),
+        (CROSSED, "local", Split(4, 2)),
+        (UNEVEN, "local", Split(3, 2)),
+        (np.zeros((4, 2), int), "local", Split(4, 4)),
+    ],
+)
+def test_the_split_of_process_0(owners: np.ndarray, rows: Any, split: Split) -> None:
+    assert split_of(owners, 0, rows) == split
+
+
+@pytest.mark.parametrize(
+    ("split", "multiple", "counts"),
+    [
+        (Split(4, 4), 4, {4: 4, 8: 8}),  # all of it
+        (Split(4, 1), 1, {1: 4, 3: 12}),
+        (Split(4, 2), 2, {2: 4, 6: 12}),
+        (Split(2, 1, 2), 1, {1: 4, 3: 12}),  # two fill one part: 3 rows of 6 each
+        (Split(6, 3, 2), 3, {3: 12}),
+        (Split(8, 4, 2), 2, {2: 8}),
+        (Split(3, 2), 2, {4: 6}),
+    ],
+)
+def test_the_rows_of_a_split(
+    split: Split, multiple: int, counts: dict[int, int]
+) -> None:
+    assert split.multiple == multiple
+    for count, total in counts.items():
+        assert count % multiple == 0
+        assert split.total(count) == total
+        assert total % split.parts == 0
+
+
+# ---------------------------------------------------------------- pad_batch
+
+
+def test_padding_by_a_map(layout_map: flm.LayoutMap, wide: flm.LayoutMap) -> None:
+    x = np.arange(9, dtype=np.int8).reshape(3, 3)
+    padded, mask = flm.pad_batch((x, x[:, 0], 7), layout_map)
+    assert padded[0].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [6, 7, 8]]
+    assert padded[1].tolist() == [0, 3, 6, 6]
+    assert padded[2] == 7
+    assert padded[0].dtype == np.int8
+    assert mask.dtype == np.bool_ and mask.tolist() == [True] * 3 + [False]
+    padded, mask = flm.pad_batch(x, wide, fill="zeros")
+    assert padded.tolist() == [*x.tolist(), *[[0, 0, 0]] * 5]
+    assert mask.tolist() == [True] * 3 + [False] * 5
+
+
+def test_padding_by_a_number_and_to_a_size(abstract_mesh: flm.DeviceMesh) -> None:
+    x = np.ones((5, 2))
+    assert flm.pad_batch(x, 4)[0].shape == (8, 2)
+    assert flm.pad_batch(x, np.int64(3))[0].shape == (6, 2)
+    assert flm.pad_batch(x, size=7)[0].shape == (7, 2)
+    assert flm.pad_batch(x, 4, size=12)[0].shape == (12, 2)
+    planned = flm.LayoutMap(abstract_mesh, batch=("data", "model"))
+    assert flm.pad_batch(x, planned)[0].shape == (8, 2)  # needs no devices
+
+
+def test_what_divides_is_not_copied(layout_map: flm.LayoutMap) -> None:
+    batch = {"x": np.ones((4, 2)), "y": jnp.ones(4), "z": Loaded(np.ones(4))}
+    padded, mask = flm.pad_batch(batch, layout_map)
+    assert padded is batch
+    assert mask.tolist() == [True] * 4
+    assert flm.pad_batch(batch, 4, size=4)[0] is batch
+
+
+def test_arrays_on_devices_come_to_the_host(layout_map: flm.LayoutMap) -> None:
+    batch = {"x": jnp.ones(3, jnp.bfloat16), "key": jax.random.key(0)}
+    padded, _ = flm.pad_batch(batch, layout_map)
+    assert type(padded["x"]) is np.ndarray
+    assert padded["x"].dtype == ml_dtypes.bfloat16
+    assert padded["key"] is batch["key"]
+
+
+def test_a_process_without_rows(layout_map: flm.LayoutMap) -> None:
+    none = np.ones((0, 3), np.float32)
+    padded, mask = flm.pad_batch(none, layout_map, size=4, fill="zeros")
+    assert padded.shape == (4, 3) and not padded.any() and not mask.any()
+    padded, mask = flm.pad_batch(none, layout_map)
+    assert padded is none and mask.shape == (0,)
+
+
+ARRAYS = st.integers(0, 9).flatmap(
+    lambda rows: st.dictionaries(
+        st.sampled_from("abc"),
+        hnp.arrays(
+            st.sampled_from(["float32", "int8", "bool", "complex64", "uint32"]),
+            hnp.array_shapes(min_dims=0, max_dims=2, max_side=3).map(
+                lambda rest: (rows, *rest)
+            ),
+        ),
+        min_size=1,
+    )
+)
+
+
+@settings(max_examples=60)
+@given(ARRAYS, st.integers(1, 6), st.sampled_from(["repeat", "zeros"]))
+def test_the_mask_gives_the_original_back(
+    batch: dict[str, np.ndarray], multiple: int, fill: Any
+) -> None:
+    rows = len(next(iter(batch.values())))
+    padded, mask = flm.pad_batch(batch, multiple, fill=fill)
+    assert len(mask) % multiple == 0 and rows <= len(mask) < rows + multiple
+    assert mask.sum() == rows and mask[:rows].all()
+    for name, host in batch.items():
+        assert padded[name].shape == (len(mask), *host.shape[1:])
+        assert padded[name].dtype == host.dtype
+        np.testing.assert_array_equal(padded[name][mask], host)
+        added = padded[name][~mask]
+        expected = host[-1:] if fill == "repeat" and rows else np.zeros_like(added)
+        np.testing.assert_array_equal(added, np.broadcast_to(expected, added.shape))
+
+
+# ------------------------------------------------------ several processes
+
+ADVICE = (
+    ". Build mesh, rules, model and global batch from the same values in every process"
+)
+
+OWN_ROWS = (
+    "the batch does not divide over the batch axes ('data',):\n"
+    "  - x (7,2): dim 0 of size 7 does not divide by 4, for this process fills 4 of "
+    "the 8 parts over the mesh axes 'data' (8)\n"
+    "pad it, batch, mask = flm.pad_batch(batch, layout_map), or drop the rest"
+)
+ALL_ROWS = (
+    "the batch does not divide over the batch axes ('data',):\n"
+    "  - x (5,2): dim 0 of size 5 does not divide by mesh axis 'data' of size 8\n"
+    'pad it, batch, mask = flm.pad_batch(batch, layout_map, rows="global"), or drop '
+    "the rest"
+)
+NO_DEVICE = (
+    "process 1 has no device on the mesh of the rules, so no rows of the batch: it "
+    "belongs to the processes [0]; use a mesh that all have devices on, or call "
+    "distribute_batch in those only"
+)
+
+
+def assert_all_hold(ended: list[launch.Ended], count: int) -> None:
+    for process, one in enumerate(ended):
+        checks = one.answer["checks"]
+        wrong = [name for name, holds in checks.items() if not holds]
+        assert not wrong, f"process {process}\n{one}"
+        assert len(checks) == count
+
+
+@pytest.mark.multiprocess
+def test_two_processes_pass_their_rows() -> None:
+    ended = launch.run("batches", processes=2, devices=4)
+    assert_all_hold(ended, 147)
+    first, second = (one.answer["cases"] for one in ended)
+    for case, difference in {
+        "another_shape": "batch shapes",
+        "other_rows": "batch shapes",
+        "another_structure": "batch structure",
+        "another_scalar": "batch values",
+        "another_key": "batch values",
+        "own_rows_as_global": "batch values",
+    }.items():
+        message = (
+            "the processes disagree before distributing a batch: process 1 differs in "
+            f"its {difference}{ADVICE}"
+        )
+        assert first.pop(case) == second.pop(case) == ["ProcessError", message], case
+
+    # The one that fails has its own error, and the other is told.
+    own = second.pop("rows_that_do_not_divide")
+    assert own == ["LayoutError", OWN_ROWS]
+    kind, text = first.pop("rows_that_do_not_divide")
+    assert kind == "ProcessError" and f"process 1 failed: LayoutError: {own[1]}" in text
+    assert second.pop("without_a_device") == ["MeshError", NO_DEVICE]
+    assert first.pop("without_a_device") == ["fine", ""]
+
+    for process, answers in enumerate((first, second)):
+        kind, text = answers.pop("crossed")
+        assert kind == "MeshError" and 'rows="partial" needs' in text
+        assert f"[{process}, {2 + process}, {4 + process}, " in text
+        kind, text = answers.pop("overlapping")
+        assert kind == "MeshError" and 'rows="local" needs' in text
+        assert "process 0 holds [0, 1, 2] and process 1 [0, 2, 3]; use" in text
+        assert answers.pop("all_that_do_not_divide") == ["LayoutError", ALL_ROWS]
+        kind, text = answers.pop("a_global_array_of_other_rows")
+        assert kind == "LayoutError"
+        assert "\n  - a (16,), global already\n  - b (16,), of 32 rows in all\n" in text
+        kind, text = answers.pop("padding_a_global_array")
+        assert kind == "LayoutError"
+        assert "\n  - flags: a global array (16,); pad first, distribute then\n" in text
+        assert answers == {"all_the_same": ["fine", ""]}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_four_processes_of_which_two_fill_one_part() -> None:
+    assert_all_hold(launch.run("batches", processes=4, devices=2), 41)
