@@ -9,7 +9,10 @@ parameters whose dims all have different sizes.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -121,27 +124,71 @@ def _dims_by_size(
     """Traces over parameters whose dims all have different sizes, and reads the sizes.
 
     For state made of bare shapes, `jnp.zeros(p.shape[:-1])`, which carry no sharding
-    (Adafactor up to optax 0.2.6, sm3).
+    (Adafactor up to optax 0.2.6, sm3, GaLore). Equal dims become different in one
+    order or the other: an `init` that compares them may do something else in one.
     """
-    params = flatten(jax.tree.map(_all_different, shapes))
-    owners = {
-        path: tuple(leaf.shape)
-        for path, leaf in zip(params.full_paths(), params.leaves, strict=True)
-    }
-    leaves = _try_init(init, jax.tree.map(_all_different, shapes), plain)
-    if leaves is None or any(
-        new.ndim != old.ndim for new, old in zip(leaves, plain.leaves, strict=True)
-    ):
-        # Other sizes led `init` elsewhere, past a threshold: they say nothing.
-        return [None] * len(plain.leaves)
-    dims: list[Dims | None] = []
-    for path, leaf in zip(plain.full_paths(), leaves, strict=True):
-        owner = owner_of(path, owners)
-        of = () if owner is None else owners[owner]
-        told = tuple(of.index(size) if size in of else None for size in leaf.shape)
-        known = [dim for dim in told if dim is not None]
-        dims.append(told if known and len(set(known)) == len(known) else None)
+    dims, misled = _read_sizes(init, shapes, 1, plain)
+    if misled:
+        other, still = _read_sizes(init, shapes, -1, plain)
+        for at in misled - still:
+            dims[at] = other[at]
     return dims
+
+
+def _read_sizes(
+    init: Callable[[Any], Any], shapes: Any, order: int, plain: Flat
+) -> tuple[list[Dims | None], set[int]]:
+    """Dims of each leaf by its sizes, and the leaves for which these say nothing.
+
+    Every dim has either the size that it has over `shapes`, or that of a dim of its
+    parameter in both. Where one does not, the other sizes led `init` elsewhere, and no
+    leaf of that parameter says anything.
+    """
+    params = jax.tree.map(functools.partial(_all_different, order=order), shapes)
+    dims: list[Dims | None] = [None] * len(plain.leaves)
+    leaves = _try_init(init, params, plain)
+    if leaves is None:
+        return dims, set(range(len(dims)))
+    old, new = _shapes_by_path(shapes), _shapes_by_path(params)
+    owners = [owner_of(path, new) for path in plain.full_paths()]
+    misled: set[str] = set()
+    for at, owner in enumerate(owners):
+        if owner is None:
+            continue
+        before, after = tuple(plain.leaves[at].shape), tuple(leaves[at].shape)
+        try:
+            told = tuple(
+                _dim_of(*sizes, old[owner], new[owner])
+                for sizes in zip(before, after, strict=True)
+            )
+        except ValueError:
+            misled.add(owner)
+            continue
+        known = [dim for dim in told if dim is not None]
+        if known and len(set(known)) == len(known):
+            dims[at] = told
+    lost = {at for at, owner in enumerate(owners) if owner in misled}
+    return [None if at in lost else own for at, own in enumerate(dims)], lost
+
+
+def _dim_of(before: int, after: int, old: Shape, new: Shape) -> int | None:
+    """The dim of a parameter that has both sizes, before and after; None for none.
+
+    Raises:
+        ValueError: the size changed and not as any dim did.
+    """
+    sizes = list(zip(old, new, strict=True))
+    if before != after or (before, after) in sizes:
+        return sizes.index((before, after))
+    return None
+
+
+def _shapes_by_path(params: Any) -> dict[str, Shape]:
+    flat = flatten(params)
+    return {
+        path: tuple(leaf.shape)
+        for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True)
+    }
 
 
 def _try_init(init: Callable[[Any], Any], params: Any, plain: Flat) -> Any:
@@ -172,14 +219,15 @@ _REFUSALS = (
 )
 
 
-def _all_different(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _all_different(leaf: jax.ShapeDtypeStruct, order: int) -> jax.ShapeDtypeStruct:
     """The leaf with equal dims made different by the smallest increases.
 
-    Their order is kept, ties are broken by position (as a stable sort does), and none
-    is 1, the size of placeholders: (256, 256) → (256, 257).
+    Their order is kept and none is 1, the size of placeholders. Ties are broken by
+    position, as a stable sort does, (256, 256) → (256, 257), or with order -1 the
+    other way.
     """
     sizes, last = list(leaf.shape), 1
-    for dim in sorted(range(leaf.ndim), key=lambda dim: (leaf.shape[dim], dim)):
+    for dim in sorted(range(leaf.ndim), key=lambda dim: (leaf.shape[dim], order * dim)):
         last = sizes[dim] = max(leaf.shape[dim], last + 1)
     return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
@@ -202,13 +250,137 @@ def origins(
         owners: path → shape of every parameter.
         tags: what `tagged_dims` found, by path within the optax state; may be empty.
     """
+    known = Owners(dict(owners), {path: path for path in owners})
+    return best_origins(dict(zip(paths, shapes, strict=True)), [known], tags)
+
+
+# A prefix is looked for among so many candidates.
+_MOST_PREFIXES = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Owners:
+    """Parameters by the paths that an optimizer may know them under.
+
+    Attributes:
+        shapes: path → shape.
+        keys: path → the key of `parameter_keys`.
+    """
+
+    shapes: dict[str, Shape]
+    keys: dict[str, str]
+
+    def merged(self, other: "Owners") -> "Owners":
+        """Both; where they disagree, the other's."""
+        return Owners(self.shapes | other.shapes, self.keys | other.keys)
+
+    def below(self, prefix: str) -> "Owners":
+        """Those below a prefix, without it."""
+        return Owners(paths_below(prefix, self.shapes), paths_below(prefix, self.keys))
+
+
+def paths_below(prefix: str, paths: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries whose paths start with a prefix, without it."""
+    start = len(prefix)
+    return {
+        path[start:]: value for path, value in paths.items() if path.startswith(prefix)
+    }
+
+
+def best_origins(
+    state: Mapping[str, Shape], groups: Sequence[Owners], tags: Mapping[str, Any]
+) -> list[Origin]:
+    """The origins under that view of the parameters which explains most of a state.
+
+    Where several views explain as much, the other owners are named, too.
+    """
+    best: list[list[Origin]] = []
+    best_score = 0
+    for owners in _views(state, groups):
+        found = _origins(state, owners.shapes, tags)
+        score = sum(origin.dims is not None for origin in found)
+        if score < best_score:
+            continue
+        if score > best_score:
+            best, best_score = [], score
+        best.append(
+            [
+                dataclasses.replace(o, owner=owners.keys[o.owner]) if o.owner else o
+                for o in found
+            ]
+        )
+    first, *more = best
+    return [
+        dataclasses.replace(origin, others=_others(origin, same_leaf))
+        for origin, *same_leaf in zip(first, *more, strict=True)
+    ]
+
+
+def _others(origin: Origin, same_leaf: Sequence[Origin]) -> tuple[str, ...]:
+    """Owners other than the first, each once."""
+    names = dict.fromkeys(o.owner for o in same_leaf if o.owner is not None)
+    return tuple(name for name in names if name != origin.owner)
+
+
+def _views(state: Mapping[str, Shape], groups: Sequence[Owners]) -> Iterator[Owners]:
+    """Ways to see the parameters: all of them; with one model (of several that have
+    the same paths) first; below a prefix that the optimizer did not know."""
+    every = Owners({}, {})
+    for group in reversed(groups):
+        every = every.merged(group)
+    yield every
+    if len(every.shapes) < sum(len(group.shapes) for group in groups):
+        for group in groups:
+            yield every.merged(group)
+    for prefix in prefixes(state, every.shapes):
+        yield every.merged(every.below(prefix))
+
+
+def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]:
+    """Prefixes of parameter paths without which they would be parts of a state path.
+
+    A tree `{"model": {"params": …}, "opt_state": tx.init(params)}` has them.
+    """
+    orphans = (p for p, shape in state.items() if shape and not owner_of(p, owners))
+    found: set[str] = set()
+    # The first ones may be of no parameter (a random key), so some more are asked.
+    for orphan in itertools.islice(orphans, _MOST_PREFIXES):
+        whole = orphan.split("/")
+        for owner in owners:
+            parts = owner.split("/")
+            # The last part may be an index behind the path of the parameter (sm3).
+            same = max(_common_ending(parts, whole), _common_ending(parts, whole[:-1]))
+            for count in range(1, min(same, len(parts) - 1) + 1):
+                found.add("/".join(parts[:-count]) + "/")
+        if found:
+            break
+    # The prefix of a whole tree of parameters is shorter than that of a part.
+    return sorted(found, key=lambda prefix: (len(prefix), prefix))[:_MOST_PREFIXES]
+
+
+def _common_ending(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many of the last parts are the same."""
+    same = 0
+    for one, other in zip(reversed(first), reversed(second), strict=False):
+        if one != other:
+            break
+        same += 1
+    return same
+
+
+def _origins(
+    state: Mapping[str, Shape],
+    owners: Mapping[str, Shape],
+    tags: Mapping[str, tuple[Shape, Dims | None]],
+) -> list[Origin]:
+    """The origins where the optimizer knew its parameters by these paths."""
     result = []
-    for path, shape in zip(paths, shapes, strict=True):
+    for path, shape in state.items():
         owner = owner_of(path, owners)
         tag_shape, tag = tags.get(path.removeprefix("opt_state/"), (None, None))
-        if tag_shape != shape:
-            tag = None
-        result.append(_origin(shape, owner, owners, tag))
+        result.append(
+            _origin(shape, owner, owners, tag if tag_shape == shape else None)
+        )
     return result
 
 
@@ -256,7 +428,7 @@ def _origin(
     dims = _only_subsequence(shape, of)
     if dims is not None:
         return Origin(owner, dims, "dims left out")
-    if all(size == 1 for size in shape):
+    if math.prod(shape) <= 1:
         return Origin(owner, (None,) * len(shape), "placeholder")
     return Origin(owner, None, f"no known relation to the parameter's shape {of}")
 

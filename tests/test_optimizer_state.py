@@ -589,6 +589,36 @@ def test_sizes_past_a_threshold_say_nothing() -> None:
     assert dims == {"w": ((8, 8), (None, None))}
 
 
+def test_state_that_depends_on_which_dim_is_longer() -> None:
+    """As GaLore's: of a square kernel, one order of made-up sizes misleads."""
+
+    def init(params: Any) -> Any:
+        rows, columns = params["w"].shape
+        if rows >= columns:
+            return {
+                "w": {"basis": jnp.zeros((rows, 4)), "low": jnp.zeros((4, columns))}
+            }
+        return {"w": {"basis": jnp.zeros((columns, 4)), "low": jnp.zeros((rows, 4))}}
+
+    dims = tagged_dims(init, {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)})
+    assert dims == {"w/basis": ((8, 4), (0, None)), "w/low": ((4, 8), (None, 1))}
+    dims = tagged_dims(init, {"w": jax.ShapeDtypeStruct((6, 8), jnp.float32)})
+    assert dims == {"w/basis": ((8, 4), (1, None)), "w/low": ((6, 4), (0, None))}
+
+
+def test_one_misled_parameter_does_not_spoil_the_others() -> None:
+    def init(params: Any) -> Any:
+        p = params["w"]
+        return {
+            "w": jnp.zeros(p.shape[:-1] if max(p.shape) > 8 else p.shape),
+            "v": jnp.zeros(params["v"].shape[1:]),
+        }
+
+    param = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    dims = tagged_dims(init, {"w": param, "v": param})
+    assert dims == {"w": ((8, 8), (None, None)), "v": ((8,), (1,))}
+
+
 def test_the_users_own_mistake_is_raised() -> None:
     def init(params: Any) -> Any:
         raise KeyError("label")
@@ -620,6 +650,7 @@ def test_owner_of() -> None:
         ((8,), (8, 8), None, "no known relation to the parameter's shape (8, 8)"),
         ((5,), (8, 8), None, "no known relation to the parameter's shape (8, 8)"),
         ((1,), (8, 8), (None,), "placeholder"),
+        ((0, 0), (16,), (None, None), "placeholder"),
     ],
 )
 def test_origins_from_shapes_alone(shape: Any, of: Any, dims: Any, how: str) -> None:
@@ -631,6 +662,15 @@ def test_a_leaf_of_no_parameter() -> None:
     (origin,) = origins(["0/history"], [(8,)], {"w": (8,)}, {})
     assert (origin.owner, origin.dims) == (None, None)
     assert origin.how == "belongs to no parameter"
+
+
+def test_parameters_below_a_prefix_that_the_state_does_not_know() -> None:
+    """As those of `optax.lookahead`, which makes its state from one of two copies."""
+    owners = {"fast/w": (8,), "slow/w": (8,), "fast/b": (4,), "slow/b": (4,)}
+    paths = ["key", "fast_state/mu/b", "fast_state/mu/w"]
+    key, _, w = origins(paths, [(2,), (4,), (8,)], owners, {})
+    assert (w.owner, w.others, w.dims) == ("fast/w", ("slow/w",), (0,))
+    assert key.owner is None
 
 
 def test_a_trace_of_other_shapes_is_not_believed() -> None:
