@@ -99,6 +99,15 @@ def call_with(
     return fun(*bound.args, **bound.kwargs)
 
 
+def positional_names(signature: inspect.Signature) -> list[str]:
+    """The parameters that can be given by position, in order."""
+    return [
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind not in (*_VARIADIC, inspect.Parameter.KEYWORD_ONLY)
+    ]
+
+
 def names_of(
     signature: inspect.Signature,
     names: str | Iterable[str],
@@ -112,11 +121,7 @@ def names_of(
     """
     parameters = signature.parameters
     listed = [names] if isinstance(names, str) else list(names)
-    positional = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind not in (*_VARIADIC, inspect.Parameter.KEYWORD_ONLY)
-    ]
+    positional = positional_names(signature)
     rest = [n for n, p in parameters.items() if p.kind is _VARIADIC[0]]
     open_names = any(p.kind is _VARIADIC[1] for p in parameters.values())
     for number in [numbers] if isinstance(numbers, int) else numbers:
@@ -260,9 +265,7 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
     split = [nnx_split(node) if _is_object(node) else (None, node) for node in nodes]
     parts = [part for _, part in split]
     raw, treedef = jax.tree.flatten(jax.tree.unflatten(outer, parts))
-    leaves = raw
-    if is_state:
-        leaves = [strong(leaf) for leaf in raw]
+    leaves = [strong(leaf) for leaf in raw] if is_state else list(raw)
     argument = Argument(
         slot,
         value,

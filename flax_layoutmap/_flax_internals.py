@@ -2,6 +2,13 @@
 
 - `Variable._var_metadata` (flax 0.12.4 to 0.12.8): read without a copy, 30,000 times in
   a large model. Fallback: `Variable.get_metadata()`.
+- `Variable._raw_value` (0.12.4 to 0.12.8): a slot, read and written without a call of
+  Python for each of hundreds of Variables in every step. Fallback: `get_raw_value` and
+  `set_raw_value`.
+- `Variable._can_update` (0.12.4 to 0.12.8): whether a Variable may be written at this
+  level of tracing. Fallback: to write its own value into it.
+- `Pytree._pytree__nodes` (0.12.4 to 0.12.8): which attributes of an object are data.
+  Fallback: none is known, so its graph is flattened in every call.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
   that shared Variables are wanted once, as the default may change. Before: left out.
 
@@ -10,11 +17,13 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 _GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters else {}
 
@@ -25,6 +34,58 @@ def metadata_of(variable: nnx.Variable[Any]) -> dict[str, Any]:
         return variable._var_metadata
     except AttributeError:
         return variable.get_metadata()
+
+
+def _slot(name: str) -> Any:
+    """The slot of a Variable, as C reads and writes it; None if it is none."""
+    slot = vars(nnx.Variable).get(name)
+    return slot if isinstance(slot, types.MemberDescriptorType) else None
+
+
+def accessors(value: Any, metadata: Any) -> tuple[Any, Any, Any]:
+    """How to read the value, write it, and read the metadata of a Variable.
+
+    Args:
+        value: the slot of the value, or None.
+        metadata: the slot of the metadata, or None.
+    """
+    return (
+        nnx.Variable.get_raw_value if value is None else value.__get__,
+        nnx.Variable.set_raw_value if value is None else value.__set__,
+        metadata_of if metadata is None else metadata.__get__,
+    )
+
+
+# For Variables that `can_write` allows and that are plain (`is_plain_variable`).
+read_value, write_value, read_metadata = accessors(
+    _slot("_raw_value"), _slot("_var_metadata")
+)
+
+
+def can_write(variable: nnx.Variable[Any]) -> bool:
+    """Whether a Variable may be written at this level of tracing."""
+    try:
+        return bool(variable._can_update)
+    except AttributeError:
+        pass
+    try:
+        variable.set_raw_value(variable.get_raw_value())
+    except TraceContextError:
+        return False
+    return True
+
+
+def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
+    """Whether a Variable holds its value itself, not in a reference to it."""
+    metadata = metadata_of(variable)
+    return not (metadata.get("hijax") or metadata.get("ref"))
+
+
+def data_attributes(node: Any) -> Mapping[str, bool] | None:
+    """Which attributes of an NNX object are data; None if it does not tell."""
+    if not getattr(node, "_pytree__is_pytree", False):
+        return None
+    return getattr(node, "_pytree__nodes", None)
 
 
 def is_nnx_object(node: Any) -> bool:

@@ -19,12 +19,14 @@ from flax_layoutmap._arguments import (
     Slot,
     check_not_shared,
     names_of,
+    positional_names,
     shape_key,
     signature_of,
     slots_of,
     static_key,
     take_apart,
 )
+from flax_layoutmap._dispatch import Routes
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._inputs import (
     check_not_donated_twice,
@@ -42,6 +44,8 @@ from flax_layoutmap._program import (
     abstract,
     make_program,
     mesh_context,
+    mesh_needed,
+    surroundings,
     write_back,
 )
 from flax_layoutmap._resolve import rule_set_of
@@ -50,19 +54,6 @@ from flax_layoutmap._scope import using_rules
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64
-
-# JAX settings that change what a trace gives.
-_SETTINGS = (
-    "jax_debug_infs",
-    "jax_debug_nans",
-    "jax_default_device",
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_enable_x64",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_threefry_partitionable",
-)
 
 
 def jit(
@@ -175,25 +166,33 @@ class _Jitted:
         both = sorted(self._static & (self._donated | set(given)))
         if both:
             raise LayoutError(f"static arguments have no buffers or shardings: {both}")
+        self._routes = Routes(positional_names(signature))
         self._programs: dict[Any, Program] = {}
         self._holds_parameters: dict[Any, bool] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _settings("jax_disable_jit")[0]:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             with using_rules(self._rules()):
                 return self._job.fun(*args, **kwargs)
         rules = self._rules()
+        ran, result = self._routes.call(args, kwargs, rules)
+        if ran:
+            return result
         arguments, program = self._bind(args, kwargs, rules, runs=True)
         placed = fit(arguments, program.wanted, rules)
         gives_away = program.gives_away
         if gives_away:
             check_not_donated_twice(arguments, gives_away)
         leaves = [leaf for argument in arguments for leaf in argument.leaves]
+        mesh = mesh_needed(rules)
+        found = self._routes.prepare(args, kwargs, arguments, program, mesh, rules)
         with mesh_context(rules, leaves):
             *changed, result = program.jitted(*program.inputs(leaves))
         new = {at: leaves[at] for at in placed}
         new.update(zip(program.changed, changed, strict=True))
         write_back(arguments, new)
+        if found is not None:
+            self._routes.keep(*found)
         return result
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -292,11 +291,8 @@ class _Jitted:
         if program.cacheable:
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
-                del self._programs[next(iter(self._programs))]
-
-
-def _settings(*names: str) -> tuple[Any, ...]:
-    return tuple(getattr(jax.config, name) for name in names)
+                oldest = next(iter(self._programs))
+                self._routes.drop(self._programs.pop(oldest))
 
 
 def _named(slot: Slot, names: frozenset[str]) -> bool:
@@ -311,9 +307,8 @@ def _surroundings(
     if rules is None:
         state = [argument for argument in arguments if argument.is_state]
         places = tuple(own_sharding(leaf) for a in state for leaf in a.leaves)
-    context = jax.sharding.get_abstract_mesh()
     keys = (argument.key() for argument in arguments)
-    return places, context, _settings(*_SETTINGS), *keys
+    return places, surroundings(), *keys
 
 
 def _data_parts(arguments: Sequence[Argument]) -> dict[str, str]:

@@ -7,6 +7,7 @@ both sides; what the function changed in NNX objects comes out beside its result
 import contextlib
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,25 @@ _BY_RULE = object()
 
 # The root of the result in messages; no argument can have this name.
 _RESULT = "the result"
+
+
+# JAX settings that change what a trace gives.
+_settings = operator.attrgetter(
+    "jax_debug_infs",
+    "jax_debug_nans",
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+)
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What a trace depends on besides the arguments: mesh in context, settings."""
+    return jax.sharding.get_abstract_mesh(), _settings(jax.config)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +131,7 @@ class Program:
     @property
     def gives_away(self) -> list[int]:
         """Positions of all leaves that are donated."""
-        trees = [at for tree in self.given for at in range(tree.start, tree.stop)]
+        trees = [at for tree in self.given for at in tree.positions]
         return [*self.donated, *trees]
 
 
@@ -130,13 +150,13 @@ class Tree:
     start: int
 
     @property
-    def stop(self) -> int:
-        """Position after its last leaf."""
-        return self.start + self.treedef.num_leaves
+    def positions(self) -> range:
+        """Positions of its leaves."""
+        return range(self.start, self.start + self.treedef.num_leaves)
 
 
 class OtherArgumentsError(Exception):
-    """A program was given arguments of another structure than it was made for."""
+    """A program was traced for other arguments, or elsewhere, than it was made for."""
 
 
 def _inputs(
@@ -148,7 +168,7 @@ def _inputs(
 ) -> tuple[Any, ...]:
     def trees(some: Sequence[Tree]) -> tuple[Any, ...]:
         return tuple(
-            jax.tree.unflatten(tree.treedef, leaves[tree.start : tree.stop])
+            jax.tree.unflatten(tree.treedef, [leaves[at] for at in tree.positions])
             for tree in some
         )
 
@@ -246,22 +266,27 @@ def abstract(leaf: Any, sharding: Any) -> Any:
     )
 
 
-def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
-    """The mesh of the rules as context, where tracing or running needs it.
+def mesh_needed(rules: RuleSet | None) -> Any:
+    """The abstract mesh that tracing and running need as context; None if none.
 
     Explicit axes need their mesh in context; and with rules on one mesh, another one
-    that happens to be in context must not count. Inside of an outer trace the context
-    is that of its tracers.
+    that happens to be in context must not count.
     """
     mesh = None if rules is None else rules.mesh
     if mesh is None:
-        return contextlib.nullcontext()
+        return None
     context: Any = jax.sharding.get_abstract_mesh()
     own: Any = mesh.jax_mesh.abstract_mesh
     needed = bool(context.axis_names) or AxisType.Explicit in mesh.axis_types
-    if not needed or context == own or any(isinstance(x, Tracer) for x in leaves):
+    return None if not needed or context == own else own
+
+
+def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
+    """That mesh as context; inside of an outer trace, that of its tracers."""
+    mesh = mesh_needed(rules)
+    if mesh is None or any(isinstance(x, Tracer) for x in leaves):
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(own)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def write_back(arguments: Sequence[Argument], new: Mapping[int, Any]) -> None:
@@ -313,9 +338,7 @@ def _on_leaves(
     return [strong(after[at]) for at in seen["changed"]], results
 
 
-_Places = tuple[
-    tuple[int, ...], tuple[int, ...], tuple[Tree, ...], tuple[Tree, ...]
-]
+_Places = tuple[tuple[int, ...], tuple[int, ...], tuple[Tree, ...], tuple[Tree, ...]]
 
 
 def _from_jaxpr(
@@ -336,8 +359,13 @@ def _from_jaxpr(
     """
     run = jaxpr_as_fun(closed)
     donated, kept, given, rest = places
+    around: list[Any] = []  # of the first trace
 
     def program(*inputs: Any) -> Any:
+        here = surroundings()
+        if here != (around or [here])[0]:
+            raise OtherArgumentsError
+        around[:] = [here]
         values: list[Any] = [None] * len(closed.in_avals)
         for at, leaf in zip((*donated, *kept), (*inputs[0], *inputs[1]), strict=True):
             values[at] = leaf
@@ -345,7 +373,8 @@ def _from_jaxpr(
             leaves, treedef = jax.tree.flatten(own)
             if treedef != tree.treedef:
                 raise OtherArgumentsError
-            values[tree.start : tree.stop] = leaves
+            for at, leaf in zip(tree.positions, leaves, strict=True):
+                values[at] = leaf
         if any(map(_differ, values, closed.in_avals)):
             raise OtherArgumentsError
         after = run(*values)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # Modules of one layer do not import each other; a folder counts as one module.
 LAYERS = (
     ("_errors", "_flax_internals", "_patterns", "_table"),
-    ("_structure",),
+    ("_structure", "_watch"),
     ("_mesh", "_paths", "_trace"),
     ("_layout", "_processes", "_walk"),
     ("_flatten",),
@@ -29,6 +29,7 @@ LAYERS = (
     ("_batch",),
     ("_create", "_inputs", "checkpoint"),
     ("_layout_map", "_program"),
+    ("_dispatch",),
     ("_jit",),
     ("__init__",),
 )

@@ -1,0 +1,546 @@
+"""Calls that look like an earlier one: fast if nothing changed, right if it did."""
+
+import contextlib
+import gc
+import random
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import flax_layoutmap as flm
+from flax_layoutmap import _flax_internals as internals
+from flax_layoutmap import _jit
+from flax_layoutmap._watch import Watch
+
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+class Model(nnx.Module):
+    def __init__(self, scale: float = 1.0) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.scale = scale
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        extra = getattr(self, "extra", None)
+        x = x if extra is None else x + extra[...]
+        return self.scale * self.drop(self.norm(x))
+
+
+def train(model: Any, optimizer: Any, x: Any) -> Any:
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def bump(model: Any) -> Any:
+    """Adds one to every parameter."""
+    for _, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Param):
+            variable[...] = variable[...] + 1
+    return jnp.zeros(())
+
+
+def rules(mesh: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (None, "model")
+    return layout_map
+
+
+def pair(layout_map: Any = None) -> tuple[Any, Any]:
+    """A model and its optimizer, placed if there is a map."""
+    model = Model()
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    if layout_map is not None:
+        placed = layout_map.place({"model": model, "optimizer": optimizer})
+        model, optimizer = placed["model"], placed["optimizer"]
+    return model, optimizer
+
+
+def values(*nodes: Any) -> list[np.ndarray]:
+    return [
+        np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for leaf in jax.tree.leaves(nnx.state(nodes))
+    ]
+
+
+def is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    for a, b in zip(values(*one), values(*other), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments that were taken apart so far."""
+    seen: list[str] = []
+    plain = _jit.take_apart
+
+    def take_apart(slot: Any, value: Any, **options: Any) -> Any:
+        seen.append(slot.name)
+        return plain(slot, value, **options)
+
+    monkeypatch.setattr(_jit, "take_apart", take_apart)
+    return seen
+
+
+def stepper(layout_map: Any) -> Any:
+    return flm.jit(train, layout_map=layout_map, donate_argnames=("model", "optimizer"))
+
+
+# ------------------------------------------------------------------- between calls
+
+
+def add_variable(model: Any) -> None:
+    model.extra = nnx.Param(jnp.full(8, 0.5))
+
+
+def replace_variable(model: Any) -> None:
+    model.layers[0].bias = nnx.Param(model.layers[0].bias[...] + 1)
+
+
+def replace_module(model: Any) -> None:
+    model.layers[1] = nnx.Linear(8, 8, rngs=nnx.Rngs(7))
+
+
+def swap_modules(model: Any) -> None:
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def tie_variables(model: Any) -> None:
+    model.layers[1].kernel = model.layers[0].kernel
+
+
+def edit_static(model: Any) -> None:
+    model.scale = 2.0
+
+
+def edit_metadata(model: Any) -> None:
+    model.layers[0].bias.set_metadata("note", "x")
+
+
+def freeze_bias(model: Any) -> None:
+    model.layers[0].bias = nnx.BatchStat(model.layers[0].bias[...])
+
+
+def add_lora(model: Any) -> None:
+    model.layers[0] = nnx.LoRALinear(8, 8, lora_rank=2, rngs=nnx.Rngs(3))
+
+
+def drop_bias(model: Any) -> None:
+    model.layers[0] = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(4))
+
+
+def new_value(model: Any) -> None:
+    model.layers[0].bias.set_value(jnp.full(8, 0.25))
+
+
+def numpy_value(model: Any) -> None:
+    model.layers[0].bias.set_raw_value(np.full(8, 0.25, np.float32))
+
+
+def to_eval(model: Any) -> None:
+    model.eval()
+
+
+def other_rate(model: Any) -> None:
+    model.drop.rate = 0.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        to_eval,
+        other_rate,
+        edit_static,
+        edit_metadata,
+        new_value,
+        numpy_value,
+        replace_variable,
+        replace_module,
+        swap_modules,
+        tie_variables,
+        add_variable,
+        freeze_bias,
+        add_lora,
+        drop_bias,
+    ],
+)
+def test_changes_between_calls(
+    change: Callable[[Any], None], mesh: flm.DeviceMesh
+) -> None:
+    """Whatever a user does to a model, the next call sees it, as that of nnx.jit."""
+    layout_map = rules(mesh)
+
+    def predict(model: Any, x: Any) -> Any:
+        bump(model)
+        return model(x)
+
+    ours = flm.jit(predict, layout_map=layout_map, donate_argnames="model")
+    theirs = nnx.jit(predict)
+    model, other = layout_map.place(Model()), Model()
+    for _ in range(3):
+        ours(model, X)
+        theirs(other, X)
+    for each in (model, other):
+        change(each)
+    placed = layout_map.place(model)
+    assert placed is model
+    for _ in range(3):
+        result, expected = ours(model, X), theirs(other, X)
+        np.testing.assert_allclose(result, expected, atol=1e-4)
+        assert_same([model], [other])
+
+
+def test_nothing_is_taken_apart_twice(
+    mesh: flm.DeviceMesh, long_ways: list[str]
+) -> None:
+    layout_map = rules(mesh)
+    step = stepper(layout_map)
+    model, optimizer = pair(layout_map)
+    theirs, reference = nnx.jit(train), pair()
+    kernel = model.layers[0].kernel
+    for _ in range(4):
+        loss = step(model, optimizer, X)
+        np.testing.assert_allclose(loss, theirs(*reference, X), atol=1e-5)
+    assert_same((model, optimizer), reference)
+    assert model.layers[0].kernel is kernel and int(optimizer.step[...]) == 4
+    assert long_ways == ["model", "optimizer", "x"] and step._cache_size() == 1
+
+
+def test_a_mode_that_was_seen_before(
+    mesh: flm.DeviceMesh, long_ways: list[str]
+) -> None:
+    layout_map = rules(mesh)
+    step = stepper(layout_map)
+    model, optimizer = pair(layout_map)
+    for _ in range(2):
+        model.train()
+        step(model, optimizer, X)
+        model.eval()
+        step(model, optimizer, X)
+        long_ways.append("|")
+    assert long_ways == ["model", "optimizer", "x"] * 2 + ["|", "|"]
+
+
+def test_shapes_that_were_seen_before(
+    mesh: flm.DeviceMesh, long_ways: list[str]
+) -> None:
+    layout_map = rules(mesh)
+    step = stepper(layout_map)
+    model, optimizer = pair(layout_map)
+    for rows in (8, 4, 8, 4):
+        step(model, optimizer, X[:rows])
+    assert long_ways == ["model", "optimizer", "x"] * 2
+
+
+def test_names_constants_and_numbers(
+    mesh: flm.DeviceMesh, long_ways: list[str]
+) -> None:
+    step = flm.jit(
+        lambda x, by, *, how="times", shift=0: (
+            (x * by if how == "times" else x) + shift
+        ),
+        layout_map=rules(mesh),
+        static_argnames="how",
+    )
+    for _ in range(2):
+        for by, shift in ((2, 1.0), (3, 2.0)):
+            np.testing.assert_allclose(step(X, by, shift=shift), X * by + shift, 1e-5)
+            np.testing.assert_allclose(step(X, by, how="no"), X)
+            np.testing.assert_allclose(step(x=X, by=by), X * by)
+    assert len(long_ways) == 3 + 2 + 2
+    with pytest.raises(flm.LayoutError, match="cannot be hashed"):
+        step(X, 2, how=["times"])
+
+
+# ------------------------------------------------------------------------ pure trees
+
+
+def grow(state: Any, x: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf + x.sum(), state)
+
+
+def test_trees_of_several_structures(
+    mesh: flm.DeviceMesh, long_ways: list[str]
+) -> None:
+    """A route does not look into a state, so it must notice in some other way."""
+    layout_map = rules(mesh)
+    step = flm.jit(grow, layout_map=layout_map, donate_argnames="state")
+    one = layout_map.place({"kernel": jnp.zeros((8, 8)), "b": jnp.zeros(3)})
+    two = layout_map.place({"kernel": jnp.zeros((4, 8))})
+    three = layout_map.place({"kernel": jnp.zeros((8, 8)), "c": jnp.zeros(3)})
+    for count in range(1, 13):
+        one, two, three = (step(state, X + 1) for state in (one, two, three))
+        for state in (one, two, three):
+            for leaf in jax.tree.leaves(state):
+                np.testing.assert_allclose(leaf, count * (X + 1).sum(), rtol=1e-5)
+        assert two["kernel"].sharding == layout_map.shardings(two)["kernel"]
+    del long_ways[:]
+    alone = flm.jit(grow, layout_map=layout_map, donate_argnames="state")
+    for _ in range(5):
+        one = alone(one, X)
+    assert long_ways == ["state", "x"]
+
+
+def test_a_state_that_was_given_away(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    step = flm.jit(grow, layout_map=layout_map, donate_argnames="state")
+    state = layout_map.place({"kernel": jnp.zeros((8, 8))})
+    for _ in range(3):
+        old, state = state, step(state, X)
+        with pytest.raises(flm.LayoutError, match="^state/kernel: deleted"):
+            step(old, X)
+    assert not state["kernel"].is_deleted()
+
+
+# --------------------------------------------------------------------- nothing is lost
+
+
+def test_a_value_that_was_given_away(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = layout_map.place(Model())
+    step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
+    step(model)
+    old = model.layers[0].bias.get_value()
+    step(model)
+    kept = model.layers[0].bias.get_value()
+    model.layers[0].bias.set_raw_value(old)
+    with pytest.raises(flm.LayoutError, match="^model/layers/0/bias: deleted"):
+        step(model)
+    model.layers[0].bias.set_raw_value(kept)
+    step(model)
+    np.testing.assert_allclose(model.layers[0].bias[...], 3)
+
+
+def test_values_that_moved(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = layout_map.place(Model())
+    step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
+    step(model)
+    step(model)
+    bias = model.layers[0].bias
+    bias.set_raw_value(
+        jax.device_put(bias[...], flm.TensorLayout(("data",), mesh).sharding())
+    )
+    with pytest.raises(flm.LayoutError, match="model/layers/0/bias .*: wanted"):
+        step(model)
+    layout_map.place(model)
+    step(model)
+    np.testing.assert_allclose(bias[...], 3)
+
+
+def test_two_variables_with_one_array(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = layout_map.place(Model())
+    step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
+    step(model)
+    step(model)
+    one, two = (layer.bias for layer in model.layers)
+    two.set_raw_value(one.get_raw_value())
+    with pytest.raises(flm.LayoutError, match="are one array, which is donated"):
+        step(model)
+    two.set_value(jnp.copy(one[...]))
+    step(model)
+    np.testing.assert_allclose(two[...], 3)
+
+
+def test_an_outer_trace_may_not_write(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = layout_map.place(Model())
+    step = flm.jit(bump, layout_map=layout_map)
+    step(model)
+    step(model)
+
+    def outer(x: Any) -> Any:
+        step(model)
+        return x
+
+    with pytest.raises(Exception, match="trace level"):
+        jax.jit(outer)(1.0)
+    np.testing.assert_allclose(model.layers[0].bias[...], 2)
+    step(model)
+    np.testing.assert_allclose(model.layers[0].bias[...], 3)
+
+
+@contextlib.contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    """A KeyboardInterrupt after this time, as from Ctrl-C."""
+    armed = [True]
+
+    def interrupt(*_: Any) -> None:
+        if armed[0]:
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        armed[0] = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_interrupts_leave_the_model_whole(mesh: flm.DeviceMesh) -> None:
+    class Many(nnx.Module):
+        def __init__(self) -> None:
+            self.all = nnx.List([nnx.Param(jnp.zeros(8)) for _ in range(20)])
+
+    layout_map = rules(mesh)
+    model = layout_map.place(Many())
+    step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
+    step(model)
+    step(model)
+    chance, interrupts = random.Random(0), 0
+    for _ in range(300):
+        try:
+            with alarm(chance.uniform(1e-5, 2e-3)):
+                while True:
+                    step(model)
+        except KeyboardInterrupt:
+            interrupts += 1
+        arrays = [param.get_raw_value() for param in model.all]
+        assert not any(array.is_deleted() for array in arrays)
+        assert len({float(array[0]) for array in arrays}) == 1
+    assert interrupts == 300
+
+
+# ---------------------------------------------------------------------------- memory
+
+
+def test_routes_are_bounded_and_forget_the_dead(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    step = flm.jit(bump, layout_map=layout_map)
+    models = [layout_map.place(Model()) for _ in range(3)]
+    for at in range(3):
+        step(models[at])
+    assert len(step._routes._routes) == 3
+    for scale in range(20):
+        models[0].scale = float(scale)
+        step(models[0])
+    assert max(map(len, step._routes._routes.values())) == 8
+    alive = [weakref.ref(model.layers[0]) for model in models]
+    del models
+    gc.collect()
+    assert step._routes._routes == {} and [ref() for ref in alive] == [None] * 3
+
+
+# ------------------------------------------------------------------- what is watched
+
+
+def seen(node: Any) -> Watch:
+    watch = Watch([node])
+    assert watch.exact and watch.fits([node])
+    return watch
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        to_eval,
+        other_rate,
+        edit_static,
+        edit_metadata,
+        replace_variable,
+        replace_module,
+        swap_modules,
+        tie_variables,
+        add_variable,
+        drop_bias,
+    ],
+)
+def test_changes_are_seen(change: Callable[[Any], None]) -> None:
+    model = Model()
+    watch = seen(model)
+    change(model)
+    assert not watch.fits([model])
+    assert not watch.fits([Model()])
+
+
+def test_values_are_not_looked_at() -> None:
+    model = Model()
+    watch = seen(model)
+    new_value(model)
+    assert watch.fits([model])
+    assert len(watch.variables) == len(jax.tree.leaves(nnx.state(model)))
+
+
+class Odd(nnx.Module):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Cycle(nnx.Module):
+    def __init__(self) -> None:
+        self.child = nnx.Dict(parent=self)
+
+
+class NoPytree(nnx.Module, pytree=False):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Odd(nnx.data(jnp.ones(2))),  # an array that is no Variable
+        lambda: Odd(nnx.static({"a": 1})),  # may change in place
+        lambda: Odd(NoPytree()),
+        Cycle,  # to watch it would keep it alive
+    ],
+)
+def test_what_cannot_be_watched(make: Callable[[], Any]) -> None:
+    assert not Watch([make()]).exact
+
+
+def test_constants_that_change_in_place() -> None:
+    class Config:
+        def __init__(self) -> None:
+            self.size = 1
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Config) and other.size == self.size
+
+        def __hash__(self) -> int:
+            return hash(self.size)
+
+    config = Config()
+    model = Odd(nnx.static((config, "x")))
+    watch = seen(model)
+    config.size = 2
+    assert not watch.fits([model])
+
+
+def test_without_the_private_names(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch, long_ways: list[str]
+) -> None:
+    """Every call then goes the long way, and does the same."""
+    read, write, metadata = internals.accessors(None, None)
+    variable = nnx.Param(jnp.ones(2), note="x")
+    write(variable, jnp.zeros(2))
+    assert float(read(variable)[0]) == 0 and metadata(variable)["note"] == "x"
+    monkeypatch.setattr("flax_layoutmap._watch.data_attributes", lambda node: None)
+    layout_map = rules(mesh)
+    model = layout_map.place(Model())
+    step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
+    for _ in range(3):
+        step(model)
+    np.testing.assert_allclose(model.layers[0].bias[...], 3)
+    assert long_ways == ["model"] * 3
