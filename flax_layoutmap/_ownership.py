@@ -99,13 +99,30 @@ def _section_tags(
     best: Mapping[str, Any] = {}
     for params in _candidates(tree, node, flat, state, dtypes):
         tags = try_tagged_dims(tx.init, params)
-        for prefix in ("opt_state/", ""):
-            fits = all(state.get(prefix + p) == shape for p, (shape, _) in tags.items())
-            if fits and len(tags) > len(best):
-                best = tags
+        for own in _parts_at(section.prefix, tags):
+            for prefix in ("opt_state/", ""):
+                fits = all(
+                    state.get(prefix + p) == shape for p, (shape, _) in own.items()
+                )
+                if fits and len(own) > len(best):
+                    best = own
         if len(best) >= len(state) - 1:  # an nnx.Optimizer adds its `step`
             break
     return best
+
+
+def _parts_at(prefix: str, tags: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The whole state, and what it holds at an end of a section's prefix.
+
+    Where optax's state lies in that of a user's own wrapper, as in
+    `{"optimizer": Wrapped(copy, inner)}`, the section is the inner state alone.
+    """
+    yield tags
+    parts = prefix.split("/")[:-1]
+    for start in range(len(parts)):
+        inner = paths_below("/".join(parts[start:]) + "/", tags)
+        if inner:
+            yield inner
 
 
 def _candidates(

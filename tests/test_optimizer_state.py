@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
@@ -56,6 +57,20 @@ def is_mlp(params: Any) -> Any:
 
 def by_part(params: Any) -> Any:
     return jax.tree.map(lambda inside: "mlp" if inside else "rest", is_mlp(params))
+
+
+class Wrapped(NamedTuple):
+    """The state of somebody's own wrapper around an optimizer."""
+
+    copy: Any
+    inner: Any
+
+
+def wrapped(inner: Any) -> Any:
+    def init(params: Any) -> Wrapped:
+        return Wrapped(jax.tree.map(jnp.copy, params), inner.init(params))
+
+    return optax.GradientTransformation(init, inner.update)
 
 
 # Name → the optimizer, and the axes of every leaf of its state that is neither a scalar
@@ -143,6 +158,18 @@ TABLE: dict[str, tuple[Any, dict[str, Axes]]] = {
     "named chain": (
         optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.scale_by_adam())),
         same("adam/mu") | same("adam/nu"),
+    ),
+    "schedule-free": (
+        optax.contrib.schedule_free(optax.sgd(1e-3, momentum=0.9), 1e-3),
+        same("base_optimizer_state/0/trace") | same("z"),
+    ),
+    "sharpness-aware": (
+        optax.contrib.sam(optax.adam(1e-3), optax.sgd(1e-3)),
+        same("opt_state/0/mu") | same("opt_state/0/nu") | same("cache"),
+    ),
+    "wrapper of one's own": (
+        wrapped(optax.adam(1e-3)),
+        same("copy") | same("inner/0/mu") | same("inner/0/nu"),
     ),
 }
 
@@ -409,6 +436,23 @@ def test_only_some_parameters_are_trained(layout_map: flm.LayoutMap) -> None:
     tree = (half, nnx.Optimizer(half, tx, wrt=Part))
     leaf = layout_map.resolve(tree)["1/opt_state/0/v_col/square"]
     assert leaf.layout.axes == ("model",) and leaf.owner == "square"
+
+
+@pytest.mark.parametrize("key", ["opt_state", "mine"])
+@pytest.mark.parametrize("chained", [False, True])
+def test_the_state_of_a_wrapper_that_is_not_of_optax(
+    key: str, chained: bool, layout_map: flm.LayoutMap
+) -> None:
+    tx, below = wrapped(optax.adafactor(1e-3, min_dim_size_to_factor=2)), ""
+    if chained:
+        tx, below = optax.chain(optax.clip(1.0), tx), "1/"
+    state = jax.eval_shape(tx.init, structs())
+    resolution = layout_map.resolve({"params": structs(), key: state}, tx=tx)
+    for row, axes in (("v_row", ("data",)), ("v_col", ("model",))):
+        leaf = resolution[f"{key}/{below}inner/0/{row}/square"]
+        assert (leaf.reason, leaf.layout.axes) == ("follows parameter", axes)
+    for name, axes in AXES.items():
+        assert resolution[f"{key}/{below}copy/{name}"].layout.axes == axes
 
 
 def test_a_tree_that_is_one_parameter(layout_map: flm.LayoutMap) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, get_origin
+from typing import Any, NamedTuple, get_origin
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,14 @@ import optax
 import optax.contrib
 import optax.transforms
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 from optax import contrib
 
 import flax_layoutmap as flm
+
+# What optax is about to drop must work for as long as it is there.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
 
 Axes = tuple[Any, ...]
 
@@ -811,3 +816,203 @@ def test_three_updates_agree_and_nothing_moves(
             atol=1e-5,
             err_msg=where,
         )
+
+
+# ------------------------------------------- rules for the state; copies in the state
+
+
+class Copied(NamedTuple):
+    """A copy of the parameters, beside the state of an optimizer."""
+
+    copy: Any
+    inner: Any
+
+
+def master_copy(inner: Any) -> Any:
+    """Mixed precision: the optimizer sees a float32 copy of bfloat16 parameters."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def init(params: Any) -> Any:
+        return Copied(wide(params), inner.init(wide(params)))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, rest = inner.update(wide(updates), state.inner, state.copy)
+        copy = optax.apply_updates(state.copy, updates)
+        updates = jax.tree.map(
+            lambda new, old: new.astype(old.dtype) - old, copy, params
+        )
+        return updates, Copied(copy, rest)
+
+    return optax.GradientTransformation(init, update)
+
+
+def average(inner: Any) -> Any:
+    """A moving average of the parameters, for evaluation."""
+
+    def init(params: Any) -> Any:
+        return Copied(params, inner.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, rest = inner.update(updates, state.inner, params)
+        new = optax.apply_updates(params, updates)
+        return updates, Copied(optax.incremental_update(new, state.copy, 0.1), rest)
+
+    return optax.GradientTransformation(init, update)
+
+
+def narrow(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
+# Name → the optimizer, and the parameters as it wants them.
+SHARDED_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "adam": (adam, lambda params: params),
+    "momentum": (momentum, lambda params: params),
+    "adafactor": (TABLE["adafactor"].make, lambda params: params),
+    "accumulation": (TABLE["MultiSteps"].make, lambda params: params),
+    "master copy": (lambda: master_copy(adam()), narrow),
+    "average": (lambda: average(momentum()), lambda params: params),
+}
+
+
+def zero_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    """Parameters over `model` alone; their state over `data` too."""
+    made = flm.LayoutMap(mesh, strict=False)
+    made["stack"] = (None, None, "model")
+    made["bias"] = ("model",)
+    made["square|gate"] = (None, "model")
+    made.optimizer["stack"] = (None, "data", "model")
+    made.optimizer["bias"] = (("model", "data"),)
+    made.optimizer["square|gate"] = ("data", "model")
+    return made
+
+
+def axes_of(array: jax.Array) -> set[str]:
+    spec = array.sharding.spec  # pyright: ignore[reportAttributeAccessIssue]
+    return {axis for entry in spec if entry for axis in np.atleast_1d(entry).tolist()}
+
+
+@pytest.mark.parametrize("name", SHARDED_STATE)
+def test_state_sharded_over_data_while_parameters_are_not(
+    name: str, mesh: flm.DeviceMesh
+) -> None:
+    make, wanted = SHARDED_STATE[name]
+    given = {key: leaf for key, leaf in arrays().items() if key != "up"}
+
+    def begin(params: Any) -> TrainState:
+        return TrainState.create(apply_fn=print, params=wanted(params), tx=make())
+
+    def step(state: Any) -> Any:
+        return state.apply_gradients(grads=slope(state.params))
+
+    layout_map = zero_rules(mesh)
+    alone, sharded = jax.jit(begin)(given), flm.create(begin, layout_map, given)
+    reference = jax.jit(step, compiler_options=quick())
+    program = flm.jit(step, layout_map=layout_map)
+    resolution = layout_map.resolve(sharded)
+    for _ in range(3):
+        alone, sharded = reference(alone), program(sharded)
+        # Nothing drifts: neither do parameters move to the axes of their state.
+        for leaf, sharding in zip(
+            jax.tree.leaves(sharded), resolution.sharding_list(), strict=True
+        ):
+            assert leaf.sharding == sharding
+    assert program._cache_size() == 1
+    assert all(axes_of(p) <= {"model"} for p in jax.tree.leaves(sharded.params))
+    arrays_of_state = [x for x in jax.tree.leaves(sharded.opt_state) if x.size > 1]
+    assert any("data" in axes_of(leaf) for leaf in arrays_of_state)
+    whole = [x for x in arrays_of_state if "data" not in axes_of(x)]
+    assert not whole or name == "adafactor"
+    if name == "master copy":
+        assert {x.dtype for x in jax.tree.leaves(sharded.params)} == {
+            np.dtype(jnp.bfloat16)
+        }
+        assert {x.dtype for x in arrays_of_state} == {np.dtype(np.float32)}
+    for leaf, expected in zip(
+        jax.tree.leaves(sharded), jax.tree.leaves(alone), strict=True
+    ):
+        np.testing.assert_allclose(
+            np.asarray(leaf, np.float32),
+            np.asarray(expected, np.float32),
+            rtol=1e-2 if leaf.dtype == jnp.bfloat16 else 1e-4,
+            atol=1e-5,
+        )
+
+
+@pytest.mark.parametrize("name", SHARDED_STATE)
+def test_the_report_says_how_many_bytes_sharded_state_takes(
+    name: str, mesh: flm.DeviceMesh
+) -> None:
+    make, wanted = SHARDED_STATE[name]
+
+    def begin() -> TrainState:
+        params = {
+            key: jnp.asarray(arrays()[key]) for key in ("bias", "scale", "square")
+        }
+        params = wanted(params)
+        return TrainState.create(apply_fn=print, params=params, tx=make())
+
+    layout_map = zero_rules(mesh)
+    planned = layout_map.resolve(begin)
+    state = layout_map.place(begin()).opt_state
+    held = dict.fromkeys(mesh.devices.flat, 0)
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    said = planned.totals("optimizer").bytes_per_device
+    assert set(held.values()) == {said}
+    rows_said = [r for r in planned.to_json()["leaves"] if r["role"] == "optimizer"]
+    assert sum(r["bytes_per_device"] for r in rows_said) == said
+    (line,) = [
+        line
+        for line in planned.report().splitlines()
+        if line.startswith(f"optimizer state: {len(rows_said)} leaves, ")
+    ]
+    assert line.endswith(f" {said} B per device")
+    layout_map.optimizer.clear()
+    follow = layout_map.resolve(begin).totals("optimizer").bytes_per_device
+    # Half of it, but for counters, placeholders and Adafactor's own columns.
+    assert said < (0.85 if name == "adafactor" else 0.55) * follow
+
+
+def test_state_of_an_nnx_model_over_data(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernel"] = (None, "model")
+    layout_map["bias"] = ("model",)
+    layout_map.optimizer["kernel"] = ("data", "model")
+    model = flm.create(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), layout_map)
+    optimizer = flm.create_optimizer(model, adam(), layout_map=layout_map)
+
+    @flm.jit(layout_map=layout_map)
+    def step(model: nnx.Linear, optimizer: Any) -> None:
+        optimizer.update(model, nnx.state(model, nnx.Param))
+
+    for _ in range(3):
+        step(model, optimizer)
+        assert model.kernel.sharding.spec == jax.P(None, "model")
+        mu = optimizer.opt_state[0].mu
+        assert mu["kernel"].sharding.spec == jax.P("data", "model")
+        assert mu["bias"].sharding.spec == jax.P("model")
+    assert step._cache_size() == 1
+
+
+class WithAverage(TrainState):
+    """A TrainState that keeps an average of its parameters beside them."""
+
+    ema_params: Any = None
+
+
+def test_an_average_beside_the_parameters_lies_as_they_do() -> None:
+    def begin(params: Any) -> WithAverage:
+        return WithAverage.create(
+            apply_fn=print, params=params, tx=adam(), ema_params=params
+        )
+
+    resolution = rules().resolve(jax.eval_shape(begin, arrays()))
+    for name in ALL:
+        average = resolution[f"ema_params/{name}"]
+        assert average.layout == resolution[f"params/{name}"].layout
+        moment = resolution[f"opt_state/0/mu/{name}"]
+        assert moment.owner == name and moment.layout.axes == AXES[name]
