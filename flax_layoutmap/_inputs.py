@@ -5,7 +5,7 @@ batch axes. One spelling for equal placements keeps one compiled program for the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -256,6 +256,18 @@ def fit(
             f"{bullet_list(problems)}\n{'; '.join(hints)}"
         )
     return placed
+
+
+def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
+    """Paths of the arrays that are deleted, in arguments by name."""
+    flat = flatten(Roots(arguments))
+    return [
+        path
+        for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True)
+        if isinstance(leaf, jax.Array)
+        and not isinstance(leaf, Tracer)
+        and leaf.is_deleted()
+    ]
 
 
 def _hint(argument: Argument, at: int, rules: RuleSet | None) -> str:

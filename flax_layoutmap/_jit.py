@@ -30,6 +30,7 @@ from flax_layoutmap._dispatch import Routes
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._inputs import (
     check_not_donated_twice,
+    deleted_paths,
     fit,
     holds_parameters,
     note_pins,
@@ -175,9 +176,20 @@ class _Jitted:
             with using_rules(self._rules()):
                 return self._job.fun(*args, **kwargs)
         rules = self._rules()
-        ran, result = self._routes.call(args, kwargs, rules)
-        if ran:
-            return result
+        try:
+            ran, result = self._routes.call(args, kwargs, rules)
+            return result if ran else self._long_way(args, kwargs, rules)
+        except LayoutError:
+            raise
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # Where JAX's own fast path runs a program, its failure is a ValueError.
+            self._tell_losses(args, kwargs, error)
+            raise
+
+    def _long_way(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
+    ) -> Any:
+        """A call that is new: its arguments are taken apart."""
         arguments, program = self._bind(args, kwargs, rules, runs=True)
         placed = fit(arguments, program.wanted, rules)
         gives_away = program.gives_away
@@ -194,6 +206,23 @@ class _Jitted:
         if found is not None:
             self._routes.keep(*found)
         return result
+
+    def _tell_losses(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    ) -> None:
+        """Raises LayoutError if the state is gone with a program that failed."""
+        slots = slots_of(self._job.signature.bind(*args, **kwargs))
+        lost = deleted_paths(
+            {slot.name: value for slot, value in slots if _named(slot, self._donated)}
+        )
+        if lost:
+            more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+            raise LayoutError(
+                f"{self._job.name} failed while it ran, and what was donated is gone "
+                f"({', '.join(lost[:4])}{more}): go back to the last checkpoint, "
+                "flm.checkpoint.restore(path, target, layout_map=layout_map), or "
+                "donate nothing while you look for the cause"
+            ) from error
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).trace`, of the program on leaves."""

@@ -197,7 +197,9 @@ def is_optax_state(node: Any) -> bool:
     if not isinstance(node, tuple):
         return False
     if hasattr(node, "_fields"):
-        return type(node).__module__.split(".")[0] == "optax"
+        # optax's lookahead keeps two copies of the parameters in a tuple of its own.
+        is_copies = type(node).__name__ == "LookaheadParams"
+        return type(node).__module__.split(".")[0] == "optax" and not is_copies
     return bool(node) and all(part is None or is_optax_state(part) for part in node)
 
 

@@ -422,6 +422,40 @@ def test_interrupts_leave_the_model_whole(mesh: flm.DeviceMesh) -> None:
     assert interrupts == 300
 
 
+@pytest.mark.parametrize("calls", [0, 2], ids=["long way", "route"])
+def test_a_program_that_fails(calls: int) -> None:
+    """What was donated to it is gone; the message says so and what to do."""
+    layout_map = rules(flm.DeviceMesh((1, 1), ("data", "model"), jax.devices()[:1]))
+    broken = [False]
+
+    def check(x: Any) -> Any:
+        if broken[0]:
+            raise ValueError("no")
+        return x
+
+    def run(model: Any, state: Any) -> Any:
+        one = jax.pure_callback(check, jax.ShapeDtypeStruct((), jnp.float32), 1.0)
+        for layer in model.layers:
+            layer.bias[...] = layer.bias[...] + one
+        return jax.tree.map(lambda leaf: leaf + one, state)
+
+    step = flm.jit(run, layout_map=layout_map, donate_argnames=("model", "state"))
+    model = layout_map.place(Model())
+    state = layout_map.place({"kernel": jnp.zeros((8, 8))})
+    for _ in range(calls):
+        state = step(model, state)
+    broken[0] = True
+    with pytest.raises(flm.LayoutError) as caught:
+        step(model, state)
+    text = str(caught.value)
+    assert text.startswith("run failed while it ran, and what was donated is gone (")
+    assert "model/layers/0/bias" in text and "restore(path, target" in text
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError | ValueError)
+    # What the function does not change is not donated.
+    assert model.layers[0].bias.get_raw_value().is_deleted()
+    assert not model.layers[0].kernel.get_raw_value().is_deleted()
+
+
 # ---------------------------------------------------------------------------- memory
 
 

@@ -471,6 +471,12 @@ def test_optax_states() -> None:
     ]
 
 
+def test_two_copies_of_parameters_are_no_optimizer_state() -> None:
+    copies = optax.LookaheadParams({"w": X}, {"w": X})  # type: ignore[arg-type]
+    assert not is_optax_state(copies)
+    assert sections(copies) == [("", "parameter", ["fast/w", "slow/w"])]
+
+
 def test_roots_are_trees_of_their_own(model: Model) -> None:
     optimizer = nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
     tree = Roots({"optimizer": optimizer, "model": model, "opt_state": {"a": X}})
