@@ -232,7 +232,9 @@ class Routes:
         """
         if len(args) > len(self._names):
             return None
-        parts: list[Any] = [id(rules), len(args), *kwargs]
+        config: Any = jax.config
+        debugs = config.jax_debug_nans, config.jax_debug_infs  # nothing is donated then
+        parts: list[Any] = [id(rules), *debugs, len(args), *kwargs]
         roots: list[Any] = []
         roles = self._roles
         for name, value in itertools.chain(

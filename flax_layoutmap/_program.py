@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType, NamedSharding
 
 from flax_layoutmap._arguments import (
@@ -357,7 +357,6 @@ def _from_jaxpr(
         pinned: of each of its leaves, whether it is state.
         places: where the leaves are among the inputs.
     """
-    run = jaxpr_as_fun(closed)
     donated, kept, given, rest = places
     around: list[Any] = []  # of the first trace
 
@@ -377,7 +376,8 @@ def _from_jaxpr(
                 values[at] = leaf
         if any(map(_differ, values, closed.in_avals)):
             raise OtherArgumentsError
-        after = run(*values)
+        # Not jaxpr_as_fun, after which debug_nans checks nothing any more (jax 0.10.2).
+        after = eval_jaxpr(closed.jaxpr, closed.consts, *values)
         results = [
             strong(value) if is_state else value
             for value, (is_state, _) in zip(after[count:], pinned, strict=True)

@@ -12,7 +12,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from flax_layoutmap._flax_internals import metadata_of
+from flax_layoutmap._flax_internals import (
+    metadata_of,
+    read_metadata,
+    read_value,
+)
 
 ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
@@ -109,8 +113,8 @@ class _Variable:
     def __eq__(self, other: Any) -> bool:
         return (
             type(other) is self.kind
-            and self.content == other.get_raw_value()
-            and self.metadata == metadata_of(other)
+            and self.content == read_value(other)
+            and self.metadata == read_metadata(other)
         )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._errors import StructureError
 from flax_layoutmap._flax_internals import (
@@ -58,9 +58,10 @@ class Traced:
         To be called under `jax.jit`, so that the values are born in their shards.
         """
         count = len(self._closed.consts)
-        closed = ClosedJaxpr(self._closed.jaxpr, list(consts[:count]))
+        jaxpr = self._closed.jaxpr
+        # Not jaxpr_as_fun, after which debug_nans checks nothing any more (jax 0.10.2).
         with no_mesh():
-            values = jaxpr_as_fun(closed)(*consts[count:])
+            values = eval_jaxpr(jaxpr, list(consts[:count]), *consts[count:])
         made = sum(slot is not None for slot in self._slots)
         return list(values[:made]), list(values[made:])
 

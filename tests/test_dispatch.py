@@ -422,6 +422,45 @@ def test_interrupts_leave_the_model_whole(mesh: flm.DeviceMesh) -> None:
     assert interrupts == 300
 
 
+@contextlib.contextmanager
+def debug_nans() -> Iterator[None]:
+    jax.config.update("jax_debug_nans", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_debug_nans", False)
+
+
+def divide(model: Any, x: Any) -> Any:
+    for layer in model.layers:
+        layer.bias[...] = (layer.bias[...] + 1) / x.sum()
+    return jnp.zeros(())
+
+
+@pytest.mark.parametrize("when", ["from the start", "later"])
+@pytest.mark.parametrize("calls", [0, 2], ids=["long way", "route"])
+def test_nans_are_found_and_the_model_is_whole(
+    calls: int, when: str, mesh: flm.DeviceMesh
+) -> None:
+    layout_map = rules(mesh)
+    step = flm.jit(divide, layout_map=layout_map, donate_argnames="model")
+    zero, one = np.zeros((8, 8), np.float32), np.full((8, 8), 1 / 64, np.float32)
+    with debug_nans() if when == "from the start" else contextlib.nullcontext():
+        model = flm.create(Model, layout_map)
+        for _ in range(calls):
+            step(model, one)
+    with debug_nans():
+        for _ in range(calls):
+            step(model, one)
+        before = values(model)
+        for _ in range(2):
+            with pytest.raises(FloatingPointError):
+                step(model, zero * np.nan)
+    for leaf, old in zip(values(model), before, strict=True):
+        np.testing.assert_array_equal(leaf, old)
+    step(model, one)
+
+
 @pytest.mark.parametrize("calls", [0, 2], ids=["long way", "route"])
 def test_a_program_that_fails(calls: int) -> None:
     """What was donated to it is gone; the message says so and what to do."""
