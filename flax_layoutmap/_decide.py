@@ -302,6 +302,7 @@ class Decider:
         matched = tuple(
             at
             for at in matcher.matching(owner.path or origin.owner or "")
+            if owner.shape  # no rule lays out a scalar, nor what belongs to one
             if rules[at].rank == "error" or fits(rules[at].layout, len(owner.shape))
         )
         matched = _exact_alone(rules, matched, owner.path or origin.owner or "")

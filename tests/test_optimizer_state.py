@@ -809,3 +809,15 @@ def test_optimizer_rules_apply_to_state_without_its_parameters() -> None:
     state = optax.adam(1e-3).init({"d": {"kernel": jnp.ones((8, 8))}})
     leaf = layout_map.resolve(state)["0/mu/d/kernel"]
     assert (leaf.reason, leaf.layout.axes) == ("optimizer rule", ("data", "model"))
+
+
+def test_rules_pass_over_the_state_of_scalars() -> None:
+    """As they pass over scalars; lbfgs remembers several of each."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), strict=False)
+    layout_map.optimizer[".*"] = flm.TensorLayout((..., "data"))
+    params = {"scale": jnp.zeros(()), "w": jnp.zeros((4, 4))}
+    state = optax.lbfgs(1e-3, memory_size=2, linesearch=None).init(params)
+    resolution = layout_map.resolve({"params": params, "opt_state": state})
+    memory = "opt_state/0/diff_params_memory"
+    assert resolution[f"{memory}/scale"].shard_shape == (2,)
+    assert resolution[f"{memory}/w"].shard_shape == (2, 4, 2)
