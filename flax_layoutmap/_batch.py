@@ -261,6 +261,8 @@ def _trouble(leaf: Any, what: str) -> str:
     """What a leaf is, if it is no data that can be worked on."""
     if isinstance(leaf, Tracer):
         return f"a traced value {show_shape(leaf.shape)}"
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked array, whose mask would be lost"
     if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in _NO_NUMBERS:
         return f"a NumPy array of {leaf.dtype}"
     if what == "pad_batch" and _is_spread(leaf):

@@ -8,17 +8,15 @@ call goes the long way.
 """
 
 import collections
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from flax_layoutmap._arguments import Argument, Slot
 from flax_layoutmap._flax_internals import (
@@ -29,7 +27,7 @@ from flax_layoutmap._flax_internals import (
     write_value,
 )
 from flax_layoutmap._place import put
-from flax_layoutmap._program import OtherArgumentsError, Program
+from flax_layoutmap._program import OtherArgumentsError, Program, surroundings
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._watch import Watch
 
@@ -45,9 +43,6 @@ _OBJECT, _STATE, _DATA, _STATIC = range(4)
 
 # Kinds of leaves.
 _ARRAY, _HOST, _NUMBER, _CONTAINER = range(4)
-
-# How many leaves of a donated tree are looked at.
-_PROBES = 8
 
 # How many more misses than hits a route may have.
 _PATIENCE = 4
@@ -71,23 +66,10 @@ class Fetch(NamedTuple):
     Attributes:
         at: position, or name.
         shardings: one per leaf, None for leaves that stay; None if all do.
-        probes: each finds a leaf in such a tree: the first below each child of the
-            root, or some of them.
     """
 
     at: int | str
     shardings: tuple[Any, ...] | None
-    probes: tuple[Callable[[Any], Any], ...]
-
-    def is_alive(self, tree: Any) -> bool:
-        """Whether a donated tree was not given away before, as far as the probes tell.
-
-        To a program, arrays that are deleted are an error, or the end of the process.
-        """
-        try:
-            return not any(probe(tree).is_deleted() for probe in self.probes)
-        except (AttributeError, KeyError, IndexError, TypeError):
-            return False  # a tree of another structure
 
     def tree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The tree, placed."""
@@ -152,9 +134,6 @@ class Route:
             Whether it ran, and the function's result. If not, nothing has happened.
         """
         given = tuple([fetch.tree(args, kwargs) for fetch in self.given])
-        for fetch, tree in zip(self.given, given, strict=True):
-            if not fetch.is_alive(tree):
-                return False, None  # given away before
         rest = tuple([fetch.tree(args, kwargs) for fetch in self.rest])
         donated: list[Any] = []
         kept: list[Any] = []
@@ -165,6 +144,8 @@ class Route:
             count = len(self.donated)
             donated, kept = values[:count], values[count:]
             del values
+        if (donated or given) and not _are_apart((*donated, *kept), (given, rest)):
+            return False, None
         inputs = donated, kept, given, rest
         # One expression in C runs the step and writes every value back: an interrupt
         # comes between two steps of Python, so it cannot fall in between.
@@ -179,14 +160,36 @@ class Route:
                 with jax.sharding.use_abstract_mesh(self.mesh):
                     _drain(map(write_value, self.changed, results))
                     result = next(results)
-        except (OtherArgumentsError, TypeError, ValueError):
-            if any(map(_is_deleted, donated)):
+        except OtherArgumentsError:
+            return False, None  # other shapes
+        except (RuntimeError, TypeError, ValueError) as error:
+            # Either the arguments were refused, or the program failed while it ran.
+            if isinstance(error, jax.errors.JaxRuntimeError):
                 raise
-            return False, None  # other shapes, structures or layouts
+            if self._are_as_wanted(given, rest):
+                raise
+            return False, None
         if self.values:
             self.ids = list(map(id, map(read_value, self.values)))
         self.hits += 1
         return True, result
+
+    def _are_as_wanted(self, given: Sequence[Any], rest: Sequence[Any]) -> bool:
+        """Whether pure trees have the structures and layouts of the program."""
+        program = self.program
+        places = (*program.given, *program.rest)
+        for place, tree in zip(places, (*given, *rest), strict=True):
+            leaves, treedef = jax.tree.flatten(tree)
+            if treedef != place.treedef:
+                return False
+            for at, leaf in zip(place.positions, leaves, strict=True):
+                wanted = program.wanted[at]
+                if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                    # Before the call: what it gave away itself is to be told as lost.
+                    return any(map(_is_gone, jax.tree.leaves(given)))
+                if wanted is not None and getattr(leaf, "sharding", None) != wanted:
+                    return False
+        return True
 
     def _are_well(self, values: Sequence[Any]) -> bool:
         """Whether values are different arrays that lie just as the program wants."""
@@ -204,6 +207,22 @@ class Route:
 
 
 _is_deleted = operator.methodcaller("is_deleted")
+
+
+def _is_gone(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _are_apart(values: Sequence[Any], trees: Any) -> bool:
+    """Whether no array comes twice, and none in pure trees is deleted.
+
+    To a program that donates, either may be the end of the process.
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(trees) if hasattr(leaf, "is_deleted")]
+    if any(map(_is_deleted, arrays)):
+        return False
+    count = len(values) + len(arrays)
+    return len({*map(id, values), *map(id, arrays)}) == count
 
 
 class Routes:
@@ -232,9 +251,7 @@ class Routes:
         """
         if len(args) > len(self._names):
             return None
-        config: Any = jax.config
-        debugs = config.jax_debug_nans, config.jax_debug_infs  # nothing is donated then
-        parts: list[Any] = [id(rules), *debugs, len(args), *kwargs]
+        parts: list[Any] = [id(rules), surroundings(), len(args), *kwargs]
         roots: list[Any] = []
         roles = self._roles
         for name, value in itertools.chain(
@@ -331,8 +348,8 @@ class Routes:
             mesh: the abstract mesh that it needs as context, or None.
             rules: the rule set.
         """
-        if not program.cacheable:
-            return None
+        if not program.cacheable or rules is None:
+            return None  # without rules, a program depends on where its state lies
         given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         places = dict(zip(self._names, range(len(args)), strict=False))
         roles = {(name, type(value)): _STATIC for name, value in given.items()}
@@ -349,8 +366,7 @@ class Routes:
             else:
                 role = _STATE if argument.is_state else _DATA
                 at = places.get(slot.name, slot.name)
-                probes = _probes(argument.value) if argument.is_donated else ()
-                fetches[slot] = Fetch(at, _moved(argument), probes)
+                fetches[slot] = Fetch(at, _moved(argument))
             roles[slot.name, type(argument.value)] = role
             start += len(argument.leaves)
         self._roles.update(roles)
@@ -411,53 +427,6 @@ def _moved(argument: Argument) -> tuple[Any, ...] | None:
         for old, new in zip(argument.raw, argument.leaves, strict=True)
     )
     return None if all(sharding is None for sharding in shardings) else shardings
-
-
-def _probes(tree: Any) -> tuple[Callable[[Any], Any], ...]:
-    """Ways to the first leaf below each child of the root, for the first few."""
-    found: dict[Any, Callable[[Any], Any]] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if len(found) == _PROBES:
-            break
-        child = keys[:1]
-        if child in found or not isinstance(leaf, jax.Array):
-            continue
-        steps = [_step(key) for key in keys]
-        if all(step is not None for step in steps):
-            probe = functools.partial(_walk_down, steps)
-        else:
-            probe = _first_leaf
-        found[child] = probe if _finds(probe, tree, leaf) else _first_leaf
-    return tuple(dict.fromkeys(found.values()))
-
-
-def _step(key: Any) -> Callable[[Any], Any] | None:
-    if isinstance(key, DictKey):
-        return operator.itemgetter(key.key)
-    if isinstance(key, SequenceKey):
-        return operator.itemgetter(key.idx)
-    if isinstance(key, GetAttrKey):
-        return operator.attrgetter(key.name)
-    return None
-
-
-def _walk_down(steps: Sequence[Any], node: Any) -> Any:
-    for step in steps:
-        if isinstance(node, nnx.Variable):
-            return node.get_raw_value()
-        node = step(node)
-    return node
-
-
-def _finds(probe: Callable[[Any], Any], tree: Any, leaf: Any) -> bool:
-    try:
-        return probe(tree) is leaf
-    except (AttributeError, KeyError, IndexError, TypeError):
-        return False
-
-
-def _first_leaf(tree: Any) -> Any:
-    return jax.tree.leaves(tree)[0]
 
 
 def _kind_of_leaf(leaf: Any) -> int:

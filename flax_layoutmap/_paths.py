@@ -123,7 +123,8 @@ class Roots:
 
 def escape(key: object) -> str:
     """One part of a path, from one key."""
-    text = key if isinstance(key, str) else str(key)
+    # Of a str-Enum, the value.
+    text = str.__str__(key) if isinstance(key, str) else str(key)
     if "/" in text or "%" in text:
         text = text.replace("%", "%25").replace("/", "%2F")
     return text

@@ -434,3 +434,13 @@ def test_two_processes_pass_their_rows() -> None:
 @pytest.mark.multiprocess
 def test_four_processes_of_which_two_fill_one_part() -> None:
     assert_all_hold(launch.run("batches", processes=4, devices=2), 41)
+
+
+def test_masked_arrays_are_refused(mesh: flm.DeviceMesh) -> None:
+    rows = {"x": np.ma.masked_array(np.arange(6.0), mask=[0, 1, 0, 0, 0, 1])}
+    for work in (
+        lambda: flm.pad_batch(rows, 4),
+        lambda: flm.distribute_batch(rows, flm.LayoutMap(mesh)),
+    ):
+        with pytest.raises(flm.LayoutError, match="x .*a masked array, whose mask"):
+            work()

@@ -618,3 +618,100 @@ def test_without_the_private_names(
         step(model)
     np.testing.assert_allclose(model.layers[0].bias[...], 3)
     assert long_ways == ["model"] * 3
+
+
+# ------------------------------------------------------- what a review found, once
+
+
+def test_an_array_that_is_donated_and_used_elsewhere(mesh: flm.DeviceMesh) -> None:
+    """Given to a program, it would end the process."""
+    layout_map = rules(mesh)
+
+    def average(p: Any, e: Any) -> Any:
+        return {"kernel": p["kernel"] + 1}, e
+
+    step = flm.jit(average, layout_map=layout_map, donate_argnames=("p", "e"))
+    one, two = (layout_map.place({"kernel": jnp.ones((8, 8))}) for _ in range(2))
+    for _ in range(3):
+        one, two = step(one, two)
+    for other in (one, {"kernel": one["kernel"]}):
+        with pytest.raises(flm.LayoutError, match="are one array, which is donated"):
+            step(one, other)
+
+    def read(model: Any, w: Any) -> Any:
+        bump(model)
+        return w.sum()
+
+    on_model = flm.jit(read, layout_map=layout_map, donate_argnames="model")
+    model = layout_map.place(Model())
+    bias = model.layers[0].bias
+    for _ in range(2):
+        on_model(model, jnp.copy(bias[...]))
+    with pytest.raises(flm.LayoutError, match="are one array, which is donated"):
+        on_model(model, bias.get_value())
+    step(one, two)
+
+
+@pytest.mark.parametrize("donate", [(), "p"], ids=["kept", "donated"])
+def test_a_program_that_failed_is_not_run_again(donate: Any) -> None:
+    layout_map = rules(flm.DeviceMesh((1, 1), ("data", "model"), jax.devices()[:1]))
+    calls, bad = [0], [False]
+
+    def check(value: Any) -> Any:
+        calls[0] += 1
+        if bad[0]:
+            bad[0] = False
+            raise RuntimeError("boom")
+        return np.asarray(value)
+
+    def run(p: Any, x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return {"kernel": p["kernel"] + jax.pure_callback(check, shape, x)}
+
+    step = flm.jit(run, layout_map=layout_map, donate_argnames=donate)
+    p = layout_map.place({"kernel": jnp.ones((8, 8))})
+    for _ in range(3):
+        p = jax.block_until_ready(step(p, X))
+    calls[0], bad[0] = 0, True
+    text = "what was donated is gone" if donate else "boom"
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=text):
+        jax.block_until_ready(step(p, X))
+    assert calls == [1]
+
+
+def test_state_that_moved_where_there_are_no_rules(mesh: flm.DeviceMesh) -> None:
+    def step(model: Any, x: Any) -> None:
+        layer = model.layers[0]
+        layer.kernel.set_value(layer.kernel.get_value() @ (x.T @ x))
+
+    jitted, model = flm.jit(step), Model()
+    jitted(model, X)
+    rules(mesh).place(model)
+    for _ in range(2):
+        jitted(model, X)
+        lies: Any = model.layers[0].kernel[...].sharding
+        assert lies.spec == jax.sharding.PartitionSpec(None, "model")
+
+
+def test_the_kind_of_random_numbers_is_noticed(mesh: flm.DeviceMesh) -> None:
+    def draw(x: Any) -> Any:
+        return x + jax.random.normal(jax.random.key(0), ())
+
+    step = flm.jit(draw, layout_map=rules(mesh))
+    x = np.zeros(8, np.float32)
+    before = [step(x) for _ in range(2)]
+    with jax.default_prng_impl("rbg"):
+        after = step(x)
+    assert float(before[0][0]) == float(before[1][0]) != float(after[0])
+
+
+def test_deleted_arrays_of_trees_are_told_by_path(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    for donate in ((), "p"):
+        step = flm.jit(grow, layout_map=layout_map, donate_argnames=donate and "state")
+        state = layout_map.place({"z": {"b": jnp.ones(3), "kernel": jnp.ones((8, 8))}})
+        for _ in range(3):
+            state = step(state, X)
+        state["z"]["kernel"].delete()
+        with pytest.raises(flm.LayoutError, match="^state/z/kernel: deleted"):
+            step(state, X)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,6 +230,15 @@ def test_which_trees_have_the_short_way(model: Model) -> None:
     layers = {f"layer_{at}": {"w": {f"w_{at}": X}} for at in range(300)}
     assert not is_short(layers) and len(paths(layers)) == 300
     assert is_short(dict(list(layers.items())[:100]))
+
+
+class Key(str, enum.Enum):  # noqa: UP042 (str() of it is not its value)
+    B = "b"
+
+
+def test_keys_that_are_strings_of_another_kind() -> None:
+    assert paths({"s": {Key.B: X}}) == ["s/b"]
+    assert paths({"s": {Key.B: {"c": X}}, "t": (X,)}) == ["s/b/c", "t/0"]
 
 
 def test_a_slash_in_a_key_is_escaped() -> None:
