@@ -437,10 +437,10 @@ def test_four_processes_of_which_two_fill_one_part() -> None:
 
 
 def test_masked_arrays_are_refused(mesh: flm.DeviceMesh) -> None:
-    rows = {"x": np.ma.masked_array(np.arange(6.0), mask=[0, 1, 0, 0, 0, 1])}
+    rows: Any = {"x": np.ma.masked_array(np.arange(6.0), mask=[False, True] * 3)}
     for work in (
         lambda: flm.pad_batch(rows, 4),
         lambda: flm.distribute_batch(rows, flm.LayoutMap(mesh)),
     ):
-        with pytest.raises(flm.LayoutError, match="x .*a masked array, whose mask"):
+        with pytest.raises(flm.LayoutError, match="x: a masked array, whose mask"):
             work()
