@@ -41,6 +41,7 @@ from flax_layoutmap._place import need_devices
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._program import (
     Job,
+    OtherArgumentsError,
     Program,
     abstract,
     make_program,
@@ -200,22 +201,42 @@ class _Jitted:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
     ) -> Any:
         """A call that is new: its arguments are taken apart."""
-        arguments, program = self._bind(args, kwargs, rules, runs=True)
-        placed = fit(arguments, program.wanted, rules)
-        gives_away = program.gives_away
-        if gives_away:
-            check_not_donated_twice(arguments, gives_away)
-        leaves = [leaf for argument in arguments for leaf in argument.leaves]
-        mesh = mesh_needed(rules)
-        found = self._routes.prepare(args, kwargs, arguments, program, mesh, rules)
-        with mesh_context(rules, leaves):
-            *changed, result = program.jitted(*program.inputs(leaves))
-        new = {at: leaves[at] for at in placed}
-        new.update(zip(program.changed, changed, strict=True))
-        write_back(arguments, new)
-        if found is not None:
-            self._routes.keep(*found)
-        return result
+
+        def run(arguments: list[Argument], program: Program) -> Any:
+            placed = fit(arguments, program.wanted, rules)
+            gives_away = program.gives_away
+            if gives_away:
+                check_not_donated_twice(arguments, gives_away)
+            leaves = [leaf for argument in arguments for leaf in argument.leaves]
+            mesh = mesh_needed(rules)
+            found = self._routes.prepare(args, kwargs, arguments, program, mesh, rules)
+            with mesh_context(rules, leaves):
+                *changed, result = program.jitted(*program.inputs(leaves))
+            new = {at: leaves[at] for at in placed}
+            new.update(zip(program.changed, changed, strict=True))
+            write_back(arguments, new)
+            if found is not None:
+                self._routes.keep(*found)
+            return result
+
+        return self._with_program(args, kwargs, rules, run, runs=True)
+
+    def _with_program(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rules: RuleSet | None,
+        use: Callable[[list[Argument], Program], Any],
+        *,
+        runs: bool = False,
+    ) -> Any:
+        """Uses the program of a call; a new one where JAX wants to trace it again."""
+        arguments, program = self._bind(args, kwargs, rules, runs=runs)
+        try:
+            return use(arguments, program)
+        except OtherArgumentsError:  # raised in the trace: nothing has run
+            again = self._bind(args, kwargs, rules, runs=runs, stale=program)
+            return use(*again)
 
     def _tell_losses(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
@@ -249,14 +270,17 @@ class _Jitted:
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
         rules = self._rules()
-        arguments, program = self._bind(args, kwargs, rules)
-        leaves = [leaf for argument in arguments for leaf in argument.leaves]
-        avals = [
-            abstract(leaf, wanted or own_sharding(leaf))
-            for leaf, wanted in zip(leaves, program.wanted, strict=True)
-        ]
-        with mesh_context(rules, leaves):
-            return getattr(program.jitted, stage)(*program.inputs(avals))
+
+        def use(arguments: list[Argument], program: Program) -> Any:
+            leaves = [leaf for argument in arguments for leaf in argument.leaves]
+            avals = [
+                abstract(leaf, wanted or own_sharding(leaf))
+                for leaf, wanted in zip(leaves, program.wanted, strict=True)
+            ]
+            with mesh_context(rules, leaves):
+                return getattr(program.jitted, stage)(*program.inputs(avals))
+
+        return self._with_program(args, kwargs, rules, use)
 
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
@@ -281,14 +305,21 @@ class _Jitted:
         rules: RuleSet | None,
         *,
         runs: bool = False,
+        stale: Program | None = None,
     ) -> tuple[list[Argument], Program]:
-        """The arguments, taken apart, and the program for them."""
+        """The arguments, taken apart, and their program; another than `stale`."""
         slots = slots_of(self._job.signature.bind(*args, **kwargs))
         static = {s: v for s, v in slots if _named(s, self._static)}
         arguments = [self._argument(s, v, rules) for s, v in slots if s not in static]
         check_not_shared(arguments)
         key = (rules, static_key(static), *_surroundings(arguments, rules))
         program = self._programs.get(key)
+        if stale is not None and program is stale:
+            del self._programs[key]
+            self._routes.drop(stale)
+            program = make_program(self._job, slots, static, arguments, rules)
+            program.agreed = stale.agreed  # one process alone may have to do this
+            self._keep(key, program)
         if program is None or (runs and not program.agreed):
             # Only what runs needs all processes; one alone may look at a lowering.
             mesh = rules.mesh if rules is not None and runs else None

@@ -156,7 +156,7 @@ class Tree:
 
 
 class OtherArgumentsError(Exception):
-    """A program was traced for other arguments, or elsewhere, than it was made for."""
+    """A program is not that of its arguments: they, or what is around, have changed."""
 
 
 def _inputs(
@@ -358,13 +358,15 @@ def _from_jaxpr(
         places: where the leaves are among the inputs.
     """
     donated, kept, given, rest = places
-    around: list[Any] = []  # of the first trace
+    traced: list[bool] = []
 
     def program(*inputs: Any) -> Any:
-        here = surroundings()
-        if here != (around or [here])[0]:
-            raise OtherArgumentsError
-        around[:] = [here]
+        # Where JAX traces again, the user's function must be: something around it that
+        # JAX knows of is another one, such as the size of a mapped axis.
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
+            if traced:
+                raise OtherArgumentsError
+            traced.append(True)
         values: list[Any] = [None] * len(closed.in_avals)
         for at, leaf in zip((*donated, *kept), (*inputs[0], *inputs[1]), strict=True):
             values[at] = leaf

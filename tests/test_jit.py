@@ -1062,6 +1062,33 @@ def test_inside_transformations(kind: str) -> None:
     assert shape.shape == (8, 8)
 
 
+def test_the_size_of_a_mapped_axis(mesh: flm.DeviceMesh) -> None:
+    """JAX traces again where it is another one, and so must we."""
+    function = Counted(lambda x: x * jax.lax.psum(1, "i"))
+    step = flm.jit(function, layout_map=rules(mesh))
+    for size in (4, 8, 8, 4):
+        result = jax.vmap(step, axis_name="i")(jnp.ones(size))
+        np.testing.assert_array_equal(result, np.full(size, size))
+    assert function.count == 3  # the size before is known
+
+
+def test_jax_may_forget_its_traces(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    function = Counted(nudge)
+    step = flm.jit(function, layout_map=layout_map, donate_argnames="model")
+    before = np.asarray(model.up.kernel[...])
+    for count in range(1, 7):
+        step(model, X + 1)
+        np.testing.assert_allclose(
+            model.up.kernel[...], before + count * (X + 1).sum(), rtol=1e-5
+        )
+        if count == 3:
+            jax.clear_caches()
+    assert function.count == 2
+    assert step.lower(model, X + 1).compile() is not None and function.count == 2
+
+
 def test_a_model_inside_other_transformations(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     model = flm.create(make, layout_map)
