@@ -18,7 +18,7 @@
 import contextlib
 import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -81,11 +81,23 @@ def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
     return not (metadata.get("hijax") or metadata.get("ref"))
 
 
-def data_attributes(node: Any) -> Mapping[str, bool] | None:
-    """Which attributes of an NNX object are data; None if it does not tell."""
+def attributes_of(node: Any) -> tuple[list[Any], list[Any]] | None:
+    """The attributes of an NNX object that are data, and those that are static.
+
+    None if it does not tell. Its own book-keeping, which changes with them, is left
+    out.
+    """
     if not getattr(node, "_pytree__is_pytree", False):
         return None
-    return getattr(node, "_pytree__nodes", None)
+    is_data = getattr(node, "_pytree__nodes", None)
+    if is_data is None:
+        return None
+    data: list[Any] = []
+    static: list[Any] = []
+    for name, value in vars(node).items():
+        if not name.startswith("_pytree__"):
+            (data if is_data.get(name) else static).append(value)
+    return data, static
 
 
 def is_nnx_object(node: Any) -> bool:

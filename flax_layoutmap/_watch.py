@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from flax_layoutmap._flax_internals import (
-    data_attributes,
+    attributes_of,
     is_nnx_object,
     is_plain_variable,
     metadata_of,
@@ -134,17 +134,15 @@ class Watch:
         if id(node) in seen:
             return
         seen.add(id(node))
-        data = data_attributes(node)
-        if data is None:
+        attributes = attributes_of(node)
+        if attributes is None:
             self.exact = False
             return
-        for name, child in vars(node).items():
-            if name.startswith("_pytree__"):
-                continue  # of the object itself; changes with the others
-            if data.get(name):
-                self._look(child, seen)
-            else:
-                self._static(child)
+        data, static = attributes
+        for child in data:
+            self._look(child, seen)
+        for value in static:
+            self._static(value)
 
     def _static(self, value: Any) -> None:
         """A static attribute is compared by identity, and by hash if it has its own."""

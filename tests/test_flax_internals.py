@@ -1,6 +1,7 @@
 """The names of Flax that are private or that moved: each still does what it did."""
 
 import inspect
+import types
 from typing import Any
 
 import jax
@@ -132,3 +133,40 @@ def test_no_mesh_inside_of_any_context() -> None:
 
         jax.jit(traced)(jnp.ones(2))
     assert names() == ()
+
+
+def test_the_private_names_that_jit_needs_are_there() -> None:
+    """Without them it is right, but takes every argument apart in every call."""
+    variable = nnx.Param(jnp.ones(2), note="x")
+    for slot in ("_raw_value", "_var_metadata"):
+        assert isinstance(vars(nnx.Variable)[slot], types.MemberDescriptorType)
+    assert internals.read_value is not nnx.Variable.get_raw_value
+    assert internals.read_value(variable) is variable.get_raw_value()
+    assert variable._can_update is True
+
+    class Module(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.size = variable, 3
+
+    assert internals.attributes_of(Module()) == ([variable], [3])
+    assert internals.attributes_of(object()) is None
+
+
+def test_whether_a_variable_may_be_written_without_the_private_name() -> None:
+    class Public:
+        def __init__(self, variable: Any) -> None:
+            self.get_raw_value = variable.get_raw_value
+            self.set_raw_value = variable.set_raw_value
+
+    variable = nnx.Param(jnp.ones(2))
+    found = []
+
+    def trace(x: Any) -> Any:
+        own = nnx.Param(x)
+        for each in (own, variable):
+            public: Any = Public(each)
+            found.append((internals.can_write(each), internals.can_write(public)))
+        return x
+
+    jax.jit(trace)(1.0)
+    assert found == [(True, True), (False, False)]
