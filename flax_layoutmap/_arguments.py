@@ -1,7 +1,6 @@
 """The arguments of a function, taken apart into arrays and put together again.
 
-NNX objects are split into GraphDef and State; everything else is a pytree. What a
-function does to the objects that it is given is found by splitting them once more.
+NNX objects are split into GraphDef and State; everything else is a pytree.
 """
 
 import dataclasses
@@ -18,13 +17,17 @@ from jax.sharding import AxisType, NamedSharding
 from flax_layoutmap._errors import (
     LayoutError,
     StructureError,
-    bullet_list,
     did_you_mean,
 )
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, variables_of
+from flax_layoutmap._flax_internals import (
+    is_nnx_object,
+    is_plain_variable,
+    named_objects_of,
+    nnx_split,
+)
+from flax_layoutmap._graph import holders_of
 from flax_layoutmap._paths import Roots, is_optax_state, is_train_state
-from flax_layoutmap._records import show_shape
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NUMBERS = bool | int | float | complex
@@ -218,13 +221,48 @@ class Argument:
         ]
         return jax.tree.unflatten(self.outer, merged), merged
 
-    def write_back(self, leaves: Sequence[Any]) -> None:
-        """Gives the caller's own NNX objects new leaves."""
-        for node, graphdef, part in zip(
-            self.nodes, self.graphdefs, self.parts(leaves), strict=True
+    @property
+    def objects(self) -> list[Any]:
+        """The outermost NNX objects in it."""
+        return self.among_objects(self.nodes)
+
+    def among_objects(self, entries: Iterable[Any]) -> list[Any]:
+        """Of entries that go with the nodes, those of NNX objects."""
+        pairs = zip(entries, self.graphdefs, strict=True)
+        return [entry for entry, graphdef in pairs if graphdef is not None]
+
+    def holders(self) -> list[tuple[Any, int] | None]:
+        """Per leaf, the Variable of an NNX object that it is in, as `holders_of`."""
+        found: list[tuple[Any, int] | None] = []
+        for node, graphdef in zip(self.nodes, self.graphdefs, strict=True):
+            if graphdef is None:
+                found += [None] * len(jax.tree.leaves(node))
+            else:
+                found += holders_of(nnx_split(node)[1])
+        return found
+
+    def with_objects(self, nodes: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The argument with other NNX objects, off a list; and the rest of the list."""
+        rest = list(nodes)
+        entries = [
+            node if graphdef is None else rest.pop(0)
+            for node, graphdef in zip(self.nodes, self.graphdefs, strict=True)
+        ]
+        return jax.tree.unflatten(self.outer, entries), rest
+
+    def write_back(self, new: Mapping[int, Any]) -> None:
+        """Gives the caller's own NNX objects new leaves, by position."""
+        parts = [
+            node if graphdef is None else nnx_split(node)[1]
+            for node, graphdef in zip(self.nodes, self.graphdefs, strict=True)
+        ]
+        leaves = jax.tree.leaves(jax.tree.unflatten(self.outer, parts))
+        for at, leaf in new.items():
+            leaves[at] = leaf
+        for node, part in zip(
+            self.objects, self.among_objects(self.parts(leaves)), strict=True
         ):
-            if graphdef is not None:
-                nnx.update(node, part)
+            nnx.update(node, part)
 
     def pure_leaves(self) -> list[bool]:
         """Per leaf: whether it is outside of every NNX object."""
@@ -344,90 +382,49 @@ def check_not_shared(arguments: Sequence[Argument]) -> None:
             seen.update(map(id, argument.raw))
             count += len(argument.raw)
     # A shared Variable shows as a leaf that comes twice; this is much less work.
-    if len(seen) == count:
-        return
-    owners: dict[int, str] = {}
+    if len(seen) < count:
+        check_apart(arguments, [a.objects for a in arguments], nnx.Variable)
+
+
+def check_plain(arguments: Sequence[Argument]) -> None:
+    """Raises StructureError where a Variable holds no value, but a reference to one."""
     for argument in arguments:
-        several = len(argument.nodes) > 1
-        for number, node in enumerate(argument.nodes):
-            if argument.graphdefs[number] is None:
-                continue
-            here = argument.name + (f" (object {number + 1})" if several else "")
-            for variable in variables_of(node):
-                if owners.setdefault(id(variable), here) != here:
+        for node in argument.objects:
+            for path, part in named_objects_of(node):
+                if isinstance(part, nnx.Variable) and not is_plain_variable(part):
+                    where = "/".join((argument.name, *map(str, path)))
                     raise StructureError(
-                        f"{owners[id(variable)]} and {here} share a "
-                        f"{type(variable).__name__}: pass one object that holds both, "
-                        "so that they stay shared"
+                        f"{where} is a {type(part).__name__} with ref or hijax, which "
+                        "changes in place by itself: make it without, or use nnx.jit"
                     )
 
 
-def leaves_after(
-    argument: Argument, merged: Sequence[Any], leaves: Sequence[Any]
-) -> list[Any]:
-    """The leaves of an argument after the function ran on its rebuilt nodes.
+def check_apart(
+    arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
+) -> None:
+    """Raises StructureError where NNX objects have a part in common.
 
-    Raises:
-        StructureError: the function changed the structure of an NNX object, or the
-            shape of one of its arrays.
+    Args:
+        arguments: the arguments.
+        nodes: of each, its NNX objects, or what the function made of them.
+        kinds: types of the parts that count.
     """
-    parts: list[Any] = []
-    for node, graphdef, part in zip(
-        merged, argument.graphdefs, argument.parts(leaves), strict=True
-    ):
-        if graphdef is None:
-            parts.append(part)
-            continue
-        new_graphdef, state = nnx_split(node)
-        if new_graphdef != graphdef:
-            raise StructureError(_changed_structure(argument.name, part, state))
-        parts.append(state)
-    new = jax.tree.leaves(jax.tree.unflatten(argument.outer, parts))
-    problems = [
-        f"{argument.path(at)}: {show_shape(old)} became {show_shape(now)}"
-        for at, (old, now) in enumerate(
-            zip(shape_key(leaves), shape_key(new), strict=True)
-        )
-        if old != now
-    ]
-    if problems:
-        raise StructureError(
-            f"the function changed the shapes of arrays:\n{bullet_list(problems)}\n"
-            "their layouts were decided for the old shapes: do that outside of the step"
-        )
-    return new
-
-
-def _changed_structure(name: str, before: Any, after: Any) -> str:
-    old, new = set(flatten(before).paths), set(flatten(after).paths)
-    prefix = f"{name}/"
-    changes = [
-        f"{verb} {', '.join(prefix + path for path in sorted(paths)[:5])}"
-        for verb, paths in (("added", new - old), ("removed", old - new))
-        if paths
-    ]
-    what = "; ".join(changes) or "a static attribute, a type or metadata"
-    return (
-        f"the function changed the structure of {name!r} ({what}); this jit writes "
-        "values back, not structure: do that outside of the step, or use nnx.jit"
-    )
-
-
-def results_of(result: Any) -> tuple[list[Any], Any]:
-    """The leaves of a function's result, and its structure.
-
-    Raises:
-        StructureError: an NNX object is among them.
-    """
-    leaves, tree = jax.tree.flatten(result, is_leaf=is_nnx_object)
-    for leaf in leaves:
-        if is_nnx_object(leaf):
-            raise StructureError(
-                f"the function returns a {type(leaf).__name__}: return its arrays, "
-                "nnx.state(module), or make it with flm.create; arguments are updated "
-                "in place and need not be returned"
-            )
-    return leaves, tree
+    owners: dict[int, tuple[int, str]] = {}
+    number = 0
+    for argument, own in zip(arguments, nodes, strict=True):
+        for at, node in enumerate(own):
+            here = argument.name + (f" (object {at + 1})" if len(own) > 1 else "")
+            number += 1
+            for path, part in named_objects_of(node):
+                if not isinstance(part, kinds):
+                    continue
+                full = "/".join((here, *map(str, path)))
+                first, other = owners.setdefault(id(part), (number, full))
+                if first != number:
+                    raise StructureError(
+                        f"{other} and {full} are one {type(part).__name__}: pass one "
+                        "object that holds both, so that they stay shared"
+                    )
 
 
 def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:

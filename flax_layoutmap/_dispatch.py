@@ -7,7 +7,6 @@ Variables), the program itself does when JAX traces it for them: it then raises,
 call goes the long way.
 """
 
-import collections
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
@@ -26,13 +25,11 @@ from flax_layoutmap._flax_internals import (
     variables_of,
     write_value,
 )
+from flax_layoutmap._graph import drain
 from flax_layoutmap._place import put
 from flax_layoutmap._program import OtherArgumentsError, Program, surroundings
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._watch import Watch
-
-# Runs an iterator to its end, in C.
-_drain = collections.deque[Any](maxlen=0).extend
 
 # Kinds of calls that one function remembers, and states of objects for each of them
 # (modes such as train and eval).
@@ -154,11 +151,11 @@ class Route:
         )
         try:
             if self.mesh is None:
-                _drain(map(write_value, self.changed, results))
+                drain(map(write_value, self.changed, results))
                 result = next(results)
             else:
                 with jax.sharding.use_abstract_mesh(self.mesh):
-                    _drain(map(write_value, self.changed, results))
+                    drain(map(write_value, self.changed, results))
                     result = next(results)
         except OtherArgumentsError:
             return False, None  # other shapes
@@ -348,8 +345,10 @@ class Routes:
             mesh: the abstract mesh that it needs as context, or None.
             rules: the rule set.
         """
-        if not program.cacheable or rules is None:
-            return None  # without rules, a program depends on where its state lies
+        if not program.cacheable or program.change or program.returns_objects:
+            return None  # one that changes the structure is not called twice
+        if rules is None:
+            return None  # a program depends on where its state lies
         given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         places = dict(zip(self._names, range(len(args)), strict=False))
         roles = {(name, type(value)): _STATIC for name, value in given.items()}

@@ -9,6 +9,8 @@
   level of tracing. Fallback: to write its own value into it.
 - `Pytree._pytree__nodes` (0.12.4 to 0.12.8): which attributes of an object are data.
   Fallback: none is known, so its graph is flattened in every call.
+- `Pytree.__dict__`: set as a whole, in one step of C, where a function changed the
+  structure of an object. It is plain Python; no fallback.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
   that shared Variables are wanted once, as the default may change. Before: left out.
 
@@ -17,8 +19,9 @@
 
 import contextlib
 import inspect
+import itertools
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -42,8 +45,8 @@ def _slot(name: str) -> Any:
     return slot if isinstance(slot, types.MemberDescriptorType) else None
 
 
-def accessors(value: Any, metadata: Any) -> tuple[Any, Any, Any]:
-    """How to read the value, write it, and read the metadata of a Variable.
+def accessors(value: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
+    """How to read and write the value, and read and write the metadata of a Variable.
 
     Args:
         value: the slot of the value, or None.
@@ -53,11 +56,16 @@ def accessors(value: Any, metadata: Any) -> tuple[Any, Any, Any]:
         nnx.Variable.get_raw_value if value is None else value.__get__,
         nnx.Variable.set_raw_value if value is None else value.__set__,
         metadata_of if metadata is None else metadata.__get__,
+        _set_metadata if metadata is None else metadata.__set__,
     )
 
 
+def _set_metadata(variable: nnx.Variable[Any], metadata: dict[str, Any]) -> None:
+    variable.set_metadata(metadata)
+
+
 # For Variables that `can_write` allows and that are plain (`is_plain_variable`).
-read_value, write_value, read_metadata = accessors(
+read_value, write_value, read_metadata, write_metadata = accessors(
     _slot("_raw_value"), _slot("_var_metadata")
 )
 
@@ -75,13 +83,24 @@ def can_write(variable: nnx.Variable[Any]) -> bool:
     return True
 
 
+def check_can_write(nodes: Iterable[Any]) -> None:
+    """Raises flax's TraceContextError if a node belongs to another level of tracing."""
+    for node in nodes:
+        if isinstance(node, nnx.Variable):
+            node.set_raw_value(node.get_raw_value())
+        else:
+            own = (name for name in vars(node) if not name.startswith("_pytree__"))
+            for name in itertools.islice(own, 1):
+                setattr(node, name, getattr(node, name))
+
+
 def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
     """Whether a Variable holds its value itself, not in a reference to it."""
     metadata = metadata_of(variable)
     return not (metadata.get("hijax") or metadata.get("ref"))
 
 
-def attributes_of(node: Any) -> tuple[list[Any], list[Any]] | None:
+def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """The attributes of an NNX object that are data, and those that are static.
 
     None if it does not tell. Its own book-keeping, which changes with them, is left
@@ -92,11 +111,11 @@ def attributes_of(node: Any) -> tuple[list[Any], list[Any]] | None:
     is_data = getattr(node, "_pytree__nodes", None)
     if is_data is None:
         return None
-    data: list[Any] = []
-    static: list[Any] = []
+    data: dict[str, Any] = {}
+    static: dict[str, Any] = {}
     for name, value in vars(node).items():
         if not name.startswith("_pytree__"):
-            (data if is_data.get(name) else static).append(value)
+            (data if is_data.get(name) else static)[name] = value
     return data, static
 
 
@@ -122,6 +141,20 @@ def variables_of(node: Any) -> list[nnx.Variable[Any]]:
         value
         for _, value in nnx.iter_graph(node, **_GRAPH)
         if isinstance(value, nnx.Variable)
+    ]
+
+
+def objects_of(node: Any) -> list[Any]:
+    """The objects and Variables of a graph, each once, in the order of the graph."""
+    return [value for _, value in named_objects_of(node)]
+
+
+def named_objects_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """The same, each with its path."""
+    return [
+        (path, value)
+        for path, value in nnx.iter_graph(node, **_GRAPH)
+        if isinstance(value, nnx.Variable) or is_nnx_object(value)
     ]
 
 

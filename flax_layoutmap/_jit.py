@@ -43,16 +43,18 @@ from flax_layoutmap._program import (
     Job,
     OtherArgumentsError,
     Program,
-    abstract,
+    abstract_result,
     make_program,
     mesh_context,
     mesh_needed,
+    run_program,
     surroundings,
     write_back,
 )
 from flax_layoutmap._resolve import rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
+from flax_layoutmap._shardings import abstract
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64
@@ -78,6 +80,11 @@ def jit(
     `nnx.jit`. Arguments of other kinds are data: arrays on the mesh stay as they are,
     those on the host are split over the map's `batch` axes (scalars and PRNG keys are
     replicated).
+
+    The function may also add, remove, replace or swap Variables and modules of NNX
+    objects, edit their static attributes, and return them: the caller's own objects
+    become what they would without `jit`, and what is new is laid out by the rules. Such
+    a call donates nothing of the objects.
 
     In the result, a tree with the structure and shapes of a state argument gets that
     argument's layouts, and one like a container of data that was on the mesh lies as
@@ -107,8 +114,8 @@ def jit(
 
     Raises:
         LayoutError: an option names no argument; or, when called: state is not where
-            the rules say, a batch does not divide, the function changes the structure
-            of an NNX object, or two NNX arguments share a Variable. Nothing was run.
+            the rules say, a batch does not divide, two NNX arguments share a Variable,
+            or a Variable has `ref` or `hijax`. Nothing was run.
         RuleError: `layout_map` is none, or a sharding names an unknown axis.
         ResolveError: state, or a state in the result, does not fit the rules.
         ProcessError: at the first call, when the processes were given different
@@ -211,10 +218,10 @@ class _Jitted:
             mesh = mesh_needed(rules)
             found = self._routes.prepare(args, kwargs, arguments, program, mesh, rules)
             with mesh_context(rules, leaves):
-                *changed, result = program.jitted(*program.inputs(leaves))
-            new = {at: leaves[at] for at in placed}
-            new.update(zip(program.changed, changed, strict=True))
-            write_back(arguments, new)
+                result = run_program(program, arguments, leaves)
+            if program.change is None:
+                unchanged = placed.difference(program.changed)
+                write_back(arguments, {at: leaves[at] for at in unchanged})
             if found is not None:
                 self._routes.keep(*found)
             return result
@@ -265,8 +272,8 @@ class _Jitted:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
-        _, program = self._bind(args, kwargs, self._rules())
-        return jax.tree.unflatten(program.out_tree, program.out_shapes)
+        arguments, program = self._bind(args, kwargs, self._rules())
+        return abstract_result(program, arguments)
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
         rules = self._rules()

@@ -7,6 +7,7 @@ both sides; what the function changed in NNX objects comes out beside its result
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,34 +16,37 @@ import jax
 from flax import nnx
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from flax_layoutmap._arguments import (
     Argument,
     Slot,
     call_with,
-    leaves_after,
-    results_of,
-    shape_key,
+    check_apart,
+    check_plain,
     strong,
 )
 from flax_layoutmap._errors import warn
-from flax_layoutmap._inputs import broadcast, own_sharding
-from flax_layoutmap._paths import Roots, is_optax_state, is_train_state
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import resolve
+from flax_layoutmap._flax_internals import check_can_write, objects_of, write_value
+from flax_layoutmap._graph import (
+    Change,
+    Graph,
+    change_of,
+    drain,
+    is_value,
+    nodes_in,
+    with_objects,
+    without_objects,
+)
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
-
-# Of one leaf of the result: whether it is state, and its sharding.
-_Pin = tuple[bool, Any]
-
-# Stands for such a sharding until the rules were asked.
-_BY_RULE = object()
-
-# The root of the result in messages; no argument can have this name.
-_RESULT = "the result"
-
+from flax_layoutmap._shardings import (
+    Pin,
+    abstract,
+    pin_results,
+    wanted_after,
+    wanted_before,
+)
 
 # JAX settings that change what a trace gives.
 _settings = operator.attrgetter(
@@ -103,9 +107,13 @@ class Program:
         kept: positions of the others in NNX objects.
         given: the pure trees that are donated.
         rest: the other pure trees.
-        changed: positions of what the function changed in NNX objects.
+        changed: positions of what the function changed in NNX objects; each of them is
+            the value of a Variable.
+        change: what else it did to them, if it did; `changed` is empty then.
         out_tree: structure of the function's result.
         out_shapes: its abstract leaves.
+        changed_shapes: the outputs before it, abstract.
+        returns_objects: whether NNX objects or their Variables are in the result.
         cacheable: whether nothing of an outer trace is inside.
         fingerprints: of rules, mesh and table; empty where there is one process.
         agreed: whether the processes have compared them.
@@ -118,8 +126,11 @@ class Program:
     given: tuple["Tree", ...]
     rest: tuple["Tree", ...]
     changed: tuple[int, ...]
+    change: Change | None
     out_tree: Any
     out_shapes: list[Any]
+    changed_shapes: list[Any]
+    returns_objects: bool
     cacheable: bool
     fingerprints: Mapping[str, str]
     agreed: bool = False
@@ -199,45 +210,51 @@ def make_program(
     Raises:
         LayoutError: rules, options or the function do not fit the arguments.
     """
-    wanted, asked, resolution = _wanted(job, arguments, rules)
+    check_plain(arguments)
+    wanted, asked = wanted_before(arguments, job.in_sharding, rules)
     leaves = [leaf for argument in arguments for leaf in argument.leaves]
     avals = [
         leaf if sharding is None else abstract(leaf, sharding)
         for leaf, sharding in zip(leaves, wanted, strict=True)
     ]
     order = [slot for slot, _ in slots]
-    seen: dict[str, Any] = {}
+    seen = _Seen()
 
     def flat(leaves: list[Any]) -> Any:
         return _on_leaves(job, order, static, arguments, leaves, seen)
 
     with using_rules(rules), mesh_context(rules, leaves):
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(avals)
-    changed: tuple[int, ...] = seen["changed"]
     # The types know about Explicit axes in every version of JAX; the shapes do not.
-    out_types = (seen["out_tree"], closed.out_avals[len(changed) :])
-    pinned, made = _pin(job, arguments, wanted, out_types, rules)
-    if made and rules is not None:
-        # With the arguments: optimizer state follows parameters among them.
-        resolution = resolve(Roots({**made, **asked}), rules)
-        every = iter(resolution.sharding_list())
-        pinned = [(s, next(every) if at is _BY_RULE else at) for s, at in pinned]
+    types, change = closed.out_avals, seen.change
+    layouts: list[Any] = [wanted[at] for at in seen.changed]
+    moved: list[int] = []
+    if change is not None:
+        after, asked = wanted_after(
+            arguments, wanted, change, types[: seen.count], job.in_sharding, rules
+        )
+        stays = {at: wanted[at] != where for at, where in change.at(after, stays=True)}
+        moved = [at for at, moves in stays.items() if moves]
+        change = change.moving(moved)
+        layouts = [where for _, where in sorted(change.at(after, stays=False))]
+    out = (seen.out_tree, types[seen.count :])
+    pinned, asked = pin_results(arguments, wanted, out, job.out_shardings, rules, asked)
     fingerprints: Mapping[str, str] = {}
-    if resolution is not None:
-        resolution.announce()
-        _announce_activations(resolution.rules)
+    if asked.resolution is not None:
+        asked.resolution.announce()
+        _announce_activations(asked.resolution.rules)
         if jax.process_count() > 1:
-            fingerprints = resolution.fingerprints()
-    places = _places(arguments, set(changed))
-    program = _from_jaxpr(closed, len(changed), seen["out_tree"], pinned, places)
+            fingerprints = asked.resolution.fingerprints()
+    places = _places(arguments, set(seen.changed))
+    program = _from_jaxpr(closed, seen.count, moved, seen.out_tree, pinned, places)
     program.__name__ = job.name
-    out = jax.tree.unflatten(seen["out_tree"], [sharding for _, sharding in pinned])
+    result = jax.tree.unflatten(seen.out_tree, [sharding for _, sharding in pinned])
     donated, kept, given, rest = places
     return Program(
         jitted=jax.jit(
             program,
             in_shardings=_inputs(*places, wanted),
-            out_shardings=[*(wanted[at] for at in changed), out],
+            out_shardings=[*layouts, result],
             donate_argnums=(0, 2),
         ),
         wanted=wanted,
@@ -245,25 +262,24 @@ def make_program(
         kept=kept,
         given=given,
         rest=rest,
-        changed=changed,
-        out_tree=seen["out_tree"],
+        changed=seen.changed,
+        change=change,
+        out_tree=seen.out_tree,
         out_shapes=list(shapes[1]),
+        changed_shapes=[*shapes[0], *(abstract(leaves[at], None) for at in moved)],
+        returns_objects=seen.returns_objects,
         cacheable=not any(isinstance(const, Tracer) for const in closed.consts),
         fingerprints=fingerprints,
     )
 
 
-def abstract(leaf: Any, sharding: Any) -> Any:
-    """An argument's leaf without its values; numbers and tracers stay."""
-    if isinstance(leaf, Tracer | bool | int | float | complex):
-        return leaf
-    weak = bool(getattr(leaf, "weak_type", False))
-    return jax.ShapeDtypeStruct(
-        leaf.shape,
-        jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True),
-        sharding=sharding,
-        weak_type=weak,
-    )
+def _announce_activations(rules: RuleSet) -> None:
+    if rules.activations and "activations" not in rules._warned:
+        rules._warned.add("activations")
+        warn(
+            "layout_map.activations has rules, which this version stores but does not "
+            "apply; use flm.distribute_tensor in the model"
+        )
 
 
 def mesh_needed(rules: RuleSet | None) -> Any:
@@ -289,20 +305,87 @@ def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def run_program(
+    program: Program, arguments: Sequence[Argument], leaves: Sequence[Any]
+) -> Any:
+    """Runs a program, and writes what it changed into the caller's NNX objects.
+
+    Both at once, as far as an interrupt can see. If the structure changes, the program
+    has donated nothing of the objects, so that they are whole in between.
+
+    Returns:
+        The function's result.
+    """
+    change = program.change
+    nodes = [node for argument in arguments for node in argument.objects]
+    objects: list[Any] = []
+    if change is not None or program.returns_objects:
+        objects = objects_of(nodes)
+    if change is not None:
+        check_apart(arguments, [a.objects for a in arguments], object)
+    changed: list[Any] = []
+    if program.changed:
+        holders = [holder for argument in arguments for holder in argument.holders()]
+        changed = [holder[0] for at in program.changed if (holder := holders[at])]
+        check_can_write(changed)
+    results = itertools.chain.from_iterable(
+        itertools.starmap(program.jitted, (program.inputs(leaves),))
+    )
+    drain(map(write_value, changed, results))
+    *outputs, result = results
+    if change is not None:
+        objects = change.apply(objects, change.leaves(leaves, outputs))
+    return with_objects(result, objects) if program.returns_objects else result
+
+
+def abstract_result(program: Program, arguments: Sequence[Argument]) -> Any:
+    """The function's result without arrays; no object is changed."""
+    result = jax.tree.unflatten(program.out_tree, program.out_shapes)
+    if not program.returns_objects:
+        return result
+    every = [leaf for argument in arguments for leaf in argument.leaves]
+    given = [abstract(leaf, None) for leaf in every]
+    if program.change is not None:
+        leaves = program.change.leaves(given, program.changed_shapes)
+        return with_objects(result, objects_of(program.change.merged(leaves)))
+    merged: list[Any] = []
+    for argument in arguments:
+        own, given = given[: len(argument.leaves)], given[len(argument.leaves) :]
+        merged += argument.among_objects(argument.rebuild(own)[1])
+    return with_objects(result, objects_of(merged))
+
+
 def write_back(arguments: Sequence[Argument], new: Mapping[int, Any]) -> None:
     """Writes new values (by position over all leaves) into the caller's objects."""
     start = 0
     for argument in arguments:
-        count = len(argument.leaves)
-        changed = any(at in new for at in range(start, start + count))
-        if changed and argument.has_objects:
-            argument.write_back(
-                [new.get(start + at, leaf) for at, leaf in enumerate(argument.raw)]
-            )
-        start += count
+        stop = start + len(argument.leaves)
+        own = {at - start: new[at] for at in range(start, stop) if at in new}
+        if own and argument.has_objects:
+            argument.write_back(own)
+        start = stop
 
 
 # ------------------------------------------------------------------------ tracing
+
+
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """What the trace of a function showed. Holds no tracer.
+
+    Attributes:
+        changed: positions of the values that it changed.
+        change: what else it did to NNX objects, or None.
+        count: how many outputs come before its result.
+        out_tree: the structure of its result.
+        returns_objects: whether NNX objects or their Variables are in it.
+    """
+
+    changed: tuple[int, ...] = ()
+    change: Change | None = None
+    count: int = 0
+    out_tree: Any = None
+    returns_objects: bool = False
 
 
 def _on_leaves(
@@ -311,31 +394,52 @@ def _on_leaves(
     static: Mapping[Slot, Any],
     arguments: Sequence[Argument],
     leaves: Sequence[Any],
-    seen: dict[str, Any],
+    seen: _Seen,
 ) -> tuple[list[Any], list[Any]]:
     """The user's function on leaves; traced once."""
     values: dict[Slot, Any] = dict(static)
-    rebuilt: list[tuple[Argument, list[Any], Sequence[Any]]] = []
+    copies: list[list[Any]] = []  # of the NNX objects of each argument
+    positions: list[int] = []  # of the leaves in them
     start = 0
     for argument in arguments:
         own = leaves[start : start + len(argument.leaves)]
-        start += len(own)
         values[argument.slot], merged = argument.rebuild(own)
-        rebuilt.append((argument, merged, own))
+        copies.append(argument.among_objects(merged))
+        pure = argument.pure_leaves()
+        positions += [start + at for at in range(len(own)) if not pure[at]]
+        start += len(own)
+    nodes = [node for own in copies for node in own]
+    before = Graph(nodes)
     result = call_with(job.fun, job.signature, [(slot, values[slot]) for slot in order])
-    results, seen["out_tree"] = results_of(result)
-    after: list[Any] = []
-    for argument, merged, own in rebuilt:
-        if argument.has_objects:
-            after.extend(leaves_after(argument, merged, own))
-        else:
-            after.extend(own)
-    seen["changed"] = tuple(
+    after = Graph(nodes)
+    known = set(map(id, after.objects))
+    returned = [node for node in nodes_in(result) if id(node) not in known]
+    new = None if returned else _changed_values(before, after, positions, seen)
+    if new is None:
+        check_apart(arguments, copies, nnx.Variable)
+        after = Graph([*nodes, *returned])
+        seen.change, new = change_of(before, after, positions, leaves)
+    plain, seen.returns_objects = without_objects(result, after.objects)
+    results, seen.out_tree = jax.tree.flatten(plain)
+    seen.count = len(new)
+    return list(map(strong, new)), results
+
+
+def _changed_values(
+    before: Graph, after: Graph, positions: Sequence[int], seen: _Seen
+) -> list[Any] | None:
+    """The new values of Variables; None if there is more to it than that."""
+    if not after.is_like(before):
+        return None
+    changed = [
         at
-        for at, (old, new) in enumerate(zip(leaves, after, strict=True))
+        for at, (old, new) in enumerate(zip(before.leaves, after.leaves, strict=True))
         if old is not new
-    )
-    return [strong(after[at]) for at in seen["changed"]], results
+    ]
+    if not all(is_value(after.leaves[at], after.holders[at]) for at in changed):
+        return None
+    seen.changed = tuple(positions[at] for at in changed)
+    return [after.leaves[at] for at in changed]
 
 
 _Places = tuple[tuple[int, ...], tuple[int, ...], tuple[Tree, ...], tuple[Tree, ...]]
@@ -344,8 +448,9 @@ _Places = tuple[tuple[int, ...], tuple[int, ...], tuple[Tree, ...], tuple[Tree, 
 def _from_jaxpr(
     closed: ClosedJaxpr,
     count: int,
+    moved: Sequence[int],
     out_tree: Any,
-    pinned: Sequence[_Pin],
+    pinned: Sequence[Pin],
     places: _Places,
 ) -> Callable[..., Any]:
     """The traced function on the inputs of a program; not traced a second time.
@@ -353,6 +458,7 @@ def _from_jaxpr(
     Args:
         closed: the trace of the function on all leaves in order.
         count: how many of its results are changed state.
+        moved: positions of leaves that come out as they are, after these.
         out_tree: structure of the function's own result.
         pinned: of each of its leaves, whether it is state.
         places: where the leaves are among the inputs.
@@ -384,7 +490,8 @@ def _from_jaxpr(
             strong(value) if is_state else value
             for value, (is_state, _) in zip(after[count:], pinned, strict=True)
         ]
-        return [*after[:count], jax.tree.unflatten(out_tree, results)]
+        others = [values[at] for at in moved]
+        return [*after[:count], *others, jax.tree.unflatten(out_tree, results)]
 
     return program
 
@@ -422,152 +529,3 @@ def _places(arguments: Sequence[Argument], changed: set[int]) -> _Places:
             tree = Tree(argument.slot, argument.treedef, span.start)
             (given if argument.is_donated else rest).append(tree)
     return tuple(donated), tuple(kept), tuple(given), tuple(rest)
-
-
-# ------------------------------------------------------------------------ layouts
-
-
-def _wanted(
-    job: Job, arguments: Sequence[Argument], rules: RuleSet | None
-) -> tuple[list[Any], dict[str, Any], Resolution | None]:
-    """One sharding per leaf of all arguments; None leaves it to JAX.
-
-    And the trees that the rules were asked about, with their Resolution.
-    """
-    found: dict[str, list[Any]] = {}
-    by_rule: list[Argument] = []
-    mesh = None if rules is None else rules.mesh
-    for argument in arguments:
-        prefix = job.in_sharding(argument.slot)
-        if prefix is not None:
-            what = f"in_shardings[{argument.name!r}]"
-            found[argument.name] = broadcast(prefix, argument.plain(), mesh, what)
-        elif not argument.is_state:
-            found[argument.name] = [None] * len(argument.leaves)
-        elif rules is None:
-            found[argument.name] = [own_sharding(leaf) for leaf in argument.leaves]
-        else:
-            by_rule.append(argument)
-    resolution: Resolution | None = None
-    trees = {argument.name: _without_arrays(argument) for argument in by_rule}
-    if trees and rules is not None:
-        resolution = resolve(Roots(trees), rules)
-        every = iter(resolution.sharding_list())
-        for argument in by_rule:
-            found[argument.name] = [next(every) for _ in argument.leaves]
-    return [s for a in arguments for s in found[a.name]], trees, resolution
-
-
-def _without_arrays(argument: Argument) -> Any:
-    """What the rules are asked about; a Resolution may be kept, arrays must not."""
-    if argument.has_objects:
-        return argument.value
-    return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
-
-
-def _announce_activations(rules: RuleSet) -> None:
-    if rules.activations and "activations" not in rules._warned:
-        rules._warned.add("activations")
-        warn(
-            "layout_map.activations has rules, which this version stores but does not "
-            "apply; use flm.distribute_tensor in the model"
-        )
-
-
-def _pin(
-    job: Job,
-    arguments: Sequence[Argument],
-    wanted: Sequence[Any],
-    out: tuple[Any, Sequence[Any]],
-    rules: RuleSet | None,
-) -> tuple[list[_Pin], dict[str, Any]]:
-    """Per result: whether it is state, and its sharding (None: the compiler's).
-
-    A part of the result with the structure of an argument keeps its layouts. What else
-    the rules are to be asked about comes as trees by path, and has `_BY_RULE` here.
-    """
-    known: dict[Any, list[list[_Pin]]] = {}
-    data: dict[Any, list[list[_Pin]]] = {}
-    start = 0
-    for argument in arguments:
-        own = list(wanted[start : start + len(argument.leaves)])
-        start += len(own)
-        key = (argument.treedef, shape_key(argument.leaves))
-        if argument.is_state and own:
-            known.setdefault(key, []).append([(True, sharding) for sharding in own])
-        elif argument.pins:
-            data.setdefault(key, []).append([(False, at) for at in argument.pins])
-    mesh = None if rules is None else rules.mesh
-    # Without the types of Explicit axes, which are not what the rules say.
-    plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out[1]]
-    result = jax.tree.unflatten(out[0], plain)
-    said: list[Any] = [None] * len(plain)
-    if job.out_shardings is not None:
-        said = broadcast(job.out_shardings, result, mesh, "out_shardings")
-    asks = rules is not None and any(given is None for given in said)
-    made: dict[str, Any] = {}
-    pinned = _pin_tree(result, {**data, **known}, made if asks else None, _RESULT)
-    typed = [_typed(aval, rules) for aval in out[1]]
-    return [
-        (state, given or sharding or own)
-        for (state, sharding), given, own in zip(pinned, said, typed, strict=True)
-    ], made
-
-
-def _typed(aval: Any, rules: RuleSet | None) -> NamedSharding | None:
-    """On Explicit axes the type of a result says where it lies.
-
-    Without this, a program of no arguments would not know its devices.
-    """
-    mesh = None if rules is None else rules.mesh
-    own = getattr(aval, "sharding", None)
-    if mesh is None or not isinstance(own, NamedSharding):
-        return None
-    if any(kind is not AxisType.Explicit for kind in mesh.axis_types):
-        return None
-    jax_mesh: Any = mesh.jax_mesh
-    return (
-        NamedSharding(jax_mesh, own.spec)
-        if own.mesh == jax_mesh.abstract_mesh
-        else None
-    )
-
-
-def _pin_tree(
-    tree: Any,
-    known: Mapping[Any, list[list[_Pin]]],
-    made: dict[str, Any] | None,
-    path: str,
-) -> list[_Pin]:
-    """Looks for the structures of arguments in a result, from the outside in.
-
-    Where several arguments have one structure, they are taken in turn. States of
-    another structure are added to `made`, unless that is None.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    found = known.get((treedef, shape_key(leaves)))
-    if found is not None:
-        return found.pop(0) if len(found) > 1 else found[0]
-    if not leaves or jax.tree_util.treedef_is_leaf(treedef):
-        return [(False, None)] * len(leaves)
-    if made is not None and _is_made_state(tree):
-        made[path] = tree
-        return [(True, _BY_RULE)] * len(leaves)
-    parts, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree
-    )
-    return [
-        entry
-        for keys, part in parts
-        for entry in _pin_tree(part, known, made, path + jax.tree_util.keystr(keys))
-    ]
-
-
-def _is_made_state(tree: Any) -> bool:
-    """Whether a result is a state by its kind: new, or of another structure."""
-    return (
-        is_train_state(tree)
-        or is_optax_state(tree)
-        or isinstance(tree, nnx.State)
-        or (isinstance(tree, Mapping) and "params" in tree)
-    )

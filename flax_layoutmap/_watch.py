@@ -139,9 +139,9 @@ class Watch:
             self.exact = False
             return
         data, static = attributes
-        for child in data:
+        for child in data.values():
             self._look(child, seen)
-        for value in static:
+        for value in static.values():
             self._static(value)
 
     def _static(self, value: Any) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # Modules of one layer do not import each other; a folder counts as one module.
 LAYERS = (
     ("_errors", "_flax_internals", "_patterns", "_table"),
-    ("_structure", "_watch"),
+    ("_structure", "_watch", "_graph"),
     ("_mesh", "_paths", "_trace"),
     ("_layout", "_processes", "_walk"),
     ("_flatten",),
@@ -28,7 +28,8 @@ LAYERS = (
     ("_place", "_arguments"),
     ("_batch",),
     ("_create", "_inputs", "checkpoint"),
-    ("_layout_map", "_program"),
+    ("_layout_map", "_shardings"),
+    ("_program",),
     ("_dispatch",),
     ("_jit",),
     ("__init__",),

@@ -592,7 +592,7 @@ def test_without_the_private_names(
     mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch, long_ways: list[str]
 ) -> None:
     """Every call then goes the long way, and does the same."""
-    read, write, metadata = internals.accessors(None, None)
+    read, write, metadata, _ = internals.accessors(None, None)
     variable = nnx.Param(jnp.ones(2), note="x")
     write(variable, jnp.zeros(2))
     assert float(read(variable)[0]) == 0 and metadata(variable)["note"] == "x"

@@ -148,7 +148,7 @@ def test_the_private_names_that_jit_needs_are_there() -> None:
         def __init__(self) -> None:
             self.w, self.size = variable, 3
 
-    assert internals.attributes_of(Module()) == ([variable], [3])
+    assert internals.attributes_of(Module()) == ({"w": variable}, {"size": 3})
     assert internals.attributes_of(object()) is None
 
 

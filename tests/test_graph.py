@@ -1,0 +1,626 @@
+"""Functions that change the structure of the NNX objects that they are given."""
+
+import gc
+import random
+import signal
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import flax_layoutmap as flm
+
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(8, 8, rngs=rngs)
+        self.down = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(jnp.tanh(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.table = nnx.data({"a": nnx.Param(jnp.ones(8)), "list": [nnx.Param(X)]})
+        self.pair = nnx.Variable({"sum": jnp.zeros(8), "count": jnp.zeros(())})
+        self.raw = nnx.data(jnp.ones(8))
+        self.scale = 1.0
+
+    def __call__(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.scale * self.drop(x)
+
+
+def rules(mesh: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (None, "model")
+    layout_map["layers/0/up/kernel"] = ("model", None)
+    layout_map["cache"] = ("data",)
+    return layout_map
+
+
+def placed(layout_map: Any) -> Any:
+    return layout_map.place(Model())
+
+
+def leaves_of(node: Any) -> dict[str, Any]:
+    return {
+        "/".join(map(str, path)): leaf
+        for path, value in nnx.to_flat_state(nnx.state(node))
+        for leaf in jax.tree.leaves(value)
+    }
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """The same structure, the same values."""
+    assert nnx.split(ours)[0] == nnx.split(theirs)[0]
+    one, other = leaves_of(ours), leaves_of(theirs)
+    assert list(one) == list(other)
+    for path in one:
+        a, b = one[path], other[path]
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=path)
+
+
+def objects(model: Any) -> list[Any]:
+    kinds = nnx.Pytree | nnx.Variable
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, kinds)]
+
+
+def places(nodes: list[Any], among: list[Any]) -> list[int | None]:
+    """Where these very objects are among others."""
+    number = {id(node): at for at, node in enumerate(among)}
+    return [number.get(id(node)) for node in nodes]
+
+
+# ------------------------------------------------------------- what a step may do
+
+
+def makes_a_cache(model: Any) -> Any:
+    if not hasattr(model, "cache"):
+        model.cache = nnx.Cache(jnp.zeros(8))
+    model.cache[...] = model.cache[...] + 1
+    return model.cache[...].sum()
+
+
+def sows(model: Any) -> Any:
+    model.layers[0].sow(nnx.Intermediate, "seen", jnp.ones(2))
+
+
+def sows_and_pops(model: Any) -> Any:
+    model.layers[0].sow(nnx.Intermediate, "seen", 2 * jnp.ones(2))
+    return nnx.to_pure_dict(nnx.pop(model, nnx.Intermediate))
+
+
+def swaps_modules(model: Any) -> None:
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+    model.layers[0].up.kernel[...] *= 2
+
+
+def swaps_variables(model: Any) -> None:
+    up, down = model.layers[0].up, model.layers[0].down
+    up.kernel, down.kernel = down.kernel, up.kernel
+    up.kernel[...] += 1
+
+
+def replaces_a_variable(model: Any) -> None:
+    model.layers[0].up.kernel = nnx.Param(model.layers[0].up.kernel[...] * 0 + 3)
+
+
+def replaces_in_a_container(model: Any) -> None:
+    model.table["list"].append(nnx.Param(model.table["a"][...] + 1))
+    model.table["a"][...] = model.table["a"][...] * 5
+
+
+def replaces_a_module(model: Any) -> None:
+    model.layers[1].up = nnx.Linear(8, 4, rngs=nnx.Rngs(3))
+
+
+def deletes(model: Any) -> None:
+    del model.layers[1].down.bias
+    model.layers[1].down.bias = None
+
+
+def inserts_lora(model: Any) -> None:
+    up = model.layers[0].up
+    model.layers[0].up = nnx.LoRA(8, 2, 8, base_module=up, rngs=nnx.Rngs(1))
+
+
+def appends_a_layer(model: Any) -> None:
+    model.layers.append(Block(nnx.Rngs(5)))
+
+
+def ties(model: Any) -> None:
+    model.layers[1].up.kernel = model.layers[0].up.kernel
+    model.layers[0].up.kernel[...] += 1
+
+
+def unties(model: Any) -> None:
+    if model.layers[1].up.kernel is model.layers[0].up.kernel:
+        model.layers[1].up.kernel = nnx.Param(model.layers[0].up.kernel[...] + 1)
+    else:
+        ties(model)
+
+
+def edits_static(model: Any) -> None:
+    model.scale = model.scale + 1
+    model.note = "x"
+
+
+def goes_to_eval(model: Any) -> None:
+    model.eval()
+    model.raw = model.raw + model(X).sum() * 0
+
+
+def edits_metadata(model: Any) -> None:
+    model.layers[0].up.kernel.set_metadata("note", "x")
+
+
+def grows(model: Any) -> None:
+    model.table["a"].set_value(jnp.concatenate([model.table["a"][...]] * 2))
+
+
+def changes_a_dict_in_a_variable(model: Any) -> None:
+    old = model.pair.get_value()
+    model.pair.set_value({"sum": old["sum"] + 1, "count": old["count"] + 2})
+
+
+def adds_to_a_dict_in_a_variable(model: Any) -> None:
+    model.pair.set_value({**model.pair.get_value(), "max": jnp.ones(3)})
+
+
+def changes_an_array_without_a_variable(model: Any) -> None:
+    model.raw = model.raw * 2
+
+
+def empties_a_variable(model: Any) -> None:
+    model.pair.set_value(None)
+
+
+STEPS = [
+    makes_a_cache,
+    sows,
+    sows_and_pops,
+    swaps_modules,
+    swaps_variables,
+    replaces_a_variable,
+    replaces_in_a_container,
+    replaces_a_module,
+    deletes,
+    inserts_lora,
+    appends_a_layer,
+    ties,
+    unties,
+    edits_static,
+    goes_to_eval,
+    edits_metadata,
+    grows,
+    changes_a_dict_in_a_variable,
+    adds_to_a_dict_in_a_variable,
+    changes_an_array_without_a_variable,
+    empties_a_variable,
+]
+AGAIN = {deletes, inserts_lora}  # cannot be done twice
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_as_without_jit(step: Callable[[Any], Any], mesh: flm.DeviceMesh) -> None:
+    """The same objects, structure and values as the same lines of Python give."""
+    layout_map = rules(mesh)
+    model, plain = placed(layout_map), Model()
+    ours, theirs = objects(model), objects(plain)
+    jitted = flm.jit(step, layout_map=layout_map, donate_argnames="model")
+    for _ in range(1 if step in AGAIN else 3):
+        result, expected = jitted(model), step(plain)
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_allclose, result, expected)
+        assert_same(model, plain)
+        wanted = layout_map.shardings(model)
+        lies = jax.tree.map(lambda x, at: x.sharding == at, nnx.state(model), wanted)
+        assert all(jax.tree.leaves(lies)), lies
+    # What was there before is still the same object, or gone, as in plain Python.
+    assert places(ours, objects(model)) == places(theirs, objects(plain))
+
+
+def test_modules_as_results(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+
+    def returns(model: Any, x: Any) -> Any:
+        new = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        lone = nnx.Param(x.sum(0))
+        up = model.layers[0].up
+        return {"all": (model, up, up.kernel), "new": [new, new.kernel], "lone": lone}
+
+    step = flm.jit(returns, layout_map=layout_map)
+    for _ in range(2):
+        result = step(model, X)
+        up = model.layers[0].up
+        assert list(map(id, result["all"])) == [id(model), id(up), id(up.kernel)]
+        new, kernel = result["new"]
+        assert type(new) is nnx.Linear and new.kernel is kernel
+        plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        np.testing.assert_allclose(kernel[...], plain.kernel[...], atol=1e-6)
+        assert kernel[...].sharding.spec == P(None, "model")
+        assert type(result["lone"]) is nnx.Param
+        np.testing.assert_allclose(result["lone"][...], X.sum(0), atol=1e-6)
+    assert step._cache_size() == 1
+    shapes = step.eval_shape(model, X)
+    assert type(shapes["all"][0]) is Model and type(shapes["new"][0]) is nnx.Linear
+    assert shapes["new"][0].kernel is shapes["new"][1]
+    assert shapes["all"][1] is shapes["all"][0].layers[0].up
+    assert isinstance(shapes["new"][1].get_value(), jax.ShapeDtypeStruct)
+    # A State is a copy of values; it does not hold the caller's Variables.
+    state = flm.jit(lambda m: nnx.state(m), layout_map=layout_map)(model)
+    mine = set(map(id, objects(model)))
+    assert not mine & set(map(id, jax.tree.leaves(state, is_leaf=is_variable)))
+
+
+def is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def test_own_modules_as_results(mesh: flm.DeviceMesh) -> None:
+    """Returned beside values that change: no change of structure, so donated."""
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+
+    def step(model: Any) -> Any:
+        model.layers[0].up.kernel[...] += 1
+        return model, model.layers[0].up
+
+    jitted = flm.jit(step, layout_map=layout_map, donate_argnames="model")
+    old = model.layers[0].up.kernel.get_value()
+    before = np.asarray(old)
+    assert jitted.eval_shape(model)[1].kernel.shape == (8, 8)
+    for number in (1, 2, 3):
+        same, up = jitted(model)
+        assert same is model and up is model.layers[0].up
+        np.testing.assert_allclose(up.kernel[...], before + number, atol=1e-6)
+    assert old.is_deleted() and jitted._cache_size() == 1
+
+
+def test_a_model_made_by_a_jitted_function(mesh: flm.DeviceMesh) -> None:
+    model = flm.jit(Model, layout_map=rules(mesh))()
+    assert_same(model, Model())
+    kernels = [layer.up.kernel.get_value() for layer in model.layers]
+    assert [kernel.sharding.spec for kernel in kernels] == [
+        P("model"),
+        P(None, "model"),
+    ]
+
+
+def test_what_stays_is_not_copied_and_nothing_is_donated(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+    old = leaves_of(model)
+
+    def step(model: Any) -> None:
+        model.layers[0].up.kernel[...] += 1
+        del model.layers[1]
+        model.cache = nnx.Cache(jnp.zeros(8))
+
+    gone = model.layers[1]
+    jitted = flm.jit(step, layout_map=layout_map, donate_argnames="model")
+    assert jitted.lower(model).as_text().count("jax.buffer_donor") == 0
+    jitted(model)
+    assert not any(leaf.is_deleted() for leaf in old.values())
+    new = leaves_of(model)
+    changed = {path for path in new if new[path] is not old.get(path)}
+    assert changed == {"layers/0/up/kernel", "raw", "cache"}
+    # What was taken out is whole, for whoever holds it.
+    assert gone.up.kernel.get_value() is old["layers/1/up/kernel"]
+
+
+def test_a_new_place_may_ask_for_a_new_layout(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+    other = model.layers[1].up.kernel.get_value()
+
+    def step(model: Any) -> None:
+        first, second = model.layers[0].up, model.layers[1].up
+        first.kernel, second.kernel = second.kernel, first.kernel
+
+    flm.jit(step, layout_map=layout_map)(model)
+    moved = model.layers[0].up.kernel.get_value()
+    np.testing.assert_array_equal(moved, other)
+    assert moved.sharding.spec == P("model")
+    assert other.sharding.spec == P(None, "model")
+
+
+def test_a_cache_is_made_once(mesh: flm.DeviceMesh) -> None:
+    """After the call that makes it, calls are like any other."""
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+    step = flm.jit(makes_a_cache, layout_map=layout_map, donate_argnames="model")
+    totals = [float(step(model)) for _ in range(20)]
+    assert totals == [8.0 * number for number in range(1, 21)]
+    assert step._cache_size() == 2
+    assert model.cache.get_value().sharding.spec == P("data")
+
+
+def test_training_goes_on(mesh: flm.DeviceMesh) -> None:
+    """With a layer that a function appends in between."""
+    layout_map = rules(mesh)
+    tx = optax.adam(1e-2)
+
+    def train(model: Any, optimizer: Any) -> Any:
+        value, grads = nnx.value_and_grad(lambda model: (model(X) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return value
+
+    def run(jit: Any, place: Callable[[Any], Any]) -> tuple[Any, list[float]]:
+        step, grow = jit(train), jit(appends_a_layer)
+        model = place(Model())
+        model.eval()
+        losses = []
+        for _ in range(3):
+            pair = {
+                "model": model,
+                "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param),
+            }
+            losses += [float(step(**place(pair))) for _ in range(2)]
+            grow(model)
+        return model, losses
+
+    ours, found = run(lambda fun: flm.jit(fun, layout_map=layout_map), layout_map.place)
+    theirs, wanted = run(nnx.jit, lambda tree: tree)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert_same(ours, theirs)
+    assert len(ours.layers) == 5
+    assert ours.layers[4].up.kernel[...].sharding.spec == P(None, "model")
+
+
+# ---------------------------------------------------------------------- other ways
+
+
+def test_without_rules() -> None:
+    model, plain = Model(), Model()
+    step = flm.jit(makes_a_cache)
+    for _ in range(3):
+        np.testing.assert_allclose(step(model), makes_a_cache(plain))
+        assert_same(model, plain)
+    swap = flm.jit(swaps_modules)
+    first = model.layers[0]
+    swap(model)
+    assert model.layers[1] is first
+
+
+def test_explicit_axes() -> None:
+    mesh = flm.DeviceMesh((2, 4), ("data", "model"), axis_types="explicit")
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+    step = flm.jit(makes_a_cache, layout_map=layout_map, donate_argnames="model")
+    assert [float(step(model)) for _ in range(3)] == [8, 16, 24]
+    assert jax.typeof(model.cache.get_value()).sharding.spec == P("data")
+    replace = flm.jit(replaces_a_variable, layout_map=layout_map)
+    replace(model)
+    assert jax.typeof(model.layers[0].up.kernel[...]).sharding.spec == P("model", None)
+    assert {AxisType.Explicit} == set(model.cache[...].sharding.mesh.axis_types)
+
+
+def test_in_shardings_go_over_the_rules(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.LayoutMap(mesh, strict=False).place(Model())
+    step = flm.jit(makes_a_cache, layout_map=layout_map, in_shardings={"model": P()})
+    step(model)
+    assert {leaf.sharding.spec for leaf in leaves_of(model).values()} == {P()}
+    prefix = jax.tree.map(lambda _: P(), nnx.state(model))
+    step = flm.jit(
+        lambda model: setattr(model, "more", nnx.Param(jnp.ones(8))),
+        layout_map=layout_map,
+        in_shardings={"model": prefix},
+    )
+    with pytest.raises(
+        flm.LayoutError, match=r"\(after model has changed\) must be one"
+    ):
+        step(model)
+    assert not hasattr(model, "more")
+
+
+def test_in_a_mesh_context(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    jax_mesh: Any = mesh.jax_mesh
+    with jax.set_mesh(jax_mesh):
+        model = placed(layout_map)
+        step = flm.jit(inserts_lora, layout_map=layout_map)
+        step(model)
+        lora_a = model.layers[0].up.lora_a.get_value()
+    assert lora_a.sharding.mesh == jax_mesh
+
+
+def test_inside_an_outer_trace(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model, plain = placed(layout_map), Model()
+    first = model.layers[0]
+    inner = flm.jit(swaps_modules, layout_map=layout_map)
+    nnx.jit(lambda model: inner(model))(model)
+    swaps_modules(plain)
+    assert_same(model, plain)
+    assert model.layers[1] is first
+    # An object from outside may not be changed in here.
+    old = [vars(node).copy() for node in objects(model) if not is_variable(node)]
+
+    def outer(x: Any) -> Any:
+        inner(model)
+        return x
+
+    with pytest.raises(Exception, match="trace level"):
+        jax.jit(outer)(1.0)
+    assert old == [vars(n) for n in objects(model) if not is_variable(n)]
+    assert_same(model, plain)
+
+
+def test_the_level_of_objects_without_variables(mesh: flm.DeviceMesh) -> None:
+    class Empty(nnx.Module):
+        def __init__(self) -> None:
+            self.size = 1
+
+    def add(empty: Any, x: Any) -> None:
+        empty.found = nnx.Intermediate(x * 2)
+
+    empty = Empty()
+    inner = flm.jit(add, layout_map=rules(mesh))
+
+    def outer(x: Any) -> Any:
+        inner(empty, x)
+        return x
+
+    with pytest.raises(Exception, match="trace level"):
+        jax.jit(outer)(jnp.ones(8))
+    assert not hasattr(empty, "found")
+    inner(empty, X)
+    np.testing.assert_array_equal(vars(empty)["found"][...], X * 2)
+
+
+# ------------------------------------------------------------------- nothing is lost
+
+
+def test_interrupts_come_before_or_after(mesh: flm.DeviceMesh) -> None:
+    """Hundreds of them: the model is never half of one and half of the other."""
+    layout_map = rules(mesh)
+    rng, armed = random.Random(0), False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+
+    def step(model: Any) -> None:
+        model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+        for layer in model.layers:
+            layer.up.bias[...] += 1
+        model.count = nnx.Variable(model.layers[0].up.bias[0])
+
+    def numbers(model: Any) -> set[float]:
+        found = {float(layer.up.bias[0]) for layer in model.layers}
+        return found | ({float(model.count[...])} if hasattr(model, "count") else set())
+
+    jitted = flm.jit(step, layout_map=layout_map, donate_argnames="model")
+    model = placed(layout_map)
+    jitted(model)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    hits = 0
+    try:
+        for _ in range(300):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-2))
+                while armed:
+                    jitted(model)
+            except KeyboardInterrupt:
+                hits += 1
+            finally:
+                armed = False
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert not any(leaf.is_deleted() for leaf in leaves_of(model).values())
+            assert len(numbers(model)) == 1
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert hits > 200
+
+
+def test_an_error_leaves_the_model_as_it_was(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model, plain = placed(layout_map), Model()
+
+    def fails(model: Any) -> None:
+        swaps_modules(model)
+        model.cache = nnx.Cache(jnp.zeros(8))
+        raise ZeroDivisionError
+
+    def does_not_divide(model: Any) -> None:
+        swaps_modules(model)
+        model.cache = nnx.Cache(jnp.zeros(7))
+
+    with pytest.raises(ZeroDivisionError):
+        flm.jit(fails, layout_map=layout_map)(model)
+    with pytest.raises(flm.ResolveError, match="cache"):
+        flm.jit(does_not_divide, layout_map=layout_map)(model)
+    assert_same(model, plain)
+
+
+def test_no_tracer_and_no_model_stays(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+    step = flm.jit(inserts_lora, layout_map=layout_map, donate_argnames="model")
+    with jax.checking_leaks():
+        step(model)
+    assert not any(isinstance(x, Tracer) for x in leaves_of(model).values())
+    dead = [weakref.ref(model), weakref.ref(model.layers[0].up)]
+    array = weakref.ref(model.layers[0].up.lora_a.get_value())
+    del model
+    gc.collect()
+    assert [ref() for ref in (*dead, array)] == [None] * 3
+
+
+def test_what_is_refused(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model, other = placed(layout_map), placed(layout_map)
+
+    def shares(model: Any, other: Any) -> None:
+        other.head = model.layers[0].up
+
+    advice = ": pass one object that holds both, so that they stay shared"
+    with pytest.raises(flm.StructureError) as caught:
+        flm.jit(shares, layout_map=layout_map)(model, other)
+    assert str(caught.value) == (
+        f"model/layers/0/up/bias and other/head/bias are one Param{advice}"
+    )
+    assert not hasattr(other, "head")
+
+    class Setting(nnx.Module):
+        def __init__(self) -> None:
+            self.rate = 0.5
+
+    # An object that holds no arrays may be shared, until its structure is at stake.
+    model.setting = other.setting = Setting()
+    apart = flm.jit(lambda a, b: (a(X) + b(X)).sum(), layout_map=layout_map)
+    assert np.isfinite(apart(model, other))
+
+    def edits(a: Any, b: Any) -> None:
+        a.setting.rate = 1.0
+
+    with pytest.raises(flm.StructureError) as caught:
+        flm.jit(edits, layout_map=layout_map)(model, other)
+    assert str(caught.value) == f"a/setting and b/setting are one Setting{advice}"
+    assert model.setting.rate == 0.5
+
+
+@pytest.mark.parametrize("option", ["ref", "hijax"])
+def test_variables_that_are_references(option: str, mesh: flm.DeviceMesh) -> None:
+    class Holder(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones(4), **{option: True})
+
+    try:
+        holder = Holder()
+    except AttributeError:
+        pytest.skip("This version of Flax cannot make a hijax Variable with this JAX.")
+    for layout_map in (None, rules(mesh)):
+        step = flm.jit(lambda holder: holder.w[...].sum(), layout_map=layout_map)
+        with pytest.raises(flm.StructureError) as caught:
+            step(holder)
+        kind = type(holder.w).__name__
+        assert str(caught.value) == (
+            f"holder/w is a {kind} with ref or hijax, which changes in place by "
+            "itself: make it without, or use nnx.jit"
+        )
