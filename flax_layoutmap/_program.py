@@ -105,7 +105,7 @@ class Program:
         donated: positions, over all leaves, of those in NNX objects whose buffers are
             given away.
         kept: positions of the others in NNX objects.
-        given: the pure trees that are donated.
+        given: the pure trees that are donated; a program takes their leaves.
         rest: the other pure trees.
         changed: positions of what the function changed in NNX objects; each of them is
             the value of a Variable.
@@ -177,17 +177,14 @@ def _inputs(
     rest: Sequence[Tree],
     leaves: Sequence[Any],
 ) -> tuple[Any, ...]:
-    def trees(some: Sequence[Tree]) -> tuple[Any, ...]:
-        return tuple(
-            jax.tree.unflatten(tree.treedef, [leaves[at] for at in tree.positions])
-            for tree in some
-        )
-
     return (
         [leaves[at] for at in donated],
         [leaves[at] for at in kept],
-        trees(given),
-        trees(rest),
+        [[leaves[at] for at in tree.positions] for tree in given],
+        tuple(
+            jax.tree.unflatten(tree.treedef, [leaves[at] for at in tree.positions])
+            for tree in rest
+        ),
     )
 
 
@@ -476,12 +473,13 @@ def _from_jaxpr(
         values: list[Any] = [None] * len(closed.in_avals)
         for at, leaf in zip((*donated, *kept), (*inputs[0], *inputs[1]), strict=True):
             values[at] = leaf
-        for tree, own in zip((*given, *rest), (*inputs[2], *inputs[3]), strict=True):
+        for tree, leaves in zip(given, inputs[2], strict=True):
+            values[tree.start : tree.start + len(leaves)] = leaves
+        for tree, own in zip(rest, inputs[3], strict=True):
             leaves, treedef = jax.tree.flatten(own)
             if treedef != tree.treedef:
                 raise OtherArgumentsError
-            for at, leaf in zip(tree.positions, leaves, strict=True):
-                values[at] = leaf
+            values[tree.start : tree.start + len(leaves)] = leaves
         if any(map(_differ, values, closed.in_avals)):
             raise OtherArgumentsError
         # Not jaxpr_as_fun, after which debug_nans checks nothing any more (jax 0.10.2).

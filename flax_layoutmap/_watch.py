@@ -8,7 +8,7 @@ Variables do not count, their metadata does.
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,56 @@ from flax_layoutmap._flax_internals import (
 )
 
 _ATTRIBUTES = operator.attrgetter("__dict__")
+_CALL: Any = operator.call
+
+# Among so many kinds of metadata equal ones are looked for.
+_KINDS = 8
 
 # Static attributes that cannot change in place.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type, np.dtype)
+
+
+_flat = itertools.chain.from_iterable
+
+
+def _equal_as_one(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same, where equal ones are one object: less memory to go through."""
+    kinds: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
+    for entry in entries:
+        for kind in kinds:
+            if list(kind) == list(entry) and all(
+                map(operator.is_, kind.values(), entry.values())
+            ):
+                entry = kind
+                break
+        else:
+            if len(kinds) < _KINDS:
+                kinds.append(entry)
+        found.append(entry)
+    return found
+
+
+def _by_identity(mapping: dict[str, Any]) -> Callable[[Any], Any]:
+    """Gets the values of a mapping that must not be compared by `==`.
+
+    That of a Variable or an array compares elements. Other values that change at all
+    are equal only if they are alike.
+    """
+    names = [
+        name
+        for name, value in mapping.items()
+        if not isinstance(value, _ATOMS)
+        and type(value).__eq__ is not object.__eq__
+        and not name.startswith("_pytree__")
+    ]
+    if not names:
+        return _nothing
+    return operator.itemgetter(*names, *names[: len(names) == 1])
+
+
+def _nothing(_: Any) -> tuple[()]:
+    return ()
 
 
 class Watch:
@@ -53,41 +100,52 @@ class Watch:
         for root in roots:
             self._object(root, seen)
         self._hashes = list(map(hash, self._hashed.values()))
-        self._metadata = [dict(metadata_of(v)) for v in self.variables]
+        self._metadata = _equal_as_one([dict(metadata_of(v)) for v in self.variables])
         self._types = list(map(type, self._objects))
-        mappings = self._mappings(roots)
-        self._lengths = [*map(len, mappings), *map(len, self._lists)]
-        self._keys = list(itertools.chain.from_iterable(mappings))
-        self._values = list(self._children(mappings))
+        attributes = self._attributes(roots)
+        self._contents = list(map(dict, attributes))
+        self._getters = list(map(_by_identity, attributes))
+        self._keys = list(self._all_keys())
+        self._lengths = list(self._all_lengths())
+        self._nodes = list(self._all_nodes(attributes))
 
     def fits(self, roots: Sequence[Any]) -> bool:
         """Whether these are the objects, and their graph is what it was."""
         for alive, root in zip(self._alive, roots, strict=True):
             if alive() is not root:
                 return False
-        mappings = self._mappings(roots)
+        attributes = self._attributes(roots)
         try:
+            # The order matters: after the first three, `==` meets no Variable that is
+            # another one, whose `==` would be that of its array.
             return (
-                [*map(len, mappings), *map(len, self._lists)] == self._lengths
-                and list(itertools.chain.from_iterable(mappings)) == self._keys
-                and all(map(operator.is_, self._children(mappings), self._values))
+                list(self._all_lengths()) == self._lengths
+                and list(self._all_keys()) == self._keys
+                and all(map(operator.is_, self._all_nodes(attributes), self._nodes))
+                and attributes == self._contents
                 and list(map(read_metadata, self.variables)) == self._metadata
                 and list(map(type, self._objects)) == self._types
                 and list(map(hash, self._hashed.values())) == self._hashes
             )
-        except (TypeError, ValueError):  # metadata that cannot be compared
-            return False
+        except (KeyError, TypeError, ValueError):
+            return False  # a part is gone, or metadata cannot be compared
 
-    def _mappings(self, roots: Sequence[Any]) -> list[Any]:
-        return [
-            *map(_ATTRIBUTES, roots),
-            *map(_ATTRIBUTES, self._objects),
-            *self._dicts,
-        ]
+    def _attributes(self, roots: Sequence[Any]) -> list[dict[str, Any]]:
+        return [*map(_ATTRIBUTES, roots), *map(_ATTRIBUTES, self._objects)]
 
-    def _children(self, mappings: Sequence[Any]) -> Any:
-        of_mappings = itertools.chain.from_iterable(map(dict.values, mappings))
-        return itertools.chain(of_mappings, itertools.chain.from_iterable(self._lists))
+    def _all_lengths(self) -> Iterator[int]:
+        return itertools.chain(map(len, self._lists), map(len, self._dicts))
+
+    def _all_keys(self) -> Iterator[Any]:
+        return _flat(self._dicts)
+
+    def _all_nodes(self, attributes: Iterable[Any]) -> Iterator[Any]:
+        """What is compared by identity."""
+        return itertools.chain(
+            _flat(map(_CALL, self._getters, attributes)),
+            _flat(map(dict.values, self._dicts)),
+            _flat(self._lists),
+        )
 
     # ------------------------------------------------------------------ looking
 
