@@ -7,10 +7,12 @@ Variables), the program itself does when JAX traces it for them: it then raises,
 call goes the long way.
 """
 
+import collections
+import functools
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -26,6 +28,7 @@ from flax_layoutmap._flax_internals import (
     write_value,
 )
 from flax_layoutmap._graph import drain
+from flax_layoutmap._inputs import buffers_of
 from flax_layoutmap._place import put
 from flax_layoutmap._program import OtherArgumentsError, Program, surroundings
 from flax_layoutmap._rules import RuleSet
@@ -81,6 +84,31 @@ class Fetch(NamedTuple):
         return jax.tree.unflatten(treedef, placed)
 
 
+class Left:
+    """Which values the last call of a route left in the Variables, by their ids.
+
+    They are known to share no memory. So are those that other calls have left, such as
+    the route of another mode or function: they come from programs too.
+    """
+
+    _recent: ClassVar[tuple["Left", ...]] = ()
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def has(self, ids: list[int]) -> bool:
+        """Whether values are known."""
+        recent = Left._recent
+        if not recent or recent[0] is not self:
+            others = [left for left in recent if left is not self]
+            Left._recent = (self, *others[: _STATES - 1])
+        if ids == self.ids or any(ids == left.ids for left in recent):
+            return True
+        own = set(ids)
+        known = itertools.chain.from_iterable(left.ids for left in recent)
+        return len(own) == len(ids) and own.issubset(known)
+
+
 class Route:
     """The way of one kind of call to its program."""
 
@@ -111,7 +139,11 @@ class Route:
         self.changed = [variables[at] for at in program.changed]
         self.given = [(fetches[tree.slot], tree.treedef) for tree in program.given]
         self.rest = [fetches[tree.slot] for tree in program.rest]
-        self.kept_ids: list[int] = []  # of the values that no call has changed
+        # Of the values that the last call left, and how many of them it wrote.
+        self.left = Left()
+        self.written = len(self.changed)
+        first = self.variables[: self.written]
+        self.writes_first = all(map(operator.is_, self.changed, first))
         self.hits = self.misses = 0
 
     def fits(self, roots: Sequence[Any]) -> bool:
@@ -134,8 +166,12 @@ class Route:
             return False, None
         # One expression in C runs the step and writes every value back: an interrupt
         # comes between two steps of Python, so it cannot fall in between.
+        outputs: dict[int, list[Any]] = {}
         results = itertools.chain.from_iterable(
-            itertools.starmap(self.program.jitted, (inputs,))
+            map(
+                functools.partial(outputs.setdefault, 0),
+                itertools.starmap(self.program.jitted, (inputs,)),
+            )
         )
         try:
             if self.mesh is None:
@@ -154,6 +190,10 @@ class Route:
             if self._are_as_wanted(inputs):
                 raise
             return False, None
+        if self.writes_first:
+            self.left.ids[: self.written] = map(id, outputs[0][:-1])
+        else:
+            self.left.ids = list(map(id, map(read_value, self.variables)))
         self.hits += 1
         return True, result
 
@@ -177,24 +217,27 @@ class Route:
             return None
         count = len(self.program.donated)
         donated, kept = values[:count], values[count:]
-        if kept:
-            ids = list(map(id, kept))
-            if ids != self.kept_ids:
-                if not all(map(_is_placed, kept, self.wanted[count:])):
-                    return None
-                self.kept_ids = ids
+        ids = list(map(id, values))
+        if not self.left.has(ids):
+            # Somebody else has put values there.
+            if not all(map(_is_placed, values, self.wanted)):
+                return None
+            if donated and not are_apart(values, count):
+                return None
+        self.left.ids = ids
         if donated or given:
-            own_ids = set(map(id, values))
-            size = len(values)
+            others = jax.tree.leaves(rest)
+            if are_deleted(others):
+                return None
+            own_ids = set(map(id, others))
             for leaves in given:
                 if are_deleted(leaves):
                     return None
+                size = len(own_ids) + len(leaves)
                 own_ids.update(map(id, leaves))
-                size += len(leaves)
-            others = jax.tree.leaves(rest)
-            if len(own_ids) < size or not own_ids.isdisjoint(map(id, others)):
-                return None
-            if are_deleted(others):
+                if len(own_ids) < size:
+                    return None
+            if not own_ids.isdisjoint(ids):
                 return None
         return donated, kept, given, rest
 
@@ -231,6 +274,12 @@ def are_deleted(leaves: Sequence[Any]) -> bool:
         return any(map(type(leaves[0]).is_deleted, leaves))
     except (AttributeError, TypeError):  # other things among them
         return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+
+def are_apart(values: Sequence[Any], count: int) -> bool:
+    """Whether the first of these arrays share no memory with others of them."""
+    seen = collections.Counter(part for value in values for part in buffers_of(value))
+    return all(seen[part] == 1 for v in values[:count] for part in buffers_of(v))
 
 
 def _is_placed(value: Any, wanted: Any) -> bool:

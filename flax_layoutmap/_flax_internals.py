@@ -9,6 +9,8 @@
   level of tracing. Fallback: to write its own value into it.
 - `Pytree._pytree__nodes` (0.12.4 to 0.12.8): which attributes of an object are data.
   Fallback: none is known, so its graph is flattened in every call.
+- `Pytree._pytree__state` (0.12.4 to 0.12.8): no part of the graph, and renewed by
+  `nnx.jit`. Fallback: without it, nothing is left out.
 - `Pytree.__dict__`: set as a whole, in one step of C, where a function changed the
   structure of an object. It is plain Python; no fallback.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
@@ -29,6 +31,10 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 _GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters else {}
+
+
+# The attribute in which an NNX object notes at which level of tracing it was made.
+BOOK_KEEPING = "_pytree__state"
 
 
 def metadata_of(variable: nnx.Variable[Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ State must be where the rules say, or is an error; data on the host is split ove
 batch axes. One spelling for equal placements keeps one compiled program for them.
 """
 
+import collections
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -300,29 +302,41 @@ def show_sharding(sharding: Any) -> str:
 def check_not_donated_twice(
     arguments: Sequence[Argument], donated: Sequence[int]
 ) -> None:
-    """Raises LayoutError where one array is donated and used elsewhere too.
+    """Raises LayoutError where memory is donated that is used elsewhere too.
 
-    JAX fails on that only while running, and may hang.
+    Two arrays may share it, such as two that were put on a mesh from one. JAX fails on
+    that only while running, and may hang or end the process.
     """
     every = [leaf for argument in arguments for leaf in argument.leaves]
-    count: dict[int, int] = {}
-    for leaf in every:
-        if isinstance(leaf, jax.Array):
-            count[id(leaf)] = count.get(id(leaf), 0) + 1
-    twice = {key for key, times in count.items() if times > 1}
-    given_away = {id(every[at]) for at in donated}
-    if not twice & given_away:
+    parts = list(map(buffers_of, every))
+    count = collections.Counter(itertools.chain.from_iterable(parts))
+    shared = {part for at in donated for part in parts[at] if count[part] > 1}
+    if not shared:
         return
     paths = [
         argument.path(at)
         for argument in arguments
         for at, leaf in enumerate(argument.leaves)
-        if id(leaf) in twice & given_away
+        if shared & buffers_of(leaf)
     ]
     raise LayoutError(
-        f"{' and '.join(paths[:4])} are one array, which is donated: it cannot be used "
-        "twice; copy it first, jax.numpy.copy(x), or do not donate it"
+        f"{' and '.join(paths[:4])} share memory, which is donated: it cannot be used "
+        "twice; copy one of them first, jax.numpy.copy(x), or do not donate it"
     )
+
+
+def buffers_of(leaf: Any) -> set[Any]:
+    """The memory of an array in this process, to compare; empty where it is unknown."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
+        return set()
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    count = len(leaf.sharding.addressable_devices)
+    parts = [leaf.addressable_data(at) for at in range(count)]
+    try:
+        return {(*part.devices(), part.unsafe_buffer_pointer()) for part in parts}
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return {id(leaf)}  # a backend that does not tell
 
 
 class _Filled(list[Any]):

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from flax_layoutmap._flax_internals import (
+    BOOK_KEEPING,
     attributes_of,
     is_nnx_object,
     is_plain_variable,
@@ -122,13 +123,26 @@ class Watch:
                 list(self._all_lengths()) == self._lengths
                 and list(self._all_keys()) == self._keys
                 and all(map(operator.is_, self._all_nodes(attributes), self._nodes))
-                and attributes == self._contents
+                and (attributes == self._contents or self._is_renewed(attributes))
                 and list(map(read_metadata, self.variables)) == self._metadata
                 and list(map(type, self._objects)) == self._types
                 and list(map(hash, self._hashed.values())) == self._hashes
             )
         except (KeyError, TypeError, ValueError):
             return False  # a part is gone, or metadata cannot be compared
+
+    def _is_renewed(self, attributes: list[dict[str, Any]]) -> bool:
+        """Whether only the book-keeping of the objects differs, as after `nnx.jit`."""
+        name = BOOK_KEEPING
+        pairs = list(zip(attributes, self._contents, strict=True))
+        if all(own.get(name) is known.get(name) for own, known in pairs):
+            return False  # something else differs
+        renewed = [dict(own) for own in attributes]
+        for own, (_, known) in zip(renewed, pairs, strict=True):
+            if own != {**known, name: own.get(name)}:
+                return False
+        self._contents = renewed
+        return True
 
     def _attributes(self, roots: Sequence[Any]) -> list[dict[str, Any]]:
         return [*map(_ATTRIBUTES, roots), *map(_ATTRIBUTES, self._objects)]

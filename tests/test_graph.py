@@ -2,7 +2,6 @@
 
 import gc
 import random
-import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from interrupts import interrupted
 from jax.core import Tracer
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -220,6 +220,7 @@ STEPS = [
 AGAIN = {deletes, inserts_lora}  # cannot be done twice
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("step", STEPS)
 def test_as_without_jit(step: Callable[[Any], Any], mesh: flm.DeviceMesh) -> None:
     """The same objects, structure and values as the same lines of Python give."""
@@ -496,13 +497,6 @@ def test_the_level_of_objects_without_variables(mesh: flm.DeviceMesh) -> None:
 def test_interrupts_come_before_or_after(mesh: flm.DeviceMesh) -> None:
     """Hundreds of them: the model is never half of one and half of the other."""
     layout_map = rules(mesh)
-    rng, armed = random.Random(0), False
-
-    def interrupt(*_: Any) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            raise KeyboardInterrupt
 
     def step(model: Any) -> None:
         model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
@@ -517,25 +511,13 @@ def test_interrupts_come_before_or_after(mesh: flm.DeviceMesh) -> None:
     jitted = flm.jit(step, layout_map=layout_map, donate_argnames="model")
     model = placed(layout_map)
     jitted(model)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    hits = 0
-    try:
-        for _ in range(300):
-            try:
-                armed = True
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-2))
-                while armed:
-                    jitted(model)
-            except KeyboardInterrupt:
-                hits += 1
-            finally:
-                armed = False
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert not any(leaf.is_deleted() for leaf in leaves_of(model).values())
-            assert len(numbers(model)) == 1
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert hits > 200
+    chance, interrupts = random.Random(0), 0
+    for _ in range(300):
+        seconds = chance.uniform(1e-5, 2e-2)
+        interrupts += interrupted(lambda: jitted(model), seconds)
+        assert not any(leaf.is_deleted() for leaf in leaves_of(model).values())
+        assert len(numbers(model)) == 1
+    assert interrupts > 250
 
 
 def test_an_error_leaves_the_model_as_it_was(mesh: flm.DeviceMesh) -> None:
