@@ -8,7 +8,7 @@ Variables do not count, their metadata does.
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from flax_layoutmap._flax_internals import (
 )
 
 _ATTRIBUTES = operator.attrgetter("__dict__")
-_CALL: Any = operator.call
 
 # Among so many kinds of metadata equal ones are looked for.
 _KINDS = 8
@@ -55,26 +54,17 @@ def _equal_as_one(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _by_identity(mapping: dict[str, Any]) -> Callable[[Any], Any]:
-    """Gets the values of a mapping that must not be compared by `==`.
+def _is_node(name: str, value: Any) -> bool:
+    """Whether an attribute must not be compared by `==`.
 
     That of a Variable or an array compares elements. Other values that change at all
     are equal only if they are alike.
     """
-    names = [
-        name
-        for name, value in mapping.items()
-        if not isinstance(value, _ATOMS)
+    return (
+        not isinstance(value, _ATOMS)
         and type(value).__eq__ is not object.__eq__
         and not name.startswith("_pytree__")
-    ]
-    if not names:
-        return _nothing
-    return operator.itemgetter(*names, *names[: len(names) == 1])
-
-
-def _nothing(_: Any) -> tuple[()]:
-    return ()
+    )
 
 
 class Watch:
@@ -103,63 +93,69 @@ class Watch:
         self._hashes = list(map(hash, self._hashed.values()))
         self._metadata = _equal_as_one([dict(metadata_of(v)) for v in self.variables])
         self._types = list(map(type, self._objects))
-        attributes = self._attributes(roots)
-        self._contents = list(map(dict, attributes))
-        self._getters = list(map(_by_identity, attributes))
-        self._keys = list(self._all_keys())
-        self._lengths = list(self._all_lengths())
-        self._nodes = list(self._all_nodes(attributes))
+        mappings = self._mappings(roots)
+        self._lengths = [*map(len, mappings), *map(len, self._lists)]
+        self._keys = list(_flat(mappings))
+        self._values = self._all_values(mappings)
+        places = list(enumerate(zip(self._keys, self._values, strict=False)))
+        count = sum(map(len, mappings[: len(roots) + len(self._objects)]))
+        nodes = [at for at, (name, value) in places[:count] if _is_node(name, value)]
+        nodes += range(count, len(self._values))
+        self._nodes = [self._values[at] for at in nodes]
+        self._pick = operator.itemgetter(*nodes, *nodes[:1]) if nodes else None
+        self._noted = [at for at, (name, _) in places[:count] if name == BOOK_KEEPING]
 
     def fits(self, roots: Sequence[Any]) -> bool:
-        """Whether these are the objects, and their graph is what it was."""
+        """Whether these are the objects, and their graph is what it was.
+
+        What takes time is to fetch from memory what lay idle during the last step; so
+        what is compared with is in few lists, and no object is looked into twice.
+        """
         for alive, root in zip(self._alive, roots, strict=True):
             if alive() is not root:
                 return False
-        attributes = self._attributes(roots)
+        mappings = self._mappings(roots)
         try:
-            # The order matters: after the first three, `==` meets no Variable that is
-            # another one, whose `==` would be that of its array.
+            if [*map(len, mappings), *map(len, self._lists)] != self._lengths or list(
+                _flat(mappings)
+            ) != self._keys:
+                return False
+            values = self._all_values(mappings)
+            # The order matters: after the first, `==` meets no Variable that is another
+            # one, whose `==` would be that of its array.
             return (
-                list(self._all_lengths()) == self._lengths
-                and list(self._all_keys()) == self._keys
-                and all(map(operator.is_, self._all_nodes(attributes), self._nodes))
-                and (attributes == self._contents or self._is_renewed(attributes))
+                all(map(operator.is_, self._picked(values), self._nodes))
+                and (values == self._values or self._is_renewed(values))
                 and list(map(read_metadata, self.variables)) == self._metadata
                 and list(map(type, self._objects)) == self._types
                 and list(map(hash, self._hashed.values())) == self._hashes
             )
-        except (KeyError, TypeError, ValueError):
-            return False  # a part is gone, or metadata cannot be compared
+        except (TypeError, ValueError):  # metadata that cannot be compared
+            return False
 
-    def _is_renewed(self, attributes: list[dict[str, Any]]) -> bool:
+    def _is_renewed(self, values: list[Any]) -> bool:
         """Whether only the book-keeping of the objects differs, as after `nnx.jit`."""
-        name = BOOK_KEEPING
-        pairs = list(zip(attributes, self._contents, strict=True))
-        if all(own.get(name) is known.get(name) for own, known in pairs):
-            return False  # something else differs
-        renewed = [dict(own) for own in attributes]
-        for own, (_, known) in zip(renewed, pairs, strict=True):
-            if own != {**known, name: own.get(name)}:
-                return False
-        self._contents = renewed
+        renewed = list(self._values)
+        for at in self._noted:
+            renewed[at] = values[at]
+        if renewed != values:
+            return False
+        self._values = renewed
         return True
 
-    def _attributes(self, roots: Sequence[Any]) -> list[dict[str, Any]]:
-        return [*map(_ATTRIBUTES, roots), *map(_ATTRIBUTES, self._objects)]
+    def _mappings(self, roots: Sequence[Any]) -> list[Any]:
+        return [
+            *map(_ATTRIBUTES, roots),
+            *map(_ATTRIBUTES, self._objects),
+            *self._dicts,
+        ]
 
-    def _all_lengths(self) -> Iterator[int]:
-        return itertools.chain(map(len, self._lists), map(len, self._dicts))
+    def _all_values(self, mappings: Sequence[Any]) -> list[Any]:
+        return [*_flat(map(dict.values, mappings)), *_flat(self._lists)]
 
-    def _all_keys(self) -> Iterator[Any]:
-        return _flat(self._dicts)
-
-    def _all_nodes(self, attributes: Iterable[Any]) -> Iterator[Any]:
-        """What is compared by identity."""
-        return itertools.chain(
-            _flat(map(_CALL, self._getters, attributes)),
-            _flat(map(dict.values, self._dicts)),
-            _flat(self._lists),
-        )
+    def _picked(self, values: list[Any]) -> Sequence[Any]:
+        """What of them is compared by identity."""
+        return values[:0] if self._pick is None else self._pick(values)
 
     # ------------------------------------------------------------------ looking
 
