@@ -302,6 +302,7 @@ class Routes:
         """
         self._names = tuple(names)
         self._roles: dict[tuple[str, type], int] = {}
+        self._plans: dict[tuple[Any, ...], tuple[int, ...]] = {}  # by types
         self._kinds: dict[type, int] = {}
         self._routes: dict[Any, list[Route] | None] = {}
 
@@ -315,31 +316,42 @@ class Routes:
             kwargs: the others.
             rules: the rule set, which routes keep alive: its id is no other's.
         """
-        if len(args) > len(self._names):
-            return None
-        parts: list[Any] = [id(rules), surroundings(), len(args), *kwargs]
+        values = (*args, *kwargs.values())
+        kinds = (len(args), *kwargs, *map(type, values))
+        plan = self._plans.get(kinds)
+        if plan is None:
+            plan = self._plan(args, kwargs)
+            if plan is None:
+                return None
+            self._plans[kinds] = plan
+        parts: list[Any] = [id(rules), surroundings(), kinds]
         roots: list[Any] = []
-        roles = self._roles
-        for name, value in itertools.chain(
-            zip(self._names, args, strict=False), kwargs.items()
-        ):
-            kind = type(value)
-            role = roles.get((name, kind))
+        for role, value in zip(plan, values, strict=True):
             if role == _OBJECT:
                 roots.append(value)
                 parts.append(id(value))
-            elif role == _STATE:
-                parts.append(kind)
             elif role == _DATA:
                 part = self._data(value)
                 if part is None:
                     return None
                 parts.append(part)
             elif role == _STATIC:
-                parts += (kind, value)
-            else:
-                return None
+                parts.append(value)
         return Look(tuple(parts), roots)
+
+    def _plan(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[int, ...] | None:
+        """The roles of arguments of these types; None if one is not known yet."""
+        if len(args) > len(self._names):
+            return None
+        names = (*self._names[: len(args)], *kwargs)
+        values = (*args, *kwargs.values())
+        roles = [
+            self._roles.get((name, type(value)))
+            for name, value in zip(names, values, strict=True)
+        ]
+        return None if None in roles else tuple(roles)  # type: ignore[arg-type]
 
     def _data(self, value: Any) -> Any:
         if self._kind(value) != _CONTAINER:
@@ -378,12 +390,12 @@ class Routes:
             known = self._routes.get(look.key)
         except TypeError:  # a constant that cannot be hashed
             return False, None
-        for route in known or ():
+        for route in tuple(known or ()):
             if route.fits(look.roots):
                 ran, result = route.run(args, kwargs)
-                if not ran:
-                    self._missed(look, route)
-                return ran, result
+                if ran:
+                    return True, result
+                self._missed(look, route)
         return False, None
 
     def _missed(self, look: Look, route: Route) -> None:
@@ -437,7 +449,9 @@ class Routes:
                 fetches[slot] = Fetch(at, _moved(argument))
             roles[slot.name, type(argument.value)] = role
             start += len(argument.leaves)
-        self._roles.update(roles)
+        if self._roles != {**self._roles, **roles}:
+            self._roles.update(roles)
+            self._plans.clear()
         look = self.look(args, kwargs, rules)
         if look is None or self._routes.get(look.key, ()) is None:
             return None

@@ -32,6 +32,7 @@ from flax_layoutmap._inputs import (
     check_not_donated_twice,
     deleted_paths,
     fit,
+    give_own_memory,
     holds_parameters,
     note_pins,
     own_sharding,
@@ -169,6 +170,7 @@ class _Jitted:
         if layout_map is not None:
             rule_set_of(layout_map, "jit(layout_map=)")
         self._layout_map = layout_map
+        self._good_rules: RuleSet | None = None
         self._static = names_of(signature, *static, "static_argnames")
         self._donated = names_of(signature, *donated, "donate_argnames")
         names_of(signature, given, (), "in_shardings")
@@ -214,6 +216,7 @@ class _Jitted:
             gives_away = program.gives_away
             if gives_away:
                 check_not_donated_twice(arguments, gives_away)
+                give_own_memory(arguments, gives_away)
             leaves = [leaf for argument in arguments for leaf in argument.leaves]
             mesh = mesh_needed(rules)
             found = self._routes.prepare(args, kwargs, arguments, program, mesh, rules)
@@ -302,7 +305,9 @@ class _Jitted:
         if self._layout_map is None:
             return None
         rules = rule_set_of(self._layout_map, "jit(layout_map=)")
-        need_devices(rules, "jit")
+        if rules is not self._good_rules:
+            need_devices(rules, "jit")
+            self._good_rules = rules
         return rules
 
     def _bind(

@@ -718,14 +718,14 @@ def test_one_array_donated_twice(mesh: flm.DeviceMesh) -> None:
     )
     with refuses(
         flm.LayoutError,
-        "a/w and b/w share memory, which is donated: it cannot be used twice; copy one "
-        "of them first, jax.numpy.copy(x), or do not donate it",
+        "a/w and b/w are one array, which is donated: it cannot be used twice; copy it "
+        "first, jax.numpy.copy(x), or do not donate it",
     ):
         flm.jit(lambda a, b: (a, b), layout_map=layout_map, donate_argnums=(0, 1))(
             {"w": x}, {"w": x}
         )
     one = flm.jit(lambda a, b: (a * 2, b * 2), layout_map=layout_map, donate_argnums=0)
-    with pytest.raises(flm.LayoutError, match="a and b share memory, which is donated"):
+    with pytest.raises(flm.LayoutError, match="a and b are one array, which is"):
         one(x, x)
     assert not x.is_deleted()
     both(x, jnp.copy(x))
