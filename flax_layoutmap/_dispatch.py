@@ -11,6 +11,7 @@ import collections
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -87,26 +88,37 @@ class Fetch(NamedTuple):
 class Left:
     """Which values the last call of a route left in the Variables, by their ids.
 
-    They are known to share no memory. So are those that other calls have left, such as
-    the route of another mode or function: they come from programs too.
+    What a program has written shares memory with nothing; what is kept was compared
+    once, where the route donates. So none of them has to be looked at again, whichever
+    of the last few routes it was.
     """
 
-    _recent: ClassVar[tuple["Left", ...]] = ()
+    _recent: ClassVar[tuple["weakref.ref[Left]", ...]] = ()
 
-    def __init__(self) -> None:
+    def __init__(self, donates: bool) -> None:
+        self.donates = donates
         self.ids: list[int] = []
+        self.written: list[int] = []
+        self._ref: weakref.ref[Left] = weakref.ref(self)
 
     def has(self, ids: list[int]) -> bool:
         """Whether values are known."""
-        recent = Left._recent
-        if not recent or recent[0] is not self:
-            others = [left for left in recent if left is not self]
-            Left._recent = (self, *others[: _STATES - 1])
-        if ids == self.ids or any(ids == left.ids for left in recent):
+        if ids == self.ids:
+            return True
+        recent = [left for ref in Left._recent if (left := ref()) is not None]
+        if any(left.donates and ids == left.ids for left in recent):
             return True
         own = set(ids)
-        known = itertools.chain.from_iterable(left.ids for left in recent)
-        return len(own) == len(ids) and own.issubset(known)
+        written = itertools.chain.from_iterable(left.written for left in recent)
+        return len(own) == len(ids) and own.issubset({*self.ids, *written})
+
+    def note(self, ids: list[int], written: list[int]) -> None:
+        """Notes what a call has left, and what of it its program has written."""
+        self.ids, self.written = ids, written
+        recent = Left._recent
+        if not recent or recent[0] is not self._ref:
+            others = [ref for ref in recent if ref is not self._ref]
+            Left._recent = (self._ref, *others[: _STATES - 1])
 
 
 class Route:
@@ -139,8 +151,7 @@ class Route:
         self.changed = [variables[at] for at in program.changed]
         self.given = [(fetches[tree.slot], tree.treedef) for tree in program.given]
         self.rest = [fetches[tree.slot] for tree in program.rest]
-        # Of the values that the last call left, and how many of them it wrote.
-        self.left = Left()
+        self.left = Left(bool(program.donated))
         self.written = len(self.changed)
         first = self.variables[: self.written]
         self.writes_first = all(map(operator.is_, self.changed, first))
@@ -190,10 +201,11 @@ class Route:
             if self._are_as_wanted(inputs):
                 raise
             return False, None
+        written = list(map(id, outputs[0][:-1]))
         if self.writes_first:
-            self.left.ids[: self.written] = map(id, outputs[0][:-1])
+            self.left.note([*written, *self.left.ids[self.written :]], written)
         else:
-            self.left.ids = list(map(id, map(read_value, self.variables)))
+            self.left.note(list(map(id, map(read_value, self.variables))), written)
         self.hits += 1
         return True, result
 
@@ -426,7 +438,8 @@ class Routes:
             mesh: the abstract mesh that it needs as context, or None.
             rules: the rule set.
         """
-        if not program.cacheable or program.change or program.returns_objects:
+        new = program.change or program.nested or program.returns_objects
+        if not program.cacheable or new:
             return None  # one that changes the structure is not called twice
         if rules is None:
             return None  # a program depends on where its state lies
@@ -478,6 +491,14 @@ class Routes:
         """Keeps the route of a call that went well."""
         known = self._routes.setdefault(look.key, [])
         if known is not None:
+            # Others of that program are of Variables that are there no more, and so are
+            # those that know other Variables: they would keep them alive.
+            own = route.watch.ids
+            known[:] = [
+                other
+                for other in known
+                if other.program is not route.program and other.watch.ids == own
+            ]
             known.insert(0, route)
             del known[_STATES:]
         if len(self._routes) > _KINDS:

@@ -97,7 +97,7 @@ def check_can_write(nodes: Iterable[Any]) -> None:
         else:
             own = (name for name in vars(node) if not name.startswith("_pytree__"))
             for name in itertools.islice(own, 1):
-                setattr(node, name, getattr(node, name))
+                nnx.Pytree.__setattr__(node, name, vars(node)[name])
 
 
 def is_plain_variable(variable: nnx.Variable[Any]) -> bool:

@@ -212,7 +212,7 @@ class _Jitted:
         """A call that is new: its arguments are taken apart."""
 
         def run(arguments: list[Argument], program: Program) -> Any:
-            placed = fit(arguments, program.wanted, rules)
+            fit(arguments, program.wanted, rules)
             gives_away = program.gives_away
             if gives_away:
                 check_not_donated_twice(arguments, gives_away)
@@ -223,8 +223,13 @@ class _Jitted:
             with mesh_context(rules, leaves):
                 result = run_program(program, arguments, leaves)
             if program.change is None:
-                unchanged = placed.difference(program.changed)
-                write_back(arguments, {at: leaves[at] for at in unchanged})
+                # What was placed, or has lost its weak type; what changed is written.
+                raw = (leaf for argument in arguments for leaf in argument.raw)
+                pairs = enumerate(zip(raw, leaves, strict=True))
+                other = {at: leaf for at, (was, leaf) in pairs if was is not leaf}
+                for at in (*program.changed, *program.nested):
+                    other.pop(at, None)
+                write_back(arguments, other)
             if found is not None:
                 self._routes.keep(*found)
             return result

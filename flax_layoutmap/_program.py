@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
@@ -26,8 +27,13 @@ from flax_layoutmap._arguments import (
     check_plain,
     strong,
 )
-from flax_layoutmap._errors import warn
-from flax_layoutmap._flax_internals import check_can_write, objects_of, write_value
+from flax_layoutmap._errors import StructureError, warn
+from flax_layoutmap._flax_internals import (
+    check_can_write,
+    named_objects_of,
+    objects_of,
+    write_value,
+)
 from flax_layoutmap._graph import (
     Change,
     Graph,
@@ -109,6 +115,8 @@ class Program:
         rest: the other pure trees.
         changed: positions of what the function changed in NNX objects; each of them is
             the value of a Variable.
+        nested: positions of what else it changed: in a value that is a tree, or outside
+            of Variables. Not donated, as they are not written in one step.
         change: what else it did to them, if it did; `changed` is empty then.
         out_tree: structure of the function's result.
         out_shapes: its abstract leaves.
@@ -126,6 +134,7 @@ class Program:
     given: tuple["Tree", ...]
     rest: tuple["Tree", ...]
     changed: tuple[int, ...]
+    nested: tuple[int, ...]
     change: Change | None
     out_tree: Any
     out_shapes: list[Any]
@@ -224,7 +233,7 @@ def make_program(
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(avals)
     # The types know about Explicit axes in every version of JAX; the shapes do not.
     types, change = closed.out_avals, seen.change
-    layouts: list[Any] = [wanted[at] for at in seen.changed]
+    layouts: list[Any] = [wanted[at] for at in (*seen.changed, *seen.nested)]
     moved: list[int] = []
     if change is not None:
         after, asked = wanted_after(
@@ -260,6 +269,7 @@ def make_program(
         given=given,
         rest=rest,
         changed=seen.changed,
+        nested=seen.nested,
         change=change,
         out_tree=seen.out_tree,
         out_shapes=list(shapes[1]),
@@ -332,6 +342,8 @@ def run_program(
     *outputs, result = results
     if change is not None:
         objects = change.apply(objects, change.leaves(leaves, outputs))
+    else:
+        write_back(arguments, dict(zip(program.nested, outputs, strict=True)))
     return with_objects(result, objects) if program.returns_objects else result
 
 
@@ -372,6 +384,7 @@ class _Seen:
 
     Attributes:
         changed: positions of the values that it changed.
+        nested: positions of what else it changed.
         change: what else it did to NNX objects, or None.
         count: how many outputs come before its result.
         out_tree: the structure of its result.
@@ -379,6 +392,7 @@ class _Seen:
     """
 
     changed: tuple[int, ...] = ()
+    nested: tuple[int, ...] = ()
     change: Change | None = None
     count: int = 0
     out_tree: Any = None
@@ -415,11 +429,45 @@ def _on_leaves(
     if new is None:
         check_apart(arguments, copies, nnx.Variable)
         after = Graph([*nodes, *returned])
+        _check_new(arguments, copies, returned, before)
         seen.change, new = change_of(before, after, positions, leaves)
     plain, seen.returns_objects = without_objects(result, after.objects)
     results, seen.out_tree = jax.tree.flatten(plain)
     seen.count = len(new)
     return list(map(strong, new)), results
+
+
+def _check_new(
+    arguments: Sequence[Argument],
+    copies: Sequence[Sequence[Any]],
+    returned: Sequence[Any],
+    before: Graph,
+) -> None:
+    """Raises StructureError where objects come from elsewhere, or hold no arrays."""
+    known = set(map(id, before.objects))
+    named = [("the result", node) for node in returned]
+    for argument, own in zip(arguments, copies, strict=True):
+        named += [(argument.name, node) for node in own]
+    for name, node in named:
+        for path, part in named_objects_of(node):
+            where = "/".join((name, *map(str, path)))
+            if id(part) not in known:
+                try:
+                    check_can_write([part])
+                except TraceContextError as error:
+                    raise StructureError(
+                        f"{where} comes from outside of the function: pass it as an "
+                        "argument, or as part of one, so that it stays the same object"
+                    ) from error
+            if isinstance(part, nnx.Variable):
+                for leaf in jax.tree.leaves(part.get_raw_value()):
+                    if not hasattr(leaf, "dtype") and not isinstance(
+                        leaf, bool | int | float | complex
+                    ):
+                        raise StructureError(
+                            f"{where} holds the {type(leaf).__name__} {leaf!r}, which "
+                            "is no array: make it a static attribute"
+                        )
 
 
 def _changed_values(
@@ -433,10 +481,11 @@ def _changed_values(
         for at, (old, new) in enumerate(zip(before.leaves, after.leaves, strict=True))
         if old is not new
     ]
-    if not all(is_value(after.leaves[at], after.holders[at]) for at in changed):
-        return None
-    seen.changed = tuple(positions[at] for at in changed)
-    return [after.leaves[at] for at in changed]
+    simple = [at for at in changed if is_value(after.leaves[at], after.holders[at])]
+    nested = [at for at in changed if at not in simple]
+    seen.changed = tuple(positions[at] for at in simple)
+    seen.nested = tuple(positions[at] for at in nested)
+    return [after.leaves[at] for at in (*simple, *nested)]
 
 
 _Places = tuple[tuple[int, ...], tuple[int, ...], tuple[Tree, ...], tuple[Tree, ...]]

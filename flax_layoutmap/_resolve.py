@@ -158,6 +158,8 @@ def _made(tree: Any) -> Any:
     """The tree, or the abstract result of the function that makes it."""
     if not callable(tree) or is_nnx_object(tree) or is_train_state(tree):
         return tree
+    if isinstance(tree, nnx.Variable):  # which passes calls on to its value
+        return tree
     if hasattr(tree, "init") and hasattr(tree, "apply"):
         raise StructureError(
             f"a Linen module ({type(tree).__name__}) holds no variables; pass a "

@@ -105,6 +105,11 @@ class Watch:
         self._pick = operator.itemgetter(*nodes, *nodes[:1]) if nodes else None
         self._noted = [at for at, (name, _) in places[:count] if name == BOOK_KEEPING]
 
+    @property
+    def ids(self) -> set[int]:
+        """The ids of the Variables."""
+        return set(map(id, self.variables))
+
     def fits(self, roots: Sequence[Any]) -> bool:
         """Whether these are the objects, and their graph is what it was.
 

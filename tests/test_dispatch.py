@@ -707,6 +707,87 @@ def test_arrays_that_share_memory(place: str, mesh: flm.DeviceMesh) -> None:
     assert step._cache_size() == 1
 
 
+@pytest.mark.parametrize("same", [False, True], ids=["memory", "array"])
+def test_a_look_does_not_hide_what_is_shared(same: bool, mesh: flm.DeviceMesh) -> None:
+    """A call that donates nothing in between says nothing of what is donated next."""
+    layout_map = rules(mesh)
+    model = layout_map.place(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    model.more = nnx.Param(layout_map.place(jnp.zeros(8)))
+    step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
+    look = flm.jit(lambda model: model(X).sum(), layout_map=layout_map)
+    for _ in range(3):
+        step(model)
+        look(model)
+    at, source = model.bias[...].sharding, jnp.zeros(8)
+    for variable in (model.bias, model.more):
+        variable.set_raw_value(jax.device_put(source, at))
+    if same:
+        model.more.set_raw_value(model.bias.get_raw_value())
+    for _ in range(2):
+        look(model)
+    if same:
+        with pytest.raises(flm.LayoutError, match="are one array, which is donated"):
+            step(model)
+    else:
+        step(model)
+        np.testing.assert_array_equal([model.bias[...], model.more[...]], 1)
+
+
+def test_parts_that_are_clean_alone(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    pair = [layout_map.place(nnx.Linear(8, 8, rngs=nnx.Rngs(0))) for _ in range(2)]
+    look = flm.jit(lambda m: m(X).sum(), layout_map=layout_map)
+    both = flm.jit(
+        lambda a, b: (bump(a), bump(b)),
+        layout_map=layout_map,
+        donate_argnames=("a", "b"),
+    )
+    for _ in range(3):
+        both(*pair)
+    source = jnp.zeros(8)
+    for model in pair:
+        at = model.bias[...].sharding
+        model.bias.set_raw_value(jax.device_put(source, at))
+    for model in pair:
+        look(model)
+        look(model)
+    both(*pair)
+    np.testing.assert_array_equal([model.bias[...] for model in pair], np.ones((2, 8)))
+
+
+def test_weak_types_that_stay(mesh: flm.DeviceMesh, long_ways: list[str]) -> None:
+    """A frozen value gets the type that a program gives it, once."""
+
+    class Frozen(nnx.Module):
+        def __init__(self) -> None:
+            self.scale = nnx.Variable(jnp.full(8, 2.0))
+            self.count = nnx.Variable(3)
+
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    model = layout_map.place(Frozen())
+    look = flm.jit(lambda m: m.scale[...].sum() * m.count[...], layout_map=layout_map)
+    look(model)
+    del long_ways[:]
+    assert [float(look(model)) for _ in range(3)] == [48.0] * 3
+    assert long_ways == [] and look._cache_size() == 1
+
+
+def test_what_was_taken_out_is_freed(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = layout_map.place(Model())
+    look = flm.jit(lambda model: model.norm.scale[...].sum(), layout_map=layout_map)
+    for _ in range(3):
+        look(model)
+    gone = weakref.ref(model.layers[0].kernel.get_raw_value())
+    layer = weakref.ref(model.layers[1])
+    model.layers[0].kernel = nnx.Param(jnp.zeros((8, 8)))
+    del model.layers[1]
+    for _ in range(3):
+        look(model)
+    gc.collect()
+    assert gone() is None and layer() is None
+
+
 def test_arrays_that_come_to_share_memory(mesh: flm.DeviceMesh) -> None:
     """After calls that went well: a route looks at what somebody has put there."""
     layout_map = rules(mesh)

@@ -330,6 +330,32 @@ def test_what_stays_is_not_copied_and_nothing_is_donated(mesh: flm.DeviceMesh) -
     assert gone.up.kernel.get_value() is old["layers/1/up/kernel"]
 
 
+@pytest.mark.parametrize(
+    "step",
+    [changes_a_dict_in_a_variable, changes_an_array_without_a_variable],
+)
+def test_trees_in_variables_cost_no_donation(
+    step: Callable[[Any], None], mesh: flm.DeviceMesh
+) -> None:
+    """Of the others; they themselves are written one after the other."""
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+
+    def both(model: Any) -> None:
+        model.layers[0].up.kernel[...] += 1
+        step(model)
+
+    old = leaves_of(model)
+    jitted = flm.jit(both, layout_map=layout_map, donate_argnames="model")
+    jitted(model)
+    assert {path for path in old if old[path].is_deleted()} == {"layers/0/up/kernel"}
+    jitted(model)
+    plain = Model()
+    for _ in range(2):
+        both(plain)
+    assert_same(model, plain)
+
+
 def test_a_new_place_may_ask_for_a_new_layout(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     model = placed(layout_map)
@@ -491,6 +517,21 @@ def test_the_level_of_objects_without_variables(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_array_equal(vars(empty)["found"][...], X * 2)
 
 
+def test_modules_with_a_setattr_of_their_own(mesh: flm.DeviceMesh) -> None:
+    class Closed(nnx.Linear):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if vars(self).get("closed"):
+                raise AttributeError("closed")
+            super().__setattr__(name, value)
+
+    layout_map = rules(mesh)
+    model = placed(layout_map)
+    model.head = Closed(8, 8, rngs=nnx.Rngs(0))
+    model.head.closed = True
+    flm.jit(makes_a_cache, layout_map=layout_map)(model)
+    assert float(model.cache[...].sum()) == 8
+
+
 # ------------------------------------------------------------------- nothing is lost
 
 
@@ -568,6 +609,23 @@ def test_what_is_refused(mesh: flm.DeviceMesh) -> None:
         f"model/layers/0/up/bias and other/head/bias are one Param{advice}"
     )
     assert not hasattr(other, "head")
+
+    with pytest.raises(flm.StructureError) as caught:
+        flm.jit(lambda model: setattr(model, "o", other), layout_map=layout_map)(model)
+    assert str(caught.value) == (
+        "model/o/drop/rngs/count comes from outside of the function: pass it as an "
+        "argument, or as part of one, so that it stays the same object"
+    )
+    with pytest.raises(flm.StructureError, match="^the result/down/bias comes from"):
+        flm.jit(lambda model: other.layers[0], layout_map=layout_map)(model)
+    with pytest.raises(flm.StructureError) as caught:
+        flm.jit(
+            lambda model: setattr(model, "o", nnx.Variable("abc")),
+            layout_map=layout_map,
+        )(model)
+    assert str(caught.value) == (
+        "model/o holds the str 'abc', which is no array: make it a static attribute"
+    )
 
     class Setting(nnx.Module):
         def __init__(self) -> None:

@@ -1328,7 +1328,7 @@ def test_abstract_arguments(mesh: flm.DeviceMesh) -> None:
 
 def test_what_was_donated_before(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, strict=False)
-    state = layout_map.place({"a": {"w": X}, "b": X, "step": 0})
+    state = layout_map.place({"a": {"w": X.copy()}, "b": X.copy(), "step": 0})
     step = flm.jit(
         lambda state: jax.tree.map(lambda x: x + 1, state),
         layout_map=layout_map,
