@@ -102,7 +102,7 @@ def jit(
             as `("data", None)` (or a prefix tree of them), which overrides the rules
             for that argument.
         out_shardings: the same for the function's result; None leaves what is no state
-            to the compiler.
+            to the compiler. NNX objects in the result are laid out by the rules.
         static_argnames: arguments that are compile-time constants (hashable).
         static_argnums: the same by position.
         donate_argnames: arguments whose buffers may be reused for the results. Of an
@@ -116,7 +116,8 @@ def jit(
     Raises:
         LayoutError: an option names no argument; or, when called: state is not where
             the rules say, a batch does not divide, two NNX arguments share a Variable,
-            or a Variable has `ref` or `hijax`. Nothing was run.
+            a Variable has `ref` or `hijax`, or the function brings in an NNX object
+            from outside. Nothing was run.
         RuleError: `layout_map` is none, or a sharding names an unknown axis.
         ResolveError: state, or a state in the result, does not fit the rules.
         ProcessError: at the first call, when the processes were given different
