@@ -194,14 +194,11 @@ def own_sharding(leaf: Any) -> NamedSharding | None:
 
 def fit(
     arguments: Sequence[Argument], wanted: Sequence[Any], rules: RuleSet | None
-) -> set[int]:
+) -> None:
     """Gives the leaves of all arguments exactly the wanted shardings.
 
     Uncommitted arrays are placed, and equal placements respelled, as `jax.jit` would
     do in every call. Changes the leaves of the arguments.
-
-    Returns:
-        Positions, over all leaves, of what was placed.
 
     Raises:
         LayoutError: arrays are deleted, abstract, or committed somewhere else.
@@ -209,7 +206,6 @@ def fit(
     problems: list[str] = []
     deleted: list[str] = []
     hints: dict[str, None] = {}
-    placed: set[int] = set()
     position = -1
     for argument in arguments:
         leaves = argument.leaves
@@ -227,7 +223,6 @@ def fit(
             if not isinstance(leaf, jax.Array):
                 if sharding is not None:
                     leaves[at] = put(leaf, sharding)
-                    placed.add(position)
                 continue
             if leaf.is_deleted():
                 deleted.append(argument.path(at))
@@ -239,7 +234,6 @@ def fit(
                 continue
             if not leaf.committed or own.is_equivalent_to(sharding, leaf.ndim):
                 leaves[at] = put(leaf, sharding)
-                placed.add(position)
             else:
                 problems.append(
                     f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
@@ -257,7 +251,6 @@ def fit(
             f"{len(problems)} arrays are not where this jit wants them:\n"
             f"{bullet_list(problems)}\n{'; '.join(hints)}"
         )
-    return placed
 
 
 def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
