@@ -326,18 +326,22 @@ def _is_object(node: Any) -> bool:
 
 def _check_leaves(argument: Argument) -> None:
     for at, leaf in enumerate(argument.leaves):
-        if isinstance(leaf, np.ndarray | np.generic):
-            problem = f"array of {leaf.dtype}" if leaf.dtype.kind in "OSUMm" else ""
-        elif hasattr(leaf, "dtype") or isinstance(leaf, _NUMBERS):
-            problem = ""
-        else:
-            problem = f"{type(leaf).__name__} {leaf!r}"
+        problem = no_array(leaf)
         if problem:
             raise LayoutError(
                 f"{argument.path(at)} is neither an array nor a number, but the "
                 f"{problem}: take it out of the argument, or name a whole (hashable) "
                 "argument in static_argnames"
             )
+
+
+def no_array(leaf: Any) -> str:
+    """What a leaf is, if it is neither an array that JAX takes nor a number; or ''."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return f"array of {leaf.dtype}" if leaf.dtype.kind in "OSUMm" else ""
+    if hasattr(leaf, "dtype") or isinstance(leaf, _NUMBERS):
+        return ""
+    return f"{type(leaf).__name__} {leaf!r}"
 
 
 def strong(leaf: Any) -> Any:

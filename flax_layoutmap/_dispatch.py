@@ -95,7 +95,12 @@ class Left:
 
     _recent: ClassVar[tuple["weakref.ref[Left]", ...]] = ()
 
-    def __init__(self, donates: bool) -> None:
+    def __init__(self, donates: int) -> None:
+        """Begins with none.
+
+        Args:
+            donates: how many values, the first ones, the route donates.
+        """
         self.donates = donates
         self.ids: list[int] = []
         self.written: list[int] = []
@@ -106,11 +111,17 @@ class Left:
         if ids == self.ids:
             return True
         recent = [left for ref in Left._recent if (left := ref()) is not None]
-        if any(left.donates and ids == left.ids for left in recent):
+        # Among what is kept there may be arrays that share memory.
+        if any(left.donates == self.donates and ids == left.ids for left in recent):
             return True
+        count = self.donates
         own = set(ids)
-        written = itertools.chain.from_iterable(left.written for left in recent)
-        return len(own) == len(ids) and own.issubset({*self.ids, *written})
+        written = {at for left in recent for at in left.written}
+        return (
+            len(own) == len(ids)
+            and own.issubset(written.union(self.ids))
+            and written.union(self.ids[:count]).issuperset(ids[:count])
+        )
 
     def note(self, ids: list[int], written: list[int]) -> None:
         """Notes what a call has left, and what of it its program has written."""
@@ -151,7 +162,7 @@ class Route:
         self.changed = [variables[at] for at in program.changed]
         self.given = [(fetches[tree.slot], tree.treedef) for tree in program.given]
         self.rest = [fetches[tree.slot] for tree in program.rest]
-        self.left = Left(bool(program.donated))
+        self.left = Left(len(program.donated))
         self.written = len(self.changed)
         first = self.variables[: self.written]
         self.writes_first = all(map(operator.is_, self.changed, first))
@@ -438,9 +449,10 @@ class Routes:
             mesh: the abstract mesh that it needs as context, or None.
             rules: the rule set.
         """
-        new = program.change or program.nested or program.returns_objects
-        if not program.cacheable or new:
-            return None  # one that changes the structure is not called twice
+        if not program.cacheable or program.change or program.nested:
+            return None  # a change of structure comes once
+        if program.returns_objects:
+            return None
         if rules is None:
             return None  # a program depends on where its state lies
         given = dict(zip(self._names, args, strict=False)) | dict(kwargs)

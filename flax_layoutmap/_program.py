@@ -25,6 +25,7 @@ from flax_layoutmap._arguments import (
     call_with,
     check_apart,
     check_plain,
+    no_array,
     strong,
 )
 from flax_layoutmap._errors import StructureError, warn
@@ -460,13 +461,11 @@ def _check_new(
                         "argument, or as part of one, so that it stays the same object"
                     ) from error
             if isinstance(part, nnx.Variable):
-                for leaf in jax.tree.leaves(part.get_raw_value()):
-                    if not hasattr(leaf, "dtype") and not isinstance(
-                        leaf, bool | int | float | complex
-                    ):
+                for problem in map(no_array, jax.tree.leaves(part.get_raw_value())):
+                    if problem:
                         raise StructureError(
-                            f"{where} holds the {type(leaf).__name__} {leaf!r}, which "
-                            "is no array: make it a static attribute"
+                            f"{where} holds the {problem}, which is no array: make it "
+                            "a static attribute"
                         )
 
 
@@ -482,7 +481,7 @@ def _changed_values(
         if old is not new
     ]
     simple = [at for at in changed if is_value(after.leaves[at], after.holders[at])]
-    nested = [at for at in changed if at not in simple]
+    nested = sorted(set(changed).difference(simple))
     seen.changed = tuple(positions[at] for at in simple)
     seen.nested = tuple(positions[at] for at in nested)
     return [after.leaves[at] for at in (*simple, *nested)]

@@ -150,7 +150,9 @@ def wanted_after(
     # What is returned has no name of its own, as its objects have none in the call.
     trees.update({f"{RESULT} ({at})": node for at, node in enumerate(nodes, 1)})
     if rules is None:
-        return [getattr(x, "sharding", None) for x in leaves], Asked({}, None)
+        own = [getattr(leaf, "sharding", None) for leaf in leaves]
+        keys = map(id, leaves)
+        return list(map(found.get, keys, own)), Asked({}, None)
     roots = Roots(trees)
     asked = Asked(trees, resolve(roots, rules))
     ids = map(id, jax.tree.leaves(plain_tree(roots)))

@@ -1,8 +1,8 @@
 """Whether NNX objects are still the graph that they were, without flattening them.
 
-A graph is what it was if every attribute is the very object it was: a comparison by
-identity, done in C, which takes a few per cent of the time of `nnx.split`. Values of
-Variables do not count, their metadata does.
+A graph is what it was if its objects and Variables are the very ones they were, and all
+constants equal: a comparison done in C, which takes a few per cent of the time of
+`nnx.split`. Values of Variables do not count, their metadata does.
 """
 
 import itertools

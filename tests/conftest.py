@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, and the meshes that most tests use."""
 
 import os
+from typing import Any
 
 # Before JAX is imported: with an accelerator's plugin installed, a bare JAX probes for
 # the hardware. A value from outside wins, and subprocesses inherit it.
@@ -11,6 +12,7 @@ import jax
 import pytest
 
 import flax_layoutmap as flm
+from flax_layoutmap import _jit
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -39,3 +41,17 @@ def mesh() -> flm.DeviceMesh:
 def abstract_mesh() -> flm.DeviceMesh:
     """The same mesh without devices."""
     return flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+
+
+@pytest.fixture
+def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments that were taken apart so far."""
+    seen: list[str] = []
+    plain = _jit.take_apart
+
+    def take_apart(slot: Any, value: Any, **options: Any) -> Any:
+        seen.append(slot.name)
+        return plain(slot, value, **options)
+
+    monkeypatch.setattr(_jit, "take_apart", take_apart)
+    return seen

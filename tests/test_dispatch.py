@@ -17,7 +17,6 @@ from interrupts import interrupted
 
 import flax_layoutmap as flm
 from flax_layoutmap import _flax_internals as internals
-from flax_layoutmap import _jit
 from flax_layoutmap._watch import Watch
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -83,20 +82,6 @@ def is_key(leaf: Any) -> bool:
 def assert_same(one: Any, other: Any) -> None:
     for a, b in zip(values(*one), values(*other), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3)
-
-
-@pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The arguments that were taken apart so far."""
-    seen: list[str] = []
-    plain = _jit.take_apart
-
-    def take_apart(slot: Any, value: Any, **options: Any) -> Any:
-        seen.append(slot.name)
-        return plain(slot, value, **options)
-
-    monkeypatch.setattr(_jit, "take_apart", take_apart)
-    return seen
 
 
 def stepper(layout_map: Any) -> Any:
@@ -731,6 +716,38 @@ def test_a_look_does_not_hide_what_is_shared(same: bool, mesh: flm.DeviceMesh) -
     else:
         step(model)
         np.testing.assert_array_equal([model.bias[...], model.more[...]], 1)
+
+
+def test_what_another_function_keeps_may_share_memory(mesh: flm.DeviceMesh) -> None:
+    """A step that donates the one says nothing of the others, which it only reads."""
+
+    class Three(nnx.Module):
+        def __init__(self) -> None:
+            self.a, self.b, self.c = (nnx.Param(jnp.zeros(8)) for _ in range(3))
+
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    model = layout_map.place(Three())
+    source, at = jnp.zeros(8), model.b[...].sharding
+    for variable in (model.b, model.c):
+        variable.set_raw_value(jax.device_put(source, at))
+
+    def first(model: Any) -> Any:
+        model.a[...] += 1
+        return model.b[...].sum() + model.c[...].sum()
+
+    one = flm.jit(first, layout_map=layout_map, donate_argnames="model")
+    every = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
+    for _ in range(3):
+        one(model)
+    every(model)
+    for variable in (model.b, model.c):
+        variable.set_raw_value(jax.device_put(source, at))
+    one(model)
+    every(model)
+    one(model)
+    every(model)
+    found = [float(p[0]) for p in (model.a, model.b, model.c)]
+    assert found == [8, 2, 2]
 
 
 def test_parts_that_are_clean_alone(mesh: flm.DeviceMesh) -> None:

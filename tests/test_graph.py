@@ -430,6 +430,14 @@ def test_without_rules() -> None:
     assert model.layers[1] is first
 
 
+def test_in_shardings_without_rules(mesh: flm.DeviceMesh) -> None:
+    replicated = flm.TensorLayout(None, mesh)
+    model = flm.LayoutMap(mesh, strict=False).place(Model())
+    step = flm.jit(makes_a_cache, in_shardings={"model": replicated})
+    assert [float(step(model)) for _ in range(3)] == [8, 16, 24]
+    assert len(model.cache[...].sharding.device_set) == 8
+
+
 def test_explicit_axes() -> None:
     mesh = flm.DeviceMesh((2, 4), ("data", "model"), axis_types="explicit")
     layout_map = rules(mesh)

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
-from flax_layoutmap import _jit
 from flax_layoutmap._flatten import flatten
 
 P = PartitionSpec
@@ -123,20 +122,6 @@ def elsewhere(nodes: Any, mesh: flm.DeviceMesh) -> list[str]:
         if isinstance(leaf, jax.Array) and leaf.committed
         if not lies(leaf, dims_of(path, leaf), mesh)
     ]
-
-
-@pytest.fixture
-def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The arguments that were taken apart so far."""
-    seen: list[str] = []
-    take_apart = _jit.take_apart
-
-    def noting(slot: Any, value: Any, **options: Any) -> Any:
-        seen.append(slot.name)
-        return take_apart(slot, value, **options)
-
-    monkeypatch.setattr(_jit, "take_apart", noting)
-    return seen
 
 
 @pytest.fixture
