@@ -2,18 +2,14 @@
 
 What was found out about a call is kept as a route: which program it has, which
 Variables go in, which come out. The next call that looks the same takes no argument
-apart. What a route does not look at (the leaves of a pure tree, the values of
-Variables), the program itself does when JAX traces it for them: it then raises, and the
-call goes the long way.
+apart.
 """
 
-import collections
 import functools
 import itertools
 import operator
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,32 +17,26 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._arguments import Argument, Slot
-from flax_layoutmap._flax_internals import (
-    can_write,
-    is_nnx_object,
-    read_value,
-    variables_of,
-    write_value,
-)
-from flax_layoutmap._graph import drain
-from flax_layoutmap._inputs import buffers_of
-from flax_layoutmap._place import put
-from flax_layoutmap._program import OtherArgumentsError, Program, surroundings
+from flax_layoutmap._flax_internals import is_nnx_object, read_value, variables_of
+from flax_layoutmap._program import Program, surroundings
+from flax_layoutmap._route import STATES, Fetch, Route
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._watch import Watch
 
-# Kinds of calls that one function remembers, and states of objects for each of them
-# (modes such as train and eval).
-_KINDS, _STATES = 64, 8
+# Kinds of calls that one function remembers; each has up to `STATES` routes, for the
+# states of its objects (modes such as train and eval).
+_KINDS = 64
 
 # Roles of arguments.
 _OBJECT, _STATE, _DATA, _STATIC = range(4)
 
-# Kinds of leaves.
-_ARRAY, _HOST, _NUMBER, _CONTAINER = range(4)
-
 # How many more misses than hits a route may have.
 _PATIENCE = 4
+
+_call: Any = operator.call
+
+# Stands for an argument of which nothing can be told; no kept look has it.
+_UNKNOWN = object()
 
 
 class Look(NamedTuple):
@@ -57,261 +47,22 @@ class Look(NamedTuple):
         roots: the NNX objects among the arguments.
     """
 
-    key: Any
+    key: tuple[Any, ...]
     roots: list[Any]
 
 
-class Fetch(NamedTuple):
-    """Where a pure tree is found in a call, and where its leaves are put.
+class Plan(NamedTuple):
+    """How to look at the arguments of a call, whose types are known.
 
     Attributes:
-        at: position, or name.
-        shardings: one per leaf, None for leaves that stay; None if all do.
+        parts: what gives the part of the key, for each argument.
+        objects: whether it is an NNX object, for each argument.
+        has_objects: whether one is.
     """
 
-    at: int | str
-    shardings: tuple[Any, ...] | None
-
-    def tree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The tree, placed."""
-        tree = args[self.at] if isinstance(self.at, int) else kwargs[self.at]
-        if self.shardings is None:
-            return tree
-        leaves, treedef = jax.tree.flatten(tree)
-        placed = [
-            leaf if sharding is None else put(leaf, sharding)
-            for leaf, sharding in zip(leaves, self.shardings, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, placed)
-
-
-class Left:
-    """Which values the last call of a route left in the Variables, by their ids.
-
-    What a program has written shares memory with nothing; what is kept was compared
-    once, where the route donates. So none of them has to be looked at again, whichever
-    of the last few routes it was.
-    """
-
-    _recent: ClassVar[tuple["weakref.ref[Left]", ...]] = ()
-
-    def __init__(self, donates: int) -> None:
-        """Begins with none.
-
-        Args:
-            donates: how many values, the first ones, the route donates.
-        """
-        self.donates = donates
-        self.ids: list[int] = []
-        self.written: list[int] = []
-        self._ref: weakref.ref[Left] = weakref.ref(self)
-
-    def has(self, ids: list[int]) -> bool:
-        """Whether values are known."""
-        if ids == self.ids:
-            return True
-        recent = [left for ref in Left._recent if (left := ref()) is not None]
-        # Among what is kept there may be arrays that share memory.
-        if any(left.donates == self.donates and ids == left.ids for left in recent):
-            return True
-        count = self.donates
-        own = set(ids)
-        written = {at for left in recent for at in left.written}
-        return (
-            len(own) == len(ids)
-            and own.issubset(written.union(self.ids))
-            and written.union(self.ids[:count]).issuperset(ids[:count])
-        )
-
-    def note(self, ids: list[int], written: list[int]) -> None:
-        """Notes what a call has left, and what of it its program has written."""
-        self.ids, self.written = ids, written
-        recent = Left._recent
-        if not recent or recent[0] is not self._ref:
-            others = [ref for ref in recent if ref is not self._ref]
-            Left._recent = (self._ref, *others[: _STATES - 1])
-
-
-class Route:
-    """The way of one kind of call to its program."""
-
-    def __init__(
-        self,
-        program: Program,
-        rules: RuleSet | None,
-        watch: Watch,
-        variables: Mapping[int, nnx.Variable[Any]],
-        fetches: Mapping[Slot, Fetch],
-        mesh: Any,
-    ) -> None:
-        """Keeps what a call needs.
-
-        Args:
-            program: the program.
-            rules: the rule set, which the key holds by identity.
-            watch: tells whether the objects are still the same.
-            variables: position, over all leaves → the Variable.
-            fetches: where the pure trees are.
-            mesh: the abstract mesh that the program needs as context, or None.
-        """
-        self.program, self.rules, self.watch = program, rules, watch
-        self.mesh = mesh
-        positions = (*program.donated, *program.kept)
-        self.variables = [variables[at] for at in positions]
-        self.wanted = [program.wanted[at] for at in positions]
-        self.changed = [variables[at] for at in program.changed]
-        self.given = [(fetches[tree.slot], tree.treedef) for tree in program.given]
-        self.rest = [fetches[tree.slot] for tree in program.rest]
-        self.left = Left(len(program.donated))
-        self.written = len(self.changed)
-        first = self.variables[: self.written]
-        self.writes_first = all(map(operator.is_, self.changed, first))
-        self.hits = self.misses = 0
-
-    def fits(self, roots: Sequence[Any]) -> bool:
-        """Whether the objects of a call are those of this route."""
-        if not roots:
-            return True
-        if not self.watch.fits(roots):
-            return False
-        variables = self.watch.variables
-        return not variables or can_write(variables[0])
-
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Runs the program and writes back.
-
-        Returns:
-            Whether it ran, and the function's result. If not, nothing has happened.
-        """
-        inputs = self._inputs(args, kwargs)
-        if inputs is None:
-            return False, None
-        # One expression in C runs the step and writes every value back: an interrupt
-        # comes between two steps of Python, so it cannot fall in between.
-        outputs: dict[int, list[Any]] = {}
-        results = itertools.chain.from_iterable(
-            map(
-                functools.partial(outputs.setdefault, 0),
-                itertools.starmap(self.program.jitted, (inputs,)),
-            )
-        )
-        try:
-            if self.mesh is None:
-                drain(map(write_value, self.changed, results))
-                result = next(results)
-            else:
-                with jax.sharding.use_abstract_mesh(self.mesh):
-                    drain(map(write_value, self.changed, results))
-                    result = next(results)
-        except OtherArgumentsError:
-            return False, None  # other shapes
-        except (RuntimeError, TypeError, ValueError) as error:
-            # Either the arguments were refused, or the program failed while it ran.
-            if isinstance(error, jax.errors.JaxRuntimeError):
-                raise
-            if self._are_as_wanted(inputs):
-                raise
-            return False, None
-        written = list(map(id, outputs[0][:-1]))
-        if self.writes_first:
-            self.left.note([*written, *self.left.ids[self.written :]], written)
-        else:
-            self.left.note(list(map(id, map(read_value, self.variables))), written)
-        self.hits += 1
-        return True, result
-
-    def _inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...] | None:
-        """The inputs of the program; None if they are not as it wants them.
-
-        A deleted array, or one that is donated and comes twice, may be the end of the
-        process. Other layouts are refused by JAX.
-        """
-        given: list[Any] = []
-        for fetch, treedef in self.given:
-            leaves, own = jax.tree.flatten(fetch.tree(args, kwargs))
-            if own != treedef:
-                return None
-            given.append(leaves)
-        rest = tuple([fetch.tree(args, kwargs) for fetch in self.rest])
-        values = list(map(read_value, self.variables))
-        if are_deleted(values):
-            return None
-        count = len(self.program.donated)
-        donated, kept = values[:count], values[count:]
-        ids = list(map(id, values))
-        if not self.left.has(ids):
-            # Somebody else has put values there.
-            if not all(map(_is_placed, values, self.wanted)):
-                return None
-            if donated and not are_apart(values, count):
-                return None
-        self.left.ids = ids
-        if donated or given:
-            others = jax.tree.leaves(rest)
-            if are_deleted(others):
-                return None
-            own_ids = set(map(id, others))
-            for leaves in given:
-                if are_deleted(leaves):
-                    return None
-                size = len(own_ids) + len(leaves)
-                own_ids.update(map(id, leaves))
-                if len(own_ids) < size:
-                    return None
-            if not own_ids.isdisjoint(ids):
-                return None
-        return donated, kept, given, rest
-
-    def _are_as_wanted(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether inputs have the structures and layouts of the program."""
-        donated, kept, given, rest = inputs
-        if not all(map(_is_placed, (*donated, *kept), self.wanted)):
-            return False
-        program = self.program
-        leaves = [leaf for own in given for leaf in own]
-        positions = [at for tree in program.given for at in tree.positions]
-        for place, tree in zip(program.rest, rest, strict=True):
-            own, treedef = jax.tree.flatten(tree)
-            if treedef != place.treedef:
-                return False
-            leaves += own
-            positions += place.positions
-        for at, leaf in zip(positions, leaves, strict=True):
-            wanted = program.wanted[at]
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
-                # Before the call: what it gave away itself is to be told as lost.
-                return are_deleted([leaf for own in given for leaf in own])
-            if wanted is not None and getattr(leaf, "sharding", None) != wanted:
-                return False
-        return True
-
-
-def are_deleted(leaves: Sequence[Any]) -> bool:
-    """Whether one of these is a deleted array."""
-    if not leaves:
-        return False
-    try:
-        # The method of the type: far less work than one attribute after the other.
-        return any(map(type(leaves[0]).is_deleted, leaves))
-    except (AttributeError, TypeError):  # other things among them
-        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
-
-
-def are_apart(values: Sequence[Any], count: int) -> bool:
-    """Whether the first of these arrays share no memory with others of them."""
-    seen = collections.Counter(part for value in values for part in buffers_of(value))
-    return all(seen[part] == 1 for v in values[:count] for part in buffers_of(v))
-
-
-def _is_placed(value: Any, wanted: Any) -> bool:
-    """Whether it is an array that lies where it should, or has been given away."""
-    if not isinstance(value, jax.Array):
-        return False
-    if wanted is None or value.is_deleted():
-        return True
-    return value.committed and value.sharding == wanted
+    parts: tuple[Any, ...]
+    objects: tuple[bool, ...]
+    has_objects: bool
 
 
 class Routes:
@@ -325,9 +76,9 @@ class Routes:
         """
         self._names = tuple(names)
         self._roles: dict[tuple[str, type], int] = {}
-        self._plans: dict[tuple[Any, ...], tuple[int, ...]] = {}  # by types
-        self._kinds: dict[type, int] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}  # by types
         self._routes: dict[Any, list[Route] | None] = {}
+        self._last: tuple[Any, list[Route] | None] = (None, None)
 
     def look(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
@@ -347,25 +98,14 @@ class Routes:
             if plan is None:
                 return None
             self._plans[kinds] = plan
-        parts: list[Any] = [id(rules), surroundings(), kinds]
-        roots: list[Any] = []
-        for role, value in zip(plan, values, strict=True):
-            if role == _OBJECT:
-                roots.append(value)
-                parts.append(id(value))
-            elif role == _DATA:
-                part = self._data(value)
-                if part is None:
-                    return None
-                parts.append(part)
-            elif role == _STATIC:
-                parts.append(value)
-        return Look(tuple(parts), roots)
+        parts = map(_call, plan.parts, values)
+        key = (id(rules), *surroundings(), kinds, *parts)
+        if not plan.has_objects:
+            return Look(key, [])
+        return Look(key, list(itertools.compress(values, plan.objects)))
 
-    def _plan(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[int, ...] | None:
-        """The roles of arguments of these types; None if one is not known yet."""
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
+        """How to look at arguments of these types; None if one is not known yet."""
         if len(args) > len(self._names):
             return None
         names = (*self._names[: len(args)], *kwargs)
@@ -374,29 +114,11 @@ class Routes:
             self._roles.get((name, type(value)))
             for name, value in zip(names, values, strict=True)
         ]
-        return None if None in roles else tuple(roles)  # type: ignore[arg-type]
-
-    def _data(self, value: Any) -> Any:
-        if self._kind(value) != _CONTAINER:
-            return self._leaf(value)
-        leaves, treedef = jax.tree.flatten(value)
-        parts = [self._leaf(leaf) for leaf in leaves]
-        return None if None in parts else (treedef, *parts)
-
-    def _kind(self, leaf: Any) -> int:
-        kind = type(leaf)
-        known = self._kinds.get(kind)
-        if known is None:
-            known = self._kinds[kind] = _kind_of_leaf(leaf)
-        return known
-
-    def _leaf(self, leaf: Any) -> Any:
-        kind = self._kind(leaf)
-        if kind == _ARRAY:
-            return leaf.shape, leaf.dtype, leaf.sharding, leaf.committed
-        if kind == _HOST:
-            return type(leaf), leaf.shape, leaf.dtype
-        return type(leaf) if kind == _NUMBER else None
+        if None in roles:
+            return None
+        parts = tuple(map(_part_of, roles, values))
+        objects = tuple(role == _OBJECT for role in roles)
+        return Plan(parts, objects, any(objects))
 
     def call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
@@ -409,17 +131,31 @@ class Routes:
         look = self.look(args, kwargs, rules)
         if look is None:
             return False, None
+        key, roots = look
         try:
-            known = self._routes.get(look.key)
+            last, known = self._last
+            if key != last:
+                known = self._routes.get(key)
+                self._last = key, known
         except TypeError:  # a constant that cannot be hashed
             return False, None
         for route in tuple(known or ()):
-            if route.fits(look.roots):
+            if route.fits(roots):
                 ran, result = route.run(args, kwargs)
                 if ran:
                     return True, result
                 self._missed(look, route)
         return False, None
+
+    def _set(self, key: Any, known: list[Route] | None) -> None:
+        """Sets the routes of a kind of call."""
+        self._routes[key] = known
+        self._last = None, None
+
+    def _delete(self, key: Any) -> None:
+        """Forgets a kind of call."""
+        self._routes.pop(key, None)
+        self._last = None, None
 
     def _missed(self, look: Look, route: Route) -> None:
         """Notes that a route did not fit after all; too often, and its kind has none.
@@ -428,7 +164,7 @@ class Routes:
         """
         route.misses += 1
         if route.misses > _PATIENCE + route.hits:
-            self._routes[look.key] = None
+            self._set(look.key, None)
 
     def prepare(
         self,
@@ -455,6 +191,9 @@ class Routes:
             return None
         if rules is None:
             return None  # a program depends on where its state lies
+        config: Any = jax.config
+        if config.jax_debug_nans or config.jax_debug_infs:
+            return None  # `jit` has to tell JAX so at each call
         given = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         places = dict(zip(self._names, range(len(args)), strict=False))
         roles = {(name, type(value)): _STATIC for name, value in given.items()}
@@ -478,14 +217,12 @@ class Routes:
             self._roles.update(roles)
             self._plans.clear()
         look = self.look(args, kwargs, rules)
-        if look is None or self._routes.get(look.key, ()) is None:
+        if look is None or any(part is _UNKNOWN for part in look.key):
             return None
-        routes, key = self._routes, look.key
-
-        def forget(_: Any) -> None:
-            routes.pop(key, None)
-
-        watch = Watch(look.roots, forget)
+        if self._routes.get(look.key, ()) is None:
+            return None
+        key = look.key  # all that the function below may keep
+        watch = Watch(look.roots, lambda _: self._delete(key))
         watched = set(map(id, watch.variables))
         if not watch.exact or watched != set(map(id, variables.values())):
             return None
@@ -497,11 +234,12 @@ class Routes:
             if known is not None:
                 known[:] = [route for route in known if route.program is not program]
                 if not known:
-                    del self._routes[key]
+                    self._delete(key)
 
     def keep(self, look: Look, route: Route) -> None:
         """Keeps the route of a call that went well."""
-        known = self._routes.setdefault(look.key, [])
+        known = self._routes.get(look.key, [])
+        self._set(look.key, known)
         if known is not None:
             # Others of that program are of Variables that are there no more, and so are
             # those that know other Variables: they would keep them alive.
@@ -512,9 +250,9 @@ class Routes:
                 if other.program is not route.program and other.watch.ids == own
             ]
             known.insert(0, route)
-            del known[_STATES:]
+            del known[STATES:]
         if len(self._routes) > _KINDS:
-            del self._routes[next(iter(self._routes))]
+            self._delete(next(iter(self._routes)))
 
 
 def _has_route(argument: Argument) -> bool:
@@ -544,11 +282,39 @@ def _moved(argument: Argument) -> tuple[Any, ...] | None:
     return None if all(sharding is None for sharding in shardings) else shardings
 
 
-def _kind_of_leaf(leaf: Any) -> int:
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-        return _ARRAY
-    if isinstance(leaf, np.ndarray | np.generic):
-        return _HOST
-    if isinstance(leaf, bool | int | float | complex):
-        return _NUMBER
-    return _CONTAINER
+def _part_of(role: Any, value: Any) -> Any:
+    """What gives the part of the key for an argument of this role and type."""
+    if role == _OBJECT:
+        return id
+    if role == _STATIC:
+        return _itself
+    return type if role == _STATE else _part_of_leaf(type(value)) or _part_of_container
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+_part_of_array = operator.attrgetter("shape", "dtype", "sharding", "committed")
+_part_of_host_array = operator.attrgetter("shape", "dtype")
+
+
+@functools.lru_cache(maxsize=256)
+def _part_of_leaf(kind: type) -> Any:
+    """What gives the part of the key for a leaf of a type; None for a container."""
+    if issubclass(kind, Tracer):
+        return None
+    if issubclass(kind, jax.Array):
+        return _part_of_array
+    if issubclass(kind, np.ndarray | np.generic):
+        return _part_of_host_array
+    return type if issubclass(kind, bool | int | float | complex) else None
+
+
+def _part_of_container(value: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(value)
+    kinds = tuple(map(type, leaves))
+    parts = tuple(map(_part_of_leaf, kinds))
+    if None in parts:
+        return _UNKNOWN
+    return treedef, kinds, *map(_call, parts, leaves)

@@ -183,29 +183,32 @@ class _Jitted:
         self._holds_parameters: dict[Any, bool] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        config: Any = jax.config
-        if config.jax_disable_jit:
-            with using_rules(self._rules()):
-                return self._job.fun(*args, **kwargs)
-        nans, infs = config.jax_debug_nans, config.jax_debug_infs
-        if not nans and not infs:
-            return self._call(args, kwargs)
-        # Once an operation has turned these off for itself (jnp.var does), JAX checks
-        # no results of compiled programs in this thread, unless told so again.
-        with jax.debug_nans(nans), jax.debug_infs(infs):
-            return self._call(args, kwargs)
-
-    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         rules = self._rules()
         try:
             ran, result = self._routes.call(args, kwargs, rules)
-            return result if ran else self._long_way(args, kwargs, rules)
+            return result if ran else self._call(args, kwargs, rules)
         except LayoutError:
             raise
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             # Where JAX's own fast path runs a program, its failure is a ValueError.
             self._tell_losses(args, kwargs, error)
             raise
+
+    def _call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
+    ) -> Any:
+        """A call that no route was found for."""
+        config: Any = jax.config
+        if config.jax_disable_jit:
+            with using_rules(rules):
+                return self._job.fun(*args, **kwargs)
+        nans, infs = config.jax_debug_nans, config.jax_debug_infs
+        if not nans and not infs:
+            return self._long_way(args, kwargs, rules)
+        # Once an operation has turned these off for itself (jnp.var does), JAX checks
+        # no results of compiled programs in this thread, unless told so again.
+        with jax.debug_nans(nans), jax.debug_infs(infs):
+            return self._long_way(args, kwargs, rules)
 
     def _long_way(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None

@@ -62,6 +62,7 @@ _settings = operator.attrgetter(
     "jax_default_device",
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
+    "jax_disable_jit",
     "jax_enable_x64",
     "jax_numpy_dtype_promotion",
     "jax_numpy_rank_promotion",

@@ -30,6 +30,7 @@ LAYERS = (
     ("_create", "_inputs", "checkpoint"),
     ("_layout_map", "_shardings"),
     ("_program",),
+    ("_route",),
     ("_dispatch",),
     ("_jit",),
     ("__init__",),
