@@ -11,8 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_layoutmap._errors import LayoutError, MeshError, RuleError, did_you_mean
 from flax_layoutmap._mesh import DeviceMesh, as_mesh, same_grid
 
-# One dim: not sharded, on one axis, on several axes, or (once) any number of dims.
+# One dim: not sharded, on one axis (or MATCH), on several axes, or (once) any number
+# of dims.
 Dim = None | str | tuple[str, ...] | EllipsisType
+
+# DTensor's words for a dim that no axis shards, and for one that stays as it is.
+UNSHARDED = "unsharded"
+MATCH = "match"
 
 
 class TensorLayout:
@@ -26,7 +31,10 @@ class TensorLayout:
         axes: per dim `None` (not sharded), the name of a mesh axis, or a tuple of
             names; at most one `...`. `None` and `()` mean replicated, at any rank.
             A `PartitionSpec` keeps JAX's meaning: missing trailing dims are not
-            sharded. A `NamedSharding` brings its mesh and memory kind.
+            sharded. A `NamedSharding` brings its mesh and memory kind. DTensor's two
+            words are understood, unless the mesh has an axis of that very name:
+            `TensorLayout.UNSHARDED` is None, and `TensorLayout.MATCH` keeps what the
+            dim of an array has (for `relayout` and `distribute_tensor` only).
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
             `LayoutMap` or a scope give it later.
         memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
@@ -44,6 +52,8 @@ class TensorLayout:
 
     __module__ = "flax_layoutmap"
     __slots__ = ("axes", "device_mesh", "memory_kind", "_hash")
+    UNSHARDED = UNSHARDED
+    MATCH = MATCH
     axes: tuple[Dim, ...]
     device_mesh: DeviceMesh | None
     memory_kind: str | None
@@ -63,13 +73,13 @@ class TensorLayout:
         elif isinstance(axes, NamedSharding):
             mesh = mesh or DeviceMesh(axes.mesh)
             memory_kind = memory_kind or _own_memory_kind(axes)
-            dims = _dims(_spec_entries(axes.spec), axes)
+            dims = _dims(_spec_entries(axes.spec), axes, mesh)
         elif isinstance(axes, PartitionSpec):
-            dims = _dims(_spec_entries(axes), axes)
+            dims = _dims(_spec_entries(axes), axes, mesh)
         elif axes is None:
             dims = (...,)
         elif isinstance(axes, tuple | list):
-            dims = _dims(tuple(axes), axes) or (...,)
+            dims = _dims(tuple(axes), axes, mesh) or (...,)
         else:
             raise RuleError(_not_a_layout(axes))
         put = object.__setattr__
@@ -98,15 +108,23 @@ class TensorLayout:
     @property
     def axis_names(self) -> tuple[str, ...]:
         """The mesh axes in use, in the order of the dims."""
+        match = self.has_match
         names: list[str] = []
         for dim in self.axes:
-            names.extend(dim_axes(dim))
+            if not (match and dim == MATCH):
+                names.extend(dim_axes(dim))
         return tuple(names)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether no dim lies on a mesh axis."""
-        return not self.axis_names
+        """Whether no dim lies on a mesh axis (nor may lie on one, with MATCH)."""
+        return not self.axis_names and not self.has_match
+
+    @property
+    def has_match(self) -> bool:
+        """Whether a dim is `MATCH`, so that only an array can complete the layout."""
+        mesh = self.device_mesh
+        return MATCH in self.axes and (mesh is None or MATCH not in mesh.axis_names)
 
     @property
     def rank(self) -> int | None:
@@ -125,12 +143,50 @@ class TensorLayout:
         dims = () if self.axes == (...,) else self.axes
         return TensorLayout(dims, bare, memory_kind=self.memory_kind)
 
+    def matched(self, dims: Sequence[Sequence[str]]) -> "TensorLayout":
+        """The layout with every `MATCH` replaced by what an array has there.
+
+        Args:
+            dims: per dim of the array, the names of the axes it lies on.
+
+        Raises:
+            LayoutError: the layout has another rank, or gives an axis that a kept dim
+                lies on to another dim, or its mesh lacks that axis.
+        """
+        if not self.has_match:
+            return self
+        axes = self._written_out(len(dims))
+        kept = [
+            tuple(old) if dim == MATCH else dim
+            for dim, old in zip(axes, dims, strict=True)
+        ]
+        try:
+            return TensorLayout(kept, self.device_mesh, memory_kind=self.memory_kind)
+        except RuleError as error:
+            raise LayoutError(
+                f"the layout {self} cannot keep the dims of an array on "
+                f"{tuple(map(tuple, dims))}: {error}"
+            ) from error
+
     def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
         """Writes the layout out for `ndim` dims: per dim, the axes it lies on.
 
         Raises:
-            LayoutError: the layout has another rank.
+            LayoutError: the layout has another rank, or holds `MATCH`.
         """
+        self._check_complete()
+        return tuple(dim_axes(dim) for dim in self._written_out(ndim))
+
+    def _check_complete(self) -> None:
+        if self.has_match:
+            raise LayoutError(
+                f"the layout {self} keeps what a dim has (MATCH), which only relayout "
+                "and distribute_tensor of a concrete array know; name the axes, or "
+                "None, here"
+            )
+
+    def _written_out(self, ndim: int) -> tuple[Dim, ...]:
+        """The axes without the `...`, for this many dims."""
         axes = self.axes
         if ... in axes:
             at, missing = axes.index(...), ndim - len(axes) + 1
@@ -138,12 +194,12 @@ class TensorLayout:
                 raise LayoutError(
                     f"the layout {self} has {len(axes) - 1} dims, the array has {ndim}"
                 )
-            axes = (*axes[:at], *(None,) * missing, *axes[at + 1 :])
-        elif len(axes) != ndim:
+            return (*axes[:at], *(None,) * missing, *axes[at + 1 :])
+        if len(axes) != ndim:
             raise LayoutError(
                 f"the layout {self} has {len(axes)} dims, the array has {ndim}"
             )
-        return tuple(dim_axes(dim) for dim in axes)
+        return axes
 
     def spec(self, ndim: int | None = None) -> PartitionSpec:
         """The `PartitionSpec` in its normal form (no trailing None).
@@ -152,8 +208,10 @@ class TensorLayout:
             ndim: rank of the array; needed where a `...` stands before a sharded dim.
 
         Raises:
-            LayoutError: the layout has another rank, or `ndim` is needed.
+            LayoutError: the layout has another rank, or holds `MATCH`, or `ndim` is
+                needed.
         """
+        self._check_complete()
         if ndim is not None:
             return normal_spec(self.dims(ndim))
         axes = self.axes
@@ -174,7 +232,7 @@ class TensorLayout:
             ndim: rank of the array; needed where a `...` stands before a sharded dim.
 
         Raises:
-            LayoutError: the layout has another rank.
+            LayoutError: the layout has another rank, or holds `MATCH`.
             MeshError: the layout has no mesh.
         """
         if self.device_mesh is None:
@@ -193,7 +251,7 @@ class TensorLayout:
         """Shape of one device's part of an array of this global shape.
 
         Raises:
-            LayoutError: another rank, or a dim that does not divide.
+            LayoutError: another rank, `MATCH`, or a dim that does not divide.
             MeshError: the layout has no mesh.
         """
         if self.device_mesh is None:
@@ -318,7 +376,9 @@ def _spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
     return (*spec, ...)
 
 
-def _dims(axes: tuple[Any, ...], given: Any) -> tuple[Dim, ...]:
+def _dims(
+    axes: tuple[Any, ...], given: Any, mesh: DeviceMesh | None
+) -> tuple[Dim, ...]:
     if sum(dim is ... for dim in axes) > 1:
         raise RuleError(f"a layout may hold one '...', got {given!r}")
     dims: list[Dim] = []
@@ -329,7 +389,8 @@ def _dims(axes: tuple[Any, ...], given: Any) -> tuple[Dim, ...]:
                 "lies: use None for a dim that is not sharded"
             )
         if dim is None or dim is ... or isinstance(dim, str):
-            dims.append(dim)
+            axis = mesh is not None and dim in mesh.axis_names
+            dims.append(None if dim == UNSHARDED and not axis else dim)
         elif isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim):
             dims.append(tuple(dim))
         else:

@@ -64,6 +64,11 @@ class Rule:
             layout = layout if type(layout) is TensorLayout else TensorLayout(layout)
         except RuleError as error:
             raise RuleError(f"rule {pattern!r}: {error}") from error
+        if layout.has_match:
+            raise RuleError(
+                f"rule {pattern!r}: the layout {layout} keeps what a dim has (MATCH), "
+                "which only relayout and distribute_tensor can; name the axes, or None"
+            )
         put = object.__setattr__
         put(self, "pattern", pattern)
         put(self, "layout", layout)

@@ -360,7 +360,27 @@ CASES: dict[str, Case] = {
         f"({P.UNCONSTRAINED!r},) leaves a dim unconstrained; a layout says where every "
         "dim lies: use None for a dim that is not sharded",
     ),
+    "layout: match": Case(
+        lambda: TensorLayout(("match", "data"), ABSTRACT).spec(),
+        flm.LayoutError,
+        "the layout ('match', 'data') keeps what a dim has (MATCH), which only "
+        "relayout and distribute_tensor of a concrete array know; name the axes, or "
+        "None, here",
+    ),
+    "layout: match that clashes": Case(
+        lambda: TensorLayout(("match", "data"), ABSTRACT).matched([("data",), ()]),
+        flm.LayoutError,
+        "the layout ('match', 'data') cannot keep the dims of an array on "
+        "(('data',), ()): the layout ('data', 'data') uses the mesh axis 'data' twice; "
+        "each axis may shard one dim only",
+    ),
     # -------------------------------------------------------------- rules
+    "rule: match": Case(
+        lambda: flm.Rule("a", (None, TensorLayout.MATCH)),
+        flm.RuleError,
+        "rule 'a': the layout (None, 'match') keeps what a dim has (MATCH), which only "
+        "relayout and distribute_tensor can; name the axes, or None",
+    ),
     "rule: pattern": Case(
         lambda: flm.Rule(3, None),  # type: ignore[arg-type]
         flm.RuleError,
