@@ -2,30 +2,42 @@
 
 import math
 from collections.abc import Sequence
-from types import EllipsisType
-from typing import Any
+from typing import Any, Self
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
 
-from flax_layoutmap._errors import LayoutError, MeshError, RuleError, did_you_mean
-from flax_layoutmap._mesh import DeviceMesh, as_mesh, same_grid
+from flax_layoutmap._axes import Dim, dim_axes
+from flax_layoutmap._axes import clash as clash
+from flax_layoutmap._axes import normal_spec as normal_spec
+from flax_layoutmap._dtensor_format import (
+    MATCH,
+    UNSHARDED,
+    LayoutRecord,
+    dim_of,
+    layout_from_proto,
+    layout_from_text,
+    layout_to_proto,
+    layout_to_text,
+    words_of,
+)
+from flax_layoutmap._errors import LayoutError, MeshError
+from flax_layoutmap._grid import index_of, shard_offsets
+from flax_layoutmap._mesh import DeviceMesh, as_mesh, mesh_from_record, mesh_to_record
+from flax_layoutmap._mesh_layout import MeshLayout, names_of
+from flax_layoutmap._mesh_layout import named_sharding as named_sharding
 
-# One dim: not sharded, on one axis (or MATCH), on several axes, or (once) any number
-# of dims.
-Dim = None | str | tuple[str, ...] | EllipsisType
 
-# DTensor's words for a dim that no axis shards, and for one that stays as it is.
-UNSHARDED = "unsharded"
-MATCH = "match"
-
-
-class TensorLayout:
+class TensorLayout(MeshLayout):
     """How the dims of an array lie on the axes of a mesh.
 
     Keras's `TensorLayout(axes, device_mesh)`, immutable and hashable, with two
     additions: one dim may lie on several axes, `(("data", "model"), None)`, and one
     `...` stands for any number of dims that are not sharded, `(..., None, "model")`.
+
+    DTensor's `Layout` is here too: its members have its names. Those that speak of
+    single dims raise LayoutError where the rank is open, by a `...` or by `()`, which
+    is replicated at any rank (`TensorLayout.replicated(mesh, 0)` has rank 0), and
+    where a dim is `MATCH`. Those that count shards raise MeshError without a mesh.
 
     Args:
         axes: per dim `None` (not sharded), the name of a mesh axis, or a tuple of
@@ -51,375 +63,349 @@ class TensorLayout:
     """
 
     __module__ = "flax_layoutmap"
-    __slots__ = ("axes", "device_mesh", "memory_kind", "_hash")
+    __slots__ = ()
     UNSHARDED = UNSHARDED
     MATCH = MATCH
-    axes: tuple[Dim, ...]
-    device_mesh: DeviceMesh | None
-    memory_kind: str | None
 
-    def __init__(
-        self,
-        axes: Any,
-        device_mesh: Any = None,
-        *,
-        memory_kind: str | None = None,
-    ) -> None:
-        mesh = as_mesh(device_mesh)
-        if isinstance(axes, TensorLayout):
-            mesh = mesh or axes.device_mesh
-            memory_kind = memory_kind or axes.memory_kind
-            dims = axes.axes
-        elif isinstance(axes, NamedSharding):
-            mesh = mesh or DeviceMesh(axes.mesh)
-            memory_kind = memory_kind or _own_memory_kind(axes)
-            dims = _dims(_spec_entries(axes.spec), axes, mesh)
-        elif isinstance(axes, PartitionSpec):
-            dims = _dims(_spec_entries(axes), axes, mesh)
-        elif axes is None:
-            dims = (...,)
-        elif isinstance(axes, tuple | list):
-            dims = _dims(tuple(axes), axes, mesh) or (...,)
-        else:
-            raise RuleError(_not_a_layout(axes))
-        put = object.__setattr__
-        put(self, "axes", _normal(dims))
-        put(self, "device_mesh", mesh)
-        put(self, "memory_kind", memory_kind)
-        put(self, "_hash", hash((self.axes, mesh, memory_kind)))
-        self._check_axes()
+    def on_host(self) -> Self:
+        """The same layout in host memory, `memory_kind="pinned_host"`.
 
-    def _check_axes(self) -> None:
+        What DTensor's `Mesh.host_mesh` is for. The shards stay with their devices, and
+        the mesh stays as it is.
+
+        Plain JAX: `sharding.with_memory_kind("pinned_host")`.
+        """
+        return self._exactly(self.axes, self.device_mesh, "pinned_host")
+
+    # ----------------------------------------------- the members of DTensor's Layout
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """DTensor's name for `device_mesh`."""
+        return self.device_mesh
+
+    @property
+    def sharding_specs(self) -> list[str]:
+        """DTensor's word for each dim: an axis, `"unsharded"` or `"match"`.
+
+        A dim on several axes, which DTensor does not have, is `"x+y"`.
+
+        Raises:
+            LayoutError: the rank is open, or an axis has a name that DTensor reserves.
+        """
+        return list(words_of(self._every_dim(), names_of(self.device_mesh)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of shards along each dim, as in the documented DTensor.
+
+        (TensorFlow 2.21 gives the shape of the mesh, which is `mesh.shape` here.)
+        """
+        self._check_complete()
+        sizes = self._some_mesh().axis_sizes
+        return tuple(
+            math.prod(sizes[name] for name in dim_axes(dim))
+            for dim in self._every_dim()
+        )
+
+    def num_shards(self, idx: int) -> int:
+        """Number of shards along one dim; a negative `idx` counts from the end.
+
+        Raises:
+            LayoutError: there is no such dim.
+        """
+        return self.shape[self._position(idx)]
+
+    def is_fully_replicated(self) -> bool:
+        """Whether every device holds all of the array.
+
+        As documented for DTensor, an axis of size 1 shards nothing. (TensorFlow 2.21
+        says False as soon as a dim names an axis.)
+        """
+        self._check_complete()
         names = self.axis_names
-        for position, name in enumerate(names):
-            if name in names[:position]:
-                raise RuleError(
-                    f"the layout {self} uses the mesh axis {name!r} twice; each axis "
-                    "may shard one dim only"
-                )
-            mesh = self.device_mesh
-            if mesh is not None and name not in mesh.axis_names:
-                raise RuleError(
-                    f"the layout {self} names the axis {name!r}, but the mesh "
-                    f"{str(mesh)!r} has no such axis"
-                    f"{did_you_mean(name, mesh.axis_names)}"
-                )
+        return not names or all(
+            self._some_mesh().axis_sizes[name] == 1 for name in names
+        )
 
-    @property
-    def axis_names(self) -> tuple[str, ...]:
-        """The mesh axes in use, in the order of the dims."""
-        match = self.has_match
-        names: list[str] = []
-        for dim in self.axes:
-            if not (match and dim == MATCH):
-                names.extend(dim_axes(dim))
-        return tuple(names)
+    def is_batch_parallel(self) -> bool:
+        """Whether dim 0, and no other, lies on a mesh axis."""
+        self._check_complete()
+        first, *rest = map(dim_axes, self._every_dim() or (None,))
+        return bool(first) and not any(rest)
 
-    @property
-    def is_replicated(self) -> bool:
-        """Whether no dim lies on a mesh axis (nor may lie on one, with MATCH)."""
-        return not self.axis_names and not self.has_match
+    def offset_to_shard(self) -> list[tuple[int, ...]]:
+        """Per device of the mesh, row by row, which shard it holds.
 
-    @property
-    def has_match(self) -> bool:
-        """Whether a dim is `MATCH`, so that only an array can complete the layout."""
-        mesh = self.device_mesh
-        return MATCH in self.axes and (mesh is None or MATCH not in mesh.axis_names)
+        Returns:
+            One tuple per device: the position of its shard in each dim.
 
-    @property
-    def rank(self) -> int | None:
-        """Number of dims, or None where a `...` leaves it open."""
-        return None if ... in self.axes else len(self.axes)
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> mesh = flm.DeviceMesh.abstract("x=3,y=2")
+            >>> flm.TensorLayout(("x", None), mesh).offset_to_shard()
+            [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
 
-    def on(self, device_mesh: Any) -> "TensorLayout":
-        """The same axes on another mesh.
-
-        Raises:
-            RuleError: the mesh lacks an axis.
-        """
-        bare = TensorLayout(None, device_mesh).device_mesh
-        if bare == self.device_mesh:
-            return self
-        dims = () if self.axes == (...,) else self.axes
-        return TensorLayout(dims, bare, memory_kind=self.memory_kind)
-
-    def matched(self, dims: Sequence[Sequence[str]]) -> "TensorLayout":
-        """The layout with every `MATCH` replaced by what an array has there.
-
-        Args:
-            dims: per dim of the array, the names of the axes it lies on.
-
-        Raises:
-            LayoutError: the layout has another rank, or gives an axis that a kept dim
-                lies on to another dim, or its mesh lacks that axis.
-        """
-        if not self.has_match:
-            return self
-        axes = self._written_out(len(dims))
-        kept = [
-            tuple(old) if dim == MATCH else dim
-            for dim, old in zip(axes, dims, strict=True)
-        ]
-        try:
-            return TensorLayout(kept, self.device_mesh, memory_kind=self.memory_kind)
-        except RuleError as error:
-            raise LayoutError(
-                f"the layout {self} cannot keep the dims of an array on "
-                f"{tuple(map(tuple, dims))}: {error}"
-            ) from error
-
-    def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
-        """Writes the layout out for `ndim` dims: per dim, the axes it lies on.
-
-        Raises:
-            LayoutError: the layout has another rank, or holds `MATCH`.
+        Plain JAX: `sharding.devices_indices_map(shape)`, in elements.
         """
         self._check_complete()
-        return tuple(dim_axes(dim) for dim in self._written_out(ndim))
+        mesh = self._some_mesh()
+        at = mesh.axis_names.index
+        dims = [[at(name) for name in dim_axes(dim)] for dim in self._every_dim()]
+        return shard_offsets(mesh.shape, dims)
 
-    def _check_complete(self) -> None:
-        if self.has_match:
-            raise LayoutError(
-                f"the layout {self} keeps what a dim has (MATCH), which only relayout "
-                "and distribute_tensor of a concrete array know; name the axes, or "
-                "None, here"
-            )
-
-    def _written_out(self, ndim: int) -> tuple[Dim, ...]:
-        """The axes without the `...`, for this many dims."""
-        axes = self.axes
-        if ... in axes:
-            at, missing = axes.index(...), ndim - len(axes) + 1
-            if missing < 0:
-                raise LayoutError(
-                    f"the layout {self} has {len(axes) - 1} dims, the array has {ndim}"
-                )
-            return (*axes[:at], *(None,) * missing, *axes[at + 1 :])
-        if len(axes) != ndim:
-            raise LayoutError(
-                f"the layout {self} has {len(axes)} dims, the array has {ndim}"
-            )
-        return axes
-
-    def spec(self, ndim: int | None = None) -> PartitionSpec:
-        """The `PartitionSpec` in its normal form (no trailing None).
+    def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
+        """The number of a shard, counted row by row over all shards.
 
         Args:
-            ndim: rank of the array; needed where a `...` stands before a sharded dim.
+            offset_tuple: its position in each dim, as `offset_to_shard` gives it.
 
         Raises:
-            LayoutError: the layout has another rank, or holds `MATCH`, or `ndim` is
-                needed.
+            LayoutError: there is no such shard.
         """
-        self._check_complete()
-        if ndim is not None:
-            return normal_spec(self.dims(ndim))
-        axes = self.axes
-        if ... in axes:
-            at = axes.index(...)
-            if any(dim_axes(dim) for dim in axes[at:]):
-                raise LayoutError(
-                    f"the layout {self} holds a '...' before a sharded dim; "
-                    "pass the rank, .spec(ndim)"
-                )
-            axes = axes[:at]
-        return normal_spec(tuple(dim_axes(dim) for dim in axes))
+        grid, offset = self.shape, tuple(offset_tuple)
+        if len(offset) != len(grid) or not all(
+            0 <= at < count for at, count in zip(offset, grid, strict=True)
+        ):
+            raise LayoutError(
+                f"the layout {self} has {grid} shards along its dims, so none at "
+                f"{offset}"
+            )
+        return index_of(offset, grid)
 
-    def sharding(self, ndim: int | None = None) -> NamedSharding:
-        """The `NamedSharding` on this layout's mesh.
+    def unravel(self, unpacked_tensors: Sequence[Any]) -> np.ndarray:
+        """Arranges the components of an array by their place in it.
 
         Args:
-            ndim: rank of the array; needed where a `...` stands before a sharded dim.
+            unpacked_tensors: one component per device of the mesh, row by row. Of
+                several devices with one shard the last counts, as in DTensor.
+
+        Returns:
+            An array of objects, in the shape of `shape`.
 
         Raises:
-            LayoutError: the layout has another rank, or holds `MATCH`.
+            LayoutError: another number of components.
+        """
+        offsets, grid = self.offset_to_shard(), self.shape
+        if len(unpacked_tensors) != len(offsets):
+            raise LayoutError(
+                f"the layout {self} is on {len(offsets)} devices, got "
+                f"{len(unpacked_tensors)} components; pass one per device"
+            )
+        arranged = np.empty(math.prod(grid), dtype=object)
+        for offset, component in zip(offsets, unpacked_tensors, strict=True):
+            arranged[index_of(offset, grid)] = component
+        return arranged.reshape(grid)
+
+    def global_shape_from_local_shape(
+        self, local_shape: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Shape of an array from that of one device's part.
+
+        Raises:
+            LayoutError: the layout has another rank.
+        """
+        dims = self.dims(len(local_shape))
+        sizes = self._some_mesh().axis_sizes
+        return tuple(
+            size * math.prod(sizes[name] for name in names)
+            for size, names in zip(local_shape, dims, strict=True)
+        )
+
+    def local_shape_from_global_shape(
+        self, global_shape: Sequence[int]
+    ) -> tuple[int, ...]:
+        """DTensor's name for `shard_shape`, which see.
+
+        (TensorFlow 2.21 rounds down where a dim does not divide.)
+
+        Raises:
+            LayoutError: the layout has another rank, or a dim does not divide.
+        """
+        return self.shard_shape(global_shape)
+
+    def delete(self, dims: int | Sequence[int]) -> Self:
+        """The layout without some dims, for an array that was reduced over them.
+
+        Args:
+            dims: a dim, or several; negative ones count from the end.
+
+        Raises:
+            LayoutError: there is no such dim.
+        """
+        given = [dims] if isinstance(dims, int | np.integer) else list(dims)
+        gone = {self._position(dim) for dim in given}
+        kept = (dim for at, dim in enumerate(self._every_dim()) if at not in gone)
+        return self._exactly(tuple(kept), self.device_mesh, self.memory_kind)
+
+    @classmethod
+    def replicated(cls, mesh: Any, rank: int) -> Self:
+        """A layout of this rank that shards nothing.
+
+        Raises:
+            LayoutError: the rank is negative.
+        """
+        if rank < 0:
+            raise LayoutError(f"the rank must be 0 or more, got {rank}")
+        return cls._exactly((None,) * rank, as_mesh(mesh))
+
+    @classmethod
+    def batch_sharded(
+        cls, mesh: Any, batch_dim: str | tuple[str, ...], rank: int, axis: int = 0
+    ) -> Self:
+        """A layout of this rank with one dim on a mesh axis.
+
+        Args:
+            mesh: anything that `DeviceMesh` accepts.
+            batch_dim: the mesh axis, or several.
+            rank: number of dims.
+            axis: the dim; a negative one counts from the end.
+
+        Raises:
+            LayoutError: there is no such dim.
+            RuleError: there is no such axis.
+        """
+        plain = cls.replicated(mesh, rank)
+        at = plain._position(axis)
+        return cls((*plain.axes[:at], batch_dim, *plain.axes[at + 1 :]), plain.mesh)
+
+    @classmethod
+    def inner_sharded(
+        cls, mesh: Any, inner_dim: str | tuple[str, ...], rank: int
+    ) -> Self:
+        """A layout of this rank with the last dim on a mesh axis.
+
+        Raises:
+            LayoutError: the rank is 0 or less.
+            RuleError: there is no such axis.
+        """
+        return cls.batch_sharded(mesh, inner_dim, rank, axis=-1)
+
+    def to_string(self) -> str:
+        """Writes the layout as DTensor's `Layout.to_string` does.
+
+        A dim on several axes is written `x+y`, which only `from_string` reads.
+
+        Raises:
+            LayoutError: the rank is open, or there is a memory kind, or an axis has a
+                name that DTensor's text cannot hold.
+            MeshError: the layout has no mesh.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> mesh = flm.DeviceMesh.abstract("x=2")
+            >>> flm.TensorLayout(("x", None), mesh).to_string()
+            'sharding_specs:x,unsharded, mesh:|x=2|0,1||'
+        """
+        return layout_to_text(self._record())
+
+    @classmethod
+    def from_string(cls, text: str, *, strict: bool = False) -> Self:
+        """Reads what `to_string` wrote, here or in TensorFlow.
+
+        (TensorFlow drops the last dim without a word if the comma after it is missing;
+        here that is an error.) The mesh has the devices if all are listed and here;
+        see `DeviceMesh.from_string`.
+
+        Args:
+            text: the text of a layout.
+            strict: refuse `x+y`, as DTensor does.
+
+        Raises:
+            LayoutError: the text cannot be read.
+        """
+        return cls._from_record(layout_from_text(text), strict)
+
+    def as_proto(self) -> Any:
+        """Makes a protobuf message with the bytes of TensorFlow's `LayoutProto`.
+
+        A dim on several axes is written `x+y`, which only `from_proto` reads.
+
+        Raises:
+            LayoutError: the rank is open, or there is a memory kind.
             MeshError: the layout has no mesh.
         """
+        return layout_to_proto(self._record())
+
+    @classmethod
+    def from_proto(cls, proto: Any, *, strict: bool = False) -> Self:
+        """Reads a `LayoutProto`: what `as_proto` made, or TensorFlow's own.
+
+        Args:
+            proto: the message, or its bytes.
+            strict: refuse `x+y`, as DTensor does.
+
+        Raises:
+            LayoutError: the message cannot be read.
+        """
+        return cls._from_record(layout_from_proto(proto), strict)
+
+    def mesh_proto(self) -> Any:
+        """The mesh as a `MeshProto`.
+
+        Raises:
+            MeshError: the layout has no mesh.
+        """
+        return self._some_mesh().as_proto()
+
+    def serialized_string(self) -> bytes:
+        """The bytes of `as_proto()`, always the same for equal layouts."""
+        return self.as_proto().SerializeToString(deterministic=True)
+
+    @classmethod
+    def from_str(cls, proto_str: bytes, *, strict: bool = False) -> Self:
+        """Reads what `serialized_string` wrote, here or in TensorFlow.
+
+        Raises:
+            LayoutError: the bytes cannot be read.
+        """
+        return cls.from_proto(proto_str, strict=strict)
+
+    def _some_mesh(self) -> DeviceMesh:
         if self.device_mesh is None:
             raise MeshError(
-                f"the layout {self} has no mesh; give one, layout.on(mesh) or "
-                "flm.TensorLayout(axes, mesh)"
+                f"the layout {self} has no mesh, which this needs; give one, "
+                "layout.on(mesh)"
             )
-        return named_sharding(self.device_mesh, self.spec(ndim), self.memory_kind)
+        return self.device_mesh
 
-    @property
-    def backend_layout(self) -> NamedSharding:
-        """Keras's name for `sharding()`."""
-        return self.sharding()
+    def _every_dim(self) -> tuple[Dim, ...]:
+        if ... in self.axes:
+            raise LayoutError(
+                f"the layout {self} leaves the rank open, and this needs it; write "
+                "every dim, or use flm.TensorLayout.replicated(mesh, rank)"
+            )
+        return self.axes
 
-    def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one device's part of an array of this global shape.
+    def _position(self, dim: int) -> int:
+        """The dim counted from 0, of one that may be counted from the end."""
+        rank = len(self._every_dim())
+        if not -rank <= dim < rank:
+            among = f"dims {-rank} to {rank - 1}" if rank else "no dims"
+            raise LayoutError(f"the layout {self} has {among}, got dim {dim}")
+        return dim % rank
 
-        Raises:
-            LayoutError: another rank, `MATCH`, or a dim that does not divide.
-            MeshError: the layout has no mesh.
-        """
-        if self.device_mesh is None:
-            raise MeshError(f"the layout {self} has no mesh, so no shard shape")
-        sizes = self.device_mesh.axis_sizes
-        result = []
-        for dim, (size, names) in enumerate(
-            zip(shape, self.dims(len(shape)), strict=True)
-        ):
-            parts = math.prod(sizes[name] for name in names)
-            if size % parts:
-                raise LayoutError(
-                    f"shape {tuple(shape)}: {clash(dim, size, names, sizes)}"
-                )
-            result.append(size // parts)
-        return tuple(result)
-
-    def equivalent(self, other: "TensorLayout", ndim: int) -> bool:
-        """Whether both shard an array of `ndim` dims alike, on grids with equal axes.
-
-        Unlike `NamedSharding.is_equivalent_to` this also compares an abstract mesh
-        with a concrete one: axis names, sizes and the normal form decide.
-        """
-        mine, yours = self.device_mesh, other.device_mesh
-        if (mine is None) != (yours is None):
-            return False
-        if mine is not None and yours is not None and not same_grid(mine, yours):
-            return False
-        same_memory = self.memory_kind == other.memory_kind
-        return same_memory and self.spec(ndim) == other.spec(ndim)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"TensorLayout is immutable: cannot set {name!r}")
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, TensorLayout)
-            and self._hash == other._hash
-            and self.axes == other.axes
-            and self.device_mesh == other.device_mesh
-            and self.memory_kind == other.memory_kind
+    def _record(self) -> LayoutRecord:
+        if self.memory_kind is not None:
+            raise LayoutError(
+                f"DTensor has no word for the memory kind {self.memory_kind!r} of the "
+                f"layout {self}; pickle it, or write it without"
+            )
+        return LayoutRecord(
+            tuple(self.sharding_specs), mesh_to_record(self._some_mesh())
         )
 
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __str__(self) -> str:
-        if self.axes == (...,):
-            return "replicated"
-        inner = ", ".join("..." if dim is ... else repr(dim) for dim in self.axes)
-        return f"({inner},)" if len(self.axes) == 1 else f"({inner})"
-
-    def __repr__(self) -> str:
-        axes = "()" if self.axes == (...,) else str(self)
-        mesh = "" if self.device_mesh is None else f", {self.device_mesh!r}"
-        kind = "" if self.memory_kind is None else f", memory_kind={self.memory_kind!r}"
-        return f"TensorLayout({axes}{mesh}{kind})"
+    @classmethod
+    def _from_record(cls, record: LayoutRecord, strict: bool) -> Self:
+        mesh = mesh_from_record(record.mesh)
+        dims = (dim_of(word, mesh.axis_names, strict) for word in record.words)
+        return cls._exactly(tuple(dims), mesh)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        axes = () if self.axes == (...,) else self.axes
-        return _rebuild, (axes, self.device_mesh, self.memory_kind)
+        return _rebuild, (self.axes, self.device_mesh, self.memory_kind)
 
 
-def _rebuild(axes: Any, mesh: Any, memory_kind: str | None) -> TensorLayout:
-    return TensorLayout(axes, mesh, memory_kind=memory_kind)
-
-
-def named_sharding(
-    mesh: DeviceMesh, spec: PartitionSpec, memory_kind: str | None = None
-) -> NamedSharding:
-    """Makes the JAX sharding for a spec in normal form."""
-    return NamedSharding(mesh.jax_mesh, spec, memory_kind=memory_kind)
-
-
-def clash(dim: int, size: int, names: Sequence[str], sizes: dict[str, int]) -> str:
-    """Says which dim of which size does not divide by which axes."""
-    if len(names) == 1:
-        axes = f"mesh axis {names[0]!r} of size {sizes[names[0]]}"
-    else:
-        listed = " × ".join(f"{name!r} ({sizes[name]})" for name in names)
-        axes = f"mesh axes {listed}, {math.prod(sizes[n] for n in names)} together"
-    return f"dim {dim} of size {size} does not divide by {axes}"
-
-
-def dim_axes(dim: Dim) -> tuple[str, ...]:
-    """The mesh axes of one dim, as a tuple."""
-    if dim is None or dim is ...:
-        return ()
-    return (dim,) if isinstance(dim, str) else dim
-
-
-def normal_spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
-    """The one `PartitionSpec` for these dims: no trailing None, no 1-tuples.
-
-    JAX tells `P("data")` from `P("data", None)`, so that a jitted function given
-    both compiles twice; the normal form keeps equal layouts equal.
-    """
-    entries = [
-        None if not names else names[0] if len(names) == 1 else names for names in dims
-    ]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-def _own_memory_kind(sharding: NamedSharding) -> str | None:
-    """The memory kind, or None for the default, which JAX fills in by itself."""
-    kind = sharding.memory_kind
-    if kind is None or not isinstance(sharding.mesh, Mesh):
-        return kind
-    default = sharding.mesh.devices.flat[0].default_memory().kind
-    return None if kind == default else kind
-
-
-def _spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
-    """A `PartitionSpec` as axes: missing trailing dims are not sharded."""
-    if spec.unreduced or spec.reduced:
-        raise RuleError(
-            f"{spec!r} speaks of values that are not yet reduced, which a layout does "
-            "not: say only how the dims are sharded"
-        )
-    return (*spec, ...)
-
-
-def _dims(
-    axes: tuple[Any, ...], given: Any, mesh: DeviceMesh | None
-) -> tuple[Dim, ...]:
-    if sum(dim is ... for dim in axes) > 1:
-        raise RuleError(f"a layout may hold one '...', got {given!r}")
-    dims: list[Dim] = []
-    for dim in axes:
-        if dim is PartitionSpec.UNCONSTRAINED:
-            raise RuleError(
-                f"{given!r} leaves a dim unconstrained; a layout says where every dim "
-                "lies: use None for a dim that is not sharded"
-            )
-        if dim is None or dim is ... or isinstance(dim, str):
-            axis = mesh is not None and dim in mesh.axis_names
-            dims.append(None if dim == UNSHARDED and not axis else dim)
-        elif isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim):
-            dims.append(tuple(dim))
-        else:
-            raise RuleError(_not_a_layout(given))
-    return tuple(dims)
-
-
-def _normal(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Unwraps 1-tuples, drops empty ones and None beside a '...'."""
-    result: list[Dim] = []
-    for dim in dims:
-        if isinstance(dim, tuple) and len(dim) < 2:
-            dim = dim[0] if dim else None
-        result.append(dim)
-    if not any(dim_axes(dim) for dim in result) and ... in result:
-        # Only unsharded dims and a "...": replicated, if at least that many dims.
-        return (...,)
-    return tuple(result)
-
-
-def _not_a_layout(value: Any) -> str:
-    if isinstance(value, str):
-        return (
-            f"a layout cannot be a string, got {value!r}; write a tuple with one entry "
-            f"per dim, such as ({value!r},) for a 1-D array or (None, {value!r})"
-        )
-    if isinstance(value, jax.Array):
-        return "a layout cannot be an array; pass array.sharding"
-    return (
-        f"not a layout: {value!r}; use a tuple such as (None, 'model'), None for "
-        "replicated, a PartitionSpec, a NamedSharding or a flm.TensorLayout"
-    )
+def _rebuild(
+    axes: tuple[Dim, ...], mesh: DeviceMesh | None, memory_kind: str | None
+) -> TensorLayout:
+    return TensorLayout._exactly(axes, mesh, memory_kind)

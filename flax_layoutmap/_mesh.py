@@ -8,10 +8,30 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from flax_layoutmap._errors import MeshError
-
-_Shape = Sequence[int] | int | np.integer | np.ndarray | Mapping[str, int] | str
-_AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+from flax_layoutmap._devices import (
+    cpu_devices_beside,
+    devices_here,
+    key_in,
+    key_of,
+    long_name,
+    require_here,
+)
+from flax_layoutmap._dtensor_format import (
+    MeshRecord,
+    mesh_from_proto,
+    mesh_from_text,
+    mesh_to_proto,
+    mesh_to_text,
+)
+from flax_layoutmap._errors import MeshError, did_you_mean
+from flax_layoutmap._grid import coords_of, strides_of
+from flax_layoutmap._mesh_shape import (
+    Shape,
+    axis_types_of,
+    fill,
+    sizes_and_names,
+    wrong_count,
+)
 
 
 class DeviceMesh:
@@ -21,16 +41,22 @@ class DeviceMesh:
     may hold one `-1`, be one line (`"data=2,model=-1"`) or a dict, or be a mesh that
     exists.
     Values are immutable, hashable, and equal when shape, axis names, axis types and
-    devices are equal.
+    devices are equal. They pickle, with or without devices: a mesh with devices is
+    read back where devices of the same platform and ids are.
+
+    DTensor's `Mesh` is here too: `from_dtensor` is its constructor, and its members
+    have its names. They number the devices by their place in the mesh, row by row, as
+    DTensor does, which need not be `jax.Device.id`.
 
     Args:
         shape: sizes of the axes, `(2, 4)`; or one line, `"data=2,model=-1"`; or a
             mapping, `{"data": 2, "model": -1}`; or a `jax.sharding.Mesh`,
             `AbstractMesh` or `DeviceMesh`.
         axis_names: one name per axis; must be left out when `shape` brings names.
-        devices: the devices to use, in the order of the grid (row-major). None takes
-            all devices of all processes, ordered by `jax.make_mesh` for the hardware.
-            To use only some, pass them: `devices=jax.devices()[:4]`.
+        devices: the devices to use, in the order of the grid (row-major), or their
+            names, `"cpu:0"`. None takes all devices of all processes, ordered by
+            `jax.make_mesh` for the hardware. To use only some, pass them:
+            `devices=jax.devices()[:4]`.
         axis_types: `"auto"` (the default: the compiler decides what no layout says),
             `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. A
             mesh that exists keeps its own.
@@ -53,7 +79,7 @@ class DeviceMesh:
 
     def __init__(
         self,
-        shape: "_Shape | Mesh | AbstractMesh | DeviceMesh",
+        shape: "Shape | Mesh | AbstractMesh | DeviceMesh",
         axis_names: Sequence[str] | None = None,
         devices: Sequence[Any] | np.ndarray | None = None,
         *,
@@ -68,24 +94,25 @@ class DeviceMesh:
             mesh = shape._mesh if isinstance(shape, DeviceMesh) else shape
             object.__setattr__(self, "_mesh", mesh)
             return
-        sizes, names = _sizes_and_names(shape, axis_names)
-        given = None if devices is None else np.asarray(devices, dtype=object).ravel()
-        available = jax.devices() if given is None else _checked_devices(given)
-        sizes = _fill(sizes, names, len(available))
+        sizes, names = sizes_and_names(shape, axis_names)
+        given = None if devices is None else _checked_devices(devices)
+        available = jax.devices() if given is None else given
+        sizes = fill(sizes, names, len(available))
         if math.prod(sizes) != len(available):
-            raise MeshError(_wrong_count(sizes, names, len(available), given is None))
-        types = _axis_types(axis_types, len(sizes))
+            raise MeshError(wrong_count(sizes, names, len(available), given is None))
+        types = axis_types_of(axis_types, len(sizes))
         if given is None:
             # make_mesh orders the devices for the links of the hardware.
             mesh = jax.make_mesh(sizes, names, axis_types=types)
         else:
-            mesh = Mesh(given.reshape(sizes), names, axis_types=types)
+            grid = np.array(given, dtype=object).reshape(sizes)
+            mesh = Mesh(grid, names, axis_types=types)
         object.__setattr__(self, "_mesh", mesh)
 
     @classmethod
     def abstract(
         cls,
-        shape: "_Shape",
+        shape: Shape,
         axis_names: Sequence[str] | None = None,
         *,
         axis_types: Any = "auto",
@@ -101,14 +128,57 @@ class DeviceMesh:
         Raises:
             MeshError: sizes and names do not fit together.
         """
-        sizes, names = _sizes_and_names(shape, axis_names)
+        sizes, names = sizes_and_names(shape, axis_names)
         if -1 in sizes:
             raise MeshError(
                 f"an abstract mesh has no devices to compute -1 from: {sizes}; "
                 "write the size"
             )
-        types = _axis_types(axis_types, len(sizes))
+        types = axis_types_of(axis_types, len(sizes))
         return cls(AbstractMesh(sizes, names, axis_types=types))
+
+    @classmethod
+    def from_dtensor(
+        cls,
+        devices: Sequence[Any],
+        dims: Sequence[tuple[str, int]] | Mapping[str, int],
+        *,
+        axis_types: Any = "auto",
+    ) -> "DeviceMesh":
+        """Makes a mesh as DTensor's documentation does.
+
+        Args:
+            devices: names such as `"TPU:0"` in row-major order, or JAX devices. If
+                some of them are not here, the mesh is abstract: it has the axes, and
+                does not keep the names.
+            dims: name and size of each axis; one size may be -1.
+            axis_types: as for `DeviceMesh`.
+
+        Raises:
+            MeshError: the number of devices is not that of the places, one is given
+                twice, or a name cannot be read.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> devices = ["CPU:0", "CPU:1", "CPU:2", "CPU:3", "CPU:4", "CPU:5"]
+            >>> flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
+            DeviceMesh('x=3,y=2')
+        """
+        pairs = list(dims.items()) if isinstance(dims, Mapping) else list(dims)
+        sizes, names = sizes_and_names([n for _, n in pairs], [n for n, _ in pairs])
+        keys = [
+            key_in(device) if isinstance(device, str) else key_of(device)
+            for device in devices
+        ]
+        sizes = fill(sizes, names, len(keys))
+        if math.prod(sizes) != len(keys):
+            raise MeshError(wrong_count(sizes, names, len(keys), False))
+        if len(set(keys)) != len(keys):
+            raise MeshError(f"devices holds one device twice: {list(devices)}")
+        found = devices_here(keys)
+        if None in found:
+            return cls.abstract(sizes, names, axis_types=axis_types)
+        return cls(sizes, names, found, axis_types=axis_types)
 
     @property
     def jax_mesh(self) -> Mesh | AbstractMesh:
@@ -164,6 +234,170 @@ class DeviceMesh:
             )
         return self._mesh.devices
 
+    # ------------------------------------------------- the members of DTensor's Mesh
+
+    @property
+    def dim_names(self) -> list[str]:
+        """DTensor's name for `axis_names`."""
+        return list(self.axis_names)
+
+    def dim_size(self, name: str) -> int:
+        """Number of devices along an axis.
+
+        Raises:
+            MeshError: there is no such axis.
+        """
+        if name not in self.axis_names:
+            raise MeshError(
+                f"the mesh {str(self)!r} has no axis {name!r}"
+                f"{did_you_mean(name, self.axis_names)}"
+            )
+        return self.axis_sizes[name]
+
+    def contains_dim(self, name: str) -> bool:
+        """Whether there is an axis of this name; the same as `name in mesh`."""
+        return name in self.axis_names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.axis_names
+
+    @property
+    def strides(self) -> list[int]:
+        """How far apart the numbers of neighbours along each axis are."""
+        return list(strides_of(self.shape))
+
+    def coords(self, device_id: int) -> tuple[int, ...]:
+        """Where on the grid a device is.
+
+        Args:
+            device_id: its place in the mesh, row by row, from 0. (DTensor starts again
+                at 0 after the last one; here that is an error.)
+
+        Raises:
+            MeshError: there is no such place.
+        """
+        if not 0 <= device_id < self.size:
+            raise MeshError(
+                f"the mesh {str(self)!r} has the device ids 0 to {self.size - 1}, got "
+                f"{device_id}"
+            )
+        return coords_of(device_id, self.shape)
+
+    def unravel_index(self) -> dict[int, dict[str, int]]:
+        """Device id → axis name → position along that axis."""
+        return {
+            at: dict(zip(self.axis_names, coords_of(at, self.shape), strict=True))
+            for at in range(self.size)
+        }
+
+    def global_device_ids(self) -> np.ndarray:
+        """The device ids, 0 and up, in the shape of the mesh."""
+        return np.arange(self.size).reshape(self.shape)
+
+    def local_device_ids(self) -> list[int]:
+        """The ids of the devices of this process; none for an abstract mesh."""
+        if not isinstance(self._mesh, Mesh):
+            return []
+        here = jax.process_index()
+        devices = enumerate(self._mesh.devices.flat)
+        return [at for at, device in devices if device.process_index == here]
+
+    def local_devices(self) -> list[str]:
+        """DTensor's names of the devices of this process; JAX's ids are in them."""
+        flat = self._mesh.devices.flat if isinstance(self._mesh, Mesh) else ()
+        names = [long_name(device) for device in flat]
+        return [names[at] for at in self.local_device_ids()]
+
+    def local_device_locations(self) -> list[dict[str, int]]:
+        """Where on the grid the devices of this process are: axis name → position."""
+        places = self.unravel_index()
+        return [places[at] for at in self.local_device_ids()]
+
+    def device_type(self) -> str:
+        """`"CPU"`, `"GPU"` or `"TPU"`.
+
+        Raises:
+            MeshError: the mesh is abstract.
+        """
+        return self.devices.flat[0].platform.upper()
+
+    def host_mesh(self) -> "DeviceMesh":
+        """The same axes on the CPU devices of the same processes, as in DTensor.
+
+        A mesh on CPU devices, or without devices, is its own. To keep arrays in host
+        memory beside their accelerators, `TensorLayout.on_host` is what JAX has for
+        it: it needs no other mesh, and as many CPU devices are rarely there.
+
+        Raises:
+            MeshError: there are fewer CPU devices than places.
+        """
+        if not isinstance(self._mesh, Mesh) or self.device_type() == "CPU":
+            return self
+        found = cpu_devices_beside(self._mesh.devices.flat)
+        if found is None:
+            raise MeshError(
+                f"{self!r} has {self.size} devices, and there are fewer CPU devices "
+                "beside them; for host memory use layout.on_host(), which needs none, "
+                f'or call jax.config.update("jax_num_cpu_devices", {self.size}) first'
+            )
+        return DeviceMesh(self.shape, self.axis_names, found)
+
+    def to_string(self) -> str:
+        """Writes the mesh as DTensor's `Mesh.to_string` does.
+
+        An abstract mesh has no devices in it. Axis types are not written.
+
+        Raises:
+            MeshError: an axis name has one of `|`, `,`, `=` or a space in it.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> flm.DeviceMesh.abstract("x=3,y=2").to_string()
+            '|x=3,y=2|0,1,2,3,4,5||'
+        """
+        return mesh_to_text(mesh_to_record(self))
+
+    @classmethod
+    def from_string(cls, text: str, *, axis_types: Any = "auto") -> "DeviceMesh":
+        """Reads what `to_string` wrote, here or in TensorFlow.
+
+        DTensor's name of the mesh, and where its device ids start, are not kept.
+
+        Args:
+            text: the text of a mesh.
+            axis_types: as for `DeviceMesh`.
+
+        Returns:
+            A mesh with devices, if the text lists all of them and all are here;
+            otherwise an abstract one.
+
+        Raises:
+            MeshError: the text cannot be read.
+        """
+        return mesh_from_record(mesh_from_text(text), axis_types)
+
+    def as_proto(self) -> Any:
+        """Makes a protobuf message with the bytes of TensorFlow's `MeshProto`."""
+        return mesh_to_proto(mesh_to_record(self))
+
+    @classmethod
+    def from_proto(cls, proto: Any, *, axis_types: Any = "auto") -> "DeviceMesh":
+        """Reads a `MeshProto`: what `as_proto` made, TensorFlow's own, or its bytes.
+
+        Args:
+            proto: the message or its bytes.
+            axis_types: as for `DeviceMesh`.
+
+        Returns:
+            A mesh with or without devices, as for `from_string`.
+
+        Raises:
+            MeshError: the message cannot be read.
+        """
+        return mesh_from_record(mesh_from_proto(proto), axis_types)
+
+    # ------------------------------------------------------------ Python's protocols
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"DeviceMesh is immutable: cannot set {name!r}")
 
@@ -191,12 +425,10 @@ class DeviceMesh:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
+        types = tuple(kind.name for kind in self.axis_types)
         if isinstance(self._mesh, Mesh):
-            raise TypeError(
-                "a DeviceMesh with devices cannot be pickled: devices belong to one "
-                f'process. Pickle its line, "{self}", and build it again'
-            )
-        types = tuple(kind.name.lower() for kind in self.axis_types)
+            keys = tuple(key_of(device) for device in self._mesh.devices.flat)
+            return _rebuild, (self.shape, self.axis_names, types, keys)
         return _rebuild_abstract, (self.shape, self.axis_names, types)
 
 
@@ -229,139 +461,64 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
+def mesh_to_record(mesh: DeviceMesh) -> MeshRecord:
+    """What DTensor writes of a mesh."""
+    ids = tuple(range(mesh.size))
+    local = tuple(mesh.local_device_ids())
+    every: tuple[str, ...] = ()
+    if not mesh.is_abstract and len(local) < mesh.size:
+        every = tuple(long_name(device) for device in mesh.devices.flat)
+    dims = tuple(mesh.axis_sizes.items())
+    return MeshRecord(dims, ids, local, tuple(mesh.local_devices()), every)
+
+
+def mesh_from_record(record: MeshRecord, axis_types: Any = "auto") -> DeviceMesh:
+    """A mesh with devices, if all are listed and here; otherwise an abstract one.
+
+    Raises:
+        MeshError: its names, or those of its devices, cannot be read.
+    """
+    local = dict(zip(record.local_ids, record.local_devices, strict=True))
+    devices = record.global_devices or [local.get(at, "") for at in record.global_ids]
+    if not all(devices):
+        names, sizes = [name for name, _ in record.dims], [n for _, n in record.dims]
+        return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
+    return DeviceMesh.from_dtensor(devices, record.dims, axis_types=axis_types)
+
+
 def _rebuild_abstract(
     shape: tuple[int, ...], names: tuple[str, ...], types: tuple[str, ...]
 ) -> DeviceMesh:
-    return DeviceMesh.abstract(shape, names, axis_types=types)
+    kinds = tuple(AxisType[kind.capitalize()] for kind in types)
+    return DeviceMesh(AbstractMesh(shape, names, axis_types=kinds))
 
 
-def _sizes_and_names(
-    shape: _Shape, names: Sequence[str] | None
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    if isinstance(shape, str | Mapping):
-        if names is not None:
-            kind = "line" if isinstance(shape, str) else "mapping"
-            raise MeshError(
-                f"the {kind} {shape!r} brings axis names; leave out the rest"
-            )
-        shape, names = (
-            _parse(shape)
-            if isinstance(shape, str)
-            else (list(shape.values()), list(shape))
-        )
-    if isinstance(names, str):
-        raise MeshError(f"axis_names is one string, {names!r}; write ({names!r},)")
-    if isinstance(shape, int | np.integer | np.ndarray):
-        shape = np.atleast_1d(shape).tolist()  # 8 for one axis; a NumPy shape
-    if not isinstance(shape, Sequence) or not shape or not names:
-        raise MeshError(
-            f"DeviceMesh needs a size and a name for each axis, got shape={shape!r} "
-            f"and axis_names={names!r}; for example ((2, 4), ('data', 'model'))"
-        )
-    if len(shape) != len(names):
-        raise MeshError(
-            f"{len(shape)} sizes but {len(names)} names: shape={tuple(shape)}, "
-            f"axis_names={tuple(names)}"
-        )
-    sizes = []
-    for size, name in zip(shape, names, strict=True):
-        if not isinstance(name, str) or not name:
-            raise MeshError(f"an axis name must be a non-empty string, got {name!r}")
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise MeshError(f"axis {name!r} must have an int size, got {size!r}")
-        if size < 1 and size != -1:
-            raise MeshError(f"axis {name!r} must have a size of 1 or more, got {size}")
-        sizes.append(int(size))
-    if len(set(names)) != len(names):
-        raise MeshError(f"axis names must differ, got {tuple(names)}")
-    return tuple(sizes), tuple(names)
+def _rebuild(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    types: tuple[str, ...],
+    keys: tuple[tuple[str, int], ...],
+) -> DeviceMesh:
+    grid = np.array(require_here(keys), dtype=object).reshape(shape)
+    return DeviceMesh(
+        Mesh(grid, names, axis_types=tuple(map(AxisType.__getitem__, types)))
+    )
 
 
-def _parse(line: str) -> tuple[list[int], list[str]]:
-    sizes, names = [], []
-    for part in line.split(","):
-        name, equals, size = part.partition("=")
-        try:
-            sizes.append(int(size))
-        except ValueError:
-            equals = ""
-        if not equals or not name.strip():
-            raise MeshError(
-                f"cannot read {part!r} in the mesh line {line!r}; "
-                'write "data=2,model=4" (one size may be -1)'
-            )
-        names.append(name.strip())
-    return sizes, names
-
-
-def _checked_devices(given: np.ndarray) -> list[Any]:
-    devices = list(given)
+def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
+    devices = list(np.asarray(given, dtype=object).ravel())
+    named = [at for at, device in enumerate(devices) if isinstance(device, str)]
+    found = require_here([key_in(devices[at]) for at in named])
+    for at, device in zip(named, found, strict=True):
+        devices[at] = device
     for device in devices:
         if not hasattr(device, "device_kind"):
             raise MeshError(
-                "devices must be JAX devices, such as jax.devices()[:4], got "
-                f"{device!r}"
+                "devices must be JAX devices, such as jax.devices()[:4], or names "
+                f'like "cpu:0", got {device!r}'
             )
     if not devices:
         raise MeshError("devices is empty; leave it out to use all devices")
     if len(set(devices)) != len(devices):
         raise MeshError("DeviceMesh was given the same device twice in devices")
     return devices
-
-
-def _fill(
-    sizes: tuple[int, ...], names: tuple[str, ...], count: int
-) -> tuple[int, ...]:
-    if sizes.count(-1) > 1:
-        raise MeshError(f"only one axis may have size -1, got {sizes}")
-    if -1 not in sizes:
-        return sizes
-    known = -math.prod(sizes)
-    if count % known:
-        open_axis = names[sizes.index(-1)]
-        raise MeshError(
-            f"cannot compute axis {open_axis!r} (-1): {count} devices do not divide "
-            f"by the other axes, {known}"
-        )
-    return tuple(count // known if size == -1 else size for size in sizes)
-
-
-def _wrong_count(
-    sizes: tuple[int, ...], names: tuple[str, ...], count: int, took_all: bool
-) -> str:
-    grid = ",".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-    need = math.prod(sizes)
-    text = f"the mesh {grid} needs {need} devices, but there are {count}"
-    if took_all and need < count:
-        return f"{text}; to use only some, pass devices=jax.devices()[:{need}]"
-    if took_all and jax.default_backend() == "cpu":
-        return (
-            f"{text}; for virtual CPU devices call "
-            f'jax.config.update("jax_num_cpu_devices", {need}) before any other use of '
-            "JAX, or plan with flm.DeviceMesh.abstract(...)"
-        )
-    return f"{text}; change a size, let one be -1, or use flm.DeviceMesh.abstract(...)"
-
-
-def _axis_types(kinds: Any, count: int) -> tuple[AxisType, ...]:
-    if isinstance(kinds, str | AxisType):
-        kinds = (kinds,) * count
-    if not isinstance(kinds, Sequence):
-        raise MeshError(_not_a_type(kinds))
-    kinds = tuple(kinds)
-    if len(kinds) != count:
-        raise MeshError(f"{len(kinds)} axis types for {count} axes: {kinds}")
-    types = []
-    for kind in kinds:
-        kind = _AXIS_TYPES.get(kind, kind) if isinstance(kind, str) else kind
-        if kind not in (AxisType.Auto, AxisType.Explicit):
-            raise MeshError(_not_a_type(kind))
-        types.append(kind)
-    return tuple(types)
-
-
-def _not_a_type(kind: Any) -> str:
-    return (
-        'an axis type must be "auto" or "explicit" (or jax.sharding.AxisType.Auto or '
-        f".Explicit), got {kind!r}"
-    )

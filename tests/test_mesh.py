@@ -123,12 +123,31 @@ def test_copies_are_the_same_object(mesh: flm.DeviceMesh) -> None:
     assert copy.deepcopy({"mesh": mesh})["mesh"] is mesh
 
 
-def test_only_abstract_meshes_are_pickled(
+def test_pickles_with_and_without_devices(
     mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh
 ) -> None:
-    assert pickle.loads(pickle.dumps(abstract_mesh)) == abstract_mesh
-    with pytest.raises(TypeError, match='Pickle its line, "data=2,model=4"'):
-        pickle.dumps(mesh)
+    backwards = flm.DeviceMesh((2, 4), NAMES, devices=jax.devices()[::-1])
+    mixed = flm.DeviceMesh((2, 4), NAMES, axis_types=("auto", "explicit"))
+    for made in (mesh, abstract_mesh, backwards, mixed):
+        again = pickle.loads(pickle.dumps(made))
+        assert again == made and hash(again) == hash(made)
+        assert again.axis_types == made.axis_types
+        assert again.is_abstract == made.is_abstract
+    again = pickle.loads(pickle.dumps(backwards))
+    assert list(again.devices.flat) == jax.devices()[::-1]
+
+
+def test_manual_axes_pickle() -> None:
+    manual = flm.DeviceMesh(AbstractMesh((2,), ("x",), axis_types=(AxisType.Manual,)))
+    assert pickle.loads(pickle.dumps(manual)) == manual
+
+
+def test_devices_that_are_not_here_are_not_unpickled(mesh: flm.DeviceMesh) -> None:
+    make, (shape, names, types, keys) = mesh.__reduce__()
+    assert make(shape, names, types, keys) == mesh
+    elsewhere = (*keys[:-1], ("cpu", 99))
+    with pytest.raises(flm.MeshError, match="there are no devices cpu:99; this job"):
+        make(shape, names, types, elsewhere)
 
 
 def test_as_mesh(mesh: flm.DeviceMesh) -> None:
@@ -176,7 +195,10 @@ def test_retyped_keeps_the_devices(mesh: flm.DeviceMesh) -> None:
         (((2, 2), NAMES), "pass devices=jax.devices()[:4]"),
         (((4, 4), NAMES), 'jax.config.update("jax_num_cpu_devices", 16)'),
         (((2,), ("x",), []), "devices is empty"),
-        (((2,), ("x",), [0, 1]), "devices must be JAX devices"),
+        (
+            ((2,), ("x",), [0, 1]),
+            "devices must be JAX devices, such as jax.devices()[:4], or na",
+        ),
     ],
 )
 def test_bad_shapes(arguments: tuple[Any, ...], message: str) -> None:
