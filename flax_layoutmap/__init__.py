@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flax_layoutmap._jit import jit as jit
     from flax_layoutmap._layout import TensorLayout as TensorLayout
     from flax_layoutmap._layout_map import LayoutMap as LayoutMap
+    from flax_layoutmap._layout_scope import layout_map_scope as layout_map_scope
     from flax_layoutmap._mesh import DeviceMesh as DeviceMesh
     from flax_layoutmap._place import distribute_tensor as distribute_tensor
     from flax_layoutmap._records import ResolvedLeaf as ResolvedLeaf
@@ -56,6 +57,7 @@ _HOMES = {
     "distribute_batch": "_batch",
     "distribute_tensor": "_place",
     "jit": "_jit",
+    "layout_map_scope": "_layout_scope",
     "pad_batch": "_batch",
     "resolve": "_resolve",
 }

@@ -189,6 +189,31 @@ def give_birth(traced: Traced, resolution: Resolution) -> tuple[list[Any], list[
         return program(consts)
 
 
+def birth_of(traced: Traced, shardings: Sequence[NamedSharding | None]) -> list[Any]:
+    """Computes some leaves of a traced constructor, in their shards.
+
+    Args:
+        traced: the trace.
+        shardings: one for each computed leaf; None for what is not wanted.
+
+    Returns:
+        The arrays that are wanted.
+    """
+    wanted = [at for at, sharding in enumerate(shardings) if sharding is not None]
+    own = [sharding for sharding in shardings if sharding is not None]
+    if not own:
+        return []
+
+    def program(consts: list[Any]) -> list[Any]:
+        made, _ = traced.run(consts)
+        return [made[at] for at in wanted]
+
+    mesh: Any = own[0].mesh
+    consts = [_on_auto_axes(value, mesh) for value in traced.consts]
+    with no_mesh():
+        return jax.jit(program, out_shardings=own)(consts)
+
+
 def birth_program(
     traced: Traced, shardings: Sequence[NamedSharding]
 ) -> tuple[Any, list[Any]]:

@@ -13,6 +13,9 @@
   `nnx.jit`. Fallback: without it, nothing is left out.
 - `Pytree.__dict__`: set as a whole, in one step of C, where a function changed the
   structure of an object. It is plain Python; no fallback.
+- the metaclass of `nnx.Pytree` (0.12.4 to 0.12.8), whose `__call__` makes every NNX
+  object, and `linen.Module.__post_init__`, which runs for every Linen module: replaced
+  inside of a `layout_map_scope`. Fallback: `flm.create`, which the error names.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
   that shared Variables are wanted once, as the default may change. Before: left out.
 
@@ -22,8 +25,9 @@
 import contextlib
 import inspect
 import itertools
+import threading
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -190,6 +194,42 @@ def forget_eager_flag(node: Any) -> None:
     for variable in variables_of(node):
         if metadata_of(variable).get("eager_sharding"):
             variable.set_metadata("eager_sharding", False)
+
+
+def metaclass_of_objects() -> type | None:
+    """The class whose `__call__` makes every NNX object; None if there is none."""
+    meta = type(nnx.Pytree)
+    return meta if "__call__" in vars(meta) and meta is not type else None
+
+
+_LOCK = threading.Lock()
+_PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # how often, what was there
+
+
+@contextlib.contextmanager
+def patched(
+    owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Inside, a method of a class is `wrap` of what it was; for all threads.
+
+    Nests; the outermost block that ends puts back what was there. So `wrap` must not
+    depend on the block.
+    """
+    key = (owner, name)
+    with _LOCK:
+        count, plain = _PATCHED.get(key, (0, vars(owner)[name]))
+        _PATCHED[key] = count + 1, plain
+        if not count:
+            setattr(owner, name, wrap(plain))
+    try:
+        yield
+    finally:
+        with _LOCK:
+            count, plain = _PATCHED.pop(key)
+            if count > 1:
+                _PATCHED[key] = count - 1, plain
+            else:
+                setattr(owner, name, plain)
 
 
 @contextlib.contextmanager

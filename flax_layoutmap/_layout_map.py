@@ -5,6 +5,7 @@ from typing import Any
 
 from flax_layoutmap._errors import RuleError, did_you_mean
 from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._layout_scope import Block, layout_map_scope
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._place import place, settle_metadata
 from flax_layoutmap._resolution import Resolution
@@ -300,6 +301,10 @@ class LayoutMap(_Section):
                 f'layout_map.{name}["kernel"] = …, or layout_map.{name}.update(rules)'
             )
         super().__setattr__(name, value)
+
+    def scope(self) -> Block:
+        """`flm.layout_map_scope` of this map, as in tf-keras."""
+        return layout_map_scope(self)
 
     def freeze(self) -> RuleSet:
         """The frozen rule set that consumers hold; the same object until an edit."""

@@ -74,16 +74,19 @@ def report(table: Table, format: Format) -> str:
     return f"{markdown_table(_HEADER, rows, _RIGHT)}\n\n{items}"
 
 
-def remarks(table: Table, *, large_only: bool = False) -> list[str]:
+def remarks(
+    table: Table, *, large_only: bool = False, besides: Sequence[Table] = ()
+) -> list[str]:
     """Unused rules, unmatched leaves, fallbacks: one line each.
 
     Args:
         table: the Resolution.
         large_only: leave out fallbacks, and unmatched leaves with less than 1 % of the
             bytes.
+        besides: others of the same rules: what they use is not unused.
     """
     # A warning has no hints: they take longer to find than all else.
-    lines = _unused(table, hints=not large_only)
+    lines = _unused(table, besides, hints=not large_only)
     rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     total = (table.totals().total_bytes or 1) if rows else 1
     for leaf, _ in rows:
@@ -164,10 +167,13 @@ def _totals(table: Table) -> list[str]:
     return lines
 
 
-def _unused(table: Table, *, hints: bool) -> list[str]:
+def _unused(table: Table, besides: Sequence[Table], *, hints: bool) -> list[str]:
     numbers = {id(rule): at + 1 for at, rule in enumerate(table.rules.rules)}
     lines = []
+    elsewhere = [set(map(id, other.unused_rules)) for other in besides]
     for rule in table.unused_rules:
+        if not all(id(rule) in unused for unused in elsewhere):
+            continue
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
         hint = ""

@@ -473,15 +473,18 @@ class Resolution:
             if id(row) in found
         ]
 
-    def announce(self) -> None:
+    def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
         """Warns once about unused rules and large unmatched leaves; for consumers.
+
+        Args:
+            besides: others of the same rules: what they use is not unused.
 
         Raises:
             ResolveError: the rule set is strict.
         """
         if self.rules.strict is False or self._announced:
             return
-        remarks = self.remarks(large_only=True)
+        remarks = _report.remarks(self, large_only=True, besides=besides)
         if self.rules.strict and remarks:
             count = "1 finding" if len(remarks) == 1 else f"{len(remarks)} findings"
             raise ResolveError(f"strict: {count}\n{bullet_list(remarks)}", remarks)

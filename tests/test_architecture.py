@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 
 # Modules of one layer do not import each other; a folder counts as one module.
 LAYERS = (
-    ("_errors", "_flax_internals", "_patterns", "_table"),
-    ("_structure", "_watch", "_graph"),
-    ("_mesh", "_paths", "_trace"),
-    ("_layout", "_processes", "_walk"),
-    ("_flatten",),
+    ("_errors", "_flax_internals", "_grid", "_patterns", "_table"),
+    ("_structure", "_watch", "_graph", "_devices", "_dtensor_format", "_mesh_shape"),
+    ("_axes", "_mesh", "_paths", "_trace"),
+    ("_mesh_layout", "_processes", "_walk"),
+    ("_layout", "_flatten"),
     ("_rules", "_metadata", "_optimizer_state"),
     ("_records", "_ownership", "_serialise", "_scope"),
     ("_decide", "_report"),
@@ -28,7 +28,8 @@ LAYERS = (
     ("_place", "_arguments"),
     ("_batch",),
     ("_create", "_inputs", "checkpoint"),
-    ("_layout_map", "_shardings"),
+    ("_layout_scope", "_shardings"),
+    ("_layout_map",),
     ("_program",),
     ("_route",),
     ("_dispatch",),

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from flax_layoutmap import _flax_internals as internals
 
@@ -170,3 +170,40 @@ def test_whether_a_variable_may_be_written_without_the_private_name() -> None:
 
     jax.jit(trace)(1.0)
     assert found == [(True, True), (False, False)]
+
+
+def test_every_object_is_made_by_the_metaclass() -> None:
+    made: list[str] = []
+
+    def wrap(plain: Any) -> Any:
+        def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            made.append(cls.__name__)
+            return plain(cls, *args, **kwargs)
+
+        return call
+
+    meta = internals.metaclass_of_objects()
+    assert meta is not None
+    before = vars(meta)["__call__"]
+    with internals.patched(meta, "__call__", wrap):
+        with internals.patched(meta, "__call__", wrap):
+            Tied()
+        nnx.Rngs(0)
+    assert vars(meta)["__call__"] is before
+    assert made == ["Tied", "Rngs", "RngStream", "Linear", "Rngs", "RngStream"]
+
+
+def test_post_init_runs_for_every_linen_module() -> None:
+    made: list[str] = []
+
+    def wrap(plain: Any) -> Any:
+        def post_init(self: Any) -> None:
+            plain(self)
+            made.append(type(self).__name__)
+
+        return post_init
+
+    with internals.patched(linen.Module, "__post_init__", wrap):
+        linen.Dense(3)
+    linen.Dense(3)
+    assert made == ["Dense"]

@@ -39,6 +39,7 @@ FUNCTIONS = [
     "distribute_batch",
     "distribute_tensor",
     "jit",
+    "layout_map_scope",
     "pad_batch",
     "resolve",
 ]

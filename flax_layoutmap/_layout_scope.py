@@ -1,0 +1,420 @@
+"""layout_map_scope: models made in the block get the layouts of their final paths.
+
+The outermost constructors in the block are traced, not run: what they make holds
+`AfterTheScope` leaves. Where these end up in the finished model is known at the end of
+the block; then their paths give their layouts, and they are computed in their shards.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import jax
+from flax import linen, nnx
+from jax.core import Tracer
+
+from flax_layoutmap._create import birth_of, create
+from flax_layoutmap._errors import StructureError, warn
+from flax_layoutmap._flatten import flatten
+from flax_layoutmap._flax_internals import (
+    is_nnx_object,
+    metaclass_of_objects,
+    no_mesh,
+    objects_of,
+    patched,
+    restore_eager_flag,
+    variables_of,
+    without_eager_sharding,
+)
+from flax_layoutmap._place import need_devices, put, settle_metadata, with_leaves
+from flax_layoutmap._processes import Agreement
+from flax_layoutmap._resolve import resolve, rule_set_of
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._scope import using_rules
+from flax_layoutmap._trace import Traced, trace
+
+_SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
+
+# What a constructor raises in a trace if it reads values, or changes something outside.
+_NEEDS_VALUES = (
+    StructureError,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_LINEN_INITS = ("init", "init_with_output", "lazy_init")
+_OUTPUT = "output of init_with_output"
+
+
+class Block:
+    """A block in which models are made; as a `with` statement takes it."""
+
+    def __init__(self, manager: contextlib.AbstractContextManager[Any]) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> Any:
+        return self._manager.__enter__()
+
+    def __exit__(self, *error: Any) -> None:  # a bool would be one that hides errors
+        self._manager.__exit__(*error)
+
+
+def layout_map_scope(layout_map: Any) -> Block:
+    """Makes every model in the block sharded, by the rules.
+
+    tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
+    model that was made in it has the layout of its path in the finished model,
+    wherever its part was made: modules may be made first and assembled later. A
+    Variable without a rule is replicated on the mesh. Until then its value is only a
+    shape and a dtype: optimizers, and calls of the model, come after the block.
+
+    Linen modules hold no variables: `init` of one that is made in the block, called in
+    it or later, makes them sharded, as `flm.create` does.
+
+    The rules are also those that `flm.distribute_tensor(x, "hidden")` asks in the
+    block. Blocks nest: the innermost counts, and what it has made stays as it is.
+
+    A constructor that reads values of arrays runs at once, on one device; its arrays
+    are moved at the end, and a `LayoutWarning` says so. An `__init__` must not keep
+    `self` elsewhere: the module that it returns is another object.
+
+    Args:
+        layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
+
+    Returns:
+        A context manager; `as` gives `layout_map`.
+
+    Raises:
+        MeshError: the rules have no mesh, or one without devices.
+        RuleError: `layout_map` is none.
+        ResolveError: at the end, what does not fit the rules; nothing was made.
+        StructureError: in the block, what needs values of a model that has none yet.
+        ProcessError: at the end, the processes differ in their rules or models.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("data=-1", strict=False)
+        >>> layout_map["d1/kernel"] = (None, "data")
+        >>> class Model(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.d1 = nnx.Linear(4, 8, rngs=rngs)
+        >>> with flm.layout_map_scope(layout_map):
+        ...     model = Model(nnx.Rngs(0))
+        >>> tuple(model.d1.kernel.sharding.spec)
+        (None, 'data')
+
+    Plain JAX: `nnx.split` in `jax.jit(make, out_shardings=…)`, then `nnx.merge`.
+    """
+    rules = rule_set_of(layout_map, "layout_map_scope(layout_map)")
+    need_devices(rules, "layout_map_scope")
+    return Block(_opened(rules, layout_map))
+
+
+@contextlib.contextmanager
+def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
+    outer = _SCOPE.get()
+    scope = _Scope(rules)
+    token = _SCOPE.set(scope)
+    try:
+        with _sharded_constructors(), _sharded_inits(), using_rules(rules):
+            yield layout_map
+    finally:
+        _SCOPE.reset(token)
+    made = scope.finish()
+    if outer is not None:
+        outer.settled += made
+
+
+class AfterTheScope(jax.ShapeDtypeStruct):
+    """A value that is made when the block ends: its shape and dtype."""
+
+    def __jax_array__(self) -> NoReturn:
+        raise StructureError(
+            f"a value {tuple(self.shape)} of a model that is made in a "
+            "layout_map_scope exists only after the block: compute with it there"
+        )
+
+
+class _Together(nnx.Pytree):
+    """A new module and the arguments that it may hold, as one graph."""
+
+    def __init__(self, made: Any, inputs: Sequence[Any]) -> None:
+        self.made = nnx.data(made)
+        self.inputs = nnx.data(list(inputs))
+
+
+class _Birth:
+    """A traced constructor, and the leaves that stand for what it computes."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        shapes = traced.values_of(jax.tree.leaves(traced.abstract))
+        self.leaves = [AfterTheScope(leaf.shape, leaf.dtype) for leaf in shapes]
+
+    def make(self, shardings: dict[int, Any]) -> dict[int, Any]:
+        """Id of a leaf → its value, for those that have a sharding."""
+        wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
+        values = birth_of(self.traced, wanted)
+        leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
+        return {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
+
+
+class _Scope:
+    """What was made in one block.
+
+    Attributes:
+        rules: the rules.
+        settled: arrays that an inner block has laid out.
+    """
+
+    def __init__(self, rules: RuleSet) -> None:
+        self.rules = rules
+        self.settled: list[Any] = []
+        self._births: list[_Birth] = []
+        self._modules: list[weakref.ref[Any]] = []
+        self._hidden: dict[str, None] = {}  # names of classes made inside of a trace
+        self._busy = False
+
+    def construct(self, make: Callable[..., Any], cls: type, args: Any, kw: Any) -> Any:
+        """Makes an object of a class in the block."""
+        if self._busy:
+            return make(*args, **kw)
+        if _is_tracing() or _has_tracers((args, kw)):
+            if issubclass(cls, nnx.Module):
+                self._hidden[cls.__name__] = None
+            return make(*args, **kw)
+        nodes = _nodes_in((args, kw))
+        if not issubclass(cls, nnx.Module):
+            _refuse_values(cls, nodes)
+            return make(*args, **kw)
+        if all(isinstance(node, nnx.Rngs | nnx.RngStream) for node in nodes):
+            module = self._traced(make, cls, args, kw, nodes)
+        else:
+            # Its parts keep their identity; what it makes itself is made at once.
+            module = _eagerly(make, args, kw)
+        self._modules.append(weakref.ref(module))
+        return module
+
+    def _traced(
+        self, make: Callable[..., Any], cls: type, args: Any, kw: Any, nodes: list[Any]
+    ) -> Any:
+        def both(*args: Any, **kw: Any) -> Any:
+            return _Together(make(*args, **kw), _nodes_in((args, kw)))
+
+        self._busy = True
+        try:
+            try:
+                traced = trace(both, args, kw)
+            except _NEEDS_VALUES as error:
+                module = _eagerly(make, args, kw)
+                warn(
+                    f"layout_map_scope: the constructor of {cls.__name__} ran at once, "
+                    "whole on one device, and its arrays are moved at the end of the "
+                    f"block: {str(error).splitlines()[0]}"
+                )
+                return module
+        finally:
+            self._busy = False
+        birth = _Birth(traced)
+        together = traced.rebuild(traced.leaves_of(birth.leaves))
+        if nodes:
+            with no_mesh():
+                # Counters go on, as if the constructor had run.
+                inputs = jax.jit(lambda consts: traced.run(consts)[1])(traced.consts)
+            traced.update_inputs(inputs)
+            _replace(together.made, together.inputs, nodes)
+        self._births.append(birth)
+        return together.made
+
+    def finish(self) -> list[Any]:
+        """Makes what is to be made. Returns all arrays, where they are to be."""
+        modules = [m for ref in self._modules if (m := ref()) is not None]
+        roots = [root for root in _roots(modules) if variables_of(root)]
+        self._tell_hidden(roots)
+        flat = [flatten(root).leaves for root in roots]
+        with Agreement("creating the models of a scope", self.rules.mesh) as agreement:
+            found = [resolve(root, self.rules) for root in roots]
+            for number, resolution in enumerate(found):
+                resolution.announce(besides=[f for f in found if f is not resolution])
+                parts = resolution.fingerprints
+                agreement.add(lambda p=parts, n=number: _numbered(p(), n))
+        shardings: dict[int, Any] = {}
+        for leaves, resolution in zip(flat, found, strict=True):
+            for leaf, own in zip(leaves, resolution.sharding_list(), strict=True):
+                shardings.setdefault(id(leaf), own)
+        made: dict[int, Any] = {}
+        for birth in self._births:
+            made |= birth.make(shardings)
+        settled = set(map(id, self.settled))
+        arrays: list[Any] = []
+        for root, leaves, resolution in zip(roots, flat, found, strict=True):
+            new = [
+                leaf if id(leaf) in settled else put(made.get(id(leaf), leaf), own)
+                for leaf, own in zip(leaves, resolution.sharding_list(), strict=True)
+            ]
+            with_leaves(root, new)
+            settle_metadata(root, resolution)
+            arrays += new
+        return arrays
+
+    def _tell_hidden(self, roots: Sequence[Any]) -> None:
+        """Warns of modules that were made inside of a transformation, and are lost."""
+        found = {type(node).__name__ for root in roots for node in objects_of(root)}
+        lost = [name for name in self._hidden if name not in found]
+        if lost:
+            warn(
+                f"layout_map_scope: {', '.join(lost)} was made inside of a "
+                "transformation (nnx.vmap, jax.jit) and is part of no model of the "
+                "block, so it lies where it was made: make it in the __init__ of a "
+                "module, or with flm.create(make, layout_map)"
+            )
+
+
+@contextlib.contextmanager
+def _sharded_constructors() -> Iterator[None]:
+    """Inside, the scope of the context makes NNX modules."""
+    meta = metaclass_of_objects()
+    if meta is None:
+        raise StructureError(
+            "layout_map_scope cannot see the constructors of this version of flax: use "
+            "flm.create(lambda: Model(...), layout_map)"
+        )
+    with patched(meta, "__call__", _scoped_constructor):
+        yield
+
+
+def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def construct(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _SCOPE.get()
+        if scope is None or not issubclass(cls, nnx.Module | nnx.Optimizer):
+            return plain(cls, *args, **kwargs)
+        return scope.construct(functools.partial(plain, cls), cls, args, kwargs)
+
+    return construct
+
+
+def _is_tracing() -> bool:
+    return isinstance(jax.lax.full((), 0), Tracer)
+
+
+def _has_tracers(tree: Any) -> bool:
+    # An nnx.Rngs under vmap holds them.
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def _is_object(node: Any) -> bool:
+    return is_nnx_object(node) or isinstance(node, nnx.Variable)
+
+
+def _nodes_in(tree: Any) -> list[Any]:
+    """The NNX objects and Variables in a tree, each once."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_object)
+    return list({id(leaf): leaf for leaf in leaves if _is_object(leaf)}.values())
+
+
+def _eagerly(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Runs a constructor as if there were no mesh."""
+    eager = nnx.using_eager_sharding()
+    with no_mesh(), without_eager_sharding():
+        module = make(*args, **kwargs)
+    restore_eager_flag(module, eager)
+    return module
+
+
+def _refuse_values(cls: type, nodes: Sequence[Any]) -> None:
+    """Raises where an optimizer would be made of values that are not there yet."""
+    leaves = jax.tree.leaves(
+        [v.get_raw_value() for n in nodes for v in variables_of(n)]
+    )
+    if any(isinstance(leaf, AfterTheScope) for leaf in leaves):
+        raise StructureError(
+            f"{cls.__name__} needs the values of a model that is made when the "
+            "layout_map_scope block ends: make it after the block, with "
+            "flm.create_optimizer(model, tx)"
+        )
+
+
+def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> None:
+    """Puts the arguments themselves where a module holds their copies."""
+    own: dict[int, Any] = {}
+    for copy, original in zip(copies, originals, strict=True):
+        parts = zip(objects_of(copy), objects_of(original), strict=True)
+        own.update({id(part): whole for part, whole in parts})
+    for node in objects_of(module):
+        if id(node) in own or not is_nnx_object(node):
+            continue
+        for name, value in vars(node).items():
+            if id(value) in own:
+                vars(node)[name] = own[id(value)]
+
+
+def _roots(modules: Sequence[Any]) -> list[Any]:
+    """Those that are part of no other one."""
+    inner = {id(node) for m in modules for node in objects_of(m) if node is not m}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _numbered(parts: Mapping[str, str], number: int) -> dict[str, str]:
+    return {f"model {number}: {name}": part for name, part in parts.items()}
+
+
+# ---------------------------------------------------------------------------- Linen
+
+
+@contextlib.contextmanager
+def _sharded_inits() -> Iterator[None]:
+    """Inside, Linen modules are made with sharded `init`s, and those of others are."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(linen.Module, "__post_init__", _binding))
+        for name in _LINEN_INITS:
+            wrap = functools.partial(_scoped_init, name)
+            stack.enter_context(patched(linen.Module, name, wrap))
+        yield
+
+
+def _binding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`__post_init__`, after which the `init` of the module itself is sharded."""
+
+    @functools.wraps(plain)
+    def post_init(self: Any) -> None:
+        plain(self)
+        scope = _SCOPE.get()
+        if scope is not None and not _is_tracing():
+            for name in _LINEN_INITS:
+                own = functools.partial(_init, self, name, scope.rules)
+                object.__setattr__(self, name, own)
+
+    return post_init
+
+
+def _scoped_init(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """An `init` of a class, sharded in the block, for modules made before it."""
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        scope = _SCOPE.get()
+        if scope is None or _is_tracing():
+            return plain(self, *args, **kwargs)
+        return _init(self, name, scope.rules, *args, **kwargs)
+
+    return init
+
+
+def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) -> Any:
+    plain = getattr(type(self), name)
+    if _is_tracing():
+        return plain(self, *args, **kwargs)
+    if name != "init_with_output":
+        return create(functools.partial(plain, self), rules, *args, **kwargs)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        output, variables = plain(self, *args, **kwargs)
+        return {**variables, _OUTPUT: output}  # so that paths are those of `init`
+
+    variables = create(both, rules, *args, **kwargs)
+    return variables.pop(_OUTPUT), variables

@@ -1,0 +1,532 @@
+"""layout_map_scope: NNX and Linen models made in a block, by their final paths."""
+
+import copy
+import gc
+import threading
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from shards import Dims, bare
+from shards import assert_lies as lies_on
+
+import flax_layoutmap as flm
+from flax_layoutmap._scope import current_rules
+
+X = jnp.ones((4, 8))
+
+
+def rules(mesh: Any, **more: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map.update(more)
+    return layout_map
+
+
+def assert_lies(array: Any, dims: Dims) -> None:
+    lies_on(array, dims, flm.DeviceMesh((2, 4), ("data", "model")))
+
+
+def values(node: Any) -> list[np.ndarray]:
+    leaves = jax.tree.leaves(nnx.state(node))
+    return [np.asarray(_plain(leaf)) for leaf in leaves]
+
+
+def _plain(leaf: Any) -> Any:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def assert_same(first: Any, second: Any) -> None:
+    """The same graph, with values that differ by the rounding of `jit` at most."""
+    assert nnx.graphdef(first) == nnx.graphdef(second)
+    for one, other in zip(values(first), values(second), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+class _Subclass(nnx.Module):
+    """The page's `SubclassModel`: two layers, found by attribute."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.d1 = nnx.Linear(8, 16, rngs=rngs)
+        self.d2 = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.d2(self.d1(x))
+
+
+Subclass: Any = _Subclass  # typed as Any: the tests set attributes on it
+
+
+# ------------------------------------------------------------- the page's examples
+
+
+def page_rules(mesh: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["d1.*kernel"] = ("data", "model")
+    layout_map["d1.*bias"] = ("model",)
+    layout_map["d2.*kernel"] = ("model", "data")
+    layout_map["d2.*bias"] = ("data",)
+    return layout_map
+
+
+def test_subclass_model(mesh: flm.DeviceMesh) -> None:
+    with flm.layout_map_scope(page_rules(mesh)):
+        model = Subclass(nnx.Rngs(0))
+    plain = Subclass(nnx.Rngs(0))
+    assert_same(model, plain)
+    for name, dims in {
+        "kernel": (("data",), ("model",)),
+        "bias": (("model",),),
+    }.items():
+        assert_lies(getattr(model.d1, name)[...], dims)
+    assert_lies(model.d2.kernel[...], (("model",), ("data",)))
+    assert_lies(model.d2.bias[...], (("data",),))
+    np.testing.assert_allclose(model(X), plain(X), rtol=1e-5)
+
+
+def test_sequential_model(mesh: flm.DeviceMesh) -> None:
+    """Its layers are made before it, under no name."""
+    layout_map = rules(mesh, **{"layers/0/kernel": (None, "model")})
+    layout_map["layers/1/kernel"] = ("model", None)
+    rngs, other = nnx.Rngs(0), nnx.Rngs(0)
+    with layout_map.scope():
+        model: Any = nnx.Sequential(
+            nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        )
+    plain = nnx.Sequential(nnx.Linear(8, 16, rngs=other), nnx.Linear(16, 8, rngs=other))
+    assert_same(model, plain)
+    assert_same(rngs, other)
+    assert_lies(model.layers[0].kernel[...], ((), ("model",)))
+    assert_lies(model.layers[1].kernel[...], (("model",), ()))
+    assert_lies(model.layers[1].bias[...], ((),))
+
+
+class Lm(linen.Module):
+    """The page's functional model has named layers; so has Linen."""
+
+    @linen.compact
+    def __call__(self, x: Any, train: bool = False) -> Any:
+        x = linen.Dense(16, name="d1")(x)
+        x = linen.BatchNorm(use_running_average=not train, name="norm")(x)
+        return linen.Dense(8, name="d2")(x)
+
+
+@pytest.mark.parametrize("when", ["in the block", "after it", "made before it"])
+@pytest.mark.parametrize("method", ["init", "init_with_output", "lazy_init"])
+def test_linen(mesh: flm.DeviceMesh, when: str, method: str) -> None:
+    layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
+    model, made = Lm(), None
+    with flm.layout_map_scope(layout_map):
+        if when != "made before it":
+            model = Lm()
+        if when != "after it":
+            made = getattr(model, method)(jax.random.key(0), X, train=True)
+    if when == "after it":
+        made = getattr(model, method)(jax.random.key(0), X, train=True)
+    plain = Lm().init_with_output(jax.random.key(0), X, train=True)
+    assert made is not None
+    if method == "init_with_output":
+        output, made = made
+        np.testing.assert_allclose(output, plain[0], rtol=1e-4, atol=1e-5)
+    assert jax.tree.structure(made) == jax.tree.structure(plain[1])
+    for one, other in zip(*map(jax.tree.leaves, (made, plain[1])), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert_lies(made["params"]["d1"]["kernel"], ((), ("model",)))
+    assert_lies(made["params"]["d2"]["kernel"], ((), ()))
+    assert_lies(made["batch_stats"]["norm"]["mean"], ((),))
+
+
+def test_linen_under_jit_is_traced_as_ever(mesh: flm.DeviceMesh) -> None:
+    with flm.layout_map_scope(rules(mesh)):
+        model = Lm()
+        shapes = jax.eval_shape(model.init, jax.random.key(0), X)
+    again = jax.jit(model.init)(jax.random.key(0), X)
+    assert jax.tree.structure(shapes) == jax.tree.structure(again)
+    assert shapes["params"]["d1"]["kernel"].shape == (8, 16)
+    assert len(again["params"]["d1"]["kernel"].sharding.device_set) == 1
+
+
+def test_linen_modules_of_a_block_are_what_they_were(mesh: flm.DeviceMesh) -> None:
+    with flm.layout_map_scope(rules(mesh)):
+        model = Lm()
+    assert model == Lm() and hash(model) == hash(Lm())
+    assert repr(model) == repr(Lm())
+    clone = model.clone()
+    made = clone.init(jax.random.key(0), X)
+    assert len(jax.tree.leaves(made)[0].sharding.device_set) == 1
+    twin = copy.deepcopy(model)
+    made = twin.init(jax.random.key(0), X)
+    assert len(jax.tree.leaves(made)[0].sharding.device_set) == 8
+
+
+# ---------------------------------------------------------------- final object paths
+
+
+class Tree(nnx.Module):
+    """Lists, dicts, a tied layer, statistics, random state, a bare Variable."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+        self.heads = nnx.Dict(a=nnx.Linear(8, 8, rngs=rngs), b=self.blocks[0])
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(8))
+        self.rngs = rngs
+
+
+def test_every_kind_of_place(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh, **{"blocks/1/kernel": (None, "model")})
+    layout_map["heads/a/kernel"] = ("model", None)
+    layout_map["^scale"] = ("data",)
+    rngs = nnx.Rngs(3)
+    with flm.layout_map_scope(layout_map):
+        model = Tree(rngs)
+    assert_same(model, Tree(nnx.Rngs(3)))
+    assert model.rngs is rngs
+    assert model.heads.b is model.blocks[0]
+    assert_lies(model.blocks[0].kernel[...], ((), ()))
+    assert_lies(model.blocks[1].kernel[...], ((), ("model",)))
+    assert_lies(model.heads.a.kernel[...], (("model",), ()))
+    assert_lies(model.scale[...], (("data",),))
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        assert leaf.committed and len(leaf.sharding.device_set) == 8
+
+
+class _Pair(nnx.Module):
+    def __init__(self, first: Any, second: Any) -> None:
+        self.first, self.second = first, second
+        self.gain = nnx.Param(jnp.full(8, 2.0))
+
+
+Pair: Any = _Pair
+
+
+def test_parts_made_first_and_assembled_later(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, match="fullmatch")
+    layout_map["first/kernel"] = (None, "model")
+    layout_map["second/(kernel|first/kernel)"] = ("model", None)
+    layout_map["later/kernel"] = ("data", None)
+    layout_map[".*(bias|gain|second/second.*)"] = None
+    rngs, other = nnx.Rngs(0), nnx.Rngs(0)
+    old = nnx.Linear(8, 8, rngs=rngs)
+    with flm.layout_map_scope(layout_map):
+        one, two = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        model = Pair(one, Pair(two, old))
+        model.later = nnx.Linear(8, 8, rngs=rngs)
+        nnx.Linear(8, 8, rngs=rngs)  # nobody keeps it
+    parts = [nnx.Linear(8, 8, rngs=other) for _ in range(4)]
+    plain = Pair(parts[1], Pair(parts[2], parts[0]))
+    plain.later = parts[3]
+    assert_same(model, plain)
+    assert model.first is one and model.second.second is old
+    assert_lies(one.kernel[...], ((), ("model",)))
+    assert_lies(two.kernel[...], (("model",), ()))
+    assert_lies(old.kernel[...], ((), ()))
+    assert_lies(model.later.kernel[...], (("data",), ()))
+    assert_lies(model.gain[...], ((),))
+
+
+def test_a_part_that_is_replaced_is_not_made(mesh: flm.DeviceMesh) -> None:
+    with flm.layout_map_scope(rules(mesh)):
+        model = Subclass(nnx.Rngs(0))
+        model.d2 = nnx.Linear(16, 4, rngs=nnx.Rngs(1))
+        del model.d1
+    assert sorted(nnx.to_pure_dict(nnx.state(model))) == ["d2"]
+    assert model.d2.kernel.shape == (16, 4)
+
+
+def test_one_value_in_two_variables(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
+    with flm.layout_map_scope(layout_map):
+        model = Subclass(nnx.Rngs(0))
+        model.copy = nnx.Param(model.d1.kernel.get_raw_value())
+    np.testing.assert_array_equal(model.copy[...], model.d1.kernel[...])
+    assert_lies(model.copy[...], ((), ()))
+    assert_lies(model.d1.kernel[...], ((), ("model",)))
+
+
+def test_two_models_one_map(mesh: flm.DeviceMesh) -> None:
+    """Each has its own paths; a rule that one of them uses is not unused."""
+    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=True)
+    layout_map["d1/kernel"] = (None, "model")
+    layout_map["layers/0/kernel"] = ("model", None)
+    layout_map["d[12]/bias|d2/kernel|layers/0/bias"] = None
+    with flm.layout_map_scope(layout_map):
+        first = Subclass(nnx.Rngs(0))
+        second: Any = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    assert_lies(first.d1.kernel[...], ((), ("model",)))
+    assert_lies(second.layers[0].kernel[...], (("model",), ()))
+    layout_map["nothing"] = None
+    kept: list[Any] = []
+    with pytest.raises(flm.ResolveError, match="unused: rule 4 'nothing'"):
+        with flm.layout_map_scope(layout_map):
+            kept += [Subclass(nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))]
+    assert isinstance(kept[0].d1.kernel.get_raw_value(), jax.ShapeDtypeStruct)
+
+
+def test_unused_rules_are_told_once(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["d3/kernel"] = (None, "model")
+    with pytest.warns(flm.LayoutWarning, match="'d3/kernel' matches no leaf") as seen:
+        with flm.layout_map_scope(layout_map):
+            model = Subclass(nnx.Rngs(0))
+    assert len(seen) == 1 and model is not None
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_in_other_meshes_and_contexts(kind: str) -> None:
+    grid = flm.DeviceMesh((2, 4), ("data", "model"), axis_types=kind)
+    layout_map = rules(grid, **{"d1/kernel": (None, "model")})
+    with jax.set_mesh(bare(grid)), flm.layout_map_scope(layout_map):
+        model = Pair(Subclass(nnx.Rngs(0)), Subclass(nnx.Rngs(1)))
+    assert_lies(model.first.d1.kernel[...], ((), ("model",)))
+    assert model.first.d1.kernel[...].sharding.mesh == grid.jax_mesh
+    assert_lies(model.gain[...], ((),))
+
+
+def test_with_annotations(mesh: flm.DeviceMesh) -> None:
+    """Metadata counts where no rule matches; a rule overrules it."""
+
+    def annotated(rngs: Any, names: Any) -> Any:
+        init = nnx.with_metadata(nnx.initializers.ones, out_sharding=names)
+        return nnx.Linear(8, 8, use_bias=False, kernel_init=init, rngs=rngs)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.a = annotated(rngs, ("data", None))
+            self.b = annotated(rngs, ("data", None))
+
+    with flm.layout_map_scope(rules(mesh, **{"a/kernel": (None, "model")})):
+        model = Model(nnx.Rngs(0))
+    assert_lies(model.a.kernel[...], ((), ("model",)))
+    assert_lies(model.b.kernel[...], (("data",), ()))
+    assert tuple(model.a.kernel.get_metadata()["out_sharding"]) == (None, "model")
+
+
+def test_afterwards_it_is_a_model_like_any_other(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
+    with flm.layout_map_scope(layout_map):
+        model = Subclass(nnx.Rngs(0))
+    optimizer = flm.create_optimizer(model, optax.adam(0.1))
+
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    jitted = flm.jit(step, layout_map=layout_map, donate_argnames=("model",))
+    losses = [float(jitted(model, optimizer, X)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    assert_lies(model.d1.kernel[...], ((), ("model",)))
+    model.d3 = nnx.Linear(8, 8, rngs=nnx.Rngs(0))  # outside: eager, as ever
+    assert len(model.d3.kernel[...].sharding.device_set) == 1
+
+
+# ---------------------------------------------------------------------------- nesting
+
+
+def test_nested_blocks(mesh: flm.DeviceMesh) -> None:
+    outer = rules(mesh, **{"kernel": ("data", None)})
+    inner = rules(mesh, **{"kernel": (None, "model")})
+    with flm.layout_map_scope(outer) as given:
+        assert given is outer and current_rules() is outer.freeze()
+        first = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        with flm.layout_map_scope(inner):
+            assert current_rules() is inner.freeze()
+            second = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+        assert_lies(second.kernel[...], ((), ("model",)))
+        assert current_rules() is outer.freeze()
+        model = Pair(first, second)
+    assert current_rules() is None
+    assert_lies(model.first.kernel[...], (("data",), ()))
+    assert_lies(model.second.kernel[...], ((), ("model",)))
+
+
+def test_other_threads_are_not_touched(mesh: flm.DeviceMesh) -> None:
+    found: list[Any] = []
+
+    def work() -> None:
+        found.append(Subclass(nnx.Rngs(0)))
+        found.append(Lm().init(jax.random.key(0), X))
+
+    with flm.layout_map_scope(rules(mesh)):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(found) == 2
+    for leaf in [*jax.tree.leaves(nnx.state(found[0])), *jax.tree.leaves(found[1])]:
+        assert len(leaf.sharding.device_set) == 1
+
+
+def hooks() -> list[Any]:
+    names = ("__post_init__", "init", "init_with_output", "lazy_init")
+    return [type(nnx.Pytree).__call__, *(vars(linen.Module)[name] for name in names)]
+
+
+def test_errors_leave_nothing_behind(mesh: flm.DeviceMesh) -> None:
+    before = hooks()
+    layout_map, model = rules(mesh), None
+    with pytest.raises(ZeroDivisionError):
+        with flm.layout_map_scope(layout_map):
+            with pytest.raises(KeyError):
+                with flm.layout_map_scope(layout_map):
+                    raise KeyError
+            assert hooks() != before
+            model = Subclass(nnx.Rngs(0))
+            raise ZeroDivisionError
+    assert hooks() == before and current_rules() is None
+    assert model is not None
+    assert isinstance(model.d1.kernel.get_raw_value(), jax.ShapeDtypeStruct)
+    plain = Subclass(nnx.Rngs(0))
+    assert len(plain.d1.kernel[...].sharding.device_set) == 1
+
+
+def test_what_does_not_fit_is_told_before_anything_is_made(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flax_layoutmap import _layout_scope
+
+    made: list[Any] = []
+    monkeypatch.setattr(_layout_scope, "birth_of", lambda *a: made.append(a))
+    layout_map = rules(mesh, **{"d1/kernel": ("model",), "d2/bias": ("model", None)})
+    model = None
+    with pytest.raises(flm.ResolveError) as caught:
+        with flm.layout_map_scope(layout_map):
+            Pair(Subclass(nnx.Rngs(0)), None).second = None
+            model = Subclass(nnx.Rngs(0))
+    assert "d1/kernel" in str(caught.value) and "d2/bias" in str(caught.value)
+    assert not made and model is not None and current_rules() is None
+
+
+def test_the_models_of_a_block_can_be_collected(mesh: flm.DeviceMesh) -> None:
+    import weakref
+
+    with flm.layout_map_scope(rules(mesh)):
+        model = Subclass(nnx.Rngs(0))
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
+
+
+# ------------------------------------------------------------ what cannot be traced
+
+
+class Reads(nnx.Module):
+    runs = 0
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        type(self).runs += 1
+        self.inner = nnx.Linear(8, 8, rngs=rngs)
+        total = float(self.inner.kernel[...].sum())
+        self.scale = nnx.Param(jnp.full(8, total))
+
+
+def test_a_constructor_that_reads_values(mesh: flm.DeviceMesh) -> None:
+    rngs = nnx.Rngs(0)
+    with pytest.warns(flm.LayoutWarning, match="constructor of Reads ran at once"):
+        with flm.layout_map_scope(rules(mesh, **{"inner/kernel": (None, "model")})):
+            model = Reads(rngs)
+    other = nnx.Rngs(0)
+    assert_same(model, Reads(other))
+    assert_same(rngs, other)
+    assert_lies(model.inner.kernel[...], ((), ("model",)))
+    assert_lies(model.scale[...], ((),))
+
+
+def test_a_constructor_that_changes_what_is_outside(mesh: flm.DeviceMesh) -> None:
+    rngs = nnx.Rngs(0)
+
+    class Global(nnx.Module):
+        def __init__(self) -> None:
+            self.inner = nnx.Linear(8, 8, rngs=rngs)
+
+    with pytest.warns(flm.LayoutWarning, match="constructor of Global ran at once"):
+        with flm.layout_map_scope(rules(mesh, **{"inner/kernel": (None, "model")})):
+            model = Global()
+    assert_lies(model.inner.kernel[...], ((), ("model",)))
+    assert int(rngs.default.count[...]) > 0
+
+
+@nnx.split_rngs(splits=3)
+@nnx.vmap
+def stacked(rngs: nnx.Rngs) -> Any:
+    return nnx.Linear(8, 8, rngs=rngs)
+
+
+def test_stacked_layers(mesh: flm.DeviceMesh) -> None:
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layers = stacked(rngs)
+
+    layout_map = rules(mesh, **{"layers/kernel": (None, None, "model")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        with flm.layout_map_scope(layout_map):
+            model = Stack(nnx.Rngs(0))
+    assert_lies(model.layers.kernel[...], ((), (), ("model",)))
+    with pytest.warns(flm.LayoutWarning, match="Linear was made inside of a transf"):
+        with flm.layout_map_scope(layout_map):
+            lost = stacked(nnx.Rngs(0))
+    assert len(lost.kernel[...].sharding.device_set) == 1
+
+
+def test_values_are_not_there_in_the_block(mesh: flm.DeviceMesh) -> None:
+    before = hooks()
+    with pytest.raises(flm.StructureError, match="make it after the block"):
+        with flm.layout_map_scope(rules(mesh)):
+            nnx.Optimizer(Subclass(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+    with pytest.raises(TypeError, match="AfterTheScope"):
+        with flm.layout_map_scope(rules(mesh)):
+            Subclass(nnx.Rngs(0))(X)
+    with pytest.raises(flm.StructureError, match="exists only after the block"):
+        with flm.layout_map_scope(rules(mesh)):
+            assert X + Subclass(nnx.Rngs(0)).d1.bias.get_raw_value()
+    assert hooks() == before
+    with flm.layout_map_scope(rules(mesh)):
+        model = Subclass(nnx.Rngs(0))
+        assert model.d1.kernel.shape == (8, 16)
+        assert model.d1.kernel.dtype == jnp.float32
+
+
+def test_an_optimizer_of_another_model(mesh: flm.DeviceMesh) -> None:
+    old = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    with flm.layout_map_scope(rules(mesh)):
+        optimizer = nnx.Optimizer(old, optax.sgd(0.1), wrt=nnx.Param)
+    assert isinstance(optimizer, nnx.Optimizer)
+
+
+def test_a_scope_needs_rules_and_a_mesh() -> None:
+    with pytest.raises(flm.MeshError, match="layout_map_scope needs a mesh of devices"):
+        with flm.layout_map_scope(flm.LayoutMap()):
+            pass
+    with pytest.raises(flm.RuleError, match="layout_map_scope"):
+        with flm.layout_map_scope({"kernel": (None, "model")}):
+            pass
+
+
+def test_without_the_metaclass(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flax_layoutmap import _layout_scope
+
+    monkeypatch.setattr(_layout_scope, "metaclass_of_objects", lambda: None)
+    layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
+    with pytest.raises(flm.StructureError, match=r"flm\.create\(lambda: Model"):
+        with flm.layout_map_scope(layout_map):
+            pass
+    model = flm.create(lambda: Subclass(nnx.Rngs(0)), layout_map)
+    assert_lies(model.d1.kernel[...], ((), ("model",)))
+
+
+def test_names_of_the_scope(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    layout_map.names["hidden"] = ("data", None)
+    with flm.layout_map_scope(layout_map):
+        x = flm.distribute_tensor(np.ones((4, 2)), "hidden")
+    assert_lies(x, (("data",), ()))
