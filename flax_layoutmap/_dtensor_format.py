@@ -232,7 +232,8 @@ def layout_from_text(text: str) -> LayoutRecord:
         MeshError: so is its mesh.
     """
     head, _, tail = text.partition(" ")
-    if not head.startswith("sharding_specs:") or not tail.startswith("mesh:"):
+    named = head.startswith("sharding_specs:") and tail.startswith("mesh:")
+    if not named or " " in tail:
         raise LayoutError(
             f"cannot read the layout {text!r}; it must be "
             '"sharding_specs:x,unsharded, mesh:" and the text of a mesh'

@@ -1,10 +1,30 @@
 """TensorLayout as DTensor's `Layout`: its words, members, text and bytes."""
 
+import math
+import operator
+import pickle
+import re
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
 import pytest
+from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
 
 import flax_layoutmap as flm
+from flax_layoutmap import _dtensor_format
+from flax_layoutmap._dtensor_format import (
+    LayoutRecord,
+    MeshRecord,
+    layout_from_proto,
+    layout_from_text,
+    layout_to_proto,
+    layout_to_text,
+    mesh_to_proto,
+    mesh_to_text,
+)
 
 # ------------------------------------------------------------ UNSHARDED and MATCH
 
@@ -90,3 +110,539 @@ def test_rules_do_not_match(mesh: flm.DeviceMesh) -> None:
         with pytest.raises(flm.RuleError, match=r"\(MATCH\), which only relayout"):
             section["kernel"] = (MATCH, "model")
         assert "kernel" not in section
+
+
+# ------------------------------------------------------ against TensorFlow's answers
+
+
+def layout_of(vector: Vector) -> flm.TensorLayout:
+    mesh = mesh_of(vector)
+    if not vector["specs"]:  # `()` would be any rank.
+        return flm.TensorLayout.replicated(mesh, 0)
+    return flm.TensorLayout(vector["specs"], mesh)
+
+
+def record_of(vector: Vector) -> LayoutRecord:
+    """What DTensor writes of a layout, also where there are too few devices."""
+    ids = tuple(range(mesh_of(vector).size))
+    names = tuple(f"/job:localhost/replica:0/task:0/device:CPU:{at}" for at in ids)
+    dims = tuple((name, size) for name, size in vector["dims"])
+    return LayoutRecord(tuple(vector["specs"]), MeshRecord(dims, ids, ids, names))
+
+
+def per_shape(layout: flm.TensorLayout, vector: Vector) -> list[Any]:
+    return [
+        [shape, or_refused(lambda s=shape: layout.local_shape_from_global_shape(s))]
+        for shape, _ in vector["global_to_local"]
+    ]
+
+
+def exact(vector: Vector) -> list[Any]:
+    """Their local shapes, but for global shapes that do not divide."""
+    counts = vector["num_shards"]
+    return [
+        [shape, None if any(map(operator.mod, shape, counts)) else local]
+        for shape, local in vector["global_to_local"]
+    ]
+
+
+def without_mesh(text: str, mesh: str) -> str:
+    assert text.endswith(mesh)
+    return text.removesuffix(mesh)
+
+
+MEMBERS: dict[str, Any] = {
+    "rank": lambda layout, _: layout.rank,
+    "specs": lambda layout, _: layout.sharding_specs,
+    "shape": lambda layout, _: layout.shape,
+    "num_shards": lambda layout, v: [layout.num_shards(d) for d in range(v["rank"])],
+    "offsets": lambda layout, _: layout.offset_to_shard(),
+    "indices": lambda layout, _: [
+        layout.offset_tuple_to_global_index(at) for at in layout.offset_to_shard()
+    ],
+    "fully_replicated": lambda layout, _: layout.is_fully_replicated(),
+    "batch_parallel": lambda layout, _: layout.is_batch_parallel(),
+    "delete": lambda layout, v: [
+        [gone, layout.delete(gone).sharding_specs] for gone, _ in v["delete"]
+    ],
+    "local_to_global": lambda layout, v: [
+        v["local_to_global"][0],
+        layout.global_shape_from_local_shape(v["local_to_global"][0]),
+    ],
+    "global_to_local": per_shape,
+}
+WRITTEN: dict[str, Any] = {
+    "text": lambda layout, _: without_mesh(layout.to_string(), layout.mesh.to_string()),
+    "proto": lambda layout, _: (
+        layout.serialized_string()
+        .hex()
+        .replace(layout.mesh_proto().SerializeToString().hex(), "{mesh}")
+    ),
+}
+
+
+def matches(vector: Vector) -> bool:
+    return MATCH in vector["specs"]
+
+
+UNKNOWN = "only an array knows what a MATCH dim lies on"
+DIFFERENT = {
+    "shape": Difference(
+        "as documented: shards along each dim; 2.21 gives the shape of the mesh",
+        where=lambda v: not matches(v) and v["shape"] != v["num_shards"],
+        ours=lambda v: v["num_shards"],
+    ),
+    "fully_replicated": Difference(
+        "as documented: an axis of size 1 shards nothing; 2.21 looks for names",
+        where=lambda v: (
+            not (matches(v) or v["fully_replicated"])
+            and math.prod(v["num_shards"]) == 1
+        ),
+        ours=lambda v: True,
+    ),
+    "global_to_local": Difference(
+        "a dim that does not divide; the original rounds down",
+        where=lambda v: "global_to_local" in v and exact(v) != v["global_to_local"],
+        ours=exact,
+    ),
+    "shape:match": Difference(UNKNOWN, matches, refused),
+    "num_shards:match": Difference(UNKNOWN, matches, refused),
+    "fully_replicated:match": Difference(UNKNOWN, matches, refused),
+    "batch_parallel:match": Difference(UNKNOWN, matches, refused),
+}
+
+
+def test_members() -> None:
+    vectors = load("layouts")
+    assert len(vectors) > 300
+    assert {vector["rank"] for vector in vectors} == {0, 1, 2, 3, 4}
+    check(vectors, layout_of, MEMBERS, DIFFERENT)
+
+
+def test_text_and_bytes() -> None:
+    vectors = [v for v in load("layouts") if mesh_of(v).size <= 8]
+    assert len(vectors) > 150
+    check(vectors, layout_of, WRITTEN, {})
+    for vector in vectors:
+        layout = layout_of(vector)
+        assert flm.TensorLayout.from_string(layout.to_string()) == layout
+        assert flm.TensorLayout.from_proto(layout.as_proto(), strict=True) == layout
+        assert flm.TensorLayout.from_str(layout.serialized_string()) == layout
+        assert pickle.loads(pickle.dumps(layout)) == layout
+
+
+def test_text_and_bytes_of_more_devices_than_are_here() -> None:
+    for vector in load("layouts"):
+        record = record_of(vector)
+        text, proto = layout_to_text(record), layout_to_proto(record)
+        assert without_mesh(text, mesh_to_text(record.mesh)) == vector["text"]
+        bytes_of_mesh = mesh_to_proto(record.mesh).SerializeToString().hex()
+        written = proto.SerializeToString().hex()
+        assert written.replace(bytes_of_mesh, "{mesh}") == vector["proto"]
+        assert layout_from_text(text) == layout_from_proto(proto) == record
+        assert flm.TensorLayout.from_string(text) == layout_of(vector)
+
+
+def test_constructor() -> None:
+    different = {
+        "made": Difference(
+            "2.21 takes the word MATCH for an axis that is used twice",
+            where=lambda v: v["specs"].count(MATCH) == 2,
+            ours=lambda v: v["specs"],
+        )
+    }
+    made = {
+        "made": lambda _, v: flm.TensorLayout(v["specs"], mesh_of(v)).sharding_specs
+    }
+    check(load("refusals"), lambda v: None, made, different)
+
+
+def test_factories() -> None:
+    def made(_: None, v: Vector) -> list[str]:
+        factory = getattr(flm.TensorLayout, v["method"])
+        return factory(mesh_of(v), *v["arguments"]).sharding_specs
+
+    vectors = load("factories")
+    assert len(vectors) > 150
+    check(vectors, lambda v: None, {"specs": made}, {})
+
+
+def test_texts() -> None:
+    members = {"again": lambda text, _: flm.TensorLayout.from_string(text).to_string()}
+    different = {
+        "again:comma": Difference(
+            "a missing comma drops a dim without a word",
+            where=lambda v: bool(re.search("[^,: ] mesh:", v["text"])),
+            ours=refused,
+        ),
+        "again:parted": Difference(
+            "a layout for one of TensorFlow's own compilers",
+            where=lambda v: v["text"].startswith("parted:"),
+            ours=refused,
+        ),
+        "again:one device": Difference(
+            "a device without axes; here a mesh has axes",
+            where=lambda v: v["text"].startswith("maximal:"),
+            ours=refused,
+        ),
+        "again:x+y": Difference(
+            "our extension: a dim on several axes",
+            where=lambda v: "x+y" in v["text"],
+            ours=lambda v: v["text"],
+        ),
+    }
+    vectors = [vector for vector in load("texts") if vector["kind"] == "layout"]
+    assert len(vectors) == 20
+    check(vectors, lambda v: v["text"], members, different)
+
+
+def test_bytes_of_before_there_was_a_type() -> None:
+    read = 0
+    for vector in load("texts"):
+        older = vector.get("older")
+        if older and vector["text"].startswith("sharding_specs:"):
+            layout = flm.TensorLayout.from_str(bytes.fromhex(older))
+            assert layout.to_string() == vector["again"]
+            read += 1
+    assert read == 8
+
+
+@pytest.mark.parametrize("vector", load("components"), ids=lambda v: str(v["specs"]))
+def test_components(vector: Vector) -> None:
+    layout, shape = layout_of(vector), vector["shape"]
+    values = np.arange(math.prod(shape)).reshape(shape)
+    array = jax.device_put(values, layout.sharding(len(shape)))
+    assert layout.mesh is not None
+    on = {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
+    held = [on[device] for device in layout.mesh.devices.flat]
+    assert [part.tolist() for part in held] == vector["components"]
+    # The shards in their places are the array again.
+    assert np.block(layout.unravel(held).tolist()).tolist() == values.tolist()
+
+
+# ---------------------------------------------------------------- one by one
+
+SIX = flm.DeviceMesh.from_dtensor(
+    ["CPU:0", "CPU:1", "CPU:2", "CPU:3", "CPU:4", "CPU:5"], [("x", 3), ("y", 2)]
+)
+SIX_PLANNED = flm.DeviceMesh.abstract("x=3,y=2")
+ROWS = flm.TensorLayout(("x", UNSHARDED), SIX)
+
+
+def test_the_numbers_of_the_page() -> None:
+    assert ROWS.sharding_specs == ["x", "unsharded"]
+    assert (ROWS.rank, ROWS.mesh, ROWS.shape) == (2, SIX, (3, 1))
+    assert [ROWS.num_shards(dim) for dim in (0, 1, -2, -1)] == [3, 1, 3, 1]
+    rows = [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
+    assert ROWS.offset_to_shard() == rows
+    assert [ROWS.offset_tuple_to_global_index(at) for at in rows] == [0, 0, 1, 1, 2, 2]
+    assert not ROWS.is_fully_replicated() and ROWS.is_batch_parallel()
+    assert ROWS.local_shape_from_global_shape((6, 2)) == (2, 2)
+    assert ROWS.global_shape_from_local_shape([1, 2]) == (3, 2)
+    devices = ",".join(SIX.local_devices())
+    assert ROWS.to_string() == (
+        f"sharding_specs:x,unsharded, mesh:|x=3,y=2|0,1,2,3,4,5|0,1,2,3,4,5|{devices}"
+    )
+
+
+def test_the_shapes_of_their_own_test() -> None:
+    layout = flm.TensorLayout(("x", "y", None), flm.DeviceMesh.abstract("x=2,y=2"))
+    assert layout.global_shape_from_local_shape((1, 3, 5)) == (2, 6, 5)
+    assert layout.local_shape_from_global_shape((2, 6, 5)) == (1, 3, 5)
+
+
+def test_rank_0_is_neither_one_dim_nor_any_rank() -> None:
+    scalar = flm.TensorLayout.replicated(SIX, 0)
+    one = flm.TensorLayout.replicated(SIX, 1)
+    every = flm.TensorLayout((), SIX)
+    assert (scalar.rank, one.rank, every.rank) == (0, 1, None)
+    assert len({scalar, one, every}) == 3
+    assert scalar.to_string().startswith("sharding_specs: mesh:")
+    for layout in (scalar, one):
+        assert flm.TensorLayout.from_string(layout.to_string()) == layout
+    assert scalar.dims(0) == () and scalar.spec() == one.spec()
+    assert scalar.shard_shape(()) == ()
+    with pytest.raises(flm.LayoutError, match="has 0 dims, the array has 1"):
+        scalar.spec(1)
+    assert ROWS.delete([0, 1]) == scalar == flm.TensorLayout(scalar)
+    assert (
+        repr(flm.TensorLayout(("x",)).delete(0)) == "TensorLayout.replicated(None, 0)"
+    )
+    assert scalar.on(None).on(SIX) == scalar == pickle.loads(pickle.dumps(scalar))
+    assert pickle.loads(pickle.dumps(every)) == every
+    assert scalar.offset_to_shard() == [()] * 6
+    assert scalar.offset_tuple_to_global_index(()) == 0
+    assert scalar.is_fully_replicated() and not scalar.is_batch_parallel()
+    assert scalar.unravel([1, 2, 3, 4, 5, [6]])[()] == [6]
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda: ROWS.num_shards(2), "has dims -2 to 1, got dim 2"),
+        (lambda: ROWS.num_shards(-3), "has dims -2 to 1, got dim -3"),
+        (lambda: ROWS.delete(2), "has dims -2 to 1, got dim 2"),
+        (lambda: ROWS.delete([0, -3]), "has dims -2 to 1, got dim -3"),
+        (lambda: ROWS.delete([0, 1]).delete(0), "has no dims, got dim 0"),
+        (lambda: flm.TensorLayout.replicated(SIX, -1), "rank must be 0 or more, got"),
+        (lambda: flm.TensorLayout.batch_sharded(SIX, "x", 0), "no dims, got dim 0"),
+        (lambda: flm.TensorLayout.batch_sharded(SIX, "x", 2, 2), "-2 to 1, got dim 2"),
+        (lambda: flm.TensorLayout.inner_sharded(SIX, "x", 0), "no dims, got dim -1"),
+        (lambda: flm.TensorLayout.batch_sharded(SIX, "z", 2), "no such axis"),
+        (lambda: ROWS.offset_tuple_to_global_index((0,)), "so none at (0,)"),
+        (lambda: ROWS.offset_tuple_to_global_index((3, 0)), "so none at (3, 0)"),
+        (lambda: ROWS.offset_tuple_to_global_index((-1, 0)), "so none at (-1, 0)"),
+        (lambda: ROWS.unravel([1, 2]), "is on 6 devices, got 2 components"),
+        (lambda: ROWS.local_shape_from_global_shape((5, 2)), "does not divide"),
+        (lambda: ROWS.local_shape_from_global_shape((6,)), "the array has 1"),
+        (lambda: ROWS.global_shape_from_local_shape((1,)), "the array has 1"),
+    ],
+)
+def test_out_of_bounds(use: Any, message: str) -> None:
+    with pytest.raises(flm.LayoutError) as caught:
+        use()
+    assert message in str(caught.value)
+
+
+def test_counting_from_the_end() -> None:
+    layout = flm.TensorLayout(("x", None, "y"), SIX, memory_kind="pinned_host")
+    for dims in (-1, 2, [2], (-1,), [2, -1], np.int64(2)):
+        left = flm.TensorLayout(("x", None), SIX, memory_kind="pinned_host")
+        assert layout.delete(dims) == left
+    assert layout.delete([]) == layout
+    plain = flm.TensorLayout.batch_sharded
+    assert plain(SIX, "x", 3, -2) == plain(SIX, "x", 3, 1)
+    assert flm.TensorLayout.inner_sharded(SIX, "y", 1) == flm.TensorLayout(("y",), SIX)
+
+
+@pytest.mark.parametrize("axes", [(), (..., "x"), ("x", ...)])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda layout: layout.sharding_specs,
+        lambda layout: layout.shape,
+        lambda layout: layout.num_shards(0),
+        lambda layout: layout.is_batch_parallel(),
+        lambda layout: layout.offset_to_shard(),
+        lambda layout: layout.offset_tuple_to_global_index((0,)),
+        lambda layout: layout.unravel([0] * 6),
+        lambda layout: layout.delete(0),
+        lambda layout: layout.to_string(),
+        lambda layout: layout.serialized_string(),
+    ],
+)
+def test_an_open_rank_is_no_rank(use: Any, axes: Any) -> None:
+    layout = flm.TensorLayout(axes, SIX)
+    with pytest.raises(flm.LayoutError, match="leaves the rank open, and this needs"):
+        use(layout)
+
+
+def test_what_needs_no_rank() -> None:
+    assert flm.TensorLayout((), SIX).is_fully_replicated()
+    assert flm.TensorLayout(()).is_fully_replicated()
+    assert not flm.TensorLayout((..., "x"), SIX).is_fully_replicated()
+    one = flm.DeviceMesh.abstract("x=1,y=2")
+    assert flm.TensorLayout(("x", ...), one).is_fully_replicated()
+    layout = flm.TensorLayout(("x", ..., "y"), SIX)
+    assert layout.global_shape_from_local_shape((1, 5, 1)) == (3, 5, 2)
+    assert layout.mesh_proto() == SIX.as_proto()
+
+
+def test_what_needs_a_mesh() -> None:
+    layout = flm.TensorLayout(("x", None))
+    uses: list[Any] = [
+        lambda: layout.shape,
+        layout.is_fully_replicated,
+        layout.offset_to_shard,
+        lambda: layout.global_shape_from_local_shape((1, 1)),
+        layout.to_string,
+        layout.as_proto,
+        layout.mesh_proto,
+    ]
+    for use in uses:
+        with pytest.raises(flm.MeshError, match=r"no mesh, which this needs; give one"):
+            use()
+    assert layout.mesh is None and layout.sharding_specs == ["x", "unsharded"]
+    assert layout.is_batch_parallel()
+    assert flm.TensorLayout.replicated(None, 2) == flm.TensorLayout((None, None))
+
+
+def test_host_memory() -> None:
+    layout = ROWS.on_host()
+    assert layout == flm.TensorLayout(("x", None), SIX, memory_kind="pinned_host")
+    array = jax.device_put(np.arange(6).reshape(3, 2), layout.sharding())
+    assert array.sharding.memory_kind == "pinned_host"
+    assert {shard.device for shard in array.addressable_shards} == set(SIX.devices.flat)
+    assert layout.on_host() == layout != ROWS
+    for write in (layout.to_string, layout.as_proto, layout.serialized_string):
+        with pytest.raises(flm.LayoutError, match="no word for the memory kind"):
+            write()
+
+
+# ------------------------------------------------------- several axes on one dim
+
+
+def test_several_axes_are_an_extension() -> None:
+    layout = flm.TensorLayout((("y", "x"), None), SIX)
+    assert layout.sharding_specs == ["y+x", "unsharded"]
+    assert layout.to_string().startswith("sharding_specs:y+x,unsharded, mesh:|x=3,y=2|")
+    assert flm.TensorLayout.from_string(layout.to_string()) == layout
+    assert flm.TensorLayout.from_str(layout.serialized_string()) == layout
+    assert layout.as_proto().sharding_specs[0].sharding_spec == "y+x"
+    for read in (
+        lambda: flm.TensorLayout.from_string(layout.to_string(), strict=True),
+        lambda: flm.TensorLayout.from_str(layout.serialized_string(), strict=True),
+        lambda: flm.TensorLayout.from_proto(layout.as_proto(), strict=True),
+    ):
+        with pytest.raises(flm.LayoutError, match="'y\\+x' lies on several mesh axes"):
+            read()
+    # y changes most slowly: device 1 is (x=0, y=1), so it holds the fourth of six.
+    assert layout.offset_to_shard() == [(0, 0), (3, 0), (1, 0), (4, 0), (2, 0), (5, 0)]
+    assert layout.num_shards(0) == 6
+
+
+def test_names_that_have_another_meaning() -> None:
+    plus = flm.DeviceMesh.abstract((2, 2, 2), ("x", "y", "x+y"))
+    one = flm.TensorLayout(("x+y",), plus)
+    assert flm.TensorLayout.from_string(one.to_string(), strict=True) == one
+    with pytest.raises(flm.LayoutError, match="'x\\+y' would not be read back"):
+        flm.TensorLayout((("x", "y"),), plus).to_string()
+    words = flm.DeviceMesh.abstract("unsharded=2,match=2")
+    with pytest.raises(flm.LayoutError, match="'unsharded' would not be read back"):
+        flm.TensorLayout(("unsharded",), words).to_string()
+    with pytest.raises(flm.LayoutError, match="'match' has two meanings"):
+        flm.TensorLayout(("match",), words).as_proto()
+    # As DTensor reads it: the word, not the axis.
+    text = f"sharding_specs:unsharded, mesh:{words.to_string()}"
+    assert flm.TensorLayout.from_string(text) == flm.TensorLayout((None,), words)
+
+
+@hypothesis.given(st.data())
+def test_every_layout_is_written_and_lies_as_in_jax(data: st.DataObject) -> None:
+    shape = data.draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2), (1, 3, 2)]))
+    names = data.draw(st.permutations(["a", "b", "c"]))[: len(shape)]
+    devices = data.draw(st.permutations(jax.devices()))[: math.prod(shape)]
+    mesh = flm.DeviceMesh(shape, names, devices)
+    rank = data.draw(st.integers(0, 3))
+    dims: list[tuple[str, ...]] = [()] * rank
+    for name in data.draw(st.permutations(names)) if rank else ():
+        if data.draw(st.booleans()):
+            dims[data.draw(st.integers(0, rank - 1))] += (name,)
+    layout = (
+        flm.TensorLayout(dims, mesh) if dims else flm.TensorLayout.replicated(mesh, 0)
+    )
+    assert flm.TensorLayout.from_string(layout.to_string()) == layout
+    assert flm.TensorLayout.from_str(layout.serialized_string()) == layout
+    again = pickle.loads(pickle.dumps(layout))
+    assert again == layout and hash(again) == hash(layout)
+    assert again.device_mesh == mesh
+    # One element per shard, so that an index in elements is that of the shard.
+    lies = layout.sharding(rank).devices_indices_map(layout.shape)
+    assert layout.offset_to_shard() == [
+        tuple(
+            index.indices(size)[0] for index, size in zip(at, layout.shape, strict=True)
+        )
+        for at in (lies[device] for device in mesh.devices.flat)
+    ]
+    indices = map(layout.offset_tuple_to_global_index, layout.offset_to_shard())
+    assert set(indices) == set(range(math.prod(layout.shape)))
+
+
+# ----------------------------------------------------------- damaged and foreign
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "sharding_specs:x,unsharded mesh:M",
+            "no comma after its last dim, 'unsharded'",
+        ),
+        ("sharding_specs:x,,y, mesh:M", "the word of dim 1 is empty"),
+        ("sharding_specs:x, mesh:M ", "cannot read the layout"),
+        ("sharding_specs:x,", "cannot read the layout"),
+        ("mesh:M", "cannot read the layout"),
+        ("parted:x, mesh:M", "cannot read the layout"),
+        ("sharding_specs:z, mesh:M", "names the axis 'z'"),
+        ("sharding_specs:x,x, mesh:M", "'x' twice"),
+        ("sharding_specs:x+x, mesh:M", "'x' twice"),
+        ("sharding_specs:x+, mesh:M", "names the axis ''"),
+        ("sharding_specs:x, mesh:|x=2|0,1", "it has 3 parts between bars"),
+    ],
+)
+def test_damaged_text(text: str, message: str) -> None:
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.TensorLayout.from_string(text.replace("M", SIX.to_string()))
+    assert message in str(caught.value)
+
+
+def test_truncated_bytes() -> None:
+    written = ROWS.serialized_string()
+    read = []
+    for end in range(len(written)):
+        try:
+            read.append(flm.TensorLayout.from_str(written[:end]))
+        except flm.LayoutError:
+            pass
+    # Without the last two bytes, the type, they are those of an older TensorFlow.
+    assert read == [ROWS]
+
+
+def test_damaged_protos() -> None:
+    for wrong in (b"\xff\xff", b"", "sharding_specs:", None, 3, SIX.as_proto()):
+        with pytest.raises(flm.LayoutError):
+            flm.TensorLayout.from_proto(wrong)
+    for kind, name in ((2, "PARTED"), (3, "SINGLE_DEVICE"), (9, "9")):
+        proto = ROWS.as_proto()
+        proto.type = kind
+        with pytest.raises(flm.LayoutError, match=f"of type {name} has no meaning"):
+            flm.TensorLayout.from_proto(proto)
+    proto = ROWS.as_proto()
+    proto.sharding_specs[1].sharding_spec = ""
+    with pytest.raises(flm.LayoutError, match="a dim is without its word"):
+        flm.TensorLayout.from_proto(proto)
+    proto = ROWS.as_proto()
+    proto.ClearField("mesh_config")
+    with pytest.raises(flm.LayoutError, match="it has no mesh"):
+        flm.TensorLayout.from_proto(proto)
+    proto = ROWS.as_proto()
+    proto.mesh_config.ClearField("mesh_dimensions")
+    with pytest.raises(flm.MeshError, match="its mesh has no axes"):
+        flm.TensorLayout.from_proto(proto)
+
+
+def test_messages_of_another_class() -> None:
+    """TensorFlow's own message has the name and the bytes, and another class."""
+    ours = ROWS.as_proto()
+    made = _dtensor_format._messages.__wrapped__()["LayoutProto"]
+    foreign = made.FromString(ours.SerializeToString())
+    assert type(foreign) is not type(ours)
+    assert foreign.DESCRIPTOR.full_name == "tensorflow.dtensor.LayoutProto"
+    assert flm.TensorLayout.from_proto(foreign) == ROWS
+
+
+def test_equal_layouts_have_equal_bytes() -> None:
+    again = flm.TensorLayout([("x",), ()], SIX)
+    assert again == ROWS and hash(again) == hash(ROWS)
+    assert again.serialized_string() == ROWS.serialized_string()
+    assert ROWS != "sharding_specs:x,unsharded," and ROWS != ROWS.on(SIX_PLANNED)
+
+
+# What DTensor's own tests of Layout ask that has no meaning here, with the reason.
+NOT_HERE = {
+    "mesh is not a Mesh raises": "anything that DeviceMesh takes is a mesh",
+    "from_device, from_single_device_mesh, is_single_device": (
+        "an array on one device has a mesh of one device here, with axes"
+    ),
+    "to_parted, type": "for one of TensorFlow's own compilers; refused when read",
+    "comparing with another type raises": "it is unequal, as everywhere in Python",
+    "specs as a list only": "a tuple or a list, None or 'unsharded', several axes",
+    "relayout, relayout_like, pack, unpack, call_with_layout": "tests of their own",
+    "weight-update sharding": "LayoutMap.optimizer",
+}
+
+
+def test_what_is_not_here_has_its_reason() -> None:
+    assert all(NOT_HERE.values())
+    gone = ("from_device", "from_single_device_mesh", "is_single_device", "to_parted")
+    assert [name for name in gone if hasattr(flm.TensorLayout, name)] == []
