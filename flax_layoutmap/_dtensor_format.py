@@ -7,7 +7,7 @@ extension: a dim that lies on several mesh axes is written `x+y`.
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -279,7 +279,7 @@ _TYPES = ("UNKNOWN", "STATIC", "PARTED", "SINGLE_DEVICE")
 
 
 @functools.cache
-def _messages() -> dict[str, Callable[..., Any]]:
+def _messages() -> dict[str, Any]:
     """Message name → class, in a pool of its own, apart from TensorFlow's."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
@@ -401,6 +401,6 @@ def _parsed(name: str, proto: Any, error: type[LayoutError]) -> Any:
         message.ParseFromString(proto)
     except DecodeError as cause:
         raise error(
-            f"{len(proto)} bytes cannot be read as a {name}: {cause}"
+            f"these {len(proto)} bytes are no {name}, or not all of it"
         ) from cause
     return message

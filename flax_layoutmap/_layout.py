@@ -224,7 +224,7 @@ class TensorLayout(MeshLayout):
         """
         return self.shard_shape(global_shape)
 
-    def delete(self, dims: int | Sequence[int]) -> Self:
+    def delete(self, dims: int | np.integer | Sequence[int]) -> Self:
         """The layout without some dims, for an array that was reduced over them.
 
         Args:

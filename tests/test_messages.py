@@ -26,6 +26,7 @@ import flax_layoutmap as flm
 from flax_layoutmap import _errors
 from flax_layoutmap._batch import split_of
 from flax_layoutmap._decide import Decider
+from flax_layoutmap._dtensor_format import layout_from_proto
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._metadata import mark_of, mesh_axes
@@ -36,11 +37,16 @@ from flax_layoutmap._trace import trace
 P = PartitionSpec
 PACKAGE = Path(flm.__file__).parent
 MODULES = [
+    "_axes",
     "_batch",
     "_decide",
+    "_devices",
+    "_dtensor_format",
     "_layout",
     "_layout_map",
     "_mesh",
+    "_mesh_layout",
+    "_mesh_shape",
     "_metadata",
     "_paths",
     "_report",
@@ -128,6 +134,34 @@ def damaged(**entries: Any) -> Any:
 def overlapping() -> flm.LayoutMap:
     rules = [("kernel", ("data",)), ("up", ("model",))]
     return flm.LayoutMap.from_rules(rules, overlap="error")
+
+
+def with_words(words: str) -> TensorLayout:
+    """Reads a layout with these words, on a mesh `x=2`."""
+    return TensorLayout.from_string(f"sharding_specs:{words} mesh:|x=2|0,1||")
+
+
+def changed(**fields: Any) -> TensorLayout:
+    """Reads a layout's proto after these fields were set, or cleared (None)."""
+    proto = TensorLayout(("data",), ABSTRACT).as_proto()
+    for name, value in fields.items():
+        setattr(proto, name, value) if value is not None else proto.ClearField(name)
+    return TensorLayout.from_proto(proto)
+
+
+def single_device() -> flm.DeviceMesh:
+    proto = ABSTRACT.as_proto()
+    proto.single_device = "TPU:0"
+    return flm.DeviceMesh.from_proto(proto)
+
+
+def host_of_tpus() -> flm.DeviceMesh:
+    """The host mesh of what says that it is nine devices of a process with eight."""
+    mesh = flm.DeviceMesh("x=8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flm.DeviceMesh, "device_type", lambda self: "TPU")
+        patch.setattr("flax_layoutmap._mesh.cpu_devices_beside", lambda devices: None)
+        return mesh.host_mesh()
 
 
 class Case(NamedTuple):
@@ -237,9 +271,10 @@ CASES: dict[str, Case] = {
         "size may be -1)",
     ),
     "mesh: devices": Case(
-        lambda: flm.DeviceMesh((1,), ("x",), devices=["cpu"]),
+        lambda: flm.DeviceMesh((1,), ("x",), devices=[7]),
         flm.MeshError,
-        "devices must be JAX devices, such as jax.devices()[:4], got 'cpu'",
+        "devices must be JAX devices, such as jax.devices()[:4], or names like "
+        '"cpu:0", got 7',
     ),
     "mesh: no devices": Case(
         lambda: flm.DeviceMesh((1,), ("x",), devices=[]),
@@ -278,7 +313,174 @@ CASES: dict[str, Case] = {
         flm.MeshError,
         "2 axis types for 1 axes: ('auto', Auto)",
     ),
+    "mesh: name of a device": Case(
+        lambda: flm.DeviceMesh((1,), ("x",), devices=["cpu"]),
+        flm.MeshError,
+        "cannot read the device 'cpu'; write its platform and id, \"cpu:0\"",
+    ),
+    "mesh: devices that are not here": Case(
+        lambda: flm.DeviceMesh((3,), ("x",), devices=["gpu:0", "cpu:0", "cpu:8"]),
+        flm.MeshError,
+        "there are no devices gpu:0, cpu:8; this job has cpu:0, cpu:1, cpu:2, cpu:3, "
+        "cpu:4, cpu:5, cpu:6, cpu:7",
+    ),
+    "mesh: DTensor's, number of devices": Case(
+        lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], [("x", 2)]),
+        flm.MeshError,
+        "the mesh x=2 needs 2 devices, but there are 1; change a size, let one be -1, "
+        "or use flm.DeviceMesh.abstract(...)",
+    ),
+    "mesh: DTensor's, a device twice": Case(
+        lambda: flm.DeviceMesh.from_dtensor(["TPU:0", "TPU:0"], [("x", 2)]),
+        flm.MeshError,
+        "devices holds one device twice: ['TPU:0', 'TPU:0']",
+    ),
+    "mesh: unknown axis": Case(
+        lambda: ABSTRACT.dim_size("modle"),
+        flm.MeshError,
+        "the mesh 'data=2,model=4' has no axis 'modle'; did you mean 'model'?",
+    ),
+    "mesh: no such place": Case(
+        lambda: ABSTRACT.coords(8),
+        flm.MeshError,
+        "the mesh 'data=2,model=4' has the device ids 0 to 7, got 8",
+    ),
+    "mesh: too few for a host mesh": Case(
+        host_of_tpus,
+        flm.MeshError,
+        "DeviceMesh('x=8') has 8 devices, and there are fewer CPU devices beside them; "
+        "for host memory use layout.on_host(), which needs none, or call "
+        'jax.config.update("jax_num_cpu_devices", 8) first',
+    ),
+    "mesh: a name that DTensor's text cannot hold": Case(
+        lambda: flm.DeviceMesh.abstract((2,), ("a b",)).to_string(),
+        flm.MeshError,
+        "DTensor's text cannot hold the name 'a b' (one of '|', ',', '=' or a space is "
+        "in it); use as_proto()",
+    ),
+    "mesh: parts of DTensor's text": Case(
+        lambda: flm.DeviceMesh.from_string("|x=2|0,1"),
+        flm.MeshError,
+        "cannot read the mesh '|x=2|0,1': it has 3 parts between bars, not "
+        "name|x=3,y=2|global ids|local ids|local devices[|global devices]",
+    ),
+    "mesh: number in DTensor's text": Case(
+        lambda: flm.DeviceMesh.from_string("|x=two|0,1||"),
+        flm.MeshError,
+        "cannot read the mesh '|x=two|0,1||': 'two' is no whole number",
+    ),
+    "mesh: DTensor's parts clash": Case(
+        lambda: flm.DeviceMesh.from_string("|x=2|0,1,2||"),
+        flm.MeshError,
+        "cannot read the mesh 'x=2': there are 3 global ids for 2 places",
+    ),
+    "mesh: a single device": Case(
+        single_device,
+        flm.MeshError,
+        "the mesh is the single device 'TPU:0', without axes; use "
+        'flm.DeviceMesh.from_dtensor([device], [("x", 1)])',
+    ),
+    "mesh: proto without axes": Case(
+        lambda: flm.DeviceMesh.from_proto(b""),
+        flm.MeshError,
+        "the proto is damaged: its mesh has no axes",
+    ),
+    "mesh: not a proto": Case(
+        lambda: flm.DeviceMesh.from_proto(3),
+        flm.MeshError,
+        "not a MeshProto: 3",
+    ),
     # ------------------------------------------------------------ layouts
+    "layout: open rank where a dim is asked": Case(
+        lambda: TensorLayout((..., "data"), ABSTRACT).sharding_specs,
+        flm.LayoutError,
+        "the layout (..., 'data') leaves the rank open, and this needs it; write every "
+        "dim, or use flm.TensorLayout.replicated(mesh, rank)",
+    ),
+    "layout: no such dim": Case(
+        lambda: TensorLayout(("data", None), ABSTRACT).num_shards(2),
+        flm.LayoutError,
+        "the layout ('data', None) has dims -2 to 1, got dim 2",
+    ),
+    "layout: no mesh for shards": Case(
+        lambda: TensorLayout(("data",)).offset_to_shard(),
+        flm.MeshError,
+        "the layout ('data',) has no mesh, which this needs; give one, layout.on(mesh)",
+    ),
+    "layout: no such shard": Case(
+        lambda: TensorLayout(("data",), ABSTRACT).offset_tuple_to_global_index((2,)),
+        flm.LayoutError,
+        "the layout ('data',) has (2,) shards along its dims, so none at (2,)",
+    ),
+    "layout: components": Case(
+        lambda: TensorLayout(("data",), ABSTRACT).unravel([1, 2]),
+        flm.LayoutError,
+        "the layout ('data',) is on 8 devices, got 2 components; pass one per device",
+    ),
+    "layout: negative rank": Case(
+        lambda: TensorLayout.replicated(ABSTRACT, -1),
+        flm.LayoutError,
+        "the rank must be 0 or more, got -1",
+    ),
+    "layout: memory in DTensor's text": Case(
+        lambda: TensorLayout(("data",), ABSTRACT).on_host().to_string(),
+        flm.LayoutError,
+        "DTensor has no word for the memory kind 'pinned_host' of the layout "
+        "('data',); pickle it, or write it without",
+    ),
+    "layout: DTensor's text": Case(
+        lambda: TensorLayout.from_string("x,y"),
+        flm.LayoutError,
+        "cannot read the layout 'x,y'; it must be "
+        '"sharding_specs:x,unsharded, mesh:" and the text of a mesh',
+    ),
+    "layout: comma in DTensor's text": Case(
+        lambda: with_words("x,unsharded"),
+        flm.LayoutError,
+        "cannot read the layout 'sharding_specs:x,unsharded mesh:|x=2|0,1||': there is "
+        "no comma after its last dim, 'unsharded'; write 'x,unsharded,'",
+    ),
+    "layout: empty word in DTensor's text": Case(
+        lambda: with_words("x,,"),
+        flm.LayoutError,
+        "cannot read the layout 'sharding_specs:x,, mesh:|x=2|0,1||': the word of dim "
+        "1 is empty; write 'unsharded'",
+    ),
+    "layout: strict": Case(
+        lambda: TensorLayout.from_string(
+            TensorLayout((NAMES,), ABSTRACT).to_string(), strict=True
+        ),
+        flm.LayoutError,
+        "the dim 'data+model' lies on several mesh axes, which DTensor cannot read; "
+        "leave out strict=True",
+    ),
+    "layout: a word with two meanings": Case(
+        lambda: TensorLayout(("match",), "match=8").to_string(),
+        flm.LayoutError,
+        "the word 'match' has two meanings on a mesh with an axis 'match'; use another "
+        "name for the axis",
+    ),
+    "layout: a word that is read otherwise": Case(
+        lambda: TensorLayout(("unsharded",), "unsharded=8").to_string(),
+        flm.LayoutError,
+        "DTensor's word 'unsharded' would not be read back as the dim 'unsharded'; use "
+        "other names for the mesh axes",
+    ),
+    "layout: kind of proto": Case(
+        lambda: changed(type=2),
+        flm.LayoutError,
+        "a layout of type PARTED has no meaning here; only STATIC ones are read",
+    ),
+    "layout: proto without a mesh": Case(
+        lambda: changed(mesh_config=None),
+        flm.LayoutError,
+        "the layout's proto is damaged: it has no mesh",
+    ),
+    "layout: bytes": Case(
+        lambda: layout_from_proto(b"\xff"),
+        flm.LayoutError,
+        "these 1 bytes are no LayoutProto, or not all of it",
+    ),
     "layout: a string": Case(
         lambda: TensorLayout("model"),
         flm.RuleError,
