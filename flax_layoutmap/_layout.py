@@ -234,7 +234,7 @@ class TensorLayout(MeshLayout):
             LayoutError: there is no such dim.
         """
         given = [dims] if isinstance(dims, int | np.integer) else list(dims)
-        gone = {self._position(dim) for dim in given}
+        gone = {self._position(int(dim)) for dim in given}
         kept = (dim for at, dim in enumerate(self._every_dim()) if at not in gone)
         return self._exactly(tuple(kept), self.device_mesh, self.memory_kind)
 

@@ -642,6 +642,24 @@ NOT_HERE = {
 }
 
 
+MEMBERS_OF_DTENSOR = """
+    as_proto batch_sharded delete from_proto from_str from_string
+    global_shape_from_local_shape inner_sharded is_batch_parallel is_fully_replicated
+    local_shape_from_global_shape mesh mesh_proto num_shards offset_to_shard
+    offset_tuple_to_global_index rank replicated serialized_string shape sharding_specs
+    to_string unravel
+"""
+MEMBERS_OF_OURS = """
+    MATCH UNSHARDED axes axis_names backend_layout device_mesh dims equivalent has_match
+    is_replicated matched memory_kind on on_host shard_shape sharding spec
+"""
+
+
+def test_golden_list_of_members() -> None:
+    public = {name for name in dir(flm.TensorLayout) if not name.startswith("_")}
+    assert public == {*MEMBERS_OF_DTENSOR.split(), *MEMBERS_OF_OURS.split()}
+
+
 def test_what_is_not_here_has_its_reason() -> None:
     assert all(NOT_HERE.values())
     gone = ("from_device", "from_single_device_mesh", "is_single_device", "to_parted")

@@ -428,6 +428,22 @@ NOT_HERE = {
 }
 
 
+MEMBERS_OF_DTENSOR = """
+    as_proto contains_dim coords device_type dim_names dim_size from_proto from_string
+    global_device_ids host_mesh local_device_ids local_device_locations local_devices
+    shape size strides to_string unravel_index
+"""
+MEMBERS_OF_OURS = """
+    abstract axis_names axis_sizes axis_types backend_mesh devices from_dtensor
+    is_abstract jax_mesh
+"""
+
+
+def test_golden_list_of_members() -> None:
+    public = {name for name in dir(flm.DeviceMesh) if not name.startswith("_")}
+    assert public == {*MEMBERS_OF_DTENSOR.split(), *MEMBERS_OF_OURS.split()}
+
+
 def test_what_is_not_here_has_its_reason() -> None:
     assert all(NOT_HERE.values())
     gone = ("is_remote", "min_global_device_id", "from_device", "single_device", "name")
