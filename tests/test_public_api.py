@@ -47,8 +47,15 @@ NAMESPACES = {"checkpoint": ["restore", "save"]}
 
 
 def public_members(owner: object) -> list[str]:
-    """The names of a class or module that are its own and not private."""
-    return [name for name in vars(owner) if not name.startswith("_")]
+    """The names of a class or module that are its own and not private.
+
+    Those of a class that it inherits within the package are its own too.
+    """
+    names = dict.fromkeys(vars(owner))
+    for base in inspect.getmro(owner)[1:] if inspect.isclass(owner) else ():
+        if base.__module__.startswith("flax_layoutmap"):
+            names.update(dict.fromkeys(vars(base)))
+    return [name for name in names if not name.startswith("_")]
 
 
 def documented() -> Iterator[tuple[str, object]]:
@@ -168,8 +175,12 @@ def frozen_rules() -> flm.RuleSet:
     return layout_map.freeze()
 
 
-# Values that hold no devices, so that they may go to another process.
+# Values that may go to another process; one with devices, where they are there too.
 PICKLABLE: dict[str, Callable[[], object]] = {
+    "DeviceMesh with devices": lambda: flm.DeviceMesh((2, 4), ("data", "model")),
+    "TensorLayout with devices": lambda: flm.TensorLayout(
+        ("x",), flm.DeviceMesh("x=8")
+    ),
     "DeviceMesh": lambda: flm.DeviceMesh.abstract((2, 4), ("data", "model")),
     "DeviceMesh, explicit": lambda: flm.DeviceMesh.abstract(
         "data=2", axis_types="explicit"
