@@ -31,6 +31,17 @@ if TYPE_CHECKING:
     from flax_layoutmap._resolve import resolve as resolve
     from flax_layoutmap._rules import Rule as Rule
     from flax_layoutmap._rules import RuleSet as RuleSet
+    from flax_layoutmap._relayout import relayout as relayout
+    from flax_layoutmap._relayout import relayout_like as relayout_like
+    from flax_layoutmap._relayout import copy_to_mesh as copy_to_mesh
+    from flax_layoutmap._call import call_with_layout as call_with_layout
+    from flax_layoutmap._pack import pack as pack
+    from flax_layoutmap._pack import unpack as unpack
+    from flax_layoutmap._fetch import fetch_layout as fetch_layout
+    from flax_layoutmap._fetch import is_distributed as is_distributed
+    from flax_layoutmap._fetch import check_layout as check_layout
+    from flax_layoutmap._scope import default_mesh as default_mesh
+    from flax_layoutmap._scope import get_default_mesh as get_default_mesh
 
     __version__: str
 
@@ -51,15 +62,26 @@ _HOMES = {
     "RuleSet": "_rules",
     "StructureError": "_errors",
     "TensorLayout": "_layout",
+    "call_with_layout": "_call",
+    "check_layout": "_fetch",
     "checkpoint": None,
+    "copy_to_mesh": "_relayout",
     "create": "_create",
     "create_optimizer": "_create",
+    "default_mesh": "_scope",
     "distribute_batch": "_batch",
     "distribute_tensor": "_place",
+    "fetch_layout": "_fetch",
+    "get_default_mesh": "_scope",
+    "is_distributed": "_fetch",
     "jit": "_jit",
     "layout_map_scope": "_layout_scope",
+    "pack": "_pack",
     "pad_batch": "_batch",
+    "relayout": "_relayout",
+    "relayout_like": "_relayout",
     "resolve": "_resolve",
+    "unpack": "_pack",
 }
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

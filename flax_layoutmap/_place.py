@@ -5,6 +5,7 @@ Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from flax_layoutmap._errors import (
     StructureError,
     did_you_mean,
 )
+from flax_layoutmap._fetch import known_layout
 from flax_layoutmap._flatten import flatten, plain_tree
 from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
@@ -29,13 +31,16 @@ from flax_layoutmap._paths import join_keys
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet
-from flax_layoutmap._scope import current_rules
+from flax_layoutmap._scope import current_rules, get_default_mesh
 
 # Kinds of NumPy dtypes that no device holds: objects, texts, dates.
 _NO_NUMBERS = "OSUMm"
 
 # Per dim, the mesh axes it lies on.
 _Dims = tuple[tuple[str, ...], ...]
+
+# Fixes a traced value on Auto axes: `with_sharding_constraint`, or one like it.
+_Pin = Callable[[Any, NamedSharding], Any]
 
 
 def distribute_tensor(x: Any, layout: Any) -> Any:
@@ -50,7 +55,8 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or the name of a layout in
             `layout_map.names` of the surrounding `flm.jit`. Axes without a mesh take
-            that of the surrounding `flm.jit`, else that of `jax.set_mesh`.
+            that of the surrounding `flm.jit`, else that of `flm.default_mesh`, else
+            that of `jax.set_mesh`.
 
     Returns:
         The array (or tree) with that layout; the same object where it has it already.
@@ -72,14 +78,18 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     Plain JAX: `jax.device_put(x, s)`, `jax.lax.with_sharding_constraint(x, s)` or
     `jax.sharding.reshard(x, s)`.
     """
-    # A constant inside of `jit` is no tracer; what is computed from nothing is one.
-    eager = not isinstance(jax.lax.full((), 0), Tracer)
-    wanted = _wanted(layout, eager)
+    wanted = wanted_layout(layout)
     return jax.tree_util.tree_map_with_path(
-        lambda keys, leaf: _distribute(leaf, wanted, eager, keys),
-        x,
-        is_leaf=is_nnx_object,
+        lambda keys, leaf: distribute(leaf, wanted, keys), x, is_leaf=is_nnx_object
     )
+
+
+def is_eager() -> bool:
+    """Whether this runs outside of `jit` and its like (`grad` and `vmap` do not count).
+
+    A constant inside of `jit` is no tracer; what is computed from nothing is one.
+    """
+    return not isinstance(jax.lax.full((), 0), Tracer)
 
 
 def place(tree: Any, resolution: Resolution) -> Any:
@@ -211,25 +221,46 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def _wanted(layout: Any, eager: bool) -> TensorLayout:
+def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLayout:
+    """The layout that is meant, with the mesh of the surroundings if it has none.
+
+    Raises:
+        RuleError: no such name.
+        MeshError: no mesh to be found, and none given to take `otherwise`.
+    """
     if isinstance(layout, str):
         layout = _named(layout)
     layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
     if layout.device_mesh is not None:
         return layout
-    rules = current_rules()
-    if rules is not None and rules.mesh is not None:
-        return layout.on(rules.mesh)
-    context: Any = jax.sharding.get_abstract_mesh()
-    if eager and not _manual_axes(context):
-        concrete = jax.sharding.get_mesh()
-        context = context if concrete.empty else concrete
-    if context.axis_names:
-        return layout.on(context)
+    mesh = _ambient_mesh() or otherwise
+    if mesh is not None:
+        return layout.on(mesh)
     raise MeshError(
         f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); "
-        "or call inside a flm.jit(layout_map=…) or jax.set_mesh(mesh)"
+        "or call inside a flm.jit(layout_map=…), flm.default_mesh(mesh) or "
+        "jax.set_mesh(mesh)"
     )
+
+
+def mesh_of(layout: TensorLayout) -> DeviceMesh:
+    """The mesh of a layout that `wanted_layout` gave one."""
+    assert layout.device_mesh is not None
+    return layout.device_mesh
+
+
+def _ambient_mesh() -> DeviceMesh | None:
+    rules = current_rules()
+    if rules is not None and rules.mesh is not None:
+        return rules.mesh
+    default = get_default_mesh()
+    if default is not None:
+        return default
+    context: Any = jax.sharding.get_abstract_mesh()
+    if is_eager() and not manual_axes(context):
+        concrete = jax.sharding.get_mesh()
+        context = context if concrete.empty else concrete
+    return DeviceMesh(context) if context.axis_names else None
 
 
 def _named(name: str) -> TensorLayout:
@@ -256,73 +287,117 @@ def _named(name: str) -> TensorLayout:
     return layouts[-1 if rules.overlap == "last" else 0]
 
 
-def _distribute(x: Any, layout: TensorLayout, eager: bool, keys: Any) -> Any:
+def distribute(
+    x: Any,
+    layout: TensorLayout,
+    keys: Any = (),
+    *,
+    what: str = "distribute_tensor",
+    pin: _Pin = jax.lax.with_sharding_constraint,
+) -> Any:
+    """Gives one array a layout on a mesh, as `distribute_tensor` does.
+
+    Args:
+        x: the array.
+        layout: the layout, with its mesh.
+        keys: where the array stands in its tree.
+        what: the name of the caller, for messages.
+        pin: what fixes a traced value on Auto axes.
+
+    Raises:
+        LayoutError: another rank, a dim that does not divide, or no array.
+        MeshError: an abstract mesh, or a manual axis.
+        StructureError: an NNX object.
+    """
+    x = as_array(x, keys, what)
+    mesh = mesh_of(layout)
+    # First: inside shard_map, rank and divisibility are those of a part.
+    manual = manual_axes(jax.sharding.get_abstract_mesh())
+    for axis in layout.axis_names:
+        if axis in manual:
+            raise MeshError(
+                f"{what} names the mesh axis {axis!r}, which is manual here: inside "
+                "shard_map each device already holds its part, so drop the call or "
+                "name other axes only"
+            )
+    dims = checked_dims(layout, x, what)
+    if manual.issuperset(mesh.axis_names):
+        return x  # no axis is left that could be constrained
+    eager = is_eager()
+    if eager and not isinstance(x, Tracer):
+        return move(x, layout, dims)
+
+    def constrain(value: Any) -> Any:
+        return _constrain(value, layout, dims, bool(manual), what, pin)
+
+    if eager and AxisType.Auto in mesh.axis_types and explicit_axes(mesh):
+        # Eagerly, under `grad`, the two steps for a mixed mesh have types that do not
+        # fit together; in one compiled step they do.
+        return jax.jit(constrain)(x)
+    return constrain(x)
+
+
+def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
+    """An array, traced or on the host.
+
+    Raises:
+        LayoutError: it is none.
+        StructureError: an NNX object.
+    """
     if is_nnx_object(x):
         raise StructureError(
-            f"distribute_tensor takes arrays, not a {type(x).__name__}: move a module "
-            "by rules, layout_map.place(module), or its arrays one by one"
+            f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
+            "layout_map.place(module), or its arrays one by one"
         )
     if isinstance(x, jax.ShapeDtypeStruct):
         where = f" at {join_keys(keys)}" if keys else ""
         raise LayoutError(
-            f"distribute_tensor takes arrays and numbers, got the abstract {x}{where}; "
+            f"{what} takes arrays and numbers, got the abstract {x}{where}; "
             "layout_map.abstract(tree) gives abstract trees their shardings"
         )
-    if isinstance(x, np.ndarray) or not hasattr(x, "shape"):
-        x = _as_array(x)
-    mesh = layout.device_mesh
-    assert mesh is not None  # _wanted gave it one
-    # First: inside shard_map, rank and divisibility are those of a part.
-    manual = _manual_axes(jax.sharding.get_abstract_mesh())
-    for axis in layout.axis_names:
-        if axis in manual:
-            raise MeshError(
-                f"distribute_tensor names the mesh axis {axis!r}, which is manual "
-                "here: inside shard_map each device already holds its part, so drop "
-                "the call or name other axes only"
-            )
-    dims = _checked(layout, x.shape, mesh)
-    if manual.issuperset(mesh.axis_names):
-        return x  # no axis is left that could be constrained
-    if eager and not isinstance(x, Tracer):
-        return _move(x, layout, mesh, dims)
-    if eager and AxisType.Auto in mesh.axis_types and _explicit_axes(mesh):
-        # Eagerly, under `grad`, the two steps for a mixed mesh have types that do not
-        # fit together; in one compiled step they do.
-        return jax.jit(lambda v: _constrain(v, layout, mesh, dims, bool(manual)))(x)
-    return _constrain(x, layout, mesh, dims, bool(manual))
-
-
-def _as_array(x: Any) -> np.ndarray:
+    if hasattr(x, "shape") and not isinstance(x, np.ndarray):
+        return x
     array = np.asarray(x)
     if array.dtype.kind in _NO_NUMBERS:
         raise LayoutError(
-            f"distribute_tensor takes arrays and numbers, got the {type(x).__name__} "
-            f"{x!r}"
+            f"{what} takes arrays and numbers, got the {type(x).__name__} {x!r}"
         )
     return array
 
 
-def _move(x: Any, layout: TensorLayout, mesh: DeviceMesh, dims: _Dims) -> Any:
+def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
+    """Moves an array to the devices of a mesh; one that `grad` traces too, eagerly.
+
+    Raises:
+        MeshError: the mesh has no devices.
+    """
+    mesh = mesh_of(layout)
     if mesh.is_abstract:
         raise MeshError(
             f"{mesh!r} has no devices to move an array to; use a concrete mesh"
         )
     spec = normal_spec(dims)
-    return put(x, NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind))
+    sharding = NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
+    return jax.device_put(x, sharding) if isinstance(x, Tracer) else put(x, sharding)
 
 
 def _constrain(
-    x: Any, layout: TensorLayout, mesh: DeviceMesh, dims: _Dims, inside_manual: bool
+    x: Any,
+    layout: TensorLayout,
+    dims: _Dims,
+    inside_manual: bool,
+    what: str,
+    pin: _Pin,
 ) -> Any:
-    explicit = _explicit_axes(mesh)
+    mesh = mesh_of(layout)
+    explicit = explicit_axes(mesh)
     for dim, axes in enumerate(dims):
         if len({axis in explicit for axis in axes}) > 1:
             # JAX would drop the Auto axes in silence.
             raise LayoutError(
-                f"distribute_tensor of a traced array {tuple(x.shape)} to {layout}: "
-                f"dim {dim} lies on Explicit and on Auto axes of the mesh {mesh!r}; "
-                "use axes of one type for it"
+                f"{what} of a traced array {tuple(x.shape)} to {layout}: dim {dim} "
+                f"lies on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
+                "one type for it"
             )
     jax_mesh: Any = mesh.jax_mesh
     if inside_manual:
@@ -333,9 +408,7 @@ def _constrain(
         x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
     if len(explicit) < len(mesh.axis_names):
         auto = [tuple(a for a in axes if a not in explicit) for axes in dims]
-        x = jax.lax.with_sharding_constraint(
-            x, NamedSharding(jax_mesh, normal_spec(auto))
-        )
+        x = pin(x, NamedSharding(jax_mesh, normal_spec(auto)))
     if layout.memory_kind is not None:
         # Neither of the two heeds a memory kind.
         spec, kind = normal_spec(dims), layout.memory_kind
@@ -343,7 +416,8 @@ def _constrain(
     return x
 
 
-def _explicit_axes(mesh: DeviceMesh) -> set[str]:
+def explicit_axes(mesh: DeviceMesh) -> set[str]:
+    """The names of the Explicit axes."""
     return {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -351,7 +425,8 @@ def _explicit_axes(mesh: DeviceMesh) -> set[str]:
     }
 
 
-def _manual_axes(context: Any) -> set[str]:
+def manual_axes(context: Any) -> set[str]:
+    """The names of the axes that the surrounding `shard_map` has taken over."""
     return {
         name
         for name, kind in zip(
@@ -361,17 +436,33 @@ def _manual_axes(context: Any) -> set[str]:
     }
 
 
-def _checked(layout: TensorLayout, shape: tuple[int, ...], mesh: DeviceMesh) -> _Dims:
-    """The layout written out for this shape; JAX checks less of it, or nothing."""
-    what = f"distribute_tensor of an array {tuple(shape)}"
+def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
+    """The layout written out for this array; JAX checks less of it, or nothing.
+
+    Raises:
+        LayoutError: another rank, or a dim that does not divide.
+    """
+    shape, mesh = tuple(x.shape), mesh_of(layout)
     try:
-        dims = layout.dims(len(shape))
+        dims = _complete(layout, x).dims(len(shape))
     except LayoutError as error:
-        raise LayoutError(f"{what}: {error}") from None
+        raise LayoutError(f"{what} of an array {shape}: {error}") from None
     sizes = mesh.axis_sizes
     for dim, axes in enumerate(dims):
         if shape[dim] % math.prod(sizes[axis] for axis in axes):
             raise LayoutError(
-                f"{what} to {layout}: {clash(dim, shape[dim], axes, sizes)}"
+                f"{what} of an array {shape} to {layout}: "
+                f"{clash(dim, shape[dim], axes, sizes)}"
             )
     return dims
+
+
+def _complete(layout: TensorLayout, x: Any) -> TensorLayout:
+    """The layout without `MATCH`, where it is known how the array lies."""
+    if not layout.has_match:
+        return layout
+    known = known_layout(x)
+    if known is None and not isinstance(x, Tracer):
+        # On no mesh yet, so that nothing is sharded.
+        return layout.matched(((),) * len(x.shape))
+    return layout if known is None else layout.matched(known.dims(len(x.shape)))

@@ -1,14 +1,75 @@
-"""The ambient rule set: one context variable."""
+"""The ambient rule set and the default mesh: two context variables."""
 
 import contextlib
 import contextvars
 from collections.abc import Iterator
+from typing import Any
 
+from flax_layoutmap._errors import MeshError
+from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules import RuleSet
 
 _CURRENT: contextvars.ContextVar[RuleSet | None] = contextvars.ContextVar(
     "flax_layoutmap_rules", default=None
 )
+
+_DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar(
+    "flax_layoutmap_default_mesh", default=None
+)
+
+
+@contextlib.contextmanager
+def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
+    """Gives layouts without a mesh this one, inside a block or a decorated function.
+
+    A layout's own mesh wins over it, and so does that of the surrounding
+    `flm.jit(layout_map=…)`; it wins over `jax.set_mesh`. Blocks nest, and what was
+    before is restored, on an exception too. It is seen by this library only, and only
+    where it runs in the same thread or task: unlike `jax.set_mesh` it works inside of
+    `jit` and with an abstract mesh, and changes nothing that JAX does. A function under
+    `jax.jit` reads it when it is traced: call it with another default mesh, and JAX
+    may use what it has compiled.
+
+    Args:
+        mesh: anything that `DeviceMesh` accepts.
+
+    Returns:
+        A context manager (and decorator) that gives the `DeviceMesh`.
+
+    Raises:
+        MeshError: on entry, no mesh.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> with flm.default_mesh("data=8"):
+        ...     x = flm.relayout(jax.numpy.ones(8), ("data",))
+        >>> flm.fetch_layout(x)
+        TensorLayout(('data',), DeviceMesh('data=8'))
+
+    Plain JAX: `with jax.set_mesh(mesh):`, which also moves what JAX makes, and
+    compiles functions again.
+    """
+    made = as_mesh(mesh)
+    if made is None:
+        raise MeshError("default_mesh takes a mesh, got None; use flm.DeviceMesh(...)")
+    token = _DEFAULT_MESH.set(made)
+    try:
+        yield made
+    finally:
+        _DEFAULT_MESH.reset(token)
+
+
+def get_default_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost `default_mesh`, or None outside of all.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.get_default_mesh() is None
+        True
+
+    Plain JAX: `jax.sharding.get_mesh()`.
+    """
+    return _DEFAULT_MESH.get()
 
 
 def current_rules() -> RuleSet | None:

@@ -390,8 +390,8 @@ def test_no_mesh_anywhere(axes: Any) -> None:
     shown = {("data", None): "('data', None)", P("data"): "('data', ...)"}
     text = (
         f"no mesh for the layout {shown.get(axes, 'replicated')}: give it one, "
-        "flm.TensorLayout(axes, mesh); or call inside a flm.jit(layout_map=…) or "
-        "jax.set_mesh(mesh)"
+        "flm.TensorLayout(axes, mesh); or call inside a flm.jit(layout_map=…), "
+        "flm.default_mesh(mesh) or jax.set_mesh(mesh)"
     )
     for call in (
         flm.distribute_tensor,

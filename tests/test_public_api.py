@@ -34,14 +34,25 @@ CLASSES = [
     "TensorLayout",
 ]
 FUNCTIONS = [
+    "call_with_layout",
+    "check_layout",
+    "copy_to_mesh",
     "create",
     "create_optimizer",
+    "default_mesh",
     "distribute_batch",
     "distribute_tensor",
+    "fetch_layout",
+    "get_default_mesh",
+    "is_distributed",
     "jit",
     "layout_map_scope",
+    "pack",
     "pad_batch",
+    "relayout",
+    "relayout_like",
     "resolve",
+    "unpack",
 ]
 NAMESPACES = {"checkpoint": ["restore", "save"]}
 
