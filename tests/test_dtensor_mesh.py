@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import run_python
 from jax.sharding import AbstractMesh, AxisType
+from multiprocess import launch
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
 
 import flax_layoutmap as flm
@@ -328,6 +330,55 @@ def test_a_host_mesh_is_on_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         reverse.host_mesh()
 
 
+@pytest.mark.multiprocess
+def test_two_processes() -> None:
+    first, second = (
+        one.answer for one in launch.run("written", processes=2, devices=4)
+    )
+    assert first["ids"] + second["ids"] == list(range(8))
+    assert first["places"][0] == {"data": 0, "model": 0}
+    assert second["places"][0] == {"data": 1, "model": 0}
+    for answer in (first, second):
+        assert answer["again"] == [True] * 4 and answer["host"]
+        _, dims, ids, local_ids, local, every = answer["text"].split("|")
+        assert (dims, ids) == ("data=2,model=4", "0,1,2,3,4,5,6,7")
+        assert local_ids == ",".join(map(str, answer["ids"]))
+        listed = every.split(",")
+        assert [listed[at] for at in answer["ids"]] == local.split(",")
+        assert mesh_from_proto(bytes.fromhex(answer["bytes"])) == mesh_from_text(
+            answer["text"]
+        )
+    assert "task:0/" in listed[0] and "task:1/" in listed[7]
+    assert first["text"] != second["text"]  # Each says what is its own.
+    assert first["pickle"] == second["pickle"]
+    assert first["offsets"] == second["offsets"]
+    # The devices of the second process have ids that this process has not.
+    assert flm.DeviceMesh.from_string(first["text"]) == flm.DeviceMesh.abstract(
+        "data=2,model=4"
+    )
+    with pytest.raises(flm.MeshError, match="there are no devices cpu:"):
+        pickle.loads(bytes.fromhex(first["pickle"]))
+
+
+def test_a_pickle_is_read_where_the_devices_are() -> None:
+    code = """
+import jax, pickle
+jax.config.update("jax_num_cpu_devices", {count})
+import flax_layoutmap as flm
+try:
+    layout = pickle.loads(bytes.fromhex("{written}"))
+    print(layout, [device.id for device in layout.mesh.devices.flat])
+except flm.MeshError as error:
+    print(error)
+"""
+    mesh = flm.DeviceMesh.from_dtensor(["cpu:5", "cpu:2"], [("x", 2)])
+    written = pickle.dumps(flm.TensorLayout((None, "x"), mesh)).hex()
+    assert run_python(code.format(count=6, written=written)) == "(None, 'x') [5, 2]\n"
+    assert run_python(code.format(count=4, written=written)) == (
+        "there are no devices cpu:5; this job has cpu:0, cpu:1, cpu:2, cpu:3\n"
+    )
+
+
 # ------------------------------------------------------------------ text and protos
 
 
@@ -416,6 +467,7 @@ def test_an_existing_mesh_has_the_members_too() -> None:
 
 # What DTensor's own tests of Mesh ask that has no meaning here, with the reason.
 NOT_HERE = {
+    "shape() and size as methods": "properties, as in Keras; tuples, not lists",
     "mesh name": "a mesh has none; that of a text is read and not kept",
     "is_remote, min_global_device_id": "ids count from 0; local_device_ids() says it",
     "mesh[name] as MeshDimension": "dim_size(name) says it; meshes are not sequences",

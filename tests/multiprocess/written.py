@@ -1,0 +1,28 @@
+"""Meshes and layouts written in one process, as each process writes and reads them."""
+
+import pickle
+
+import flax_layoutmap as flm
+from multiprocess import launch
+
+launch.join()
+MESH = flm.DeviceMesh("data=2,model=4")
+LAYOUT = flm.TensorLayout((None, ("model", "data")), MESH)
+
+launch.answer(
+    {
+        "text": MESH.to_string(),
+        "bytes": MESH.as_proto().SerializeToString().hex(),
+        "pickle": pickle.dumps(LAYOUT).hex(),
+        "ids": MESH.local_device_ids(),
+        "places": MESH.local_device_locations(),
+        "offsets": LAYOUT.offset_to_shard(),
+        "again": [
+            flm.TensorLayout.from_string(LAYOUT.to_string()) == LAYOUT,
+            flm.TensorLayout.from_str(LAYOUT.serialized_string()) == LAYOUT,
+            pickle.loads(pickle.dumps(LAYOUT)) == LAYOUT,
+            flm.DeviceMesh.from_string(MESH.to_string()) == MESH,
+        ],
+        "host": MESH.host_mesh() == MESH,
+    }
+)
