@@ -31,6 +31,22 @@ def key_in(name: str) -> tuple[str, int]:
     return found[1].lower(), int(found[2])
 
 
+def key_given(device: Any) -> tuple[str, int]:
+    """Platform and id of a device or in its name.
+
+    Raises:
+        MeshError: it is neither, or no such name.
+    """
+    if isinstance(device, str):
+        return key_in(device)
+    if not hasattr(device, "device_kind"):
+        raise MeshError(
+            "devices must be JAX devices, such as jax.devices()[:4], or names like "
+            f'"cpu:0", got {device!r}'
+        )
+    return key_of(device)
+
+
 def long_name(device: Any) -> str:
     """DTensor's name of a device; the number is JAX's id, which is global."""
     return (

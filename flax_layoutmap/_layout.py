@@ -304,8 +304,8 @@ class TensorLayout(MeshLayout):
         """Reads what `to_string` wrote, here or in TensorFlow.
 
         (TensorFlow drops the last dim without a word if the comma after it is missing;
-        here that is an error.) The mesh has the devices if all are listed and here;
-        see `DeviceMesh.from_string`.
+        here that is an error.) The mesh has the devices if all are listed and here; see
+        `DeviceMesh.from_string`. Its axes are Auto; `.on(mesh)` takes another one.
 
         Args:
             text: the text of a layout.
@@ -349,7 +349,7 @@ class TensorLayout(MeshLayout):
         return self._some_mesh().as_proto()
 
     def serialized_string(self) -> bytes:
-        """The bytes of `as_proto()`, always the same for equal layouts."""
+        """The bytes of `as_proto()`, the same for equal layouts in one process."""
         return self.as_proto().SerializeToString(deterministic=True)
 
     @classmethod

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from flax_layoutmap._devices import (
     cpu_devices_beside,
     devices_here,
+    key_given,
     key_in,
     key_of,
     long_name,
@@ -44,9 +45,9 @@ class DeviceMesh:
     devices are equal. They pickle, with or without devices: a mesh with devices is
     read back where devices of the same platform and ids are.
 
-    DTensor's `Mesh` is here too: `from_dtensor` is its constructor, and its members
-    have its names. They number the devices by their place in the mesh, row by row, as
-    DTensor does, which need not be `jax.Device.id`.
+    DTensor's `Mesh` is here too: `from_dtensor` is the constructor that its pages
+    show, and its members have their names. They number the devices by their place in
+    the mesh, row by row, as DTensor does, which need not be `jax.Device.id`.
 
     Args:
         shape: sizes of the axes, `(2, 4)`; or one line, `"data=2,model=-1"`; or a
@@ -164,12 +165,17 @@ class DeviceMesh:
             >>> flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
             DeviceMesh('x=3,y=2')
         """
-        pairs = list(dims.items()) if isinstance(dims, Mapping) else list(dims)
-        sizes, names = sizes_and_names([n for _, n in pairs], [n for n, _ in pairs])
-        keys = [
-            key_in(device) if isinstance(device, str) else key_of(device)
-            for device in devices
-        ]
+        try:
+            sizes_of = dict(dims)
+        except (TypeError, ValueError) as error:
+            raise MeshError(
+                "dims must be pairs of a name and a size, such as "
+                f'[("x", 3), ("y", 2)], got {dims!r}'
+            ) from error
+        if len(sizes_of) != len(dims):
+            raise MeshError(f"axis names must differ, got {dims!r}")
+        sizes, names = sizes_and_names(sizes_of, None)
+        keys = [key_given(device) for device in devices]
         sizes = fill(sizes, names, len(keys))
         if math.prod(sizes) != len(keys):
             raise MeshError(wrong_count(sizes, names, len(keys), False))
@@ -340,7 +346,8 @@ class DeviceMesh:
                 "beside them; for host memory use layout.on_host(), which needs none, "
                 f'or call jax.config.update("jax_num_cpu_devices", {self.size}) first'
             )
-        return DeviceMesh(self.shape, self.axis_names, found)
+        kinds = self.axis_types
+        return DeviceMesh(self.shape, self.axis_names, found, axis_types=kinds)
 
     def to_string(self) -> str:
         """Writes the mesh as DTensor's `Mesh.to_string` does.
@@ -512,11 +519,7 @@ def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
     for at, device in zip(named, found, strict=True):
         devices[at] = device
     for device in devices:
-        if not hasattr(device, "device_kind"):
-            raise MeshError(
-                "devices must be JAX devices, such as jax.devices()[:4], or names "
-                f'like "cpu:0", got {device!r}'
-            )
+        key_given(device)
     if not devices:
         raise MeshError("devices is empty; leave it out to use all devices")
     if len(set(devices)) != len(devices):

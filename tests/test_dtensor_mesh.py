@@ -213,11 +213,14 @@ def test_axis_types_are_given_anew() -> None:
         (["TPU:0", "/device:TPU:0"], [("x", 2)], "holds one device twice"),
         (["CPU"], [("x", 1)], "cannot read the device 'CPU'"),
         (CPUS, [("x", 2), ("x", 4)], "axis names must differ"),
+        ([0, 1], [("x", 2)], "devices must be JAX devices, such as"),
+        (CPUS, [8], "dims must be pairs of a name and a size"),
+        (CPUS, 8, "dims must be pairs of a name and a size"),
         (CPUS, [], "needs a size and a name for each axis"),
         ([], [("x", 1)], "needs 1 devices, but there are 0"),
     ],
 )
-def test_wrong_devices(devices: list[str], dims: Any, message: str) -> None:
+def test_wrong_devices(devices: list[Any], dims: Any, message: str) -> None:
     with pytest.raises(flm.MeshError) as caught:
         flm.DeviceMesh.from_dtensor(devices, dims)
     assert message in str(caught.value)
@@ -318,9 +321,12 @@ def test_local_devices_in_any_order() -> None:
 def test_a_host_mesh_is_on_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SIX.host_mesh() is SIX
     monkeypatch.setattr(flm.DeviceMesh, "device_type", lambda mesh: "TPU")
-    reverse = flm.DeviceMesh((2,), ("x",), devices=["cpu:7", "cpu:3"])
+    reverse = flm.DeviceMesh(
+        (2,), ("x",), devices=["cpu:7", "cpu:3"], axis_types="explicit"
+    )
     host = reverse.host_mesh()
     assert host.axis_sizes == {"x": 2}
+    assert host.axis_types == (AxisType.Explicit,)
     assert [device.id for device in host.devices.flat] == [0, 1]
     beside = cpu_devices_beside([fake("tpu", at) for at in range(9)])
     assert beside is None

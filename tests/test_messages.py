@@ -330,6 +330,17 @@ CASES: dict[str, Case] = {
         "the mesh x=2 needs 2 devices, but there are 1; change a size, let one be -1, "
         "or use flm.DeviceMesh.abstract(...)",
     ),
+    "mesh: DTensor's, dims": Case(
+        lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], ["x"]),  # type: ignore
+        flm.MeshError,
+        'dims must be pairs of a name and a size, such as [("x", 3), ("y", 2)], got '
+        "['x']",
+    ),
+    "mesh: DTensor's, equal names": Case(
+        lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], [("x", 1), ("x", 1)]),
+        flm.MeshError,
+        "axis names must differ, got [('x', 1), ('x', 1)]",
+    ),
     "mesh: DTensor's, a device twice": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0", "TPU:0"], [("x", 2)]),
         flm.MeshError,
