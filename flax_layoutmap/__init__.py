@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flax_layoutmap import checkpoint as checkpoint
+    from flax_layoutmap._activations import activation_scope as activation_scope
     from flax_layoutmap._batch import distribute_batch as distribute_batch
     from flax_layoutmap._batch import pad_batch as pad_batch
+    from flax_layoutmap._call import call_with_layout as call_with_layout
     from flax_layoutmap._create import create as create
     from flax_layoutmap._create import create_optimizer as create_optimizer
     from flax_layoutmap._errors import CheckpointError as CheckpointError
@@ -20,26 +22,25 @@ if TYPE_CHECKING:
     from flax_layoutmap._errors import ResolveError as ResolveError
     from flax_layoutmap._errors import RuleError as RuleError
     from flax_layoutmap._errors import StructureError as StructureError
+    from flax_layoutmap._fetch import check_layout as check_layout
+    from flax_layoutmap._fetch import fetch_layout as fetch_layout
+    from flax_layoutmap._fetch import is_distributed as is_distributed
     from flax_layoutmap._jit import jit as jit
     from flax_layoutmap._layout import TensorLayout as TensorLayout
     from flax_layoutmap._layout_map import LayoutMap as LayoutMap
     from flax_layoutmap._layout_scope import layout_map_scope as layout_map_scope
     from flax_layoutmap._mesh import DeviceMesh as DeviceMesh
+    from flax_layoutmap._pack import pack as pack
+    from flax_layoutmap._pack import unpack as unpack
     from flax_layoutmap._place import distribute_tensor as distribute_tensor
     from flax_layoutmap._records import ResolvedLeaf as ResolvedLeaf
+    from flax_layoutmap._relayout import copy_to_mesh as copy_to_mesh
+    from flax_layoutmap._relayout import relayout as relayout
+    from flax_layoutmap._relayout import relayout_like as relayout_like
     from flax_layoutmap._resolution import Resolution as Resolution
     from flax_layoutmap._resolve import resolve as resolve
     from flax_layoutmap._rules import Rule as Rule
     from flax_layoutmap._rules import RuleSet as RuleSet
-    from flax_layoutmap._relayout import relayout as relayout
-    from flax_layoutmap._relayout import relayout_like as relayout_like
-    from flax_layoutmap._relayout import copy_to_mesh as copy_to_mesh
-    from flax_layoutmap._call import call_with_layout as call_with_layout
-    from flax_layoutmap._pack import pack as pack
-    from flax_layoutmap._pack import unpack as unpack
-    from flax_layoutmap._fetch import fetch_layout as fetch_layout
-    from flax_layoutmap._fetch import is_distributed as is_distributed
-    from flax_layoutmap._fetch import check_layout as check_layout
     from flax_layoutmap._scope import default_mesh as default_mesh
     from flax_layoutmap._scope import get_default_mesh as get_default_mesh
 
@@ -62,6 +63,7 @@ _HOMES = {
     "RuleSet": "_rules",
     "StructureError": "_errors",
     "TensorLayout": "_layout",
+    "activation_scope": "_activations",
     "call_with_layout": "_call",
     "check_layout": "_fetch",
     "checkpoint": None,

@@ -13,6 +13,7 @@ A message says, in this order: which leaf, which rule, what clashed, what to do.
 """
 
 import difflib
+import contextlib
 import os
 import sys
 import warnings
@@ -96,9 +97,10 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 def warn(text: str) -> None:
     """Issues a LayoutWarning that points at the user's line, not at one of ours."""
-    here = os.path.dirname(__file__)
+    # A block of ours ends by way of contextlib.
+    ours = (os.path.dirname(__file__), contextlib.__file__)
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, LayoutWarning, stacklevel=level)
 

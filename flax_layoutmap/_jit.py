@@ -45,6 +45,7 @@ from flax_layoutmap._program import (
     OtherArgumentsError,
     Program,
     abstract_result,
+    call_job,
     make_program,
     mesh_context,
     mesh_needed,
@@ -200,8 +201,9 @@ class _Jitted:
         """A call that no route was found for."""
         config: Any = jax.config
         if config.jax_disable_jit:
+            values = dict(slots_of(self._job.signature.bind(*args, **kwargs)))
             with using_rules(rules):
-                return self._job.fun(*args, **kwargs)
+                return call_job(self._job, list(values), rules, (), values)
         nans, infs = config.jax_debug_nans, config.jax_debug_infs
         if not nans and not infs:
             return self._long_way(args, kwargs, rules)

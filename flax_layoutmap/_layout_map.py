@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+from flax_layoutmap._block import Block
 from flax_layoutmap._errors import RuleError, did_you_mean
 from flax_layoutmap._layout import TensorLayout
-from flax_layoutmap._layout_scope import Block, layout_map_scope
+from flax_layoutmap._layout_scope import layout_map_scope
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._place import place, settle_metadata
 from flax_layoutmap._resolution import Resolution
@@ -274,10 +275,12 @@ class LayoutMap(_Section):
 
     @property
     def activations(self) -> _Section:
-        """Output layouts by module path.
+        """Layouts of the outputs of layers, by the paths of their modules.
 
-        Stored and saved with the rules; applying them to a model's layers is not part
-        of this version.
+        Applied inside of `flm.jit(layout_map=…)` and `flm.activation_scope`. A pattern
+        must match up to the end of the path, so that a rule for `mlp` is none for
+        `mlp/up`. Of a layer with several outputs `mlp/0`, or `mlp/name` for a dict,
+        names one. Keras's spelling is a key of the map itself that ends in `/output`.
         """
         return self._sections["activations"]
 

@@ -16,6 +16,7 @@ import jax
 from flax import linen, nnx
 from jax.core import Tracer
 
+from flax_layoutmap._block import Block
 from flax_layoutmap._create import birth_of, create
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flatten import flatten
@@ -47,19 +48,6 @@ _NEEDS_VALUES = (
 )
 _LINEN_INITS = ("init", "init_with_output", "lazy_init")
 _OUTPUT = "output of init_with_output"
-
-
-class Block:
-    """A block in which models are made; as a `with` statement takes it."""
-
-    def __init__(self, manager: contextlib.AbstractContextManager[Any]) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> Any:
-        return self._manager.__enter__()
-
-    def __exit__(self, *error: Any) -> None:  # a bool would be one that hides errors
-        self._manager.__exit__(*error)
 
 
 def layout_map_scope(layout_map: Any) -> Block:

@@ -6,10 +6,11 @@ both sides; what the function changed in NNX objects comes out beside its result
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
+from flax_layoutmap._activations import activating
 from flax_layoutmap._arguments import (
     Argument,
     Slot,
@@ -28,9 +30,10 @@ from flax_layoutmap._arguments import (
     no_array,
     strong,
 )
-from flax_layoutmap._errors import StructureError, warn
+from flax_layoutmap._errors import StructureError
 from flax_layoutmap._flax_internals import (
     check_can_write,
+    is_nnx_object,
     named_objects_of,
     objects_of,
     write_value,
@@ -45,6 +48,7 @@ from flax_layoutmap._graph import (
     with_objects,
     without_objects,
 )
+from flax_layoutmap._paths import join_keys
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
 from flax_layoutmap._shardings import (
@@ -228,8 +232,11 @@ def make_program(
     order = [slot for slot, _ in slots]
     seen = _Seen()
 
+    known = () if asked.resolution is None else asked.resolution.paths
+
     def flat(leaves: list[Any]) -> Any:
-        return _on_leaves(job, order, static, arguments, leaves, seen)
+        call = functools.partial(call_job, job, order, rules, known)
+        return _on_leaves(call, static, arguments, leaves, seen)
 
     with using_rules(rules), mesh_context(rules, leaves):
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(avals)
@@ -250,7 +257,6 @@ def make_program(
     fingerprints: Mapping[str, str] = {}
     if asked.resolution is not None:
         asked.resolution.announce()
-        _announce_activations(asked.resolution.rules)
         if jax.process_count() > 1:
             fingerprints = asked.resolution.fingerprints()
     places = _places(arguments, set(seen.changed))
@@ -280,15 +286,6 @@ def make_program(
         cacheable=not any(isinstance(const, Tracer) for const in closed.consts),
         fingerprints=fingerprints,
     )
-
-
-def _announce_activations(rules: RuleSet) -> None:
-    if rules.activations and "activations" not in rules._warned:
-        rules._warned.add("activations")
-        warn(
-            "layout_map.activations has rules, which this version stores but does not "
-            "apply; use flm.distribute_tensor in the model"
-        )
 
 
 def mesh_needed(rules: RuleSet | None) -> Any:
@@ -401,9 +398,40 @@ class _Seen:
     returns_objects: bool = False
 
 
-def _on_leaves(
+def call_job(
     job: Job,
     order: Sequence[Slot],
+    rules: RuleSet | None,
+    parameters: Iterable[str],
+    values: Mapping[Slot, Any],
+) -> Any:
+    """Calls the user's function; the layers lay out what they return.
+
+    Args:
+        job: the function.
+        order: the arguments in the order of the signature.
+        rules: the rule set, or None.
+        parameters: paths of the parameters among the arguments, for rules `…/output`.
+        values: the arguments.
+    """
+    roots = [root for slot in order for root in _roots(values[slot])]
+    with activating(rules, roots, parameters):
+        return call_with(
+            job.fun, job.signature, [(slot, values[slot]) for slot in order]
+        )
+
+
+def _roots(value: Any) -> list[tuple[str, Any]]:
+    """The NNX objects in an argument, each with its path there."""
+    try:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_nnx_object)
+    except (TypeError, ValueError):  # a constant that JAX cannot flatten
+        return []
+    return [(join_keys(keys), leaf) for keys, leaf in leaves if is_nnx_object(leaf)]
+
+
+def _on_leaves(
+    call: Callable[[Mapping[Slot, Any]], Any],
     static: Mapping[Slot, Any],
     arguments: Sequence[Argument],
     leaves: Sequence[Any],
@@ -423,7 +451,7 @@ def _on_leaves(
         start += len(own)
     nodes = [node for own in copies for node in own]
     before = Graph(nodes)
-    result = call_with(job.fun, job.signature, [(slot, values[slot]) for slot in order])
+    result = call(values)
     after = Graph(nodes)
     known = set(map(id, after.objects))
     returned = [node for node in nodes_in(result) if id(node) not in known]

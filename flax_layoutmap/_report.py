@@ -179,12 +179,6 @@ def _unused(table: Table, besides: Sequence[Table], *, hints: bool) -> list[str]
         hint = ""
         if hints and len(lines) < _HINTS:
             hint = _closest_path(rule.pattern, table.paths)
-        if rule.pattern.endswith("/output"):
-            # Keras's spelling of a rule for the output of a layer.
-            hint = (
-                "; for the output of a module write layout_map.activations["
-                f"{rule.pattern.removesuffix('/output')!r}]"
-            )
         lines.append(f"unused: {name} {rule.pattern!r} matches no leaf{hint}")
     return lines
 

@@ -30,7 +30,7 @@ from flax_layoutmap._records import (
     section_of,
     show_shape,
 )
-from flax_layoutmap._rules import Rule, RuleSet
+from flax_layoutmap._rules import Rule, RuleSet, is_for_outputs
 from flax_layoutmap._serialise import rules_to_json
 from flax_layoutmap._table import human_bytes
 
@@ -291,7 +291,8 @@ class Resolution:
         """Rules that match no leaf.
 
         Parameter rules are asked of trees with parameters only, rules for optimizer
-        state of trees with optimizer state.
+        state of trees with optimizer state. Those that match no parameter and end in
+        `/output` are for the outputs of layers, and not listed.
         """
         unused: list[Rule] = []
         for role, reason_is, section in (
@@ -306,7 +307,7 @@ class Resolution:
                     for at in row.matched
                 }
                 unused.extend(r for at, r in enumerate(section) if at not in used)
-        return tuple(unused)
+        return tuple(rule for rule in unused if not is_for_outputs(rule))
 
     @property
     def unmatched(self) -> tuple[str, ...]:

@@ -342,6 +342,33 @@ class Matcher:
         return tuple(sorted((*sure, *found))) if found else sure
 
 
+def is_for_outputs(rule: Rule) -> bool:
+    """Whether a rule has Keras's spelling for the output of a layer, `…/output`."""
+    return rule.pattern.endswith(("/output", "/output$"))
+
+
+def reaching_the_end(rules: Sequence[Rule], match: Match, path: str) -> tuple[int, ...]:
+    """Positions of the rules that match a path up to its end; an exact key wins alone.
+
+    So that a rule for the output of `mlp` is none for that of `mlp/up`.
+
+    Args:
+        rules: the rules.
+        match: `"search"` begins anywhere in the path, the others at its start.
+        path: the path.
+    """
+    for at, rule in enumerate(rules):
+        if rule.pattern == path and rule.rank == "error":
+            return (at,)
+    starts = range(len(path) + 1) if match == "search" else (0,)
+    return tuple(
+        at
+        for at, rule in enumerate(rules)
+        if rule.pattern == path
+        or any(rule._compiled.fullmatch(path, start) for start in starts)
+    )
+
+
 def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
     """Makes Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 # Modules of one layer do not import each other; a folder counts as one module.
 LAYERS = (
-    ("_errors", "_flax_internals", "_follow", "_grid", "_patterns", "_table"),
+    ("_block", "_errors", "_flax_internals", "_follow", "_grid", "_patterns", "_table"),
     ("_structure", "_watch", "_graph", "_devices", "_dtensor_format", "_mesh_shape"),
     ("_axes", "_mesh", "_paths", "_trace"),
     ("_mesh_layout", "_processes", "_walk"),
@@ -26,7 +26,7 @@ LAYERS = (
     ("_resolution",),
     ("_resolve",),
     ("_place", "_arguments"),
-    ("_batch", "_call", "_pack", "_relayout"),
+    ("_activations", "_batch", "_call", "_pack", "_relayout"),
     ("_create", "_inputs", "checkpoint"),
     ("_layout_scope", "_shardings"),
     ("_layout_map",),

@@ -1422,7 +1422,7 @@ def test_shared_variables_are_refused(mesh: flm.DeviceMesh) -> None:
 def test_warnings_come_once_and_point_at_the_caller(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh)
     layout_map["kernle"] = ("model", None)
-    layout_map.activations["up"] = ("data", None)
+    layout_map.activations["upp"] = ("data", None)
     model = make()
     model.eval()
     step = flm.jit(predict, layout_map=layout_map)
@@ -1432,10 +1432,10 @@ def test_warnings_come_once_and_point_at_the_caller(mesh: flm.DeviceMesh) -> Non
     found = [w for w in caught if w.category is flm.LayoutWarning]
     assert {(w.filename, w.lineno) for w in found} == {(__file__, line)}
     texts = [str(w.message) for w in found]
-    assert len(texts) == 2 and "kernle" in texts[0]
-    assert texts[1] == (
-        "layout_map.activations has rules, which this version stores but does not "
-        "apply; use flm.distribute_tensor in the model"
+    assert len(texts) == 2 and "kernle" in texts[1]
+    assert texts[0] == (
+        "activation rules that match the output of no module that was called: 'upp'; "
+        "the closest is 'up'"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -276,6 +276,7 @@ def test_unused_rules_are_told_once(mesh: flm.DeviceMesh) -> None:
         with flm.layout_map_scope(layout_map):
             model = Subclass(nnx.Rngs(0))
     assert len(seen) == 1 and model is not None
+    assert seen[0].filename == __file__
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])

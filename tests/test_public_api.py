@@ -34,6 +34,7 @@ CLASSES = [
     "TensorLayout",
 ]
 FUNCTIONS = [
+    "activation_scope",
     "call_with_layout",
     "check_layout",
     "copy_to_mesh",

@@ -1,0 +1,320 @@
+"""Layouts of the outputs of layers, by the paths of their modules.
+
+Nothing is changed in the model: while a function is traced, the `__call__` of NNX
+modules and of Linen's also fixes the layout of what it returns. Modules of NNX do not
+know their paths, so they carry them as a static attribute meanwhile, which goes through
+`nnx.grad`, `scan`, `remat` and `merge` with them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from flax_layoutmap._block import Block
+from flax_layoutmap._errors import LayoutError, MeshError, RuleError, closest, warn
+from flax_layoutmap._flatten import flatten
+from flax_layoutmap._flax_internals import is_nnx_object, named_objects_of, patched
+from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._paths import escape, join_keys
+from flax_layoutmap._place import distribute_tensor
+from flax_layoutmap._resolve import rule_set_of
+from flax_layoutmap._rules import (
+    Matcher,
+    Rule,
+    RuleSet,
+    is_for_outputs,
+    reaching_the_end,
+)
+
+_MARK = "_flax_layoutmap_path"
+
+
+def activation_scope(layout_map: Any, *models: Any) -> Block:
+    """Applies `layout_map.activations` to the layers that are called in the block.
+
+    `flm.jit(layout_map=…)` does so by itself. With `jax.jit`, `nnx.jit` or without
+    either, call the model in this block, inside of the traced function.
+
+    Args:
+        layout_map: a `LayoutMap` or `RuleSet` with a mesh.
+        *models: NNX modules, whose paths begin here. A module that is in none of
+            them is the root of its own paths when it is called. Linen modules know
+            their paths and need not be given.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        RuleError: `layout_map` is none; or, at the end, a strict map has activation
+            rules that no called module matches.
+        MeshError: the rules have no mesh.
+        LayoutError: when a layer is called whose output does not fit its rule.
+
+    Example:
+        >>> import flax_layoutmap as flm, jax
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map.activations["layers/0"] = ("data", None)
+        >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        >>> with flm.activation_scope(layout_map, model):
+        ...     y = model(jax.numpy.ones((8, 4)))
+        >>> tuple(y.sharding.spec)
+        ('data',)
+
+    Plain JAX: `jax.lax.with_sharding_constraint(y, …)` after each layer.
+    """
+    rules = rule_set_of(layout_map, "activation_scope(layout_map)")
+    if rules.mesh is None:
+        raise MeshError(
+            "activation_scope needs rules with a mesh; use layout_map.on(mesh)"
+        )
+    for model in models:
+        if not is_nnx_object(model):
+            raise RuleError(
+                "activation_scope(layout_map, *models) takes NNX modules, got a "
+                f"{type(model).__name__}; Linen modules need not be given"
+            )
+    parameters = [path for model in models for path in flatten(model).paths]
+    roots = [("", model) for model in models]
+    return Block(activating(rules, roots, parameters))
+
+
+@contextlib.contextmanager
+def activating(
+    rules: RuleSet | None,
+    roots: Sequence[tuple[str, Any]],
+    parameters: Iterable[str] = (),
+) -> Iterator[None]:
+    """Inside, layers give their outputs the layouts of the activation rules.
+
+    Args:
+        rules: the rules; without any for activations nothing is done.
+        roots: NNX objects, each with the path that its own paths begin with.
+        parameters: paths of parameters: a rule `…/output` that matches one of them is
+            no rule for outputs.
+    """
+    outputs = () if rules is None else _keras_rules(rules, parameters)
+    if rules is None or not (rules.activations or outputs):
+        yield
+        return
+    active = _Active(rules, outputs)
+    token = _ACTIVE.set(active)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(active.marked(roots))
+            for cls in _classes(nnx.Module):
+                if "__call__" in vars(cls):
+                    wrap = functools.partial(_scoped_call, cls)
+                    stack.enter_context(patched(cls, "__call__", wrap))
+            stack.enter_context(linen.intercept_methods(_intercept))
+            yield
+    finally:
+        _ACTIVE.reset(token)
+    active.tell()
+
+
+def _keras_rules(rules: RuleSet, parameters: Iterable[str]) -> tuple[Rule, ...]:
+    """Rules of the map itself that are for outputs: `…/output`, and no parameter's."""
+    found = [rule for rule in rules.rules if is_for_outputs(rule)]
+    if not found:
+        return ()
+    matcher = Matcher(found, rules.match)
+    used = {at for path in parameters for at in matcher.matching(path)}
+    return tuple(rule for at, rule in enumerate(found) if at not in used)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """What a module carries: its path; the rules, so that caches tell maps apart."""
+
+    path: str
+    rules: RuleSet
+
+
+class _Active:
+    """The rules in force, and which of them have been used."""
+
+    def __init__(self, rules: RuleSet, outputs: tuple[Rule, ...]) -> None:
+        self._rules, self._outputs = rules, outputs
+        self._found: dict[str, Rule | None] = {}
+        self._fired: set[int] = set()
+        self._called: dict[str, None] = {}
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
+        """Inside, the modules below some objects know their paths."""
+        for prefix, root in roots:
+            for path, node in named_objects_of(root):
+                if isinstance(node, nnx.Module) and _MARK not in vars(node):
+                    own = _joined(prefix, *map(escape, path))
+                    vars(node)[_MARK] = _Mark(own, self._rules)
+        try:
+            yield
+        finally:
+            for _, root in roots:
+                for _, node in named_objects_of(root):
+                    if isinstance(node, nnx.Module):
+                        vars(node).pop(_MARK, None)
+
+    def call(self, plain: Callable[..., Any], module: Any, args: Any, kw: Any) -> Any:
+        """Calls a module, and lays its output out."""
+        mark = vars(module).get(_MARK)
+        if mark is None and not self._depth:
+            # A model that was put together here, by nnx.merge: it is a root.
+            with self.marked([("", module)]):
+                return self.call(plain, module, args, kw)
+        self._depth += 1
+        try:
+            output = plain(*args, **kw)
+        finally:
+            self._depth -= 1
+        return output if mark is None else self.laid_out(mark.path, output)
+
+    def laid_out(self, path: str, output: Any) -> Any:
+        """The output of the module at a path, leaf by leaf in its layout."""
+        self._called[path] = None
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(
+            output, is_leaf=is_nnx_object
+        )
+        several = len(leaves) > 1
+        return jax.tree.unflatten(
+            treedef,
+            [self._leaf(path, join_keys(keys), x, several) for keys, x in leaves],
+        )
+
+    def _leaf(self, path: str, name: str, x: Any, several: bool) -> Any:
+        if is_nnx_object(x) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            return x
+        rule = self._rule(_joined(path, name)) if name else None
+        if rule is None:
+            rule = self._rule(path)
+            if several and not x.shape:
+                return x  # a loss beside the activations
+        if rule is None or (rule.rank == "skip" and not _has_rank(rule, len(x.shape))):
+            return x
+        try:
+            return distribute_tensor(x, self._layout(rule, x.shape))
+        except (LayoutError, MeshError) as error:
+            where = (f"{path!r}" if path else "the model") + f" {tuple(x.shape)}"
+            fix = ""
+            if several:
+                key = _joined(path, name)
+                fix = (
+                    f"; it has several outputs, of which this one may have a rule of "
+                    f"its own: layout_map.activations[{key!r}] = …"
+                )
+            raise type(error)(
+                f"the rule {rule.pattern!r} for the output of {where}: {error}{fix}"
+            ) from error
+
+    def _rule(self, path: str) -> Rule | None:
+        """The rule for an output; of activations first, then Keras's spelling."""
+        if path not in self._found:
+            rules = self._rules
+            rule = self._chosen(rules.activations, path)
+            if rule is None and self._outputs:
+                rule = self._chosen(self._outputs, f"{path}/output")
+            self._found[path] = rule
+        return self._found[path]
+
+    def _chosen(self, rules: Sequence[Rule], path: str) -> Rule | None:
+        found = [rules[at] for at in reaching_the_end(rules, self._rules.match, path)]
+        if not found:
+            return None
+        self._fired.update(map(id, found))
+        overlap = self._rules.overlap
+        if overlap == "error" and len({rule.layout for rule in found}) > 1:
+            listed = ", ".join(f"{rule.pattern!r} → {rule.layout}" for rule in found)
+            raise RuleError(
+                f"rules with different layouts match the output of {path!r}: {listed}; "
+                'make one narrower, or use overlap="first" or "last"'
+            )
+        return found[-1] if overlap == "last" else found[0]
+
+    def _layout(self, rule: Rule, shape: tuple[int, ...]) -> TensorLayout:
+        """The layout of a rule, on the mesh, without what `indivisible` leaves out."""
+        mesh = self._rules.mesh
+        layout = rule.layout if rule.layout.device_mesh else rule.layout.on(mesh)
+        if self._rules.indivisible == "error" or layout.device_mesh is None:
+            return layout
+        sizes = layout.device_mesh.axis_sizes
+        dims = [
+            axes if size % math.prod(sizes[axis] for axis in axes) == 0 else None
+            for axes, size in zip(layout.dims(len(shape)), shape, strict=True)
+        ]
+        return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
+
+    def tell(self) -> None:
+        """Warns once of rules that no module matched, if any was called."""
+        rules = (*self._rules.activations, *self._outputs)
+        unused = [rule.pattern for rule in rules if id(rule) not in self._fired]
+        if not unused or not self._called or self._rules.strict is False:
+            return
+        lines = []
+        for pattern in unused:
+            near = closest(pattern.removesuffix("/output"), self._called)
+            hint = f"; the closest is {near[0]!r}" if near else ""
+            lines.append(f"{pattern!r}{hint}")
+        text = (
+            f"activation rules that match the output of no module that was called: "
+            f"{', '.join(lines)}"
+        )
+        if self._rules.strict:
+            raise RuleError(f"strict: {text}")
+        if text not in self._rules._warned:
+            self._rules._warned.add(text)
+            warn(text)
+
+
+_ACTIVE: ContextVar[_Active | None] = ContextVar(
+    "flax_layoutmap_activations", default=None
+)
+
+
+def _scoped_call(owner: type, plain: Any) -> Any:
+    """The `__call__` of a class, which lays out what it returns in a scope."""
+
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = plain.__get__(self, type(self))
+        active = _ACTIVE.get()
+        if active is None or _definer(type(self)) is not owner:
+            return bound(*args, **kwargs)  # the second: super().__call__(…)
+        return active.call(bound, self, args, kwargs)
+
+    return call
+
+
+def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """The same for Linen."""
+    output = plain(*args, **kwargs)
+    active = _ACTIVE.get()
+    if active is None or context.method_name != "__call__":
+        return output
+    return active.laid_out("/".join(map(escape, context.module.path)), output)
+
+
+def _definer(cls: type) -> type | None:
+    return next((own for own in cls.__mro__ if "__call__" in vars(own)), None)
+
+
+def _classes(cls: type) -> set[type]:
+    below = {own for child in cls.__subclasses__() for own in _classes(child)}
+    return below | {cls}
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(part for part in parts if part)
+
+
+def _has_rank(rule: Rule, ndim: int) -> bool:
+    rank = rule.layout.rank
+    return rank is None or rank == ndim
