@@ -91,6 +91,7 @@ def activating(
     rules: RuleSet | None,
     roots: Sequence[tuple[str, Any]],
     parameters: Iterable[str] = (),
+    tell: Callable[[str], None] = warn,
 ) -> Iterator[None]:
     """Inside, layers give their outputs the layouts of the activation rules.
 
@@ -99,6 +100,8 @@ def activating(
         roots: NNX objects, each with the path that its own paths begin with.
         parameters: paths of parameters: a rule `…/output` that matches one of them is
             no rule for outputs.
+        tell: is told of rules that never fired; in a trace, a warning would point at
+            JAX's code.
     """
     outputs = () if rules is None else _keras_rules(rules, parameters)
     if rules is None or not (rules.activations or outputs):
@@ -117,7 +120,7 @@ def activating(
             yield
     finally:
         _ACTIVE.reset(token)
-    active.tell()
+    active.tell(tell)
 
 
 def _keras_rules(rules: RuleSet, parameters: Iterable[str]) -> tuple[Rule, ...]:
@@ -252,8 +255,8 @@ class _Active:
         ]
         return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
 
-    def tell(self) -> None:
-        """Warns once of rules that no module matched, if any was called."""
+    def tell(self, tell: Callable[[str], None]) -> None:
+        """Tells once of rules that no module matched, if any was called."""
         rules = (*self._rules.activations, *self._outputs)
         unused = [rule.pattern for rule in rules if id(rule) not in self._fired]
         if not unused or not self._called or self._rules.strict is False:
@@ -271,7 +274,7 @@ class _Active:
             raise RuleError(f"strict: {text}")
         if text not in self._rules._warned:
             self._rules._warned.add(text)
-            warn(text)
+            tell(text)
 
 
 _ACTIVE: ContextVar[_Active | None] = ContextVar(

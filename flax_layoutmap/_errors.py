@@ -12,8 +12,8 @@
 A message says, in this order: which leaf, which rule, what clashed, what to do.
 """
 
-import difflib
 import contextlib
+import difflib
 import os
 import sys
 import warnings

@@ -30,7 +30,7 @@ from flax_layoutmap._arguments import (
     no_array,
     strong,
 )
-from flax_layoutmap._errors import StructureError
+from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flax_internals import (
     check_can_write,
     is_nnx_object,
@@ -233,9 +233,10 @@ def make_program(
     seen = _Seen()
 
     known = () if asked.resolution is None else asked.resolution.paths
+    told: list[str] = []
 
     def flat(leaves: list[Any]) -> Any:
-        call = functools.partial(call_job, job, order, rules, known)
+        call = functools.partial(call_job, job, order, rules, known, tell=told.append)
         return _on_leaves(call, static, arguments, leaves, seen)
 
     with using_rules(rules), mesh_context(rules, leaves):
@@ -255,6 +256,8 @@ def make_program(
     out = (seen.out_tree, types[seen.count :])
     pinned, asked = pin_results(arguments, wanted, out, job.out_shardings, rules, asked)
     fingerprints: Mapping[str, str] = {}
+    for text in told:
+        warn(text)
     if asked.resolution is not None:
         asked.resolution.announce()
         if jax.process_count() > 1:
@@ -404,6 +407,7 @@ def call_job(
     rules: RuleSet | None,
     parameters: Iterable[str],
     values: Mapping[Slot, Any],
+    tell: Callable[[str], None] = warn,
 ) -> Any:
     """Calls the user's function; the layers lay out what they return.
 
@@ -413,9 +417,10 @@ def call_job(
         rules: the rule set, or None.
         parameters: paths of the parameters among the arguments, for rules `…/output`.
         values: the arguments.
+        tell: is told of activation rules that never fired.
     """
     roots = [root for slot in order for root in _roots(values[slot])]
-    with activating(rules, roots, parameters):
+    with activating(rules, roots, parameters, tell):
         return call_with(
             job.fun, job.signature, [(slot, values[slot]) for slot in order]
         )
