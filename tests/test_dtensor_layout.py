@@ -370,6 +370,7 @@ def test_rank_0_is_neither_one_dim_nor_any_rank() -> None:
     )
     assert scalar.on(None).on(SIX) == scalar == pickle.loads(pickle.dumps(scalar))
     assert pickle.loads(pickle.dumps(every)) == every
+    assert scalar.on_host().on(None).memory_kind == "pinned_host"
     assert scalar.offset_to_shard() == [()] * 6
     assert scalar.offset_tuple_to_global_index(()) == 0
     assert scalar.is_fully_replicated() and not scalar.is_batch_parallel()
