@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from flax_layoutmap._fetch import check_layout as check_layout
     from flax_layoutmap._fetch import fetch_layout as fetch_layout
     from flax_layoutmap._fetch import is_distributed as is_distributed
+    from flax_layoutmap._initialize import get_device_count as get_device_count
+    from flax_layoutmap._initialize import initialize as initialize
+    from flax_layoutmap._initialize import list_devices as list_devices
     from flax_layoutmap._jit import jit as jit
     from flax_layoutmap._layout import TensorLayout as TensorLayout
     from flax_layoutmap._layout_map import LayoutMap as LayoutMap
@@ -76,8 +79,11 @@ _HOMES = {
     "fetch_layout": "_fetch",
     "get_default_mesh": "_scope",
     "is_distributed": "_fetch",
+    "get_device_count": "_initialize",
+    "initialize": "_initialize",
     "jit": "_jit",
     "layout_map_scope": "_layout_scope",
+    "list_devices": "_initialize",
     "pack": "_pack",
     "pad_batch": "_batch",
     "relayout": "_relayout",

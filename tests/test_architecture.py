@@ -16,7 +16,15 @@ ROOT = Path(__file__).parents[1]
 # Modules of one layer do not import each other; a folder counts as one module.
 LAYERS = (
     ("_block", "_errors", "_flax_internals", "_follow", "_grid", "_patterns", "_table"),
-    ("_structure", "_watch", "_graph", "_devices", "_dtensor_format", "_mesh_shape"),
+    (
+        "_structure",
+        "_watch",
+        "_graph",
+        "_devices",
+        "_dtensor_format",
+        "_initialize",
+        "_mesh_shape",
+    ),
     ("_axes", "_mesh", "_paths", "_trace"),
     ("_mesh_layout", "_processes", "_walk"),
     ("_layout", "_flatten"),

@@ -116,11 +116,13 @@ def join() -> int:
     """
     import jax
 
+    import flax_layoutmap as flm
+
     number = int(os.environ["FLM_PROCESS"])
-    jax.distributed.initialize(
-        coordinator_address=os.environ["FLM_COORDINATOR"],
-        num_processes=int(os.environ["FLM_PROCESSES"]),
-        process_id=number,
+    flm.initialize(
+        os.environ["FLM_COORDINATOR"],
+        int(os.environ["FLM_PROCESSES"]),
+        number,
         initialization_timeout=60,
         heartbeat_timeout_seconds=20,
         shutdown_timeout_seconds=20,

@@ -1,0 +1,168 @@
+"""The devices and processes of a job, by Keras's names."""
+
+import os
+from typing import Any
+
+import jax
+
+from flax_layoutmap._errors import MeshError, ProcessError
+
+_ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+_PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
+_PROCESS = "KERAS_DISTRIBUTION_PROCESS_ID"
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """The devices of all processes, as `"platform:id"`.
+
+    Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
+
+    Args:
+        device_type: `"cpu"`, `"gpu"`, `"tpu"`; None for what JAX uses by default.
+
+    Raises:
+        MeshError: there are no such devices.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.list_devices("cpu")[0]
+        'cpu:0'
+
+    Plain JAX: `jax.devices(device_type)`.
+    """
+    return [f"{device.platform}:{device.id}" for device in _devices(device_type)]
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """How many devices all processes have together.
+
+    Keras's `get_device_count`.
+
+    Args:
+        device_type: as for `list_devices`.
+
+    Raises:
+        MeshError: there are no such devices.
+
+    Plain JAX: `jax.device_count(device_type)`.
+    """
+    return len(_devices(device_type))
+
+
+def _devices(device_type: str | None) -> list[Any]:
+    if not isinstance(device_type, str | None):
+        raise MeshError(
+            f'device_type is a text such as "cpu", "gpu" or "tpu", got {device_type!r}'
+        )
+    kind = device_type if device_type is None else device_type.lower()
+    try:
+        return jax.devices(kind)
+    except RuntimeError as error:
+        raise MeshError(
+            f"there are no devices of type {device_type!r}; by default JAX uses "
+            f"{jax.default_backend()!r} here"
+        ) from error
+
+
+def initialize(
+    job_addresses: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    **options: Any,
+) -> None:
+    """Makes this process one of a job of several; to be called before all else of JAX.
+
+    Keras's `initialize`, over `jax.distributed`. What is None is taken from the
+    environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
+    and `KERAS_DISTRIBUTION_PROCESS_ID`, then what JAX itself reads
+    (`JAX_COORDINATOR_ADDRESS` and others), then the cluster that JAX detects: Cloud
+    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.initialize()`.
+
+    Unlike Keras's it agrees on no seed: Flax models are made from an explicit one.
+    Called again without arguments, it does nothing.
+
+    Args:
+        job_addresses: `"host:port"` of process 0; or those of all processes, with
+            commas between them, of which the first is that of process 0.
+        num_processes: how many processes there are.
+        process_id: the number of this one, from 0.
+        **options: further arguments of `jax.distributed.initialize`, such as
+            `initialization_timeout` (seconds).
+
+    Raises:
+        ProcessError: what is given does not fit together, no cluster was found, JAX
+            has been used already, or the processes do not come together in time.
+
+    Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
+    """
+    given = (job_addresses, num_processes, process_id)
+    if jax.distributed.is_initialized():
+        if given == (None, None, None) and not options:
+            return
+        raise ProcessError(
+            "this process is part of a job already: call flm.initialize once, before "
+            "all else"
+        )
+    addresses = _first_of(job_addresses, os.environ.get(_ADDRESSES))
+    count = _number(num_processes, "num_processes", _PROCESSES)
+    number = _number(process_id, "process_id", _PROCESS)
+    known = [part.strip() for part in addresses.split(",")] if addresses else []
+    if not all(known):
+        raise ProcessError(
+            f'job_addresses has an empty part: {addresses!r}; write "host:port", or '
+            "one for each process with commas between them"
+        )
+    if count is None and len(known) > 1:
+        count = len(known)
+    if len(known) > 1 and count != len(known):
+        raise ProcessError(
+            f"job_addresses has {len(known)} addresses, but num_processes is {count}: "
+            "give one for each process, or that of process 0 alone"
+        )
+    if count is not None and count < 1:
+        raise ProcessError(f"num_processes is 1 or more, got {count}")
+    if number is not None and not 0 <= number < (count or number + 1):
+        raise ProcessError(
+            f"process_id is {number}, but of {count} processes the numbers are 0 to "
+            f"{(count or 0) - 1}"
+        )
+    _join(known[0] if known else None, count, number, options)
+
+
+def _join(
+    coordinator: str | None, count: int | None, number: int | None, options: Any
+) -> None:
+    try:
+        jax.distributed.initialize(coordinator, count, number, **options)
+    except ValueError as error:
+        raise ProcessError(
+            "no cluster was found, and not everything is given: "
+            f"job_addresses={coordinator!r}, num_processes={count}, "
+            f"process_id={number} ({error}); give all three, "
+            'flm.initialize("host:1234", 2, 0), or leave the call out for one process'
+        ) from error
+    except RuntimeError as error:
+        raise ProcessError(
+            f"this process could not join the job: {error}; call flm.initialize before "
+            "anything else of JAX (jax.devices() is too late), in every process, with "
+            "an address that all of them reach"
+        ) from error
+
+
+def _first_of(first: Any, second: Any) -> Any:
+    return second if first is None else first
+
+
+def _number(given: int | None, name: str, variable: str) -> int | None:
+    """The number that is given, or that the environment has."""
+    text = os.environ.get(variable)
+    if given is None and text is None:
+        return None
+    value: Any = text if given is None else given
+    try:
+        if isinstance(value, bool | float):
+            raise TypeError
+        return int(value)
+    except (TypeError, ValueError) as error:
+        where = f"the variable {variable}" if given is None else name
+        raise ProcessError(f"{where} is no whole number: {value!r}") from error
