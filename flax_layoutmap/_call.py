@@ -25,9 +25,10 @@ def call_with_layout(
 ) -> Any:
     """Calls a function so that its results are made in this layout.
 
-    No device holds more of a result than its part: the function is compiled. That
-    happens at every call, so this is for what is made once, `jnp.zeros` or an
-    initialiser; in a loop, use `jax.jit`.
+    The function is compiled, so that on Auto axes no device holds more of a result
+    than its part. On Explicit axes a result has the layout that the function gives it,
+    and is moved. It is compiled at every call: this is for what is made once,
+    `jnp.zeros` or an initialiser; in a loop, use `jax.jit`.
 
     Args:
         fn: the function. Inside of `jit` it is called as it is, and its results are

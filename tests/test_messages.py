@@ -6,6 +6,7 @@ problem of a leaf) in these modules was reached.
 
 import ast
 import collections
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -39,20 +40,25 @@ PACKAGE = Path(flm.__file__).parent
 MODULES = [
     "_axes",
     "_batch",
+    "_call",
     "_decide",
     "_devices",
     "_dtensor_format",
+    "_fetch",
     "_layout",
     "_layout_map",
     "_mesh",
     "_mesh_layout",
     "_mesh_shape",
     "_metadata",
+    "_pack",
     "_paths",
+    "_relayout",
     "_report",
     "_resolution",
     "_resolve",
     "_rules",
+    "_scope",
     "_serialise",
     "_trace",
 ]
@@ -162,6 +168,40 @@ def host_of_tpus() -> flm.DeviceMesh:
         patch.setattr(flm.DeviceMesh, "device_type", lambda self: "TPU")
         patch.setattr("flax_layoutmap._mesh.cpu_devices_beside", lambda devices: None)
         return mesh.host_mesh()
+
+
+def moved(axes: Any, *, kinds: Any = "auto") -> Any:
+    """An array of (8, 8) on a mesh."""
+    mesh = flm.DeviceMesh((2, 4), NAMES, axis_types=kinds)
+    return flm.relayout(np.ones((8, 8)), flm.TensorLayout(axes, mesh))
+
+
+def in_shard_map(x: Any) -> Any:
+    kept = functools.partial(flm.relayout_like, x)
+    axes = {"data"}
+    spec = P("data")
+    return jax.jit(
+        jax.shard_map(
+            kept, mesh=x.sharding.mesh, in_specs=spec, out_specs=spec, axis_names=axes
+        )
+    )(x)
+
+
+def packed(*parts: Any, axes: Any = None, mesh: Any = None) -> Any:
+    mesh = mesh or flm.DeviceMesh((2,), ("data",), jax.devices()[:2])
+    return flm.pack(parts, flm.TensorLayout(axes, mesh))
+
+
+WAYS = (
+    "; pass its layout, flm.relayout(x, layout); or read it outside of jit, "
+    "flm.fetch_layout(like); or use Explicit axes"
+)
+TRACED = (
+    "a traced value (8, 8): on Auto axes the compiler chooses its layout later; fix "
+    "it, x = flm.relayout(x, layout), and use that layout; or read it outside of jit; "
+    'or use Explicit axes, flm.DeviceMesh(..., axis_types="explicit")'
+)
+ON_A_MESH = "; flm.relayout(x, layout) puts an array on a mesh"
 
 
 class Case(NamedTuple):
@@ -1038,6 +1078,175 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         "pad_batch has no last row to repeat, as the batch has 0 rows; use "
         'fill="zeros"',
+    ),
+    # ------------------------------------------------- relayout and its kin
+    "relayout: a gradient of no kind": Case(
+        lambda: flm.relayout(np.ones(8), flm.TensorLayout((), ABSTRACT), gradient="in"),
+        flm.LayoutError,
+        "gradient='in': use 'input', 'output', or the layout that the array has",
+    ),
+    "relayout: a traced array to a mesh": Case(
+        lambda: jax.jit(lambda x: flm.relayout(x, ABSTRACT))(moved(("data", None))),
+        flm.LayoutError,
+        "relayout of a traced array (8, 8) to the mesh "
+        "DeviceMesh('data=2,model=4', abstract) keeps its layout, but on Auto axes the "
+        "compiler chooses that later; pass the layout, flm.TensorLayout(axes, mesh)",
+    ),
+    "relayout: MATCH on a mixed mesh": Case(
+        lambda: jax.jit(lambda x: flm.relayout(x, ("match", None)))(
+            moved((), kinds=("explicit", "auto"))
+        ),
+        flm.LayoutError,
+        "relayout of a traced array (8, 8) to ('match', None): on a mesh with Auto and "
+        "Explicit axes, DeviceMesh('data=2,model=4', abstract, "
+        "axis_types=explicit/auto), nobody can tell what a MATCH dim has; name its "
+        "axes",
+    ),
+    "relayout_like: another rank": Case(
+        lambda: flm.relayout_like(np.ones(8), moved(())),
+        flm.LayoutError,
+        "relayout_like of an array (8,): the other one, (8, 8), has 2 dims, not 1",
+    ),
+    "relayout_like: no mesh": Case(
+        lambda: flm.relayout_like(np.ones(8), np.ones(4)),
+        flm.LayoutError,
+        "relayout_like of an array (8,) to one (4,): neither lies on a mesh; pass a "
+        "layout, flm.relayout(x, flm.TensorLayout(axes, mesh))",
+    ),
+    "relayout_like: no mesh, traced": Case(
+        lambda: jax.jit(flm.relayout_like)(np.ones(8), np.ones(4)),
+        flm.LayoutError,
+        "relayout_like of an array (8,) to one (4,): neither lies on a mesh; pass a "
+        "layout, flm.relayout(x, flm.TensorLayout(axes, mesh))",
+    ),
+    "relayout_like: another shape": Case(
+        lambda: jax.jit(flm.relayout_like)(moved(())[:4], moved(("data", None))),
+        flm.LayoutError,
+        "relayout_like of an array (4, 8) to a traced (8, 8): on Auto axes only an "
+        "array of the same shape can follow it, and no PRNG key another array" + WAYS,
+    ),
+    "relayout_like: a mixed mesh": Case(
+        lambda: jax.jit(flm.relayout_like)(
+            moved(()), moved((), kinds=("explicit", "auto"))
+        ),
+        flm.LayoutError,
+        "relayout_like of an array (8, 8) to a traced (8, 8) on a mesh with Auto and "
+        "Explicit axes, DeviceMesh('data=2,model=4', abstract, "
+        "axis_types=explicit/auto): only a part of its layout is known" + WAYS,
+    ),
+    "relayout_like: inside shard_map": Case(
+        lambda: in_shard_map(moved(("data", None))),
+        flm.LayoutError,
+        "relayout_like of an array (8, 8) to a traced (4, 8) inside shard_map: nobody "
+        "knows its layout" + WAYS,
+    ),
+    "fetch_layout: a traced value": Case(
+        lambda: jax.jit(flm.fetch_layout)(moved(())),
+        flm.LayoutError,
+        f"fetch_layout of {TRACED}",
+    ),
+    "fetch_layout: a NumPy array": Case(
+        lambda: flm.fetch_layout(np.ones((8, 8))),
+        flm.LayoutError,
+        "fetch_layout of a NumPy array (8, 8), which lies on no mesh" + ON_A_MESH,
+    ),
+    "fetch_layout: one device": Case(
+        lambda: flm.fetch_layout(jnp.ones(8)),
+        flm.LayoutError,
+        "fetch_layout of an array (8,) that lies on one device and no mesh" + ON_A_MESH,
+    ),
+    "fetch_layout: abstract": Case(
+        lambda: flm.fetch_layout(struct(8)),
+        flm.LayoutError,
+        "fetch_layout of the abstract ShapeDtypeStruct(shape=(8,), dtype=float32), "
+        "which has no sharding" + ON_A_MESH,
+    ),
+    "fetch_layout: no array": Case(
+        lambda: flm.fetch_layout("text"),
+        flm.LayoutError,
+        "fetch_layout of a str" + ON_A_MESH,
+    ),
+    "is_distributed: a traced value": Case(
+        lambda: jax.jit(flm.is_distributed)(moved(())),
+        flm.LayoutError,
+        f"is_distributed of {TRACED}",
+    ),
+    "check_layout: no array": Case(
+        lambda: flm.check_layout({"a": 1}, ()),
+        flm.LayoutError,
+        "check_layout takes arrays, got 1",
+    ),
+    "check_layout: another layout": Case(
+        lambda: flm.check_layout({"a": moved(("data", None))}, (None, "data")),
+        flm.LayoutError,
+        "an array (8, 8) at ['a'] has the layout TensorLayout(('data', None), "
+        "DeviceMesh('data=2,model=4')), not TensorLayout((None, 'data')); "
+        "flm.relayout(x, layout) moves it",
+    ),
+    "call_with_layout: no prefix": Case(
+        lambda: flm.call_with_layout(
+            lambda: {"b": 1.0}, {"a": flm.TensorLayout((), "data=8")}
+        ),
+        flm.StructureError,
+        "call_with_layout: the layouts are no prefix of the results: Dict key "
+        "mismatch; expected keys: ['a']; present keys: ['b'].",
+    ),
+    "pack: no devices": Case(
+        lambda: packed(1, mesh=ABSTRACT),
+        flm.MeshError,
+        "pack needs devices, DeviceMesh('data=2,model=4', abstract) has none; use a "
+        "concrete mesh",
+    ),
+    "pack: traced": Case(
+        lambda: jax.jit(lambda x: packed(x, x))(1.0),
+        flm.LayoutError,
+        "pack takes arrays, not values that jit or grad traces",
+    ),
+    "pack: another number": Case(
+        lambda: packed(1, 2, 3),
+        flm.LayoutError,
+        "pack takes one part per device of DeviceMesh('data=2') in this process, 2, "
+        "got 3",
+    ),
+    "pack: another shape": Case(
+        lambda: packed(np.ones(2), np.ones((2, 1))),
+        flm.LayoutError,
+        "pack takes parts of one shape and dtype: part 0 is float64 (2,), part 1 is "
+        "float64 (2, 1)",
+    ),
+    "pack: another dtype": Case(
+        lambda: packed(np.ones(2), np.ones(2, int)),
+        flm.LayoutError,
+        "pack takes parts of one shape and dtype: part 0 is float64 (2,), part 1 is "
+        "int64 (2,)",
+    ),
+    "pack: another rank": Case(
+        lambda: packed(np.ones(2), np.ones(2), axes=("data", None)),
+        flm.LayoutError,
+        "pack of parts (2,): the layout ('data', None) has 2 dims, the array has 1",
+    ),
+    "pack: replicas that differ": Case(
+        lambda: packed(np.ones((2, 2)), np.zeros((2, 2))),
+        flm.LayoutError,
+        f"pack: the devices {jax.devices()[0]} and {jax.devices()[1]} hold the same "
+        "part of an array (2, 2), [:, :], but were given different values; make them "
+        "equal, or use check=False",
+    ),
+    "unpack: no mesh": Case(
+        lambda: flm.unpack(np.ones(2)),
+        flm.LayoutError,
+        "unpack takes an array on a mesh, outside of jit, got a ndarray" + ON_A_MESH,
+    ),
+    "unpack: traced": Case(
+        lambda: jax.jit(flm.unpack)(np.ones(2)),
+        flm.LayoutError,
+        "unpack takes an array on a mesh, outside of jit, got a traced value"
+        + ON_A_MESH,
+    ),
+    "default_mesh: None": Case(
+        lambda: flm.default_mesh(None).__enter__(),
+        flm.MeshError,
+        "default_mesh takes a mesh, got None; use flm.DeviceMesh(...)",
     ),
 }
 

@@ -1,8 +1,11 @@
-"""The ambient rule set: nests, is restored on exit, and is one per context."""
+"""The ambient rule set, the default mesh: nest, are restored, are one per context."""
 
 import contextvars
 import threading
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import flax_layoutmap as flm
@@ -50,3 +53,85 @@ def test_a_copied_context_takes_the_scope_along() -> None:
         context = contextvars.copy_context()
     assert current_rules() is None
     assert context.run(current_rules) is FIRST
+
+
+# ----------------------------------------------------------------- the default mesh
+
+ONE = flm.DeviceMesh((2, 4), ("data", "model"))
+TWO = flm.DeviceMesh((8,), ("data",))
+
+
+def mesh_of_ones() -> flm.DeviceMesh | None:
+    layout = flm.fetch_layout(flm.distribute_tensor(np.ones(8), ("data",)))
+    return layout and layout.device_mesh
+
+
+def test_there_is_no_default_mesh_outside() -> None:
+    assert flm.get_default_mesh() is None
+    with pytest.raises(flm.MeshError, match="flm.default_mesh"):
+        mesh_of_ones()
+
+
+def test_default_meshes_nest_and_are_restored() -> None:
+    with flm.default_mesh(ONE) as made:
+        assert made is ONE and flm.get_default_mesh() is ONE
+        with flm.default_mesh(TWO.jax_mesh):
+            assert flm.get_default_mesh() == TWO
+            assert mesh_of_ones() == TWO
+        assert mesh_of_ones() == ONE
+    assert flm.get_default_mesh() is None
+
+
+def test_a_default_mesh_is_restored_after_an_error() -> None:
+    with pytest.raises(RuntimeError, match="inside"), flm.default_mesh(ONE):
+        raise RuntimeError("inside")
+    assert flm.get_default_mesh() is None
+
+
+def test_a_decorated_function() -> None:
+    @flm.default_mesh(ONE)
+    def inside(depth: int) -> Any:
+        assert flm.get_default_mesh() is ONE
+        return inside(depth - 1) if depth else mesh_of_ones()
+
+    assert inside(2) == ONE and inside(0) == ONE
+    assert flm.get_default_mesh() is None
+
+
+def test_what_wins_over_what() -> None:
+    """An own mesh, then the rules of flm.jit, then the default, then JAX's."""
+    x = np.ones(8)
+    bare: Any = TWO.jax_mesh
+    with jax.set_mesh(bare):
+        assert mesh_of_ones() == TWO
+        with flm.default_mesh(ONE):
+            assert mesh_of_ones() == ONE
+            with using_rules(FIRST):
+                assert mesh_of_ones() == FIRST.mesh
+                own = flm.distribute_tensor(x, flm.TensorLayout(("data",), ONE))
+                assert own.sharding.mesh == ONE.jax_mesh
+
+
+def test_a_default_mesh_inside_jit() -> None:
+    @jax.jit
+    def inside(x: Any) -> Any:
+        with flm.default_mesh(ONE):
+            return flm.distribute_tensor(x, ("model",))
+
+    assert inside(np.ones(8)).sharding.shard_shape((8,)) == (2,)
+
+
+@pytest.mark.parametrize("mesh", [None, 3, ("data",)])
+def test_what_is_no_mesh(mesh: Any) -> None:
+    with pytest.raises(flm.MeshError), flm.default_mesh(mesh):
+        raise AssertionError("not reached")
+    assert flm.get_default_mesh() is None
+
+
+# Of the original's tests, those that mean nothing here, and why.
+WITHOUT_MEANING = {
+    "operations on plain tensors run on the default mesh": (
+        "what JAX itself makes goes where jax.set_mesh says"
+    ),
+    "default_mesh of a name in a tf.function": "JAX has no graphs apart from jit",
+}

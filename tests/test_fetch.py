@@ -1,0 +1,123 @@
+"""fetch_layout, is_distributed, check_layout: what is known, never what is guessed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import bare
+
+import flax_layoutmap as flm
+
+P = PartitionSpec
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+LAYOUTS = [("data", None), (None, None), (None, "model"), (("data", "model"), None)]
+
+
+@pytest.mark.parametrize("axes", LAYOUTS)
+def test_an_array(mesh: flm.DeviceMesh, axes: Any) -> None:
+    layout = flm.TensorLayout(axes, mesh)
+    x = flm.relayout(X, layout)
+    for holder in (x, nnx.Param(x), linen.Partitioned(x, names=("a", "b"))):
+        assert flm.fetch_layout(holder) == layout
+        assert flm.is_distributed(holder)
+        flm.check_layout(holder, layout)
+
+
+def test_every_dim_has_an_entry(mesh: flm.DeviceMesh) -> None:
+    """However JAX spells the spec."""
+    for spec in (P("data"), P("data", None), P(("data",), None)):
+        x = jax.device_put(X, NamedSharding(bare(mesh), spec))
+        assert flm.fetch_layout(x) == flm.TensorLayout(("data", None), mesh)
+    scalar = flm.fetch_layout(flm.relayout(1.0, mesh))
+    assert scalar == flm.TensorLayout.replicated(mesh, 0)
+
+
+def test_of_a_model(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (None, "model")
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    layout_map.place(model)
+    found = flm.fetch_layout(model.kernel)
+    assert found == flm.TensorLayout((None, "model"), mesh)
+
+
+def test_memory_kinds(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data",), mesh, memory_kind="pinned_host")
+    assert flm.fetch_layout(flm.relayout(X[0], layout)) == layout
+
+
+def test_plain_values() -> None:
+    for value in (None, 1, 2.5, True, 1j):
+        assert flm.fetch_layout(value) is None
+        assert not flm.is_distributed(value)
+    for value in (X, jnp.asarray(X), jax.device_put(X, jax.devices()[1])):
+        assert not flm.is_distributed(value)
+        with pytest.raises(flm.LayoutError, match="flm.relayout"):
+            flm.fetch_layout(value)
+
+
+def test_abstract_arrays(abstract_mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout(("data", None), abstract_mesh)
+    struct = jax.ShapeDtypeStruct((8, 8), "float32", sharding=layout.sharding())
+    assert flm.fetch_layout(struct) == layout
+
+
+def test_explicit_axes_inside_jit() -> None:
+    mesh = flm.DeviceMesh((2, 4), ("data", "model"), axis_types="explicit")
+    layout = flm.TensorLayout(("data", None), mesh)
+    seen = []
+
+    def look(x: Any) -> Any:
+        seen.append(flm.fetch_layout(x))
+        flm.check_layout(x, layout)
+        return x
+
+    jax.jit(look)(flm.relayout(X, layout))
+    assert seen[0].equivalent(layout, 2) and seen[0].device_mesh.is_abstract
+
+
+@pytest.mark.parametrize("kinds", ["auto", ("explicit", "auto")], ids=str)
+@pytest.mark.parametrize("look", [flm.fetch_layout, flm.is_distributed])
+def test_never_a_false_replicated(kinds: Any, look: Any) -> None:
+    """JAX's own type of such a value says that nothing is sharded, or only a part."""
+    mesh = flm.DeviceMesh((2, 4), ("data", "model"), axis_types=kinds)
+    x = flm.relayout(X, flm.TensorLayout((None, "model"), mesh))
+    for way in (jax.jit, jax.vmap, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(flm.LayoutError, match="Auto axes"):
+            way(lambda x: (look(x), jnp.sum(x))[1])(x)
+
+
+def test_while_differentiating_outside_of_jit(mesh: flm.DeviceMesh) -> None:
+    layout = flm.TensorLayout((None, "model"), mesh)
+    seen = []
+
+    def loss(x: Any) -> Any:
+        seen.extend([flm.fetch_layout(x), flm.is_distributed(x)])
+        return jnp.sum(x)
+
+    jax.grad(loss)(flm.relayout(X, layout))
+    jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))(flm.relayout(X, layout))
+    assert seen == [layout, True] * 2
+
+
+def test_check_layout(mesh: flm.DeviceMesh) -> None:
+    x = flm.relayout(X, flm.TensorLayout(("data", None), mesh))
+    same = flm.DeviceMesh((2, 4), ("data", "model"), mesh.devices.ravel())
+    abstract = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+    other = flm.DeviceMesh((2, 4), ("data", "model"), jax.devices()[::-1])
+    good = [("data", None), P("data"), ("data", ...), ("match", None)]
+    bad = [("data",), ("model", None), None, (None, "data"), ("data", "model")]
+    for axes in good:
+        flm.check_layout({"a": [x, None]}, axes)
+        for at in (mesh, same, abstract):
+            flm.check_layout(x, flm.TensorLayout(axes, at))
+        with pytest.raises(flm.LayoutError, match="has the layout"):
+            flm.check_layout(x, flm.TensorLayout(axes, other))
+    for axes in bad:
+        for layout in (axes, flm.TensorLayout(axes, mesh)):
+            with pytest.raises(flm.LayoutError, match="has the layout"):
+                flm.check_layout({"a": [x]}, layout)

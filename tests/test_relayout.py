@@ -1,0 +1,532 @@
+"""relayout and relayout_like: what each device holds, there and back."""
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import Dims, assert_lies, bare, lies
+
+import flax_layoutmap as flm
+
+P = PartitionSpec
+KINDS: dict[str, Any] = {
+    "auto": "auto",
+    "explicit": "explicit",
+    "explicit x": ("explicit", "auto"),
+    "explicit y": ("auto", "explicit"),
+}
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
+PLACES: tuple[Dims, ...] = (
+    ((), ()),
+    (("x",), ()),
+    ((), ("x",)),
+    (("y",), ()),
+    ((), ("y",)),
+    (("x",), ("y",)),
+    (("y",), ("x",)),
+    (("x", "y"), ()),
+)
+SOME = [
+    (PLACES[old], PLACES[new])
+    for old, new in [(1, 4), (4, 1), (0, 5), (5, 0), (5, 6), (1, 2), (7, 3)]
+]
+
+
+def grid(kind: str = "auto") -> flm.DeviceMesh:
+    return flm.DeviceMesh((4, 2), ("x", "y"), axis_types=KINDS[kind])
+
+
+MESH = grid()
+# The same devices in another order and another grid; and half of them.
+OTHER = flm.DeviceMesh((2, 4), ("x", "y"), jax.devices()[::-1])
+HALF = flm.DeviceMesh((2, 2), ("x", "y"), jax.devices()[4:])
+
+
+def lay(dims: Dims, mesh: flm.DeviceMesh = MESH) -> flm.TensorLayout:
+    return flm.TensorLayout(dims, mesh)
+
+
+def put(dims: Dims, mesh: flm.DeviceMesh = MESH, value: Any = X) -> jax.Array:
+    """By JAX's own function."""
+    spec = P(*(axes or None for axes in dims))
+    return jax.device_put(value, NamedSharding(bare(mesh), spec))
+
+
+def eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+BOTH_WAYS = pytest.mark.parametrize("way", [eagerly, jax.jit])
+
+
+# --------------------------------------------------------------------------- there
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_one_layout_to_another(kind: str) -> None:
+    mesh = grid(kind)
+
+    arrays = [put(old, mesh) for old, _ in SOME]
+    with jax.set_mesh(bare(mesh)):
+        traced = jax.jit(
+            lambda xs: [
+                flm.relayout(x, lay(new, mesh))
+                for x, (_, new) in zip(xs, SOME, strict=True)
+            ]
+        )(arrays)
+    for x, y, (old, new) in zip(arrays, traced, SOME, strict=True):
+        assert_lies(x, old, mesh, X)
+        assert_lies(flm.relayout(x, lay(new, mesh)), new, mesh, X)
+        assert_lies(y, new, mesh, X)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lay((("x",), ())),
+        P("x"),
+        ("x", None),
+        ["x", None],
+        NamedSharding(bare(MESH), P("x")),
+        flm.TensorLayout(("x", ...)),
+    ],
+    ids=str,
+)
+def test_anything_that_is_a_layout(layout: Any) -> None:
+    x = put(PLACES[4])
+    dims: Dims = (("x",), ())
+    assert_lies(flm.relayout(x, layout), dims, MESH, X)
+    assert_lies(jax.jit(lambda x: flm.relayout(x, layout))(x), dims, MESH, X)
+
+
+@BOTH_WAYS
+def test_trees_keys_numbers_and_none(way: Any) -> None:
+    keys = jax.random.split(jax.random.key(0), 8)
+    tree = {"a": [X[0], None], "keys": keys}
+    moved = way(lambda tree: flm.relayout(tree, lay((("x",),))))(tree)
+    assert moved["a"][1] is None
+    assert_lies(moved["a"][0], (("x",),), MESH, X[0])
+    assert_lies(moved["keys"], (("x",),), MESH, jax.random.key_data(keys))
+    assert_lies(way(lambda: flm.relayout(1.5, lay(())))(), (), MESH, np.float32(1.5))
+
+
+def test_what_is_there_already_is_the_same_object() -> None:
+    x = flm.relayout(X, lay(PLACES[1]))
+    assert flm.relayout(x, lay(PLACES[1])) is x
+    assert flm.relayout(x, MESH) is x
+
+
+@pytest.mark.parametrize("mesh", [OTHER, HALF, bare(OTHER)], ids=str)
+def test_a_mesh_keeps_the_dims(mesh: Any) -> None:
+    there = flm.DeviceMesh(mesh)
+    for move in (flm.relayout, flm.copy_to_mesh):
+        moved = move({"a": put(PLACES[5])}, mesh)
+        assert_lies(moved["a"], PLACES[5], there, X)
+        assert_lies(move(jnp.asarray(X), mesh), PLACES[0], there, X)
+        assert_lies(move(X, mesh), PLACES[0], there, X)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "complex64"])
+def test_copies_between_meshes_of_any_dtype(dtype: str) -> None:
+    x = put(PLACES[5], value=X.astype(dtype))
+    moved = flm.copy_to_mesh(x, lay(PLACES[2], OTHER))
+    assert moved.dtype == dtype
+    assert_lies(moved, PLACES[2], OTHER, X.astype(dtype))
+
+
+def test_to_memory_of_the_host_and_back() -> None:
+    layout = flm.TensorLayout(("x", None), MESH, memory_kind="pinned_host")
+    moved = flm.copy_to_mesh(put(PLACES[1]), layout)
+    assert moved.sharding.memory_kind == "pinned_host"
+    back = flm.relayout(moved, lay(PLACES[1]))
+    assert back.sharding.memory_kind == "device"
+    assert_lies(back, PLACES[1], MESH, X)
+
+
+def test_explicit_axes_keep_their_dims_on_another_mesh_when_traced() -> None:
+    mesh = grid("explicit")
+    with jax.set_mesh(bare(mesh)):
+        moved = jax.jit(lambda x: flm.relayout(x, mesh))(put(PLACES[5], mesh))
+    assert_lies(moved, PLACES[5], mesh, X)
+
+
+# --------------------------------------------------------------------------- match
+
+MATCH = flm.TensorLayout.MATCH
+MATCHES: list[tuple[Dims, Any, Dims]] = [
+    ((("x",), ()), (MATCH, "y"), (("x",), ("y",))),
+    ((("x",), ("y",)), (None, MATCH), ((), ("y",))),
+    (((), ("x",)), ("y", MATCH), (("y",), ("x",))),
+    (((), ()), (MATCH, MATCH), ((), ())),
+    ((("x",), ("y",)), (MATCH, ...), (("x",), ())),
+]
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_match_keeps_what_a_dim_has(kind: str) -> None:
+    mesh = grid(kind)
+    arrays = [put(old, mesh) for old, _, _ in MATCHES]
+
+    def move(xs: Any) -> Any:
+        layouts = [flm.TensorLayout(axes, mesh) for _, axes, _ in MATCHES]
+        return [flm.relayout(x, to) for x, to in zip(xs, layouts, strict=True)]
+
+    with jax.set_mesh(bare(mesh)):
+        for moved in (move(arrays), jax.jit(move)(arrays)):
+            for y, (_, _, dims) in zip(moved, MATCHES, strict=True):
+                assert_lies(y, dims, mesh, X)
+
+
+def test_match_of_what_lies_on_no_mesh() -> None:
+    moved = flm.relayout(X, flm.TensorLayout((MATCH, "y"), MESH))
+    assert_lies(moved, ((), ("y",)), MESH, X)
+
+
+@BOTH_WAYS
+def test_gradients_through_match(way: Any) -> None:
+    layout = flm.TensorLayout((MATCH, "y"), MESH)
+    gradient = jax.grad(lambda x: jnp.sum(flm.relayout(x, layout) ** 2))
+    assert_lies(way(gradient)(put(PLACES[1])), PLACES[1], MESH, 2 * X)
+
+
+# ----------------------------------------------------------------------- and back
+
+
+def squares(dims: Dims, mesh: flm.DeviceMesh, **options: Any) -> Callable[[Any], Any]:
+    """A function whose gradient is 2 x, its second derivative 2."""
+    return lambda x: jnp.sum(flm.relayout(x, lay(dims, mesh), **options) ** 2)
+
+
+def twice(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The gradient of the squared gradient: 8 x."""
+    return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_gradients_lie_as_the_input(kind: str) -> None:
+    mesh = grid(kind)
+    with jax.set_mesh(bare(mesh)):
+        for old, new in SOME:
+            x, loss = put(old, mesh), squares(new, mesh)
+
+            def both(x: Any, loss: Any = loss) -> Any:
+                return jax.grad(loss)(x), twice(loss)(x)
+
+            for way in (eagerly, jax.jit):
+                first, second = way(both)(x)
+                assert_lies(first, old, mesh, 2 * X)
+                assert_lies(second, old, mesh, 8 * X)
+
+
+def test_gradients_lie_as_in_shardings_say() -> None:
+    old, new = PLACES[1], PLACES[4]
+    gradient = jax.grad(squares(new, MESH))
+    compiled = jax.jit(gradient, in_shardings=NamedSharding(bare(MESH), P("x")))
+    assert_lies(compiled(X), old, MESH, 2 * X)
+
+
+def test_a_given_layout_is_exact_for_values_in_between() -> None:
+    """Where nothing else fixes the layout of the relayout's input."""
+    for old, new in SOME:
+        seen: list[Any] = []
+
+        def keep(x: Any, new: Dims = new, old: Dims = old) -> Any:
+            return flm.relayout(x, lay(new), gradient=lay(old))
+
+        @jax.jit
+        def cotangent(x: Any, keep: Any = keep) -> Any:
+            middle, back = jax.vjp(keep, jnp.sin(x))
+            return back(jnp.cos(middle))[0]
+
+        seen.append(cotangent(put(PLACES[0])))
+        assert lies(seen[0], old, MESH), (old, new, seen[0].sharding)
+
+
+def test_control_jax_alone_sends_the_layout_of_the_result() -> None:
+    old, new = PLACES[1], PLACES[4]
+    plain = squares(new, MESH, gradient="output")
+    assert_lies(jax.jit(jax.grad(plain))(put(old)), new, MESH, 2 * X)
+
+
+@pytest.mark.parametrize("kind", ["explicit x", "explicit y"])
+@BOTH_WAYS
+def test_gradients_on_mixed_meshes(kind: str, way: Any) -> None:
+    mesh, old, new = grid(kind), PLACES[5], PLACES[0]
+    with jax.set_mesh(bare(mesh)):
+        gradient = way(jax.grad(squares(new, mesh)))(put(old, mesh))
+    assert_lies(gradient, old, mesh, 2 * X)
+
+
+def test_gradients_come_back_to_the_mesh_of_the_input() -> None:
+    """DTensor's copy_to_mesh gradient, the second order too."""
+    x = put(PLACES[1])
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(flm.copy_to_mesh(x, OTHER) ** 2)
+
+    assert_lies(jax.grad(loss)(x), PLACES[1], MESH, 2 * X)
+    assert_lies(twice(loss)(x), PLACES[1], MESH, 8 * X)
+
+
+def test_gradients_come_back_to_one_device() -> None:
+    device = jax.devices()[3]
+    x = jax.device_put(X, device)
+    gradient = jax.grad(squares(PLACES[5], MESH))(x)
+    assert gradient.devices() == {device}
+    np.testing.assert_array_equal(gradient, 2 * X)
+    # What is on no certain device has no layout to come back to.
+    for plain in (X, jnp.asarray(X)):
+        np.testing.assert_array_equal(jax.grad(squares(PLACES[5], MESH))(plain), 2 * X)
+
+
+@pytest.mark.parametrize("gradient", ["input", "output", lay(PLACES[1])], ids=str)
+@BOTH_WAYS
+def test_every_transformation(gradient: Any, way: Any) -> None:
+    x = put(PLACES[1])
+    loss = squares(PLACES[4], MESH, gradient=gradient)
+    row = gradient if isinstance(gradient, str) else lay((("y",),))
+
+    def all_of_them(x: Any) -> Any:
+        by_row = squares((("y",),), MESH, gradient=row)
+        return {
+            "jvp": jax.jvp(loss, (x,), (x,))[1],
+            "hvp": jax.jvp(jax.grad(loss), (x,), (x,))[1],
+            "rows": jax.vmap(by_row)(x),
+            "row gradients": jax.vmap(jax.grad(by_row))(x),
+            "columns": jax.grad(lambda x: jnp.sum(jax.vmap(by_row, 1)(x)))(x),
+            "remat": jax.grad(jax.checkpoint(loss))(x),
+            "hessian": jnp.einsum("abab", jax.hessian(loss)(x)),
+        }
+
+    found = way(all_of_them)(x)
+    for name, wanted in {
+        "jvp": 2 * np.sum(X * X),
+        "hvp": 2 * X,
+        "rows": np.sum(X * X, axis=1),
+        "row gradients": 2 * X,
+        "columns": 2 * X,
+        "remat": 2 * X,
+        "hessian": 128,
+    }.items():
+        np.testing.assert_allclose(found[name], wanted, err_msg=name)
+
+
+def test_the_transpose_of_a_relayout_alone() -> None:
+    move = functools.partial(flm.relayout, layout=lay(PLACES[4]))
+    back = jax.linear_transpose(move, put(PLACES[1]))(put(PLACES[4]))
+    np.testing.assert_array_equal(back[0], X)
+
+
+def test_integers_have_no_gradient_to_send() -> None:
+    moved = jax.jit(lambda x: flm.relayout(x, lay(PLACES[4])))(
+        put(PLACES[1], value=X.astype(np.int32))
+    )
+    assert_lies(moved, PLACES[4], MESH, X.astype(np.int32))
+
+
+def test_inside_scan_the_values_are_right() -> None:
+    def loss(x: Any) -> Any:
+        def step(carry: Any, _: None) -> Any:
+            return flm.relayout(carry, lay(PLACES[4])) * 2, None
+
+        return jnp.sum(jax.lax.scan(step, x, None, length=3)[0])
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(put(PLACES[1])), X * 0 + 8)
+
+
+def test_inside_shard_map_axes_that_are_left_are_constrained() -> None:
+    def inside(x: Any) -> Any:
+        return flm.relayout(x * 2, flm.TensorLayout((None, "y"), MESH))
+
+    mapped = jax.shard_map(
+        inside, mesh=bare(MESH), in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
+    assert_lies(jax.jit(mapped)(put(PLACES[1])), PLACES[5], MESH, 2 * X)
+
+
+def test_a_name_shows_in_the_program() -> None:
+    x = put(PLACES[1])
+
+    def moved(x: Any) -> Any:
+        y = flm.relayout(x, lay(PLACES[4]), name="to_columns")
+        return flm.relayout_like(y, x, name="back_again")
+
+    text = jax.jit(moved).lower(x).as_text(debug_info=True)
+    assert "to_columns" in text and "back_again" in text
+    assert "to_columns" not in jax.jit(moved).lower(x).as_text()
+
+
+# ------------------------------------------------------------------- relayout_like
+
+
+def test_like_on_all_pairs_of_layouts_under_jit() -> None:
+    """64 pairs in eight programs; every one but for `x` and `like` themselves."""
+
+    @jax.jit
+    def follow(xs: Any, like: Any) -> Any:
+        moved = [flm.relayout_like(x, like) for x in xs]
+        return moved, like * 1
+
+    for other in PLACES:
+        like = put(other, value=X + 1)
+        moved, kept = follow([put(old) for old in PLACES], like)
+        assert_lies(kept, other, MESH, X + 1)
+        for old, y in zip(PLACES, moved, strict=True):
+            assert lies(y, other, MESH), (old, other, y.sharding)
+            np.testing.assert_array_equal(y, X)
+
+
+def test_control_shard_alike_alone_takes_the_union() -> None:
+    from jax.experimental.shard_alike import shard_alike
+
+    x, like = put(PLACES[1]), put(PLACES[4])
+    y = jax.jit(lambda x, like: shard_alike(like, x)[1])(x, like)
+    assert not lies(y, PLACES[4], MESH)
+
+
+def test_like_of_computed_values_under_jit() -> None:
+    for old, other in itertools.product(PLACES[:6], [PLACES[1], PLACES[4]]):
+
+        @jax.jit
+        def follow(x: Any, like: Any) -> Any:
+            return flm.relayout_like(x + 1, like)
+
+        y = follow(put(old), put(other))
+        assert lies(y, other, MESH), (old, other, y.sharding)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_like_an_array(kind: str) -> None:
+    """Of another shape and dtype, on any kind of mesh, inside jit too."""
+    mesh, other = grid(kind), PLACES[6]
+    like = put(other, mesh, np.ones((4, 16), np.int8))
+    with jax.set_mesh(bare(mesh)):
+        for x in (X, jnp.asarray(X), put(PLACES[1], mesh)):
+            assert_lies(flm.relayout_like(x, like), other, mesh, X)
+            traced = jax.jit(lambda x: flm.relayout_like(x, like))(x)
+            assert_lies(traced, other, mesh, X)
+
+
+def test_like_a_value_on_explicit_axes() -> None:
+    mesh = grid("explicit")
+    with jax.set_mesh(bare(mesh)):
+        for old, other in SOME:
+            like = put(other, mesh, np.ones((16, 4), np.int8))
+            y = jax.jit(flm.relayout_like)(put(old, mesh), like)
+            assert_lies(y, other, mesh, X)
+
+
+def test_like_goes_from_one_mesh_to_another() -> None:
+    """The example of `tf.experimental.dtensor.relayout_like`."""
+    values = flm.relayout(X, lay(PLACES[1], OTHER))
+    with flm.default_mesh(MESH):
+        x = flm.relayout(X, ("x", None))
+        y = flm.relayout_like(values, x, name="values_like_x")
+        back = flm.relayout_like(x, values)
+    assert_lies(y, PLACES[1], MESH, X)
+    assert_lies(back, PLACES[1], OTHER, X)
+
+
+def test_like_what_lies_on_no_mesh_replicates() -> None:
+    for like in (X, jnp.asarray(X), np.ones((2, 3))):
+        assert_lies(flm.relayout_like(put(PLACES[5]), like), PLACES[0], MESH, X)
+        traced = jax.jit(lambda x, like=like: flm.relayout_like(x, like))
+        assert_lies(traced(put(PLACES[5])), PLACES[0], MESH, X)
+
+
+def test_like_variables_and_boxes() -> None:
+    from flax import linen, nnx
+
+    param = nnx.Param(put(PLACES[1]))
+    box: Any = linen.Partitioned(put(PLACES[1]), names=("a", "b"))
+    for like in (param, box):
+        assert_lies(flm.relayout_like(X, like), PLACES[1], MESH, X)
+
+
+def test_like_keys() -> None:
+    keys = jax.random.split(jax.random.key(0), 8)
+    old, new = (flm.relayout(keys, lay((axes,))) for axes in (("x",), ("y",)))
+    for way in (eagerly, jax.jit):
+        moved = way(flm.relayout_like)(old, new)
+        assert_lies(moved, (("y",),), MESH, jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_gradients_of_like(kind: str) -> None:
+    """To x in its own layout, also at the second order; to the other one, nothing."""
+    mesh = grid(kind)
+
+    def loss(x: Any, like: Any) -> Any:
+        return jnp.sum(flm.relayout_like(x, like) ** 2)
+
+    with jax.set_mesh(bare(mesh)):
+        for old, other in SOME:
+            x, like = put(old, mesh), put(other, mesh, X + 1)
+            first, to_like = jax.grad(loss, (0, 1))(x, like)
+            assert_lies(first, old, mesh, 2 * X)
+            assert not np.any(to_like)
+            assert_lies(twice(lambda x: loss(x, like))(x), old, mesh, 8 * X)  # noqa: B023
+            first, to_like = jax.jit(jax.grad(loss, (0, 1)))(x, like)
+            np.testing.assert_array_equal(first, 2 * X)
+            assert not np.any(to_like)
+            closed = jax.jit(jax.grad(functools.partial(loss, like=like)))
+            assert_lies(closed(x), old, mesh, 2 * X)
+
+
+def test_like_under_vmap_and_forward_mode() -> None:
+    x, like = put(PLACES[1]), put(PLACES[4])
+    for way in (eagerly, jax.jit):
+        y, tangent = way(
+            lambda x, like: jax.jvp(lambda x: flm.relayout_like(x, like), (x,), (x,))
+        )(x, like)
+        np.testing.assert_array_equal(y, X)
+        np.testing.assert_array_equal(tangent, X)
+        for dims in ((0, 0), (0, None), (1, 0)):
+            other = like if dims[1] == 0 else like[0]
+            rows = way(jax.vmap(flm.relayout_like, dims, dims[0]))(x, other)
+            np.testing.assert_array_equal(rows, X)
+
+
+def test_like_in_control_flow() -> None:
+    """Values are right everywhere; in a `cond` the layout is, too."""
+    x, like = put(PLACES[1]), put(PLACES[4])
+
+    @jax.jit
+    def branches(flag: Any, x: Any, like: Any) -> Any:
+        follow = functools.partial(flm.relayout_like, like=like)
+        return jax.lax.cond(flag, follow, lambda x: follow(x) * 2, x)
+
+    assert_lies(branches(True, x, like), PLACES[4], MESH, X)
+
+    @jax.jit
+    def carries(x: Any, like: Any) -> Any:
+        def step(carry: Any, _: None) -> Any:
+            return flm.relayout_like(carry, like) + 1, None
+
+        return jax.lax.scan(step, x, None, length=2)[0]
+
+    np.testing.assert_array_equal(carries(x, like), X + 2)
+
+
+# Of the original's tests of relayout, those that mean nothing here, and why.
+WITHOUT_MEANING = {
+    "relayout in a graph without a mesh fails": (
+        "JAX has no graphs apart from jit; a layout without a mesh is an error there "
+        "as anywhere, see test_messages"
+    ),
+    "relayout_like across an init scope fails": "JAX has no init scopes",
+    "weight-update sharding": "layout_map.optimizer does that, test_optimizer_state",
+    "if and while in a graph": "jax.lax.cond and scan, test_like_in_control_flow",
+    "adding across meshes fails": "JAX's own error; no function of ours takes part",
+    "replicated slice gradient": "JAX's own slicing and its gradient",
+    "equivalent layouts": "TensorLayout.equivalent, see test_layout",
+    "variable assign keeps its layout": (
+        "a JAX array has no assign; nnx.Variables hold what they are given"
+    ),
+}
