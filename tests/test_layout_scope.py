@@ -65,28 +65,63 @@ Subclass: Any = _Subclass  # typed as Any: the tests set attributes on it
 # ------------------------------------------------------------- the page's examples
 
 
-def page_rules(mesh: Any) -> flm.LayoutMap:
+def page_rules(mesh: Any) -> tuple[flm.LayoutMap, list[flm.TensorLayout]]:
+    """`layout_map["d1.kernel"] = layout_1` and so on, as there."""
+    axes = [("data", "model"), ("model",), ("model", "data"), ("data",)]
+    layouts = [flm.TensorLayout(own, mesh) for own in axes]
     layout_map = flm.LayoutMap(mesh)
-    layout_map["d1.*kernel"] = ("data", "model")
-    layout_map["d1.*bias"] = ("model",)
-    layout_map["d2.*kernel"] = ("model", "data")
-    layout_map["d2.*bias"] = ("data",)
-    return layout_map
+    for key, layout in zip(
+        ("d1.kernel", "d1.bias", "d2.kernel", "d2.bias"), layouts, strict=True
+    ):
+        layout_map[key] = layout
+    return layout_map, layouts
+
+
+def assert_of_page(d1: Any, d2: Any, layouts: list[flm.TensorLayout]) -> None:
+    parts = (d1["kernel"], d1["bias"], d2["kernel"], d2["bias"])
+    for part, layout in zip(parts, layouts, strict=True):
+        assert flm.fetch_layout(part) == layout
+        lies_on(part[...], layout.dims(part.ndim), layout.mesh)  # type: ignore[arg-type]
 
 
 def test_subclass_model(mesh: flm.DeviceMesh) -> None:
-    with flm.layout_map_scope(page_rules(mesh)):
+    layout_map, layouts = page_rules(mesh)
+    with flm.layout_map_scope(layout_map):
         model = Subclass(nnx.Rngs(0))
     plain = Subclass(nnx.Rngs(0))
     assert_same(model, plain)
-    for name, dims in {
-        "kernel": (("data",), ("model",)),
-        "bias": (("model",),),
-    }.items():
-        assert_lies(getattr(model.d1, name)[...], dims)
-    assert_lies(model.d2.kernel[...], (("model",), ("data",)))
-    assert_lies(model.d2.bias[...], (("data",),))
+    assert_of_page(vars(model.d1), vars(model.d2), layouts)
     np.testing.assert_allclose(model(X), plain(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_functional_model(mesh: flm.DeviceMesh, within: bool) -> None:
+    """Layers by name: Linen's. Weights may be made in the block or after it."""
+    layout_map, layouts = page_rules(mesh)
+
+    class Functional(linen.Module):
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            return linen.Dense(8, name="d2")(linen.Dense(16, name="d1")(x))
+
+    made: Any = None
+    with flm.layout_map_scope(layout_map):
+        model = Functional()
+        if within:
+            made = model.init(jax.random.key(0), X)
+    if not within:
+        made = model.init(jax.random.key(0), X)
+    assert_of_page(made["params"]["d1"], made["params"]["d2"], layouts)
+
+
+def test_a_sequence_of_named_layers(mesh: flm.DeviceMesh) -> None:
+    layout_map, layouts = page_rules(mesh)
+    rngs = nnx.Rngs(0)
+    with flm.layout_map_scope(layout_map):
+        model: Any = nnx.Dict(
+            d1=nnx.Linear(8, 16, rngs=rngs), d2=nnx.Linear(16, 8, rngs=rngs)
+        )
+    assert_of_page(vars(model["d1"]), vars(model["d2"]), layouts)
 
 
 def test_sequential_model(mesh: flm.DeviceMesh) -> None:
