@@ -37,17 +37,19 @@ def relayout(
     """Gives an array another layout; its gradient comes back in the one it had.
 
     As `flm.distribute_tensor`, but the cotangent takes the layout of the forward
-    input, at every order of differentiation. Eagerly and on Explicit axes JAX does that
-    by itself. Under `jit` on Auto axes a value has no layout that could be read, and
+    input, at every order of differentiation. Outside of `jit`, and on Explicit axes,
+    that is always so (an array on no certain device gets its gradient in the layout of
+    the result). Under `jit` on Auto axes a value has no layout that could be read, and
     JAX's own constraint sends the cotangent back in the layout of the result. There,
     `gradient` says what to do:
 
     - `"input"`: the compiler is told that the cotangent lies as `x` does. Exact where
       the layout of `x` is fixed: an argument of `jit`, the result of another relayout.
       Otherwise, as in the body of a `scan` or `jax.checkpoint`, the compiler has chosen
-      one for `x`, not always the same for the gradient. It costs memory, as `x` is kept
-      until the backward pass, and the cotangent is gathered.
-    - a layout: that of `x`, which is fixed too. Exact, and costs neither.
+      one for `x`, not always the same for the gradient. It has a price: `x` is kept
+      until the backward pass, and there every device gathers the whole cotangent.
+    - a layout: that of `x`, which is fixed too. Exact; `x` is not kept, and the
+      cotangent goes there directly. Take this one for large activations.
     - `"output"`: what JAX does by itself. On Auto axes only.
 
     Args:
@@ -135,8 +137,7 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     Plain JAX: `jax.device_put(x, like.sharding)`;
     `jax.sharding.reshard(x, jax.typeof(like).sharding)` on Explicit axes.
     """
-    x, like = as_array(x, (), "relayout_like"), unboxed(like)
-    like = as_array(like, (), "relayout_like")
+    x, like = (as_array(unboxed(each), (), "relayout_like") for each in (x, like))
     if len(x.shape) != len(like.shape):
         raise LayoutError(
             f"relayout_like of an array {tuple(x.shape)}: the other one, "

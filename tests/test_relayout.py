@@ -514,6 +514,48 @@ def test_like_in_control_flow() -> None:
     np.testing.assert_array_equal(carries(x, like), X + 2)
 
 
+# ------------------------------------------------------------------ in a program
+
+
+def test_inside_flm_jit() -> None:
+    """Names, bare axes, the Variables of a model, and its gradient."""
+    from flax import nnx
+
+    layout_map = flm.LayoutMap(MESH, strict=False)
+    layout_map["kernel"] = (None, "y")
+    layout_map.names["hidden"] = ("x", None)
+    model = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
+    layout_map.place(model)
+    kernel = np.asarray(model.kernel[...])
+
+    @flm.jit(layout_map=layout_map)
+    def run(model: nnx.Linear, x: Any) -> Any:
+        hidden = flm.relayout(model(x), "hidden")
+        columns = flm.relayout(hidden, (None, "y"))
+        return hidden, columns, flm.relayout_like(hidden, model.kernel)
+
+    @flm.jit(layout_map=layout_map)
+    def gradient(model: nnx.Linear) -> Any:
+        def loss(model: nnx.Linear) -> Any:
+            return jnp.sum(flm.relayout(model.kernel[...], ("x", None)) ** 2)
+
+        return nnx.grad(loss)(model)
+
+    hidden, columns, followed = run(model, np.eye(8, dtype=np.float32))
+    assert_lies(hidden, PLACES[1], MESH, kernel)
+    assert_lies(columns, PLACES[4], MESH, kernel)
+    assert_lies(followed, PLACES[4], MESH, kernel)
+    assert_lies(gradient(model)["kernel"][...], PLACES[4], MESH, 2 * kernel)
+
+
+def test_variables_stay_variables() -> None:
+    from flax import nnx
+
+    moved = flm.relayout(nnx.Param(put(PLACES[1])), lay(PLACES[4]))
+    assert isinstance(moved, nnx.Param)
+    assert_lies(moved[...], PLACES[4], MESH, X)
+
+
 # Of the original's tests of relayout, those that mean nothing here, and why.
 WITHOUT_MEANING = {
     "relayout in a graph without a mesh fails": (
