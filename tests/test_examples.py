@@ -85,6 +85,21 @@ def test_train_linen_continues_on_another_mesh() -> None:
     assert np.ptp(losses, axis=1).max() < 0.01
 
 
+def test_dtensor_tour() -> None:
+    done = run_example("dtensor_tour.py", devices=1)  # it takes the eight it needs
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    row = next(line for line in lines if "TPU:5" in line)
+    assert re.findall(r"\(\d, \d\)", row) == ["(2, 0)", "(0, 1)", "(2, 1)", "(1, 2)"]
+    for line in (
+        "result  ('batch', None)",
+        "its gradient returns to ('x', 'y')",
+        "d2.kernel has ('y', 'x')",
+    ):
+        assert line in lines
+    assert "cpu:0 and cpu:1 hold the same part" in done.stdout
+
+
 def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
     done = run_example("train_lm.py", *TINY, "--heads=2", "--mesh=data=2,model=4")
     assert done.returncode != 0
