@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from multiprocess import launch
 from shards import Dims, assert_lies
 
 import flax_layoutmap as flm
@@ -117,6 +118,21 @@ def test_what_lies_alone_is_not_compared() -> None:
     parts = [np.full((1, 1), n) for n in range(4)]
     whole = flm.pack(parts, flm.TensorLayout(("x", "y"), SQUARE))
     np.testing.assert_array_equal(whole, [[0, 1], [2, 3]])
+
+
+@pytest.mark.multiprocess
+def test_two_processes() -> None:
+    """With relayouts and their gradients, which need no process to hold it all."""
+    ended = launch.run("relayouts", processes=2, devices=4)
+    for process, one in enumerate(ended):
+        wrong = [
+            f"{group}: {check}"
+            for group, checks in one.answer.items()
+            for check, holds in checks.items()
+            if not holds
+        ]
+        assert not wrong, f"process {process}\n{one}"
+    assert sum(len(checks) for checks in ended[0].answer.values()) == 58
 
 
 # Of the original's tests, those that mean nothing here, and why.

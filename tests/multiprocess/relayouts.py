@@ -1,0 +1,84 @@
+"""relayout, pack, unpack and fetch_layout where no process holds all devices.
+
+Each process answers with check → whether it is so.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import flax_layoutmap as flm
+from multiprocess import launch
+
+process = launch.join()
+MESH = flm.DeviceMesh("x=4,y=2")
+HOST = np.arange(64, dtype=np.float32).reshape(8, 8)
+SPECS: list[Any] = [(None, None), ("x", None), (None, "y"), ("x", "y"), ("y", "x")]
+
+
+def lay(axes: Any) -> flm.TensorLayout:
+    return flm.TensorLayout(axes, MESH)
+
+
+def holds(array: Any, axes: Any, host: np.ndarray = HOST) -> bool:
+    """Whether an array has a layout, and each shard here the right part of `host`."""
+    where = lay(axes).sharding(array.ndim).addressable_devices_indices_map(host.shape)
+    shards = {
+        shard.device: np.asarray(shard.data) for shard in array.addressable_shards
+    }
+    return set(shards) == set(where) and all(
+        np.array_equal(shards[device], host[index]) for device, index in where.items()
+    )
+
+
+def moved() -> dict[str, bool]:
+    checks = {}
+    for old in SPECS:
+        x = flm.relayout(HOST, lay(old))
+        for new in SPECS:
+            checks[f"{old} to {new}"] = holds(flm.relayout(x, lay(new)), new)
+    return checks
+
+
+def followed() -> dict[str, bool]:
+    checks = {}
+    for old, new in zip(SPECS, SPECS[1:], strict=False):
+        x, like = (flm.relayout(HOST, lay(axes)) for axes in (old, new))
+        checks[f"{old} like {new}"] = holds(flm.relayout_like(x, like), new)
+        traced = jax.jit(flm.relayout_like)(x, like)
+        checks[f"{old} like {new}, jit"] = holds(traced, new)
+
+        def loss(x: Any, new: Any = new) -> Any:
+            return jnp.sum(flm.relayout(x, lay(new)) ** 2)
+
+        for name, way in {"eagerly": lambda f: f, "jit": jax.jit}.items():
+            gradient = way(jax.grad(loss))(x)
+            checks[f"{old} to {new}, gradient, {name}"] = holds(gradient, old, 2 * HOST)
+    return checks
+
+
+def parts() -> dict[str, bool]:
+    checks = {}
+    for axes in SPECS:
+        x = flm.relayout(HOST, lay(axes))
+        local = flm.unpack(x)
+        here = [d for d in MESH.devices.flat if d.process_index == process]
+        checks[f"{axes}: one part a device"] = [p.devices() for p in local] == [
+            {device} for device in here
+        ]
+        again = flm.pack([np.asarray(part) for part in local], lay(axes))
+        checks[f"{axes}: packed"] = holds(again, axes)
+        checks[f"{axes}: fetched"] = flm.fetch_layout(again) == lay(axes)
+    made = flm.call_with_layout(jnp.full, lay(("x", None)), (8, 8), 3.0)
+    checks["call_with_layout"] = holds(made, ("x", None), np.full((8, 8), 3, "float32"))
+    try:
+        flm.pack([1.0] * 8, lay(()))
+    except flm.LayoutError as error:
+        checks["too many parts"] = "in this process, 4, got 8" in str(error)
+    return checks
+
+
+if __name__ == "__main__":
+    launch.answer({f.__name__: f() for f in (moved, followed, parts)})
