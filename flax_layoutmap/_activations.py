@@ -104,13 +104,16 @@ def activating(
             JAX's code.
     """
     outputs = () if rules is None else _keras_rules(rules, parameters)
-    if rules is None or not (rules.activations or outputs):
-        yield
-        return
-    active = _Active(rules, outputs)
+    active = None
+    if rules is not None and (rules.activations or outputs):
+        active = _Active(rules, outputs)
+    # None too: what `jit` keeps must not depend on a scope around the call.
     token = _ACTIVE.set(active)
     try:
         with contextlib.ExitStack() as stack:
+            if active is None:
+                yield
+                return
             stack.enter_context(active.marked(roots))
             for cls in _classes(nnx.Module):
                 if "__call__" in vars(cls):
@@ -154,18 +157,26 @@ class _Active:
     @contextlib.contextmanager
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
         """Inside, the modules below some objects know their paths."""
+        before: list[tuple[Any, Any]] = []
         for prefix, root in roots:
-            for path, node in named_objects_of(root):
-                if isinstance(node, nnx.Module) and _MARK not in vars(node):
+            for path, node in _modules_of(root):
+                mark = vars(node).get(_MARK)
+                if mark is None or mark.rules != self._rules:
+                    before.append((node, mark))
                     own = _joined(prefix, *map(escape, path))
                     vars(node)[_MARK] = _Mark(own, self._rules)
         try:
             yield
         finally:
-            for _, root in roots:
-                for _, node in named_objects_of(root):
-                    if isinstance(node, nnx.Module):
-                        vars(node).pop(_MARK, None)
+            # Copies that were made in between have the mark too.
+            nodes = [node for _, root in roots for _, node in _modules_of(root)]
+            for node in (*nodes, *(node for node, _ in before)):
+                mark = vars(node).get(_MARK)
+                if mark is not None and mark.rules == self._rules:
+                    del vars(node)[_MARK]
+            for node, mark in before:
+                if mark is not None:
+                    vars(node)[_MARK] = mark
 
     def call(self, plain: Callable[..., Any], module: Any, args: Any, kw: Any) -> Any:
         """Calls a module, and lays its output out."""
@@ -303,6 +314,14 @@ def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if active is None or context.method_name != "__call__":
         return output
     return active.laid_out("/".join(map(escape, context.module.path)), output)
+
+
+def _modules_of(root: Any) -> list[tuple[Any, Any]]:
+    return [
+        (path, node)
+        for path, node in named_objects_of(root)
+        if isinstance(node, nnx.Module)
+    ]
 
 
 def _definer(cls: type) -> type | None:

@@ -35,7 +35,7 @@ from flax_layoutmap._processes import Agreement
 from flax_layoutmap._resolve import resolve, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
-from flax_layoutmap._trace import Traced, trace
+from flax_layoutmap._trace import Traced, is_tracing_constructor, trace
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
 
@@ -171,15 +171,19 @@ class _Scope:
         """Makes an object of a class in the block."""
         if self._busy:
             return make(*args, **kw)
-        if _is_tracing() or _has_tracers((args, kw)):
+        if is_tracing_constructor():
+            return make(*args, **kw)  # for flm.create
+        leaves = _leaves((args, kw))
+        if _is_tracing() or any(isinstance(leaf, Tracer) for leaf in leaves):
             if issubclass(cls, nnx.Module):
                 self._hidden[cls.__name__] = None
             return make(*args, **kw)
-        nodes = _nodes_in((args, kw))
         if not issubclass(cls, nnx.Module):
-            _refuse_values(cls, nodes)
+            _refuse_values(cls, leaves)
             return make(*args, **kw)
-        if all(isinstance(node, nnx.Rngs | nnx.RngStream) for node in nodes):
+        nodes = _nodes_in((args, kw))
+        only_rngs = all(isinstance(node, nnx.Rngs | nnx.RngStream) for node in nodes)
+        if only_rngs and not any(isinstance(leaf, AfterTheScope) for leaf in leaves):
             module = self._traced(make, cls, args, kw, nodes)
         else:
             # Its parts keep their identity; what it makes itself is made at once.
@@ -290,9 +294,11 @@ def _is_tracing() -> bool:
     return isinstance(jax.lax.full((), 0), Tracer)
 
 
-def _has_tracers(tree: Any) -> bool:
-    # An nnx.Rngs under vmap holds them.
-    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree))
+def _leaves(tree: Any) -> list[Any]:
+    """The leaves of arguments: arrays, also those in NNX objects, and all else."""
+    outer = jax.tree.leaves(tree, is_leaf=_is_object)
+    own = [v.get_raw_value() for node in _nodes_in(tree) for v in variables_of(node)]
+    return [leaf for leaf in outer if not _is_object(leaf)] + jax.tree.leaves(own)
 
 
 def _is_object(node: Any) -> bool:
@@ -314,11 +320,8 @@ def _eagerly(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return module
 
 
-def _refuse_values(cls: type, nodes: Sequence[Any]) -> None:
+def _refuse_values(cls: type, leaves: Sequence[Any]) -> None:
     """Raises where an optimizer would be made of values that are not there yet."""
-    leaves = jax.tree.leaves(
-        [v.get_raw_value() for n in nodes for v in variables_of(n)]
-    )
     if any(isinstance(leaf, AfterTheScope) for leaf in leaves):
         raise StructureError(
             f"{cls.__name__} needs the values of a model that is made when the "

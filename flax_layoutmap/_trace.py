@@ -5,8 +5,10 @@ a constructor that was written for one device, or annotated for another mesh, gi
 the same program. Nothing is allocated.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +28,24 @@ from flax_layoutmap._flax_internals import (
     variables_of,
     without_eager_sharding,
 )
+
+_TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "flax_layoutmap_tracing", default=False
+)
+
+
+def is_tracing_constructor() -> bool:
+    """Whether `trace` runs a constructor right now."""
+    return _TRACING.get()
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    token = _TRACING.set(True)
+    try:
+        yield
+    finally:
+        _TRACING.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +160,7 @@ def trace(
         seen["leaves"] = leaves
         return [*(leaf for leaf in leaves if _is_value(leaf)), *after]
 
-    with no_mesh(), without_eager_sharding():
+    with no_mesh(), without_eager_sharding(), _tracing():
         try:
             closed, shapes = jax.make_jaxpr(program, return_shape=True)(
                 *[_shape_of(value) for value in given.values]

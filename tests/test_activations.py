@@ -417,6 +417,28 @@ def test_a_rule_that_is_changed_counts(
     assert_lies(scoped(placed, X), (("model",), (), ()))
 
 
+def test_scopes_in_scopes(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -> None:
+    """The inner rules count inside; what jit keeps does not depend on a scope."""
+    layout_map.activations["layers/0"] = ("data", None, "model")
+    other = quiet(flm.LayoutMap(mesh))
+    other.activations["layers/0"] = ("model", None, None)
+    model = quiet(layout_map).place(
+        nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    )
+    inner, plain = (
+        nnx.jit(forward),
+        flm.jit(forward, layout_map=quiet(flm.LayoutMap(mesh))),
+    )
+    with flm.activation_scope(layout_map, model):
+        assert_lies(inner(model, X), HIDDEN)
+        with flm.activation_scope(other, model):
+            assert_lies(inner(model, X), (("model",), (), ()))
+        assert_lies(inner(model, X), HIDDEN)
+        with pytest.raises(AssertionError):
+            assert_lies(plain(model, X), HIDDEN)
+    assert "_flax_layoutmap_path" not in str(nnx.graphdef(model))
+
+
 def test_models_are_not_kept(layout_map: flm.LayoutMap) -> None:
     layout_map.activations["layers/0"] = ("data", None, "model")
     model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))

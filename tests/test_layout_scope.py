@@ -512,6 +512,39 @@ def test_stacked_layers(mesh: flm.DeviceMesh) -> None:
     assert len(lost.kernel[...].sharding.device_set) == 1
 
 
+def test_create_in_the_block(mesh: flm.DeviceMesh) -> None:
+    """It makes what it makes at once; nobody has lost anything."""
+    layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        with flm.layout_map_scope(layout_map):
+            model = flm.create(lambda: Subclass(nnx.Rngs(0)), layout_map)
+            assert_lies(model.d1.kernel[...], ((), ("model",)))
+
+
+def test_a_value_of_the_block_as_an_argument(mesh: flm.DeviceMesh) -> None:
+    class Copy(nnx.Module):
+        def __init__(self, value: Any) -> None:
+            self.value = nnx.Param(value)
+
+    layout_map = rules(mesh, **{"^value": (None, "model"), "d1": None})
+    with flm.layout_map_scope(layout_map):
+        model = Subclass(nnx.Rngs(0))
+        other = Copy(model.d1.kernel.get_raw_value())
+    np.testing.assert_array_equal(other.value[...], model.d1.kernel[...])
+    assert_lies(other.value[...], ((), ("model",)))
+    assert_lies(model.d1.kernel[...], ((), ()))
+
+
+def test_tied_parts_as_arguments(mesh: flm.DeviceMesh) -> None:
+    with flm.layout_map_scope(rules(mesh, **{"first/again/kernel": (None, "model")})):
+        part = Subclass(nnx.Rngs(0))
+        part.again = part.d1
+        model = Pair(part, part)
+    assert model.first is model.second and part.again is part.d1
+    assert_lies(part.d1.kernel[...], ((), ("model",)))
+
+
 def test_values_are_not_there_in_the_block(mesh: flm.DeviceMesh) -> None:
     before = hooks()
     with pytest.raises(flm.StructureError, match="make it after the block"):

@@ -171,6 +171,25 @@ def created() -> dict[str, bool]:
     return checks
 
 
+def scoped() -> dict[str, bool]:
+    """A model made in a `layout_map_scope`, whose layers have activation rules."""
+    layout_map = rules(MESH)
+    layout_map.activations["layers/0"] = ("data", "model")
+    with flm.layout_map_scope(layout_map):
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), Noisy(rngs))
+    plain = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    kernel: Any = model.layers[0].kernel  # pyright: ignore
+    layout = flm.TensorLayout(("data", "model"), MESH)
+    step = flm.jit(lambda model, x: model.layers[0](x), layout_map=layout_map)
+    output = step(model, flm.distribute_tensor(HOST, flm.TensorLayout((), MESH)))
+    return {
+        "kernel": holds(kernel[...], np.asarray(plain.kernel[...]), layout),
+        "layout": flm.fetch_layout(kernel) == layout,
+        "output": output.sharding == layout.sharding(),
+    }
+
+
 def alone() -> dict[str, bool]:
     """What one process may do while the others do something else."""
     process = jax.process_index()
@@ -204,7 +223,6 @@ def refused() -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    groups = {
-        f.__name__: f() for f in (distributed, keys, placed, created, alone, refused)
-    }
+    checks = (distributed, keys, placed, created, scoped, alone, refused)
+    groups = {f.__name__: f() for f in checks}
     launch.answer(groups)
