@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -440,6 +441,15 @@ def test_like_what_lies_on_no_mesh_replicates() -> None:
         assert_lies(traced(put(PLACES[5])), PLACES[0], MESH, X)
 
 
+def test_like_of_another_dtype_under_jit() -> None:
+    """DTensor's relayout_like with a different dtype in a graph."""
+    like = put(PLACES[4], value=X.astype(np.int8))
+    assert_lies(jax.jit(flm.relayout_like)(put(PLACES[1]), like), PLACES[4], MESH, X)
+    numbers = put(PLACES[1], value=X.astype(np.int32))
+    moved = jax.jit(flm.relayout_like)(numbers, put(PLACES[4]))
+    assert_lies(moved, PLACES[4], MESH, X.astype(np.int32))
+
+
 def test_like_variables_and_boxes() -> None:
     from flax import linen, nnx
 
@@ -546,6 +556,17 @@ def test_inside_flm_jit() -> None:
     assert_lies(columns, PLACES[4], MESH, kernel)
     assert_lies(followed, PLACES[4], MESH, kernel)
     assert_lies(gradient(model)["kernel"][...], PLACES[4], MESH, 2 * kernel)
+
+
+def test_without_a_gradient_nothing_is_added_to_the_program() -> None:
+    def operations(function: Callable[[Any], Any]) -> list[str]:
+        text = jax.jit(function).lower(put(PLACES[1])).compile().as_text()
+        return re.findall(r" = \S+ ([\w-]+)\(", text or "")
+
+    sharding = lay(PLACES[4]).sharding(2)
+    plain = operations(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))
+    assert operations(lambda x: flm.relayout(x * 2, lay(PLACES[4]))) == plain
+    assert "all-gather" in plain or "all-to-all" in plain
 
 
 def test_variables_stay_variables() -> None:
