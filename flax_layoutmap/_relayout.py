@@ -49,7 +49,8 @@ def relayout(
       one for `x`, not always the same for the gradient. It has a price: `x` is kept
       until the backward pass, and there every device gathers the whole cotangent.
     - a layout: that of `x`, which is fixed too. Exact; `x` is not kept, and the
-      cotangent goes there directly. Take this one for large activations.
+      cotangent goes there directly. Take this one for large activations. (The carry
+      of a `scan` has a layout of its own, whatever is said inside.)
     - `"output"`: what JAX does by itself. On Auto axes only.
 
     Args:
@@ -222,7 +223,7 @@ def _relayout(
         # Two constraints, since the cotangent passes them in the other order.
         x, gradient = distribute(x, known, what=what), "output"
     inside_manual = bool(manual_axes(jax.sharding.get_abstract_mesh()))
-    own = gradient == "output" or inside_manual
+    own = gradient == "output" or inside_manual or array is not None
     pin: Any = jax.lax.with_sharding_constraint if own else constrained
     if layout.has_match and known is None:
         return _keeping(x, layout, pin, what)

@@ -283,7 +283,8 @@ def test_gradients_come_back_to_one_device() -> None:
     np.testing.assert_array_equal(gradient, 2 * X)
     # What is on no certain device has no layout to come back to.
     for plain in (X, jnp.asarray(X)):
-        np.testing.assert_array_equal(jax.grad(squares(PLACES[5], MESH))(plain), 2 * X)
+        gradient = jax.grad(squares(PLACES[5], MESH))(plain)
+        assert_lies(gradient, PLACES[5], MESH, 2 * X)
 
 
 @pytest.mark.parametrize("gradient", ["input", "output", lay(PLACES[1])], ids=str)
