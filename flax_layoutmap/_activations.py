@@ -32,6 +32,7 @@ from flax_layoutmap._rules import (
     is_for_outputs,
     reaching_the_end,
 )
+from flax_layoutmap._scope import using_rules
 
 _MARK = "_flax_layoutmap_path"
 
@@ -39,7 +40,8 @@ _MARK = "_flax_layoutmap_path"
 def activation_scope(layout_map: Any, *models: Any) -> Block:
     """Applies `layout_map.activations` to the layers that are called in the block.
 
-    `flm.jit(layout_map=…)` does so by itself. With `jax.jit`, `nnx.jit` or without
+    `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]` there.
+    `flm.jit(layout_map=…)` does both by itself. With `jax.jit`, `nnx.jit` or without
     either, call the model in this block, inside of the traced function.
 
     Args:
@@ -83,7 +85,13 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
             )
     parameters = [path for model in models for path in flatten(model).paths]
     roots = [("", model) for model in models]
-    return Block(activating(rules, roots, parameters))
+    return Block(_opened(rules, roots, parameters))
+
+
+@contextlib.contextmanager
+def _opened(rules: RuleSet, *arguments: Any) -> Iterator[None]:
+    with using_rules(rules), activating(rules, *arguments):
+        yield
 
 
 @contextlib.contextmanager
@@ -103,10 +111,12 @@ def activating(
         tell: is told of rules that never fired; in a trace, a warning would point at
             JAX's code.
     """
-    outputs = () if rules is None else _keras_rules(rules, parameters)
     active = None
-    if rules is not None and (rules.activations or outputs):
-        active = _Active(rules, outputs)
+    if rules is not None and (
+        rules.activations or any(map(is_for_outputs, rules.rules))
+    ):
+        active = _Active(rules)
+        active.learn(parameters)
     # None too: what `jit` keeps must not depend on a scope around the call.
     token = _ACTIVE.set(active)
     try:
@@ -126,16 +136,6 @@ def activating(
     active.tell(tell)
 
 
-def _keras_rules(rules: RuleSet, parameters: Iterable[str]) -> tuple[Rule, ...]:
-    """Rules of the map itself that are for outputs: `…/output`, and no parameter's."""
-    found = [rule for rule in rules.rules if is_for_outputs(rule)]
-    if not found:
-        return ()
-    matcher = Matcher(found, rules.match)
-    used = {at for path in parameters for at in matcher.matching(path)}
-    return tuple(rule for at, rule in enumerate(found) if at not in used)
-
-
 @dataclasses.dataclass(frozen=True)
 class _Mark:
     """What a module carries: its path; the rules, so that caches tell maps apart."""
@@ -147,12 +147,23 @@ class _Mark:
 class _Active:
     """The rules in force, and which of them have been used."""
 
-    def __init__(self, rules: RuleSet, outputs: tuple[Rule, ...]) -> None:
-        self._rules, self._outputs = rules, outputs
+    def __init__(self, rules: RuleSet) -> None:
+        self._rules = rules
+        # Keras's spelling, until it is known that a parameter has such a path.
+        self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
         self._found: dict[str, Rule | None] = {}
         self._fired: set[int] = set()
         self._called: dict[str, None] = {}
         self._depth = 0
+
+    def learn(self, parameters: Iterable[str]) -> None:
+        """Drops rules `…/output` of the map that are for these parameters."""
+        if self._outputs:
+            matcher = Matcher(self._outputs, self._rules.match)
+            used = {at for path in parameters for at in matcher.matching(path)}
+            kept = [rule for at, rule in enumerate(self._outputs) if at not in used]
+            self._outputs = kept
+            self._found.clear()
 
     @contextlib.contextmanager
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
@@ -183,6 +194,8 @@ class _Active:
         mark = vars(module).get(_MARK)
         if mark is None and not self._depth:
             # A model that was put together here, by nnx.merge: it is a root.
+            if self._outputs:
+                self.learn(flatten(module).paths)
             with self.marked([("", module)]):
                 return self.call(plain, module, args, kw)
         self._depth += 1
@@ -309,8 +322,10 @@ def _scoped_call(owner: type, plain: Any) -> Any:
 
 def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """The same for Linen."""
-    output = plain(*args, **kwargs)
     active = _ACTIVE.get()
+    if active is not None and not context.module.path:
+        active.learn(flatten(context.module.variables).paths)
+    output = plain(*args, **kwargs)
     if active is None or context.method_name != "__call__":
         return output
     return active.laid_out("/".join(map(escape, context.module.path)), output)

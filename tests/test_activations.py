@@ -235,7 +235,7 @@ def called(patterns: Any, paths: Any, **options: Any) -> dict[str, Any]:
     """Path → the axes that a rule gives its output."""
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), **options)
     layout_map.activations.update(patterns)
-    active = _activations._Active(layout_map.freeze(), ())
+    active = _activations._Active(layout_map.freeze())
     rules = {path: active._rule(path) for path in paths}
     return {path: rule and rule.layout.axes for path, rule in rules.items()}
 
@@ -313,6 +313,45 @@ def test_a_rule_for_parameters_never_hits_outputs(mesh: flm.DeviceMesh) -> None:
     layout_map.activations["output"] = ("data", None, "model")
     y = flm.jit(lambda m, x: m.output(x), layout_map=layout_map)(Named(), X)
     assert_lies(y, HIDDEN)
+
+
+class LinenNamed(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(16, name="output")(x)
+
+
+class LinenOuter(linen.Module):
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return LinenNamed(name="mlp")(x)
+
+
+class Outer(nnx.Module):
+    def __init__(self) -> None:
+        self.mlp = Named()
+
+    def __call__(self, x: Any) -> Any:
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize("kind", ["NNX", "Linen"])
+def test_a_rule_for_parameters_in_a_scope(kind: str, mesh: flm.DeviceMesh) -> None:
+    """`mlp/output` is for `mlp/output/kernel`, where there is one, and not for `mlp`."""
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["mlp/output"] = (None, "model")  # no output has this rank
+    model = LinenOuter()
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    with flm.activation_scope(layout_map):
+        y: Any = Outer()(X) if kind == "NNX" else model.apply(variables, X)
+    assert y.shape == X.shape
+
+
+def test_names_in_a_scope(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map.names["hidden"] = ("data", None, "model")
+    with flm.activation_scope(layout_map):
+        assert_lies(flm.distribute_tensor(X, "hidden"), HIDDEN)
 
 
 def test_rules_that_never_fire(mesh: flm.DeviceMesh) -> None:
