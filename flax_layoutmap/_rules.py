@@ -268,6 +268,9 @@ def check_options(**options: Any) -> None:
             )
 
 
+_FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
+
+
 class Matcher:
     """Which rules match which paths: the only place where patterns are tried.
 
@@ -343,8 +346,11 @@ class Matcher:
 
 
 def is_for_outputs(rule: Rule) -> bool:
-    """Whether a rule has Keras's spelling for the output of a layer, `…/output`."""
-    return rule.pattern.endswith(("/output", "/output$"))
+    """Whether a rule has Keras's spelling for the output of a layer, `…/output`.
+
+    Keras's rules often write `.` for `/`, and `.*output` is for every layer.
+    """
+    return _FOR_OUTPUTS.search(rule.pattern) is not None
 
 
 def reaching_the_end(rules: Sequence[Rule], match: Match, path: str) -> tuple[int, ...]:

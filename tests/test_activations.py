@@ -337,7 +337,7 @@ class Outer(nnx.Module):
 
 @pytest.mark.parametrize("kind", ["NNX", "Linen"])
 def test_a_rule_for_parameters_in_a_scope(kind: str, mesh: flm.DeviceMesh) -> None:
-    """`mlp/output` is for `mlp/output/kernel`, where there is one, and not for `mlp`."""
+    """`mlp/output` is for `mlp/output/kernel`, where there is one, not for `mlp`."""
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["mlp/output"] = (None, "model")  # no output has this rank
     model = LinenOuter()
