@@ -13,11 +13,11 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import jax
-from flax import linen, nnx
+from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._block import Block
-from flax_layoutmap._create import birth_of, create
+from flax_layoutmap._create import birth_of
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
@@ -30,6 +30,7 @@ from flax_layoutmap._flax_internals import (
     variables_of,
     without_eager_sharding,
 )
+from flax_layoutmap._linen_scope import sharded_inits
 from flax_layoutmap._place import need_devices, put, settle_metadata, with_leaves
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._resolve import resolve, rule_set_of
@@ -46,8 +47,6 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-_LINEN_INITS = ("init", "init_with_output", "lazy_init")
-_OUTPUT = "output of init_with_output"
 
 
 def layout_map_scope(layout_map: Any) -> Block:
@@ -108,13 +107,18 @@ def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
     scope = _Scope(rules)
     token = _SCOPE.set(scope)
     try:
-        with _sharded_constructors(), _sharded_inits(), using_rules(rules):
+        with _sharded_constructors(), sharded_inits(_rules_here), using_rules(rules):
             yield layout_map
     finally:
         _SCOPE.reset(token)
     made = scope.finish()
     if outer is not None:
         outer.settled += made
+
+
+def _rules_here() -> RuleSet | None:
+    scope = _SCOPE.get()
+    return None if scope is None else scope.rules
 
 
 class AfterTheScope(jax.ShapeDtypeStruct):
@@ -352,60 +356,3 @@ def _roots(modules: Sequence[Any]) -> list[Any]:
 
 def _numbered(parts: Mapping[str, str], number: int) -> dict[str, str]:
     return {f"model {number}: {name}": part for name, part in parts.items()}
-
-
-# ---------------------------------------------------------------------------- Linen
-
-
-@contextlib.contextmanager
-def _sharded_inits() -> Iterator[None]:
-    """Inside, Linen modules are made with sharded `init`s, and those of others are."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(linen.Module, "__post_init__", _binding))
-        for name in _LINEN_INITS:
-            wrap = functools.partial(_scoped_init, name)
-            stack.enter_context(patched(linen.Module, name, wrap))
-        yield
-
-
-def _binding(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`__post_init__`, after which the `init` of the module itself is sharded."""
-
-    @functools.wraps(plain)
-    def post_init(self: Any) -> None:
-        plain(self)
-        scope = _SCOPE.get()
-        if scope is not None and not _is_tracing():
-            for name in _LINEN_INITS:
-                own = functools.partial(_init, self, name, scope.rules)
-                object.__setattr__(self, name, own)
-
-    return post_init
-
-
-def _scoped_init(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """An `init` of a class, sharded in the block, for modules made before it."""
-
-    @functools.wraps(plain)
-    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _SCOPE.get()
-        if scope is None or _is_tracing():
-            return plain(self, *args, **kwargs)
-        return _init(self, name, scope.rules, *args, **kwargs)
-
-    return init
-
-
-def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) -> Any:
-    plain = getattr(type(self), name)
-    if _is_tracing():
-        return plain(self, *args, **kwargs)
-    if name != "init_with_output":
-        return create(functools.partial(plain, self), rules, *args, **kwargs)
-
-    def both(*args: Any, **kwargs: Any) -> Any:
-        output, variables = plain(self, *args, **kwargs)
-        return {**variables, _OUTPUT: output}  # so that paths are those of `init`
-
-    variables = create(both, rules, *args, **kwargs)
-    return variables.pop(_OUTPUT), variables

@@ -1,0 +1,87 @@
+"""The part of `layout_map_scope` for Linen, whose modules hold no variables.
+
+`init` of a module that is made in the block makes them sharded, there and later.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import linen
+from jax.core import Tracer
+
+from flax_layoutmap._create import create
+from flax_layoutmap._flax_internals import patched
+from flax_layoutmap._rules import RuleSet
+
+_INITS = ("init", "init_with_output", "lazy_init")
+_OUTPUT = "output of init_with_output"
+
+
+@contextlib.contextmanager
+def sharded_inits(rules_here: Callable[[], RuleSet | None]) -> Iterator[None]:
+    """Inside, Linen modules are made with sharded `init`s, and those of others are.
+
+    Args:
+        rules_here: gives the rules where the caller is; None if it is in no scope.
+    """
+    binding = functools.partial(_binding, rules_here)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(linen.Module, "__post_init__", binding))
+        for name in _INITS:
+            wrap = functools.partial(_scoped_init, rules_here, name)
+            stack.enter_context(patched(linen.Module, name, wrap))
+        yield
+
+
+def _binding(
+    rules_here: Callable[[], RuleSet | None], plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`__post_init__`, after which the `init` of the module itself is sharded."""
+
+    @functools.wraps(plain)
+    def post_init(self: Any) -> None:
+        plain(self)
+        rules = rules_here()
+        if rules is not None and not _is_tracing():
+            for name in _INITS:
+                own = functools.partial(_init, self, name, rules)
+                object.__setattr__(self, name, own)
+
+    return post_init
+
+
+def _scoped_init(
+    rules_here: Callable[[], RuleSet | None], name: str, plain: Callable[..., Any]
+) -> Callable[..., Any]:
+    """An `init` of a class, sharded in the block, for modules made before it."""
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rules = rules_here()
+        if rules is None or _is_tracing():
+            return plain(self, *args, **kwargs)
+        return _init(self, name, rules, *args, **kwargs)
+
+    return init
+
+
+def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) -> Any:
+    plain = getattr(type(self), name)
+    if _is_tracing():
+        return plain(self, *args, **kwargs)
+    if name != "init_with_output":
+        return create(functools.partial(plain, self), rules, *args, **kwargs)
+
+    def both(*args: Any, **kwargs: Any) -> Any:
+        output, variables = plain(self, *args, **kwargs)
+        return {**variables, _OUTPUT: output}  # so that paths are those of `init`
+
+    variables = create(both, rules, *args, **kwargs)
+    return variables.pop(_OUTPUT), variables
+
+
+def _is_tracing() -> bool:
+    return isinstance(jax.lax.full((), 0), Tracer)
