@@ -100,6 +100,24 @@ def test_dtensor_tour() -> None:
     assert "cpu:0 and cpu:1 hold the same part" in done.stdout
 
 
+def test_port_from_keras_trains_by_rules_of_keras() -> None:
+    done = run_example("port_from_keras.py", "--steps=12")
+    assert done.returncode == 0, done.stderr
+    assert "LayoutWarning" not in done.stderr
+    assert re.search(
+        r"^decoder_block/0/ffw_norm/scale +gpt/decoder_block_0/ffw_norm/gamma$",
+        done.stdout,
+        flags=re.MULTILINE,
+    )
+    assert "mesh data=2,model=4" in done.stdout
+    assert "ffw_gating/output -> ('data', None, 'model')" in done.stdout
+    found = re.findall(r"^step +(\d+) +loss (\d\.\d+) ", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in found] == [*range(12)]
+    losses = [float(loss) for _, loss in found]
+    assert losses[0] > 5 and losses[-1] < losses[0] - 0.5
+    assert "The loss fell." in done.stdout
+
+
 def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
     done = run_example("train_lm.py", *TINY, "--heads=2", "--mesh=data=2,model=4")
     assert done.returncode != 0
