@@ -280,7 +280,8 @@ class LayoutMap(_Section):
         Applied inside of `flm.jit(layout_map=…)` and `flm.activation_scope`. A pattern
         must match up to the end of the path, so that a rule for `mlp` is none for
         `mlp/up`. Of a layer with several outputs `mlp/0`, or `mlp/name` for a dict,
-        names one. Keras's spelling is a key of the map itself that ends in `/output`.
+        names one. Keras's spelling is a key of the map itself that ends in `/output`
+        (or `.output`, or `.*output`).
         """
         return self._sections["activations"]
 
