@@ -1,7 +1,7 @@
 """create and create_optimizer: sharded from birth.
 
-The constructor is traced once, abstractly; then one compiled program computes every
-leaf in its shards. No device holds a full copy of a parameter that a rule shards.
+The constructor is traced once, abstractly; then every leaf is computed in its shards.
+No device holds a full copy of a parameter that a rule shards.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_layoutmap._birth import SKIP, compute
 from flax_layoutmap._decide import OwnerLayout
 from flax_layoutmap._errors import MeshError, StructureError, bullet_list
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
     is_nnx_object,
     nnx_state,
-    no_mesh,
     variables_of,
 )
 from flax_layoutmap._layout import dim_axes
@@ -28,7 +28,6 @@ from flax_layoutmap._mesh import DeviceMesh, retyped
 from flax_layoutmap._place import need_devices, put, settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape
-from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, resolve_state, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._trace import Traced, trace
@@ -79,7 +78,7 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
         resolution = resolve(traced.abstract, rules)
         resolution.announce()
         agreement.add(resolution.fingerprints)
-    made, inputs = give_birth(traced, resolution)
+    made, inputs = give_birth(traced, traced.values_of(resolution.sharding_list()))
     result = traced.rebuild(traced.leaves_of(made))
     traced.update_inputs(inputs)
     return settle_metadata(result, resolution)
@@ -149,7 +148,7 @@ def create_optimizer(
         resolution = resolve_state(traced.abstract, rules, owners, tx, params)
         resolution.announce()
         agreement.add(resolution.fingerprints)
-    made, _ = give_birth(traced, resolution)
+    made, _ = give_birth(traced, traced.values_of(resolution.sharding_list()))
     return traced.rebuild(traced.leaves_of(made))
 
 
@@ -177,56 +176,32 @@ def _name_of(wrt: Any) -> str:
     return wrt.__name__ if isinstance(wrt, type) else repr(wrt)
 
 
-def give_birth(traced: Traced, resolution: Resolution) -> tuple[list[Any], list[Any]]:
-    """Runs a traced constructor with every leaf in its shards.
+def give_birth(
+    traced: Traced, shardings: Sequence[NamedSharding | None]
+) -> tuple[list[Any], list[Any]]:
+    """Computes the leaves of a traced constructor, in their shards.
 
-    Returns:
-        The arrays of the result, and the new state of the NNX arguments.
-    """
-    shardings = traced.values_of(resolution.sharding_list())
-    program, consts = birth_program(traced, shardings)
-    with no_mesh():
-        return program(consts)
-
-
-def birth_of(traced: Traced, shardings: Sequence[NamedSharding | None]) -> list[Any]:
-    """Computes some leaves of a traced constructor, in their shards.
+    The inputs of the programs are on Auto axes: on Explicit axes JAX would ask how a
+    product of them lies, which a constructor does not say. The results have the user's
+    own axis types.
 
     Args:
         traced: the trace.
         shardings: one for each computed leaf; None for what is not wanted.
 
     Returns:
-        The arrays that are wanted.
+        The arrays of the leaves that are wanted, and the new state of NNX arguments.
     """
-    wanted = [at for at, sharding in enumerate(shardings) if sharding is not None]
-    own = [sharding for sharding in shardings if sharding is not None]
-    if not own:
-        return []
-
-    def program(consts: list[Any]) -> list[Any]:
-        made, _ = traced.run(consts)
-        return [made[at] for at in wanted]
-
-    mesh: Any = own[0].mesh
-    consts = [_on_auto_axes(value, mesh) for value in traced.consts]
-    with no_mesh():
-        return jax.jit(program, out_shardings=own)(consts)
-
-
-def birth_program(
-    traced: Traced, shardings: Sequence[NamedSharding]
-) -> tuple[Any, list[Any]]:
-    """The jitted program that makes the leaves, and its arguments.
-
-    Its inputs are on Auto axes: on Explicit axes JAX would ask how a product of them
-    lies, which a constructor does not say. The results have the user's own axis types.
-    """
-    meshes = [s.mesh for s in shardings if isinstance(s.mesh, Mesh)]
-    consts = traced.consts
+    meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
+    consts, inputs = list(traced.closed.consts), list(traced.inputs)
     if meshes:
         consts = [_on_auto_axes(value, meshes[0]) for value in consts]
-    return jax.jit(traced.run, out_shardings=(list(shardings), None)), consts
+        inputs = [_on_auto_axes(value, meshes[0]) for value in inputs]
+    wanted = [SKIP if sharding is None else sharding for sharding in shardings]
+    wanted += [None] * traced.updates
+    values = compute(traced.closed, consts, inputs, wanted)
+    count = len(values) - traced.updates
+    return values[:count], values[count:]
 
 
 def _on_auto_axes(value: Any, mesh: Mesh) -> Any:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._block import Block
-from flax_layoutmap._create import birth_of
+from flax_layoutmap._create import give_birth
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
@@ -150,7 +150,7 @@ class _Birth:
     def make(self, shardings: dict[int, Any]) -> dict[int, Any]:
         """Id of a leaf → its value, for those that have a sharding."""
         wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
-        values = birth_of(self.traced, wanted)
+        values, _ = give_birth(self.traced, wanted)
         leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
         return {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
 
@@ -218,9 +218,8 @@ class _Scope:
         birth = _Birth(traced)
         together = traced.rebuild(traced.leaves_of(birth.leaves))
         if nodes:
-            with no_mesh():
-                # Counters go on, as if the constructor had run.
-                inputs = jax.jit(lambda consts: traced.run(consts)[1])(traced.consts)
+            # Counters go on, as if the constructor had run.
+            _, inputs = give_birth(traced, [None] * traced.made)
             traced.update_inputs(inputs)
             _replace(together.made, together.inputs, nodes)
         self._births.append(birth)

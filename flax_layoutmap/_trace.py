@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._errors import StructureError
@@ -24,6 +24,7 @@ from flax_layoutmap._flax_internals import (
     nnx_split,
     nnx_state,
     no_mesh,
+    patched,
     restore_eager_flag,
     variables_of,
     without_eager_sharding,
@@ -48,6 +49,25 @@ def _tracing() -> Iterator[None]:
         _TRACING.reset(token)
 
 
+@contextlib.contextmanager
+def _quickly() -> Iterator[None]:
+    """Inside, a tracer says at once that it has no sharding.
+
+    Flax asks it for every key that an `nnx.Rngs` gives. JAX (0.10.2) then looks through
+    the whole program for the words of its AttributeError, which nobody reads: the time
+    of a trace would grow with the square of its length.
+    """
+    if "sharding" not in vars(Tracer):
+        yield
+        return
+    with patched(Tracer, "sharding", lambda _: property(_no_sharding)):
+        yield
+
+
+def _no_sharding(tracer: Tracer) -> Any:
+    raise AttributeError(f"a traced value has no sharding: {tracer.aval}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """One trace of a constructor.
@@ -56,11 +76,13 @@ class Traced:
         abstract: the result with `nnx.State` for each NNX object and
             `jax.ShapeDtypeStruct` for each array; leaves that are no arrays (a
             string, say) are kept.
+        closed: the program: inputs → leaves of the result, new state of the inputs.
+        inputs: its inputs.
     """
 
     abstract: Any
-    _closed: ClosedJaxpr
-    _inputs: tuple[Any, ...]
+    closed: ClosedJaxpr
+    inputs: tuple[Any, ...]
     _slots: tuple[int | None, ...]
     _treedef: Any
     _graphdefs: tuple[Any, ...]
@@ -68,22 +90,14 @@ class Traced:
     _input_nodes: Any
 
     @property
-    def consts(self) -> list[Any]:
-        """Arrays that the program reads: inputs, and what it closed over."""
-        return [*self._closed.consts, *self._inputs]
+    def made(self) -> int:
+        """How many outputs of the program are leaves of the result."""
+        return sum(slot is not None for slot in self._slots)
 
-    def run(self, consts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The program: `consts` → leaves of the result, new state of the inputs.
-
-        To be called under `jax.jit`, so that the values are born in their shards.
-        """
-        count = len(self._closed.consts)
-        jaxpr = self._closed.jaxpr
-        # Not jaxpr_as_fun, after which debug_nans checks nothing any more (jax 0.10.2).
-        with no_mesh():
-            values = eval_jaxpr(jaxpr, list(consts[:count]), *consts[count:])
-        made = sum(slot is not None for slot in self._slots)
-        return list(values[:made]), list(values[made:])
+    @property
+    def updates(self) -> int:
+        """How many are the new state of NNX arguments: they come after the leaves."""
+        return len(self.closed.jaxpr.outvars) - self.made
 
     def values_of(self, leaves: Sequence[Any]) -> list[Any]:
         """Of one entry per leaf of `abstract`, those of the computed leaves."""
@@ -94,7 +108,7 @@ class Traced:
         ]
 
     def leaves_of(self, values: Sequence[Any]) -> list[Any]:
-        """Leaves in the order of `abstract`, from the values that `run` gave."""
+        """Leaves in the order of `abstract`, from those that were computed."""
         old = jax.tree.leaves(self.abstract)
         return [
             leaf if slot is None else values[slot]
@@ -160,7 +174,7 @@ def trace(
         seen["leaves"] = leaves
         return [*(leaf for leaf in leaves if _is_value(leaf)), *after]
 
-    with no_mesh(), without_eager_sharding(), _tracing():
+    with no_mesh(), without_eager_sharding(), _tracing(), _quickly():
         try:
             closed, shapes = jax.make_jaxpr(program, return_shape=True)(
                 *[_shape_of(value) for value in given.values]
@@ -179,8 +193,8 @@ def trace(
     ]
     return Traced(
         abstract=jax.tree.unflatten(seen["treedef"], abstract),
-        _closed=closed,
-        _inputs=tuple(given.values),
+        closed=closed,
+        inputs=tuple(given.values),
         _slots=order,
         _treedef=seen["treedef"],
         _graphdefs=seen["graphdefs"],

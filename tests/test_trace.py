@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
 import flax_layoutmap as flm
+from flax_layoutmap._birth import compute
 from flax_layoutmap._trace import Traced, trace
 
 
@@ -24,10 +26,16 @@ class Model(nnx.Module):
 
 def born(traced: Traced) -> Any:
     """Runs the program as a consumer does."""
-    made, inputs = jax.jit(traced.run)(traced.consts)
-    result = traced.rebuild(traced.leaves_of(made))
-    traced.update_inputs(inputs)
+    values = run(traced)
+    result = traced.rebuild(traced.leaves_of(values[: traced.made]))
+    assert len(values) == traced.made + traced.updates
+    traced.update_inputs(values[traced.made :])
     return result
+
+
+def run(traced: Traced) -> list[Any]:
+    closed = traced.closed
+    return compute(closed, closed.consts, traced.inputs, [None] * len(closed.out_avals))
 
 
 def leaves(tree: Any) -> list[np.ndarray]:
@@ -153,9 +161,7 @@ def test_inputs_may_be_left_as_they_are() -> None:
 def test_a_table_that_is_closed_over_is_an_input_of_the_program() -> None:
     table = jnp.arange(1000.0)
     traced = trace(lambda: {"w": table * 2})
-    assert any(const is table for const in traced.consts)
-    lowered = jax.jit(traced.run).lower(traced.consts).as_text()
-    assert len(lowered) < 5000
+    assert any(const is table for const in traced.closed.consts)
     np.testing.assert_array_equal(born(traced)["w"], np.arange(1000.0) * 2)
 
 
@@ -213,7 +219,7 @@ def test_inside_of_jit_and_eval_shape() -> None:
     def inside(x: jax.Array) -> jax.Array:
         traced = trace(annotated)
         seen.append(traced.abstract["linear"]["kernel"].get_value().shape)
-        made, _ = traced.run(traced.consts)
+        made = run(traced)
         return x + sum(leaf.sum() for leaf in made if leaf.dtype == jnp.float32)
 
     jax.eval_shape(inside, jnp.ones(()))
@@ -282,3 +288,19 @@ def test_two_arguments_that_share_a_variable() -> None:
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(flm.StructureError, match="two objects of the arguments, a Li"):
         trace(lambda a, b: a, (linear, Holder(linear)))
+
+
+def test_tracers_have_no_sharding_while_a_constructor_is_traced() -> None:
+    """Flax asks each of them; the answer is made short, and is the same otherwise."""
+    before = vars(Tracer)["sharding"]
+
+    def make() -> Any:
+        x = jnp.ones(2)
+        assert vars(Tracer)["sharding"] is not before
+        with pytest.raises(AttributeError):
+            _ = x.sharding
+        return {"w": x, "none": jnp.full(1, getattr(x, "sharding", None) is None)}
+
+    traced = trace(make)
+    assert vars(Tracer)["sharding"] is before
+    assert bool(born(traced)["none"])
