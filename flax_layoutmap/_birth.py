@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._flax_internals import no_mesh
 from flax_layoutmap._place import put
@@ -47,6 +48,7 @@ def compute(
     consts: Sequence[Any],
     inputs: Sequence[Any],
     wanted: Sequence[Any],
+    mesh: Mesh | None = None,
 ) -> list[Any]:
     """Computes outputs of a jaxpr, each in its shards.
 
@@ -57,6 +59,7 @@ def compute(
         consts: its constants.
         inputs: its inputs.
         wanted: for each output its sharding, None for any, or `SKIP`.
+        mesh: where to compute what is small, with Auto axes; None: wherever it is.
 
     Returns:
         The outputs that are wanted, in order.
@@ -65,15 +68,19 @@ def compute(
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
     places = [at for at, sharding in enumerate(wanted) if sharding is not SKIP]
-    if jaxpr.effects or any(isinstance(value, Tracer) for value in values.values()):
-        _LOG.debug("one program for %d arrays: effects, or inputs traced", len(places))
+    if jaxpr.effects or isinstance(jax.lax.full((), 0), Tracer):
+        _LOG.debug("one program for %d arrays: effects, or inside a trace", len(places))
         cuts = [_Cut(jaxpr.eqns, [jaxpr.outvars[at] for at in places])]
         groups = [places]
     else:
         producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         outputs = [jaxpr.outvars[at] for at in places]
         needed = _needed(outputs, producer, values)
-        _compute_small([eqn for eqn in jaxpr.eqns if id(eqn) in needed], values, jaxpr)
+        needed_eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
+        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        _compute_small(needed_eqns, values, jaxpr, everywhere)
+        for at in places:
+            _make_empty(jaxpr.outvars[at], values, wanted[at])
         open_ = [at for at in places if not _is_known(jaxpr.outvars[at], values)]
         groups = _groups(open_, jaxpr, producer, values)
         cuts = []
@@ -152,20 +159,31 @@ def _needed(
 
 
 def _compute_small(
-    eqns: Iterable[JaxprEqn], values: dict[Any, Any], jaxpr: Jaxpr
+    eqns: Iterable[JaxprEqn], values: dict[Any, Any], jaxpr: Jaxpr, sharding: Any
 ) -> None:
     """Computes whole numbers and keys, as far as they need nothing else."""
     for eqn in eqns:
         known = all(_is_known(v, values) and _is_small(v) for v in eqn.invars)
         if known and all(_is_small(v) and _is_exact(v) for v in eqn.outvars):
             cut = _Cut([eqn], eqn.outvars)
-            results = _run(cut, values, [None] * len(eqn.outvars), jaxpr)
+            results = _run(cut, values, [sharding] * len(eqn.outvars), jaxpr)
             values.update(zip(eqn.outvars, results, strict=True))
 
 
 def _is_small(var: Any) -> bool:
-    # JAX cannot move an array without elements to shards, but make it there.
     return 0 < _size(var) <= _SMALL
+
+
+def _make_empty(var: Any, values: dict[Any, Any], sharding: Any) -> None:
+    """Makes an array without elements: a program for it alone has wrong shards."""
+    aval = var.aval
+    is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    if _size(var) or sharding is None or is_key or _is_known(var, values):
+        return
+    host = np.zeros(aval.shape, aval.dtype)
+    values[var] = jax.make_array_from_callback(
+        aval.shape, sharding, lambda index: host[index]
+    )
 
 
 def _is_exact(var: Any) -> bool:
@@ -262,7 +280,8 @@ def _structure(
 
     def atom(var: Any) -> Any:
         if isinstance(var, Literal):
-            return "literal", _plain(var.val, seen), var.aval
+            host = np.asarray(var.val)  # of a type of its own in some versions of JAX
+            return "literal", str(host.dtype), host.tobytes(), var.aval
         return numbers[var]
 
     lines = []
@@ -304,7 +323,7 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, float | complex):
         return type(value), repr(value)  # 0.0 is -0.0, and nan is not nan
     if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.str, value.shape, value.tobytes()
+        return str(value.dtype), value.shape, value.tobytes()
     try:
         hash(value)
     except TypeError:

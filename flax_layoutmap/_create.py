@@ -194,12 +194,13 @@ def give_birth(
     """
     meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
     consts, inputs = list(traced.closed.consts), list(traced.inputs)
+    auto = retyped(meshes[0], AxisType.Auto) if meshes else None
     if meshes:
         consts = [_on_auto_axes(value, meshes[0]) for value in consts]
         inputs = [_on_auto_axes(value, meshes[0]) for value in inputs]
     wanted = [SKIP if sharding is None else sharding for sharding in shardings]
     wanted += [None] * traced.updates
-    values = compute(traced.closed, consts, inputs, wanted)
+    values = compute(traced.closed, consts, inputs, wanted, auto)
     count = len(values) - traced.updates
     return values[:count], values[count:]
 

@@ -1,0 +1,270 @@
+"""Arrays born in their shards: the bits of one jit, and one program for each kind."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from shards import assert_lies
+
+import flax_layoutmap as flm
+from flax_layoutmap import _birth
+
+INITIALISERS: dict[str, Callable[..., Any]] = {
+    name: getattr(nnx.initializers, name)()
+    for name in (
+        "delta_orthogonal",
+        "glorot_normal",
+        "glorot_uniform",
+        "he_normal",
+        "he_uniform",
+        "kaiming_normal",
+        "lecun_normal",
+        "lecun_uniform",
+        "normal",
+        "ones_init",
+        "orthogonal",
+        "truncated_normal",
+        "uniform",
+        "xavier_uniform",
+        "zeros_init",
+    )
+}
+INITIALISERS["constant"] = nnx.initializers.constant(0.5)
+INITIALISERS["variance_scaling"] = nnx.initializers.variance_scaling(
+    2.0, "fan_out", "truncated_normal"
+)
+
+
+def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False, indivisible="replicate")
+    layout_map.add(flm.Rule(".", ("data", "model"), rank="skip"))
+    return layout_map
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many outputs each program that was run has."""
+    seen: list[int] = []
+    plain = _birth._run
+
+    def run(cut: Any, *rest: Any) -> Any:
+        seen.append(len(cut.outputs))
+        return plain(cut, *rest)
+
+    monkeypatch.setattr(_birth, "_run", run)
+    monkeypatch.setattr(_birth, "_PROGRAMS", type(_birth._PROGRAMS)())
+    return seen
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_bits_of_jit(mesh: flm.DeviceMesh, impl: Any, dtype: Any) -> None:
+    """With and without shardings; element by element, what all but QR are."""
+
+    def make() -> dict[str, Any]:
+        keys = jax.random.split(jax.random.key(0, impl=impl), len(INITIALISERS))
+        shapes = {"delta_orthogonal": (3, 8, 16)}
+        return {
+            name: init(key, shapes.get(name, (8, 16)), dtype)
+            for (name, init), key in zip(INITIALISERS.items(), keys, strict=True)
+            if dtype == jnp.float32 or "orthogonal" not in name  # QR has no bfloat16
+        }
+
+    layout_map = rules(mesh)
+    shardings = layout_map.shardings(make)
+    made = flm.create(make, layout_map)
+    assert bits(made) == bits(jax.jit(make, out_shardings=shardings)())
+    plain = jax.jit(make)()
+    for name in made:
+        if "orthogonal" in name:
+            np.testing.assert_allclose(made[name], plain[name], atol=1e-5)
+        else:
+            assert bits(made[name]) == bits(plain[name]), name
+            assert_lies(made[name], (("data",), ("model",)), mesh)
+
+
+def stack(layers: int) -> Callable[[], Any]:
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(8, 16, rngs=rngs)
+            self.down = nnx.Linear(16, 8, rngs=rngs)
+            # A new function for each layer, with the same contents.
+            self.own = nnx.Param(
+                jax.jit(lambda k: jax.random.normal(k, (8, 8)))(rngs())
+            )
+            self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    return lambda: nnx.List([Layer(nnx.Rngs(at)) for at in range(layers)])
+
+
+def test_equal_layers_share_their_programs(
+    mesh: flm.DeviceMesh, programs: list[int]
+) -> None:
+    layout_map = rules(mesh)
+    flm.create(stack(1), layout_map)
+    few = len(_birth._PROGRAMS)
+    runs = len(programs)
+    model = flm.create(stack(4), layout_map)
+    assert len(programs) > 4 * runs  # each is run for each layer
+    # The seeds of the layers are constants of the constructor.
+    assert few <= len(_birth._PROGRAMS) <= few + 3
+    plain = jax.jit(lambda: nnx.split(stack(4)())[1])()
+    made = [leaf for leaf in jax.tree.leaves(nnx.state(model))]
+    for one, other in zip(made, jax.tree.leaves(plain), strict=True):
+        if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            assert bits(one) == bits(other)
+
+
+def test_what_differs_has_its_own_program(
+    mesh: flm.DeviceMesh, programs: list[int]
+) -> None:
+    def make() -> dict[str, Any]:
+        return {
+            "zero": jnp.full((8, 16), 0.0),
+            "minus": jnp.full((8, 16), -0.0),
+            "one": jnp.full((8, 16), 1.0),
+            "again": jnp.full((8, 16), 1.0),
+            "whole": jnp.full((8, 16), 1),
+            "wide": jnp.full((8, 32), 1.0),
+        }
+
+    made = flm.create(make, rules(mesh))
+    assert len(programs) == 6 and len(_birth._PROGRAMS) == 5
+    assert bits(made) == bits(make())
+    assert np.signbit(np.asarray(made["minus"])).all()
+
+
+def test_leaves_with_a_common_origin_are_computed_together(
+    mesh: flm.DeviceMesh, programs: list[int]
+) -> None:
+    def make() -> dict[str, Any]:
+        whole = jax.random.normal(jax.random.key(0), (8, 32))
+        return {
+            "left": whole[:, :16] * 2,
+            "right": whole[:, 16:],
+            "alone": jax.random.normal(jax.random.key(1), (8, 16)),
+        }
+
+    made = flm.create(make, rules(mesh))
+    assert sorted(programs)[-2:] == [1, 2]
+    assert bits(made) == bits(jax.jit(make)())
+
+
+def test_one_value_in_two_places(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["first"] = ("data", None)
+    layout_map["second"] = (None, "model")
+
+    def make(x: Any) -> dict[str, Any]:
+        value = jax.random.normal(jax.random.key(0), (8, 16))
+        return {"first": value, "second": value, "given": x}
+
+    x = jnp.arange(100)
+    made = flm.create(make, layout_map, x)
+    assert_lies(made["first"], (("data",), ()), mesh)
+    assert_lies(made["second"], ((), ("model",)), mesh)
+    assert_lies(made["given"], ((),), mesh, np.arange(100, dtype=np.int32))
+    np.testing.assert_array_equal(made["first"], made["second"])
+
+
+def test_all_kinds_of_leaves(mesh: flm.DeviceMesh) -> None:
+    def make(seed: Any) -> dict[str, Any]:
+        return {
+            "table": jnp.arange(128).reshape(8, 16),
+            "empty": jnp.zeros((0, 8)),
+            "flags": jnp.ones((8, 16), bool),
+            "number": 3,
+            "scalar": jnp.float32(0.1) * 3,
+            "key": jax.random.key(seed),
+            "keys": jax.random.split(jax.random.key(seed), 128),
+            "text": "kept",
+            "half": jnp.full((8, 16), 0.5, jnp.float16),
+            "complex": jnp.full((8, 16), 1j),
+        }
+
+    layout_map = flm.LayoutMap(mesh, strict=False, indivisible="replicate")
+    layout_map["table|flags|half|complex|empty"] = ("data", "model")
+    made = flm.create(make, layout_map, 3)
+    plain = jax.jit(lambda: {k: v for k, v in make(3).items() if k != "text"})()
+    assert made.pop("text") == "kept" and made["number"] == 3
+    assert jax.tree.structure(made) == jax.tree.structure(plain)
+    for name, leaf in plain.items():
+        if name not in ("key", "keys"):
+            assert bits(made[name]) == bits(leaf), name
+            assert made[name].dtype == leaf.dtype
+    for name in ("key", "keys"):
+        assert bits(jax.random.key_data(made[name])) == bits(
+            jax.random.key_data(plain[name])
+        )
+
+
+def test_what_has_effects_is_one_program(
+    mesh: flm.DeviceMesh,
+    programs: list[int],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def make() -> dict[str, Any]:
+        made = {name: jnp.full((8, 16), 2.0) for name in "abc"}
+        jax.debug.print("sum {}", made["a"].sum())
+        return made
+
+    with caplog.at_level(logging.DEBUG, "flax_layoutmap._birth"):
+        made = flm.create(make, rules(mesh))
+        jax.effects_barrier()
+    assert programs == [3]
+    assert "one program for 3 arrays: effects" in caplog.text
+    assert "sum 256.0" in capfd.readouterr().out
+    assert_lies(made["b"], (("data",), ("model",)), mesh)
+
+
+def test_inside_of_a_trace_it_is_one_program(
+    mesh: flm.DeviceMesh, programs: list[int]
+) -> None:
+    layout_map = rules(mesh)
+
+    def total() -> Any:
+        model = flm.create(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), layout_map)
+        return model.kernel[...].sum()
+
+    inside = jax.jit(total)()
+    assert len(programs) == 1
+    np.testing.assert_allclose(inside, total(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(1e-3), optax.adafactor(1e-3)])
+def test_optimizer_state(
+    mesh: flm.DeviceMesh, programs: list[int], tx: optax.GradientTransformation
+) -> None:
+    model = flm.create(stack(3), rules(mesh))
+    programs.clear()
+    _birth._PROGRAMS.clear()
+    optimizer = flm.create_optimizer(model, tx)
+    assert len(_birth._PROGRAMS) < len(programs) / 2
+    plain = nnx.Optimizer(stack(3)(), tx, wrt=nnx.Param)
+    for one, other in zip(
+        jax.tree.leaves(nnx.state(optimizer)),
+        jax.tree.leaves(nnx.state(plain)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+        assert len(one.sharding.device_set) == 8
+
+
+def test_programs_are_bounded(
+    mesh: flm.DeviceMesh, programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_birth, "_KEPT", 2)
+    for value in range(4):
+        flm.create(lambda v=value: {"w": jnp.full((8, 16), float(v))}, rules(mesh))
+    assert len(_birth._PROGRAMS) == 2
