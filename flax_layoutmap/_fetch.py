@@ -86,7 +86,7 @@ def check_layout(x: Any, layout: Any) -> None:
             has no devices to compare.
 
     Raises:
-        LayoutError: another layout, or none.
+        LayoutError: another layout, or none; or no array at all.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -96,7 +96,10 @@ def check_layout(x: Any, layout: Any) -> None:
     Plain JAX: `assert x.sharding.is_equivalent_to(sharding, x.ndim)`.
     """
     wanted = TensorLayout(layout)
-    for keys, leaf in jax.tree.leaves_with_path(x, is_leaf=_is_box):
+    leaves = jax.tree.leaves_with_path(x, is_leaf=is_box)
+    if not leaves:
+        raise LayoutError(f"check_layout takes arrays, and there is none in {x!r}")
+    for keys, leaf in leaves:
         found = fetch_layout(leaf)
         if found is None:
             raise LayoutError(f"check_layout takes arrays, got {leaf!r}")
@@ -167,12 +170,17 @@ def concrete(x: Any) -> Any:
 
 def unboxed(x: Any) -> Any:
     """What a Variable or a Linen box holds; anything else as it is."""
-    while _is_box(x):
-        x = x.get_value() if isinstance(x, nnx.Variable) else x.unbox()
+    while is_box(x):
+        if isinstance(x, nnx.Variable):
+            x = x.get_value()
+        else:
+            # `unbox()` of Linen's own boxes would move the value.
+            x = x.value if hasattr(x, "value") else x.unbox()
     return x
 
 
-def _is_box(x: Any) -> bool:
+def is_box(x: Any) -> bool:
+    """Whether this is a Variable or a Linen box."""
     return isinstance(x, nnx.Variable | AxisMetadata)
 
 
@@ -186,6 +194,8 @@ def _unknown(x: Any) -> str:
             'flm.DeviceMesh(..., axis_types="explicit")'
         )
     what = f"a {type(x).__name__}"
+    if isinstance(x, dict | list | tuple):
+        return f"{what}, which is no array: pass its leaves, one by one"
     if isinstance(x, np.ndarray | np.generic):
         what = f"a NumPy array {x.shape}, which lies on no mesh"
     elif isinstance(x, jax.ShapeDtypeStruct):

@@ -34,9 +34,11 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
     Plain JAX: `jax.lax.with_sharding_constraint(x, sharding)`, whose cotangent lies as
     the result does.
     """
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jax.lax.with_sharding_constraint(x, sharding)
-    return _relayout.bind(x, x, there=sharding, back=None, mesh=sharding.mesh)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = _relayout.bind(x, x, there=sharding, back=None, mesh=sharding.mesh)
+    # JAX looks for the devices of a program in its own constraints only; and this one
+    # knows the `spmd_axis_name` of `jax.vmap`.
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def alike(x: Any, like: Any, mesh: Any) -> Any:
@@ -61,7 +63,12 @@ def _value(x: Any, *leaders: Any, there: Any, back: Any, mesh: Any) -> Any:
 
 
 def _eager(x: Any, *leaders: Any, **params: Any) -> Any:
-    return jax.jit(functools.partial(_value, **params))(x, *leaders)
+    return _compiled(**params)(x, *leaders)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(**params: Any) -> Any:
+    return jax.jit(functools.partial(_value, **params))
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:

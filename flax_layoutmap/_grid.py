@@ -1,7 +1,21 @@
 """Whole-number arithmetic of grids: strides, coordinates, which shard lies where."""
 
 import itertools
+import operator
 from collections.abc import Sequence
+from typing import Any
+
+
+def whole(value: Any) -> int | None:
+    """The whole number that this is, or None.
+
+    >>> whole(3), whole(3.0), whole("3")
+    (3, None, None)
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

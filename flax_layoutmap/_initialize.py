@@ -104,6 +104,11 @@ def initialize(
             "all else"
         )
     addresses = _first_of(job_addresses, os.environ.get(_ADDRESSES))
+    if not isinstance(addresses, str | None):
+        raise ProcessError(
+            'job_addresses is a text, "host:port", with commas between several, got '
+            f"{addresses!r}"
+        )
     count = _number(num_processes, "num_processes", _PROCESSES)
     number = _number(process_id, "process_id", _PROCESS)
     known = [part.strip() for part in addresses.split(",")] if addresses else []
@@ -121,10 +126,12 @@ def initialize(
         )
     if count is not None and count < 1:
         raise ProcessError(f"num_processes is 1 or more, got {count}")
-    if number is not None and not 0 <= number < (count or number + 1):
+    if number is not None and number < 0:
+        raise ProcessError(f"process_id is 0 or more, got {number}")
+    if number is not None and count is not None and number >= count:
         raise ProcessError(
             f"process_id is {number}, but of {count} processes the numbers are 0 to "
-            f"{(count or 0) - 1}"
+            f"{count - 1}"
         )
     _join(known[0] if known else None, count, number, options)
 

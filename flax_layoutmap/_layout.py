@@ -21,7 +21,7 @@ from flax_layoutmap._dtensor_format import (
     words_of,
 )
 from flax_layoutmap._errors import LayoutError, MeshError
-from flax_layoutmap._grid import index_of, shard_offsets
+from flax_layoutmap._grid import index_of, shard_offsets, whole
 from flax_layoutmap._mesh import DeviceMesh, as_mesh, mesh_from_record, mesh_to_record
 from flax_layoutmap._mesh_layout import MeshLayout, names_of
 from flax_layoutmap._mesh_layout import named_sharding as named_sharding
@@ -164,14 +164,15 @@ class TensorLayout(MeshLayout):
             LayoutError: there is no such shard.
         """
         grid, offset = self.shape, tuple(offset_tuple)
-        if len(offset) != len(grid) or not all(
-            0 <= at < count for at, count in zip(offset, grid, strict=True)
+        numbers = [at for each in offset if (at := whole(each)) is not None]
+        if not len(numbers) == len(offset) == len(grid) or not all(
+            0 <= at < count for at, count in zip(numbers, grid, strict=True)
         ):
             raise LayoutError(
                 f"the layout {self} has {grid} shards along its dims, so none at "
                 f"{offset}"
             )
-        return index_of(offset, grid)
+        return index_of(numbers, grid)
 
     def unravel(self, unpacked_tensors: Sequence[Any]) -> np.ndarray:
         """Arranges the components of an array by their place in it.
@@ -233,8 +234,8 @@ class TensorLayout(MeshLayout):
         Raises:
             LayoutError: there is no such dim.
         """
-        given = [dims] if isinstance(dims, int | np.integer) else list(dims)
-        gone = {self._position(int(dim)) for dim in given}
+        given = dims if isinstance(dims, tuple | list | np.ndarray) else [dims]
+        gone = {self._position(dim) for dim in given}
         kept = (dim for at, dim in enumerate(self._every_dim()) if at not in gone)
         return self._exactly(tuple(kept), self.device_mesh, self.memory_kind)
 
@@ -243,11 +244,12 @@ class TensorLayout(MeshLayout):
         """A layout of this rank that shards nothing.
 
         Raises:
-            LayoutError: the rank is negative.
+            LayoutError: the rank is negative, or no whole number.
         """
-        if rank < 0:
-            raise LayoutError(f"the rank must be 0 or more, got {rank}")
-        return cls._exactly((None,) * rank, as_mesh(mesh))
+        count = whole(rank)
+        if count is None or count < 0:
+            raise LayoutError(f"the rank must be 0 or more, got {rank!r}")
+        return cls._exactly((None,) * count, as_mesh(mesh))
 
     @classmethod
     def batch_sharded(
@@ -377,13 +379,13 @@ class TensorLayout(MeshLayout):
             )
         return self.axes
 
-    def _position(self, dim: int) -> int:
+    def _position(self, dim: Any) -> int:
         """The dim counted from 0, of one that may be counted from the end."""
-        rank = len(self._every_dim())
-        if not -rank <= dim < rank:
+        rank, at = len(self._every_dim()), whole(dim)
+        if at is None or not -rank <= at < rank:
             among = f"dims {-rank} to {rank - 1}" if rank else "no dims"
-            raise LayoutError(f"the layout {self} has {among}, got dim {dim}")
-        return dim % rank
+            raise LayoutError(f"the layout {self} has {among}, got dim {dim!r}")
+        return at % rank
 
     def _record(self) -> LayoutRecord:
         if self.memory_kind is not None:

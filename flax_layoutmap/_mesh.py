@@ -25,7 +25,7 @@ from flax_layoutmap._dtensor_format import (
     mesh_to_text,
 )
 from flax_layoutmap._errors import MeshError, did_you_mean
-from flax_layoutmap._grid import coords_of, strides_of
+from flax_layoutmap._grid import coords_of, strides_of, whole
 from flax_layoutmap._mesh_shape import (
     Shape,
     axis_types_of,
@@ -256,7 +256,7 @@ class DeviceMesh:
         if name not in self.axis_names:
             raise MeshError(
                 f"the mesh {str(self)!r} has no axis {name!r}"
-                f"{did_you_mean(name, self.axis_names)}"
+                f"{did_you_mean(str(name), self.axis_names)}"
             )
         return self.axis_sizes[name]
 
@@ -282,12 +282,13 @@ class DeviceMesh:
         Raises:
             MeshError: there is no such place.
         """
-        if not 0 <= device_id < self.size:
+        at = whole(device_id)
+        if at is None or not 0 <= at < self.size:
             raise MeshError(
                 f"the mesh {str(self)!r} has the device ids 0 to {self.size - 1}, got "
-                f"{device_id}"
+                f"{device_id!r}"
             )
-        return coords_of(device_id, self.shape)
+        return coords_of(at, self.shape)
 
     def unravel_index(self) -> dict[int, dict[str, int]]:
         """Device id → axis name → position along that axis."""

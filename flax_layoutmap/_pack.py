@@ -13,7 +13,7 @@ from flax_layoutmap._axes import normal_spec
 from flax_layoutmap._errors import LayoutError, MeshError
 from flax_layoutmap._fetch import unboxed
 from flax_layoutmap._layout import TensorLayout, named_sharding
-from flax_layoutmap._place import mesh_of, wanted_layout
+from flax_layoutmap._place import as_array, mesh_of, wanted_layout
 
 
 def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.Array:
@@ -21,19 +21,20 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
     Args:
         components: one array per device of this process, in the order of the mesh
-            (row-major); all of one shape and dtype. Parts that are on their devices
-            already are not copied.
+            (row-major); all of one shape and dtype. `nnx.Variable`s and Linen boxes
+            stand for what they hold. Parts that are on their devices already are not
+            copied.
         layout: anything that `TensorLayout` takes; axes without a mesh take that of
             `flm.default_mesh` or `jax.set_mesh`.
         check: whether to compare parts that the layout says are equal, bit by bit. That
-            brings all but the first of each to the host; no other process is asked.
+            copies all of them to the host; no other process is asked.
 
     Returns:
         The array: per dim, its size is that of a part times the number of parts.
 
     Raises:
         LayoutError: another number of parts, parts that differ in shape or dtype,
-            another rank, replicas that differ, or a traced value.
+            another rank, replicas that differ, a traced value, or no array.
         MeshError: no mesh of devices.
 
     Example:
@@ -107,11 +108,10 @@ def _local_devices(mesh: Any) -> list[Any]:
 def _checked_parts(
     components: Sequence[Any], layout: TensorLayout, count: int
 ) -> list[Any]:
-    if any(isinstance(part, Tracer) for part in components):
+    held = [unboxed(part) for part in components]
+    if any(isinstance(part, Tracer) for part in held):
         raise LayoutError("pack takes arrays, not values that jit or grad traces")
-    parts = [
-        part if hasattr(part, "shape") else np.asarray(part) for part in components
-    ]
+    parts = [as_array(part, (), "pack") for part in held]
     if len(parts) != count:
         raise LayoutError(
             f"pack takes one part per device of {mesh_of(layout)!r} in this process, "

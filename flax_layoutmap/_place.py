@@ -22,7 +22,7 @@ from flax_layoutmap._errors import (
     StructureError,
     did_you_mean,
 )
-from flax_layoutmap._fetch import known_layout
+from flax_layoutmap._fetch import concrete, known_layout, own_mesh
 from flax_layoutmap._flatten import flatten, plain_tree
 from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
@@ -51,6 +51,9 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     them). Rank and divisibility are always checked: JAX alone drops an indivisible
     constraint under `jit` in silence.
 
+    Arrays go to other devices only outside of `jit` and `vmap`. A trace shows how many
+    devices there are, not which: with as many others, the error is JAX's own.
+
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or the name of a layout in
@@ -64,7 +67,8 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     Raises:
         LayoutError: another rank, a dim that does not divide, or no array.
         RuleError: no such name or axis.
-        MeshError: no mesh to be found, or an axis that is manual inside `shard_map`.
+        MeshError: no mesh to be found; an axis that is manual inside `shard_map`; in a
+            trace, a mesh with another number of devices.
         StructureError: an NNX object, which `layout_map.place` moves.
 
     Example:
@@ -324,8 +328,9 @@ def distribute(
     if manual.issuperset(mesh.axis_names):
         return x  # no axis is left that could be constrained
     eager = is_eager()
-    if eager and not isinstance(x, Tracer):
+    if eager and (not isinstance(x, Tracer) or _held_elsewhere(x, mesh)):
         return move(x, layout, dims)
+    check_same_devices(x, mesh, what)
 
     def constrain(value: Any) -> Any:
         return _constrain(value, layout, dims, bool(manual), what, pin)
@@ -355,7 +360,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
             f"{what} takes arrays and numbers, got the abstract {x}{where}; "
             "layout_map.abstract(tree) gives abstract trees their shardings"
         )
-    if hasattr(x, "shape") and not isinstance(x, np.ndarray):
+    if hasattr(x, "shape") and not isinstance(x, np.ndarray | np.generic):
         return x
     array = np.asarray(x)
     if array.dtype.kind in _NO_NUMBERS:
@@ -403,7 +408,10 @@ def _constrain(
     if inside_manual:
         # Inside shard_map the context knows which axes are manual; only it will do.
         jax_mesh = jax.sharding.get_abstract_mesh()
-    if explicit:
+    lies_on = None if inside_manual else own_mesh(x)
+    if explicit or (lies_on is not None and explicit_axes(lies_on)):
+        # From Explicit to Auto axes too: a constraint alone keeps the type of `x` as
+        # that of the gradient, which then does not fit.
         own = [tuple(a for a in axes if a in explicit) for axes in dims]
         x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
     if len(explicit) < len(mesh.axis_names):
@@ -414,6 +422,33 @@ def _constrain(
         spec, kind = normal_spec(dims), layout.memory_kind
         x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
     return x
+
+
+def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
+    """Whether `grad` traces an array that is to stay on other devices, eagerly."""
+    array = concrete(x)
+    if mesh.is_abstract or not getattr(array, "committed", False):
+        return False
+    return array.sharding.device_set != set(mesh.devices.flat)
+
+
+def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
+    """Raises where a traced value would have to go to other devices.
+
+    A trace shows how many devices there are, not which.
+
+    Raises:
+        MeshError: the mesh has another number of devices.
+    """
+    context = None if is_eager() else jax.sharding.get_abstract_mesh()
+    traced = isinstance(x, Tracer) and concrete(x) is None
+    for known in (own_mesh(x) if traced else None, context):
+        if known is not None and known.axis_names and known.size != mesh.size:
+            raise MeshError(
+                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it lies on "
+                f"{known.size} devices, and goes to others only outside of jit and "
+                f"vmap; call {what} there"
+            )
 
 
 def explicit_axes(mesh: DeviceMesh) -> set[str]:

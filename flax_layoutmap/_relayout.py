@@ -12,13 +12,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._axes import dim_axes
 from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._fetch import concrete, known_layout, own_mesh, unboxed
+from flax_layoutmap._fetch import (
+    concrete,
+    is_box,
+    known_layout,
+    own_mesh,
+    unboxed,
+)
 from flax_layoutmap._flax_internals import is_nnx_object
 from flax_layoutmap._follow import alike, constrained
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._place import (
     as_array,
+    check_same_devices,
     checked_dims,
     distribute,
     explicit_axes,
@@ -68,7 +75,8 @@ def relayout(
     Raises:
         LayoutError: another rank, a dim that does not divide, no array, or a layout
             that nobody knows is to be kept.
-        MeshError: no mesh to be found, or one without devices.
+        MeshError: no mesh to be found, or one without devices; in a trace, one with
+            another number of devices (as for `distribute_tensor`).
         RuleError: no such name or axis.
 
     Example:
@@ -109,17 +117,16 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     are kept until the backward pass. It is exact where the layouts of both are fixed,
     as those of arguments are; a value in between may come to lie as the compiler likes.
     Do not use it for the carry of a `scan`, whose own layout gets mixed in: that cannot
-    be refused, since `jax.lax.scan` shows no sign of itself to what it traces. There,
-    pass the layout, `flm.relayout(x, layout)`.
+    be refused, since no public API of JAX shows that a value is traced for a `scan`.
+    There, pass the layout, `flm.relayout(x, layout)`.
 
     Args:
-        x: an array or a traced value.
-        like: the array to follow; an `nnx.Variable` or a Linen box too. No gradient
-            reaches it.
+        x: an array or a traced value; an `nnx.Variable` or a Linen box too.
+        like: the array to follow, or a Variable or box. No gradient reaches it.
         name: shown in profiles, as by `jax.named_scope`.
 
     Returns:
-        The array with that layout.
+        The array with that layout; of a Variable or box, a new one that holds it.
 
     Raises:
         LayoutError: another rank; a dim that does not divide; neither lies on a mesh;
@@ -138,6 +145,8 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     Plain JAX: `jax.device_put(x, like.sharding)`;
     `jax.sharding.reshard(x, jax.typeof(like).sharding)` on Explicit axes.
     """
+    if is_box(x):
+        return jax.tree.map(lambda held: relayout_like(held, like, name=name), x)
     x, like = (as_array(unboxed(each), (), "relayout_like") for each in (x, like))
     if len(x.shape) != len(like.shape):
         raise LayoutError(
@@ -181,7 +190,9 @@ def copy_to_mesh(x: Any, layout: Any) -> Any:
 
 
 def _check_gradient(gradient: Any) -> None:
-    if isinstance(gradient, str) and gradient not in ("input", "output"):
+    if not isinstance(gradient, str):
+        TensorLayout(gradient)
+    elif gradient not in ("input", "output"):
         raise LayoutError(
             f"gradient={gradient!r}: use 'input', 'output', or the layout that the "
             "array has"
@@ -209,10 +220,14 @@ def _on_mesh(x: Any, mesh: DeviceMesh) -> TensorLayout:
 def _relayout(
     x: Any, layout: TensorLayout, gradient: Any, what: str = "relayout"
 ) -> Any:
-    if not isinstance(x, Tracer):
-        return distribute(x, layout, what=what)
+    given = None
     if not isinstance(gradient, str):
         given = wanted_layout(gradient, layout.device_mesh)
+    if not isinstance(x, Tracer):
+        if given is not None:
+            checked_dims(given, x, f"gradient= of {what}")
+        return distribute(x, layout, what=what)
+    if given is not None:
         x, gradient = _relayout(x, given, "output", what), "output"
     array = concrete(x)
     if array is not None and own_mesh(x) != layout.device_mesh and _committed(array):
@@ -223,7 +238,9 @@ def _relayout(
         # Two constraints, since the cotangent passes them in the other order.
         x, gradient = distribute(x, known, what=what), "output"
     inside_manual = bool(manual_axes(jax.sharding.get_abstract_mesh()))
-    own = gradient == "output" or inside_manual or array is not None
+    # What is on Explicit axes goes there and back by JAX's own reshard.
+    own = gradient == "output" or inside_manual
+    own = own or array is not None or known is not None
     pin: Any = jax.lax.with_sharding_constraint if own else constrained
     if layout.has_match and known is None:
         return _keeping(x, layout, pin, what)
@@ -243,6 +260,7 @@ def _keeping(x: Any, layout: TensorLayout, pin: Any, what: str) -> Any:
             f"Auto and Explicit axes, {mesh_of(layout)!r}, nobody can tell what a "
             "MATCH dim has; name its axes"
         )
+    check_same_devices(x, mesh_of(layout), what)
     ndim = len(x.shape)
     checked_dims(layout.matched(((),) * ndim), x, what)
     axes = layout.axes
