@@ -32,9 +32,11 @@ from flax_layoutmap._rules import (
     is_for_outputs,
     reaching_the_end,
 )
-from flax_layoutmap._scope import using_rules
+from flax_layoutmap._scope import keyed, using_rules
 
-_MARK = "_flax_layoutmap_path"
+# With the prefix of Flax's own book-keeping, which no loop over the parts of an
+# nnx.Dict shows.
+_MARK = "_pytree__flax_layoutmap_path"
 
 
 def activation_scope(layout_map: Any, *models: Any) -> Block:
@@ -48,7 +50,8 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh.
         *models: NNX modules, whose paths begin here. A module that is in none of
             them is the root of its own paths when it is called. Linen modules know
-            their paths and need not be given.
+            their paths and need not be given. A module that has several paths goes by
+            the first.
 
     Returns:
         A context manager.
@@ -85,7 +88,7 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
             )
     parameters = [path for model in models for path in flatten(model).paths]
     roots = [("", model) for model in models]
-    return Block(_opened(rules, roots, parameters))
+    return Block(functools.partial(_opened, rules, roots, parameters))
 
 
 @contextlib.contextmanager
@@ -118,12 +121,16 @@ def activating(
         active = _Active(rules)
         active.learn(parameters)
     # None too: what `jit` keeps must not depend on a scope around the call.
+    was = _ACTIVE.get()
     token = _ACTIVE.set(active)
     try:
         with contextlib.ExitStack() as stack:
             if active is None:
+                if was is not None:
+                    stack.enter_context(keyed(("no activations", rules)))
                 yield
                 return
+            stack.enter_context(keyed(("activations", rules)))
             stack.enter_context(active.marked(roots))
             for cls in _classes(nnx.Module):
                 if "__call__" in vars(cls):
@@ -134,6 +141,12 @@ def activating(
     finally:
         _ACTIVE.reset(token)
     active.tell(tell)
+
+
+def forget_path(node: Any) -> None:
+    """Takes the path off the modules of an object that leaves a function."""
+    for _, module in _modules_of(node):
+        vars(module).pop(_MARK, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +165,8 @@ class _Active:
         # Keras's spelling, until it is known that a parameter has such a path.
         self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
         self._found: dict[str, Rule | None] = {}
-        self._fired: set[int] = set()
-        self._called: dict[str, None] = {}
+        self._known: dict[str, None] = {}  # paths of modules
+        self._open: set[str] = set()  # of those that were not called
         self._depth = 0
 
     def learn(self, parameters: Iterable[str]) -> None:
@@ -169,12 +182,18 @@ class _Active:
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
         """Inside, the modules below some objects know their paths."""
         before: list[tuple[Any, Any]] = []
+        outer: set[int] = set()
         for prefix, root in roots:
             for path, node in _modules_of(root):
+                own = _joined(prefix, *map(escape, path))
+                if _definer(type(node)) is not None and own not in self._known:
+                    self._known[own] = None
+                    self._open.add(own)
                 mark = vars(node).get(_MARK)
-                if mark is None or mark.rules != self._rules:
+                if mark is not None and mark.rules == self._rules:
+                    outer.add(id(node))  # by a scope of the same rules around this one
+                else:
                     before.append((node, mark))
-                    own = _joined(prefix, *map(escape, path))
                     vars(node)[_MARK] = _Mark(own, self._rules)
         try:
             yield
@@ -182,9 +201,8 @@ class _Active:
             # Copies that were made in between have the mark too.
             nodes = [node for _, root in roots for _, node in _modules_of(root)]
             for node in (*nodes, *(node for node, _ in before)):
-                mark = vars(node).get(_MARK)
-                if mark is not None and mark.rules == self._rules:
-                    del vars(node)[_MARK]
+                if id(node) not in outer:
+                    vars(node).pop(_MARK, None)
             for node, mark in before:
                 if mark is not None:
                     vars(node)[_MARK] = mark
@@ -192,6 +210,8 @@ class _Active:
     def call(self, plain: Callable[..., Any], module: Any, args: Any, kw: Any) -> Any:
         """Calls a module, and lays its output out."""
         mark = vars(module).get(_MARK)
+        if mark is not None and mark.rules != self._rules:
+            mark = None  # a copy from another scope
         if mark is None and not self._depth:
             # A model that was put together here, by nnx.merge: it is a root.
             if self._outputs:
@@ -207,7 +227,8 @@ class _Active:
 
     def laid_out(self, path: str, output: Any) -> Any:
         """The output of the module at a path, leaf by leaf in its layout."""
-        self._called[path] = None
+        self._known[path] = None
+        self._open.discard(path)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(
             output, is_leaf=is_nnx_object
         )
@@ -256,7 +277,7 @@ class _Active:
         found = [rules[at] for at in reaching_the_end(rules, self._rules.match, path)]
         if not found:
             return None
-        self._fired.update(map(id, found))
+        self._rules._fired.update(map(id, found))
         overlap = self._rules.overlap
         if overlap == "error" and len({rule.layout for rule in found}) > 1:
             listed = ", ".join(f"{rule.pattern!r} → {rule.layout}" for rule in found)
@@ -280,25 +301,37 @@ class _Active:
         return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
 
     def tell(self, tell: Callable[[str], None]) -> None:
-        """Tells once of rules that no module matched, if any was called."""
-        rules = (*self._rules.activations, *self._outputs)
-        unused = [rule.pattern for rule in rules if id(rule) not in self._fired]
-        if not unused or not self._called or self._rules.strict is False:
+        """Tells once of rules that match no module, here and earlier.
+
+        A rule for a module that is there and was not called is none of these. Where
+        some were not called, a rule may be for one of their outputs: no error then.
+        """
+        rules = self._rules
+        unused = [
+            rule.pattern
+            for rule in (*rules.activations, *self._outputs)
+            if id(rule) not in rules._fired and not self._is_for_known(rule)
+        ]
+        if not unused or not self._known or rules.strict is False:
             return
         lines = []
         for pattern in unused:
-            near = closest(pattern.removesuffix("/output"), self._called)
+            near = closest(pattern.removesuffix("/output"), self._known)
             hint = f"; the closest is {near[0]!r}" if near else ""
             lines.append(f"{pattern!r}{hint}")
         text = (
-            f"activation rules that match the output of no module that was called: "
-            f"{', '.join(lines)}"
+            f"activation rules that match the output of no module: {', '.join(lines)}"
         )
-        if self._rules.strict:
+        if rules.strict and not self._open:
             raise RuleError(f"strict: {text}")
-        if text not in self._rules._warned:
-            self._rules._warned.add(text)
+        if text not in rules._warned:
+            rules._warned.add(text)
             tell(text)
+
+    def _is_for_known(self, rule: Rule) -> bool:
+        ending = "/output" if rule in self._outputs else ""
+        match = self._rules.match
+        return any(reaching_the_end([rule], match, p + ending) for p in self._known)
 
 
 _ACTIVE: ContextVar[_Active | None] = ContextVar(
@@ -323,6 +356,8 @@ def _scoped_call(owner: type, plain: Any) -> Any:
 def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """The same for Linen."""
     active = _ACTIVE.get()
+    if context.module.scope is None:  # a method of a module that holds no variables
+        return plain(*args, **kwargs)
     if active is not None and not context.module.path:
         active.learn(flatten(context.module.variables).paths)
     output = plain(*args, **kwargs)

@@ -20,7 +20,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
-from flax_layoutmap._activations import activating
+from flax_layoutmap._activations import activating, forget_path
 from flax_layoutmap._arguments import (
     Argument,
     Slot,
@@ -50,7 +50,7 @@ from flax_layoutmap._graph import (
 )
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._scope import using_rules
+from flax_layoutmap._scope import trace_key, using_rules
 from flax_layoutmap._shardings import (
     Pin,
     abstract,
@@ -75,8 +75,8 @@ _settings = operator.attrgetter(
 
 
 def surroundings() -> tuple[Any, ...]:
-    """What a trace depends on besides the arguments: mesh in context, settings."""
-    return jax.sharding.get_abstract_mesh(), _settings(jax.config)
+    """What a trace depends on besides the arguments: contexts and settings."""
+    return jax.sharding.get_abstract_mesh(), _settings(jax.config), trace_key()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -420,10 +420,12 @@ def call_job(
         tell: is told of activation rules that never fired.
     """
     roots = [root for slot in order for root in _roots(values[slot])]
+    given = [(slot, values[slot]) for slot in order]
     with activating(rules, roots, parameters, tell):
-        return call_with(
-            job.fun, job.signature, [(slot, values[slot]) for slot in order]
-        )
+        result = call_with(job.fun, job.signature, given)
+        for _, node in _roots(result):
+            forget_path(node)
+        return result
 
 
 def _roots(value: Any) -> list[tuple[str, Any]]:

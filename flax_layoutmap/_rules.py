@@ -181,6 +181,7 @@ class RuleSet:
         object.__setattr__(self, "_hash", hash(key))
         object.__setattr__(self, "_resolved", [])
         object.__setattr__(self, "_warned", set())
+        object.__setattr__(self, "_fired", set())  # ids of activation rules in use
         object.__setattr__(self, "_matcher", None)
 
     def __eq__(self, other: object) -> bool:

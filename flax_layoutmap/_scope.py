@@ -5,6 +5,8 @@ import contextvars
 from collections.abc import Iterator
 from typing import Any
 
+import jax
+
 from flax_layoutmap._errors import MeshError
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules import RuleSet
@@ -77,6 +79,21 @@ def current_rules() -> RuleSet | None:
     return _CURRENT.get()
 
 
+# Part of the key of JAX's own caches: a function under `jax.jit` that is called in a
+# scope is traced again for other rules.
+_TRACE_KEY: Any = jax.make_user_context(None)
+
+
+def trace_key() -> Any:
+    """What the scopes around make of JAX's caches; None outside of all."""
+    return _TRACE_KEY.value
+
+
+def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, JAX's caches know of this value (hashable)."""
+    return _TRACE_KEY(value)
+
+
 @contextlib.contextmanager
 def using_rules(rules: RuleSet | None) -> Iterator[None]:
     """Makes a rule set the ambient one inside the block; None leaves it as it is."""
@@ -85,6 +102,8 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
         return
     token = _CURRENT.set(rules)
     try:
-        yield
+        # What depends on the rules is what asks for their names.
+        with keyed(("names", rules)) if rules.names else contextlib.nullcontext():
+            yield
     finally:
         _CURRENT.reset(token)

@@ -113,7 +113,7 @@ def test_hidden_layers(
     assert_hidden(HIDDEN, mesh)
     for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
-    assert "_flax_layoutmap_path" not in str(nnx.graphdef(model))
+    assert "flax_layoutmap" not in str(nnx.graphdef(model))
 
 
 def test_without_the_rule_it_lies_otherwise(
@@ -221,7 +221,7 @@ def test_what_does_not_divide(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -
     with pytest.raises(flm.LayoutError, match="rule 'layers/0' for the output of 'lay"):
         flm.jit(forward, layout_map=quiet(layout_map))(model, X)
     # The model is what it was, and nothing is left in the classes.
-    assert "_flax_layoutmap_path" not in str(nnx.graphdef(model))
+    assert "flax_layoutmap" not in str(nnx.graphdef(model))
     assert nnx.Linear.__call__.__module__.startswith("flax")
     other = quiet(flm.LayoutMap(mesh, indivisible="replicate"))
     other.activations["layers/0"] = ("data", None, "model")
@@ -436,7 +436,7 @@ def test_a_function_may_change_the_model(layout_map: flm.LayoutMap) -> None:
     model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
     assert_lies(flm.jit(grow, layout_map=quiet(layout_map))(model, X), HIDDEN)
     assert len(model.layers) == 2
-    assert "_flax_layoutmap_path" not in str(nnx.graphdef(model))
+    assert "flax_layoutmap" not in str(nnx.graphdef(model))
 
 
 def test_a_rule_that_is_changed_counts(
@@ -475,7 +475,7 @@ def test_scopes_in_scopes(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -> No
         assert_lies(inner(model, X), HIDDEN)
         with pytest.raises(AssertionError):
             assert_lies(plain(model, X), HIDDEN)
-    assert "_flax_layoutmap_path" not in str(nnx.graphdef(model))
+    assert "flax_layoutmap" not in str(nnx.graphdef(model))
 
 
 def test_models_are_not_kept(layout_map: flm.LayoutMap) -> None:
@@ -581,3 +581,132 @@ def test_linen_in_a_scope(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -> No
 
     apply(variables, X)
     assert_hidden(HIDDEN, mesh)
+
+
+# --------------------------------------------------------- what a mark may not change
+
+
+class Ensemble(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.heads: Any = nnx.Dict(
+            a=nnx.Linear(16, 16, rngs=rngs), b=nnx.Linear(16, 16, rngs=rngs)
+        )
+        self.layers: Any = nnx.List([nnx.Linear(16, 16, rngs=rngs)])
+
+    def __call__(self, x: Any) -> Any:
+        for name, head in self.heads.items():
+            assert name in "ab"
+            x = x + head(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x / len(self.heads) / len(self.layers)
+
+
+def test_containers_are_what_they_were(layout_map: flm.LayoutMap) -> None:
+    layout_map.activations["heads/a"] = ("data", None, "model")
+    model = Ensemble(nnx.Rngs(0))
+    plain = np.asarray(model(X))
+    y = flm.jit(forward, layout_map=quiet(layout_map))(model, X)
+    np.testing.assert_allclose(y, plain, rtol=1e-5)
+
+
+@pytest.mark.parametrize("what", ["names", "activations", "Linen"])
+def test_functions_under_jit_are_traced_again_for_other_rules(
+    what: str, mesh: flm.DeviceMesh
+) -> None:
+    first, second = quiet(flm.LayoutMap(mesh)), quiet(flm.LayoutMap(mesh))
+    layouts = {0: ("data", None, "model"), 1: ("model", None, None)}
+    layer = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    dense = linen.Dense(16)
+    variables = dense.init(jax.random.key(0), X)
+    inner: Any = {
+        "names": jax.jit(lambda m, v, x: flm.distribute_tensor(x, "hidden")),
+        "activations": jax.jit(lambda m, v, x: m(x)),
+        "Linen": jax.jit(lambda m, v, x: dense.apply(v, x)),
+    }[what]
+    for number, layout_map in enumerate((first, second)):
+        layout_map.names["hidden"] = layouts[number]
+        layout_map.activations["layers/0" if what != "Linen" else "^$"] = layouts[
+            number
+        ]
+        outer = flm.jit(lambda m, v, x: inner(m, v, x), layout_map=layout_map)
+        assert_lies(outer(layer, variables, X), (HIDDEN, (("model",), (), ()))[number])
+    if what != "names":  # outside of all of them there is nothing left
+        plain = inner(layer, variables, X)
+        assert not any(getattr(plain.sharding, "spec", ()))
+
+
+class Unbound(linen.Module):
+    def zeros(self, rows: int) -> Any:
+        return jnp.zeros((rows, 4, 16))
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        return linen.Dense(16, name="d")(x)
+
+
+def test_methods_of_unbound_linen_modules(layout_map: flm.LayoutMap) -> None:
+    layout_map.activations["d"] = ("data", None, "model")
+    model = Unbound()
+    variables = model.init(jax.random.key(0), X)
+
+    def run(variables: Any, x: Any) -> Any:
+        out: Any = model.apply(variables, x)
+        return out + model.zeros(8)
+
+    assert run(variables, X).shape == X.shape
+    y = flm.jit(run, layout_map=quiet(layout_map))(variables, X)
+    assert y.shape == X.shape
+
+
+class Two(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.enc = nnx.Linear(16, 16, rngs=rngs)
+        self.dec = nnx.Linear(16, 16, rngs=rngs)
+
+    def encode(self, x: Any) -> Any:
+        return self.enc(x)
+
+    def decode(self, x: Any) -> Any:
+        return self.dec(x)
+
+
+def test_rules_for_what_another_function_calls(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=True)
+    layout_map["kernel|bias"] = None
+    layout_map.activations["enc"] = ("data", None, "model")
+    layout_map.activations["dec"] = ("model", None, None)
+    model = Two(nnx.Rngs(0))
+    encode = flm.jit(lambda m, x: m.encode(x), layout_map=layout_map)
+    decode = flm.jit(lambda m, x: m.decode(x), layout_map=layout_map)
+    assert_lies(encode(model, X), HIDDEN)
+    assert_lies(decode(model, X), (("model",), (), ()))
+    layout_map.activations["nonsense"] = ("model", None, None)
+    with pytest.warns(flm.LayoutWarning, match="match the output of no module: 'nonse"):
+        encode(model, X)
+    with pytest.raises(flm.RuleError, match="strict: .*'nonsense'"):
+        flm.jit(lambda m, x: m.encode(m.decode(x)) + m(x), layout_map=layout_map)(
+            Sum(nnx.Rngs(0)), X
+        )
+
+
+class Sum(Two):
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+def test_copies_have_no_path(layout_map: flm.LayoutMap) -> None:
+    layout_map.activations["layers/0"] = ("data", None, "model")
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))
+    copy = flm.jit(lambda m: nnx.clone(m), layout_map=quiet(layout_map))(model)
+    assert nnx.graphdef(copy) == nnx.graphdef(model)
+    placed = layout_map.place(model)
+    with flm.activation_scope(layout_map, placed):
+        with flm.activation_scope(layout_map, placed):
+            pass
+        assert_lies(placed.layers[0](X), HIDDEN)
+        kept = nnx.clone(placed)
+    other = quiet(flm.LayoutMap(layout_map.device_mesh))
+    other.activations["layers/1"] = ("data", None, "model")
+    with flm.activation_scope(other):
+        assert not any(kept.layers[0](X).sharding.spec)
