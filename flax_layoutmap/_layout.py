@@ -234,7 +234,8 @@ class TensorLayout(MeshLayout):
         Raises:
             LayoutError: there is no such dim.
         """
-        given = dims if isinstance(dims, tuple | list | np.ndarray) else [dims]
+        several = whole(dims) is None and hasattr(dims, "__iter__")
+        given: Any = dims if several else [dims]
         gone = {self._position(dim) for dim in given}
         kept = (dim for at, dim in enumerate(self._every_dim()) if at not in gone)
         return self._exactly(tuple(kept), self.device_mesh, self.memory_kind)

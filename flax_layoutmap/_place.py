@@ -4,6 +4,7 @@
 Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from flax import nnx
 from flax.core.meta import AxisMetadata, Partitioned
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from flax_layoutmap._errors import (
     LayoutError,
@@ -239,6 +240,9 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
         return layout
     mesh = _ambient_mesh() or otherwise
     if mesh is not None:
+        own = otherwise.jax_mesh if otherwise is not None else None
+        if isinstance(own, Mesh) and own.abstract_mesh == mesh.jax_mesh:
+            mesh = otherwise  # the same one, with its devices
         return layout.on(mesh)
     raise MeshError(
         f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); "
@@ -262,8 +266,10 @@ def _ambient_mesh() -> DeviceMesh | None:
         return default
     context: Any = jax.sharding.get_abstract_mesh()
     if is_eager() and not manual_axes(context):
-        concrete = jax.sharding.get_mesh()
-        context = context if concrete.empty else concrete
+        with contextlib.suppress(ValueError):
+            # Under `grad` and `vmap` JAX does not give it, eagerly neither.
+            found = jax.sharding.get_mesh()
+            context = context if found.empty else found
     return DeviceMesh(context) if context.axis_names else None
 
 

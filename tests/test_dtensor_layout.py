@@ -665,3 +665,25 @@ def test_what_is_not_here_has_its_reason() -> None:
     assert all(NOT_HERE.values())
     gone = ("from_device", "from_single_device_mesh", "is_single_device", "to_parted")
     assert [name for name in gone if hasattr(flm.TensorLayout, name)] == []
+
+
+# Whole numbers only, of any kind that has them; never cut, never a raw TypeError.
+WHOLE: list[tuple[Any, Any]] = [
+    (lambda n: ROWS.num_shards(n), 0),
+    (lambda n: ROWS.delete(n), 0),
+    (lambda n: ROWS.delete([n]), 0),
+    (lambda n: ROWS.delete((n,)), 0),
+    (lambda n: ROWS.offset_tuple_to_global_index((n, 0)), 0),
+    (lambda n: flm.TensorLayout.replicated(ROWS.mesh, n), 2),
+    (lambda n: flm.TensorLayout.batch_sharded(ROWS.mesh, "x", n), 2),
+    (lambda n: flm.TensorLayout.batch_sharded(ROWS.mesh, "x", 2, n), 0),
+]
+
+
+@pytest.mark.parametrize("wrong", ["x", "0", 0.5, 1.0, None, (0.5,)], ids=str)
+@pytest.mark.parametrize("at", range(len(WHOLE)))
+def test_whole_numbers_only(at: int, wrong: Any) -> None:
+    call, good = WHOLE[at]
+    assert call(np.int64(good)) == call(good) == call(np.array(good))
+    with pytest.raises(flm.LayoutError):
+        call(wrong)

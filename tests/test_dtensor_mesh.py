@@ -506,3 +506,17 @@ def test_what_is_not_here_has_its_reason() -> None:
     assert all(NOT_HERE.values())
     gone = ("is_remote", "min_global_device_id", "from_device", "single_device", "name")
     assert [name for name in gone if hasattr(flm.DeviceMesh, name)] == []
+
+
+@pytest.mark.parametrize("wrong", [1.5, 1.0, "a", "1", None], ids=str)
+def test_device_ids_are_whole_numbers(wrong: Any) -> None:
+    mesh = flm.DeviceMesh.abstract("x=3,y=2")
+    assert mesh.coords(np.int64(3)) == mesh.coords(3) == (1, 1)  # pyright: ignore
+    with pytest.raises(flm.MeshError, match="device ids 0 to 5"):
+        mesh.coords(wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, None, ("x",), 1.5], ids=str)
+def test_axes_have_names(wrong: Any) -> None:
+    with pytest.raises(flm.MeshError, match="has no axis"):
+        flm.DeviceMesh.abstract("x=3,y=2").dim_size(wrong)

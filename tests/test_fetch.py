@@ -1,5 +1,6 @@
 """fetch_layout, is_distributed, check_layout: what is known, never what is guessed."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from shards import bare
+from shards import assert_lies, bare
 
 import flax_layoutmap as flm
 
@@ -121,3 +122,74 @@ def test_check_layout(mesh: flm.DeviceMesh) -> None:
         for layout in (axes, flm.TensorLayout(axes, mesh)):
             with pytest.raises(flm.LayoutError, match="has the layout"):
                 flm.check_layout({"a": [x]}, layout)
+    with pytest.raises(flm.LayoutError, match="has the layout"):
+        flm.check_layout({"a": [x, X[0]], "b": nnx.Param(x)}, ("model", None))
+
+
+@pytest.mark.parametrize("nothing", [None, {}, [None], {"a": ()}], ids=str)
+def test_check_layout_of_nothing(nothing: Any) -> None:
+    with pytest.raises(flm.LayoutError, match="there is none in"):
+        flm.check_layout(nothing, ("data",))
+
+
+# ------------------------------------------------------------- boxes that would move
+
+
+class Plain(linen.meta.AxisMetadata[Any]):
+    """A box of one's own, with no more than Flax asks for."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def unbox(self) -> Any:
+        return self.held
+
+    def replace_boxed(self, val: Any) -> "Plain":
+        return Plain(val)
+
+    def add_axis(self, index: int, params: Any) -> "Plain":
+        return self
+
+    def remove_axis(self, index: int, params: Any) -> "Plain":
+        return self
+
+
+def boxes(x: Any, mesh: Any) -> list[Any]:
+    """Boxes whose own `unbox` moves the array to `data`, and others."""
+    box: Any = linen.Partitioned
+    logical: Any = linen.LogicallyPartitioned
+    one = box(x, names=("data", None), mesh=mesh)
+    return [
+        one,
+        box(x, names=("data", None)),
+        box(one, names=("model", None), mesh=mesh),
+        logical(x, names=("rows", None), mesh=mesh, rules=(("rows", "data"),)),
+        nnx.Param(one),
+        Plain(x),
+        Plain(one),
+    ]
+
+
+@pytest.mark.parametrize("context", [False, True])
+def test_reading_a_box_moves_nothing(mesh: flm.DeviceMesh, context: bool) -> None:
+    layout = flm.TensorLayout((None, None), mesh)
+    x = flm.relayout(X, layout)
+    with jax.set_mesh(bare(mesh)) if context else contextlib.nullcontext():
+        moved = linen.meta.unbox(boxes(x, bare(mesh))[0])
+        assert flm.fetch_layout(moved) != layout  # or this test would show nothing
+        for box in boxes(x, bare(mesh)):
+            assert flm.fetch_layout(box) == layout
+            assert flm.is_distributed(box)
+            flm.check_layout(box, layout)
+            assert_lies(flm.relayout_like(X, box), ((), ()), mesh, X)
+            parts = flm.unpack(box)
+            assert [part.shape for part in parts] == [(8, 8)] * 8
+            pointers = [part.unsafe_buffer_pointer() for part in parts]
+            assert pointers == [p.unsafe_buffer_pointer() for p in flm.unpack(x)]
+
+
+def test_a_variable_that_holds_a_dict(mesh: flm.DeviceMesh) -> None:
+    x = flm.relayout(X, mesh)
+    for look in (flm.fetch_layout, lambda v: flm.check_layout(v, ("data", None))):
+        with pytest.raises(flm.LayoutError, match="a dict, .*pass its leaves"):
+            look(nnx.Variable({"a": x}))

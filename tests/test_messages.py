@@ -391,6 +391,11 @@ CASES: dict[str, Case] = {
         flm.MeshError,
         "the mesh 'data=2,model=4' has no axis 'modle'; did you mean 'model'?",
     ),
+    "mesh: an axis that is no text": Case(
+        lambda: ABSTRACT.dim_size(3),  # pyright: ignore[reportArgumentType]
+        flm.MeshError,
+        "the mesh 'data=2,model=4' has no axis 3",
+    ),
     "mesh: no such place": Case(
         lambda: ABSTRACT.coords(8),
         flm.MeshError,
@@ -452,6 +457,11 @@ CASES: dict[str, Case] = {
         lambda: TensorLayout(("data", None), ABSTRACT).num_shards(2),
         flm.LayoutError,
         "the layout ('data', None) has dims -2 to 1, got dim 2",
+    ),
+    "layout: a dim that is no number": Case(
+        lambda: TensorLayout(("data", None), ABSTRACT).num_shards("x"),  # pyright: ignore[reportArgumentType]
+        flm.LayoutError,
+        "the layout ('data', None) has dims -2 to 1, got dim 'x'",
     ),
     "layout: no mesh for shards": Case(
         lambda: TensorLayout(("data",)).offset_to_shard(),
@@ -1085,6 +1095,25 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         "gradient='in': use 'input', 'output', or the layout that the array has",
     ),
+    "relayout: a gradient of another rank": Case(
+        lambda: flm.relayout(
+            np.ones(8), flm.TensorLayout((), ABSTRACT), gradient=("data", None)
+        ),
+        flm.LayoutError,
+        "gradient= of relayout of an array (8,): the layout ('data', None) has 2 dims, "
+        "the array has 1",
+    ),
+    "relayout: to other devices": Case(
+        lambda: jax.jit(
+            lambda x: flm.relayout(
+                x, flm.TensorLayout((), flm.DeviceMesh.abstract("data=4"))
+            )
+        )(moved(())),
+        flm.MeshError,
+        "relayout of a traced array (8, 8) to DeviceMesh('data=4', abstract): it lies "
+        "on 8 devices, and goes to others only outside of jit and vmap; call relayout "
+        "there",
+    ),
     "relayout: a traced array to a mesh": Case(
         lambda: jax.jit(lambda x: flm.relayout(x, ABSTRACT))(moved(("data", None))),
         flm.LayoutError,
@@ -1171,6 +1200,16 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         f"is_distributed of {TRACED}",
     ),
+    "fetch_layout: a tree in a Variable": Case(
+        lambda: flm.fetch_layout(nnx.Variable({"a": jnp.ones(8)})),
+        flm.LayoutError,
+        "fetch_layout of a dict, which is no array: pass its leaves, one by one",
+    ),
+    "check_layout: nothing": Case(
+        lambda: flm.check_layout({"a": [None]}, ()),
+        flm.LayoutError,
+        "check_layout takes arrays, and there is none in {'a': [None]}",
+    ),
     "check_layout: no array": Case(
         lambda: flm.check_layout({"a": 1}, ()),
         flm.LayoutError,
@@ -1201,6 +1240,11 @@ CASES: dict[str, Case] = {
         lambda: jax.jit(lambda x: packed(x, x))(1.0),
         flm.LayoutError,
         "pack takes arrays, not values that jit or grad traces",
+    ),
+    "pack: no array": Case(
+        lambda: packed("a", "b"),
+        flm.LayoutError,
+        "pack takes arrays and numbers, got the str 'a'",
     ),
     "pack: another number": Case(
         lambda: packed(1, 2, 3),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from multiprocess import launch
 from shards import Dims, assert_lies
 
@@ -93,6 +93,21 @@ def test_unpack_reads_variables(mesh: flm.DeviceMesh) -> None:
     assert [part.tolist() for part in flm.unpack(param)] == [
         [0, 1], [2, 3], [4, 5], [6, 7],
     ] * 2  # fmt: skip
+
+
+def test_pack_reads_variables_and_boxes() -> None:
+    box: Any = linen.Partitioned
+    layout = flm.TensorLayout(("x", "y"), SQUARE)
+    parts = [nnx.Param(jnp.full((1, 1), n)) for n in range(4)]
+    again = [box(nnx.Param(part.get_value()), names=("x", "y")) for part in parts]
+    for given in (parts, again):
+        np.testing.assert_array_equal(flm.pack(given, layout), [[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize("part", ["a", np.str_("a"), np.array("a"), None, object()])
+def test_pack_refuses_what_is_no_number(part: Any) -> None:
+    with pytest.raises(flm.LayoutError, match="pack takes arrays and numbers, got"):
+        flm.pack([part] * 4, flm.TensorLayout((), SQUARE))
 
 
 @pytest.mark.parametrize("wrong", range(8))

@@ -1,7 +1,9 @@
 """relayout and relayout_like: what each device holds, there and back."""
 
+import contextlib
 import functools
 import itertools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -576,6 +578,166 @@ def test_variables_stay_variables() -> None:
     moved = flm.relayout(nnx.Param(put(PLACES[1])), lay(PLACES[4]))
     assert isinstance(moved, nnx.Param)
     assert_lies(moved[...], PLACES[4], MESH, X)
+
+
+def test_like_keeps_variables_and_boxes_as_relayout_does() -> None:
+    from flax import linen, nnx
+
+    box: Any = linen.Partitioned
+    x, like = put(PLACES[1]), put(PLACES[4])
+    param = flm.relayout_like(nnx.Param(x), like)
+    assert isinstance(param, nnx.Param)
+    assert_lies(param.get_value(), PLACES[4], MESH, X)
+    boxed = flm.relayout_like(box(x, names=("a", "b")), nnx.Param(like))
+    assert isinstance(boxed, linen.Partitioned)
+    assert_lies(boxed.value, PLACES[4], MESH, X)
+
+
+# ------------------------------------------------- axes of another type, other devices
+
+
+@pytest.mark.parametrize("kind", ["explicit", "explicit x", "explicit y"])
+@pytest.mark.parametrize("move", [flm.relayout, flm.distribute_tensor])
+def test_from_explicit_to_auto_axes(kind: str, move: Any) -> None:
+    """The same devices, in a trace; the gradient comes back to the Explicit axes."""
+    mesh = grid(kind)
+    old, new = PLACES[5], PLACES[4]
+    x = put(old, mesh)
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(move(x, lay(new)) ** 2)
+
+    @jax.jit
+    def all_of_them(x: Any) -> Any:
+        tangent = jax.jvp(lambda x: move(x, lay(new)), (x,), (x,))[1]
+        return move(x, lay(new)), tangent, jax.grad(loss)(x), twice(loss)(x)
+
+    moved, tangent, first, second = all_of_them(x)
+    assert flm.fetch_layout(moved) == lay(new)
+    assert_lies(moved, new, MESH, X)
+    np.testing.assert_array_equal(tangent, X)
+    np.testing.assert_array_equal(second, 8 * X)
+    np.testing.assert_array_equal(first, 2 * X)
+    if move is flm.relayout or kind == "explicit":
+        assert flm.fetch_layout(first) == lay(old, mesh)
+        assert_lies(first, old, mesh, 2 * X)
+
+
+@pytest.mark.parametrize("move", [flm.relayout, flm.distribute_tensor])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("context", [False, True])
+def test_a_trace_goes_to_no_other_devices(move: Any, kind: str, context: bool) -> None:
+    mesh = grid(kind)
+    x = put(PLACES[1], mesh)
+    wanted = [lay(PLACES[4], HALF), flm.TensorLayout((MATCH, "y"), HALF)]
+    with jax.set_mesh(bare(mesh)) if context else contextlib.nullcontext():
+        for layout in wanted[: 1 if move is flm.distribute_tensor else 2]:
+            with pytest.raises(flm.MeshError, match="lies on 8 devices, .*outside of"):
+                jax.jit(lambda x: move(x, layout))(x)  # noqa: B023
+        with pytest.raises(flm.MeshError, match="lies on 8 devices"):
+            jax.vmap(lambda x: move(x, lay((("y",),), HALF)))(x)
+        if context:
+            with pytest.raises(flm.MeshError, match="lies on 8 devices"):
+                jax.jit(lambda x: move(x, wanted[0]))(X)
+        assert_lies(move(x, wanted[0]), PLACES[4], HALF, X)
+
+
+def test_as_many_other_devices_are_no_silent_permutation() -> None:
+    """JAX tells, once it compiles."""
+    with pytest.raises(ValueError, match="incompatible devices"):
+        jax.jit(lambda x: flm.relayout(x, lay(PLACES[4], OTHER)))(put(PLACES[1]))
+
+
+def test_what_lies_nowhere_goes_to_the_devices_of_the_layout() -> None:
+    """As the constraint of JAX itself does."""
+    for value in (X, jnp.asarray(X)):
+        moved = jax.jit(lambda x: flm.relayout(x, lay(PLACES[4], HALF)))(value)
+        assert_lies(moved, PLACES[4], HALF, X)
+
+
+def test_distribute_under_grad_goes_to_other_devices_and_back() -> None:
+    x = put(PLACES[1])
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(flm.distribute_tensor(x, lay(PLACES[4], HALF)) ** 2)
+
+    assert_lies(jax.grad(loss)(x), PLACES[1], MESH, 2 * X)
+
+
+# ------------------------------------------------------------------- vmap, gradient=
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("gradient", ["input", "output", (None,)], ids=str)
+def test_vmap_keeps_its_spmd_axis(way: Any, gradient: Any) -> None:
+    row = functools.partial(flm.relayout, layout=lay((("y",),)), gradient=gradient)
+    moved = way(jax.vmap(row, spmd_axis_name="x"))(put(PLACES[0]))
+    assert_lies(moved, PLACES[5], MESH, X)
+
+
+@pytest.mark.parametrize("where", [jax.set_mesh, flm.default_mesh, None])
+@pytest.mark.parametrize("move", [flm.relayout, flm.distribute_tensor])
+def test_bare_axes_under_eager_grad_and_vmap(where: Any, move: Any) -> None:
+    """There JAX gives nobody the mesh of `jax.set_mesh` with its devices."""
+    x = put(PLACES[1])
+    if where is None and move is flm.distribute_tensor:
+        with pytest.raises(flm.MeshError, match="no mesh for the layout"):
+            jax.grad(lambda x: jnp.sum(move(x, (None, "y"))))(x)
+        return
+    with contextlib.nullcontext() if where is None else where(bare(MESH)):
+        seen: list[Any] = []
+
+        def loss(x: Any) -> Any:
+            moved = move(x, (None, "y"))
+            seen.append(flm.fetch_layout(moved))
+            return jnp.sum(moved**2)
+
+        gradient = jax.grad(loss)(x)
+        rows = jax.vmap(lambda row: move(row, ("y",)), spmd_axis_name="x")(x)
+    assert seen == [lay(PLACES[4])]
+    np.testing.assert_array_equal(gradient, 2 * X)
+    assert move is flm.distribute_tensor or lies(gradient, PLACES[1], MESH)
+    assert_lies(rows, PLACES[5], MESH, X)
+
+
+def test_eager_vmap_compiles_once() -> None:
+    seen: list[str] = []
+    row = functools.partial(flm.relayout, layout=lay((("y",),)))
+    jax.vmap(row)(put(PLACES[1]))
+    with jax.log_compiles(), pytest.MonkeyPatch.context() as patch:
+        logger = logging.getLogger("jax")
+        patch.setattr(logger, "handle", lambda record: seen.append(record.getMessage()))
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("jax."):
+                own = logging.getLogger(name)
+                patch.setattr(own, "handle", lambda r: seen.append(r.getMessage()))
+        jax.vmap(row)(put(PLACES[1], value=X + 1))
+        assert [text for text in seen if "Compiling" in text] == []
+        jax.vmap(lambda x: row(x) * 3.5)(put(PLACES[1]))
+        assert [text for text in seen if "Compiling" in text] != []
+
+
+@pytest.mark.parametrize(
+    ("gradient", "kind", "text"),
+    [
+        ("inputs", flm.LayoutError, "gradient='inputs'"),
+        (("nope", None), flm.RuleError, "no such axis"),
+        (("x",), flm.LayoutError, "has 1 dims"),
+        (3, flm.RuleError, "use a tuple"),
+        (True, flm.RuleError, "use a tuple"),
+    ],
+)
+@BOTH_WAYS
+def test_a_gradient_that_is_no_layout(
+    way: Any, gradient: Any, kind: Any, text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        way(lambda x: flm.relayout(x, lay(PLACES[4]), gradient=gradient))(
+            put(PLACES[1])
+        )
+    if text == "use a tuple":
+        with pytest.raises(kind, match=text):
+            flm.relayout([], lay(PLACES[4]), gradient=gradient)
 
 
 # Of the original's tests of relayout, those that mean nothing here, and why.
