@@ -94,10 +94,27 @@ def compute(
         shardings = [wanted[at] for at in group]
         results = _run(cut, values, shardings, jaxpr)
         made.update(zip(group, results, strict=True))
-    return [
+    results = [
         made[at] if at in made else _known(jaxpr.outvars[at], values, wanted[at])
         for at in places
     ]
+    return [_spelled(x, wanted[at]) for x, at in zip(results, places, strict=True)]
+
+
+def _spelled(value: Any, sharding: Any) -> Any:
+    """A key whose data says how it lies as they do after a first call of `jax.jit`.
+
+    A later call says P() where that says P(None), and JAX's caches tell these apart.
+    """
+    if sharding is None or isinstance(value, Tracer):
+        return value
+    if not jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    data = jax.random.key_data(value)
+    spec = (*sharding.spec, *(None,) * (data.ndim - len(sharding.spec)))
+    where = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    impl = jax.random.key_impl(value)
+    return jax.random.wrap_key_data(jax.device_put(data, where), impl=impl)
 
 
 class _Cut:
