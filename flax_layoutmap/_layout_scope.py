@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from flax import nnx
@@ -23,20 +23,28 @@ from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
     is_nnx_object,
     metaclass_of_objects,
+    nnx_state,
     no_mesh,
     objects_of,
     patched,
     restore_eager_flag,
-    variables_of,
     without_eager_sharding,
 )
 from flax_layoutmap._linen_scope import sharded_inits
-from flax_layoutmap._place import need_devices, put, settle_metadata, with_leaves
+from flax_layoutmap._parts import leaves_in, objects_in
+from flax_layoutmap._place import need_devices, put, settle_metadata
+from flax_layoutmap._placeholder import AfterTheScope, Fate
 from flax_layoutmap._processes import Agreement
+from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
-from flax_layoutmap._trace import Traced, is_tracing_constructor, trace
+from flax_layoutmap._statics import arrays_as_data
+from flax_layoutmap._trace import (
+    Traced,
+    is_tracing_constructor,
+    trace,
+)
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
 
@@ -56,16 +64,21 @@ def layout_map_scope(layout_map: Any) -> Block:
     model that was made in it has the layout of its path in the finished model,
     wherever its part was made: modules may be made first and assembled later. A
     Variable without a rule is replicated on the mesh. Until then its value is only a
-    shape and a dtype: optimizers, and calls of the model, come after the block.
+    shape and a dtype: optimizers, calls of the model, and copies of it (`nnx.clone`)
+    come after the block.
 
     Linen modules hold no variables: `init` of one that is made in the block, called in
-    it or later, makes them sharded, as `flm.create` does.
+    it or later, makes them sharded, as `flm.create` does; under `jax.jit` it constrains
+    them (JAX wants `jax.set_mesh` around that for Explicit axes). A `clone()` of a
+    module, also as a part of another one, knows nothing of the block afterwards, nor
+    does an `init` that the class itself defines.
 
     The rules are also those that `flm.distribute_tensor(x, "hidden")` asks in the
     block. Blocks nest: the innermost counts, and what it has made stays as it is.
 
-    A constructor that reads values of arrays runs at once, on one device; its arrays
-    are moved at the end, and a `LayoutWarning` says so. An `__init__` must not keep
+    A constructor that reads values of arrays, or keeps a method bound to itself, runs
+    at once, on one device; its arrays are moved at the end, and a `LayoutWarning` says
+    so. An `__init__` must not keep
     `self` elsewhere: the module that it returns is another object.
 
     Args:
@@ -98,7 +111,7 @@ def layout_map_scope(layout_map: Any) -> Block:
     """
     rules = rule_set_of(layout_map, "layout_map_scope(layout_map)")
     need_devices(rules, "layout_map_scope")
-    return Block(_opened(rules, layout_map))
+    return Block(functools.partial(_opened, rules, layout_map))
 
 
 @contextlib.contextmanager
@@ -111,24 +124,22 @@ def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
             yield layout_map
     finally:
         _SCOPE.reset(token)
-    made = scope.finish()
+        scope.fate.block = "failed"
+    settled = scope.finish()
+    scope.fate.block = "ended"
     if outer is not None:
-        outer.settled += made
+        outer.settled += settled
+
+
+def _scope_here() -> "_Scope | None":
+    scope = _SCOPE.get()
+    # A task that outlives the block has it in its context still.
+    return scope if scope is not None and scope.fate.block == "open" else None
 
 
 def _rules_here() -> RuleSet | None:
-    scope = _SCOPE.get()
+    scope = _scope_here()
     return None if scope is None else scope.rules
-
-
-class AfterTheScope(jax.ShapeDtypeStruct):
-    """A value that is made when the block ends: its shape and dtype."""
-
-    def __jax_array__(self) -> NoReturn:
-        raise StructureError(
-            f"a value {tuple(self.shape)} of a model that is made in a "
-            "layout_map_scope exists only after the block: compute with it there"
-        )
 
 
 class _Together(nnx.Pytree):
@@ -142,10 +153,10 @@ class _Together(nnx.Pytree):
 class _Birth:
     """A traced constructor, and the leaves that stand for what it computes."""
 
-    def __init__(self, traced: Traced) -> None:
+    def __init__(self, traced: Traced, fate: Fate) -> None:
         self.traced = traced
         shapes = traced.values_of(jax.tree.leaves(traced.abstract))
-        self.leaves = [AfterTheScope(leaf.shape, leaf.dtype) for leaf in shapes]
+        self.leaves = [AfterTheScope(leaf.shape, leaf.dtype, fate) for leaf in shapes]
 
     def make(self, shardings: dict[int, Any]) -> dict[int, Any]:
         """Id of a leaf → its value, for those that have a sharding."""
@@ -155,16 +166,43 @@ class _Birth:
         return {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
 
 
+class _Model:
+    """A model of a block, as far as no inner block has laid it out.
+
+    Attributes:
+        root: the module.
+        state: its Variables and arrays.
+        leaves: their values.
+    """
+
+    def __init__(self, root: Any, state: Any) -> None:
+        self.root = root
+        self.state = state
+        self.leaves = flatten(state).leaves
+
+    def fill(self, made: Mapping[int, Any], resolution: Resolution) -> list[Any]:
+        """Puts all values where they are to be, those that were made now too."""
+        new = [
+            put(made.get(id(leaf), leaf), own)
+            for leaf, own in zip(self.leaves, resolution.sharding_list(), strict=True)
+        ]
+        nnx.update(self.root, jax.tree.unflatten(jax.tree.structure(self.state), new))
+        settle_metadata(self.state, resolution)  # its Variables are the model's own
+        return new
+
+
 class _Scope:
     """What was made in one block.
 
     Attributes:
         rules: the rules.
+        fate: what has become of the values, for what stands for them.
         settled: arrays that an inner block has laid out.
     """
 
     def __init__(self, rules: RuleSet) -> None:
         self.rules = rules
+        self.fate = Fate()
         self.settled: list[Any] = []
         self._births: list[_Birth] = []
         self._modules: list[weakref.ref[Any]] = []
@@ -177,7 +215,7 @@ class _Scope:
             return make(*args, **kw)
         if is_tracing_constructor():
             return make(*args, **kw)  # for flm.create
-        leaves = _leaves((args, kw))
+        leaves = leaves_in((args, kw))
         if _is_tracing() or any(isinstance(leaf, Tracer) for leaf in leaves):
             if issubclass(cls, nnx.Module):
                 self._hidden[cls.__name__] = None
@@ -185,7 +223,7 @@ class _Scope:
         if not issubclass(cls, nnx.Module):
             _refuse_values(cls, leaves)
             return make(*args, **kw)
-        nodes = _nodes_in((args, kw))
+        nodes = objects_in((args, kw))
         only_rngs = all(isinstance(node, nnx.Rngs | nnx.RngStream) for node in nodes)
         if only_rngs and not any(isinstance(leaf, AfterTheScope) for leaf in leaves):
             module = self._traced(make, cls, args, kw, nodes)
@@ -199,24 +237,22 @@ class _Scope:
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, nodes: list[Any]
     ) -> Any:
         def both(*args: Any, **kw: Any) -> Any:
-            return _Together(make(*args, **kw), _nodes_in((args, kw)))
+            return _Together(make(*args, **kw), objects_in((args, kw)))
 
         self._busy = True
         try:
             try:
                 traced = trace(both, args, kw)
             except _NEEDS_VALUES as error:
-                module = _eagerly(make, args, kw)
-                warn(
-                    f"layout_map_scope: the constructor of {cls.__name__} ran at once, "
-                    "whole on one device, and its arrays are moved at the end of the "
-                    f"block: {str(error).splitlines()[0]}"
-                )
-                return module
+                return _told_eagerly(make, cls, args, kw, str(error).splitlines()[0])
+            birth = _Birth(traced, self.fate)
+            together = traced.rebuild(traced.leaves_of(birth.leaves))
+            if len(jax.tree.leaves(nnx_state(together))) < traced.made:
+                # For flax 0.12.4 a shape is no data: it sees it in Variables only.
+                why = "it sets arrays as attributes"
+                return _told_eagerly(make, cls, args, kw, why)
         finally:
             self._busy = False
-        birth = _Birth(traced)
-        together = traced.rebuild(traced.leaves_of(birth.leaves))
         if nodes:
             # Counters go on, as if the constructor had run.
             _, inputs = give_birth(traced, [None] * traced.made)
@@ -226,35 +262,70 @@ class _Scope:
         return together.made
 
     def finish(self) -> list[Any]:
-        """Makes what is to be made. Returns all arrays, where they are to be."""
+        """Makes what is to be made. Returns all arrays that are laid out then."""
         modules = [m for ref in self._modules if (m := ref()) is not None]
-        roots = [root for root in _roots(modules) if variables_of(root)]
+        for module in modules:
+            arrays_as_data(module, AfterTheScope)  # a value of the block was set
+        roots = _roots(modules)
         self._tell_hidden(roots)
-        flat = [flatten(root).leaves for root in roots]
+        states = [self._own(nnx_state(root)) for root in roots]
+        models = [
+            _Model(root, state)
+            for root, state in zip(roots, states, strict=True)
+            if jax.tree.leaves(state)
+        ]
+        self._check_complete(models)
         with Agreement("creating the models of a scope", self.rules.mesh) as agreement:
-            found = [resolve(root, self.rules) for root in roots]
+            found = [resolve(model.state, self.rules) for model in models]
             for number, resolution in enumerate(found):
                 resolution.announce(besides=[f for f in found if f is not resolution])
                 parts = resolution.fingerprints
                 agreement.add(lambda p=parts, n=number: _numbered(p(), n))
         shardings: dict[int, Any] = {}
-        for leaves, resolution in zip(flat, found, strict=True):
-            for leaf, own in zip(leaves, resolution.sharding_list(), strict=True):
+        for model, resolution in zip(models, found, strict=True):
+            for leaf, own in zip(model.leaves, resolution.sharding_list(), strict=True):
                 shardings.setdefault(id(leaf), own)
         made: dict[int, Any] = {}
         for birth in self._births:
             made |= birth.make(shardings)
-        settled = set(map(id, self.settled))
         arrays: list[Any] = []
-        for root, leaves, resolution in zip(roots, flat, found, strict=True):
-            new = [
-                leaf if id(leaf) in settled else put(made.get(id(leaf), leaf), own)
-                for leaf, own in zip(leaves, resolution.sharding_list(), strict=True)
-            ]
-            with_leaves(root, new)
-            settle_metadata(root, resolution)
-            arrays += new
-        return arrays
+        for model, resolution in zip(models, found, strict=True):
+            arrays += model.fill(made, resolution)
+        return arrays + self.settled
+
+    def _own(self, state: Any) -> Any:
+        """A State without what an inner block has laid out, or an outer one will."""
+        settled = set(map(id, self.settled))
+
+        def is_others(leaf: Any) -> bool:
+            if isinstance(leaf, AfterTheScope) and leaf.fate is not self.fate:
+                return leaf.fate.block == "open"
+            return id(leaf) in settled
+
+        return nnx.from_flat_state(
+            (path, part)
+            for path, part in nnx.to_flat_state(state)
+            if not all(map(is_others, jax.tree.leaves(part)))
+        )
+
+    def _check_complete(self, models: Sequence[_Model]) -> None:
+        """Raises where a model would keep a value that is not made."""
+        for model in models:
+            for leaf in model.leaves:
+                if isinstance(leaf, AfterTheScope) and leaf.fate is not self.fate:
+                    raise StructureError(leaf.why_not())
+            seen = set(map(id, model.leaves))
+            for node in filter(is_nnx_object, objects_of(model.root)):
+                for name, value in vars(node).items():
+                    if self._is_own(value) and id(value) not in seen:
+                        raise StructureError(
+                            f"{type(node).__name__}.{name} was set to a value of the "
+                            "layout_map_scope block, where this version of flax sees "
+                            "no array: set an nnx.Variable, or set it after the block"
+                        )
+
+    def _is_own(self, value: Any) -> bool:
+        return isinstance(value, AfterTheScope) and value.fate is self.fate
 
     def _tell_hidden(self, roots: Sequence[Any]) -> None:
         """Warns of modules that were made inside of a transformation, and are lost."""
@@ -264,8 +335,9 @@ class _Scope:
             warn(
                 f"layout_map_scope: {', '.join(lost)} was made inside of a "
                 "transformation (nnx.vmap, jax.jit) and is part of no model of the "
-                "block, so it lies where it was made: make it in the __init__ of a "
-                "module, or with flm.create(make, layout_map)"
+                "block, so it lies where it was made, unless it is abstract "
+                "(nnx.eval_shape): make it in the __init__ of a module, or with "
+                "flm.create(make, layout_map)"
             )
 
 
@@ -285,8 +357,10 @@ def _sharded_constructors() -> Iterator[None]:
 def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def construct(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        scope = _SCOPE.get()
-        if scope is None or not issubclass(cls, nnx.Module | nnx.Optimizer):
+        scope = _scope_here()
+        is_made = issubclass(cls, nnx.Module | nnx.Optimizer)
+        # A bridge.Module holds no variables until its `init`, as one of Linen.
+        if scope is None or not is_made or issubclass(cls, nnx.bridge.Module):
             return plain(cls, *args, **kwargs)
         return scope.construct(functools.partial(plain, cls), cls, args, kwargs)
 
@@ -297,21 +371,15 @@ def _is_tracing() -> bool:
     return isinstance(jax.lax.full((), 0), Tracer)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    """The leaves of arguments: arrays, also those in NNX objects, and all else."""
-    outer = jax.tree.leaves(tree, is_leaf=_is_object)
-    own = [v.get_raw_value() for node in _nodes_in(tree) for v in variables_of(node)]
-    return [leaf for leaf in outer if not _is_object(leaf)] + jax.tree.leaves(own)
-
-
-def _is_object(node: Any) -> bool:
-    return is_nnx_object(node) or isinstance(node, nnx.Variable)
-
-
-def _nodes_in(tree: Any) -> list[Any]:
-    """The NNX objects and Variables in a tree, each once."""
-    leaves = jax.tree.leaves(tree, is_leaf=_is_object)
-    return list({id(leaf): leaf for leaf in leaves if _is_object(leaf)}.values())
+def _told_eagerly(
+    make: Callable[..., Any], cls: type, args: Any, kwargs: Any, why: str
+) -> Any:
+    module = _eagerly(make, args, kwargs)
+    warn(
+        f"layout_map_scope: the constructor of {cls.__name__} ran at once, whole on "
+        f"one device, and its arrays are moved at the end of the block: {why}"
+    )
+    return module
 
 
 def _eagerly(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -8,15 +8,18 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from flax import linen
-from jax.core import Tracer
 
 from flax_layoutmap._create import create
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import patched
+from flax_layoutmap._place import distribute, is_eager, settle_metadata, with_leaves
+from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._trace import is_tracing_constructor
 
 _INITS = ("init", "init_with_output", "lazy_init")
+_PLAIN = {name: getattr(linen.Module, name) for name in _INITS}
 _OUTPUT = "output of init_with_output"
 
 
@@ -45,10 +48,11 @@ def _binding(
     def post_init(self: Any) -> None:
         plain(self)
         rules = rules_here()
-        if rules is not None and not _is_tracing():
+        if rules is not None and is_eager():
             for name in _INITS:
-                own = functools.partial(_init, self, name, rules)
-                object.__setattr__(self, name, own)
+                if _is_linens(self, name):
+                    own = functools.partial(_init, self, name, rules)
+                    object.__setattr__(self, name, own)
 
     return post_init
 
@@ -61,17 +65,29 @@ def _scoped_init(
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
         rules = rules_here()
-        if rules is None or _is_tracing():
+        if rules is None:
             return plain(self, *args, **kwargs)
         return _init(self, name, rules, *args, **kwargs)
 
     return init
 
 
+def _is_linens(module: Any, name: str) -> bool:
+    """Whether a name is still the method of Linen: no field, no method of the class."""
+    own = getattr(type(module), name, None) is getattr(linen.Module, name)
+    return own and name not in vars(module)
+
+
 def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) -> Any:
-    plain = getattr(type(self), name)
-    if _is_tracing():
+    plain = _PLAIN[name]
+    if is_tracing_constructor():
         return plain(self, *args, **kwargs)
+    if not is_eager():
+        made = plain(self, *args, **kwargs)
+        # The others come here again, since they call it.
+        if name == "init_with_output":
+            return made[0], _constrained(made[1], rules)
+        return made
     if name != "init_with_output":
         return create(functools.partial(plain, self), rules, *args, **kwargs)
 
@@ -83,5 +99,12 @@ def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) ->
     return variables.pop(_OUTPUT), variables
 
 
-def _is_tracing() -> bool:
-    return isinstance(jax.lax.full((), 0), Tracer)
+def _constrained(variables: Any, rules: RuleSet) -> Any:
+    """Variables of an `init` under `jax.jit`, fixed where the rules want them."""
+    resolution = resolve(variables, rules)
+    resolution.announce()
+    leaves = [
+        distribute(leaf, wanted.layout)
+        for leaf, wanted in zip(flatten(variables).leaves, resolution, strict=True)
+    ]
+    return settle_metadata(with_leaves(variables, leaves), resolution)

@@ -29,6 +29,8 @@ from flax_layoutmap._flax_internals import (
     variables_of,
     without_eager_sharding,
 )
+from flax_layoutmap._parts import has_mixed_keys, is_object
+from flax_layoutmap._statics import arrays_as_data, refuse_traced
 
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "flax_layoutmap_tracing", default=False
@@ -60,7 +62,8 @@ def _quickly() -> Iterator[None]:
     if "sharding" not in vars(Tracer):
         yield
         return
-    with patched(Tracer, "sharding", lambda _: property(_no_sharding)):
+    none: Any = property(_no_sharding)
+    with patched(Tracer, "sharding", lambda _: none):
         yield
 
 
@@ -153,8 +156,9 @@ def trace(
 
     Raises:
         StructureError: two objects of the result (or of the arguments) share a
-            Variable, or `make` changes an NNX object that is no argument, or the
-            structure of one that is.
+            Variable, `make` changes an NNX object that is no argument, or the
+            structure of one that is, or an object of the result keeps what belongs to
+            the trace in a static attribute: a method bound to itself, say.
     """
     given = _Inputs.of(args, kwargs or {})
     eager = nnx.using_eager_sharding()
@@ -167,8 +171,12 @@ def trace(
             forget_eager_flag(node)
         before = [nnx_split(node)[0] for node in kept]
         result = make(*new_args, **new_kwargs)
+        own = [node for node in _leaves_of(result) if is_object(node)]
+        for node in own:
+            arrays_as_data(node, Tracer)
+            refuse_traced(node)
         after, seen["after"] = jax.tree.flatten(_states_after(kept, before))
-        for node in filter(_is_object, _leaves_of(result)):
+        for node in own:
             restore_eager_flag(node, eager)
         leaves, seen["treedef"] = jax.tree.flatten(_describe(result, seen))
         seen["leaves"] = leaves
@@ -229,7 +237,8 @@ class _Inputs:
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Inputs":
         """Takes the arguments of a call apart."""
         slots, treedef = jax.tree.flatten(
-            (tuple(args), dict(kwargs)), is_leaf=is_nnx_object
+            (tuple(args), dict(kwargs)),
+            is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node),
         )
         nodes = list({id(slot): slot for slot in slots if is_nnx_object(slot)}.values())
         _refuse_shared(nodes, "arguments", "pass")
@@ -276,16 +285,12 @@ def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
 
 def _leaves_of(result: Any) -> list[Any]:
     try:
-        return jax.tree.leaves(result, is_leaf=_is_object)
+        return jax.tree.leaves(result, is_leaf=is_object)
     except (TypeError, ValueError) as error:
         raise StructureError(
             f"JAX cannot flatten what the function returns: {error}; a dict needs keys "
             "of one type"
         ) from error
-
-
-def _is_object(node: Any) -> bool:
-    return is_nnx_object(node) or isinstance(node, nnx.Variable)
 
 
 def _describe(result: Any, seen: dict[str, Any]) -> Any:

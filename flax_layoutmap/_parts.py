@@ -1,0 +1,46 @@
+"""NNX objects and leaves in the arguments of a constructor."""
+
+import collections
+from typing import Any
+
+import jax
+from flax import nnx
+
+from flax_layoutmap._flax_internals import is_nnx_object, variables_of
+
+
+def is_object(node: Any) -> bool:
+    """Whether a node is an NNX object or a Variable."""
+    return is_nnx_object(node) or isinstance(node, nnx.Variable)
+
+
+def has_mixed_keys(node: Any) -> bool:
+    """Whether a node is a dict that JAX cannot flatten, as its keys have no order."""
+    if type(node) not in (dict, collections.defaultdict):
+        return False
+    try:
+        sorted(node)
+    except TypeError:
+        return True
+    return False
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """The leaves of arguments: arrays, also those in NNX objects, and all else."""
+    own = [v.get_raw_value() for node in objects_in(tree) for v in variables_of(node)]
+    return [part for part in _parts(tree) if not is_object(part)] + jax.tree.leaves(own)
+
+
+def objects_in(tree: Any) -> list[Any]:
+    """The NNX objects and Variables in a tree, each once."""
+    return list({id(part): part for part in _parts(tree) if is_object(part)}.values())
+
+
+def _parts(tree: Any) -> list[Any]:
+    """NNX objects, Variables and leaves of a tree; dicts may have any keys."""
+    found: list[Any] = []
+    for part in jax.tree.leaves(
+        tree, is_leaf=lambda node: is_object(node) or has_mixed_keys(node)
+    ):
+        found += _parts(list(part.values())) if has_mixed_keys(part) else [part]
+    return found

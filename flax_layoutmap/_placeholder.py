@@ -1,0 +1,79 @@
+"""What stands for a value in a `layout_map_scope`, until the block ends."""
+
+from typing import Any, Literal, NoReturn
+
+import jax
+
+from flax_layoutmap._errors import StructureError
+
+
+class NoValueYet(StructureError, AttributeError):
+    """A StructureError for which `hasattr` is false."""
+
+
+class Fate:
+    """What has become of the values of one block.
+
+    Attributes:
+        block: whether it runs, has made its values, or has failed.
+    """
+
+    def __init__(self) -> None:
+        self.block: Literal["open", "ended", "failed"] = "open"
+
+
+class AfterTheScope(jax.ShapeDtypeStruct):
+    """A value that is made when the block ends: its shape and dtype.
+
+    Whatever would need the value raises StructureError, and says what to do.
+
+    Attributes:
+        fate: what has become of the values of its block.
+    """
+
+    def __init__(self, shape: Any, dtype: Any, fate: Fate) -> None:
+        super().__init__(shape, dtype)
+        self.fate = fate
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not there: methods of arrays, such as `mean`. What the
+        # base class has is not there while it is set.
+        of_array = hasattr(jax.Array, name) and not hasattr(jax.ShapeDtypeStruct, name)
+        if of_array and not name.startswith("_"):
+            raise NoValueYet(self.why_not())
+        raise AttributeError(f"a value of a layout_map_scope has no {name!r}")
+
+    def why_not(self) -> str:
+        """Why there is no value, and what to do."""
+        shape = tuple(self.shape)
+        if self.fate.block == "open":
+            return (
+                f"a value {shape} of a model that is made in a layout_map_scope exists "
+                "only after the block: compute with it, write into it and copy it "
+                "there (variable.set_value(array) replaces it in the block too)"
+            )
+        if self.fate.block == "failed":
+            return (
+                f"this value {shape} was never made, because the layout_map_scope "
+                "block failed: make the model again"
+            )
+        return (
+            f"this value {shape} was never made: it is that of a copy (nnx.clone, "
+            "nnx.state) or of a part that was in no model when the layout_map_scope "
+            "block ended, so copy and take out parts after the block"
+        )
+
+
+def _refuse(self: AfterTheScope, *args: Any, **kwargs: Any) -> NoReturn:
+    raise StructureError(self.why_not())
+
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
+_REFUSED = [
+    *(prefix + name for name in _BINARY.split() for prefix in ("", "r")),
+    *"lt le gt ge neg pos abs invert round".split(),
+    *"getitem setitem iter len bool int float complex index".split(),
+    *"array jax_array copy deepcopy reduce_ex".split(),
+]
+for _name in _REFUSED:
+    setattr(AfterTheScope, f"__{_name}__", _refuse)
