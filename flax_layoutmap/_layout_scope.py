@@ -314,18 +314,14 @@ class _Scope:
             for leaf in model.leaves:
                 if isinstance(leaf, AfterTheScope) and leaf.fate is not self.fate:
                     raise StructureError(leaf.why_not())
-            seen = set(map(id, model.leaves))
             for node in filter(is_nnx_object, objects_of(model.root)):
                 for name, value in vars(node).items():
-                    if self._is_own(value) and id(value) not in seen:
+                    if isinstance(value, AfterTheScope) and not _is_data(node, name):
                         raise StructureError(
                             f"{type(node).__name__}.{name} was set to a value of the "
                             "layout_map_scope block, where this version of flax sees "
                             "no array: set an nnx.Variable, or set it after the block"
                         )
-
-    def _is_own(self, value: Any) -> bool:
-        return isinstance(value, AfterTheScope) and value.fate is self.fate
 
     def _tell_hidden(self, roots: Sequence[Any]) -> None:
         """Warns of modules that were made inside of a transformation, and are lost."""
@@ -413,6 +409,10 @@ def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> No
         for name, value in vars(node).items():
             if id(value) in own:
                 vars(node)[name] = own[id(value)]
+
+
+def _is_data(node: Any, name: str) -> bool:
+    return name in map(str, nnx_state(node))
 
 
 def _roots(modules: Sequence[Any]) -> list[Any]:

@@ -60,6 +60,7 @@ MODULES = [
     "_rules",
     "_scope",
     "_serialise",
+    "_statics",
     "_trace",
 ]
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
@@ -110,6 +111,11 @@ def closing_over() -> Any:
 def shared_results() -> Any:
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     return trace(lambda a: [a, nnx.List([a])], (linear,))
+
+
+class Keeps(nnx.Module):
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
 
 
 def grow(module: Any) -> Any:
@@ -970,6 +976,19 @@ CASES: dict[str, Case] = {
         flm.StructureError,
         "two objects of the result, a Linear and a List, share a Param: return one "
         "object that holds both, so that they stay shared",
+    ),
+    "trace: a function that holds a value": Case(
+        lambda: trace(lambda: Keeps(functools.partial(jnp.add, jnp.ones(2)))),
+        flm.StructureError,
+        "Keeps.kept is a function that holds its module, or an array, as it was while "
+        "the constructor was traced: set it after the model is made, or make it a "
+        "method",
+    ),
+    "trace: a tuple of values": Case(
+        lambda: trace(lambda: Keeps((functools.partial(jnp.add, jnp.ones(2)),))),
+        flm.StructureError,
+        "Keeps.kept is a static tuple with an array in it: set it as nnx.data(...), or "
+        "keep the array in an nnx.Variable",
     ),
     # -------------------------------------------------------------- batches
     "batch: no data": Case(

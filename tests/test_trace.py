@@ -1,10 +1,13 @@
 """A constructor traced once: what it would make, how to make it, and contexts."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -174,6 +177,99 @@ def test_entries_for_the_computed_leaves() -> None:
 def test_an_abstract_result_stays_abstract() -> None:
     traced = trace(lambda: jax.eval_shape(lambda: {"w": jnp.ones(3)}))
     assert traced.abstract == {"w": jax.ShapeDtypeStruct((3,), jnp.float32)}
+
+
+# ------------------------------------------------------------------ attributes
+
+
+class Kept(nnx.Module):
+    """An attribute, made by a function of the module and one of its arrays."""
+
+    def __init__(self, keep: Any) -> None:
+        self.linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        self.attribute = keep(self, jnp.arange(3.0))
+
+    def method(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Config:
+    value: Any
+
+
+def nested(x: Any) -> Any:
+    def inner() -> Any:
+        return x
+
+    return lambda: inner()
+
+
+def default(x: Any) -> Any:
+    def function(x: Any = x) -> Any:
+        return x
+
+    return function
+
+
+@pytest.mark.parametrize("graph", [nnx.List, lambda x: nnx.Dict(a=x[0])])
+def test_arrays_as_attributes_are_leaves(graph: Any) -> None:
+    def make() -> Any:
+        return Kept(lambda module, x: graph([x]))
+
+    eager, traced = make(), trace(make)
+    model = born(traced)
+    assert nnx.graphdef(model) == nnx.graphdef(eager)
+    same_values(nnx.state(model), nnx.state(eager))
+    assert traced.made == 3
+
+
+LEAKS: dict[str, Any] = {
+    "method": lambda module, x: module.method,
+    "closure": lambda module, x: lambda: module.linear,
+    "variable": lambda module, x: lambda: module.linear.kernel,
+    "array": lambda module, x: lambda: x,
+    "nested": lambda module, x: nested(x),
+    "default": lambda module, x: default(x),
+    "jit": lambda module, x: jax.jit(nested(module)),
+    "config": lambda module, x: Config(lambda: module),
+    "dict": lambda module, x: {"a": [functools.partial(dict, b=x)]},
+    "another": lambda module, x: nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__,
+}
+
+
+@pytest.mark.parametrize("leak", LEAKS)
+def test_what_leads_into_the_trace(leak: str) -> None:
+    with pytest.raises(
+        flm.StructureError, match=r"Kept\.attribute is a (function|static) "
+    ):
+        trace(lambda: Kept(LEAKS[leak]))
+
+
+OUTSIDE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+TABLE = jnp.ones(2)
+HARMLESS: dict[str, Any] = {
+    "function": nnx.relu,
+    "class": Kept,
+    "outside": OUTSIDE.__call__,
+    "outside, in a closure": nested((OUTSIDE, OUTSIDE.kernel, TABLE)),
+    "config": Config(print),
+    "optax": optax.chain(optax.clip(1.0), optax.adam(optax.constant_schedule(1.0))),
+    "linen": nn.Dense(2),
+}
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_what_does_not(kind: str) -> None:
+    model = born(trace(lambda: Kept(lambda module, x: HARMLESS[kind])))
+    assert model.attribute == HARMLESS[kind]
+
+
+def test_arguments_that_jax_cannot_flatten_are_static() -> None:
+    def make(config: Any, x: Any) -> Any:
+        return {"w": x * config["scale"]}
+
+    traced = trace(make, ({"scale": 2, 1: "one"}, jnp.ones(2)))
+    np.testing.assert_array_equal(born(traced)["w"], [2, 2])
 
 
 # ----------------------------------------------------------------- contexts
