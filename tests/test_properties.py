@@ -336,7 +336,7 @@ def test_the_short_way_is_the_long_way(
             assert not short.structure.fits({"tree": tree})
 
     check()
-    assert ways["short"] > 20, ways
+    assert ways["short"] > 5 and ways["long"] > 5, ways  # the examples vary
 
 
 # ------------------------------------------- one canonical path for a leaf
