@@ -20,7 +20,7 @@ from flax_layoutmap._fetch import (
     unboxed,
 )
 from flax_layoutmap._flax_internals import is_nnx_object
-from flax_layoutmap._follow import alike, constrained
+from flax_layoutmap._follow import alike, constrained, is_in_a_loop
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._place import (
@@ -116,9 +116,8 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     told to lay both alike. It costs a gather, forward and backward, and memory, as both
     are kept until the backward pass. It is exact where the layouts of both are fixed,
     as those of arguments are; a value in between may come to lie as the compiler likes.
-    Do not use it for the carry of a `scan`, whose own layout gets mixed in: that cannot
-    be refused, since no public API of JAX shows that a value is traced for a `scan`.
-    There, pass the layout, `flm.relayout(x, layout)`.
+    In the body of a loop (`scan`, `while_loop`) it is refused, as the layout of the
+    carry gets mixed in. There, pass the layout, `flm.relayout(x, layout)`.
 
     Args:
         x: an array or a traced value; an `nnx.Variable` or a Linen box too.
@@ -131,7 +130,7 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     Raises:
         LayoutError: another rank; a dim that does not divide; neither lies on a mesh;
             or a traced `like` on Auto axes that has another shape, or is inside
-            `shard_map` or on a mesh with Explicit axes too.
+            a loop or `shard_map`, or on a mesh with Explicit axes too.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -281,6 +280,11 @@ def _like_traced(x: Any, like: Any) -> Any:
     what = f"relayout_like of an array {tuple(x.shape)} to a traced {tuple(like.shape)}"
     if manual_axes(jax.sharding.get_abstract_mesh()):
         raise LayoutError(f"{what} inside shard_map: nobody knows its layout; {ways}")
+    if is_in_a_loop(x) or is_in_a_loop(like):
+        raise LayoutError(
+            f"{what} in the body of a loop: the layout that the carry has would be "
+            f"mixed in; {ways}"
+        )
     mesh = own_mesh(like) or own_mesh(x)
     if mesh is None:
         raise _no_mesh(x, like)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import without_meaning
 from flax import linen as nn
 from flax import nnx
 
@@ -51,3 +52,13 @@ def test_the_code_of_the_page_runs() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", flm.LayoutWarning)
         exec(compile(code, "coming_from.md", "exec"), names)
+
+
+def test_what_has_no_meaning_here_has_a_reason() -> None:
+    tables = {
+        name: value for name, value in vars(without_meaning).items() if name.isupper()
+    }
+    assert len(tables) == 6
+    for name, table in tables.items():
+        for behaviour, reason in table.items():
+            assert behaviour and len(reason.split()) > 1, (name, behaviour)

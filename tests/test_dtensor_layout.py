@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
+from without_meaning import DTENSOR_LAYOUT
 
 import flax_layoutmap as flm
 from flax_layoutmap import _dtensor_format
@@ -629,20 +630,6 @@ def test_equal_layouts_have_equal_bytes() -> None:
     assert ROWS != "sharding_specs:x,unsharded," and ROWS != ROWS.on(SIX_PLANNED)
 
 
-# What DTensor's own tests of Layout ask that has no meaning here, with the reason.
-NOT_HERE = {
-    "mesh is not a Mesh raises": "anything that DeviceMesh takes is a mesh",
-    "from_device, from_single_device_mesh, is_single_device": (
-        "an array on one device has a mesh of one device here, with axes"
-    ),
-    "to_parted, type": "for one of TensorFlow's own compilers; refused when read",
-    "comparing with another type raises": "it is unequal, as everywhere in Python",
-    "specs as a list only": "a tuple or a list, None or 'unsharded', several axes",
-    "relayout, relayout_like, pack, unpack, call_with_layout": "tests of their own",
-    "weight-update sharding": "LayoutMap.optimizer",
-}
-
-
 MEMBERS_OF_DTENSOR = """
     as_proto batch_sharded delete from_proto from_str from_string
     global_shape_from_local_shape inner_sharded is_batch_parallel is_fully_replicated
@@ -662,7 +649,7 @@ def test_golden_list_of_members() -> None:
 
 
 def test_what_is_not_here_has_its_reason() -> None:
-    assert all(NOT_HERE.values())
+    assert all(DTENSOR_LAYOUT.values())
     gone = ("from_device", "from_single_device_mesh", "is_single_device", "to_parted")
     assert [name for name in gone if hasattr(flm.TensorLayout, name)] == []
 

@@ -11,6 +11,7 @@ from helpers import run_python
 from jax.sharding import AbstractMesh, AxisType
 from multiprocess import launch
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
+from without_meaning import DTENSOR_MESH
 
 import flax_layoutmap as flm
 from flax_layoutmap import _mesh
@@ -471,21 +472,6 @@ def test_an_existing_mesh_has_the_members_too() -> None:
     assert mesh.unravel_index()[15] == {"a": 1, "b": 3, "c": 1}
 
 
-# What DTensor's own tests of Mesh ask that has no meaning here, with the reason.
-NOT_HERE = {
-    "shape() and size as methods": "properties, as in Keras; tuples, not lists",
-    "mesh name": "a mesh has none; that of a text is read and not kept",
-    "is_remote, min_global_device_id": "ids count from 0; local_device_ids() says it",
-    "mesh[name] as MeshDimension": "dim_size(name) says it; meshes are not sequences",
-    "one host CPU in many places": "a JAX device is in a mesh once",
-    "from_device, single_device": "a mesh of one device has axes, as every JAX mesh",
-    "comparing with another type raises": "it is unequal, as everywhere in Python",
-    "device types that differ": "JAX refuses them when an array is made",
-    "use_xla_spmd": "the compiler always partitions; the flag is read and not kept",
-    "create_distributed_mesh": "jax.distributed.initialize, then any mesh",
-}
-
-
 MEMBERS_OF_DTENSOR = """
     as_proto contains_dim coords device_type dim_names dim_size from_proto from_string
     global_device_ids host_mesh local_device_ids local_device_locations local_devices
@@ -503,7 +489,7 @@ def test_golden_list_of_members() -> None:
 
 
 def test_what_is_not_here_has_its_reason() -> None:
-    assert all(NOT_HERE.values())
+    assert all(DTENSOR_MESH.values())
     gone = ("is_remote", "min_global_device_id", "from_device", "single_device", "name")
     assert [name for name in gone if hasattr(flm.DeviceMesh, name)] == []
 

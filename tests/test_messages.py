@@ -1182,6 +1182,16 @@ CASES: dict[str, Case] = {
         "Explicit axes, DeviceMesh('data=2,model=4', abstract, "
         "axis_types=explicit/auto): only a part of its layout is known" + WAYS,
     ),
+    "relayout_like: in a loop": Case(
+        lambda: jax.jit(
+            lambda x, like: jax.lax.fori_loop(
+                0, 2, lambda _, c: flm.relayout_like(c, like), x
+            )
+        )(moved(()), moved(())),
+        flm.LayoutError,
+        "relayout_like of an array (8, 8) to a traced (8, 8) in the body of a loop: "
+        "the layout that the carry has would be mixed in" + WAYS,
+    ),
     "relayout_like: inside shard_map": Case(
         lambda: in_shard_map(moved(("data", None))),
         flm.LayoutError,

@@ -148,11 +148,3 @@ def test_two_processes() -> None:
         ]
         assert not wrong, f"process {process}\n{one}"
     assert sum(len(checks) for checks in ended[0].answer.values()) == 58
-
-
-# Of the original's tests, those that mean nothing here, and why.
-WITHOUT_MEANING = {
-    "pack and unpack inside a tf.function fail": "test_messages: traced values",
-    "packing sparse tensors": "JAX has no sparse arrays on a mesh",
-    ".numpy() of a sharded tensor is unsupported": "np.asarray gathers a JAX array",
-}

@@ -517,14 +517,33 @@ def test_like_in_control_flow() -> None:
 
     assert_lies(branches(True, x, like), PLACES[4], MESH, X)
 
-    @jax.jit
-    def carries(x: Any, like: Any) -> Any:
-        def step(carry: Any, _: None) -> Any:
-            return flm.relayout_like(carry, like) + 1, None
 
-        return jax.lax.scan(step, x, None, length=2)[0]
+def scanned(x: Any, step: Any) -> Any:
+    return jax.lax.scan(lambda carry, _: (step(carry), None), x, None, length=2)[0]
 
-    np.testing.assert_array_equal(carries(x, like), X + 2)
+
+LOOPS: dict[str, Any] = {
+    "scan": scanned,
+    "fori_loop": lambda x, step: jax.lax.fori_loop(0, 2, lambda _, c: step(c), x),
+    "while_loop": lambda x, step: jax.lax.while_loop(lambda c: c.sum() < 0, step, x),
+    "jit in a scan": lambda x, step: scanned(x, jax.jit(step)),
+    "grad of a scan": lambda x, step: jax.grad(lambda x: scanned(x, step).sum())(x),
+    "vmap of a scan": lambda x, step: jax.vmap(lambda x: scanned(x, step))(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_like_in_a_loop_is_refused(loop: str) -> None:
+    """The layout of the carry would be mixed in. A known layout is followed there."""
+    x, like = put(PLACES[1]), put(PLACES[4])
+
+    def run(x: Any, like: Any) -> Any:
+        return LOOPS[loop](x, lambda c: flm.relayout_like(c, like))
+
+    with pytest.raises(flm.LayoutError, match="in the body of a loop"):
+        jax.jit(run)(x, like)
+    closed_over = jax.jit(lambda x: scanned(x, lambda c: flm.relayout_like(c, like)))
+    np.testing.assert_array_equal(closed_over(x), X)
 
 
 # ------------------------------------------------------------------ in a program
@@ -738,21 +757,3 @@ def test_a_gradient_that_is_no_layout(
     if text == "use a tuple":
         with pytest.raises(kind, match=text):
             flm.relayout([], lay(PLACES[4]), gradient=gradient)
-
-
-# Of the original's tests of relayout, those that mean nothing here, and why.
-WITHOUT_MEANING = {
-    "relayout in a graph without a mesh fails": (
-        "JAX has no graphs apart from jit; a layout without a mesh is an error there "
-        "as anywhere, see test_messages"
-    ),
-    "relayout_like across an init scope fails": "JAX has no init scopes",
-    "weight-update sharding": "layout_map.optimizer does that, test_optimizer_state",
-    "if and while in a graph": "jax.lax.cond and scan, test_like_in_control_flow",
-    "adding across meshes fails": "JAX's own error; no function of ours takes part",
-    "replicated slice gradient": "JAX's own slicing and its gradient",
-    "equivalent layouts": "TensorLayout.equivalent, see test_layout",
-    "variable assign keeps its layout": (
-        "a JAX array has no assign; nnx.Variables hold what they are given"
-    ),
-}

@@ -126,12 +126,3 @@ def test_what_is_no_mesh(mesh: Any) -> None:
     with pytest.raises(flm.MeshError), flm.default_mesh(mesh):
         raise AssertionError("not reached")
     assert flm.get_default_mesh() is None
-
-
-# Of the original's tests, those that mean nothing here, and why.
-WITHOUT_MEANING = {
-    "operations on plain tensors run on the default mesh": (
-        "what JAX itself makes goes where jax.set_mesh says"
-    ),
-    "default_mesh of a name in a tf.function": "JAX has no graphs apart from jit",
-}
