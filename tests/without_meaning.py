@@ -35,7 +35,7 @@ DTENSOR_LAYOUT = {
     "comparing with another type raises": "it is unequal, as everywhere in Python",
     "specs as a list only": "a tuple or a list, None or 'unsharded', several axes",
     "relayout, relayout_like, pack, unpack, call_with_layout": "tests of their own",
-    "weight-update sharding": "LayoutMap.optimizer",
+    "weight-update sharding": "rules for that: `layout_map.optimizer`",
 }
 
 # What DTensor's own tests of Mesh ask that has no meaning here, with the reason.
