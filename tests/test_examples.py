@@ -97,7 +97,7 @@ def test_dtensor_tour() -> None:
         "d2.kernel has ('y', 'x')",
     ):
         assert line in lines
-    assert "cpu:0 and cpu:1 hold the same part" in done.stdout
+    assert "hold the same part of an array (4, 2)" in done.stdout
 
 
 def test_port_from_keras_trains_by_rules_of_keras() -> None:
