@@ -32,7 +32,7 @@ from flax_layoutmap._flax_internals import (
 )
 from flax_layoutmap._linen_scope import sharded_inits
 from flax_layoutmap._parts import leaves_in, objects_in
-from flax_layoutmap._place import need_devices, put, settle_metadata
+from flax_layoutmap._place import is_eager, need_devices, put, settle_metadata
 from flax_layoutmap._placeholder import AfterTheScope, Fate
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._resolution import Resolution
@@ -216,7 +216,7 @@ class _Scope:
         if is_tracing_constructor():
             return make(*args, **kw)  # for flm.create
         leaves = leaves_in((args, kw))
-        if _is_tracing() or any(isinstance(leaf, Tracer) for leaf in leaves):
+        if not is_eager() or any(isinstance(leaf, Tracer) for leaf in leaves):
             if issubclass(cls, nnx.Module):
                 self._hidden[cls.__name__] = None
             return make(*args, **kw)
@@ -361,10 +361,6 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
         return scope.construct(functools.partial(plain, cls), cls, args, kwargs)
 
     return construct
-
-
-def _is_tracing() -> bool:
-    return isinstance(jax.lax.full((), 0), Tracer)
 
 
 def _told_eagerly(

@@ -217,13 +217,13 @@ def test_key_implementations(mesh: flm.DeviceMesh) -> None:
     for impl, part in made.items():
         assert str(jax.random.key_impl(part["key"])) == impl
         assert_lies(part["w"], (("model",), ("data",)), mesh)
-    whole = jax.jit(one)()
-    if jax.__version_info__ < (0, 10):
-        # There one program for all rounds some normals of rbg otherwise, by one ulp.
-        for impl in ("rbg", "unsafe_rbg"):
-            first, second = made.pop(impl)["w"], whole.pop(impl)["w"]
-            np.testing.assert_allclose(first, second, rtol=3e-7)
+    whole = jax.jit(one, out_shardings=layout_map.shardings(one))()
     assert_same_bits(made, whole)
+    if jax.__version_info__ < (0, 10):
+        # There, on some CPUs, jit itself rounds rbg's normals otherwise in shards.
+        made = {"threefry2x32": made["threefry2x32"]}
+    plain = jax.jit(one)()
+    assert_same_bits(made, {impl: plain[impl] for impl in made})
 
 
 def test_an_initializer_over_the_whole_matrix_is_close(mesh: flm.DeviceMesh) -> None:

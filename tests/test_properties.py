@@ -308,7 +308,7 @@ def test_the_short_way_is_the_long_way(
     fold = Folding(["b1"])
     ways = {"short": 0, "long": 0}
 
-    @settings(max_examples=150)
+    @settings(max_examples=400 if odd else 150)  # few of the odd ones go the short way
     @given(stacks(STACK_LEAVES | ODD_LEAVES if odd else STACK_LEAVES), st.booleans())
     def check(tree: Any, is_state: bool) -> None:
         tree = nnx.State(tree) if is_state else tree
@@ -336,7 +336,7 @@ def test_the_short_way_is_the_long_way(
             assert not short.structure.fits({"tree": tree})
 
     check()
-    assert ways["short"] > 5 and ways["long"] > 5, ways  # the examples vary
+    assert ways["short"] > 20, ways
 
 
 # ------------------------------------------- one canonical path for a leaf
