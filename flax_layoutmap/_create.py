@@ -131,7 +131,7 @@ def create_optimizer(
             f"create_optimizer: wrt={_name_of(wrt)} selects no Variables of the "
             f"{type(model).__name__}, which has {', '.join(kinds) or 'none at all'}"
         )
-    owners, mesh = _layouts_of(params)
+    owners, mesh = layouts_of(params)
     rules = RuleSet(mesh=mesh)
     if layout_map is not None:
         given = rule_set_of(layout_map, "create_optimizer(..., layout_map=)")
@@ -219,7 +219,7 @@ def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
     return put(value, NamedSharding(retyped(mesh, AxisType.Auto), PartitionSpec()))
 
 
-def _layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
+def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
     """The layout that each parameter has now, and their mesh."""
     flat = flatten(params)
     owners: dict[str, OwnerLayout] = {}
