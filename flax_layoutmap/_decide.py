@@ -95,30 +95,35 @@ class Decider:
         row = known[question] = self.decide(path, sure, shape)
         return row
 
-    def by_rules_and_origins(
-        self, found: Sequence[Origin | None], owners: Mapping[str, OwnerLayout] | None
-    ) -> list[Decision]:
-        """Parameters by rules; optimizer state by the parameter it belongs to.
+    def by_origins(
+        self,
+        rows: list[Any],
+        found: Sequence[Origin | None],
+        owners: Mapping[str, OwnerLayout] | None,
+        plain: Mapping[int, str],
+    ) -> None:
+        """Decides optimizer state by the parameter it belongs to.
 
         Args:
+            rows: the decisions about the parameters; None for the optimizer state.
             found: the origin of each leaf of optimizer state; None for the others.
             owners: layouts of the parameters, where the tree does not hold them.
+            plain: position → path that the rules know a parameter by, if another.
         """
-        rows: list[Any] = self.by_rules(skip=found)
-        self.annotate(rows)  # state follows what its parameter has in the end
         own = dict(owners or {})
+        matcher = Matcher(self.rules.optimizer, self.rules.match)
         if owners is None:
             for at, key in parameter_keys(self.flat).items():
                 row, path = rows[at], self.flat.paths[at]
                 if row is not None:
+                    if at in plain and not matcher.matching(path):
+                        path = plain[at]
                     own[key] = OwnerLayout(
                         self.shapes[at], row.dims, row.mesh, row.memory_kind, path, key
                     )
-        matcher = Matcher(self.rules.optimizer, self.rules.match)
         for at, origin in enumerate(found):
             if origin is not None:
                 rows[at] = self.follow(at, origin, own, matcher)
-        return rows
 
     # ------------------------------------------------------------ one decision
 
@@ -153,10 +158,10 @@ class Decider:
                     shape,
                 )
             return self.replicated("no rule", shape, ())
-        if _differ(rules, fitting) and self.rules.overlap == "error":
+        winner = winner_of(self.rules, fitting)
+        if winner is None:
             listed = f"rules with different layouts match it: {_listed(rules, fitting)}"
             return self.trouble(f"{listed}; {_CONFLICT_FIX}", shape, fitting)
-        winner = fitting[-1] if self.rules.overlap == "last" else fitting[0]
         reason: Reason = "exact key" if exact else "rule"
         name = f"rule {_named(rules, winner)}"
         layout = rules[winner].layout
@@ -371,14 +376,13 @@ class Decider:
     # --------------------------------------------------------------- overrides
 
     def override(self, rows: list[Decision], dtypes: Sequence[Any]) -> None:
-        """Random state is replicated; layouts on the variables themselves apply."""
+        """Random state is replicated, and so is what is no array."""
         fixed = set(self.flat.fixed)
         for kind in {type(dtype) for dtype in dtypes}:
             if not issubclass(kind, np.dtype):
                 fixed.update(
                     at for at, dtype in enumerate(dtypes) if _is_key_or_none(dtype)
                 )
-        self.annotate(rows)
         for at in fixed:
             reason: Reason = "not an array" if dtypes[at] is None else "random state"
             rows[at] = self.replicated(reason, self.shapes[at], rows[at].matched)
@@ -457,6 +461,13 @@ def _owner(path: str, own: Mapping[str, OwnerLayout]) -> OwnerLayout | None:
         ends = [key for key in own if key.endswith(f"/{path}")]
         found = own[ends[0]] if len(ends) == 1 else None
     return found
+
+
+def winner_of(rules: RuleSet, matched: Sequence[int]) -> int | None:
+    """Which of the parameter rules that match a leaf applies; None: they conflict."""
+    if rules.overlap == "error" and _differ(rules.rules, matched):
+        return None
+    return matched[-1] if rules.overlap == "last" else matched[0]
 
 
 def _differ(rules: Sequence[Rule], at_each: Sequence[int]) -> bool:

@@ -19,6 +19,7 @@ Reason = Literal[
     "exact key",
     "explicit layout",
     "flax metadata",
+    "follows kernel",
     "no rule",
     "scalar",
     "random state",
@@ -46,6 +47,7 @@ class Decision:
     problem: str | None = None  # what a ResolveError says after path and shape
     owner: str | None = None  # parameter that an optimizer-state leaf belongs to
     owner_dims: tuple[int | None, ...] | None = None
+    note: str | None = None  # what else there is to say about it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +66,9 @@ class ResolvedLeaf:
         shard_shape: shape of one device's part, or None without a mesh.
         bytes_per_device: bytes of one device's part.
         fallback: what happened instead, where a rule matched but could not apply.
-        owner: for optimizer state, the path of the parameter it belongs to.
+        owner: for optimizer state, the path of the parameter it belongs to; for a LoRA
+            matrix or a scale that follows a kernel, that of the kernel.
+        note: more about why, where there is more to say.
     """
 
     __module__ = "flax_layoutmap"
@@ -80,6 +84,7 @@ class ResolvedLeaf:
     bytes_per_device: int
     fallback: str | None = None
     owner: str | None = None
+    note: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +132,8 @@ def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
         return f"{kind} rule {row.rule + 1} {rule.pattern!r} → {rule.layout}"
     if row.reason == "follows parameter":
         return f"follows {row.owner}"
+    if row.reason == "follows kernel":
+        return f"- as {row.owner}" if short else f"from the layout of {row.owner}"
     if row.reason == "no rule":
         return "- no rule" if short else "no rule matches it"
     return f"- {row.reason}" if short else row.reason

@@ -173,6 +173,7 @@ class Resolution:
             ),
             fallback=row.fallback,
             owner=row.owner,
+            note=row.note,
         )
 
     def _roles(self) -> list[Role]:
@@ -398,7 +399,8 @@ class Resolution:
         at = self._position(path)
         leaf, row = self.leaf(at), self._rows[at]
         lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
-        lines.append(f"  because: {because(row, self.rules)}")
+        note = f": {row.note}" if row.note else ""
+        lines.append(f"  because: {because(row, self.rules)}{note}")
         section = section_of(row, self.rules)
         for other in row.matched:
             rule = section[other]

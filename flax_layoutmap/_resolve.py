@@ -35,6 +35,7 @@ from flax_layoutmap._paths import (
 )
 from flax_layoutmap._records import Shape, show_shape
 from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._roles import ask_without_lora, find_adapters, follow_kernels
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._structure import structure_of
 from flax_layoutmap._trace import trace
@@ -323,6 +324,8 @@ def decide_all(
         sections=[dataclasses.replace(part, node=None) for part in flat.sections],
     )
 
+    adapters = find_adapters(flat, shapes)
+
     def under(rules: RuleSet) -> Resolution:
         here = {
             at: layout.on(None)
@@ -331,11 +334,14 @@ def decide_all(
             if same_grid(rules.mesh, layout.device_mesh)
         }
         decider = Decider(rules, rules.matcher, flat, shapes, here)
-        if found is None:
-            rows = decider.by_rules()
-        else:
+        rows = decider.by_rules(skip=found)
+        ask_without_lora(decider, rows, adapters.plain)
+        decider.annotate(rows)  # state follows what its parameter has in the end
+        follow_kernels(decider, rows, dtypes, adapters)
+        if found is not None:
             known = None if owners is None else owners(rules)
-            rows = decider.by_rules_and_origins(found, known)
+            decider.by_origins(rows, found, known, adapters.plain)
+            decider.annotate(rows)
         decider.override(rows, dtypes)
         resolution = Resolution(
             rules, flat, shapes, dtypes, rows, treedef, under, others or {}

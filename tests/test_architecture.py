@@ -15,7 +15,16 @@ ROOT = Path(__file__).parents[1]
 
 # Modules of one layer do not import each other; a folder counts as one module.
 LAYERS = (
-    ("_block", "_errors", "_flax_internals", "_follow", "_grid", "_patterns", "_table"),
+    (
+        "_block",
+        "_errors",
+        "_flax_internals",
+        "_follow",
+        "_grid",
+        "_lora",
+        "_patterns",
+        "_table",
+    ),
     (
         "_structure",
         "_watch",
@@ -33,7 +42,7 @@ LAYERS = (
     ("_rules", "_metadata", "_optimizer_state", "_fetch"),
     ("_records", "_ownership", "_serialise", "_scope"),
     ("_decide", "_report"),
-    ("_resolution",),
+    ("_resolution", "_roles"),
     ("_resolve",),
     ("_place", "_arguments"),
     ("_activations", "_batch", "_call", "_pack", "_relayout"),
