@@ -17,7 +17,6 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._block import Block
-from flax_layoutmap._create import give_birth
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
@@ -39,12 +38,10 @@ from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
+from flax_layoutmap._scope_birth import Birth, spread
+from flax_layoutmap._scope_optimizer import Follower
 from flax_layoutmap._statics import arrays_as_data
-from flax_layoutmap._trace import (
-    Traced,
-    is_tracing_constructor,
-    trace,
-)
+from flax_layoutmap._trace import is_tracing_constructor
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
 
@@ -117,7 +114,7 @@ def layout_map_scope(layout_map: Any) -> Block:
 @contextlib.contextmanager
 def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
     outer = _SCOPE.get()
-    scope = _Scope(rules)
+    scope = _Scope(rules, _scope_here())
     token = _SCOPE.set(scope)
     try:
         with _sharded_constructors(), sharded_inits(_rules_here), using_rules(rules):
@@ -142,30 +139,6 @@ def _rules_here() -> RuleSet | None:
     return None if scope is None else scope.rules
 
 
-class _Together(nnx.Pytree):
-    """A new module and the arguments that it may hold, as one graph."""
-
-    def __init__(self, made: Any, inputs: Sequence[Any]) -> None:
-        self.made = nnx.data(made)
-        self.inputs = nnx.data(list(inputs))
-
-
-class _Birth:
-    """A traced constructor, and the leaves that stand for what it computes."""
-
-    def __init__(self, traced: Traced, fate: Fate) -> None:
-        self.traced = traced
-        shapes = traced.values_of(jax.tree.leaves(traced.abstract))
-        self.leaves = [AfterTheScope(leaf.shape, leaf.dtype, fate) for leaf in shapes]
-
-    def make(self, shardings: dict[int, Any]) -> dict[int, Any]:
-        """Id of a leaf → its value, for those that have a sharding."""
-        wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
-        values, _ = give_birth(self.traced, wanted)
-        leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
-        return {id(leaf): value for leaf, value in zip(leaves, values, strict=True)}
-
-
 class _Model:
     """A model of a block, as far as no inner block has laid it out.
 
@@ -180,14 +153,21 @@ class _Model:
         self.state = state
         self.leaves = flatten(state).leaves
 
-    def fill(self, made: Mapping[int, Any], resolution: Resolution) -> list[Any]:
-        """Puts all values where they are to be, those that were made now too."""
+    def fill(self, made: dict[int, Any], resolution: Resolution) -> list[Any]:
+        """Puts all values where they are to be, those that were made now too.
+
+        Args:
+            made: id of a leaf → its array, to which those that were moved are added.
+            resolution: where they are to be.
+        """
         new = [
             put(made.get(id(leaf), leaf), own)
             for leaf, own in zip(self.leaves, resolution.sharding_list(), strict=True)
         ]
         nnx.update(self.root, jax.tree.unflatten(jax.tree.structure(self.state), new))
         settle_metadata(self.state, resolution)  # its Variables are the model's own
+        for leaf, array in zip(self.leaves, new, strict=True):
+            made.setdefault(id(leaf), array)
         return new
 
 
@@ -196,36 +176,39 @@ class _Scope:
 
     Attributes:
         rules: the rules.
+        outer: the block around it.
         fate: what has become of the values, for what stands for them.
         settled: arrays that an inner block has laid out.
     """
 
-    def __init__(self, rules: RuleSet) -> None:
+    def __init__(self, rules: RuleSet, outer: "_Scope | None") -> None:
         self.rules = rules
+        self.outer = outer
         self.fate = Fate()
         self.settled: list[Any] = []
-        self._births: list[_Birth] = []
+        self._births: list[Birth] = []
         self._modules: list[weakref.ref[Any]] = []
+        self._followers: list[Follower] = []
         self._hidden: dict[str, None] = {}  # names of classes made inside of a trace
-        self._busy = False
+        self._needs_values = False  # in a constructor that reads some
 
     def construct(self, make: Callable[..., Any], cls: type, args: Any, kw: Any) -> Any:
         """Makes an object of a class in the block."""
-        if self._busy:
-            return make(*args, **kw)
         if is_tracing_constructor():
-            return make(*args, **kw)  # for flm.create
+            return make(*args, **kw)  # a part of what is traced, or for flm.create
+        if self._needs_values and jax.process_count() > 1:
+            return make(*args, **kw)  # no process could read a part of another one
         leaves = leaves_in((args, kw))
         if not is_eager() or any(isinstance(leaf, Tracer) for leaf in leaves):
             if issubclass(cls, nnx.Module):
                 self._hidden[cls.__name__] = None
             return make(*args, **kw)
-        if not issubclass(cls, nnx.Module):
-            _refuse_values(cls, leaves)
-            return make(*args, **kw)
+        pending = [leaf for leaf in leaves if isinstance(leaf, AfterTheScope)]
+        if issubclass(cls, nnx.Optimizer):
+            return self._owner_of(pending)._optimizer(make, cls, args, kw, pending)
         nodes = objects_in((args, kw))
         only_rngs = all(isinstance(node, nnx.Rngs | nnx.RngStream) for node in nodes)
-        if only_rngs and not any(isinstance(leaf, AfterTheScope) for leaf in leaves):
+        if only_rngs and not pending:
             module = self._traced(make, cls, args, kw, nodes)
         else:
             # Its parts keep their identity; what it makes itself is made at once.
@@ -236,33 +219,75 @@ class _Scope:
     def _traced(
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, nodes: list[Any]
     ) -> Any:
-        def both(*args: Any, **kw: Any) -> Any:
-            return _Together(make(*args, **kw), objects_in((args, kw)))
-
-        self._busy = True
         try:
-            try:
-                traced = trace(both, args, kw)
-            except _NEEDS_VALUES as error:
-                return _told_eagerly(make, cls, args, kw, str(error).splitlines()[0])
-            birth = _Birth(traced, self.fate)
-            together = traced.rebuild(traced.leaves_of(birth.leaves))
-            if len(jax.tree.leaves(nnx_state(together))) < traced.made:
-                # For flax 0.12.4 a shape is no data: it sees it in Variables only.
-                why = "it sets arrays as attributes"
-                return _told_eagerly(make, cls, args, kw, why)
+            birth = Birth(make, args, kw, self.fate)
+        except _NEEDS_VALUES as error:
+            return self._in_parts(make, cls, args, kw, str(error).splitlines()[0])
+        together = birth.objects()
+        if together is None:
+            return self._in_parts(make, cls, args, kw, "it sets arrays as attributes")
+        module = birth.settle(together, nodes)
+        if self._needs_values:
+            _make_at_once(module, birth, self.rules)
+        else:
+            self._births.append(birth)
+        return module
+
+    def _in_parts(
+        self, make: Callable[..., Any], cls: type, args: Any, kw: Any, why: str
+    ) -> Any:
+        """Runs a constructor that needs values: its parts are there when it asks."""
+        before, self._needs_values = self._needs_values, True
+        try:
+            module = _eagerly(make, args, kw)
         finally:
-            self._busy = False
-        if nodes:
-            # Counters go on, as if the constructor had run.
-            _, inputs = give_birth(traced, [None] * traced.made)
-            traced.update_inputs(inputs)
-            _replace(together.made, together.inputs, nodes)
-        self._births.append(birth)
-        return together.made
+            self._needs_values = before
+        if jax.process_count() == 1:
+            _spread(module, self.rules)
+        warn(
+            f"layout_map_scope: the constructor of {cls.__name__} ran at once, its "
+            "modules one by one in shards, what it makes itself whole on one device, "
+            f"and its arrays are moved at the end of the block: {why}"
+        )
+        return module
+
+    def _owner_of(self, pending: Sequence[AfterTheScope]) -> "_Scope":
+        """The outermost block of which something has no value yet."""
+        scope, owner = self.outer, self
+        while scope is not None:
+            if any(leaf.fate is scope.fate for leaf in pending):
+                owner = scope
+            scope = scope.outer
+        return owner
+
+    def _optimizer(
+        self, make: Callable[..., Any], cls: type, args: Any, kw: Any, pending: Any
+    ) -> Any:
+        """Makes an optimizer: at once if its model has values."""
+        nodes = objects_in((args, kw))
+        has_model = any(not isinstance(n, nnx.Rngs | nnx.RngStream) for n in nodes)
+        if has_model and not pending:
+            optimizer = make(*args, **kw)
+            self._followers.append(Follower(optimizer, cls, args, kw))
+            return optimizer
+        try:
+            birth = Birth(make, args, kw, self.fate)
+        except _NEEDS_VALUES as error:
+            raise StructureError(
+                f"the constructor of {cls.__name__} needs the values of a model that "
+                "is made when the layout_map_scope block ends: make it after the "
+                "block, with flm.create_optimizer(model, tx) "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+        together = birth.objects()
+        assert together is not None  # its arrays are in Variables
+        optimizer = birth.settle(together, nodes)
+        self._followers.append(Follower(optimizer, cls, args, kw, birth))
+        return optimizer
 
     def finish(self) -> list[Any]:
         """Makes what is to be made. Returns all arrays that are laid out then."""
+        self._followers = [f for f in self._followers if f.optimizer is not None]
         modules = [m for ref in self._modules if (m := ref()) is not None]
         for module in modules:
             arrays_as_data(module, AfterTheScope)  # a value of the block was set
@@ -275,27 +300,39 @@ class _Scope:
             if jax.tree.leaves(state)
         ]
         self._check_complete(models)
+        shardings: dict[int, Any] = {}
         with Agreement("creating the models of a scope", self.rules.mesh) as agreement:
             found = [resolve(model.state, self.rules) for model in models]
-            for number, resolution in enumerate(found):
-                resolution.announce(besides=[f for f in found if f is not resolution])
+            for model, resolution in zip(models, found, strict=True):
+                wanted = resolution.sharding_list()
+                for leaf, own in zip(model.leaves, wanted, strict=True):
+                    shardings.setdefault(id(leaf), own)
+            following = [
+                (follower, *plan)
+                for follower in self._followers
+                if (plan := follower.resolve(self.rules, shardings)) is not None
+            ]
+            found_all = [*found, *(resolution for _, _, resolution in following)]
+            for number, resolution in enumerate(found_all):
+                others = [f for f in found_all if f is not resolution]
+                resolution.announce(besides=others)
                 parts = resolution.fingerprints
                 agreement.add(lambda p=parts, n=number: _numbered(p(), n))
-        shardings: dict[int, Any] = {}
-        for model, resolution in zip(models, found, strict=True):
-            for leaf, own in zip(model.leaves, resolution.sharding_list(), strict=True):
-                shardings.setdefault(id(leaf), own)
         made: dict[int, Any] = {}
         for birth in self._births:
             made |= birth.make(shardings)
         arrays: list[Any] = []
         for model, resolution in zip(models, found, strict=True):
             arrays += model.fill(made, resolution)
+        for follower, state, resolution in following:
+            arrays += follower.fill(state, resolution, made)
         return arrays + self.settled
 
     def _own(self, state: Any) -> Any:
         """A State without what an inner block has laid out, or an outer one will."""
         settled = set(map(id, self.settled))
+
+        followers = self._followers
 
         def is_others(leaf: Any) -> bool:
             if isinstance(leaf, AfterTheScope) and leaf.fate is not self.fate:
@@ -306,6 +343,7 @@ class _Scope:
             (path, part)
             for path, part in nnx.to_flat_state(state)
             if not all(map(is_others, jax.tree.leaves(part)))
+            and not any(follower.owns(part) for follower in followers)
         )
 
     def _check_complete(self, models: Sequence[_Model]) -> None:
@@ -363,15 +401,30 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
     return construct
 
 
-def _told_eagerly(
-    make: Callable[..., Any], cls: type, args: Any, kwargs: Any, why: str
-) -> Any:
-    module = _eagerly(make, args, kwargs)
-    warn(
-        f"layout_map_scope: the constructor of {cls.__name__} ran at once, whole on "
-        f"one device, and its arrays are moved at the end of the block: {why}"
-    )
-    return module
+def _make_at_once(module: Any, birth: Birth, rules: RuleSet) -> None:
+    """Computes what a traced constructor makes, wherever there is room for it."""
+    mesh = _mesh_of(rules)
+    shardings = {id(leaf): spread(leaf.shape, mesh) for leaf in birth.leaves}
+    made = birth.make(shardings)
+    state = nnx_state(module)
+    nnx.update(module, jax.tree.map(lambda leaf: made.get(id(leaf), leaf), state))
+
+
+def _spread(module: Any, rules: RuleSet) -> None:
+    """Moves whole arrays to all devices, where they take less room."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) > 1:
+            return leaf
+        own = spread(leaf.shape, _mesh_of(rules))
+        return put(leaf, own) if any(own.spec) else leaf
+
+    nnx.update(module, jax.tree.map(moved, nnx_state(module)))
+
+
+def _mesh_of(rules: RuleSet) -> Any:
+    assert rules.mesh is not None  # asked by `need_devices`
+    return rules.mesh.jax_mesh
 
 
 def _eagerly(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -381,30 +434,6 @@ def _eagerly(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         module = make(*args, **kwargs)
     restore_eager_flag(module, eager)
     return module
-
-
-def _refuse_values(cls: type, leaves: Sequence[Any]) -> None:
-    """Raises where an optimizer would be made of values that are not there yet."""
-    if any(isinstance(leaf, AfterTheScope) for leaf in leaves):
-        raise StructureError(
-            f"{cls.__name__} needs the values of a model that is made when the "
-            "layout_map_scope block ends: make it after the block, with "
-            "flm.create_optimizer(model, tx)"
-        )
-
-
-def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> None:
-    """Puts the arguments themselves where a module holds their copies."""
-    own: dict[int, Any] = {}
-    for copy, original in zip(copies, originals, strict=True):
-        parts = zip(objects_of(copy), objects_of(original), strict=True)
-        own.update({id(part): whole for part, whole in parts})
-    for node in objects_of(module):
-        if id(node) in own or not is_nnx_object(node):
-            continue
-        for name, value in vars(node).items():
-            if id(value) in own:
-                vars(node)[name] = own[id(value)]
 
 
 def _is_data(node: Any, name: str) -> bool:

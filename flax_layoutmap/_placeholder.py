@@ -3,6 +3,7 @@
 from typing import Any, Literal, NoReturn
 
 import jax
+import numpy as np
 
 from flax_layoutmap._errors import StructureError
 
@@ -22,6 +23,25 @@ class Fate:
         self.block: Literal["open", "ended", "failed"] = "open"
 
 
+class _NoSharding(jax.sharding.Sharding):
+    """The sharding of a value that is not there: any question about it is refused.
+
+    `jnp.zeros_like` needs no value, only a shape; but it asks where the value lies,
+    and so does `jax.jit`. Without this the one would make a full copy in silence.
+    """
+
+    def __init__(self, of: "AfterTheScope") -> None:
+        self._of = of
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_of":
+            return super().__getattribute__(name)
+        raise StructureError(self._of.why_not())
+
+    def __repr__(self) -> str:
+        return "the sharding of a value that exists only after its layout_map_scope"
+
+
 class AfterTheScope(jax.ShapeDtypeStruct):
     """A value that is made when the block ends: its shape and dtype.
 
@@ -31,9 +51,32 @@ class AfterTheScope(jax.ShapeDtypeStruct):
         fate: what has become of the values of its block.
     """
 
+    __hash__ = object.__hash__
+
     def __init__(self, shape: Any, dtype: Any, fate: Fate) -> None:
         super().__init__(shape, dtype)
         self.fate = fate
+
+    @property
+    def sharding(self) -> Any:
+        """Something that is no sharding, and refuses to be asked."""
+        return _NoSharding(self)
+
+    @property
+    def __jax_array__(self) -> Any:
+        # A method would do for `jnp.asarray`; where JAX only looks whether there is
+        # one, it has another error of its own.
+        raise StructureError(self.why_not())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, jax.Array | np.ndarray | np.generic | int | float):
+            raise StructureError(self.why_not())  # it would be one of each element
+        return self is other
+
+    def __repr__(self) -> str:
+        return f"AfterTheScope(shape={tuple(self.shape)}, dtype={self.dtype.name})"
+
+    __str__ = __repr__
 
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not there: methods of arrays, such as `mean`. What the
@@ -72,8 +115,10 @@ _BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift 
 _REFUSED = [
     *(prefix + name for name in _BINARY.split() for prefix in ("", "r")),
     *"lt le gt ge neg pos abs invert round".split(),
-    *"getitem setitem iter len bool int float complex index".split(),
-    *"array jax_array copy deepcopy reduce_ex".split(),
+    *"getitem setitem delitem iter reversed contains len".split(),
+    *"bool int float complex index trunc floor ceil format".split(),
+    *"array array_ufunc array_function copy deepcopy reduce_ex".split(),
+    *"dlpack dlpack_device buffer".split(),
 ]
 for _name in _REFUSED:
     setattr(AfterTheScope, f"__{_name}__", _refuse)

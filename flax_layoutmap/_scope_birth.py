@@ -1,0 +1,113 @@
+"""Constructors in a `layout_map_scope`: traced, and what stands for their results."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._create import give_birth
+from flax_layoutmap._flax_internals import is_nnx_object, nnx_state, objects_of
+from flax_layoutmap._mesh import retyped
+from flax_layoutmap._parts import objects_in
+from flax_layoutmap._placeholder import AfterTheScope, Fate
+from flax_layoutmap._trace import trace
+
+
+class Together(nnx.Pytree):
+    """A new object and the arguments that it may hold, as one graph."""
+
+    def __init__(self, made: Any, inputs: Sequence[Any]) -> None:
+        self.made = nnx.data(made)
+        self.inputs = nnx.data(list(inputs))
+
+
+class Birth:
+    """A traced constructor, and the leaves that stand for what it computes.
+
+    Attributes:
+        traced: the trace.
+        leaves: what stands for the values that it computes.
+    """
+
+    def __init__(self, make: Callable[..., Any], args: Any, kw: Any, fate: Fate):
+        def both(*args: Any, **kw: Any) -> Any:
+            return Together(make(*args, **kw), objects_in((args, kw)))
+
+        traced = self.traced = trace(both, args, kw)
+        shapes = traced.values_of(jax.tree.leaves(traced.abstract))
+        self.leaves = [AfterTheScope(leaf.shape, leaf.dtype, fate) for leaf in shapes]
+
+    def objects(self) -> Together | None:
+        """The new object and the arguments, with what stands for their values.
+
+        None if they do not hold all of it: an attribute that is no Variable is no data
+        for flax 0.12.4 while it is a shape.
+        """
+        together = self.traced.rebuild(self.traced.leaves_of(self.leaves))
+        seen = len(jax.tree.leaves(nnx_state(together)))
+        return together if seen >= self.traced.made else None
+
+    def settle(self, together: Together, nodes: Sequence[Any]) -> Any:
+        """The new object; its arguments go on, as if the constructor had run.
+
+        Args:
+            together: from `objects`.
+            nodes: the NNX objects among the arguments.
+        """
+        if nodes:
+            _, inputs = give_birth(self.traced, [None] * self.traced.made)
+            self.traced.update_inputs(inputs)
+            _replace(together.made, together.inputs, nodes)
+        return together.made
+
+    def make(
+        self, shardings: Mapping[int, Any], values: Mapping[int, Any] | None = None
+    ) -> dict[int, Any]:
+        """Id of a leaf → its value, for those that have a sharding.
+
+        Args:
+            shardings: id of a leaf → its sharding.
+            values: id of an argument that had no value → its value.
+        """
+        wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
+        traced = self.traced
+        if values:
+            inputs = tuple(values.get(id(x), x) for x in traced.inputs)
+            traced = dataclasses.replace(traced, inputs=inputs)
+        made, _ = give_birth(traced, wanted)
+        leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
+        return {id(leaf): value for leaf, value in zip(leaves, made, strict=True)}
+
+
+def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> None:
+    """Puts the arguments themselves where a module holds their copies."""
+    own: dict[int, Any] = {}
+    for copy, original in zip(copies, originals, strict=True):
+        parts = zip(objects_of(copy), objects_of(original), strict=True)
+        own.update({id(part): whole for part, whole in parts})
+    for node in objects_of(module):
+        if id(node) in own or not is_nnx_object(node):
+            continue
+        for name, value in vars(node).items():
+            if id(value) in own:
+                vars(node)[name] = own[id(value)]
+
+
+def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """Somewhere to keep an array until its path is known: in parts of equal size.
+
+    On Auto axes, where anything may be computed with it.
+    """
+    auto = retyped(mesh, AxisType.Auto)
+    left = list(shape)
+    spec: list[tuple[str, ...]] = [()] * len(left)
+    for name, size in sorted(auto.shape.items(), key=lambda axis: -axis[1]):
+        for dim in sorted(range(len(left)), key=lambda dim: -left[dim]):
+            if left[dim] and left[dim] % size == 0:
+                left[dim] //= size
+                spec[dim] = (*spec[dim], name)
+                break
+    return NamedSharding(auto, PartitionSpec(*spec))
