@@ -9,6 +9,7 @@ rank and the kernel's out-dims. What the libraries call them:
 - `lora/a`, `lora/b` (gemma).
 """
 
+import functools
 import itertools
 import math
 import re
@@ -92,9 +93,10 @@ def places_of(matrix: Matrix) -> list[str]:
     return [holder, *own, parent]
 
 
+@functools.lru_cache(maxsize=1024)
 def kernel_dims(
     kernel: Shape, matrix: Shape, partner: Shape | None, role: Literal["A", "B"]
-) -> list[KernelDims]:
+) -> tuple[KernelDims, ...]:
     """The dims of a kernel that a LoRA matrix may have, by the shapes.
 
     Dims at the start that all three have are those of stacked layers. Several in-dims
@@ -121,7 +123,7 @@ def kernel_dims(
         if found:
             in_order = into[-1] < out[0]
             (first if in_order else others)[found] = None
-    return list(first or others)
+    return tuple(first or others)
 
 
 def _splits(ndim: int) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:

@@ -31,6 +31,9 @@ _KERNELS = ("kernel", "embedding", "weight", "w", "qvalue")
 # How far below a module its kernel may be: `base_module/kernel/array/qvalue`.
 _DEPTH = 3
 
+# What `nnx.LoRA` calls the module that it was put around.
+_BASE = "base_module"
+
 _NO_KERNEL = (
     "it is a LoRA matrix whose kernel is not in the tree: resolve the whole model, or "
     "add a rule for it"
@@ -59,7 +62,8 @@ NO_ADAPTERS = Adapters({}, {}, {})
 
 def find_adapters(flat: Flat, shapes: Sequence[Shape]) -> Adapters:
     """Finds the LoRA matrices of a tree, and what they may belong to."""
-    if not is_about_lora("\n".join(flat.paths)):
+    text = "\n".join(flat.paths)
+    if not is_about_lora(text) and _BASE not in text:
         return NO_ADAPTERS
     found = Adapters({}, {}, {})
     for section in flat.sections:
@@ -84,8 +88,9 @@ def _in_section(section: Section, flat: Flat, shapes: Sequence[Shape]) -> Adapte
         elif at not in flat.fixed:
             others[path] = at
     index = _Index(others)
+    # Without its matrices too, in a State of what is not trained.
+    wrapped = set().union(*(_base_modules(path) for path in others if _BASE in path))
     kernels: dict[int, Sequence[tuple[int, KernelDims]]] = {}
-    wrapped: set[str] = set()
     for at, matrix in matrices.items():
         partner = paths.get(matrix.partner)
         shape = None if partner is None else shapes[partner]
@@ -160,20 +165,27 @@ def _wrapped(
     return {f"{place}/{name}" if place else name}
 
 
+def _base_modules(path: str) -> set[str]:
+    """The modules on a path that `nnx.LoRA` was put around."""
+    parts = path.split("/")
+    return {
+        "/".join(parts[:end]) for end in range(1, len(parts)) if parts[end - 1] == _BASE
+    }
+
+
 def _without(wrapped: set[str], index: _Index) -> dict[int, str]:
     """Position → path without the parts that only a LoRA module around it adds."""
     plain: dict[int, str] = {}
     for module in wrapped:
-        for _, at in index.below(module):
-            plain[at] = ""
-    for path, at in index.positions.items() if plain else ():
-        if at in plain:
-            parts = path.split("/")
-            plain[at] = "/".join(
+        for rest, at in index.below(module):
+            parts = f"{module}/{rest}".split("/")
+            path = "/".join(
                 part
                 for end, part in enumerate(parts, 1)
                 if "/".join(parts[:end]) not in wrapped
             )
+            if path not in index.positions:
+                plain[at] = path
     return plain
 
 
@@ -264,17 +276,16 @@ def _follow(
     dims: str,
 ) -> Decision:
     """The decision for a leaf that has dims of a kernel."""
-    path = decider.flat.paths[kernel]
-    layout = TensorLayout(axes, base.mesh, memory_kind=base.memory_kind)
-    return decider.lay(
-        layout,
-        decider.shapes[at],
-        f"the layout of its kernel {path!r}",
-        "follows kernel",
-        matched=row.matched,
-        owner=path,
-        note=f"{what} has its {dims}",
-    )
+    path, shape = decider.flat.paths[kernel], decider.shapes[at]
+
+    def lay() -> Decision:
+        layout = TensorLayout(axes, base.mesh, memory_kind=base.memory_kind)
+        name = f"the layout of its kernel {path!r}"
+        return decider.lay(layout, shape, name, "follows kernel", matched=row.matched)
+
+    key = ("kernel", axes, base.mesh, base.memory_kind, shape, row.matched)
+    found = decider.once(key, lay)
+    return dataclasses.replace(found, owner=path, note=f"{what} has its {dims}")
 
 
 def _axes(base: Decision, dims: KernelDims) -> tuple[tuple[str, ...], ...]:
