@@ -40,7 +40,7 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
 from flax_layoutmap._scope_birth import Birth, spread
 from flax_layoutmap._scope_optimizer import Follower
-from flax_layoutmap._statics import arrays_as_data
+from flax_layoutmap._statics import NoReferences, arrays_as_data
 from flax_layoutmap._trace import is_tracing_constructor
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
@@ -221,17 +221,16 @@ class _Scope:
     ) -> Any:
         try:
             birth = Birth(make, args, kw, self.fate)
+        except NoReferences:
+            raise
         except _NEEDS_VALUES as error:
             return self._in_parts(make, cls, args, kw, str(error).splitlines()[0])
-        together = birth.objects()
+        together = None if self._needs_values else birth.objects()
         if together is None:
-            return self._in_parts(make, cls, args, kw, "it sets arrays as attributes")
-        module = birth.settle(together, nodes)
-        if self._needs_values:
-            _make_at_once(module, birth, self.rules)
+            together = birth.at_once(_mesh_of(self.rules))
         else:
             self._births.append(birth)
-        return module
+        return birth.settle(together, nodes)
 
     def _in_parts(
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, why: str
@@ -399,15 +398,6 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
         return scope.construct(functools.partial(plain, cls), cls, args, kwargs)
 
     return construct
-
-
-def _make_at_once(module: Any, birth: Birth, rules: RuleSet) -> None:
-    """Computes what a traced constructor makes, wherever there is room for it."""
-    mesh = _mesh_of(rules)
-    shardings = {id(leaf): spread(leaf.shape, mesh) for leaf in birth.leaves}
-    made = birth.make(shardings)
-    state = nnx_state(module)
-    nnx.update(module, jax.tree.map(lambda leaf: made.get(id(leaf), leaf), state))
 
 
 def _spread(module: Any, rules: RuleSet) -> None:

@@ -50,11 +50,17 @@ class Birth:
         seen = len(jax.tree.leaves(nnx_state(together)))
         return together if seen >= self.traced.made else None
 
+    def at_once(self, mesh: Mesh) -> Together:
+        """The new object and the arguments, with their values, in parts on a mesh."""
+        wanted = [spread(leaf.shape, mesh) for leaf in self.leaves]
+        made, _ = give_birth(self.traced, wanted)
+        return self.traced.rebuild(self.traced.leaves_of(made))
+
     def settle(self, together: Together, nodes: Sequence[Any]) -> Any:
         """The new object; its arguments go on, as if the constructor had run.
 
         Args:
-            together: from `objects`.
+            together: from `objects` or `at_once`.
             nodes: the NNX objects among the arguments.
         """
         if nodes:

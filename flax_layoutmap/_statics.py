@@ -1,4 +1,4 @@
-"""Static attributes of NNX objects that hold what they must not: values of a trace.
+"""What of an NNX object cannot leave a trace: values in static attributes, for one.
 
 Flax decides what is data when an attribute is set. A traced array is no `jax.Array` for
 some versions of it (0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)`
@@ -19,10 +19,20 @@ from flax_layoutmap._errors import StructureError
 from flax_layoutmap._flax_internals import (
     attributes_of,
     is_nnx_object,
+    is_plain_variable,
+    metadata_of,
     objects_of,
     variables_of,
 )
 from flax_layoutmap._parts import is_object
+
+
+# What converts Variables, by its name of flax 0.12.5 on, and before.
+WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
+
+
+class NoReferences(StructureError):
+    """A constructor that makes references, with values or without."""
 
 
 def arrays_as_data(node: Any, kind: type) -> None:
@@ -40,17 +50,25 @@ def arrays_as_data(node: Any, kind: type) -> None:
 
 
 def refuse_traced(node: Any) -> None:
-    """Raises where a static attribute leads to a value or an object of the trace.
+    """Raises where an NNX object is tied to the trace that it was made in.
 
-    What comes out of a trace is another object, with other values: a method that was
-    bound in the trace would go on with tracers.
+    Where a static attribute leads to a value or an object of the trace: what comes out of a trace is another object, with other values: a method that was
+    bound in the trace would go on with tracers. And where a Variable is a reference.
 
     Raises:
-        StructureError: the first such attribute.
+        StructureError: the first such attribute or Variable.
     """
     made = objects_of(node)
     own = set(map(id, made))
     seen: set[int] = set()
+    for variable in variables_of(node):
+        if not is_plain_variable(variable):
+            kind = "hijax" if metadata_of(variable).get("hijax") else "ref"
+            raise NoReferences(
+                f"a Variable with {kind}=True is a reference, which cannot be made in "
+                "shards: make the model without it, and convert it then: "
+                f"nnx.{WITH_VARS}(model, {kind}=True)"
+            )
     for owner in made:
         for name, value in _statics(owner).items():
             if not _leads_to_traced(value, own, seen):

@@ -734,7 +734,6 @@ class WithTables(nnx.Module):
         return self.rope(self.linear(x)) @ self.mask * self.tables[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*sets arrays as attributes")
 @pytest.mark.parametrize("way", ["scope", "create"])
 def test_arrays_as_attributes(mesh: flm.DeviceMesh, way: str) -> None:
     layout_map = rules(
