@@ -8,17 +8,19 @@ computed at once, one by one, which is exact everywhere.
 
 import collections
 import logging
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_layoutmap._errors import warn
 from flax_layoutmap._flax_internals import no_mesh
+from flax_layoutmap._jaxprs import SMALL, Cut, calls_in_line, every, size_of
+from flax_layoutmap._mesh import retyped
 from flax_layoutmap._place import is_eager, put
 
 _LOG = logging.getLogger(__name__)
@@ -26,21 +28,12 @@ _LOG = logging.getLogger(__name__)
 # An output that nobody wants.
 SKIP = object()
 
-# Whole numbers and keys of up to this many elements are computed at once.
-_SMALL = 64
-
 # Programs that are kept, over all models; the oldest is dropped.
 _KEPT = 256
 _PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
-# Parameters of equations that change no value: names, and how to differentiate.
-_NO_VALUES = {
-    "jit": {"name"},
-    "pjit": {"name"},
-    "custom_jvp_call": {"jvp_jaxpr_fun", "jvp_jaxpr_thunk"},
-    "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
-    "custom_vjp_call_jaxpr": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
-}
+# Warnings that this process has seen.
+_TOLD: set[str] = set()
 
 
 def compute(
@@ -49,6 +42,9 @@ def compute(
     inputs: Sequence[Any],
     wanted: Sequence[Any],
     mesh: Mesh | None = None,
+    *,
+    names: Sequence[str] = (),
+    exact: bool = False,
 ) -> list[Any]:
     """Computes outputs of a jaxpr, each in its shards.
 
@@ -60,49 +56,152 @@ def compute(
         inputs: its inputs.
         wanted: for each output its sharding, None for any, or `SKIP`.
         mesh: where to compute what is small, with Auto axes; None: wherever it is.
+        names: what to call the first outputs in the log.
+        exact: whether the values are to be those without shardings, also where an
+            element is computed from several others: that is then computed whole, one
+            program at a time.
 
     Returns:
         The outputs that are wanted, in order.
     """
-    jaxpr = closed.jaxpr
+    jaxpr = calls_in_line(closed.jaxpr)
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
     places = [at for at, sharding in enumerate(wanted) if sharding is not SKIP]
+    if any(_is_split(wanted[at]) for at in places):
+        _tell_of_keys(jaxpr)
     if jaxpr.effects or not is_eager() or _rounds_by_program(jaxpr):
         _LOG.debug(
             "one program for %d arrays: effects, inside of a trace, or rbg keys on an "
             "old JAX",
             len(places),
         )
-        cuts = [_Cut(jaxpr.eqns, [jaxpr.outvars[at] for at in places])]
-        groups = [places]
+        cuts = {tuple(places): Cut(jaxpr.eqns, [jaxpr.outvars[at] for at in places])}
     else:
-        producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        outputs = [jaxpr.outvars[at] for at in places]
-        needed = _needed(outputs, producer, values)
-        needed_eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
-        everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        _compute_small(needed_eqns, values, jaxpr, everywhere)
-        for at in places:
-            _make_empty(jaxpr.outvars[at], values, wanted[at])
-        open_ = [at for at in places if not _is_known(jaxpr.outvars[at], values)]
-        groups = _groups(open_, jaxpr, producer, values)
-        cuts = []
-        for group in groups:
-            own = [jaxpr.outvars[at] for at in group]
-            needed = _needed(own, producer, values)
-            cuts.append(_Cut([e for e in jaxpr.eqns if id(e) in needed], own))
-        _LOG.debug("%d arrays in %d programs to run", len(open_), len(groups))
+        cuts = _cut(jaxpr, values, places, wanted, mesh)
     made: dict[int, Any] = {}
-    for group, cut in zip(groups, cuts, strict=True):
+    for group, cut in cuts.items():
+        called = [names[at] if at < len(names) else f"output {at}" for at in group]
         shardings = [wanted[at] for at in group]
-        results = _run(cut, values, shardings, jaxpr)
+        results = _make(cut, values, shardings, jaxpr, called, exact)
         made.update(zip(group, results, strict=True))
     results = [
         made[at] if at in made else _known(jaxpr.outvars[at], values, wanted[at])
         for at in places
     ]
     return [_spelled(x, wanted[at]) for x, at in zip(results, places, strict=True)]
+
+
+def _cut(
+    jaxpr: Jaxpr,
+    values: dict[Any, Any],
+    places: Sequence[int],
+    wanted: Sequence[Any],
+    mesh: Mesh | None,
+) -> dict[tuple[int, ...], Cut]:
+    """Outputs that are made together → how; what is small is made, into `values`."""
+    producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    needed = _needed([jaxpr.outvars[at] for at in places], producer, values)
+    needed_eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    _compute_small(needed_eqns, values, jaxpr, everywhere)
+    for at in places:
+        _make_empty(jaxpr.outvars[at], values, wanted[at])
+    open_ = [at for at in places if not _is_known(jaxpr.outvars[at], values)]
+    cuts = {}
+    for group in _groups(open_, jaxpr, producer, values):
+        own = [jaxpr.outvars[at] for at in group]
+        needed = _needed(own, producer, values)
+        cuts[tuple(group)] = Cut([e for e in jaxpr.eqns if id(e) in needed], own)
+    _LOG.debug("%d arrays in %d programs to run", len(open_), len(cuts))
+    return cuts
+
+
+def _is_split(sharding: Any) -> bool:
+    return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+
+
+def _tell_of_keys(jaxpr: Jaxpr) -> None:
+    """Warns, once, of random numbers that cost or mean more than one expects."""
+    for eqn in every(jaxpr.eqns):
+        if eqn.primitive.name != "random_bits" or size_of(eqn.outvars[0]) <= SMALL:
+            continue
+        kind = str(getattr(eqn.invars[0].aval, "dtype", ""))
+        if "rbg" in kind:
+            _tell_once(
+                f"the keys of this model are {kind}: JAX does not promise that their "
+                "random numbers are the same for every sharding and backend, so that "
+                "the same seed may give other weights on another mesh; "
+                "jax.random.key(seed, impl='threefry2x32') gives the same everywhere"
+            )
+        elif "fry" in kind and not _is_partitionable(eqn):
+            _tell_once(
+                "jax_threefry_partitionable is off: each device computes all the "
+                "random bits of a parameter, and keeps those of its shard, so that it "
+                "needs memory for the whole of one; jax.config.update("
+                "'jax_threefry_partitionable', True) ends that, with other weights "
+                "for the same seed"
+            )
+
+
+def _is_partitionable(eqn: JaxprEqn) -> bool:
+    config: Any = jax.config
+    return getattr(eqn.ctx, "threefry_partitionable", config.jax_threefry_partitionable)
+
+
+def _tell_once(text: str) -> None:
+    if text not in _TOLD:
+        _TOLD.add(text)
+        warn(text)
+
+
+def _make(
+    cut: Cut,
+    values: Mapping[Any, Any],
+    shardings: Sequence[Any],
+    jaxpr: Jaxpr,
+    names: Sequence[str],
+    exact: bool,
+) -> list[Any]:
+    """Runs the program of a cut; what needs memory for whole arrays, by itself."""
+    if len(names) > 1:
+        _LOG.debug("one program for what has a large origin in common: %s", names)
+    if not is_eager():
+        return _run(cut, values, shardings, jaxpr)
+    alone = exact and not (cut.is_one_by_one() and not _rounds_by_program(jaxpr))
+    whole = cut.needs_whole()
+    asked = [_unsplit(s) for s in shardings] if alone else shardings
+    results = _run(cut, _laid(cut, values, shardings), asked, jaxpr)
+    if alone:
+        pairs = zip(results, shardings, strict=True)
+        results = [x if s is None else put(x, s) for x, s in pairs]
+    if alone or whole:
+        why = "exact=True" if alone else ", ".join(whole)
+        _LOG.info("made whole on each device, then split (%s): %s", why, names)
+        jax.block_until_ready(results)  # or the next one would need its memory too
+    return results
+
+
+def _unsplit(sharding: Any) -> Any:
+    return sharding and NamedSharding(sharding.mesh, PartitionSpec())
+
+
+def _laid(
+    cut: Cut, values: Mapping[Any, Any], shardings: Sequence[Any]
+) -> Mapping[Any, Any]:
+    """The values, with large ones of the host in the shards of what they become.
+
+    `jax.jit` would copy them to each device as a whole.
+    """
+    large = [var for var in cut.inputs if size_of(var) > SMALL]
+    free = [v for v in large if not getattr(values[v], "committed", False)]
+    if not free or not cut.keeps_shape() or not cut.is_one_by_one():
+        return values
+    if not _is_split(shardings[0]):
+        return values
+    auto = retyped(shardings[0].mesh, AxisType.Auto)
+    where = NamedSharding(auto, shardings[0].spec)
+    return {**values, **{v: put(values[v], where) for v in free}}
 
 
 def _spelled(value: Any, sharding: Any) -> Any:
@@ -133,30 +232,6 @@ def _rounds_by_program(jaxpr: Jaxpr) -> bool:
     return any("rbg" in str(getattr(var.aval, "dtype", "")) for var in made)
 
 
-class _Cut:
-    """A part of a jaxpr.
-
-    Attributes:
-        eqns: its equations, in order.
-        outputs: its outputs.
-        inputs: what it reads, in the order of first use.
-    """
-
-    def __init__(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> None:
-        self.eqns, self.outputs = list(eqns), list(outputs)
-        own = {var for eqn in self.eqns for var in eqn.outvars}
-        read = [var for eqn in self.eqns for var in eqn.invars] + self.outputs
-        self.inputs = list(
-            dict.fromkeys(
-                v for v in read if not isinstance(v, Literal) and v not in own
-            )
-        )
-
-    def structure(self) -> Any:
-        """Equal for cuts that differ in their inputs only."""
-        return _structure(self.inputs, self.eqns, self.outputs, {})
-
-
 def _is_known(var: Any, values: Mapping[Any, Any]) -> bool:
     return isinstance(var, Literal) or var in values
 
@@ -168,10 +243,6 @@ def _known(var: Any, values: Mapping[Any, Any], sharding: Any) -> Any:
         aval: Any = var.aval
         value = jax.numpy.asarray(value, aval.dtype)
     return value if sharding is None else put(value, sharding)
-
-
-def _size(var: Any) -> int:
-    return math.prod(getattr(var.aval, "shape", ()))
 
 
 def _needed(
@@ -198,20 +269,40 @@ def _compute_small(
     for eqn in eqns:
         known = all(_is_known(v, values) and _is_small(v) for v in eqn.invars)
         if known and all(_is_small(v) and _is_exact(v) for v in eqn.outvars):
-            cut = _Cut([eqn], eqn.outvars)
-            results = _run(cut, values, [sharding] * len(eqn.outvars), jaxpr)
+            cut, given = _numbers_as_inputs(eqn, values)
+            results = _run(cut, given, [sharding] * len(eqn.outvars), jaxpr)
             values.update(zip(eqn.outvars, results, strict=True))
 
 
+def _numbers_as_inputs(
+    eqn: JaxprEqn, values: Mapping[Any, Any]
+) -> tuple[Cut, Mapping[Any, Any]]:
+    """An equation whose literals are inputs, with the values for all inputs.
+
+    The number that is folded into a key is another one in each layer.
+    """
+    numbers: dict[Any, Any] = {}
+    read: list[Any] = []
+    for var in eqn.invars:
+        if isinstance(var, Literal):
+            aval: Any = var.aval
+            number = Var(aval)
+            numbers[number] = np.asarray(var.val, aval.dtype)
+            var = number
+        read.append(var)
+    cut = Cut([eqn.replace(invars=read)], eqn.outvars)
+    return cut, numbers | {v: values[v] for v in read if v not in numbers}
+
+
 def _is_small(var: Any) -> bool:
-    return 0 < _size(var) <= _SMALL
+    return 0 < size_of(var) <= SMALL
 
 
 def _make_empty(var: Any, values: dict[Any, Any], sharding: Any) -> None:
     """Makes an array without elements: a program for it alone has wrong shards."""
     aval = var.aval
     is_key = jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    if _size(var) or sharding is None or is_key or _is_known(var, values):
+    if size_of(var) or sharding is None or is_key or _is_known(var, values):
         return
     host = np.zeros(aval.shape, aval.dtype)
     values[var] = jax.make_array_from_callback(
@@ -240,7 +331,7 @@ def _groups(
 
     first: dict[int, int] = {}
     large = {
-        id(eqn) for eqn in jaxpr.eqns if any(_size(v) > _SMALL for v in eqn.outvars)
+        id(eqn) for eqn in jaxpr.eqns if any(size_of(v) > SMALL for v in eqn.outvars)
     }
     for at in places:
         var = jaxpr.outvars[at]
@@ -253,24 +344,14 @@ def _groups(
     return list(groups.values())
 
 
-def _part(jaxpr: Jaxpr, cut: _Cut) -> Jaxpr:
-    return jaxpr.replace(
-        constvars=[],
-        invars=cut.inputs,
-        outvars=cut.outputs,
-        eqns=cut.eqns,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-
-
 def _run(
-    cut: _Cut, values: Mapping[Any, Any], shardings: Sequence[Any], jaxpr: Jaxpr
+    cut: Cut, values: Mapping[Any, Any], shardings: Sequence[Any], jaxpr: Jaxpr
 ) -> list[Any]:
     """Runs the program of a cut, or that of an earlier one of the same structure."""
     key = (cut.structure(), tuple(shardings))
     program = _PROGRAMS.get(key)
     if program is None:
-        part = _part(jaxpr, cut)
+        part = cut.jaxpr(jaxpr)
 
         def born(*inputs: Any) -> list[Any]:
             # Not jaxpr_as_fun, after which debug_nans checks nothing any more.
@@ -282,83 +363,3 @@ def _run(
             _PROGRAMS.popitem(last=False)
     with no_mesh():
         return program(*[values[var] for var in cut.inputs])
-
-
-# -------------------------------------------------------------------------- structure
-
-
-class _Same:
-    """Equal to what holds the very same object, which it keeps alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def _structure(
-    inputs: Sequence[Any],
-    eqns: Iterable[JaxprEqn],
-    outputs: Sequence[Any],
-    seen: dict[int, Any],
-) -> Any:
-    """Equations with numbers in place of variables; hashable."""
-    numbers: dict[Any, int] = {}
-    for var in inputs:
-        numbers[var] = len(numbers)
-
-    def atom(var: Any) -> Any:
-        if isinstance(var, Literal):
-            host = np.asarray(var.val)  # of a type of its own in some versions of JAX
-            return "literal", str(host.dtype), host.tobytes(), var.aval
-        return numbers[var]
-
-    lines = []
-    for eqn in eqns:
-        read = tuple(map(atom, eqn.invars))
-        for var in eqn.outvars:
-            numbers[var] = len(numbers)
-        left_out = _NO_VALUES.get(eqn.primitive.name, ())
-        params = tuple(
-            (name, _plain(value, seen))
-            for name, value in sorted(eqn.params.items())
-            if name not in left_out
-        )
-        context = tuple(
-            _plain(getattr(eqn.ctx, name, None), seen)
-            for name in ("compute_type", "threefry_partitionable", "xla_metadata")
-        )
-        avals = tuple(var.aval for var in eqn.outvars)
-        lines.append((eqn.primitive, read, params, context, avals))
-    given = tuple(var.aval for var in inputs)
-    return given, tuple(lines), tuple(map(atom, outputs))
-
-
-def _plain(value: Any, seen: dict[int, Any]) -> Any:
-    """A value as something hashable that is equal for equal values only."""
-    if isinstance(value, ClosedJaxpr):
-        inner = _plain(value.jaxpr, seen)
-        return inner, tuple(map(_Same, value.consts))
-    if isinstance(value, Jaxpr):
-        if id(value) not in seen:
-            inputs = [*value.constvars, *value.invars]
-            seen[id(value)] = _structure(inputs, value.eqns, value.outvars, seen)
-        return seen[id(value)]
-    if isinstance(value, tuple | list):
-        return (type(value), *(_plain(part, seen) for part in value))
-    if isinstance(value, dict):
-        pairs = sorted(value.items(), key=lambda pair: str(pair[0]))
-        return "dict", tuple((key, _plain(part, seen)) for key, part in pairs)
-    if isinstance(value, float | complex):
-        return type(value), repr(value)  # 0.0 is -0.0, and nan is not nan
-    if isinstance(value, np.ndarray | np.generic):
-        return str(value.dtype), value.shape, value.tobytes()
-    try:
-        hash(value)
-    except TypeError:
-        return _Same(value)
-    return type(value), value

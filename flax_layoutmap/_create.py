@@ -33,7 +33,13 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._trace import Traced, trace
 
 
-def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any) -> Any:
+def create(
+    make: Callable[..., Any],
+    layout_map: Any,
+    *args: Any,
+    exact: bool = False,
+    **kwargs: Any,
+) -> Any:
     """Makes a model already in its shards.
 
     Args:
@@ -45,11 +51,18 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
             as usual) are inputs of the program; everything else is static. An array of
             which only the shape matters may be a `jax.ShapeDtypeStruct`, if `make`
             does not read it.
+        exact: whether no bit may depend on the layout. None does where each element is
+            random or constant by itself, as with the initialisers of Flax. Where one
+            is computed from many (a norm, a product of matrices), sums in shards may
+            round otherwise (1e-5, relative); with `exact` such an array has the bits
+            of `jax.jit` of what makes it: each device computes it whole, one array at
+            a time, and keeps its shard.
         **kwargs: keyword arguments of `make`, likewise.
 
     Returns:
         What `make` returns, its arrays laid out by the rules. The values are those of
-        `jax.jit(make)` with the same shardings; Python numbers become arrays.
+        `jax.jit(make)` with the same shardings (to the bit where each element is
+        computed by itself); Python numbers become arrays.
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
@@ -78,7 +91,12 @@ def create(make: Callable[..., Any], layout_map: Any, *args: Any, **kwargs: Any)
         resolution = resolve(traced.abstract, rules)
         resolution.announce()
         agreement.add(resolution.fingerprints)
-    made, inputs = give_birth(traced, traced.values_of(resolution.sharding_list()))
+    made, inputs = give_birth(
+        traced,
+        traced.values_of(resolution.sharding_list()),
+        names=traced.values_of(resolution.paths),
+        exact=exact,
+    )
     result = traced.rebuild(traced.leaves_of(made))
     traced.update_inputs(inputs)
     return settle_metadata(result, resolution)
@@ -148,7 +166,11 @@ def create_optimizer(
         resolution = resolve_state(traced.abstract, rules, owners, tx, params)
         resolution.announce()
         agreement.add(resolution.fingerprints)
-    made, _ = give_birth(traced, traced.values_of(resolution.sharding_list()))
+    made, _ = give_birth(
+        traced,
+        traced.values_of(resolution.sharding_list()),
+        names=traced.values_of(resolution.paths),
+    )
     return traced.rebuild(traced.leaves_of(made))
 
 
@@ -177,7 +199,11 @@ def _name_of(wrt: Any) -> str:
 
 
 def give_birth(
-    traced: Traced, shardings: Sequence[NamedSharding | None]
+    traced: Traced,
+    shardings: Sequence[NamedSharding | None],
+    *,
+    names: Sequence[str] = (),
+    exact: bool = False,
 ) -> tuple[list[Any], list[Any]]:
     """Computes the leaves of a traced constructor, in their shards.
 
@@ -188,6 +214,8 @@ def give_birth(
     Args:
         traced: the trace.
         shardings: one for each computed leaf; None for what is not wanted.
+        names: what to call the leaves in the log.
+        exact: whether to compute whole what shards may round otherwise.
 
     Returns:
         The arrays of the leaves that are wanted, and the new state of NNX arguments.
@@ -200,7 +228,9 @@ def give_birth(
         inputs = [_on_auto_axes(value, meshes[0]) for value in inputs]
     wanted = [SKIP if sharding is None else sharding for sharding in shardings]
     wanted += [None] * traced.updates
-    values = compute(traced.closed, consts, inputs, wanted, auto)
+    values = compute(
+        traced.closed, consts, inputs, wanted, auto, names=names, exact=exact
+    )
     count = len(values) - traced.updates
     return values[:count], values[count:]
 

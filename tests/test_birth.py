@@ -4,12 +4,15 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from shards import assert_lies
 
 import flax_layoutmap as flm
@@ -24,6 +27,7 @@ INITIALISERS: dict[str, Callable[..., Any]] = {
         "he_normal",
         "he_uniform",
         "kaiming_normal",
+        "kaiming_uniform",
         "lecun_normal",
         "lecun_uniform",
         "normal",
@@ -31,6 +35,7 @@ INITIALISERS: dict[str, Callable[..., Any]] = {
         "orthogonal",
         "truncated_normal",
         "uniform",
+        "xavier_normal",
         "xavier_uniform",
         "zeros_init",
     )
@@ -39,6 +44,7 @@ INITIALISERS["constant"] = nnx.initializers.constant(0.5)
 INITIALISERS["variance_scaling"] = nnx.initializers.variance_scaling(
     2.0, "fan_out", "truncated_normal"
 )
+QR = {"orthogonal", "delta_orthogonal"}  # all others are element by element
 
 
 def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
@@ -66,6 +72,13 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def test_no_initialiser_is_left_out() -> None:
+    for module in (nnx.initializers, jax.nn.initializers):
+        names = {n for n in dir(module) if n.islower() and not n.startswith("_")}
+        # Two that are functions of a shape themselves, and an alias of a module.
+        assert names - {"ones", "zeros", "tp"} <= set(INITIALISERS)
+
+
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_bits_of_jit(mesh: flm.DeviceMesh, impl: Any, dtype: Any) -> None:
@@ -77,7 +90,7 @@ def test_the_bits_of_jit(mesh: flm.DeviceMesh, impl: Any, dtype: Any) -> None:
         return {
             name: init(key, shapes.get(name, (8, 16)), dtype)
             for (name, init), key in zip(INITIALISERS.items(), keys, strict=True)
-            if dtype == jnp.float32 or "orthogonal" not in name  # QR has no bfloat16
+            if dtype == jnp.float32 or name not in QR  # which has no bfloat16
         }
 
     layout_map = rules(mesh)
@@ -87,11 +100,219 @@ def test_the_bits_of_jit(mesh: flm.DeviceMesh, impl: Any, dtype: Any) -> None:
     plain = jax.jit(make)()
     assert bits(made) == bits(whole)
     for name in made:
-        if "orthogonal" in name:
+        if name in QR:
             np.testing.assert_allclose(made[name], plain[name], atol=1e-5)
         else:
             assert bits(made[name]) == bits(plain[name]), name
             assert_lies(made[name], (("data",), ("model",)), mesh)
+
+
+MESHES = ({"data": 2, "model": 4}, {"x": 8}, {"a": 2, "b": 2, "c": 2})
+
+
+@st.composite
+def layouts(draw: Any) -> tuple[dict[str, int], list[Any]]:
+    """A mesh, and for each of two dims the axes that it is split over."""
+    axes = draw(st.sampled_from(MESHES))
+    owner = {name: draw(st.sampled_from((None, 0, 1))) for name in axes}
+    return axes, [tuple(name for name in axes if owner[name] == dim) for dim in (0, 1)]
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(set(INITIALISERS) - QR)),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    impl=st.sampled_from(["threefry2x32", "rbg"]),
+    layout=layouts(),
+    shape=st.tuples(st.sampled_from((8, 24)), st.sampled_from((8, 40))),
+    seed=st.integers(0, 2**31),
+)
+def test_the_bits_of_jit_in_any_layout(
+    name: str, dtype: str, impl: str, layout: Any, shape: Any, seed: int
+) -> None:
+    axes, dims = layout
+    grid = flm.DeviceMesh(tuple(axes.values()), tuple(axes))
+    layout_map = flm.LayoutMap(grid, strict=False)
+    layout_map["w"] = tuple(dims)
+
+    def make() -> dict[str, Any]:
+        key = jax.random.key(seed, impl=impl)
+        return {"w": INITIALISERS[name](key, shape, jnp.dtype(dtype))}
+
+    made = flm.create(make, layout_map)["w"]
+    assert_lies(made, dims, grid)
+    shardings = layout_map.shardings(make)
+    assert bits(made) == bits(jax.jit(make, out_shardings=shardings)())
+    if impl == "threefry2x32" or jax.__version_info__ >= (0, 10):
+        # Before, jit itself rounds rbg's normals otherwise in shards, on some CPUs.
+        assert bits(made) == bits(jax.jit(make)())
+
+
+def reducing() -> dict[str, Any]:
+    """Arrays of which each element is computed from many."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    first, second, third, fourth = (jax.random.normal(key, (64, 64)) for key in keys)
+    return {
+        "normed": first / jnp.linalg.norm(first),
+        "centred": second - second.mean(0),
+        "product": third @ third.T @ third,
+        "plain": fourth,
+    }
+
+
+def with_qr() -> dict[str, Any]:
+    return reducing() | {
+        "orthogonal": nnx.initializers.orthogonal()(jax.random.key(5), (64, 64))
+    }
+
+
+def test_exact_values_of_what_reduces(
+    mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
+        exact = flm.create(with_qr, rules(mesh), exact=True)
+        told = caplog.messages[:]
+        caplog.clear()
+        close = flm.create(with_qr, rules(mesh))
+    assert sorted(told) == [
+        f"made whole on each device, then split (exact=True): ['{name}']"
+        for name in ("centred", "normed", "orthogonal", "product")
+    ]
+    # QR is no sum of shards: it is done whole in any case, and named.
+    assert caplog.messages == [
+        "made whole on each device, then split (qr): ['orthogonal']"
+    ]
+    plain = jax.jit(reducing)() | {
+        # Beside QR, XLA itself rounds a mean otherwise.
+        "orthogonal": jax.jit(lambda: with_qr()["orthogonal"])()
+    }
+    assert bits(exact) == bits(plain)
+    for name, leaf in close.items():
+        assert_lies(leaf, (("data",), ("model",)), mesh)
+        assert_lies(exact[name], (("data",), ("model",)), mesh)
+        scale = np.abs(plain[name]).max()
+        np.testing.assert_allclose(leaf, plain[name], rtol=1e-5, atol=1e-5 * scale)
+    # The control: without it the bits are others here.
+    assert bits(close["product"]) != bits(plain["product"])
+
+
+@pytest.fixture
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_birth, "_TOLD", set())
+
+
+@pytest.mark.usefixtures("nothing_told")
+def test_keys_that_may_depend_on_shardings_are_told_of_once(
+    mesh: flm.DeviceMesh, recwarn: pytest.WarningsRecorder
+) -> None:
+    def make(key: Any) -> Any:
+        return {"w": jax.random.normal(key, (8, 16))}
+
+    rbg = jax.random.key(0, impl="rbg")
+    whole = flm.LayoutMap(mesh, strict=False)
+    flm.create(make, whole, rbg)  # replicated: no sharding that it could depend on
+    flm.create(make, rules(mesh), jax.random.key(0))
+    flm.create(lambda key: {"key": key, "w": jnp.ones((8, 16))}, rules(mesh), rbg)
+    assert [str(w.message) for w in recwarn] == []
+    with pytest.warns(flm.LayoutWarning, match="keys of this model are key<rbg>") as w:
+        flm.create(make, rules(mesh), rbg)
+    assert w[0].filename == __file__
+    flm.create(make, rules(mesh), rbg)
+    assert [str(w.message) for w in recwarn] == []
+
+
+@pytest.mark.usefixtures("nothing_told")
+def test_bits_that_each_device_computes_whole_are_told_of_once(
+    mesh: flm.DeviceMesh, recwarn: pytest.WarningsRecorder, programs: list[int]
+) -> None:
+    def make() -> Any:
+        return {"w": jax.random.normal(jax.random.key(0), (8, 16))}
+
+    layout_map = rules(mesh)
+    with jax.threefry_partitionable(False):
+        with pytest.warns(flm.LayoutWarning, match="jax_threefry_partitionable is off"):
+            made = flm.create(make, layout_map)
+        flm.create(make, layout_map)
+        assert bits(made) == bits(jax.jit(make)())
+    other = flm.create(make, layout_map)
+    assert [str(w.message) for w in recwarn] == []
+    assert bits(other) != bits(made)  # no program of the other kind was used
+
+
+def test_large_values_of_the_host_go_to_their_shards(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`jax.jit` would give each device the whole table."""
+    table = np.arange(128.0, dtype=np.float32).reshape(8, 16)
+    given: list[Any] = []
+    plain = _birth._run
+
+    def run(cut: Any, values: Any, *rest: Any) -> Any:
+        given.extend(values[var] for var in cut.inputs)
+        return plain(cut, values, *rest)
+
+    monkeypatch.setattr(_birth, "_run", run)
+
+    def make(x: Any) -> dict[str, Any]:
+        return {
+            "own": jnp.asarray(table) * 2 + 1,
+            "given": jnp.sqrt(x).astype(jnp.bfloat16),
+            "turned": x.T.reshape(8, 16) * 2,
+            "summed": x - x.sum(),
+        }
+
+    explicit = flm.DeviceMesh((2, 4), ("data", "model"), axis_types="explicit")
+    for kind in (mesh, explicit):
+        given.clear()
+        made = flm.create(make, rules(kind), jnp.asarray(table))
+        assert bits(made) == bits(jax.jit(make)(table))
+        laid = [x for x in given if len(x.sharding.device_set) == 8]
+        assert len(given) == 4 and len(laid) == 2
+        for x in laid:
+            assert_lies(x, (("data",), ("model",)), mesh)
+
+
+def test_calls_do_not_tie_arrays_together(
+    mesh: flm.DeviceMesh, programs: list[int]
+) -> None:
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            return nn.Dense(16)(nn.relu(nn.Dense(32)(x)))
+
+    class Model(nn.Module):
+        wrap: Callable[..., Any]
+
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            for _ in range(3):
+                x = self.wrap(Block)()(x)
+            return x
+
+    x = jnp.ones((2, 16))
+    for wrap in (nn.remat, nn.jit, lambda block: block):
+        init = Model(wrap).init
+        made = flm.create(init, rules(mesh), jax.random.key(0), x)
+        assert set(programs) == {1}
+        assert bits(made) == bits(jax.jit(init)(jax.random.key(0), x))
+    # Kernels and biases of two shapes, and how keys are folded in.
+    assert len(_birth._PROGRAMS) <= 12 < len(programs)
+
+
+def test_a_function_that_is_one_call(mesh: flm.DeviceMesh, programs: list[int]) -> None:
+    @jax.jit
+    def layer(key: Any, x: Any) -> Any:
+        w = jax.random.normal(key, (8, 16))
+        return {"w": w, "copy": x + 1, "same": x, "number": jnp.float32(1)}
+
+    @jax.jit
+    def make(key: Any, x: Any) -> Any:
+        return [layer(one, x * 2) for one in jax.random.split(key, 3)]
+
+    x = jnp.arange(128.0).reshape(8, 16)
+    made = flm.create(make, rules(mesh), jax.random.key(0), x)
+    assert bits(made) == bits(make(jax.random.key(0), x))
+    assert max(programs) < 9  # not all in one
 
 
 def stack(layers: int) -> Callable[[], Any]:

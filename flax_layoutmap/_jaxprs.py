@@ -1,0 +1,269 @@
+"""Jaxprs taken apart: cuts, equal structure, calls in line, what they compute with."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+# Values of up to this many elements are small.
+SMALL = 64
+
+# Parameters of equations that change no value: names, and how to differentiate.
+_NO_VALUES = {
+    "jit": {"name"},
+    "pjit": {"name"},
+    "custom_jvp_call": {"jvp_jaxpr_fun", "jvp_jaxpr_thunk"},
+    "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
+    "custom_vjp_call_jaxpr": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
+}
+
+# Calls that compute what their inner jaxpr says, one for one.
+_CALLS = {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call"}
+_LOOPS = {"scan", "while", "cond"}
+_CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+# What makes or moves elements, or computes each one by itself: not how they are sharded
+# decides about their bits.
+_ONE_BY_ONE = frozenset(
+    """
+    abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
+    complex concatenate conj convert_element_type copy copy_p cos cosh device_put div
+    dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp exp2 expm1 floor gather
+    ge gt imag integer_pow iota is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not optimization_barrier or pad population_count pow random_bits
+    random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
+    reduce_precision rem reshape rev rng_bit_generator round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
+    squeeze stop_gradient sub tan tanh threefry2x32 transpose unstack xor
+    """.split()
+)
+
+# What no compiler of XLA splits over devices: each one needs the whole matrix.
+_WHOLE = frozenset(
+    """
+    cholesky eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd
+    triangular_solve tridiagonal tridiagonal_solve
+    """.split()
+)
+
+
+def size_of(var: Any) -> int:
+    """How many elements a variable of a jaxpr has."""
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+class Cut:
+    """A part of a jaxpr.
+
+    Attributes:
+        eqns: its equations, in order.
+        outputs: its outputs.
+        inputs: what it reads, in the order of first use.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> None:
+        self.eqns, self.outputs = list(eqns), list(outputs)
+        own = {var for eqn in self.eqns for var in eqn.outvars}
+        read = [var for eqn in self.eqns for var in eqn.invars] + self.outputs
+        self.inputs = list(
+            dict.fromkeys(
+                v for v in read if not isinstance(v, Literal) and v not in own
+            )
+        )
+
+    def structure(self) -> Any:
+        """Equal for cuts that differ in their inputs only."""
+        return _structure(self.inputs, self.eqns, self.outputs, {})
+
+    def jaxpr(self, of: Jaxpr) -> Jaxpr:
+        """The cut as a jaxpr, with nothing of the rest of the one that it is of."""
+        return of.replace(
+            constvars=[],
+            invars=self.inputs,
+            outvars=self.outputs,
+            eqns=self.eqns,
+            debug_info=of.debug_info.with_unknown_names(),
+        )
+
+    def is_one_by_one(self) -> bool:
+        """Whether no element of it is computed from several others."""
+        return all(map(_is_one_by_one, self.eqns))
+
+    def keeps_shape(self) -> bool:
+        """Whether everything large in it has the shape of its only output."""
+        if len(self.outputs) != 1:
+            return False
+        used = [v for eqn in self.eqns for v in (*eqn.invars, *eqn.outvars)]
+        shape = self.outputs[0].aval.shape
+        return all(
+            getattr(v.aval, "shape", ()) == shape or size_of(v) <= 1 for v in used
+        )
+
+    def needs_whole(self) -> list[str]:
+        """Names of what it computes with that is not split over devices."""
+        return sorted({eqn.primitive.name for eqn in every(self.eqns)} & _WHOLE)
+
+
+def _is_one_by_one(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    if name in _CALLS | _LOOPS | _CUSTOM:
+        inner = _inner(eqn)
+        return bool(inner) and all(_is_one_by_one(e) for j in inner for e in j.eqns)
+    return name in _ONE_BY_ONE
+
+
+def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The jaxprs that an equation has as parameters."""
+    found = []
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, ClosedJaxpr):
+                found.append(part.jaxpr)
+            elif isinstance(part, Jaxpr):
+                found.append(part)
+    return found
+
+
+def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[JaxprEqn]:
+    """All equations, those of inner jaxprs too, each jaxpr once."""
+    seen = set() if seen is None else seen
+    for eqn in eqns:
+        yield eqn
+        for jaxpr in _inner(eqn):
+            if id(jaxpr) not in seen:
+                seen.add(id(jaxpr))
+                yield from every(jaxpr.eqns, seen)
+
+
+# ---------------------------------------------------------------------------- in line
+
+
+def calls_in_line(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with the equations of large calls in place of the calls.
+
+    A call (`jax.jit`, `jax.checkpoint`) that makes several large arrays, or one from
+    another one, would tie them together.
+    """
+    if not any(map(_is_large_call, jaxpr.eqns)):
+        return jaxpr
+    names: dict[Any, Any] = {}
+    eqns = list(_in_line(jaxpr.eqns, names))
+    return jaxpr.replace(eqns=eqns, outvars=[_renamed(v, names) for v in jaxpr.outvars])
+
+
+def _renamed(var: Any, names: Mapping[Any, Any]) -> Any:
+    return var if isinstance(var, Literal) else names.get(var, var)
+
+
+def _is_large_call(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in _CALLS:
+        return False
+    made = sum(size_of(var) > SMALL for var in eqn.outvars)
+    read = sum(size_of(var) > SMALL for var in eqn.invars)
+    inner = eqn.params.get("jaxpr")
+    if made + read < 2 or not made or inner is None:
+        return False
+    if inner.consts if isinstance(inner, ClosedJaxpr) else inner.constvars:
+        return False
+    asked = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in asked)
+
+
+def _in_line(eqns: Iterable[JaxprEqn], names: dict[Any, Any]) -> Iterator[JaxprEqn]:
+    for eqn in eqns:
+        read = [_renamed(var, names) for var in eqn.invars]
+        if not _is_large_call(eqn):
+            made = [names.get(var, var) for var in eqn.outvars]
+            yield eqn.replace(invars=read, outvars=made)
+            continue
+        inner = eqn.params["jaxpr"]
+        inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        # The same jaxpr may be called several times: its variables get new names.
+        own: dict[Any, Any] = dict(zip(inner.invars, read, strict=True))
+        for var in (v for e in inner.eqns for v in e.outvars):
+            own[var] = Var(var.aval)
+        yield from _in_line(inner.eqns, own)
+        for var, result in zip(eqn.outvars, inner.outvars, strict=True):
+            names[var] = _renamed(result, own)
+
+
+# -------------------------------------------------------------------------- structure
+
+
+class _Same:
+    """Equal to what holds the very same object, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _structure(
+    inputs: Sequence[Any],
+    eqns: Iterable[JaxprEqn],
+    outputs: Sequence[Any],
+    seen: dict[int, Any],
+) -> Any:
+    """Equations with numbers in place of variables; hashable."""
+    numbers: dict[Any, int] = {}
+    for var in inputs:
+        numbers[var] = len(numbers)
+
+    def atom(var: Any) -> Any:
+        if isinstance(var, Literal):
+            host = np.asarray(var.val)  # of a type of its own in some versions of JAX
+            return "literal", str(host.dtype), host.tobytes(), var.aval
+        return numbers[var]
+
+    lines = []
+    for eqn in eqns:
+        read = tuple(map(atom, eqn.invars))
+        for var in eqn.outvars:
+            numbers[var] = len(numbers)
+        left_out = _NO_VALUES.get(eqn.primitive.name, ())
+        params = tuple(
+            (name, _plain(value, seen))
+            for name, value in sorted(eqn.params.items())
+            if name not in left_out
+        )
+        context = tuple(
+            _plain(getattr(eqn.ctx, name, None), seen)
+            for name in ("compute_type", "threefry_partitionable", "xla_metadata")
+        )
+        avals = tuple(var.aval for var in eqn.outvars)
+        lines.append((eqn.primitive, read, params, context, avals))
+    given = tuple(var.aval for var in inputs)
+    return given, tuple(lines), tuple(map(atom, outputs))
+
+
+def _plain(value: Any, seen: dict[int, Any]) -> Any:
+    """A value as something hashable that is equal for equal values only."""
+    if isinstance(value, ClosedJaxpr):
+        inner = _plain(value.jaxpr, seen)
+        return inner, tuple(map(_Same, value.consts))
+    if isinstance(value, Jaxpr):
+        if id(value) not in seen:
+            inputs = [*value.constvars, *value.invars]
+            seen[id(value)] = _structure(inputs, value.eqns, value.outvars, seen)
+        return seen[id(value)]
+    if isinstance(value, tuple | list):
+        return (type(value), *(_plain(part, seen) for part in value))
+    if isinstance(value, dict):
+        pairs = sorted(value.items(), key=lambda pair: str(pair[0]))
+        return "dict", tuple((key, _plain(part, seen)) for key, part in pairs)
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 is -0.0, and nan is not nan
+    if isinstance(value, np.ndarray | np.generic):
+        return str(value.dtype), value.shape, value.tobytes()
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return type(value), value
