@@ -417,12 +417,26 @@ class Decider:
             layout = TensorLayout((*axes, ...))
         except RuleError as error:
             return self.trouble(f"{name}: {error}", shape)
+        if len(axes) > len(shape):
+            problem = f"{name} names {len(axes)} dims, the leaf has {len(shape)}"
+            return self.trouble(f"{problem}; {_ANNOTATION_FIX}", shape)
         decision = self.lay(layout, shape, name, "flax metadata")
-        if lost and decision.problem is None:
-            text = f"{name}: no mesh axis for {', '.join(map(repr, lost))}"
-            texts = [text] if decision.fallback is None else [text, decision.fallback]
-            decision = dataclasses.replace(decision, fallback="; ".join(texts))
-        return decision
+        if decision.problem is not None:
+            stacked = f"; {_STACKED_FIX}" if 0 < len(axes) < len(shape) else ""
+            problem = f"{decision.problem}; {_RULE_WINS}{stacked}"
+            return dataclasses.replace(decision, problem=problem)
+        texts = [] if decision.fallback is None else [decision.fallback]
+        if lost:
+            texts.insert(0, f"{name}: no mesh axis for {', '.join(map(repr, lost))}")
+        if 1 < len(axes) < len(shape) and any(decision.dims):
+            texts.append(
+                f"{name} names {len(axes)} of {len(shape)} dims, the first ones; "
+                f"{_STACKED_FIX}"
+            )
+        # Linen itself leaves names without a rule whole.
+        warns = bool(lost) and (mark.kind != "linen" or not any(decision.dims))
+        fallback = "; ".join(texts) or None
+        return dataclasses.replace(decision, fallback=fallback, warns=warns)
 
 
 # Reasons of optimizer state whose parameter is not known.
@@ -435,6 +449,12 @@ _CONFLICT_FIX = (
 _INDIVISIBLE_FIX = (
     "change the size, use another layout (None for this dim), or "
     'indivisible="replicate"'
+)
+_RULE_WINS = "a rule for it wins over the metadata"
+_ANNOTATION_FIX = f"name one axis or None for each dim; {_RULE_WINS}"
+_STACKED_FIX = (
+    "of layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
+    "tells it the new dim"
 )
 
 

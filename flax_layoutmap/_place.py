@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from flax.core.meta import AxisMetadata, Partitioned
+from flax.core.meta import AxisMetadata
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -25,11 +25,20 @@ from flax_layoutmap._errors import (
 )
 from flax_layoutmap._fetch import concrete, known_layout, own_mesh
 from flax_layoutmap._flatten import flatten, plain_tree
-from flax_layoutmap._flax_internals import is_nnx_object, metadata_of
+from flax_layoutmap._flax_internals import is_nnx_object
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._metadata import (
+    Mark,
+    is_bound,
+    mark_of,
+    mesh_of_box,
+    reannotated,
+    settled_names,
+)
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._processes import Agreement, digest_of_values
+from flax_layoutmap._records import ResolvedLeaf
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet
 from flax_layoutmap._scope import current_rules, get_default_mesh
@@ -150,37 +159,46 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
 
 
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
-    """Rewrites Flax's layout metadata where a rule has overruled it.
+    """Rewrites Flax's layout metadata where it says something else than is so.
 
-    Otherwise a later `nnx.Optimizer` or `unbox` would put things where the metadata
-    says. NNX Variables are changed in place; Linen boxes are replaced.
+    Where a rule has overruled it, where it did not fit fully (an axis that the mesh
+    lacks), and where it names another mesh. Otherwise a later `nnx.Optimizer` or
+    `unbox` would put things where the metadata says. Metadata that is right stays as
+    it is, so that the tree keeps its structure. NNX Variables are changed in place;
+    Linen boxes are replaced.
     """
     boxes = flatten(tree).annotations
+    mesh = resolution.mesh
     if not boxes:
         return tree
-    specs: dict[int, Any] = {}
+    own = None if mesh is None or mesh.is_abstract else mesh.jax_mesh
+    new: dict[int, Any] = {}
     for at, box in boxes.items():
-        leaf = resolution.leaf(at)
-        if leaf.reason in ("rule", "exact key", "explicit layout"):
-            spec = tuple(leaf.layout.spec(len(leaf.shape)))
-            specs[id(box)] = spec + (None,) * (len(leaf.shape) - len(spec))
-    for box in boxes.values():
-        if isinstance(box, nnx.Variable) and id(box) in specs:
-            if "out_sharding" in metadata_of(box):
-                box.set_metadata("out_sharding", specs[id(box)])
-            if metadata_of(box).get("sharding_rules"):
-                box.set_metadata("sharding_rules", None)
+        leaf, mark, other = resolution.leaf(at), mark_of(box), mesh_of_box(box)
+        is_elsewhere = other is not None and own is not None and other != own
+        if _is_overruled(leaf, mark) or is_bound(box) or is_elsewhere:
+            dims = leaf.layout.dims(len(leaf.shape))
+            axes = () if mesh is None else mesh.axis_names
+            names, rules = settled_names(mark, dims, axes)
+            kept = own if other is not None or is_bound(box) else None
+            new[id(box)] = reannotated(box, names, rules, kept)
 
     def settled(node: Any) -> Any:
-        if isinstance(node, AxisMetadata) and id(node) in specs:
-            return Partitioned(node.value, names=specs[id(node)])  # pyright: ignore
-        return node
+        return new.get(id(node), node) if isinstance(node, AxisMetadata) else node
 
     if is_nnx_object(tree):
         return tree
     return jax.tree.map(
         settled, tree, is_leaf=lambda n: isinstance(n, AxisMetadata) or is_nnx_object(n)
     )
+
+
+def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
+    """Whether a leaf lies elsewhere than the metadata on it says."""
+    if leaf.reason == "flax metadata":
+        # Linen itself leaves names that it has no rule for whole.
+        return leaf.fallback is not None and mark.kind != "linen"
+    return leaf.reason in ("rule", "exact key", "explicit layout")
 
 
 def need_devices(rules: RuleSet, what: str) -> None:

@@ -48,6 +48,7 @@ class Decision:
     owner: str | None = None  # parameter that an optimizer-state leaf belongs to
     owner_dims: tuple[int | None, ...] | None = None
     note: str | None = None  # what else there is to say about it
+    warns: bool = False  # whether the fallback is worth a warning
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

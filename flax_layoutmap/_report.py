@@ -81,21 +81,28 @@ def remarks(
 
     Args:
         table: the Resolution.
-        large_only: leave out fallbacks, and unmatched leaves with less than 1 % of the
-            bytes.
+        large_only: leave out fallbacks other than of annotations that name no axis of
+            the mesh, and leaves with less than 1 % of the bytes.
         besides: others of the same rules: what they use is not unused.
     """
     # A warning has no hints: they take longer to find than all else.
     lines = _unused(table, besides, hints=not large_only)
     rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     total = (table.totals().total_bytes or 1) if rows else 1
-    for leaf, _ in rows:
+    for leaf, row in rows:
+        whole = leaf_bytes(leaf.shape, leaf.dtype)
+        is_large = whole > LARGE_SHARE * total
         if leaf.reason not in UNMATCHED:
             if not large_only:
                 lines.append(f"fallback: {leaf.path}: {leaf.fallback}")
+            elif row.warns and is_large:
+                lines.append(
+                    f"annotation: {leaf.path} {show_shape(leaf.shape)}: "
+                    f"{leaf.fallback}; map the names by Flax's logical_axis_rules, or "
+                    "add a rule for it"
+                )
             continue
-        whole = leaf_bytes(leaf.shape, leaf.dtype)
-        if large_only and whole <= LARGE_SHARE * total:
+        if large_only and not is_large:
             continue
         why = UNMATCHED[leaf.reason]
         why += f" ({leaf.fallback})" if leaf.fallback else ""

@@ -417,7 +417,7 @@ def test_linen_boxes(mesh: flm.DeviceMesh) -> None:
     assert up.names == (None, "model")
     # Metadata where no rule is; an axis that the mesh lacks is no axis here.
     assert_lies(other.value, (("data",), ()), mesh)
-    assert other.names == ("data", "heads")
+    assert other.names == ("data", None)
     assert_same_bits(made, jax.jit(net.init)(key, x))
 
 
@@ -539,7 +539,11 @@ def test_metadata_agrees_where_a_rule_wins(mesh: flm.DeviceMesh) -> None:
     layout_map["up/kernel"] = (None, ("data", "model"))
     model = flm.create(make_annotated, layout_map)
     up = model.up.kernel.get_metadata()["out_sharding"]
-    assert up == (None, ("data", "model")) and type(up) is tuple
+    # A name that is no axis here stays, with a rule that says so.
+    assert up == ("fsdp", ("data", "model")) and type(up) is tuple
+    specs = nnx.get_partition_spec(nnx.state(model))
+    assert specs["up"]["kernel"].get_raw_value() == P(None, ("data", "model"))
+    assert specs["down"]["kernel"].get_raw_value() == P("model", None)
     assert model.down.kernel.get_metadata()["out_sharding"] == ("model", "fsdp")
 
 

@@ -33,6 +33,7 @@ from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._metadata import mark_of, mesh_axes
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._serialise import rules_from_json
+from flax_layoutmap._statics import WITH_VARS
 from flax_layoutmap._trace import trace
 
 P = PartitionSpec
@@ -59,6 +60,7 @@ MODULES = [
     "_resolve",
     "_rules",
     "_scope",
+    "_scope_optimizer",
     "_serialise",
     "_statics",
     "_trace",
@@ -90,6 +92,11 @@ def annotated(**metadata: Any) -> Any:
         return nnx.State({"w": nnx.Param(jnp.zeros((8, 8)), **metadata)})
 
 
+def stacked() -> Any:
+    with nnx.use_eager_sharding(False):
+        return nnx.Param(jnp.zeros((3, 8, 8)), out_sharding=("data", "model"))
+
+
 def logical(*names: str) -> Any:
     box: Any = nn.LogicallyPartitioned
     return box(struct(8, 8), names=names)
@@ -116,6 +123,12 @@ def shared_results() -> Any:
 class Keeps(nnx.Module):
     def __init__(self, kept: Any) -> None:
         self.kept = kept
+
+
+def optimizer_of_nothing() -> Any:
+    with flm.layout_map_scope(placed(strict=False)):
+        params = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
+        return nnx.Optimizer(params, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
 
 def grow(module: Any) -> Any:
@@ -844,6 +857,41 @@ CASES: dict[str, Case] = {
         f"1 leaf does not fit the rules{ON_MESH}w (8,8): Flax metadata ('a', 'a'): "
         "Unsupported: Dimensions ('a',) occur more than once in array names.",
     ),
+    "leaf: Flax metadata of another rank": Case(
+        lambda: fit({}, annotated(out_sharding=("data", None, None))),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (8,8): Flax metadata ('data', None, "
+        "None) names 3 dims, the leaf has 2; name one axis or None for each dim; a "
+        "rule for it wins over the metadata",
+    ),
+    "leaf: Flax metadata that does not divide": Case(
+        lambda: fit({}, nnx.State({"w": stacked()})),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}w (3,8,8): Flax metadata ('data', "
+        "'model'): dim 0 of size 3 does not divide by mesh axis 'data' of size 2; "
+        "change the size, use another layout (None for this dim), or "
+        'indivisible="replicate"; a rule for it wins over the metadata; of layers '
+        "stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} tells it "
+        "the new dim",
+    ),
+    "leaf: LoRA without its kernel": Case(
+        lambda: fit({}, {"up": {"lora_a": struct(8, 2)}}, unmatched="error"),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}up/lora_a (8,2): no rule matches it; "
+        'add one (None says: replicated), or use unmatched="replicate"; it is a LoRA '
+        "matrix whose kernel is not in the tree: resolve the whole model, or add a "
+        "rule for it",
+    ),
+    "leaf: LoRA of an unclear kernel": Case(
+        lambda: fit(
+            {"m": ("data", "model")},
+            {"m": {"u": struct(8, 16), "v": struct(16, 8), "lora_a": struct(8, 4)}},
+        ),
+        flm.ResolveError,
+        f"1 leaf does not fit the rules{ON_MESH}m/lora_a (8,4): it is a LoRA matrix, "
+        "and its shape does not tell which dims of m/u (8,16) or m/v (16,8) it has: "
+        "add a rule for it",
+    ),
     "metadata: logical names": Case(
         lambda: mesh_axes(mark_of(logical("a", "a"))),
         flm.RuleError,
@@ -980,15 +1028,29 @@ CASES: dict[str, Case] = {
     "trace: a function that holds a value": Case(
         lambda: trace(lambda: Keeps(functools.partial(jnp.add, jnp.ones(2)))),
         flm.StructureError,
-        "Keeps.kept is a function that holds its module, or an array, as it was while "
-        "the constructor was traced: set it after the model is made, or make it a "
-        "method",
+        "Keeps.kept is a function that holds a value, or a Variable, as it was while "
+        "the constructor was traced: let it hold its module, or set it after the model "
+        "is made",
+    ),
+    "trace: a reference": Case(
+        lambda: trace(lambda: nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))),
+        flm.StructureError,
+        "a Variable with ref=True is a reference, which cannot be made in shards: make "
+        f"the model without it, and convert it then: nnx.{WITH_VARS}(model, ref=True)",
     ),
     "trace: a tuple of values": Case(
         lambda: trace(lambda: Keeps((functools.partial(jnp.add, jnp.ones(2)),))),
         flm.StructureError,
         "Keeps.kept is a static tuple with an array in it: set it as nnx.data(...), or "
         "keep the array in an nnx.Variable",
+    ),
+    # ---------------------------------------------------------------- scope
+    "scope: an optimizer of nothing": Case(
+        optimizer_of_nothing,
+        flm.StructureError,
+        "the Optimizer made in the layout_map_scope block trains bias (2,), which is "
+        "part of no model at its end: keep the model, or make the optimizer after the "
+        "block",
     ),
     # -------------------------------------------------------------- batches
     "batch: no data": Case(

@@ -626,7 +626,7 @@ def test_unmatched_error_is_no_error_where_metadata_places_a_leaf() -> None:
             },
             "metadata ('a', 'b'): the layout ('data', 'data', ...) uses the mesh axis",
         ),
-        ({"out_sharding": ("data", None, None)}, "has 3 or more dims, the leaf has 2"),
+        ({"out_sharding": ("data", None, None)}, "names 3 dims, the leaf has 2"),
     ],
 )
 def test_metadata_that_does_not_fit(metadata: Any, text: str) -> None:
