@@ -10,7 +10,9 @@
 - `Pytree._pytree__nodes` (0.12.4 to 0.12.8): which attributes of an object are data.
   Fallback: none is known, so its graph is flattened in every call.
 - `Pytree._pytree__state` (0.12.4 to 0.12.8): no part of the graph, and renewed by
-  `nnx.jit`. Fallback: without it, nothing is left out.
+  `nnx.jit`; its `trace_state` says at which level of tracing an object was made.
+  Fallback: without it, nothing is left out, and what a constructor makes in a trace is
+  a copy of its `self`.
 - `Pytree.__dict__`: set as a whole, in one step of C, where a function changed the
   structure of an object. It is plain Python; no fallback.
 - the metaclass of `nnx.Pytree` (0.12.4 to 0.12.8), whose `__call__` makes every NNX
@@ -127,6 +129,12 @@ def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
         if not name.startswith("_pytree__"):
             (data if is_data.get(name) else static)[name] = value
     return data, static
+
+
+def was_made_here(node: Any) -> bool:
+    """Whether an NNX object was made at this level of tracing; False if unknown."""
+    state = getattr(vars(node).get(BOOK_KEEPING), "trace_state", None)
+    return state is not None and bool(state.is_valid())
 
 
 def is_nnx_object(node: Any) -> bool:

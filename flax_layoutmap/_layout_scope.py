@@ -40,18 +40,10 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
 from flax_layoutmap._scope_birth import Birth, spread
 from flax_layoutmap._scope_optimizer import Follower
-from flax_layoutmap._statics import NoReferences, arrays_as_data
+from flax_layoutmap._statics import arrays_as_data, refuse_references
 from flax_layoutmap._trace import is_tracing_constructor
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
-
-# What a constructor raises in a trace if it reads values, or changes something outside.
-_NEEDS_VALUES = (
-    StructureError,
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def layout_map_scope(layout_map: Any) -> Block:
@@ -221,9 +213,7 @@ class _Scope:
     ) -> Any:
         try:
             birth = Birth(make, args, kw, self.fate)
-        except NoReferences:
-            raise
-        except _NEEDS_VALUES as error:
+        except StructureError as error:
             return self._in_parts(make, cls, args, kw, str(error).splitlines()[0])
         together = None if self._needs_values else birth.objects()
         if together is None:
@@ -241,6 +231,7 @@ class _Scope:
             module = _eagerly(make, args, kw)
         finally:
             self._needs_values = before
+        refuse_references(module)
         if jax.process_count() == 1:
             _spread(module, self.rules)
         warn(
@@ -271,7 +262,7 @@ class _Scope:
             return optimizer
         try:
             birth = Birth(make, args, kw, self.fate)
-        except _NEEDS_VALUES as error:
+        except StructureError as error:
             raise StructureError(
                 f"the constructor of {cls.__name__} needs the values of a model that "
                 "is made when the layout_map_scope block ends: make it after the "

@@ -23,16 +23,12 @@ from flax_layoutmap._flax_internals import (
     metadata_of,
     objects_of,
     variables_of,
+    was_made_here,
 )
 from flax_layoutmap._parts import is_object
 
-
 # What converts Variables, by its name of flax 0.12.5 on, and before.
 WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
-
-
-class NoReferences(StructureError):
-    """A constructor that makes references, with values or without."""
 
 
 def arrays_as_data(node: Any, kind: type) -> None:
@@ -52,23 +48,17 @@ def arrays_as_data(node: Any, kind: type) -> None:
 def refuse_traced(node: Any) -> None:
     """Raises where an NNX object is tied to the trace that it was made in.
 
-    Where a static attribute leads to a value or an object of the trace: what comes out of a trace is another object, with other values: a method that was
-    bound in the trace would go on with tracers. And where a Variable is a reference.
+    Where a static attribute leads to a value of the trace: a function that holds one
+    would go on with it. And where a Variable is a reference.
 
     Raises:
         StructureError: the first such attribute or Variable.
     """
     made = objects_of(node)
-    own = set(map(id, made))
-    seen: set[int] = set()
-    for variable in variables_of(node):
-        if not is_plain_variable(variable):
-            kind = "hijax" if metadata_of(variable).get("hijax") else "ref"
-            raise NoReferences(
-                f"a Variable with {kind}=True is a reference, which cannot be made in "
-                "shards: make the model without it, and convert it then: "
-                f"nnx.{WITH_VARS}(model, {kind}=True)"
-            )
+    own = {id(part) for part in made if isinstance(part, nnx.Variable)}
+    # These become the result themselves.
+    seen = {id(part) for part in made if is_nnx_object(part) and was_made_here(part)}
+    refuse_references(node)
     for owner in made:
         for name, value in _statics(owner).items():
             if not _leads_to_traced(value, own, seen):
@@ -76,13 +66,25 @@ def refuse_traced(node: Any) -> None:
             where = f"{type(owner).__name__}.{name}"
             if callable(value):
                 raise StructureError(
-                    f"{where} is a function that holds its module, or an array, as it "
-                    "was while the constructor was traced: set it after the model is "
-                    "made, or make it a method"
+                    f"{where} is a function that holds a value, or a Variable, as it "
+                    "was while the constructor was traced: let it hold its module, or "
+                    "set it after the model is made"
                 )
             raise StructureError(
                 f"{where} is a static {type(value).__name__} with an array in it: set "
                 "it as nnx.data(...), or keep the array in an nnx.Variable"
+            )
+
+
+def refuse_references(node: Any) -> None:
+    """Raises where a Variable of an NNX object is a reference to its value."""
+    for variable in variables_of(node):
+        if not is_plain_variable(variable):
+            kind = "hijax" if metadata_of(variable).get("hijax") else "ref"
+            raise StructureError(
+                f"a Variable with {kind}=True is a reference, which cannot be made in "
+                "shards: make the model without it, and convert it then: "
+                f"nnx.{WITH_VARS}(model, {kind}=True)"
             )
 
 

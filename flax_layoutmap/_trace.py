@@ -29,11 +29,21 @@ from flax_layoutmap._flax_internals import (
     variables_of,
     without_eager_sharding,
 )
+from flax_layoutmap._identity import adopt, originals_of
 from flax_layoutmap._parts import has_mixed_keys, is_object
 from flax_layoutmap._statics import arrays_as_data, refuse_traced
 
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "flax_layoutmap_tracing", default=False
+)
+
+
+# What a function raises in a trace if it reads values.
+_READS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
 )
 
 
@@ -91,6 +101,7 @@ class Traced:
     _graphdefs: tuple[Any, ...]
     _graph_treedef: Any
     _input_nodes: Any
+    _originals: list[Any]
 
     @property
     def made(self) -> int:
@@ -119,13 +130,25 @@ class Traced:
         ]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The constructor's own result, from leaves in the order of `abstract`."""
+        """The constructor's own result, from leaves in the order of `abstract`.
+
+        Its objects are those that the constructor made; if asked again, copies.
+        """
         plain = jax.tree.unflatten(self._treedef, leaves)
         outer = self._graph_treedef.flatten_up_to(plain)
         nodes = [
             part if graphdef is None else nnx.merge(graphdef, part)
             for graphdef, part in zip(self._graphdefs, outer, strict=True)
         ]
+        originals = self._originals.copy()
+        self._originals.clear()  # what is made must not be kept alive
+        if originals:
+            nodes = [
+                node if graphdef is None else adopt(own, node)
+                for graphdef, own, node in zip(
+                    self._graphdefs, originals, nodes, strict=True
+                )
+            ]
         return jax.tree.unflatten(self._graph_treedef, nodes)
 
     def update_inputs(self, values: Sequence[Any]) -> None:
@@ -193,6 +216,13 @@ def trace(
                 "nnx.Rngs that counts: make that object inside, or pass it as an "
                 f"argument ({error})"
             ) from error
+        except _READS_VALUES as error:
+            raise StructureError(
+                "the function reads the value of an array, and there is none while "
+                f"it is traced: {str(error).splitlines()[0]}\nmake the model in a "
+                "flm.layout_map_scope(layout_map), which runs such a constructor at "
+                "once, or move what is made: layout_map.place(make())"
+            ) from error
     numbers = iter(range(len(shapes)))
     order = tuple(next(numbers) if _is_value(leaf) else None for leaf in seen["leaves"])
     abstract = [
@@ -210,6 +240,7 @@ def trace(
         _input_nodes=(given.nodes, seen["after"])
         if given.nodes and keep_inputs
         else None,
+        _originals=seen["originals"],
     )
 
 
@@ -298,6 +329,9 @@ def _describe(result: Any, seen: dict[str, Any]) -> Any:
     nodes, treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
     _refuse_shared([node for node in nodes if is_nnx_object(node)], "result", "return")
     graphdefs, plain = [], []
+    seen["originals"] = [
+        originals_of(node) if is_nnx_object(node) else None for node in nodes
+    ]
     for node in nodes:
         graphdef, state = nnx_split(node) if is_nnx_object(node) else (None, node)
         graphdefs.append(graphdef)

@@ -207,3 +207,15 @@ def test_post_init_runs_for_every_linen_module() -> None:
         linen.Dense(3)
     linen.Dense(3)
     assert made == ["Dense"]
+
+
+def test_at_which_level_an_object_was_made() -> None:
+    outer = nnx.Dict(a=1)
+    found: list[bool] = []
+
+    def traced(x: jax.Array) -> jax.Array:
+        found.extend(map(internals.was_made_here, (nnx.Dict(a=1), outer)))
+        return x
+
+    jax.make_jaxpr(traced)(1.0)
+    assert found == [True, False] and internals.was_made_here(outer)

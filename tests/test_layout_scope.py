@@ -761,34 +761,76 @@ def test_arrays_as_attributes(mesh: flm.DeviceMesh, way: str) -> None:
     assert_lies(model.tables[0], ((),))
 
 
-@pytest.mark.parametrize("kind", ["method", "lambda", "partial"])
-def test_functions_that_hold_their_module(mesh: flm.DeviceMesh, kind: str) -> None:
-    class Holds(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.linear = nnx.Linear(8, 8, rngs=rngs)
-            if kind == "method":
-                self.fn: Any = self.inner
-            elif kind == "lambda":
-                self.fn = lambda x: self.linear(x)
-            else:
-                self.fn = (functools.partial(nnx.Linear.__call__, self.linear),)
+REGISTRY: list[Any] = []
 
-        def inner(self, x: Any) -> Any:
-            return self.linear(x)
 
+class Holds(nnx.Module):
+    """Keeps itself and its parts: in functions, in a closure, in a registry."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.parts = nnx.data({"first": nnx.Linear(8, 8, rngs=rngs)})
+        self.method: Any = self.inner
+        self.closure: Any = lambda x: self.linear(x)
+        self.partial: Any = (functools.partial(nnx.Linear.__call__, self.linear),)
+        REGISTRY.extend([self, self.linear, self.parts["first"]])
+
+    def inner(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("way", ["scope", "create"])
+def test_what_an_init_keeps_of_its_module(mesh: flm.DeviceMesh, way: str) -> None:
+    """It is the module itself, not a copy of it that lives in a trace."""
     layout_map = rules(mesh, **{"linear/kernel": (None, "model")})
-    if kind == "partial":
-        expected = r"Holds\.fn is a static tuple"
+    REGISTRY.clear()
+    model: Any
+    if way == "create":
+        model = flm.create(lambda: Holds(nnx.Rngs(0)), layout_map)
     else:
-        expected = r"Holds\.fn is a function that holds its module"
-    with pytest.raises(flm.StructureError, match=expected):
-        flm.create(lambda: Holds(nnx.Rngs(0)), layout_map)
-    with pytest.warns(flm.LayoutWarning, match="constructor of Holds ran at once"):
         with flm.layout_map_scope(layout_map):
             model = Holds(nnx.Rngs(0))
-    call = model.fn[0] if kind == "partial" else model.fn
-    np.testing.assert_allclose(call(X), model.linear(X))
     assert_lies(model.linear.kernel[...], ((), ("model",)))
+    kept = REGISTRY.copy()
+    REGISTRY.clear()
+    assert kept[0] is model and kept[1] is model.linear
+    assert kept[2] is model.parts["first"]
+    for call in (model.method, model.closure, model.partial[0]):
+        np.testing.assert_array_equal(call(X), model.linear(X))
+    model.linear.kernel[...] = jnp.zeros((8, 8))  # it belongs to no trace
+    model.more = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(model.closure(X), jnp.zeros((4, 8)))
+    assert jax.tree.structure(nnx.state(nnx.clone(model))) is not None
+
+
+@pytest.mark.parametrize("kind", ["variable", "array"])
+def test_functions_that_hold_a_value(mesh: flm.DeviceMesh, kind: str) -> None:
+    class Closes(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            value: Any = self.linear.kernel
+            if kind == "array":
+                value = value[...]
+            self.fn: Any = lambda: value[0]
+
+    layout_map = rules(mesh, **{"linear/kernel": (None, "model")})
+    expected = r"Closes\.fn is a function that holds a value"
+    with pytest.raises(flm.StructureError, match=expected):
+        flm.create(lambda: Closes(nnx.Rngs(0)), layout_map)
+    with pytest.warns(flm.LayoutWarning, match="constructor of Closes ran at once"):
+        with flm.layout_map_scope(layout_map):
+            model = Closes(nnx.Rngs(0))
+    np.testing.assert_array_equal(model.fn(), model.linear.kernel[0])
+    assert_lies(model.linear.kernel[...], ((), ("model",)))
+
+
+def test_what_was_there_before_is_not_adopted(mesh: flm.DeviceMesh) -> None:
+    """`create` of a function that gives what exists: a copy, as ever."""
+    old = Subclass(nnx.Rngs(0))
+    made = flm.create(lambda: old, rules(mesh, **{"d1/kernel": (None, "model")}))
+    assert made is not old and made.d1 is not old.d1
+    assert len(old.d1.kernel[...].sharding.device_set) == 1
+    assert_lies(made.d1.kernel[...], ((), ("model",)))
 
 
 def test_a_value_of_the_block_as_an_attribute(mesh: flm.DeviceMesh) -> None:

@@ -1025,6 +1025,14 @@ CASES: dict[str, Case] = {
         "two objects of the result, a Linear and a List, share a Param: return one "
         "object that holds both, so that they stay shared",
     ),
+    "trace: a value that is read": Case(
+        lambda: trace(lambda: {"w": jnp.ones(2) * bool(jnp.ones(()))}),
+        flm.StructureError,
+        "the function reads the value of an array, and there is none while it is "
+        "traced: Attempted boolean conversion of traced array with shape float32[].\n"
+        "make the model in a flm.layout_map_scope(layout_map), which runs such a "
+        "constructor at once, or move what is made: layout_map.place(make())",
+    ),
     "trace: a function that holds a value": Case(
         lambda: trace(lambda: Keeps(functools.partial(jnp.add, jnp.ones(2)))),
         flm.StructureError,

@@ -224,14 +224,12 @@ def test_arrays_as_attributes_are_leaves(graph: Any) -> None:
 
 
 LEAKS: dict[str, Any] = {
-    "method": lambda module, x: module.method,
-    "closure": lambda module, x: lambda: module.linear,
-    "variable": lambda module, x: lambda: module.linear.kernel,
+    "variable": lambda module, x: nested(module.linear.kernel),
     "array": lambda module, x: lambda: x,
     "nested": lambda module, x: nested(x),
     "default": lambda module, x: default(x),
-    "jit": lambda module, x: jax.jit(nested(module)),
-    "config": lambda module, x: Config(lambda: module),
+    "jit": lambda module, x: jax.jit(nested(x)),
+    "config": lambda module, x: Config(lambda: x),
     "dict": lambda module, x: {"a": [functools.partial(dict, b=x)]},
     "another": lambda module, x: nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__,
 }
@@ -243,6 +241,34 @@ def test_what_leads_into_the_trace(leak: str) -> None:
         flm.StructureError, match=r"Kept\.attribute is a (function|static) "
     ):
         trace(lambda: Kept(LEAKS[leak]))
+
+
+OF_THE_MODULE: dict[str, Any] = {
+    "method": lambda module, x: module.method,
+    "closure": lambda module, x: lambda: module.linear,
+    "jit": lambda module, x: jax.jit(nested(module)),
+    "config": lambda module, x: Config(lambda: module),
+}
+
+
+@pytest.mark.parametrize("kind", OF_THE_MODULE)
+def test_what_holds_the_module_holds_what_is_made(kind: str) -> None:
+    kept: list[Any] = []
+
+    def keep(module: Any, x: Any) -> Any:
+        kept.append(module)
+        return OF_THE_MODULE[kind](module, x)
+
+    model = born(trace(lambda: Kept(keep)))
+    assert kept[0] is model
+    assert not isinstance(model.linear.kernel[...], Tracer)
+
+
+def test_a_second_result_is_a_copy() -> None:
+    traced = trace(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    first, second = born(traced), born(traced)
+    assert first is not second
+    same_values(nnx.state(first), nnx.state(second))
 
 
 OUTSIDE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
