@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from multiprocess import launch, whole_line
+from multiprocess import births, launch, whole_line
 
 import flax_layoutmap as flm
 from flax_layoutmap import _processes
@@ -69,6 +69,17 @@ def test_host_values_become_global_arrays() -> None:
         ]
         assert not wrong, f"process {process}\n{one}"
     assert sum(len(checks) for checks in ended[0].answer.values()) == 41
+
+
+@pytest.mark.slow
+def test_what_is_born_in_four_processes_is_what_one_makes() -> None:
+    """Models, random state, counters, optimizers: the same shards, bit for bit."""
+    ended = launch.run("births", processes=4, devices=2)
+    together = both([one.answer for one in ended])
+    alone = births.found()
+    assert len(alone) > 80
+    assert all(len(shards) == 8 for shards in together.values())
+    assert together == both([alone])
 
 
 OTHER_MESH = (

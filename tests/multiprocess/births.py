@@ -1,0 +1,128 @@
+"""Everything that is made in its shards, in several processes.
+
+Run by `launch.run`, and imported by the test, which makes the same in one process.
+"""
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import flax_layoutmap as flm
+from multiprocess import launch
+
+GRID = "data=2,model=4"
+
+
+class Model(nnx.Module):
+    """Kernels, statistics, a counter, random state, tied weights, a table."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(16, 8, rngs=rngs)
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = self.embed
+        self.steps = nnx.Variable(jnp.zeros((), jnp.int32))
+        table = np.arange(128.0, dtype=np.float32).reshape(8, 16)
+        self.table = nnx.Variable(jnp.asarray(table) * 2)
+
+
+class Linen(nn.Module):
+    """Two layers, one of them under remat."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.remat(nn.Dense)(8)(nn.relu(nn.Dense(16)(x)))
+
+
+def rules(kind: str) -> flm.LayoutMap:
+    """The rules on a mesh over the devices of all processes."""
+    layout_map = flm.LayoutMap(
+        flm.DeviceMesh(GRID, axis_types=kind), strict=False, indivisible="replicate"
+    )
+    layout_map["kernel|embedding|table|normed"] = ("data", "model")
+    layout_map["bias"] = ("model",)
+    return layout_map
+
+
+def reducing() -> dict[str, Any]:
+    """Matrices of which each element is computed from many."""
+    value = jax.random.normal(jax.random.key(1), (32, 32))
+    orthogonal = nnx.initializers.orthogonal()(jax.random.key(2), (16, 16))
+    return {"normed": value @ value.T / jnp.linalg.norm(value), "kernel": orthogonal}
+
+
+def linen_state(key: Any) -> TrainState:
+    """Parameters and their optimizer in one."""
+    model = Linen()
+    params = model.init(key, jnp.ones((2, 8)))["params"]
+    return TrainState.create(apply_fn=None, params=params, tx=optax.adam(1e-3))
+
+
+def births() -> Iterator[tuple[str, Any]]:
+    """(name, tree) of each thing that is made."""
+    for kind in ("auto", "explicit"):
+        layout_map = rules(kind)
+        rngs = nnx.Rngs(3, dropout=4)
+        model = flm.create(Model, layout_map, rngs)
+        yield f"{kind}: model", nnx.state(model)
+        # Its counters have gone on.
+        yield f"{kind}: again", nnx.state(flm.create(Model, layout_map, rngs))
+        tx = optax.adafactor(1e-3, min_dim_size_to_factor=4)
+        yield f"{kind}: adafactor", nnx.state(flm.create_optimizer(model, tx))
+    layout_map = rules("auto")
+    with flm.layout_map_scope(layout_map):
+        model = Model(nnx.Rngs(3, dropout=4))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    yield "scope: model", nnx.state(model)
+    yield "scope: optimizer", nnx.state(optimizer)
+    key = jax.random.key(5)
+    yield "Linen", flm.create(Linen().init, layout_map, key, jnp.ones((2, 8)))
+    yield "TrainState", flm.create(linen_state, layout_map, key)
+    yield "exact", flm.create(reducing, layout_map, exact=True)
+    yield "orthogonal", flm.create(lambda: {"kernel": reducing()["kernel"]}, layout_map)
+
+
+def found() -> dict[str, list[Any]]:
+    """Path → [device, part, checksum] of each shard here."""
+    shards = {}
+    for name, tree in births():
+        for key_path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            path = jax.tree_util.keystr(key_path, simple=True, separator="/")
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            assert len(leaf.sharding.device_set) == 8, path
+            shards[f"{name}/{path}"] = [
+                [
+                    shard.device.id,
+                    [
+                        list(part.indices(n)[:2])
+                        for part, n in zip(*_cut(shard, leaf), strict=True)
+                    ],
+                    zlib.crc32(np.asarray(shard.data).tobytes()),
+                ]
+                for shard in leaf.addressable_shards
+            ]
+    return shards
+
+
+def _cut(shard: Any, leaf: Any) -> tuple[Any, Any]:
+    return shard.index, leaf.shape
+
+
+if __name__ == "__main__":
+    launch.join()
+    # Devices in the order of the mesh, whatever their ids are.
+    line = {device.id: at for at, device in enumerate(jax.devices())}
+    answers = found()
+    launch.answer(
+        {path: [[line[one[0]], *one[1:]] for one in answers[path]] for path in answers}
+    )
