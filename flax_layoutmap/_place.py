@@ -36,7 +36,7 @@ from flax_layoutmap._metadata import (
     reannotated,
     settled_names,
 )
-from flax_layoutmap._paths import join_keys
+from flax_layoutmap._paths import join_keys, parameter_keys
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._records import ResolvedLeaf
 from flax_layoutmap._resolution import Resolution
@@ -167,16 +167,27 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     it is, so that the tree keeps its structure. NNX Variables are changed in place;
     Linen boxes are replaced.
     """
-    boxes = flatten(tree).annotations
+    flat = flatten(tree)
     mesh = resolution.mesh
-    if not boxes:
+    if not flat.annotations:
         return tree
     own = None if mesh is None or mesh.is_abstract else mesh.jax_mesh
+    owners = {key: at for at, key in parameter_keys(flat).items()}
     new: dict[int, Any] = {}
-    for at, box in boxes.items():
-        leaf, mark, other = resolution.leaf(at), mark_of(box), mesh_of_box(box)
+    for at, box in flat.annotations.items():
+        leaf, other = resolution.leaf(at), mesh_of_box(box)
         is_elsewhere = other is not None and own is not None and other != own
-        if _is_overruled(leaf, mark) or is_bound(box) or is_elsewhere:
+        decisive, mark = leaf, mark_of(box)
+        if leaf.role == "optimizer" and leaf.owner in owners:
+            # Boxes of moments must equal those of the parameters: trees are mapped.
+            decisive = resolution.leaf(owners[leaf.owner])
+            same_rank = len(leaf.shape) == len(decisive.shape)
+            if not isinstance(box, nnx.Variable):
+                leaf = decisive
+            elif not same_rank:
+                continue
+        by_role = leaf.reason == "optimizer rule"
+        if by_role or _is_overruled(decisive, mark) or is_bound(box) or is_elsewhere:
             dims = leaf.layout.dims(len(leaf.shape))
             axes = () if mesh is None else mesh.axis_names
             names, rules = settled_names(mark, dims, axes)

@@ -176,6 +176,7 @@ def make() -> nnx.Module:
 @pytest.mark.parametrize("how", ["create", "scope", "place", "jit"])
 def test_made_in_shards_without_a_warning(how: str, mesh: flm.DeviceMesh) -> None:
     layout_map = mapped({"kernel": ("data", "model")}, mesh)
+    model: Any
     with warnings.catch_warnings():
         warnings.simplefilter("error", flm.LayoutWarning)
         if how == "create":
