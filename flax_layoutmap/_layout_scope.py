@@ -201,10 +201,11 @@ class _Scope:
         nodes = objects_in((args, kw))
         only_rngs = all(isinstance(node, nnx.Rngs | nnx.RngStream) for node in nodes)
         if only_rngs and not pending:
-            module = self._traced(make, cls, args, kw, nodes)
-        else:
-            # Its parts keep their identity; what it makes itself is made at once.
-            module = _eagerly(make, args, kw)
+            return self._traced(make, cls, args, kw, nodes)
+        # Its parts keep their identity; what it makes itself is made at once.
+        return self._keep(_eagerly(make, args, kw))
+
+    def _keep(self, module: Any) -> Any:
         self._modules.append(weakref.ref(module))
         return module
 
@@ -215,12 +216,15 @@ class _Scope:
             birth = Birth(make, args, kw, self.fate)
         except StructureError as error:
             return self._in_parts(make, cls, args, kw, str(error).splitlines()[0])
+        if any(isinstance(value, Tracer) for value in birth.traced.closed.consts):
+            self._hidden[cls.__name__] = None  # it closes over a value of a trace
+            return make(*args, **kw)
         together = None if self._needs_values else birth.objects()
         if together is None:
             together = birth.at_once(_mesh_of(self.rules))
         else:
             self._births.append(birth)
-        return birth.settle(together, nodes)
+        return self._keep(birth.settle(together, nodes))
 
     def _in_parts(
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, why: str
@@ -239,7 +243,7 @@ class _Scope:
             "modules one by one in shards, what it makes itself whole on one device, "
             f"and its arrays are moved at the end of the block: {why}"
         )
-        return module
+        return self._keep(module)
 
     def _owner_of(self, pending: Sequence[AfterTheScope]) -> "_Scope":
         """The outermost block of which something has no value yet."""

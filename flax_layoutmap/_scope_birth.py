@@ -47,8 +47,8 @@ class Birth:
         for flax 0.12.4 while it is a shape.
         """
         together = self.traced.rebuild(self.traced.leaves_of(self.leaves))
-        seen = len(jax.tree.leaves(nnx_state(together)))
-        return together if seen >= self.traced.made else None
+        seen = set(map(id, jax.tree.leaves(nnx_state(together))))
+        return together if all(id(leaf) in seen for leaf in self.leaves) else None
 
     def at_once(self, mesh: Mesh) -> Together:
         """The new object and the arguments, with their values, in parts on a mesh."""
