@@ -6,19 +6,18 @@ program, so that its compilation does not grow with depth. Whole numbers and key
 computed at once, one by one, which is exact everywhere.
 """
 
-import collections
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from flax_layoutmap._compiled import Call, prepare
 from flax_layoutmap._errors import warn
-from flax_layoutmap._flax_internals import no_mesh
 from flax_layoutmap._jaxprs import SMALL, Cut, calls_in_line, every, size_of
 from flax_layoutmap._mesh import retyped
 from flax_layoutmap._place import is_eager, put
@@ -27,10 +26,6 @@ _LOG = logging.getLogger(__name__)
 
 # An output that nobody wants.
 SKIP = object()
-
-# Programs that are kept, over all models; the oldest is dropped.
-_KEPT = 256
-_PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
 # Warnings that this process has seen.
 _TOLD: set[str] = set()
@@ -70,7 +65,8 @@ def compute(
     places = [at for at, sharding in enumerate(wanted) if sharding is not SKIP]
     if any(_is_split(wanted[at]) for at in places):
         _tell_of_keys(jaxpr)
-    if jaxpr.effects or not is_eager() or _rounds_by_program(jaxpr):
+    rounds = _rounds_by_program(jaxpr)
+    if jaxpr.effects or not is_eager() or rounds:
         _LOG.debug(
             "one program for %d arrays: effects, inside of a trace, or rbg keys on an "
             "old JAX",
@@ -79,12 +75,21 @@ def compute(
         cuts = {tuple(places): Cut(jaxpr.eqns, [jaxpr.outvars[at] for at in places])}
     else:
         cuts = _cut(jaxpr, values, places, wanted, mesh)
+    jobs = {
+        group: _Job(
+            cut,
+            jaxpr,
+            [wanted[at] for at in group],
+            exact and is_eager() and (rounds or not cut.is_one_by_one()),
+        )
+        for group, cut in cuts.items()
+    }
+    if is_eager():
+        prepare(job.call(values) for job in jobs.values() if not job.free(values))
     made: dict[int, Any] = {}
-    for group, cut in cuts.items():
+    for group, job in jobs.items():
         called = [names[at] if at < len(names) else f"output {at}" for at in group]
-        shardings = [wanted[at] for at in group]
-        results = _make(cut, values, shardings, jaxpr, called, exact)
-        made.update(zip(group, results, strict=True))
+        made.update(zip(group, job.make(values, called), strict=True))
     results = [
         made[at] if at in made else _known(jaxpr.outvars[at], values, wanted[at])
         for at in places
@@ -155,53 +160,56 @@ def _tell_once(text: str) -> None:
         warn(text)
 
 
-def _make(
-    cut: Cut,
-    values: Mapping[Any, Any],
-    shardings: Sequence[Any],
-    jaxpr: Jaxpr,
-    names: Sequence[str],
-    exact: bool,
-) -> list[Any]:
-    """Runs the program of a cut; what needs memory for whole arrays, by itself."""
-    if len(names) > 1:
-        _LOG.debug("one program for what has a large origin in common: %s", names)
-    if not is_eager():
-        return _run(cut, values, shardings, jaxpr)
-    alone = exact and not (cut.is_one_by_one() and not _rounds_by_program(jaxpr))
-    whole = cut.needs_whole()
-    asked = [_unsplit(s) for s in shardings] if alone else shardings
-    results = _run(cut, _laid(cut, values, shardings), asked, jaxpr)
-    if alone:
-        pairs = zip(results, shardings, strict=True)
-        results = [x if s is None else put(x, s) for x, s in pairs]
-    if alone or whole:
-        why = "exact=True" if alone else ", ".join(whole)
-        _LOG.info("made whole on each device, then split (%s): %s", why, names)
-        jax.block_until_ready(results)  # or the next one would need its memory too
-    return results
+class _Job:
+    """Arrays that are made by one program."""
+
+    def __init__(
+        self, cut: Cut, jaxpr: Jaxpr, shardings: Sequence[Any], exact: bool
+    ) -> None:
+        self._cut, self._jaxpr, self._shardings = cut, jaxpr, list(shardings)
+        self._exact, self._call = exact, None
+        self._asked = list(map(_unsplit, shardings)) if exact else self._shardings
+
+    def call(self, values: Mapping[Any, Any]) -> Call:
+        """The program, and what it is given."""
+        if self._call is None:
+            inputs = [values[var] for var in self._cut.inputs]
+            self._call = Call(self._cut, inputs, self._asked, self._jaxpr)
+        return self._call
+
+    def free(self, values: Mapping[Any, Any]) -> list[Any]:
+        """Large inputs that lie on no mesh yet, and may lie as the result does."""
+        large = [var for var in self._cut.inputs if size_of(var) > SMALL]
+        free = [v for v in large if not getattr(values[v], "committed", False)]
+        fits = _is_split(self._asked[0]) and self._cut.keeps_shape()
+        return free if free and fits and self._cut.is_one_by_one() else []
+
+    def make(self, values: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
+        """The arrays; what needs memory for whole ones is done by itself."""
+        if len(names) > 1:
+            _LOG.debug("one program for what has a large origin in common: %s", names)
+        if not is_eager():
+            return self.call(values).traced()
+        free = self.free(values)
+        if free:
+            # `jax.jit` would copy them to each device as a whole.
+            auto = retyped(self._asked[0].mesh, AxisType.Auto)
+            where = NamedSharding(auto, self._asked[0].spec)
+            values = {**values, **{var: put(values[var], where) for var in free}}
+        results = self.call(values).run()
+        if self._exact:
+            pairs = zip(results, self._shardings, strict=True)
+            results = [x if s is None else put(x, s) for x, s in pairs]
+        whole = self._cut.needs_whole()
+        if self._exact or whole:
+            why = "exact=True" if self._exact else ", ".join(whole)
+            _LOG.info("made whole on each device, then split (%s): %s", why, names)
+            jax.block_until_ready(results)  # or the next one would need memory too
+        return results
 
 
 def _unsplit(sharding: Any) -> Any:
     return sharding and NamedSharding(sharding.mesh, PartitionSpec())
-
-
-def _laid(
-    cut: Cut, values: Mapping[Any, Any], shardings: Sequence[Any]
-) -> Mapping[Any, Any]:
-    """The values, with large ones of the host in the shards of what they become.
-
-    `jax.jit` would copy them to each device as a whole.
-    """
-    large = [var for var in cut.inputs if size_of(var) > SMALL]
-    free = [v for v in large if not getattr(values[v], "committed", False)]
-    if not free or not cut.keeps_shape() or not cut.is_one_by_one():
-        return values
-    if not _is_split(shardings[0]):
-        return values
-    auto = retyped(shardings[0].mesh, AxisType.Auto)
-    where = NamedSharding(auto, shardings[0].spec)
-    return {**values, **{v: put(values[v], where) for v in free}}
 
 
 def _spelled(value: Any, sharding: Any) -> Any:
@@ -269,29 +277,29 @@ def _compute_small(
     for eqn in eqns:
         known = all(_is_known(v, values) and _is_small(v) for v in eqn.invars)
         if known and all(_is_small(v) and _is_exact(v) for v in eqn.outvars):
-            cut, given = _numbers_as_inputs(eqn, values)
-            results = _run(cut, given, [sharding] * len(eqn.outvars), jaxpr)
+            cut, inputs = _numbers_as_inputs(eqn, values)
+            results = Call(cut, inputs, [sharding] * len(eqn.outvars), jaxpr).run()
             values.update(zip(eqn.outvars, results, strict=True))
 
 
 def _numbers_as_inputs(
     eqn: JaxprEqn, values: Mapping[Any, Any]
-) -> tuple[Cut, Mapping[Any, Any]]:
-    """An equation whose literals are inputs, with the values for all inputs.
+) -> tuple[Cut, list[Any]]:
+    """An equation whose literals are inputs, with the values of its inputs.
 
     The number that is folded into a key is another one in each layer.
     """
-    numbers: dict[Any, Any] = {}
+    found: dict[Any, Any] = {}
     read: list[Any] = []
     for var in eqn.invars:
         if isinstance(var, Literal):
             aval: Any = var.aval
-            number = Var(aval)
-            numbers[number] = np.asarray(var.val, aval.dtype)
-            var = number
-        read.append(var)
-    cut = Cut([eqn.replace(invars=read)], eqn.outvars)
-    return cut, numbers | {v: values[v] for v in read if v not in numbers}
+            read.append(Var(aval))
+            found[read[-1]] = np.asarray(var.val, aval.dtype)
+        else:
+            read.append(var)
+            found[var] = values[var]
+    return Cut([eqn.replace(invars=read)], eqn.outvars), list(found.values())
 
 
 def _is_small(var: Any) -> bool:
@@ -342,24 +350,3 @@ def _groups(
     for at in places:
         groups.setdefault(find(at), []).append(at)
     return list(groups.values())
-
-
-def _run(
-    cut: Cut, values: Mapping[Any, Any], shardings: Sequence[Any], jaxpr: Jaxpr
-) -> list[Any]:
-    """Runs the program of a cut, or that of an earlier one of the same structure."""
-    key = (cut.structure(), tuple(shardings))
-    program = _PROGRAMS.get(key)
-    if program is None:
-        part = cut.jaxpr(jaxpr)
-
-        def born(*inputs: Any) -> list[Any]:
-            # Not jaxpr_as_fun, after which debug_nans checks nothing any more.
-            with no_mesh():
-                return eval_jaxpr(part, [], *inputs)
-
-        program = _PROGRAMS[key] = jax.jit(born, out_shardings=list(shardings))
-        if len(_PROGRAMS) > _KEPT:
-            _PROGRAMS.popitem(last=False)
-    with no_mesh():
-        return program(*[values[var] for var in cut.inputs])

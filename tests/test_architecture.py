@@ -37,7 +37,7 @@ LAYERS = (
         "_parts",
         "_placeholder",
     ),
-    ("_axes", "_identity", "_mesh", "_paths", "_statics"),
+    ("_axes", "_compiled", "_identity", "_mesh", "_paths", "_statics"),
     ("_mesh_layout", "_processes", "_trace", "_walk"),
     ("_layout", "_flatten"),
     ("_rules", "_metadata", "_optimizer_state", "_fetch"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap import _birth
+from flax_layoutmap import _birth, _compiled
 
 INITIALISERS: dict[str, Callable[..., Any]] = {
     name: getattr(nnx.initializers, name)()
@@ -55,16 +55,22 @@ def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many outputs each program that was run has."""
+    """How many outputs each program that was run has; none is compiled before."""
     seen: list[int] = []
-    plain = _birth._run
 
-    def run(cut: Any, *rest: Any) -> Any:
-        seen.append(len(cut.outputs))
-        return plain(cut, *rest)
+    class Watched(_birth.Call):
+        def run(self) -> list[Any]:
+            results = super().run()
+            seen.append(len(results))
+            return results
 
-    monkeypatch.setattr(_birth, "_run", run)
-    monkeypatch.setattr(_birth, "_PROGRAMS", type(_birth._PROGRAMS)())
+        def traced(self) -> list[Any]:
+            results = super().traced()
+            seen.append(len(results))
+            return results
+
+    monkeypatch.setattr(_birth, "Call", Watched)
+    monkeypatch.setattr(_compiled, "_PROGRAMS", type(_compiled._PROGRAMS)())
     return seen
 
 
@@ -245,13 +251,13 @@ def test_large_values_of_the_host_go_to_their_shards(
     """`jax.jit` would give each device the whole table."""
     table = np.arange(128.0, dtype=np.float32).reshape(8, 16)
     given: list[Any] = []
-    plain = _birth._run
 
-    def run(cut: Any, values: Any, *rest: Any) -> Any:
-        given.extend(values[var] for var in cut.inputs)
-        return plain(cut, values, *rest)
+    class Watched(_birth.Call):
+        def run(self) -> list[Any]:
+            given.extend(self.inputs)
+            return super().run()
 
-    monkeypatch.setattr(_birth, "_run", run)
+    monkeypatch.setattr(_birth, "Call", Watched)
 
     def make(x: Any) -> dict[str, Any]:
         return {
@@ -296,7 +302,7 @@ def test_calls_do_not_tie_arrays_together(
         assert set(programs) == {1}
         assert bits(made) == bits(jax.jit(init)(jax.random.key(0), x))
     # Kernels and biases of two shapes, and how keys are folded in.
-    assert len(_birth._PROGRAMS) <= 12 < len(programs)
+    assert len(_compiled._PROGRAMS) <= 12 < len(programs)
 
 
 def test_a_function_that_is_one_call(mesh: flm.DeviceMesh, programs: list[int]) -> None:
@@ -334,12 +340,12 @@ def test_equal_layers_share_their_programs(
 ) -> None:
     layout_map = rules(mesh)
     flm.create(stack(1), layout_map)
-    few = len(_birth._PROGRAMS)
+    few = len(_compiled._PROGRAMS)
     runs = len(programs)
     model = flm.create(stack(4), layout_map)
     assert len(programs) > 4 * runs  # each is run for each layer
     # The seeds of the layers are constants of the constructor.
-    assert few <= len(_birth._PROGRAMS) <= few + 3
+    assert few <= len(_compiled._PROGRAMS) <= few + 3
     plain = jax.jit(lambda: nnx.split(stack(4)())[1])()
     made = [leaf for leaf in jax.tree.leaves(nnx.state(model))]
     for one, other in zip(made, jax.tree.leaves(plain), strict=True):
@@ -361,7 +367,7 @@ def test_what_differs_has_its_own_program(
         }
 
     made = flm.create(make, rules(mesh))
-    assert len(programs) == 6 and len(_birth._PROGRAMS) == 5
+    assert len(programs) == 6 and len(_compiled._PROGRAMS) == 5
     assert bits(made) == bits(make())
     assert np.signbit(np.asarray(made["minus"])).all()
 
@@ -470,9 +476,9 @@ def test_optimizer_state(
 ) -> None:
     model = flm.create(stack(3), rules(mesh))
     programs.clear()
-    _birth._PROGRAMS.clear()
+    _compiled._PROGRAMS.clear()
     optimizer = flm.create_optimizer(model, tx)
-    assert len(_birth._PROGRAMS) < len(programs) / 2
+    assert len(_compiled._PROGRAMS) < len(programs) / 2
     plain = nnx.Optimizer(stack(3)(), tx, wrt=nnx.Param)
     for one, other in zip(
         jax.tree.leaves(nnx.state(optimizer)),
@@ -486,7 +492,7 @@ def test_optimizer_state(
 def test_programs_are_bounded(
     mesh: flm.DeviceMesh, programs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_birth, "_KEPT", 2)
+    monkeypatch.setattr(_compiled, "_KEPT", 2)
     for value in range(4):
         flm.create(lambda v=value: {"w": jnp.full((8, 16), float(v))}, rules(mesh))
-    assert len(_birth._PROGRAMS) == 2
+    assert len(_compiled._PROGRAMS) == 2

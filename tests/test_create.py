@@ -16,9 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
-from flax_layoutmap import _birth, _create
+from flax_layoutmap import _birth, _compiled, _create
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap._flax_internals import no_mesh
 from flax_layoutmap._scope import current_rules
 
 P = PartitionSpec
@@ -541,7 +540,7 @@ def test_metadata_agrees_where_a_rule_wins(mesh: flm.DeviceMesh) -> None:
     up = model.up.kernel.get_metadata()["out_sharding"]
     # A name that is no axis here stays, with a rule that says so.
     assert up == ("fsdp", ("data", "model")) and type(up) is tuple
-    specs = nnx.get_partition_spec(nnx.state(model))
+    specs: Any = nnx.get_partition_spec(nnx.state(model))
     assert specs["up"]["kernel"].get_raw_value() == P(None, ("data", "model"))
     assert specs["down"]["kernel"].get_raw_value() == P("model", None)
     assert model.down.kernel.get_metadata()["out_sharding"] == ("model", "fsdp")
@@ -674,23 +673,20 @@ def wide_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was run, each as its lowered program."""
+    """What was run: each call, with its program."""
     seen: list[Any] = []
-    plain = _birth._run
 
-    def run(cut: Any, values: Any, shardings: Any, jaxpr: Any) -> Any:
-        result = plain(cut, values, shardings, jaxpr)
-        program = _birth._PROGRAMS[cut.structure(), tuple(shardings)]
-        with no_mesh():
-            seen.append(program.lower(*[values[var] for var in cut.inputs]))
-        return result
+    class Watched(_birth.Call):
+        def run(self) -> list[Any]:
+            seen.append(self)
+            return super().run()
 
-    monkeypatch.setattr(_birth, "_run", run)
+        @property
+        def program(self) -> Any:
+            return _compiled._PROGRAMS[self.key]
+
+    monkeypatch.setattr(_birth, "Call", Watched)
     return seen
-
-
-def memory_of(lowered: Any) -> Any:
-    return lowered.compile().memory_analysis()
 
 
 @pytest.mark.parametrize("around", [nothing, jax.set_mesh], ids=["bare", "set_mesh"])
@@ -703,7 +699,7 @@ def test_no_device_computes_a_whole_parameter(
     with around(bare(mesh)):
         flm.create(lambda key: Wide(nnx.Rngs(key)), wide_rules(mesh), key)
     whole = WIDE * WIDE * 4
-    found = [memory_of(program) for program in programs]
+    found = [call.program.memory_analysis() for call in programs]
     large = [memory for memory in found if memory.output_size_in_bytes > whole // 16]
     assert len(large) == 3
     for memory in large:
@@ -774,8 +770,8 @@ def test_closed_over_constants_are_not_in_the_program(
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["kernel"] = ("data", "model")
     made = flm.create(Table, layout_map)
-    (program,) = programs
-    assert len(program.as_text()) < 20_000
+    (call,) = programs
+    assert len(call.jitted().lower(*call.inputs).as_text()) < 20_000
     plain = jax.jit(lambda: nnx.split(Table())[1]).lower().as_text()
     assert len(plain) > 1_000_000
     assert_lies(made.kernel[...], BOTH, mesh, table * 2)

@@ -1,0 +1,84 @@
+"""Programs that make cuts of a jaxpr, each compiled once, several at a time."""
+
+import collections
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+from jax.extend.core import Jaxpr
+
+from flax_layoutmap._flax_internals import no_mesh
+from flax_layoutmap._jaxprs import Cut
+
+# Programs that are kept, over all models; the oldest is dropped.
+_KEPT = 256
+_PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+
+
+class Call:
+    """A cut, what it is given, and how its results are to lie.
+
+    Attributes:
+        inputs: values for the inputs of the cut.
+    """
+
+    def __init__(
+        self, cut: Cut, inputs: Sequence[Any], shardings: Sequence[Any], of: Jaxpr
+    ) -> None:
+        """Takes a cut of the jaxpr `of`; a sharding may be None for any."""
+        self.inputs = list(inputs)
+        self._cut, self._of, self._shardings = cut, of, tuple(shardings)
+        self._key = (cut.structure(), self._shardings, *map(_place_of, self.inputs))
+
+    def jitted(self) -> Any:
+        """The cut as a function."""
+        part = self._cut.jaxpr(self._of)
+
+        def born(*inputs: Any) -> list[Any]:
+            # Not jaxpr_as_fun, after which debug_nans checks nothing any more.
+            with no_mesh():
+                return eval_jaxpr(part, [], *inputs)
+
+        return jax.jit(born, out_shardings=list(self._shardings))
+
+    def traced(self) -> list[Any]:
+        """The results, inside of a trace."""
+        with no_mesh():
+            return self.jitted()(*self.inputs)
+
+    def run(self) -> list[Any]:
+        """The results, by a program that was compiled for this structure."""
+        prepare([self])
+        _PROGRAMS.move_to_end(self._key)
+        program = _PROGRAMS[self._key]
+        while len(_PROGRAMS) > _KEPT:
+            _PROGRAMS.popitem(last=False)
+        return program(*self.inputs)
+
+    @property
+    def key(self) -> Any:
+        """Equal for calls that can share a program."""
+        return self._key
+
+
+def prepare(calls: Iterable[Call]) -> None:
+    """Compiles what the calls need and is not there yet, side by side."""
+    new = {call.key: call for call in calls if call.key not in _PROGRAMS}
+    if not new:
+        return
+    with no_mesh():
+        lowered = [call.jitted().lower(*call.inputs) for call in new.values()]
+    if len(lowered) == 1:
+        compiled = [lowered[0].compile()]
+    else:
+        with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
+            compiled = list(pool.map(lambda one: one.compile(), lowered))
+    _PROGRAMS.update(zip(new, compiled, strict=True))
+
+
+def _place_of(value: Any) -> Any:
+    """Where a value has to lie for the program that was compiled for it."""
+    return value.sharding if getattr(value, "committed", False) else None
