@@ -174,6 +174,11 @@ class LayoutMap(_Section):
     `in`, iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists
     raises; `replace` changes it.
 
+    A LoRA matrix (`lora_a`, `kernel_lora_b`, `lora/a`, …) follows its kernel, dim by
+    dim, with the rank replicated, unless a rule matches it and not the kernel; a rule
+    that matches both is about the kernel. What `nnx.LoRA` was put around keeps its
+    rules: `up/base_module/kernel` is asked as `up/kernel`.
+
     Args:
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later
             with `.on(mesh)`.
@@ -186,7 +191,8 @@ class LayoutMap(_Section):
             that dim (recorded as a fallback).
         batch: mesh axes for the first dim of a batch; None takes the first mesh axis.
         strict: for unused rules and large unmatched leaves: None warns once, True makes
-            them an error, False is quiet.
+            them an error, False is quiet (for parts of a model, where rules for the
+            rest are unused).
 
     Example:
         >>> import flax_layoutmap as flm

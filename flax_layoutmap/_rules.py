@@ -24,7 +24,8 @@ class Rule:
         pattern: a regular expression over leaf paths, or a path itself.
         layout: anything that `TensorLayout` takes for its axes.
         rank: what to do with a matched leaf whose number of dims the layout does not
-            fit: `"error"`, or `"skip"` (the rule does not apply to it).
+            fit: `"error"`, or `"skip"` (the rule does not apply to it). LoRA matrices
+            and scales that the rule of their kernel matches too follow the kernel.
 
     Raises:
         RuleError: the pattern is no regular expression, or the layout is none.
@@ -140,7 +141,10 @@ class RuleSet:
             the `"first"` or the `"last"` of them wins.
         unmatched: no rule matches a leaf: `"replicate"`, or `"error"`.
         indivisible: a dim does not divide by its axes: `"error"`, or `"replicate"`
-            that dim (recorded as a fallback).
+            that dim (recorded as a fallback). A dim of size 1 is no error in the scale
+            of a quantised kernel that the same rule lays out: a leaf beside one of 8
+            bits or fewer, or called a scale or zero point, with its shape but for
+            blocks and ones. Anywhere else it is, as the rule cannot be meant for it.
         batch: the mesh axes that the first dim of a batch lies on.
         strict: unused rules and large unmatched leaves: None warns, True is an error,
             False is quiet.
