@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
 
 from flax_layoutmap._flax_internals import no_mesh
@@ -51,12 +51,19 @@ class Call:
 
     def run(self) -> list[Any]:
         """The results, by a program that was compiled for this structure."""
+        if self.is_traced:
+            return self.traced()
         prepare([self])
         _PROGRAMS.move_to_end(self._key)
         program = _PROGRAMS[self._key]
         while len(_PROGRAMS) > _KEPT:
             _PROGRAMS.popitem(last=False)
         return program(*self.inputs)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether an input is of a trace, such as that of `jax.grad`."""
+        return any(isinstance(value, Tracer) for value in self.inputs)
 
     @property
     def key(self) -> Any:
@@ -66,7 +73,11 @@ class Call:
 
 def prepare(calls: Iterable[Call]) -> None:
     """Compiles what the calls need and is not there yet, side by side."""
-    new = {call.key: call for call in calls if call.key not in _PROGRAMS}
+    new = {
+        call.key: call
+        for call in calls
+        if call.key not in _PROGRAMS and not call.is_traced
+    }
     if not new:
         return
     with no_mesh():
@@ -81,4 +92,6 @@ def prepare(calls: Iterable[Call]) -> None:
 
 def _place_of(value: Any) -> Any:
     """Where a value has to lie for the program that was compiled for it."""
+    if isinstance(value, Tracer):
+        return None
     return value.sharding if getattr(value, "committed", False) else None

@@ -1,0 +1,264 @@
+"""Every kind of model, born in a scope and by `create`: as the eager constructor's.
+
+The graph with all metadata, the values, the counters of the random streams, and where
+each kernel lies.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from shards import assert_lies
+
+import flax_layoutmap as flm
+
+uniform = nnx.initializers.uniform(1.0)
+X = jnp.ones((2, 8))
+
+
+def layer(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(8, 8, kernel_init=uniform, rngs=rngs)
+
+
+class Holder(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, build: Callable[[nnx.Rngs], dict[str, Any]]):
+        for name, part in build(rngs).items():
+            setattr(self, name, part)
+
+
+@nnx.split_rngs(splits=3)
+@nnx.vmap
+def stacked(rngs: nnx.Rngs) -> Any:
+    return layer(rngs)
+
+
+@nnx.split_rngs(splits=3)
+@nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+def scanned(carry: Any, rngs: nnx.Rngs) -> Any:
+    return carry, layer(rngs)
+
+
+def lora(rngs: nnx.Rngs) -> dict[str, Any]:
+    base = layer(rngs)
+    lora = nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs)
+    return {
+        "base": base,
+        "lora": lora,
+        "own": nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs),
+    }
+
+
+def attention(rngs: nnx.Rngs, cache: bool = False) -> dict[str, Any]:
+    made = nnx.MultiHeadAttention(
+        4, 16, decode=True, dropout_rate=0.1, kernel_init=uniform, rngs=rngs
+    )
+    if cache:
+        made.init_cache((2, 5, 16))
+    return {"attention": made}
+
+
+class Scaled(nnx.Param):
+    """Another value is stored, read and written than is given."""
+
+    def create_value(self, value: Any, **_: Any) -> Any:
+        return value * 2
+
+    def get_value(self, **options: Any) -> Any:
+        return super().get_value(**options) * 3
+
+
+class Tagged(nnx.Variable):
+    pass
+
+
+def custom(rngs: nnx.Rngs) -> dict[str, Any]:
+    def value() -> Any:
+        return jax.random.uniform(rngs.params(), (8, 8))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hooks are deprecated
+        hooked = nnx.Param(value(), on_create_value=_double, on_get_value=_double)
+    init = nnx.with_metadata(uniform, note="of the initialiser")
+    return {
+        "scaled": nnx.Dict(kernel=Scaled(value())),
+        "tagged": nnx.Dict(kernel=Tagged(value(), tag="x", number=3)),
+        "hooked": nnx.Dict(kernel=hooked),
+        "noted": nnx.Linear(8, 8, kernel_init=init, rngs=rngs),
+        "tree": nnx.Variable({"a": jnp.ones(3), "b": [jnp.zeros(2)]}),
+    }
+
+
+def _double(variable: Any, value: Any) -> Any:
+    return value * 2
+
+
+def recurrent(rngs: nnx.Rngs) -> dict[str, Any]:
+    cell = nnx.GRUCell(
+        4, 8, kernel_init=uniform, recurrent_kernel_init=uniform, rngs=rngs
+    )
+    return {"rnn": nnx.RNN(cell)}
+
+
+def wrapped(rngs: nnx.Rngs) -> dict[str, Any]:
+    return {
+        "weight": nnx.WeightNorm(layer(rngs), rngs=rngs),
+        "spectral": nnx.SpectralNorm(layer(rngs), rngs=rngs),
+    }
+
+
+KINDS: dict[str, Callable[[nnx.Rngs], dict[str, Any]]] = {
+    "stacked by vmap": lambda rngs: {"layers": stacked(rngs)},
+    "stacked by scan": lambda rngs: {"layers": scanned(0, rngs)[1]},
+    "LoRA": lora,
+    "statistics": lambda rngs: {
+        "norm": nnx.BatchNorm(8, rngs=rngs),
+        "first": layer(rngs),
+    },
+    "random state": lambda rngs: {
+        "first": layer(rngs),
+        "drop": nnx.Dropout(0.5, rngs=rngs),
+        "fork": rngs.fork(),
+        "again": layer(rngs),
+        "rngs": rngs,
+    },
+    "attention": attention,
+    "cache": lambda rngs: attention(rngs, cache=True),
+    "custom Variables": custom,
+    "recurrent": recurrent,
+    "wrapped": wrapped,
+    "half precision": lambda rngs: {
+        "first": nnx.Linear(
+            8, 8, param_dtype=jnp.bfloat16, kernel_init=uniform, rngs=rngs
+        )
+    },
+    "sequential": lambda rngs: {
+        "all": nnx.Sequential(layer(rngs), nnx.relu, layer(rngs))
+    },
+}
+
+
+def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (..., "model")
+    return layout_map
+
+
+def born(way: str, make: Callable[..., Any], mesh: flm.DeviceMesh, rngs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        if way == "create":
+            return flm.create(make, rules(mesh), rngs)
+        with flm.layout_map_scope(rules(mesh)):
+            model = make(rngs)
+    return model
+
+
+def leaves_of(node: Any) -> dict[str, Any]:
+    found = {}
+    for path, part in nnx.to_flat_state(nnx.state(node)):
+        values = part.get_raw_value() if isinstance(part, nnx.Variable) else part
+        for number, leaf in enumerate(jax.tree.leaves(values)):
+            found["/".join(map(str, path)), number] = leaf
+    return found
+
+
+def plain(leaf: Any) -> Any:
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_the_eager_constructor(mesh: flm.DeviceMesh, kind: str) -> None:
+    def make(rngs: nnx.Rngs) -> Any:
+        return Holder(rngs, KINDS[kind])
+
+    other = nnx.Rngs(0, dropout=1)
+    eager = make(other)
+    for way in ("scope", "create"):
+        rngs = nnx.Rngs(0, dropout=1)
+        model = born(way, make, mesh, rngs)
+        assert nnx.graphdef(model) == nnx.graphdef(eager)
+        assert_same_leaves(model, eager, mesh)
+        streams = leaves_of(rngs), leaves_of(other)
+        for path, leaf in streams[0].items():
+            np.testing.assert_array_equal(plain(leaf), plain(streams[1][path]))
+
+
+def assert_same_leaves(model: Any, eager: Any, mesh: flm.DeviceMesh) -> None:
+    found, wanted = leaves_of(model), leaves_of(eager)
+    assert found.keys() == wanted.keys()
+    sharded = 0
+    for path, leaf in found.items():
+        # The second matrix of LoRA follows the kernel.
+        is_sharded = leaf.ndim and any(name in path[0] for name in ("kernel", "lora_b"))
+        sharded += is_sharded
+        dims: Any = ((),) * leaf.ndim
+        dims = (*dims[1:], ("model",)) if is_sharded else dims
+        assert leaf.dtype == wanted[path].dtype, path
+        if leaf.ndim and leaf.dtype != jnp.bfloat16:
+            assert_lies(leaf, dims, mesh)
+        assert len(leaf.sharding.device_set) == 8, path
+        one, two = plain(leaf), plain(wanted[path])
+        np.testing.assert_allclose(one.astype(float), two.astype(float), rtol=1e-5)
+    assert sharded
+
+
+def test_a_cache_after_the_block(mesh: flm.DeviceMesh) -> None:
+    model: Any = born("scope", lambda rngs: Holder(rngs, attention), mesh, nnx.Rngs(0))
+    model.attention.init_cache((2, 5, 16))
+    model.attention.eval()
+    assert model.attention.cached_key.shape == (2, 5, 4, 4)
+    out = nnx.jit(lambda model, x: model.attention(x, decode=True))(
+        model, jnp.ones((2, 1, 16))
+    )
+    assert out.shape == (2, 1, 16) and model.attention.cache_index[...] == 1
+
+
+def test_a_scanned_model_runs(mesh: flm.DeviceMesh) -> None:
+    def apply(model: Any) -> Any:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def each(x: Any, layer: Any) -> Any:
+            return layer(x)
+
+        return each(X, model.layers)
+
+    build = KINDS["stacked by vmap"]
+    model = born("scope", lambda rngs: Holder(rngs, build), mesh, nnx.Rngs(0))
+    eager = Holder(nnx.Rngs(0), build)
+    np.testing.assert_allclose(apply(model), apply(eager), rtol=1e-4)
+
+
+# ----------------------------------------------------------------------- references
+
+
+CONVERT: Any = getattr(nnx, "with_vars", None) or nnx.vars_as
+# Those of flax 0.12.4 do not work with the JAX that it is tested with here.
+REFERENCES = ["ref", "hijax"] if hasattr(nnx, "with_vars") else ["ref"]
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize("way", ["scope", "create"])
+def test_references_are_made_afterwards(
+    mesh: flm.DeviceMesh, way: str, kind: str
+) -> None:
+    options: Any = {kind: True}
+
+    def make(rngs: nnx.Rngs) -> Any:
+        defaults: Any = nnx.var_defaults
+        with defaults(**options):
+            return layer(rngs)
+
+    with pytest.raises(
+        flm.StructureError, match=rf"{kind}=True is a reference"
+    ) as told:
+        born(way, make, mesh, nnx.Rngs(0))
+    assert f"nnx.{CONVERT.__name__}(model, {kind}=True)" in str(told.value)
+    model = CONVERT(born(way, layer, mesh, nnx.Rngs(0)), **options)
+    assert model.kernel.get_metadata()[kind]
+    assert_lies(model.kernel.get_value(), ((), ("model",)), mesh)
+    np.testing.assert_allclose(model(X), layer(nnx.Rngs(0))(X), rtol=1e-5)
