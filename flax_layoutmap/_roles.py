@@ -3,7 +3,7 @@
 A LoRA matrix has some dims of a kernel, and the scale of a quantised kernel has them at
 size 1 or in blocks. A rule is written for the kernel. So a rule that matches the kernel
 too is not about the matrix or the scale, which then follow the kernel, dim by dim; a
-rule that matches them alone is about them, and wins.
+rule that matches a matrix and not its kernel is about the matrix, and wins.
 """
 
 import bisect
@@ -230,8 +230,10 @@ def _matrix_row(
     kernel = options[0][0]
     path = decider.flat.paths[kernel]
     asked = {path, adapters.plain.get(kernel, path)}
-    if _own_rules(decider, row, *asked):
-        return row
+    own_rules = _own_rules(decider, row, *asked)
+    if own_rules:
+        own_path = decider.flat.paths[at]
+        return decider.decide(own_path, own_rules, decider.shapes[at])
     base = rows[kernel]
     if base is None or (base.reason == "no rule" and not base.problem):
         return row
@@ -292,16 +294,16 @@ def _axes(base: Decision, dims: KernelDims) -> tuple[tuple[str, ...], ...]:
     return tuple(() if dim is None else base.dims[dim] for dim in dims)
 
 
-def _own_rules(decider: Decider, row: Decision, *kernels: str) -> bool:
-    """Whether rules match a leaf that do not match what it belongs to."""
-    matcher, rules = decider.matcher, decider.rules.rules
-    every = range(len(rules))
+def _own_rules(decider: Decider, row: Decision, *kernels: str) -> tuple[int, ...]:
+    """Rules that match a leaf, and not what it belongs to."""
+    matcher = decider.matcher
+    every = tuple(range(len(decider.rules.rules)))
     of_kernel = {
         at
         for path in kernels
-        for at in (*matcher.matching(path), *matcher.refine(path, (), tuple(every)))
+        for at in (*matcher.matching(path), *matcher.refine(path, (), every))
     }
-    return not of_kernel.issuperset(row.matched)
+    return tuple(at for at in row.matched if at not in of_kernel)
 
 
 # ------------------------------------------------------------------------ scales

@@ -300,6 +300,12 @@ def test_a_rule_for_the_matrix_wins() -> None:
     assert axes_of(resolution)["up/lora_b"] == ("data", None)
     assert axes_of(resolution)["up/lora_a"] == (None, None)
     assert resolution["up/lora_b"].reason == "rule"
+    # That the rule for the kernel matches it too is no conflict.
+    for overlap in ("error", "first", "last"):
+        both = {"kernel": (None, "model"), "lora_b": ("data", None)}
+        found = axes_of(mapped(both, overlap=overlap).resolve(one(**QWIX), strict=True))
+        assert found["up/kernel_lora_b"] == ("data", None)
+        assert found["up/kernel_lora_a"] == (None, None)
     exact = {"kernel": (None, "model"), "up/kernel_lora_b": None}
     found = axes_of(mapped(exact).resolve(one(**QWIX)))
     assert found["up/kernel_lora_b"] == (None, None)
