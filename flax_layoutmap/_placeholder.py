@@ -82,7 +82,8 @@ class AfterTheScope(jax.ShapeDtypeStruct):
         # Asked only for what is not there: methods of arrays, such as `mean`. What the
         # base class has is not there while it is set.
         of_array = hasattr(jax.Array, name) and not hasattr(jax.ShapeDtypeStruct, name)
-        if of_array and not name.startswith("_"):
+        # `jax.Array` does not name all that arrays have.
+        if (of_array and not name.startswith("_")) or name in _OF_ARRAYS:
             raise NoValueYet(self.why_not())
         raise AttributeError(f"a value of a layout_map_scope has no {name!r}")
 
@@ -107,6 +108,16 @@ class AfterTheScope(jax.ShapeDtypeStruct):
         )
 
 
+_OF_ARRAYS = (
+    "devices",
+    "block_until_ready",
+    "is_deleted",
+    "delete",
+    "copy_to_host_async",
+    "on_device_size",
+)
+
+
 def _refuse(self: AfterTheScope, *args: Any, **kwargs: Any) -> NoReturn:
     raise StructureError(self.why_not())
 
@@ -117,7 +128,7 @@ _REFUSED = [
     *"lt le gt ge neg pos abs invert round".split(),
     *"getitem setitem delitem iter reversed contains len".split(),
     *"bool int float complex index trunc floor ceil format".split(),
-    *"array array_ufunc array_function copy deepcopy reduce_ex".split(),
+    *"array array_ufunc copy deepcopy reduce_ex".split(),
     *"dlpack dlpack_device buffer".split(),
 ]
 for _name in _REFUSED:

@@ -4,6 +4,9 @@ import asyncio
 import copy
 import functools
 import gc
+import math
+import operator
+import pickle
 import threading
 import warnings
 from contextlib import nullcontext
@@ -635,6 +638,10 @@ def test_values_are_not_there_in_the_block(mesh: flm.DeviceMesh) -> None:
         assert model.d1.kernel.dtype == jnp.float32
 
 
+def value_of(model: Any) -> Any:
+    return model.d1.kernel.get_value()
+
+
 USES: dict[str, Any] = {
     "call": lambda model: model(X),
     "item": lambda model: model.d1.kernel[0],
@@ -650,6 +657,46 @@ USES: dict[str, Any] = {
     "float": lambda model: float(model.d1.kernel.get_value()),
     "write": lambda model: model.d1.bias.__setitem__(..., jnp.ones(16)),
     "map": lambda model: jax.tree.map(lambda a: a * 0, nnx.state(model)),
+    "zeros_like": lambda model: jnp.zeros_like(value_of(model)),
+    "full_like": lambda model: jnp.full_like(value_of(model), 1, dtype=jnp.int32),
+    "np.zeros_like": lambda model: np.zeros_like(value_of(model)),
+    "sum": lambda model: jnp.sum(value_of(model)),
+    "dot": lambda model: jnp.dot(X, value_of(model)),
+    "stack": lambda model: jnp.stack([value_of(model)]),
+    "where": lambda model: jnp.where(value_of(model), 0, 1),
+    "ufunc": lambda model: np.multiply(value_of(model), 2),
+    "left of numpy": lambda model: np.ones(16) + value_of(model),
+    "jit": lambda model: jax.jit(lambda a: a + 1)(value_of(model)),
+    "grad": lambda model: jax.grad(lambda a: a.sum())(value_of(model)),
+    "device_get": lambda model: jax.device_get(value_of(model)),
+    "at": lambda model: value_of(model).at[0].set(1),
+    "transpose": lambda model: value_of(model).T,
+    "reshape": lambda model: value_of(model).reshape(-1),
+    "astype": lambda model: value_of(model).astype(jnp.int32),
+    "block": lambda model: value_of(model).block_until_ready(),
+    "devices": lambda model: value_of(model).devices(),
+    "equal": lambda model: value_of(model) == 1,
+    "not equal": lambda model: value_of(model) != np.ones(16),
+    "in": lambda model: 1 in value_of(model),
+    "iterate": lambda model: list(value_of(model)),
+    "unpack": lambda model: (lambda *_: None)(*value_of(model)),
+    "reversed": lambda model: reversed(value_of(model)),
+    "len": lambda model: len(value_of(model)),
+    "if": lambda model: not value_of(model),
+    "int": lambda model: int(value_of(model)),
+    "index": lambda model: [1][value_of(model)],
+    "round": lambda model: round(value_of(model)),
+    "floor": lambda model: math.floor(value_of(model)),
+    "format": lambda model: f"{value_of(model):.3f}",
+    "divmod": lambda model: divmod(value_of(model), 2),
+    "power": lambda model: 2 ** value_of(model),
+    "in place": lambda model: operator.iadd(value_of(model), 1),
+    "write an item": lambda model: operator.setitem(value_of(model), 0, 1),
+    "delete an item": lambda model: operator.delitem(value_of(model), 0),
+    "invert": lambda model: ~value_of(model),
+    "pickle": lambda model: pickle.dumps(value_of(model)),
+    "optax": lambda model: optax.adam(0.1).init(nnx.state(model)),
+    "norm": lambda model: optax.tree.norm(nnx.state(model)),
     "copy": lambda model: copy.deepcopy(model),
 }
 
@@ -673,6 +720,10 @@ def test_what_is_known_of_a_value(mesh: flm.DeviceMesh) -> None:
         assert (value.shape, value.ndim, value.size) == ((8, 4), 2, 32)
         assert not hasattr(value, "addressable_shards")
         assert not hasattr(value, "no_such_thing") and "(8, 4)" in repr(value)
+        assert value == value and value is not None and value != "text"
+        assert value in {value} and jnp.shape(value) == np.shape(value) == (8, 4)
+        shape = jax.eval_shape(lambda a: a.T @ a, value)
+        assert (shape.shape, shape.dtype) == ((4, 4), jnp.float32)
 
 
 def test_a_variable_may_be_given_another_value(mesh: flm.DeviceMesh) -> None:
@@ -916,6 +967,81 @@ def test_a_task_that_outlives_its_block(mesh: flm.DeviceMesh) -> None:
     module, made = asyncio.run(main())
     for leaf in [module.kernel[...], *jax.tree.leaves(made)]:
         assert len(leaf.sharding.device_set) == 1
+
+
+@pytest.mark.parametrize("how", ["threads", "tasks"])
+def test_blocks_at_the_same_time(mesh: flm.DeviceMesh, how: str) -> None:
+    """Each makes its own models by its own rules; who ends first ends nothing else."""
+    layouts: dict[str, Any] = {
+        "first": ("model", None),
+        "second": (None, "data"),
+        "third": ("data", "model"),
+    }
+    begun, ended = [], []
+    before = hooks()
+
+    def check(name: str, model: Any) -> None:
+        dims = tuple(() if axis is None else (axis,) for axis in layouts[name])
+        assert_lies(model.layers[0].kernel[...], dims)
+
+    def build(name: str) -> Any:
+        return nnx.Linear(8, 8, rngs=nnx.Rngs(len(name)))
+
+    def layout_map(name: str) -> flm.LayoutMap:
+        return rules(mesh, **{"layers/0/kernel": layouts[name]})
+
+    async def task(name: str) -> None:
+        with flm.layout_map_scope(layout_map(name)):
+            part = build(name)
+            begun.append(name)
+            while len(begun) < 3:
+                await asyncio.sleep(0)
+            assert hooks() != before
+            model = nnx.Sequential(part)
+            await asyncio.sleep(0)
+        check(name, model)
+        ended.append(name)
+
+    async def tasks() -> None:
+        await asyncio.gather(*map(task, layouts))
+        outside = build("outside")
+        assert len(outside.kernel[...].sharding.device_set) == 1
+
+    def work(name: str) -> None:
+        with flm.layout_map_scope(layout_map(name)):
+            part = build(name)
+            barrier.wait(60)
+            model = nnx.Sequential(part)
+            if name == "third":
+                barrier_of_two.wait(60)
+        check(name, model)
+        ended.append(name)
+        if name != "third":
+            again = build(name)  # out of the block, while another one is open
+            assert len(again.kernel[...].sharding.device_set) == 1
+            barrier_of_two.wait(60)
+
+    if how == "tasks":
+        asyncio.run(tasks())
+    else:
+        barrier, barrier_of_two = threading.Barrier(3), threading.Barrier(3)
+        threads = [threading.Thread(target=work, args=(name,)) for name in layouts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(ended) == sorted(layouts) and hooks() == before
+
+
+def test_a_thread_that_copies_the_context(mesh: flm.DeviceMesh) -> None:
+    """`asyncio.to_thread` takes the block along; a thread alone does not."""
+
+    async def main() -> Any:
+        with flm.layout_map_scope(rules(mesh, **{"d1/kernel": (None, "model")})):
+            model = await asyncio.to_thread(lambda: Subclass(nnx.Rngs(0)))
+        return model
+
+    assert_lies(asyncio.run(main()).d1.kernel[...], ((), ("model",)))
 
 
 def test_arguments_that_jax_cannot_flatten(mesh: flm.DeviceMesh) -> None:
