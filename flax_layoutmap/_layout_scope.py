@@ -21,7 +21,9 @@ from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
     is_nnx_object,
+    is_plain_variable,
     metaclass_of_objects,
+    metaclass_of_variables,
     nnx_state,
     no_mesh,
     objects_of,
@@ -53,8 +55,11 @@ def layout_map_scope(layout_map: Any) -> Block:
     model that was made in it has the layout of its path in the finished model,
     wherever its part was made: modules may be made first and assembled later. A
     Variable without a rule is replicated on the mesh. Until then its value is only a
-    shape and a dtype: optimizers, calls of the model, and copies of it (`nnx.clone`)
-    come after the block.
+    shape and a dtype: calls of the model, and copies of it (`nnx.clone`), come after
+    the block.
+
+    An `nnx.Optimizer` made in the block is filled after its model: its state lies as
+    that of `flm.create_optimizer(model, tx, layout_map=layout_map)`.
 
     Linen modules hold no variables: `init` of one that is made in the block, called in
     it or later, makes them sharded, as `flm.create` does; under `jax.jit` it constrains
@@ -65,10 +70,10 @@ def layout_map_scope(layout_map: Any) -> Block:
     The rules are also those that `flm.distribute_tensor(x, "hidden")` asks in the
     block. Blocks nest: the innermost counts, and what it has made stays as it is.
 
-    A constructor that reads values of arrays, or keeps a method bound to itself, runs
-    at once, on one device; its arrays are moved at the end, and a `LayoutWarning` says
-    so. An `__init__` must not keep
-    `self` elsewhere: the module that it returns is another object.
+    A constructor that reads values of arrays runs at once, and a `LayoutWarning` says
+    so: the modules in it are made one by one, in equal parts on all devices, and each
+    Variable that it makes itself is first whole on one device, for a moment; at the end
+    of the block all is moved to its layouts.
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
@@ -232,7 +237,8 @@ class _Scope:
         """Runs a constructor that needs values: its parts are there when it asks."""
         before, self._needs_values = self._needs_values, True
         try:
-            module = _eagerly(make, args, kw)
+            with _spreading_variables():
+                module = _eagerly(make, args, kw)
         finally:
             self._needs_values = before
         refuse_references(module)
@@ -240,10 +246,17 @@ class _Scope:
             _spread(module, self.rules)
         warn(
             f"layout_map_scope: the constructor of {cls.__name__} ran at once, its "
-            "modules one by one in shards, what it makes itself whole on one device, "
-            f"and its arrays are moved at the end of the block: {why}"
+            "modules one by one in shards, what it makes itself one by one on one "
+            f"device, and its arrays are moved at the end of the block: {why}"
         )
         return self._keep(module)
+
+    def made_variable(self, variable: nnx.Variable[Any]) -> None:
+        """Spreads the value of a new Variable, in a constructor that needs values."""
+        wanted = self._needs_values and is_eager() and not is_tracing_constructor()
+        if wanted and is_plain_variable(variable) and jax.process_count() == 1:
+            value = variable.get_raw_value()
+            variable.set_raw_value(jax.tree.map(_spreader(self.rules), value))
 
     def _owner_of(self, pending: Sequence[AfterTheScope]) -> "_Scope":
         """The outermost block of which something has no value yet."""
@@ -397,14 +410,41 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _spread(module: Any, rules: RuleSet) -> None:
     """Moves whole arrays to all devices, where they take less room."""
+    nnx.update(module, jax.tree.map(_spreader(rules), nnx_state(module)))
 
+
+def _spreader(rules: RuleSet) -> Callable[[Any], Any]:
     def moved(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or len(leaf.sharding.device_set) > 1:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
             return leaf
         own = spread(leaf.shape, _mesh_of(rules))
-        return put(leaf, own) if any(own.spec) else leaf
+        is_whole = len(leaf.sharding.device_set) == 1
+        return put(leaf, own) if is_whole and any(own.spec) else leaf
 
-    nnx.update(module, jax.tree.map(moved, nnx_state(module)))
+    return moved
+
+
+@contextlib.contextmanager
+def _spreading_variables() -> Iterator[None]:
+    """Inside, the scope of the context is told of each new Variable."""
+    meta = metaclass_of_variables()
+    if meta is None:
+        yield
+        return
+    with patched(meta, "__call__", _told_variable):
+        yield
+
+
+def _told_variable(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def construct(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        variable = plain(cls, *args, **kwargs)
+        scope = _scope_here()
+        if scope is not None:
+            scope.made_variable(variable)
+        return variable
+
+    return construct
 
 
 def _mesh_of(rules: RuleSet) -> Any:

@@ -44,7 +44,12 @@ WAYS: dict[str, Any] = {"scope": in_scope, "create": flm.create}
 def hooks() -> list[Any]:
     names = ("__post_init__", "init", "init_with_output", "lazy_init")
     own = [vars(linen.Module)[name] for name in names]
-    return [type(nnx.Pytree).__call__, vars(Tracer).get("sharding"), *own]
+    return [
+        type(nnx.Pytree).__call__,
+        vars(type(nnx.Variable)).get("__call__"),
+        vars(Tracer).get("sharding"),
+        *own,
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -233,13 +238,15 @@ def test_device_get_alone_reads_nothing(mesh: flm.DeviceMesh, way: str) -> None:
 
 
 def test_a_part_of_what_reads_is_never_whole(mesh: flm.DeviceMesh) -> None:
-    """Its layers are made in shards, and what it makes itself is spread at once."""
+    """Its layers are made in shards, and what it makes itself is spread one by one."""
     seen: dict[str, Any] = {}
 
     class Outer(nnx.Module):
         def __init__(self) -> None:
             self.inner = Model(_number)
             self.layer = layer(nnx.Rngs(0))
+            self.param = nnx.Param(jnp.ones((8, 4)))
+            seen["param"] = self.param[...]
             seen["outer"] = self.layer.kernel[...]
             seen["inner"] = self.inner.layer.kernel[...]
             seen["own"] = self.inner.total[...]
