@@ -10,10 +10,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 # Values of up to this many elements are small.
 SMALL = 64
 
-# Parameters of equations that change no value: names, and how to differentiate.
+# Parameters of equations that change no value: names, the mesh that was in context,
+# and how to differentiate.
 _NO_VALUES = {
-    "jit": {"name"},
-    "pjit": {"name"},
+    "jit": {"name", "ctx_mesh"},
+    "pjit": {"name", "ctx_mesh"},
     "custom_jvp_call": {"jvp_jaxpr_fun", "jvp_jaxpr_thunk"},
     "custom_vjp_call": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
     "custom_vjp_call_jaxpr": {"fwd_jaxpr_thunk", "bwd", "out_trees"},

@@ -353,6 +353,19 @@ def test_equal_layers_share_their_programs(
             assert bits(one) == bits(other)
 
 
+def test_programs_are_shared_whatever_mesh_is_in_context(
+    mesh: flm.DeviceMesh, programs: list[int]
+) -> None:
+    made = flm.create(stack(1), rules(mesh))
+    few = len(_compiled._PROGRAMS)
+    assert isinstance(mesh.jax_mesh, jax.sharding.Mesh)
+    with jax.set_mesh(mesh.jax_mesh):
+        again = flm.create(stack(1), rules(mesh))
+    assert len(_compiled._PROGRAMS) == few
+    kernels = [one[0].up.kernel.get_value() for one in (made, again)]
+    assert bits(kernels[0]) == bits(kernels[1])
+
+
 def test_what_differs_has_its_own_program(
     mesh: flm.DeviceMesh, programs: list[int]
 ) -> None:
