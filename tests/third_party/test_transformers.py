@@ -1,0 +1,353 @@
+"""The Flax (Linen) models of Hugging Face's `transformers` 4: five architectures."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+from shards import Dims, assert_lies
+
+import flax_layoutmap as flm
+from third_party.published import (
+    COLUMN,
+    DATA,
+    MODEL,
+    ROW,
+    TOKENS,
+    assert_equal,
+    assert_model_lies,
+    born,
+    by_jit,
+    leaves_of,
+    made_in_scope,
+    next_token_loss,
+    strict_map,
+)
+
+hf: Any = pytest.importorskip(
+    "transformers", reason="The package transformers (below 5) is not installed."
+)
+pytest.importorskip(
+    "transformers.modeling_flax_utils",
+    reason="The installed transformers has no Flax models: they were removed in 5.0.",
+)
+
+pytestmark = pytest.mark.slow
+
+
+class Family(NamedTuple):
+    """One architecture, the rules that its users would write, and what they mean.
+
+    Attributes:
+        model: name of its class.
+        config: name of the class of its configuration.
+        sizes: arguments of the configuration.
+        rules: pattern → layout.
+        dims: path → the mesh axes of each dim; all other leaves are replicated.
+        options: further arguments of the model.
+    """
+
+    model: str
+    config: str
+    sizes: dict[str, Any]
+    rules: dict[str, Any]
+    dims: dict[str, Dims]
+    options: dict[str, Any] = {}
+
+
+def of_layers(table: dict[str, Dims], layers: int = 2) -> dict[str, Dims]:
+    """The table with `{n}` written out for each layer."""
+    return {
+        path.format(n=n): dims for path, dims in table.items() for n in range(layers)
+    }
+
+
+KERNELS = {"column": (DATA, MODEL), "row": (MODEL, DATA)}
+
+FAMILIES = {
+    "llama": Family(
+        "FlaxLlamaForCausalLM",
+        "LlamaConfig",
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        {
+            "embed_tokens/embedding": KERNELS["row"],
+            "self_attn/(q|k|v)_proj/kernel": KERNELS["column"],
+            "self_attn/o_proj/kernel": KERNELS["row"],
+            "mlp/(gate|up)_proj/kernel": KERNELS["column"],
+            "mlp/down_proj/kernel": KERNELS["row"],
+            "lm_head/kernel": KERNELS["column"],
+            "norm/weight": None,
+        },
+        of_layers(
+            {
+                "model/embed_tokens/embedding": ROW,
+                "model/layers/{n}/self_attn/q_proj/kernel": COLUMN,
+                "model/layers/{n}/self_attn/k_proj/kernel": COLUMN,
+                "model/layers/{n}/self_attn/v_proj/kernel": COLUMN,
+                "model/layers/{n}/self_attn/o_proj/kernel": ROW,
+                "model/layers/{n}/mlp/gate_proj/kernel": COLUMN,
+                "model/layers/{n}/mlp/up_proj/kernel": COLUMN,
+                "model/layers/{n}/mlp/down_proj/kernel": ROW,
+                "lm_head/kernel": COLUMN,
+            }
+        ),
+    ),
+    "gpt2": Family(
+        "FlaxGPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4},
+        {
+            "wte/embedding": KERNELS["row"],
+            "wpe/embedding": (None, MODEL),
+            # FlaxConv1D keeps its kernel as (out, in).
+            "attn/c_attn/kernel|mlp/c_fc/kernel": KERNELS["row"],
+            "c_proj/kernel": KERNELS["column"],
+            "(c_attn|c_fc)/bias": (MODEL,),
+            "ln_|c_proj/bias": None,
+        },
+        of_layers(
+            {
+                "transformer/wte/embedding": ROW,
+                "transformer/wpe/embedding": ((), ("model",)),
+                "transformer/h/{n}/attn/c_attn/kernel": ROW,
+                "transformer/h/{n}/attn/c_attn/bias": (("model",),),
+                "transformer/h/{n}/attn/c_proj/kernel": COLUMN,
+                "transformer/h/{n}/mlp/c_fc/kernel": ROW,
+                "transformer/h/{n}/mlp/c_fc/bias": (("model",),),
+                "transformer/h/{n}/mlp/c_proj/kernel": COLUMN,
+            }
+        ),
+    ),
+    "bert": Family(
+        "FlaxBertForMaskedLM",
+        "BertConfig",
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "intermediate_size": 32,
+            "max_position_embeddings": 16,
+        },
+        {
+            "word_embeddings/embedding": KERNELS["row"],
+            "self/(query|key|value)/kernel": KERNELS["column"],
+            "intermediate/dense/kernel": KERNELS["column"],
+            "output/dense/kernel": KERNELS["row"],
+            "transform/dense/kernel": (None, MODEL),
+            "LayerNorm|bias|(position|type)_embeddings": None,
+        },
+        of_layers(
+            {
+                "bert/embeddings/word_embeddings/embedding": ROW,
+                "bert/encoder/layer/{n}/attention/self/query/kernel": COLUMN,
+                "bert/encoder/layer/{n}/attention/self/key/kernel": COLUMN,
+                "bert/encoder/layer/{n}/attention/self/value/kernel": COLUMN,
+                "bert/encoder/layer/{n}/attention/output/dense/kernel": ROW,
+                "bert/encoder/layer/{n}/intermediate/dense/kernel": COLUMN,
+                "bert/encoder/layer/{n}/output/dense/kernel": ROW,
+                "cls/predictions/transform/dense/kernel": ((), ("model",)),
+            },
+            1,
+        ),
+    ),
+    "whisper": Family(
+        "FlaxWhisperForConditionalGeneration",
+        "WhisperConfig",
+        {
+            "vocab_size": 64,
+            "d_model": 16,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "max_source_positions": 16,
+            "max_target_positions": 16,
+            "num_mel_bins": 8,
+            "decoder_start_token_id": 1,
+            "pad_token_id": 0,
+        },
+        {
+            "embed_tokens/embedding": KERNELS["row"],
+            "(q|k|v)_proj/kernel|fc1/kernel": KERNELS["column"],
+            "out_proj/kernel|fc2/kernel": KERNELS["row"],
+            r"conv\d/kernel": (None, None, MODEL),
+            "embed_positions|bias|norm": None,
+        },
+        {
+            "model/decoder/embed_tokens/embedding": ROW,
+            "model/encoder/conv1/kernel": ((), (), ("model",)),
+            "model/encoder/conv2/kernel": ((), (), ("model",)),
+            **{
+                f"model/{part}/{name}/kernel": dims
+                for part in (
+                    "encoder/layers/0/self_attn",
+                    "decoder/layers/0/self_attn",
+                    "decoder/layers/0/encoder_attn",
+                )
+                for name, dims in (
+                    ("q_proj", COLUMN),
+                    ("k_proj", COLUMN),
+                    ("v_proj", COLUMN),
+                    ("out_proj", ROW),
+                )
+            },
+            **{
+                f"model/{part}/layers/0/{name}/kernel": dims
+                for part in ("encoder", "decoder")
+                for name, dims in (("fc1", COLUMN), ("fc2", ROW))
+            },
+        },
+        {"input_shape": (1, 8, 32)},
+    ),
+    "resnet": Family(
+        "FlaxResNetForImageClassification",
+        "ResNetConfig",
+        {
+            "embedding_size": 8,
+            "hidden_sizes": [8],
+            "depths": [1],
+            "layer_type": "basic",
+        },
+        {
+            "convolution/kernel": (None, None, None, MODEL),
+            "normalization|classifier": None,
+        },
+        {
+            f"params/resnet/{part}/convolution/kernel": ((), (), (), ("model",))
+            for part in (
+                "embedder/embedder",
+                "encoder/stages/0/layers/0/layer/layer_0",
+                "encoder/stages/0/layers/0/layer/layer_1",
+            )
+        },
+    ),
+}
+
+
+def model_of(name: str, **options: Any) -> Any:
+    """The published class, built from a small configuration with random weights."""
+    family = FAMILIES[name]
+    config = getattr(hf, family.config)(**family.sizes)
+    return getattr(hf, family.model)(config, **family.options, **options)
+
+
+def weights_of(name: str) -> Any:
+    """Its weights, by the way that `transformers` documents for sharded ones."""
+    model = model_of(name, _do_init=False)
+    return model.init_weights(jax.random.PRNGKey(0), model.input_shape)
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    """What `jax.jit` makes of it."""
+    return by_jit(functools.partial(weights_of, name))
+
+
+def map_of(name: str, mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    """The rules of a family."""
+    return strict_map(mesh, FAMILIES[name].rules)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_created_in_shards(name: str, mesh: flm.DeviceMesh) -> None:
+    weights = born(functools.partial(weights_of, name), map_of(name, mesh))
+    assert_model_lies(weights, FAMILIES[name].dims, mesh)
+    assert_equal(weights, expected(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_made_in_a_scope(name: str, mesh: flm.DeviceMesh) -> None:
+    """The class makes its own weights, in `__init__`, as most users have it."""
+    layout_map = map_of(name, mesh)
+    model = made_in_scope(functools.partial(model_of, name), layout_map)
+    assert_model_lies(model.params, FAMILIES[name].dims, mesh)
+    assert_equal(model.params, expected(name))
+    # A model of the scope makes sharded weights after it too.
+    later = made_in_scope(functools.partial(model_of, name, _do_init=False), layout_map)
+    again = later.init_weights(jax.random.PRNGKey(0), later.input_shape)
+    assert_model_lies(again, FAMILIES[name].dims, mesh)
+
+
+def test_not_in_a_scope_it_lies_on_one_device(mesh: flm.DeviceMesh) -> None:
+    """The control of the above."""
+    with pytest.raises(AssertionError):
+        assert_model_lies(weights_of("llama"), FAMILIES["llama"].dims, mesh)
+
+
+def test_init_of_the_module(mesh: flm.DeviceMesh) -> None:
+    init: Callable[..., Any] = model_of("llama", _do_init=False).module.init
+    shape = jax.ShapeDtypeStruct((1, 4), np.int32)
+    key = jax.random.PRNGKey(0)
+    layout_map = map_of("llama", mesh)
+    variables = flm.create(init, layout_map, key, shape, shape, shape)
+    assert_model_lies(variables["params"], FAMILIES["llama"].dims, mesh)
+    assert_equal(variables["params"], expected("llama"))
+    resolution = layout_map.resolve(variables)
+    path = "params/model/layers/0/mlp/up_proj/kernel"
+    assert "rule 4 'mlp/(gate|up)_proj/kernel'" in resolution.explain(path)
+    assert resolution.unmatched == () and resolution.unused_rules == ()
+
+
+ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(1e-2), ADAFACTOR], ids=["adamw", "factors"])
+def test_a_train_state_and_a_step(
+    tx: optax.GradientTransformation, mesh: flm.DeviceMesh
+) -> None:
+    layout_map = map_of("llama", mesh)
+    model = model_of("llama", _do_init=False)
+
+    def make(key: Any) -> TrainState:
+        params = model.init_weights(key, (1, 1))
+        return TrainState.create(apply_fn=model.__call__, params=params, tx=tx)
+
+    @flm.jit(layout_map=layout_map, donate_argnames=("state",))
+    def step(state: TrainState, tokens: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return next_token_loss(model(tokens, params=params).logits, tokens)
+
+        loss, gradients = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=gradients), loss
+
+    state = flm.create(make, layout_map, jax.random.PRNGKey(0))
+    losses = []
+    for _ in range(2):
+        state, loss = step(state, TOKENS)
+        losses.append(float(loss))
+    assert_model_lies(state.params, FAMILIES["llama"].dims, mesh)
+    assert np.isfinite(losses).all() and losses[1] < losses[0]
+    moments = dict(jax.tree.leaves_with_path(state.opt_state))
+    kernels = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in moments.items()
+        if "layers" in str(path) and "up_proj" in str(path)
+    }
+    assert len(kernels) == (6 if tx is ADAFACTOR else 4)
+    for path, leaf in kernels.items():
+        whole: Dims = COLUMN if leaf.ndim == 2 else (("data",),)
+        if "v_col" in path:
+            whole = (("model",),)
+        elif leaf.shape == (1,):
+            whole = ((),)
+        assert_lies(leaf, whole, mesh)
+
+
+def test_optimizer_state_of_the_weights(mesh: flm.DeviceMesh) -> None:
+    weights = born(functools.partial(weights_of, "gpt2"), map_of("gpt2", mesh))
+    state = flm.create_optimizer(weights, optax.adamw(1e-3))
+    assert_model_lies(state[0].mu, FAMILIES["gpt2"].dims, mesh)
+    assert leaves_of(state[0].nu).keys() == leaves_of(weights).keys()
