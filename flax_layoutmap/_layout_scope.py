@@ -119,7 +119,10 @@ def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
     finally:
         _SCOPE.reset(token)
         scope.fate.block = "failed"
-    settled = scope.finish()
+    try:
+        settled = scope.finish()
+    finally:
+        scope.forget()
     scope.fate.block = "ended"
     if outer is not None:
         outer.settled += settled
@@ -319,10 +322,10 @@ class _Scope:
                 for follower in self._followers
                 if (plan := follower.resolve(self.rules, shardings)) is not None
             ]
-            found_all = [*found, *(resolution for _, _, resolution in following)]
-            for number, resolution in enumerate(found_all):
-                others = [f for f in found_all if f is not resolution]
-                resolution.announce(besides=others)
+            plans = [resolution for _, _, resolution in following]
+            for number, resolution in enumerate([*found, *plans]):
+                group = found if number < len(found) else plans
+                resolution.announce(besides=[f for f in group if f is not resolution])
                 parts = resolution.fingerprints
                 agreement.add(lambda p=parts, n=number: _numbered(p(), n))
         made: dict[int, Any] = {}
@@ -334,6 +337,12 @@ class _Scope:
         for follower, state, resolution in following:
             arrays += follower.fill(state, resolution, made)
         return arrays + self.settled
+
+    def forget(self) -> None:
+        """Keeps no model alive: a task may have the block in its context for long."""
+        self._births.clear()
+        self._modules.clear()
+        self._followers.clear()
 
     def _own(self, state: Any) -> Any:
         """A State without what an inner block has laid out, or an outer one will."""

@@ -1,6 +1,7 @@
 """`nnx.Optimizer`s made in a layout_map_scope: as those of `create_optimizer`."""
 
 import gc
+import weakref
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from shards import Dims, assert_lies
+from shards import assert_lies
 
 import flax_layoutmap as flm
 
@@ -376,9 +377,29 @@ def test_the_optimizer_refuses_to_update_in_the_block(mesh: flm.DeviceMesh) -> N
     assert optimizer.step[...] == 0
 
 
-def test_no_step_is_made_without_a_model_of_a_block(mesh: flm.DeviceMesh) -> None:
-    dims: Dims = ((),)
+def test_what_a_block_has_made_can_be_collected(mesh: flm.DeviceMesh) -> None:
     with flm.layout_map_scope(rules(mesh)):
-        pass
-    optimizer = adam(flm.create(lambda: Model(nnx.Rngs(0)), rules(mesh)))
-    assert_lies(moments(optimizer, "d2/bias"), dims, mesh)
+        model = Model(nnx.Rngs(0))
+        optimizer = adam(model)
+    refs = weakref.ref(model), weakref.ref(optimizer)
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_strict_rules_count_the_state_too(mesh: flm.DeviceMesh) -> None:
+    def build(pattern: str) -> None:
+        layout_map = flm.LayoutMap(mesh, strict=True)
+        layout_map["d1/kernel"] = (None, "model")
+        layout_map["d2/kernel|bias"] = None
+        layout_map.optimizer[pattern] = ("data", "model")
+        with flm.layout_map_scope(layout_map):
+            kept.append(Model(nnx.Rngs(0)))
+            kept.append(adam(kept[0]))
+
+    kept: list[Any] = []
+    build("d1/kernel")
+    assert_lies(moments(kept[1], "d1/kernel"), (("data",), ("model",)), mesh)
+    kept.clear()
+    with pytest.raises(flm.ResolveError, match="unused: .*'d3/kernel'"):
+        build("d3/kernel")
