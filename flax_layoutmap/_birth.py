@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._compiled import Call, prepare
@@ -21,6 +21,7 @@ from flax_layoutmap._errors import warn
 from flax_layoutmap._jaxprs import SMALL, Cut, calls_in_line, every, size_of
 from flax_layoutmap._mesh import retyped
 from flax_layoutmap._place import is_eager, put
+from flax_layoutmap._small import Small
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,16 +110,20 @@ def _cut(
     needed = _needed([jaxpr.outvars[at] for at in places], producer, values)
     needed_eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    _compute_small(needed_eqns, values, jaxpr, everywhere)
+    small = Small(jaxpr, values, everywhere)
+    small.compute(needed_eqns)
     for at in places:
         _make_empty(jaxpr.outvars[at], values, wanted[at])
     open_ = [at for at in places if not _is_known(jaxpr.outvars[at], values)]
+    constants = small.constants_of([jaxpr.outvars[at] for at in open_])
+    open_ = [at for at in open_ if jaxpr.outvars[at] not in constants]
     cuts = {}
     for group in _groups(open_, jaxpr, producer, values):
         own = [jaxpr.outvars[at] for at in group]
         needed = _needed(own, producer, values)
         cuts[tuple(group)] = Cut([e for e in jaxpr.eqns if id(e) in needed], own)
     _LOG.debug("%d arrays in %d programs to run", len(open_), len(cuts))
+    values |= constants  # not before: in the programs they are folded
     return cuts
 
 
@@ -270,42 +275,6 @@ def _needed(
     return found
 
 
-def _compute_small(
-    eqns: Iterable[JaxprEqn], values: dict[Any, Any], jaxpr: Jaxpr, sharding: Any
-) -> None:
-    """Computes whole numbers and keys, as far as they need nothing else."""
-    for eqn in eqns:
-        known = all(_is_known(v, values) and _is_small(v) for v in eqn.invars)
-        if known and all(_is_small(v) and _is_exact(v) for v in eqn.outvars):
-            cut, inputs = _numbers_as_inputs(eqn, values)
-            results = Call(cut, inputs, [sharding] * len(eqn.outvars), jaxpr).run()
-            values.update(zip(eqn.outvars, results, strict=True))
-
-
-def _numbers_as_inputs(
-    eqn: JaxprEqn, values: Mapping[Any, Any]
-) -> tuple[Cut, list[Any]]:
-    """An equation whose literals are inputs, with the values of its inputs.
-
-    The number that is folded into a key is another one in each layer.
-    """
-    found: dict[Any, Any] = {}
-    read: list[Any] = []
-    for var in eqn.invars:
-        if isinstance(var, Literal):
-            aval: Any = var.aval
-            read.append(Var(aval))
-            found[read[-1]] = np.asarray(var.val, aval.dtype)
-        else:
-            read.append(var)
-            found[var] = values[var]
-    return Cut([eqn.replace(invars=read)], eqn.outvars), list(found.values())
-
-
-def _is_small(var: Any) -> bool:
-    return 0 < size_of(var) <= SMALL
-
-
 def _make_empty(var: Any, values: dict[Any, Any], sharding: Any) -> None:
     """Makes an array without elements: a program for it alone has wrong shards."""
     aval = var.aval
@@ -316,11 +285,6 @@ def _make_empty(var: Any, values: dict[Any, Any], sharding: Any) -> None:
     values[var] = jax.make_array_from_callback(
         aval.shape, sharding, lambda index: host[index]
     )
-
-
-def _is_exact(var: Any) -> bool:
-    dtype = getattr(var.aval, "dtype", None)
-    return dtype is not None and not jax.numpy.issubdtype(dtype, np.inexact)
 
 
 def _groups(

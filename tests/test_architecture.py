@@ -38,7 +38,7 @@ LAYERS = (
         "_placeholder",
     ),
     ("_axes", "_compiled", "_identity", "_mesh", "_paths", "_statics"),
-    ("_mesh_layout", "_processes", "_trace", "_walk"),
+    ("_mesh_layout", "_processes", "_small", "_trace", "_walk"),
     ("_layout", "_flatten"),
     ("_rules", "_metadata", "_optimizer_state", "_fetch"),
     ("_records", "_ownership", "_serialise", "_scope"),

@@ -1,0 +1,97 @@
+"""Whole numbers and keys: computed one by one, which is exact everywhere."""
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from flax_layoutmap._compiled import Call
+from flax_layoutmap._jaxprs import SMALL, Cut, size_of
+
+
+class Small:
+    """What is small in a jaxpr, as far as it needs nothing else.
+
+    Whole numbers that are made from nothing (`jnp.arange(8)`) are computed only for
+    keys and outputs. Elsewhere they stay in the program: XLA computes with constants
+    when it compiles, and may round otherwise than with inputs.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, values: dict[Any, Any], sharding: Any) -> None:
+        """Values are given by variable; results lie as `sharding` says, or anywhere."""
+        self._jaxpr, self._values, self._sharding = jaxpr, values, sharding
+        self._producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self._constant: set[Any] = set()  # those that are made from nothing
+        self._folded: dict[Any, Any] = {}  # their values, where these were asked for
+
+    def compute(self, eqns: Iterable[JaxprEqn]) -> None:
+        """Adds to the values what some equations make, in order."""
+        for eqn in eqns:
+            read = [v for v in eqn.invars if not isinstance(v, Literal)]
+            if not all(v in self._values or v in self._constant for v in read):
+                continue
+            if not all(map(_is_small, eqn.invars)):
+                continue
+            if not all(_is_small(v) and _is_exact(v) for v in eqn.outvars):
+                continue
+            keys = any(map(_is_key, [*read, *eqn.outvars]))
+            if not keys and all(v in self._constant for v in read):
+                self._constant.update(eqn.outvars)
+            else:
+                self._values.update(self._run(eqn))
+
+    def constants_of(self, outputs: Sequence[Any]) -> dict[Any, Any]:
+        """Outputs that are made from nothing, and their values."""
+        return {var: self._fold(var) for var in outputs if var in self._constant}
+
+    def _fold(self, var: Any) -> Any:
+        if var not in self._folded:
+            self._folded.update(self._run(self._producer[var]))
+        return self._folded[var]
+
+    def _run(self, eqn: JaxprEqn) -> dict[Any, Any]:
+        for var in eqn.invars:
+            if not isinstance(var, Literal) and var in self._constant:
+                self._fold(var)
+        given = collections.ChainMap(self._values, self._folded)
+        cut, inputs = _numbers_as_inputs(eqn, given)
+        asked = [self._sharding] * len(eqn.outvars)
+        results = Call(cut, inputs, asked, self._jaxpr).run()
+        return dict(zip(eqn.outvars, results, strict=True))
+
+
+def _numbers_as_inputs(
+    eqn: JaxprEqn, values: Mapping[Any, Any]
+) -> tuple[Cut, list[Any]]:
+    """An equation whose literals are inputs, with the values of its inputs.
+
+    The number that is folded into a key is another one in each layer.
+    """
+    found: dict[Any, Any] = {}
+    read: list[Any] = []
+    for var in eqn.invars:
+        if isinstance(var, Literal):
+            aval: Any = var.aval
+            read.append(Var(aval))
+            found[read[-1]] = np.asarray(var.val, aval.dtype)
+        else:
+            read.append(var)
+            found[var] = values[var]
+    return Cut([eqn.replace(invars=read)], eqn.outvars), list(found.values())
+
+
+def _is_small(var: Any) -> bool:
+    return 0 < size_of(var) <= SMALL
+
+
+def _is_exact(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and not jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def _is_key(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
