@@ -51,12 +51,12 @@ def create(
             as usual) are inputs of the program; everything else is static. An array of
             which only the shape matters may be a `jax.ShapeDtypeStruct`, if `make`
             does not read it.
-        exact: whether no bit may depend on the layout. None does where each element is
-            random or constant by itself, as with the initialisers of Flax. Where one
-            is computed from many (a norm, a product of matrices), sums in shards may
-            round otherwise (1e-5, relative); with `exact` such an array has the bits
-            of `jax.jit` of what makes it: each device computes it whole, one array at
-            a time, and keeps its shard.
+        exact: whether no bit may depend on the layout. None does with the initialisers
+            of Flax, where each element is random or the same number. Where one is
+            computed from many (a norm, a product of matrices), sums in shards may
+            round otherwise (1e-5, relative), and so may a table of sines; with `exact`
+            such an array has the bits of `jax.jit` of what makes it: each device
+            computes it whole, one array at a time, and keeps its shard.
         **kwargs: keyword arguments of `make`, likewise.
 
     Returns:

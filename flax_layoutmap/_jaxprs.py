@@ -41,6 +41,14 @@ _ONE_BY_ONE = frozenset(
     """.split()
 )
 
+# Of these, what is rounded by an approximation of its own wherever it is computed.
+_ROUNDED = frozenset(
+    """
+    cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 integer_pow log log1p logistic pow
+    rsqrt sin sinh sqrt tan tanh
+    """.split()
+)
+
 # What no compiler of XLA splits over devices: each one needs the whole matrix.
 _WHOLE = frozenset(
     """
@@ -89,8 +97,22 @@ class Cut:
         )
 
     def is_one_by_one(self) -> bool:
-        """Whether no element of it is computed from several others."""
-        return all(map(_is_one_by_one, self.eqns))
+        """Whether each element is computed by itself, in any sharding to the same bits.
+
+        Not so what rounds and is made from nothing, as a table of sines: XLA computes
+        it when it compiles, but not when it is sharded, and to other bits.
+        """
+        return all(map(_is_one_by_one, self.eqns)) and not self._folds()
+
+    def _folds(self) -> bool:
+        from_inputs = set(self.inputs)
+        for eqn in self.eqns:
+            if any(v in from_inputs for v in eqn.invars if not isinstance(v, Literal)):
+                from_inputs.update(eqn.outvars)
+            elif any(size_of(v) > 1 for v in eqn.outvars):
+                if any(e.primitive.name in _ROUNDED for e in every([eqn])):
+                    return True
+        return False
 
     def keeps_shape(self) -> bool:
         """Whether everything large in it has the shape of its only output."""

@@ -405,11 +405,17 @@ def test_what_xla_folds_is_folded(mesh: flm.DeviceMesh) -> None:
             "last": order[3],
         }
 
-    made = flm.create(make, rules(mesh))
     plain = jax.jit(make)()
-    assert bits(made) == bits(plain)
+    whole = flm.LayoutMap(mesh, strict=False)
+    assert bits(flm.create(make, whole)) == bits(plain)
     # The control: one operation after the other gives other bits.
     assert bits(make()["positions"]) != bits(plain["positions"])
+    # In shards, nothing is folded: by jit neither. Unless the bits are asked for.
+    layout_map = rules(mesh)
+    shardings = layout_map.shardings(make)
+    split = jax.jit(make, out_shardings=shardings)()
+    assert bits(flm.create(make, layout_map)) == bits(split) != bits(plain)
+    assert bits(flm.create(make, layout_map, exact=True)) == bits(plain)
 
 
 def test_leaves_with_a_common_origin_are_computed_together(
