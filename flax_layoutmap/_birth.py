@@ -7,7 +7,7 @@ computed at once, one by one, which is exact everywhere.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -74,8 +74,10 @@ def compute(
             len(places),
         )
         cuts = {tuple(places): Cut(jaxpr.eqns, [jaxpr.outvars[at] for at in places])}
+        plan = None
     else:
-        cuts = _cut(jaxpr, values, places, wanted, mesh)
+        plan = _Plan(jaxpr, places, wanted, mesh)
+        cuts = plan.cuts(values)
     jobs = {
         group: _Job(
             cut,
@@ -85,8 +87,11 @@ def compute(
         )
         for group, cut in cuts.items()
     }
-    if is_eager():
-        prepare(job.call(values) for job in jobs.values() if not job.free(values))
+    if plan is not None:
+        # All programs at once: several are compiled side by side.
+        ready = [job for job in jobs.values() if not job.free(plan.values)]
+        prepare([*plan.calls, *(job.call(plan.values) for job in ready)])
+        plan.settle(values)
     made: dict[int, Any] = {}
     for group, job in jobs.items():
         called = [names[at] if at < len(names) else f"output {at}" for at in group]
@@ -98,33 +103,92 @@ def compute(
     return [_spelled(x, wanted[at]) for x, at in zip(results, places, strict=True)]
 
 
-def _cut(
-    jaxpr: Jaxpr,
-    values: dict[Any, Any],
-    places: Sequence[int],
-    wanted: Sequence[Any],
-    mesh: Mesh | None,
-) -> dict[tuple[int, ...], Cut]:
-    """Outputs that are made together → how; what is small is made, into `values`."""
-    producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    needed = _needed([jaxpr.outvars[at] for at in places], producer, values)
-    needed_eqns = [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    small = Small(jaxpr, values, everywhere)
-    small.compute(needed_eqns)
-    for at in places:
-        _make_empty(jaxpr.outvars[at], values, wanted[at])
-    open_ = [at for at in places if not _is_known(jaxpr.outvars[at], values)]
-    constants = small.constants_of([jaxpr.outvars[at] for at in open_])
-    open_ = [at for at in open_ if jaxpr.outvars[at] not in constants]
-    cuts = {}
-    for group in _groups(open_, jaxpr, producer, values):
-        own = [jaxpr.outvars[at] for at in group]
-        needed = _needed(own, producer, values)
-        cuts[tuple(group)] = Cut([e for e in jaxpr.eqns if id(e) in needed], own)
-    _LOG.debug("%d arrays in %d programs to run", len(open_), len(cuts))
-    values |= constants  # not before: in the programs they are folded
-    return cuts
+class _Plan:
+    """What is computed by which program; nothing is computed yet.
+
+    Attributes:
+        values: values by variable; a `jax.ShapeDtypeStruct` for what will be computed.
+        calls: what computes what is small.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, places: Sequence[int], wanted: Sequence[Any], mesh: Any
+    ) -> None:
+        self.values: dict[Any, Any] = {}
+        self.calls: list[Call] = []
+        self._jaxpr, self._outputs = jaxpr, [(at, jaxpr.outvars[at]) for at in places]
+        self._wanted = wanted
+        self._everywhere = mesh and NamedSharding(mesh, PartitionSpec())
+        self._producer = {v: at for at, e in enumerate(jaxpr.eqns) for v in e.outvars}
+        self._needed: list[int] = []
+
+    def cuts(self, values: Mapping[Any, Any]) -> dict[tuple[int, ...], Cut]:
+        """Outputs that are made together → how."""
+        self.values = dict(values)
+        outputs = [var for _, var in self._outputs]
+        self._needed = self._equations(outputs, self.values)
+        known = self._settled(self.values, self.calls.append)
+        open_ = [
+            (at, var)
+            for at, var in self._outputs
+            if not _is_known(var, self.values) and var not in known
+        ]
+        cuts = {}
+        for group in self._groups(open_):
+            own = [self._jaxpr.outvars[at] for at in group]
+            eqns = [self._jaxpr.eqns[n] for n in self._equations(own, self.values)]
+            cuts[tuple(group)] = Cut(eqns, own)
+        _LOG.debug("%d arrays in %d programs to run", len(open_), len(cuts))
+        return cuts
+
+    def settle(self, values: dict[Any, Any]) -> None:
+        """Adds what is small, or empty, to the values."""
+        values |= self._settled(values, None)
+
+    def _settled(self, values: dict[Any, Any], plan: Any) -> dict[Any, Any]:
+        """Adds to the values; returns those of outputs that no program may read.
+
+        In the programs these are folded.
+        """
+        small = Small(self._jaxpr, values, self._everywhere, plan)
+        small.compute(self._jaxpr.eqns[at] for at in self._needed)
+        for at, var in self._outputs:
+            _make_empty(var, values, self._wanted[at])
+        return small.constants_of([var for _, var in self._outputs])
+
+    def _equations(
+        self, outputs: Sequence[Any], values: Mapping[Any, Any]
+    ) -> list[int]:
+        """Numbers of the equations that outputs need, as far as values are unknown."""
+        found: set[int] = set()
+        stack = list(outputs)
+        while stack:
+            var = stack.pop()
+            if not _is_known(var, values) and self._producer[var] not in found:
+                found.add(self._producer[var])
+                stack.extend(self._jaxpr.eqns[self._producer[var]].invars)
+        return sorted(found)
+
+    def _groups(self, outputs: Sequence[tuple[int, Any]]) -> list[list[int]]:
+        """Outputs that share a large intermediate value, together."""
+        leader = {at: at for at, _ in outputs}
+
+        def find(at: int) -> int:
+            while leader[at] != at:
+                leader[at] = at = leader[leader[at]]
+            return at
+
+        first: dict[int, int] = {}
+        for at, var in outputs:
+            for number in self._equations([var], self.values):
+                made = self._jaxpr.eqns[number].outvars
+                is_large = any(size_of(v) > SMALL for v in made)
+                if is_large or number == self._producer[var]:
+                    leader[find(at)] = find(first.setdefault(number, at))
+        groups: dict[int, list[int]] = {}
+        for at, _ in outputs:
+            groups.setdefault(find(at), []).append(at)
+        return list(groups.values())
 
 
 def _is_split(sharding: Any) -> bool:
@@ -172,15 +236,21 @@ class _Job:
         self, cut: Cut, jaxpr: Jaxpr, shardings: Sequence[Any], exact: bool
     ) -> None:
         self._cut, self._jaxpr, self._shardings = cut, jaxpr, list(shardings)
-        self._exact, self._call = exact, None
+        self._exact = exact
         self._asked = list(map(_unsplit, shardings)) if exact else self._shardings
 
     def call(self, values: Mapping[Any, Any]) -> Call:
-        """The program, and what it is given."""
-        if self._call is None:
-            inputs = [values[var] for var in self._cut.inputs]
-            self._call = Call(self._cut, inputs, self._asked, self._jaxpr)
-        return self._call
+        """The program, and what it is given.
+
+        `jax.jit` would copy a large value of the host to each device as a whole.
+        """
+        free = self.free(values)
+        if free:
+            auto = retyped(self._asked[0].mesh, AxisType.Auto)
+            where = NamedSharding(auto, self._asked[0].spec)
+            values = {**values, **{var: put(values[var], where) for var in free}}
+        inputs = [values[var] for var in self._cut.inputs]
+        return Call(self._cut, inputs, self._asked, self._jaxpr)
 
     def free(self, values: Mapping[Any, Any]) -> list[Any]:
         """Large inputs that lie on no mesh yet, and may lie as the result does."""
@@ -195,12 +265,6 @@ class _Job:
             _LOG.debug("one program for what has a large origin in common: %s", names)
         if not is_eager():
             return self.call(values).traced()
-        free = self.free(values)
-        if free:
-            # `jax.jit` would copy them to each device as a whole.
-            auto = retyped(self._asked[0].mesh, AxisType.Auto)
-            where = NamedSharding(auto, self._asked[0].spec)
-            values = {**values, **{var: put(values[var], where) for var in free}}
         results = self.call(values).run()
         if self._exact:
             pairs = zip(results, self._shardings, strict=True)
@@ -258,23 +322,6 @@ def _known(var: Any, values: Mapping[Any, Any], sharding: Any) -> Any:
     return value if sharding is None else put(value, sharding)
 
 
-def _needed(
-    outputs: Iterable[Any], producer: Mapping[Any, JaxprEqn], values: Mapping[Any, Any]
-) -> set[int]:
-    """Ids of the equations that outputs need, as far as values are not known."""
-    found: set[int] = set()
-    stack = list(outputs)
-    while stack:
-        var = stack.pop()
-        if _is_known(var, values):
-            continue
-        eqn = producer[var]
-        if id(eqn) not in found:
-            found.add(id(eqn))
-            stack.extend(eqn.invars)
-    return found
-
-
 def _make_empty(var: Any, values: dict[Any, Any], sharding: Any) -> None:
     """Makes an array without elements: a program for it alone has wrong shards."""
     aval = var.aval
@@ -285,32 +332,3 @@ def _make_empty(var: Any, values: dict[Any, Any], sharding: Any) -> None:
     values[var] = jax.make_array_from_callback(
         aval.shape, sharding, lambda index: host[index]
     )
-
-
-def _groups(
-    places: Sequence[int],
-    jaxpr: Jaxpr,
-    producer: Mapping[Any, JaxprEqn],
-    values: Mapping[Any, Any],
-) -> list[list[int]]:
-    """Outputs that share a large intermediate value, together."""
-    leader = {at: at for at in places}
-
-    def find(at: int) -> int:
-        while leader[at] != at:
-            leader[at] = at = leader[leader[at]]
-        return at
-
-    first: dict[int, int] = {}
-    large = {
-        id(eqn) for eqn in jaxpr.eqns if any(size_of(v) > SMALL for v in eqn.outvars)
-    }
-    for at in places:
-        var = jaxpr.outvars[at]
-        for eqn in _needed([var], producer, values):
-            if eqn in large or eqn == id(producer[var]):
-                leader[find(at)] = find(first.setdefault(eqn, at))
-    groups: dict[int, list[int]] = {}
-    for at in places:
-        groups.setdefault(find(at), []).append(at)
-    return list(groups.values())

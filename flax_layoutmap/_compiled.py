@@ -2,6 +2,7 @@
 
 import collections
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import Jaxpr
+from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._flax_internals import no_mesh
 from flax_layoutmap._jaxprs import Cut
@@ -16,6 +18,7 @@ from flax_layoutmap._jaxprs import Cut
 # Programs that are kept, over all models; the oldest is dropped.
 _KEPT = 256
 _PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_LOCK = threading.Lock()
 
 
 class Call:
@@ -53,11 +56,10 @@ class Call:
         """The results, by a program that was compiled for this structure."""
         if self.is_traced:
             return self.traced()
-        prepare([self])
-        _PROGRAMS.move_to_end(self._key)
-        program = _PROGRAMS[self._key]
-        while len(_PROGRAMS) > _KEPT:
-            _PROGRAMS.popitem(last=False)
+        program = _PROGRAMS.get(self._key)
+        if program is None:
+            program = _compile([self])[0]
+            _keep({self._key: program})
         return program(*self.inputs)
 
     @property
@@ -78,20 +80,34 @@ def prepare(calls: Iterable[Call]) -> None:
         for call in calls
         if call.key not in _PROGRAMS and not call.is_traced
     }
-    if not new:
-        return
+    _keep(dict(zip(new, _compile(list(new.values())), strict=True)))
+
+
+def _compile(calls: Sequence[Call]) -> list[Any]:
     with no_mesh():
-        lowered = [call.jitted().lower(*call.inputs) for call in new.values()]
-    if len(lowered) == 1:
-        compiled = [lowered[0].compile()]
-    else:
-        with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
-            compiled = list(pool.map(lambda one: one.compile(), lowered))
-    _PROGRAMS.update(zip(new, compiled, strict=True))
+        lowered = [call.jitted().lower(*call.inputs) for call in calls]
+    if len(lowered) < 2:
+        return [one.compile() for one in lowered]
+    with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda one: one.compile(), lowered))
+
+
+def _keep(programs: dict[Any, Any]) -> None:
+    with _LOCK:
+        _PROGRAMS.update(programs)
+        while len(_PROGRAMS) > max(_KEPT, len(programs)):
+            _PROGRAMS.popitem(last=False)
 
 
 def _place_of(value: Any) -> Any:
     """Where a value has to lie for the program that was compiled for it."""
     if isinstance(value, Tracer):
         return None
-    return value.sharding if getattr(value, "committed", False) else None
+    if not isinstance(value, jax.ShapeDtypeStruct):  # of what a program will give
+        if not getattr(value, "committed", False):
+            return None
+    own = value.sharding
+    if isinstance(own, NamedSharding) and own.is_fully_replicated:
+        # JAX says P() and P(None) by turns of keys.
+        return NamedSharding(own.mesh, PartitionSpec(), memory_kind=own.memory_kind)
+    return own

@@ -74,6 +74,7 @@ class Cut:
 
     def __init__(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> None:
         self.eqns, self.outputs = list(eqns), list(outputs)
+        self._structure: Any = None
         own = {var for eqn in self.eqns for var in eqn.outvars}
         read = [var for eqn in self.eqns for var in eqn.invars] + self.outputs
         self.inputs = list(
@@ -84,7 +85,9 @@ class Cut:
 
     def structure(self) -> Any:
         """Equal for cuts that differ in their inputs only."""
-        return _structure(self.inputs, self.eqns, self.outputs, {})
+        if self._structure is None:
+            self._structure = _structure(self.inputs, self.eqns, self.outputs, {})
+        return self._structure
 
     def jaxpr(self, of: Jaxpr) -> Jaxpr:
         """The cut as a jaxpr, with nothing of the rest of the one that it is of."""

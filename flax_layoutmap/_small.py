@@ -1,7 +1,7 @@
 """Whole numbers and keys: computed one by one, which is exact everywhere."""
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,9 +20,24 @@ class Small:
     when it compiles, and may round otherwise than with inputs.
     """
 
-    def __init__(self, jaxpr: Jaxpr, values: dict[Any, Any], sharding: Any) -> None:
-        """Values are given by variable; results lie as `sharding` says, or anywhere."""
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        values: dict[Any, Any],
+        sharding: Any,
+        plan: Callable[[Call], None] | None = None,
+    ) -> None:
+        """Takes what is known already.
+
+        Args:
+            jaxpr: the jaxpr.
+            values: values by variable.
+            sharding: how results are to lie; None: anywhere.
+            plan: is given each call that would compute something; then nothing is
+                computed, and values are of `jax.ShapeDtypeStruct`.
+        """
         self._jaxpr, self._values, self._sharding = jaxpr, values, sharding
+        self._plan = plan
         self._producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._constant: set[Any] = set()  # those that are made from nothing
         self._folded: dict[Any, Any] = {}  # their values, where these were asked for
@@ -45,7 +60,8 @@ class Small:
 
     def constants_of(self, outputs: Sequence[Any]) -> dict[Any, Any]:
         """Outputs that are made from nothing, and their values."""
-        return {var: self._fold(var) for var in outputs if var in self._constant}
+        found = [v for v in outputs if not isinstance(v, Literal)]
+        return {var: self._fold(var) for var in found if var in self._constant}
 
     def _fold(self, var: Any) -> Any:
         if var not in self._folded:
@@ -59,8 +75,18 @@ class Small:
         given = collections.ChainMap(self._values, self._folded)
         cut, inputs = _numbers_as_inputs(eqn, given)
         asked = [self._sharding] * len(eqn.outvars)
-        results = Call(cut, inputs, asked, self._jaxpr).run()
-        return dict(zip(eqn.outvars, results, strict=True))
+        call = Call(cut, inputs, asked, self._jaxpr)
+        if self._plan is None:
+            return dict(zip(eqn.outvars, call.run(), strict=True))
+        self._plan(call)
+        return {var: _to_come(var.aval, self._sharding) for var in eqn.outvars}
+
+
+def _to_come(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, weak_type=weak
+    )
 
 
 def _numbers_as_inputs(
