@@ -60,13 +60,14 @@ def compute(
     Returns:
         The outputs that are wanted, in order.
     """
-    jaxpr = calls_in_line(closed.jaxpr)
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    jaxpr, values = calls_in_line(closed.jaxpr)
+    values |= zip(jaxpr.constvars, consts, strict=True)
     values |= dict(zip(jaxpr.invars, inputs, strict=True))
     places = [at for at, sharding in enumerate(wanted) if sharding is not SKIP]
     if any(_is_split(wanted[at]) for at in places):
         _tell_of_keys(jaxpr)
     rounds = _rounds_by_program(jaxpr)
+    programs: dict[Any, Any] = {}
     if jaxpr.effects or not is_eager() or rounds:
         _LOG.debug(
             "one program for %d arrays: effects, inside of a trace, or rbg keys on an "
@@ -90,12 +91,12 @@ def compute(
     if plan is not None:
         # All programs at once: several are compiled side by side.
         ready = [job for job in jobs.values() if not job.free(plan.values)]
-        prepare([*plan.calls, *(job.call(plan.values) for job in ready)])
-        plan.settle(values)
+        programs = prepare([*plan.calls, *(job.call(plan.values) for job in ready)])
+        plan.settle(values, programs)
     made: dict[int, Any] = {}
     for group, job in jobs.items():
         called = [names[at] if at < len(names) else f"output {at}" for at in group]
-        made.update(zip(group, job.make(values, called), strict=True))
+        made.update(zip(group, job.make(values, called, programs), strict=True))
     results = [
         made[at] if at in made else _known(jaxpr.outvars[at], values, wanted[at])
         for at in places
@@ -127,7 +128,7 @@ class _Plan:
         self.values = dict(values)
         outputs = [var for _, var in self._outputs]
         self._needed = self._equations(outputs, self.values)
-        known = self._settled(self.values, self.calls.append)
+        known = self._settled(self.values, plan=self.calls.append)
         open_ = [
             (at, var)
             for at, var in self._outputs
@@ -141,16 +142,16 @@ class _Plan:
         _LOG.debug("%d arrays in %d programs to run", len(open_), len(cuts))
         return cuts
 
-    def settle(self, values: dict[Any, Any]) -> None:
+    def settle(self, values: dict[Any, Any], programs: dict[Any, Any]) -> None:
         """Adds what is small, or empty, to the values."""
-        values |= self._settled(values, None)
+        values |= self._settled(values, programs=programs)
 
-    def _settled(self, values: dict[Any, Any], plan: Any) -> dict[Any, Any]:
+    def _settled(self, values: dict[Any, Any], **how: Any) -> dict[Any, Any]:
         """Adds to the values; returns those of outputs that no program may read.
 
         In the programs these are folded.
         """
-        small = Small(self._jaxpr, values, self._everywhere, plan)
+        small = Small(self._jaxpr, values, self._everywhere, **how)
         small.compute(self._jaxpr.eqns[at] for at in self._needed)
         for at, var in self._outputs:
             _make_empty(var, values, self._wanted[at])
@@ -259,13 +260,15 @@ class _Job:
         fits = _is_split(self._asked[0]) and self._cut.keeps_shape()
         return free if free and fits and self._cut.is_one_by_one() else []
 
-    def make(self, values: Mapping[Any, Any], names: Sequence[str]) -> list[Any]:
+    def make(
+        self, values: Mapping[Any, Any], names: Sequence[str], programs: dict[Any, Any]
+    ) -> list[Any]:
         """The arrays; what needs memory for whole ones is done by itself."""
         if len(names) > 1:
             _LOG.debug("one program for what has a large origin in common: %s", names)
         if not is_eager():
             return self.call(values).traced()
-        results = self.call(values).run()
+        results = self.call(values).run(programs)
         if self._exact:
             pairs = zip(results, self._shardings, strict=True)
             results = [x if s is None else put(x, s) for x, s in pairs]

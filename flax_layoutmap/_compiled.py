@@ -3,8 +3,9 @@
 import collections
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -52,14 +53,17 @@ class Call:
         with no_mesh():
             return self.jitted()(*self.inputs)
 
-    def run(self) -> list[Any]:
-        """The results, by a program that was compiled for this structure."""
+    def run(self, programs: Mapping[Any, Any] = MappingProxyType({})) -> list[Any]:
+        """The results, by a program that was compiled for this structure.
+
+        Args:
+            programs: from `prepare`; what is not in it is compiled now.
+        """
         if self.is_traced:
             return self.traced()
-        program = _PROGRAMS.get(self._key)
+        program = programs.get(self._key)
         if program is None:
-            program = _compile([self])[0]
-            _keep({self._key: program})
+            program = prepare([self])[self._key]
         return program(*self.inputs)
 
     @property
@@ -73,14 +77,20 @@ class Call:
         return self._key
 
 
-def prepare(calls: Iterable[Call]) -> None:
-    """Compiles what the calls need and is not there yet, side by side."""
-    new = {
-        call.key: call
-        for call in calls
-        if call.key not in _PROGRAMS and not call.is_traced
-    }
-    _keep(dict(zip(new, _compile(list(new.values())), strict=True)))
+def prepare(calls: Iterable[Call]) -> dict[Any, Any]:
+    """The programs of calls, by key; what is not there yet is compiled side by side."""
+    wanted = {call.key: call for call in calls if not call.is_traced}
+    with _LOCK:
+        programs = {key: _PROGRAMS[key] for key in wanted if key in _PROGRAMS}
+    new = {key: call for key, call in wanted.items() if key not in programs}
+    programs |= zip(new, _compile(list(new.values())), strict=True)
+    with _LOCK:
+        for key, program in programs.items():
+            _PROGRAMS[key] = program
+            _PROGRAMS.move_to_end(key)
+        while len(_PROGRAMS) > _KEPT:
+            _PROGRAMS.popitem(last=False)
+    return programs
 
 
 def _compile(calls: Sequence[Call]) -> list[Any]:
@@ -90,13 +100,6 @@ def _compile(calls: Sequence[Call]) -> list[Any]:
         return [one.compile() for one in lowered]
     with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda one: one.compile(), lowered))
-
-
-def _keep(programs: dict[Any, Any]) -> None:
-    with _LOCK:
-        _PROGRAMS.update(programs)
-        while len(_PROGRAMS) > max(_KEPT, len(programs)):
-            _PROGRAMS.popitem(last=False)
 
 
 def _place_of(value: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
@@ -23,6 +24,7 @@ from flax_layoutmap._flax_internals import (
     nnx_state,
     variables_of,
 )
+from flax_layoutmap._jaxprs import SMALL
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped
 from flax_layoutmap._place import need_devices, put, settle_metadata
@@ -61,14 +63,16 @@ def create(
 
     Returns:
         What `make` returns, its arrays laid out by the rules. The values are those of
-        `jax.jit(make)` with the same shardings (to the bit where each element is
-        computed by itself); Python numbers become arrays.
+        `jax.jit(make)` with the same shardings, to the bit where each element is
+        computed by itself; what is computed from arrays that `make` closes over, which
+        XLA would fold, may be rounded otherwise in the last bit. Python numbers become
+        arrays. Objects that were there before and are no arguments come back as copies.
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
         MeshError: the rules have no mesh, or one without devices.
         RuleError: `layout_map` is none.
-        StructureError: `make` is no function.
+        StructureError: `make` is no function, gives None, or reads values of arrays.
         ProcessError: the processes were given different rules, meshes or models.
 
     Example:
@@ -88,6 +92,11 @@ def create(
     _check_function(make)
     with Agreement("creating the model", rules.mesh) as agreement:
         traced = trace(make, args, kwargs)
+        if traced.abstract is None:
+            raise StructureError(
+                f"create(make, layout_map): {getattr(make, '__name__', make)} gives "
+                "None: let it return the model that it makes"
+            )
         resolution = resolve(traced.abstract, rules)
         resolution.announce()
         agreement.add(resolution.fingerprints)
@@ -224,8 +233,14 @@ def give_birth(
     consts, inputs = list(traced.closed.consts), list(traced.inputs)
     auto = retyped(meshes[0], AxisType.Auto) if meshes else None
     if meshes:
-        consts = [_on_auto_axes(value, meshes[0]) for value in consts]
-        inputs = [_on_auto_axes(value, meshes[0]) for value in inputs]
+        jaxpr, mesh = traced.closed.jaxpr, meshes[0]
+        # What goes back to the arguments stays what it is.
+        back = jaxpr.outvars[len(shardings) :]
+        consts = [_on_auto_axes(_from_host(value, mesh), mesh) for value in consts]
+        inputs = [
+            _on_auto_axes(value if var in back else _from_host(value, mesh), mesh)
+            for var, value in zip(jaxpr.invars, inputs, strict=True)
+        ]
     wanted = [SKIP if sharding is None else sharding for sharding in shardings]
     wanted += [None] * traced.updates
     values = compute(
@@ -233,6 +248,20 @@ def give_birth(
     )
     count = len(values) - traced.updates
     return values[:count], values[count:]
+
+
+def _from_host(value: Any, mesh: Mesh) -> Any:
+    """A large array of one device as one of the host.
+
+    From there it goes to its shards, and not as a whole to each device.
+    """
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    alone = value.committed and len(value.sharding.device_set) == 1
+    if is_key or not alone or value.size <= SMALL or mesh.size == 1:
+        return value
+    return np.asarray(value) if value.is_fully_addressable else value
 
 
 def _on_auto_axes(value: Any, mesh: Mesh) -> Any:

@@ -134,10 +134,31 @@ def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     return data, static
 
 
+def _level_of(node: Any) -> Any:
+    """The level of tracing that an NNX object or a Variable belongs to."""
+    if isinstance(node, nnx.Variable):
+        return getattr(node, "_trace_state", None)
+    return getattr(vars(node).get(BOOK_KEEPING), "trace_state", None)
+
+
 def was_made_here(node: Any) -> bool:
-    """Whether an NNX object was made at this level of tracing; False if unknown."""
-    state = getattr(vars(node).get(BOOK_KEEPING), "trace_state", None)
-    return state is not None and bool(state.is_valid())
+    """Whether an object was made at this level of tracing; False if unknown."""
+    level = _level_of(node)
+    return level is not None and bool(level.is_valid())
+
+
+def was_made_elsewhere(node: Any) -> bool:
+    """Whether an object was made at another level of tracing; False if unknown."""
+    level = _level_of(node)
+    return level is not None and not level.is_valid()
+
+
+def replace_content(variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> None:
+    """Gives a Variable all that another one holds, its level of tracing too."""
+    for kind in type(variable).__mro__:
+        for name in getattr(kind, "__slots__", ()):
+            if name.startswith("_") and hasattr(other, name):
+                object.__setattr__(variable, name, getattr(other, name))
 
 
 def is_nnx_object(node: Any) -> bool:

@@ -1,8 +1,8 @@
 """NNX objects that outlive the trace that they were made in.
 
 What comes out of a trace is a copy. But an `__init__` may have kept `self`: in a
-registry, in a method that is bound to it, in a closure. So the object itself gets what
-the copy holds, and is the result.
+registry, in a method that is bound to it, in a closure; or a Variable in an object of
+its own. So the objects themselves get what the copies hold, and are the result.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import jax
 from flax_layoutmap._flax_internals import (
     is_nnx_object,
     objects_of,
+    replace_content,
     was_made_here,
 )
 from flax_layoutmap._parts import is_object
@@ -21,12 +22,9 @@ from flax_layoutmap._parts import is_object
 def originals_of(node: Any) -> list[Any]:
     """The objects of a graph, in order, for `adopt`; to be asked inside of the trace.
 
-    None for Variables, and for objects that were there before the trace.
+    None for those that were there before the trace.
     """
-    return [
-        part if is_nnx_object(part) and was_made_here(part) else None
-        for part in objects_of(node)
-    ]
+    return [part if was_made_here(part) else None for part in objects_of(node)]
 
 
 def adopt(originals: Sequence[Any], copy: Any) -> Any:
@@ -34,7 +32,7 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
 
     Args:
         originals: from `originals_of`.
-        copy: a graph of the same structure, with Variables of its own.
+        copy: a graph of the same structure.
 
     Returns:
         The graph, of the originals where there are such.
@@ -57,7 +55,11 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
             return value
         return jax.tree.map(ours, value, is_leaf=is_object)
 
-    for new in filter(is_nnx_object, copies):
+    for new in copies:
+        if not is_nnx_object(new):
+            if ours(new) is not new:
+                replace_content(ours(new), new)
+            continue
         attributes = {name: content(value) for name, value in vars(new).items()}
         # Past Flax, for which the original belongs to the trace still.
         object.__setattr__(ours(new), "__dict__", attributes)

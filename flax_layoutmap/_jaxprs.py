@@ -166,51 +166,76 @@ def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[Ja
 # ---------------------------------------------------------------------------- in line
 
 
-def calls_in_line(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr with the equations of large calls in place of the calls.
+def calls_in_line(jaxpr: Jaxpr) -> tuple[Jaxpr, dict[Any, Any]]:
+    """The jaxpr with the equations of some calls in place of the calls.
 
     A call (`jax.jit`, `jax.checkpoint`) that makes several large arrays, or one from
-    another one, would tie them together.
+    another one, would tie them together. One that closes over an array would have its
+    program keep that, and share it with no other.
+
+    Returns:
+        The jaxpr, and variable → value of what the calls close over.
     """
-    if not any(map(_is_large_call, jaxpr.eqns)):
-        return jaxpr
+    if not any(map(_goes_in_line, jaxpr.eqns)):
+        return jaxpr, {}
     names: dict[Any, Any] = {}
-    eqns = list(_in_line(jaxpr.eqns, names))
-    return jaxpr.replace(eqns=eqns, outvars=[_renamed(v, names) for v in jaxpr.outvars])
+    values: dict[Any, Any] = {}
+    eqns = list(_in_line(jaxpr.eqns, names, values))
+    outvars = [_renamed(v, names) for v in jaxpr.outvars]
+    return jaxpr.replace(eqns=eqns, outvars=outvars), values
 
 
 def _renamed(var: Any, names: Mapping[Any, Any]) -> Any:
     return var if isinstance(var, Literal) else names.get(var, var)
 
 
-def _is_large_call(eqn: JaxprEqn) -> bool:
+def _goes_in_line(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in _CALLS:
         return False
     made = sum(size_of(var) > SMALL for var in eqn.outvars)
     read = sum(size_of(var) > SMALL for var in eqn.invars)
     inner = eqn.params.get("jaxpr")
-    if made + read < 2 or not made or inner is None:
+    if inner is None or (isinstance(inner, Jaxpr) and inner.constvars):
         return False
-    if inner.consts if isinstance(inner, ClosedJaxpr) else inner.constvars:
+    closes_over = any(_keeps_arrays(one) for one in _closed(eqn))
+    if not closes_over and (made + read < 2 or not made):
         return False
     asked = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return all(type(sharding).__name__ == "UnspecifiedValue" for sharding in asked)
 
 
-def _in_line(eqns: Iterable[JaxprEqn], names: dict[Any, Any]) -> Iterator[JaxprEqn]:
+def _closed(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    return [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr)]
+
+
+def _keeps_arrays(closed: ClosedJaxpr) -> bool:
+    """Whether it, or a call in it, closes over arrays."""
+    if closed.consts:
+        return True
+    calls = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name in _CALLS)
+    return any(_keeps_arrays(inner) for eqn in calls for inner in _closed(eqn))
+
+
+def _in_line(
+    eqns: Iterable[JaxprEqn], names: dict[Any, Any], values: dict[Any, Any]
+) -> Iterator[JaxprEqn]:
     for eqn in eqns:
         read = [_renamed(var, names) for var in eqn.invars]
-        if not _is_large_call(eqn):
+        if not _goes_in_line(eqn):
             made = [names.get(var, var) for var in eqn.outvars]
             yield eqn.replace(invars=read, outvars=made)
             continue
-        inner = eqn.params["jaxpr"]
-        inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        inner, consts = eqn.params["jaxpr"], []
+        if isinstance(inner, ClosedJaxpr):
+            inner, consts = inner.jaxpr, inner.consts
         # The same jaxpr may be called several times: its variables get new names.
         own: dict[Any, Any] = dict(zip(inner.invars, read, strict=True))
+        for var, value in zip(inner.constvars, consts, strict=True):
+            own[var] = Var(var.aval)
+            values[own[var]] = value
         for var in (v for e in inner.eqns for v in e.outvars):
             own[var] = Var(var.aval)
-        yield from _in_line(inner.eqns, own)
+        yield from _in_line(inner.eqns, own, values)
         for var, result in zip(eqn.outvars, inner.outvars, strict=True):
             names[var] = _renamed(result, own)
 

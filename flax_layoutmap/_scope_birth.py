@@ -36,7 +36,7 @@ class Birth:
         def both(*args: Any, **kw: Any) -> Any:
             return Together(make(*args, **kw), objects_in((args, kw)))
 
-        traced = self.traced = trace(both, args, kw)
+        traced = self.traced = trace(both, args, kw, own_objects=True)
         shapes = traced.values_of(jax.tree.leaves(traced.abstract))
         self.leaves = [AfterTheScope(leaf.shape, leaf.dtype, fate) for leaf in shapes]
 

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -10,6 +11,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from flax_layoutmap._compiled import Call
 from flax_layoutmap._jaxprs import SMALL, Cut, size_of
+
+# So many elements may have keys, and what raw ones are made of: all the keys of a
+# model, say, which are split from one.
+_MANY = 2**16
 
 
 class Small:
@@ -25,7 +30,9 @@ class Small:
         jaxpr: Jaxpr,
         values: dict[Any, Any],
         sharding: Any,
+        *,
         plan: Callable[[Call], None] | None = None,
+        programs: Mapping[Any, Any] = MappingProxyType({}),
     ) -> None:
         """Takes what is known already.
 
@@ -35,9 +42,10 @@ class Small:
             sharding: how results are to lie; None: anywhere.
             plan: is given each call that would compute something; then nothing is
                 computed, and values are of `jax.ShapeDtypeStruct`.
+            programs: those that were compiled for these calls.
         """
         self._jaxpr, self._values, self._sharding = jaxpr, values, sharding
-        self._plan = plan
+        self._plan, self._programs = plan, programs
         self._producer = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self._constant: set[Any] = set()  # those that are made from nothing
         self._folded: dict[Any, Any] = {}  # their values, where these were asked for
@@ -77,7 +85,7 @@ class Small:
         asked = [self._sharding] * len(eqn.outvars)
         call = Call(cut, inputs, asked, self._jaxpr)
         if self._plan is None:
-            return dict(zip(eqn.outvars, call.run(), strict=True))
+            return dict(zip(eqn.outvars, call.run(self._programs), strict=True))
         self._plan(call)
         return {var: _to_come(var.aval, self._sharding) for var in eqn.outvars}
 
@@ -110,7 +118,8 @@ def _numbers_as_inputs(
 
 
 def _is_small(var: Any) -> bool:
-    return 0 < size_of(var) <= SMALL
+    of_keys = _is_key(var) or getattr(var.aval, "dtype", None) == np.uint32
+    return 0 < size_of(var) <= (_MANY if of_keys else SMALL)
 
 
 def _is_exact(var: Any) -> bool:

@@ -24,9 +24,11 @@ from flax_layoutmap._flax_internals import (
     nnx_split,
     nnx_state,
     no_mesh,
+    objects_of,
     patched,
     restore_eager_flag,
     variables_of,
+    was_made_elsewhere,
     without_eager_sharding,
 )
 from flax_layoutmap._identity import adopt, originals_of
@@ -167,6 +169,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     keep_inputs: bool = True,
+    own_objects: bool = False,
 ) -> Traced:
     """Traces `make(*args, **kwargs)` once, abstractly.
 
@@ -176,6 +179,8 @@ def trace(
             not matter) and NNX objects are inputs; everything else is static.
         kwargs: its keyword arguments, likewise.
         keep_inputs: whether the new state of NNX arguments is wanted.
+        own_objects: whether an object in the result that is neither made by `make` nor
+            an argument is refused. Otherwise the result has a copy of it.
 
     Raises:
         StructureError: two objects of the result (or of the arguments) share a
@@ -199,6 +204,8 @@ def trace(
             arrays_as_data(node, Tracer)
             refuse_traced(node)
         after, seen["after"] = jax.tree.flatten(_states_after(kept, before))
+        if own_objects:
+            _refuse_others(own)
         for node in own:
             restore_eager_flag(node, eager)
         leaves, seen["treedef"] = jax.tree.flatten(_describe(result, seen))
@@ -312,6 +319,16 @@ def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
             )
         states.append(state)
     return states
+
+
+def _refuse_others(nodes: Sequence[Any]) -> None:
+    """Raises where a result holds what was there before; in the trace."""
+    for part in (part for node in nodes for part in objects_of(node)):
+        if was_made_elsewhere(part):
+            raise StructureError(
+                f"it keeps a {type(part).__name__} that was there before and is no "
+                "argument"
+            )
 
 
 def _leaves_of(result: Any) -> list[Any]:

@@ -1,7 +1,9 @@
 """Arrays born in their shards: the bits of one jit, and one program for each kind."""
 
+import gc
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +62,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
 
     class Watched(_birth.Call):
-        def run(self) -> list[Any]:
-            results = super().run()
+        def run(self, programs: Any = None) -> list[Any]:
+            results = super().run(programs or {})
             seen.append(len(results))
             return results
 
@@ -254,9 +256,9 @@ def test_large_values_of_the_host_go_to_their_shards(
     given: list[Any] = []
 
     class Watched(_birth.Call):
-        def run(self) -> list[Any]:
+        def run(self, programs: Any = None) -> list[Any]:
             given.extend(self.inputs)
-            return super().run()
+            return super().run(programs or {})
 
     monkeypatch.setattr(_birth, "Call", Watched)
 
@@ -533,6 +535,91 @@ def test_optimizer_state(
     ):
         np.testing.assert_array_equal(one, other)
         assert len(one.sharding.device_set) == 8
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many programs were compiled at a time; none is there before."""
+    seen: list[int] = []
+    plain = _compiled._compile
+
+    def compile_(calls: Any) -> Any:
+        seen.append(len(calls))
+        return plain(calls)
+
+    monkeypatch.setattr(_compiled, "_compile", compile_)
+    monkeypatch.setattr(_compiled, "_PROGRAMS", type(_compiled._PROGRAMS)())
+    return seen
+
+
+def test_all_programs_are_compiled_at_once_and_kept(
+    mesh: flm.DeviceMesh, compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> dict[str, Any]:
+        return {f"w{n}": jnp.full((8, 16), float(n)) for n in range(6)}
+
+    flm.create(make, rules(mesh))
+    flm.create(make, rules(mesh))
+    assert compiled == [6, 0]
+    compiled.clear()
+    flm.create(stack(2), rules(mesh))
+    assert len(compiled) == 1  # keys, and what is made of them
+    # More than are kept: what this call needs is not thrown away before it runs.
+    monkeypatch.setattr(_compiled, "_KEPT", 3)
+    compiled.clear()
+    flm.create(make, rules(mesh))
+    assert sum(compiled) <= 6 and len(_compiled._PROGRAMS) == 3
+
+
+def test_programs_keep_no_arrays(mesh: flm.DeviceMesh, programs: list[int]) -> None:
+    watched, made, counts = [], [], []
+    for _ in range(2):
+        constant = jnp.full((8, 16), 3.0)
+        inner = jax.jit(lambda x, c=constant: jax.jit(lambda y: y + c)(x) * 2)
+        watched.append(weakref.ref(constant))
+
+        def make(inner: Any = inner) -> dict[str, Any]:
+            return {"w": inner(jax.random.normal(jax.random.key(0), (8, 16)))}
+
+        made.append(flm.create(make, rules(mesh)))
+        counts.append(len(_compiled._PROGRAMS))
+        assert bits(made[-1]) == bits(jax.jit(make)())
+        del constant, inner, make
+    assert counts[0] == counts[1]  # with a constant of its own, the same one
+    jax.clear_caches()
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_many_keys_tie_nothing_together(
+    mesh: flm.DeviceMesh, programs: list[int], raw: bool
+) -> None:
+    def make() -> dict[str, Any]:
+        key = jax.random.PRNGKey(0) if raw else jax.random.key(0)
+        keys = jax.random.split(key, 100)
+        return {f"w{n}": jax.random.normal(keys[n], (8, 16)) for n in range(4)}
+
+    made = flm.create(make, rules(mesh))
+    assert set(programs) == {1}
+    assert bits(made) == bits(jax.jit(make)())
+
+
+def test_an_argument_on_one_device_goes_to_its_shards(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    class Watched(_birth.Call):
+        def run(self, programs: Any = None) -> list[Any]:
+            given.extend(self.inputs)
+            return super().run(programs or {})
+
+    monkeypatch.setattr(_birth, "Call", Watched)
+    x = jax.device_put(jnp.arange(128.0).reshape(8, 16), jax.devices()[1])
+    made = flm.create(lambda x: {"w": x * 2}, rules(mesh), x)
+    assert_lies(made["w"], (("data",), ("model",)), mesh, np.asarray(x) * 2)
+    assert_lies(given[0], (("data",), ("model",)), mesh)
 
 
 def test_programs_are_bounded(

@@ -332,7 +332,9 @@ def test_nothing_at_all(mesh: flm.DeviceMesh, way: str) -> None:
     class Empty(nnx.Module):
         pass
 
-    assert WAYS[way](lambda: None, rules(mesh)) is None
+    if way == "create":
+        with pytest.raises(flm.StructureError, match="gives None: let it return the"):
+            flm.create(lambda: None, rules(mesh))
     assert nnx.graphdef(WAYS[way](Empty, rules(mesh))) == nnx.graphdef(Empty())
 
 

@@ -1130,3 +1130,59 @@ def test_names_of_the_scope(mesh: flm.DeviceMesh) -> None:
     with flm.layout_map_scope(layout_map):
         x = flm.distribute_tensor(np.ones((4, 2)), "hidden")
     assert_lies(x, (("data",), ()))
+
+
+# ------------------------------------------------- what is kept in unusual places
+
+
+def test_a_module_from_around_the_constructor_stays_tied(mesh: flm.DeviceMesh) -> None:
+    """Not passed as an argument: found where the class was written."""
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["embedding"] = ("data", "model")
+    before = nnx.Param(jnp.ones((8, 8)))
+
+    class Model(nnx.Module):
+        def __init__(self, embed: nnx.Embed, head: nnx.Module) -> None:
+            self.embed, self.head = embed, head
+
+    with pytest.warns(flm.LayoutWarning, match="keeps a Param that was there before"):
+        with flm.layout_map_scope(layout_map):
+            embed = nnx.Embed(8, 8, rngs=nnx.Rngs(0))
+
+            class Head(nnx.Module):
+                def __init__(self) -> None:
+                    self.embed = embed
+                    self.other = before
+
+            model = Model(embed, Head())
+    head: Any = model.head
+    assert head.embed is model.embed is embed and head.other is before
+    lies_on(embed.embedding.get_value(), (("data",), ("model",)), mesh)
+    assert len(jax.tree.leaves(nnx.state(model))) == 2
+
+
+@pytest.mark.parametrize("how", ["create", "scope"])
+def test_a_variable_that_a_plain_object_keeps(mesh: flm.DeviceMesh, how: str) -> None:
+    kept: list[Any] = []
+
+    class Holder:
+        kernel: Any
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 16, rngs=rngs)
+            self.holder = Holder()
+            self.holder.kernel = self.linear.kernel
+            kept.append(self.linear.kernel)
+
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = ("data", "model")
+    if how == "create":
+        model = flm.create(lambda: Model(nnx.Rngs(0)), layout_map)
+    else:
+        with flm.layout_map_scope(layout_map):
+            model = Model(nnx.Rngs(0))
+    assert model.holder.kernel is model.linear.kernel is kept[-1]
+    lies_on(kept[-1].get_value(), (("data",), ("model",)), mesh)
+    kept[-1].set_value(kept[-1].get_value() * 0)  # it belongs to no trace any more
+    assert not np.asarray(model.linear.kernel.get_value()).any()

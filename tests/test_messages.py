@@ -120,6 +120,11 @@ def shared_results() -> Any:
     return trace(lambda a: [a, nnx.List([a])], (linear,))
 
 
+def keeps_another() -> Any:
+    linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    return trace(lambda: nnx.List([linear]), own_objects=True)
+
+
 class Keeps(nnx.Module):
     def __init__(self, kept: Any) -> None:
         self.kept = kept
@@ -1018,6 +1023,11 @@ CASES: dict[str, Case] = {
         flm.StructureError,
         "the function changes the structure of its argument, a Linear, not only its "
         "values: change it outside, or return it",
+    ),
+    "trace: from elsewhere": Case(
+        keeps_another,
+        flm.StructureError,
+        "it keeps a Param that was there before and is no argument",
     ),
     "trace: shared": Case(
         shared_results,
