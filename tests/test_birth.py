@@ -88,6 +88,7 @@ def test_no_initialiser_is_left_out() -> None:
         assert names - {"ones", "zeros", "tp"} <= set(INITIALISERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_bits_of_jit(mesh: flm.DeviceMesh, impl: Any, dtype: Any) -> None:
@@ -127,6 +128,7 @@ def layouts(draw: Any) -> tuple[dict[str, int], list[Any]]:
     return axes, [tuple(name for name in axes if owner[name] == dim) for dim in (0, 1)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(set(INITIALISERS) - QR)),
@@ -175,6 +177,7 @@ def with_qr() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_exact_values_of_what_reduces(
     mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,6 +284,7 @@ def test_large_values_of_the_host_go_to_their_shards(
             assert_lies(x, (("data",), ("model",)), mesh)
 
 
+@pytest.mark.slow
 def test_calls_do_not_tie_arrays_together(
     mesh: flm.DeviceMesh, programs: list[int]
 ) -> None:
