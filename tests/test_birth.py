@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from shards import assert_lies
 
@@ -130,7 +131,7 @@ def layouts(draw: Any) -> tuple[dict[str, int], list[Any]]:
 
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(
+@hypothesis.given(
     name=st.sampled_from(sorted(set(INITIALISERS) - QR)),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     impl=st.sampled_from(["threefry2x32", "rbg"]),
@@ -251,19 +252,25 @@ def test_bits_that_each_device_computes_whole_are_told_of_once(
     assert bits(other) != bits(made)  # no program of the other kind was used
 
 
-def test_large_values_of_the_host_go_to_their_shards(
-    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`jax.jit` would give each device the whole table."""
-    table = np.arange(128.0, dtype=np.float32).reshape(8, 16)
-    given: list[Any] = []
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the programs are given."""
+    seen: list[Any] = []
 
     class Watched(_birth.Call):
         def run(self, programs: Any = None) -> list[Any]:
-            given.extend(self.inputs)
+            seen.extend(self.inputs)
             return super().run(programs or {})
 
     monkeypatch.setattr(_birth, "Call", Watched)
+    return seen
+
+
+def test_large_values_of_the_host_go_to_their_shards(
+    mesh: flm.DeviceMesh, given: list[Any]
+) -> None:
+    """`jax.jit` would give each device the whole table."""
+    table = np.arange(128.0, dtype=np.float32).reshape(8, 16)
 
     def make(x: Any) -> dict[str, Any]:
         return {
@@ -610,16 +617,8 @@ def test_many_keys_tie_nothing_together(
 
 
 def test_an_argument_on_one_device_goes_to_its_shards(
-    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    mesh: flm.DeviceMesh, given: list[Any]
 ) -> None:
-    given: list[Any] = []
-
-    class Watched(_birth.Call):
-        def run(self, programs: Any = None) -> list[Any]:
-            given.extend(self.inputs)
-            return super().run(programs or {})
-
-    monkeypatch.setattr(_birth, "Call", Watched)
     x = jax.device_put(jnp.arange(128.0).reshape(8, 16), jax.devices()[1])
     made = flm.create(lambda x: {"w": x * 2}, rules(mesh), x)
     assert_lies(made["w"], (("data",), ("model",)), mesh, np.asarray(x) * 2)
