@@ -191,7 +191,7 @@ class Row:
         state = nnx.state(made)["opt_state"]
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         del made, state
-        flm_programs_forgotten()
+        jax.clear_caches()  # what was compiled so far counts for nothing
         params = nnx.state(model, nnx.Param)
 
         def init(params: Any) -> Any:
@@ -200,11 +200,6 @@ class Row:
 
         graphdef = nnx.graphdef(model)
         return lambda: jax.jit(init, out_shardings=shardings)(params)
-
-
-def flm_programs_forgotten() -> None:
-    """Nothing that was compiled so far counts for what comes."""
-    jax.clear_caches()
 
 
 @contextlib.contextmanager

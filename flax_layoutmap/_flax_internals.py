@@ -5,6 +5,9 @@
 - `Variable._raw_value` (0.12.4 to 0.12.8): a slot, read and written without a call of
   Python for each of hundreds of Variables in every step. Fallback: `get_raw_value` and
   `set_raw_value`.
+- `Variable._raw_value`, `_var_metadata` and `_trace_state` (0.12.4 to 0.12.8) are all
+  that a Variable holds: copied where a new Variable takes the place of one that was
+  kept. Fallback: if there are others, the kept one is not found, and is a copy.
 - `Variable._can_update` (0.12.4 to 0.12.8): whether a Variable may be written at this
   level of tracing. Fallback: to write its own value into it.
 - `Pytree._pytree__nodes` (0.12.4 to 0.12.8): which attributes of an object are data.
@@ -44,6 +47,17 @@ _GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters e
 
 # The attribute in which an NNX object notes at which level of tracing it was made.
 BOOK_KEEPING = "_pytree__state"
+
+# All that a Variable holds, and whether this is all in the Flax in use.
+_HELD_BY_VARIABLES = ("_raw_value", "_trace_state", "_var_metadata")
+_VARIABLES_ARE_KNOWN = _HELD_BY_VARIABLES == tuple(
+    sorted(
+        name
+        for kind in nnx.Variable.__mro__
+        for name in vars(kind).get("__slots__", ())
+        if not name.startswith("__")
+    )
+)
 
 
 def metadata_of(variable: nnx.Variable[Any]) -> dict[str, Any]:
@@ -137,7 +151,7 @@ def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
 def _level_of(node: Any) -> Any:
     """The level of tracing that an NNX object or a Variable belongs to."""
     if isinstance(node, nnx.Variable):
-        return getattr(node, "_trace_state", None)
+        return node._trace_state if _VARIABLES_ARE_KNOWN else None
     return getattr(vars(node).get(BOOK_KEEPING), "trace_state", None)
 
 
@@ -155,10 +169,8 @@ def was_made_elsewhere(node: Any) -> bool:
 
 def replace_content(variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> None:
     """Gives a Variable all that another one holds, its level of tracing too."""
-    for kind in type(variable).__mro__:
-        for name in getattr(kind, "__slots__", ()):
-            if name.startswith("_") and hasattr(other, name):
-                object.__setattr__(variable, name, getattr(other, name))
+    for name in _HELD_BY_VARIABLES:
+        object.__setattr__(variable, name, getattr(other, name))
 
 
 def is_nnx_object(node: Any) -> bool:

@@ -311,12 +311,15 @@ class _Scope:
         ]
         self._check_complete(models)
         shardings: dict[int, Any] = {}
+        paths: dict[int, str] = {}
         with Agreement("creating the models of a scope", self.rules.mesh) as agreement:
             found = [resolve(model.state, self.rules) for model in models]
             for model, resolution in zip(models, found, strict=True):
                 wanted = resolution.sharding_list()
-                for leaf, own in zip(model.leaves, wanted, strict=True):
+                names = resolution.paths
+                for leaf, own, name in zip(model.leaves, wanted, names, strict=True):
                     shardings.setdefault(id(leaf), own)
+                    paths.setdefault(id(leaf), name)
             following = [
                 (follower, *plan)
                 for follower in self._followers
@@ -330,7 +333,7 @@ class _Scope:
                 agreement.add(lambda p=parts, n=number: _numbered(p(), n))
         made: dict[int, Any] = {}
         for birth in self._births:
-            made |= birth.make(shardings)
+            made |= birth.make(shardings, paths)
         arrays: list[Any] = []
         for model, resolution in zip(models, found, strict=True):
             arrays += model.fill(made, resolution)

@@ -70,12 +70,16 @@ class Birth:
         return together.made
 
     def make(
-        self, shardings: Mapping[int, Any], values: Mapping[int, Any] | None = None
+        self,
+        shardings: Mapping[int, Any],
+        paths: Mapping[int, str],
+        values: Mapping[int, Any] | None = None,
     ) -> dict[int, Any]:
         """Id of a leaf → its value, for those that have a sharding.
 
         Args:
             shardings: id of a leaf → its sharding.
+            paths: id of such a leaf → what to call it in the log.
             values: id of an argument that had no value → its value.
         """
         wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
@@ -83,7 +87,8 @@ class Birth:
         if values:
             inputs = tuple(values.get(id(x), x) for x in traced.inputs)
             traced = dataclasses.replace(traced, inputs=inputs)
-        made, _ = give_birth(traced, wanted)
+        names = [paths.get(id(leaf), "") for leaf in self.leaves]
+        made, _ = give_birth(traced, wanted, names=names)
         leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
         return {id(leaf): value for leaf, value in zip(leaves, made, strict=True)}
 

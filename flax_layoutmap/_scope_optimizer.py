@@ -138,7 +138,8 @@ class Follower:
         leaves, shardings = flatten(state).leaves, resolution.sharding_list()
         if self._birth is not None:
             own = dict(zip(map(id, leaves), shardings, strict=True))
-            values |= self._birth.make(own, values)
+            paths = dict(zip(map(id, leaves), resolution.paths, strict=True))
+            values |= self._birth.make(own, paths, values)
         new = [
             put(values.get(id(leaf), leaf), own)
             for leaf, own in zip(leaves, shardings, strict=True)

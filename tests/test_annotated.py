@@ -99,7 +99,10 @@ SPELLINGS = [
     "kernel_metadata",
     pytest.param(
         "NamedSharding",
-        marks=pytest.mark.skipif(not READS_SHARDINGS, reason="not in this Flax"),
+        marks=pytest.mark.skipif(
+            not READS_SHARDINGS,
+            reason="This version of Flax takes no NamedSharding as metadata.",
+        ),
     ),
 ]
 

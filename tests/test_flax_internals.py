@@ -238,3 +238,23 @@ def test_what_makes_variables() -> None:
     assert {nnx.Param, nnx.BatchStat} <= set(made)
     nnx.Param(1)
     assert made.count(nnx.Param) == 1
+
+
+def test_what_a_variable_holds() -> None:
+    slots = {
+        name for kind in nnx.Param.__mro__ for name in vars(kind).get("__slots__", ())
+    }
+    assert slots == set(internals._HELD_BY_VARIABLES) and internals._VARIABLES_ARE_KNOWN
+    kept, new = nnx.Param(1, note="kept"), nnx.BatchStat(2, note="new")
+    internals.replace_content(kept, new)
+    assert kept.get_value() == 2 and kept.get_metadata()["note"] == "new"
+
+
+def test_variables_that_hold_more_belong_to_no_level(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variable = nnx.Param(1)
+    assert internals.was_made_here(variable)
+    monkeypatch.setattr(internals, "_VARIABLES_ARE_KNOWN", False)
+    assert not internals.was_made_here(variable)
+    assert not internals.was_made_elsewhere(variable)

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 import gc
+import logging
 import math
 import operator
 import pickle
@@ -510,9 +511,9 @@ def test_what_does_not_fit_is_told_before_anything_is_made(
     made: list[Any] = []
     plain = _scope_birth.give_birth
 
-    def give_birth(traced: Any, shardings: Any) -> Any:
+    def give_birth(traced: Any, shardings: Any, **names: Any) -> Any:
         made.extend(s for s in shardings if s is not None)
-        return plain(traced, shardings)
+        return plain(traced, shardings, **names)
 
     monkeypatch.setattr(_scope_birth, "give_birth", give_birth)
     layout_map = rules(mesh, **{"d1/kernel": ("model",), "d2/bias": ("model", None)})
@@ -523,6 +524,20 @@ def test_what_does_not_fit_is_told_before_anything_is_made(
             model = Subclass(nnx.Rngs(0))
     assert "d1/kernel" in str(caught.value) and "d2/bias" in str(caught.value)
     assert not made and model is not None and current_rules() is None
+
+
+def test_what_is_made_whole_is_named(
+    mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    init = nnx.initializers.orthogonal()
+    with caplog.at_level(logging.INFO, "flax_layoutmap"):
+        with flm.layout_map_scope(rules(mesh, kernel=("data", None))):
+            model = nnx.List(
+                [nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0)) for _ in "ab"]
+            )
+    told = [text for text in caplog.messages if text.startswith("made whole")]
+    assert len(model) == 2 and len(told) == 2
+    assert "'0/kernel'" in told[0] and "'1/kernel'" in told[1]
 
 
 def test_the_models_of_a_block_can_be_collected(mesh: flm.DeviceMesh) -> None:
