@@ -77,16 +77,10 @@ def write(
     """
     from orbax.checkpoint import v1
 
-    context = v1.Context()
-    saving = context.array.saving
-    saving.min_slice_bytes_for_replica_parallel = _MIN_SLICE_BYTES
-    # Shardings come from rules or the target, never from the checkpoint; the file
-    # would hold the whole mesh once per array.
-    saving.enable_write_sharding_file = False
     replace = overwrite and not _is_url(path) and os.path.exists(path)
     if replace:
         path = os.path.realpath(path)  # a link stays, what it leads to is replaced
-    with _translated(f"cannot save to {path}"), context:
+    with translated(f"cannot save to {path}"), saving_context():
         v1.save(
             path + _NEW if replace else path,
             tree,
@@ -95,6 +89,19 @@ def write(
         )
     if replace:
         _on_first_process(lambda: _swap(path), f"cannot replace {path}")
+
+
+def saving_context() -> Any:
+    """Orbax's options for writing, as a context manager."""
+    from orbax.checkpoint import v1
+
+    context = v1.Context()
+    saving = context.array.saving
+    saving.min_slice_bytes_for_replica_parallel = _MIN_SLICE_BYTES
+    # Shardings come from rules or the target, never from the checkpoint; the file
+    # would hold the whole mesh once per array.
+    saving.enable_write_sharding_file = False
+    return context
 
 
 def _swap(path: str) -> None:
@@ -142,7 +149,7 @@ def read_metadata(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
         _check_place(path)
     from orbax.checkpoint import v1
 
-    with _translated(f"{path} is no readable checkpoint"), v1.Context():
+    with translated(f"{path} is no readable checkpoint"), v1.Context():
         read = v1.metadata(path)
     # Orbax logs what is wrong with a file, and answers None.
     if not isinstance(read.metadata, dict):
@@ -170,7 +177,7 @@ def read_arrays(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
         return wanted
     from orbax.checkpoint import v1
 
-    with _translated(f"cannot read the checkpoint {path}"), v1.Context():
+    with translated(f"cannot read the checkpoint {path}"), v1.Context():
         return unnested(v1.load(path, nested(wanted)))
 
 
@@ -244,7 +251,7 @@ def _near(place: Path) -> str:
 
 
 @contextlib.contextmanager
-def _translated(failing: str) -> Iterator[None]:
+def translated(failing: str) -> Iterator[None]:
     """Re-raises what Orbax or TensorStore raise, with its root cause in one line."""
     try:
         yield

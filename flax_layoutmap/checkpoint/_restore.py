@@ -2,21 +2,18 @@
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from flax_layoutmap._errors import CheckpointError, MeshError
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, nnx_state
-from flax_layoutmap._paths import is_train_state, unescape
-from flax_layoutmap._place import put, settle_metadata, with_leaves
+from flax_layoutmap._paths import unescape
+from flax_layoutmap._place import put, settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._trace import trace
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
@@ -38,6 +35,7 @@ from flax_layoutmap.checkpoint._plan import (
 )
 from flax_layoutmap.checkpoint._record import rules_of
 from flax_layoutmap.checkpoint._selection import Selection
+from flax_layoutmap.checkpoint._target import opened
 
 
 def restore(
@@ -91,7 +89,7 @@ def restore(
     _check_mesh(rules)
     with Agreement(f"restoring {place}", mesh_of(target, rules)) as agreement:
         stored = open_checkpoint(place)
-        tree, rebuild = _opened(target)
+        tree, rebuild = opened(target)
         flat = flatten(tree)
         leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
         _check_functions(leaves, place, selection)
@@ -251,38 +249,3 @@ def _checked(value: Any, read: Read) -> Any:
             f"{sharding}"
         )
     return value
-
-
-# -------------------------------------------------------------------- targets
-
-
-def _opened(target: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """A target as a tree with paths, and what makes the result of new leaves."""
-    is_object = is_nnx_object(target) or is_train_state(target)
-    if callable(target) and not is_object:
-        traced = trace(target)
-        return traced.abstract, traced.rebuild
-    return target, lambda leaves: with_leaves(_with_new_objects(target), leaves)
-
-
-def _with_new_objects(tree: Any) -> Any:
-    """The tree with a new object for each abstract NNX object, to be filled."""
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
-    abstract = [
-        at
-        for at, node in enumerate(nodes)
-        if is_nnx_object(node)
-        and any(
-            isinstance(leaf, jax.ShapeDtypeStruct)
-            for leaf in jax.tree.leaves(nnx_state(node))
-        )
-    ]
-    if not abstract:
-        return tree
-    # Split together, so that what they share stays shared; the identity makes new
-    # Variables, where the State still has those of the target.
-    graphdef, state = nnx_split([nodes[at] for at in abstract])
-    copies = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf, state))
-    for at, copy in zip(abstract, copies, strict=True):
-        nodes[at] = copy
-    return jax.tree.unflatten(treedef, nodes)

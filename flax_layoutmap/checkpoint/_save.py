@@ -1,8 +1,9 @@
 """flm.checkpoint.save."""
 
+import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,13 +58,46 @@ def save(
     Plain JAX: `orbax.checkpoint.v1.save(path, tree)`.
     """
     place = _orbax.absolute(path)
+    ready = prepare(
+        place, tree, layout_map, lambda: _orbax.cannot_write(place, overwrite)
+    )
+    _orbax.write(place, ready.values, {_record.KEY: ready.record}, overwrite)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A tree that can be written.
+
+    Attributes:
+        values: a nested dict of what Orbax is to write, by canonical path.
+        record: the JSON values for Orbax's custom metadata, under `_record.KEY`.
+    """
+
+    values: dict[str, Any]
+    record: dict[str, Any]
+
+
+def prepare(
+    place: str, tree: Any, layout_map: Any, cannot_write: Callable[[], str | None]
+) -> Ready:
+    """Checks that a tree can be written, on all processes, before anything is.
+
+    Args:
+        place: where to, for messages.
+        tree: the tree.
+        layout_map: its rules, or None.
+        cannot_write: says why nothing can be written there, or None.
+
+    Raises:
+        CheckpointError, ResolveError: as `save`.
+    """
     rules = _record.rules_of(layout_map)
     with Agreement(f"saving {place}", mesh_of(tree, rules)) as agreement:
         resolution = resolve(tree, RuleSet(strict=False) if rules is None else rules)
         flat = flatten(tree)
         leaves, problems = _described(flat.full_paths(), flat.leaves)
         problems += _dotted_twice(flat.full_paths())
-        occupied = _orbax.cannot_write(place, overwrite)
+        occupied = cannot_write()
         problems += [] if occupied is None else [occupied]
         if not problems and all(leaf.is_empty for leaf in leaves):
             problems.append("the tree holds no value")
@@ -77,7 +111,7 @@ def save(
         if not leaf.is_empty
     }
     record = _record.to_json(flat, leaves, resolution.owners(), rules)
-    _orbax.write(place, _orbax.nested(values), {_record.KEY: record}, overwrite)
+    return Ready(_orbax.nested(values), record)
 
 
 def _described(
