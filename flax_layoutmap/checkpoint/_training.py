@@ -1,0 +1,457 @@
+"""flm.checkpoint.Checkpointer."""
+
+import operator
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from flax_layoutmap._create import create
+from flax_layoutmap._errors import CheckpointError, warn
+from flax_layoutmap._processes import Agreement
+from flax_layoutmap.checkpoint import _data_state, _orbax, _orbax_training, _record
+from flax_layoutmap.checkpoint._leaves import mesh_of
+from flax_layoutmap.checkpoint._lock import WriteLock
+from flax_layoutmap.checkpoint._loop_checks import (
+    add_context,
+    check_directory,
+    check_numbers,
+    described,
+    difference,
+    listed,
+)
+from flax_layoutmap.checkpoint._places import absolute, is_url
+from flax_layoutmap.checkpoint._preemption import Preemption
+from flax_layoutmap.checkpoint._restore import restore
+from flax_layoutmap.checkpoint._save import prepare
+
+# The user's own metadata, beside our record in the custom metadata of a step.
+_USER = "metadata"
+
+
+class Checkpointer:
+    """The checkpoints of a training loop: one for each step that is saved.
+
+    A save copies the values and returns; they are written while training goes on.
+    Leaving the `with` block finishes the last one. Whatever ends the program, a save
+    that failed is an error and no exit code 0: it is raised by the next `save`, or by
+    the end of the block. Without a `with` block each save is complete when it returns.
+
+    SIGTERM (a preempted job) makes the next `save` one that is due, and it is complete
+    when it returns; `reached_preemption` then says that the loop should end. With
+    several processes all of them save the same step; for that, call `save` in every
+    step, and let the policy decide. A second SIGTERM ends the program as usual.
+
+    Every process calls the methods with the same arguments. Below `directory` each step
+    is a checkpoint of its own (`directory/1000`), which `restore` reads and which plain
+    Orbax reads; an unfinished one is ignored, and removed by the next save. Only one
+    program at a time may save there; any number may restore.
+
+    Args:
+        directory: where the steps are; it is made by the first save.
+        layout_map: the rules, on a mesh of devices. They may differ from run to run.
+        every: save each step that is a multiple of it; or one of the policies in
+            `orbax.checkpoint.v1.training.save_decision_policies`.
+        keep: how many of the latest steps to keep; None for all; or one of the policies
+            in `….preservation_policies` (which see `metadata` as the metrics). Older
+            ones are removed once a newer one is complete.
+        keep_every: the multiples of it are kept as well.
+
+    Raises:
+        CheckpointError: the directory is a file or a checkpoint itself, or a number
+            makes no sense.
+        RuleError: `layout_map` is none.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, optax, flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["kernel"] = (None, "data")
+        >>> layout_map["bias"] = None
+        >>> def create_fn():
+        ...     model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+        ...     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> @flm.jit(layout_map=layout_map, donate_argnames=("model", "optimizer"))
+        ... def train_step(model, optimizer, batch):
+        ...     loss_of = lambda model: jnp.mean(model(batch) ** 2)
+        ...     loss, gradients = nnx.value_and_grad(loss_of)(model)
+        ...     optimizer.update(model, gradients)
+        ...     return loss
+        >>> def run(directory, steps):
+        ...     with flm.checkpoint.Checkpointer(
+        ...         directory, layout_map=layout_map, every=2, keep=3
+        ...     ) as checkpointer:
+        ...         state, start = checkpointer.restore_or_init(create_fn)
+        ...         for step in range(start, steps):
+        ...             loss = train_step(*state, jnp.ones((8, 4)))
+        ...             last = step == steps - 1
+        ...             checkpointer.save(
+        ...                 step, state, metadata={"loss": loss}, force=last
+        ...             )
+        ...             if checkpointer.reached_preemption:
+        ...                 break
+        ...     return start, checkpointer.steps
+        >>> directory = tempfile.mkdtemp()
+        >>> run(directory, 4), run(directory, 6)
+        ((0, [0, 2, 3]), (4, [3, 4, 5]))
+
+    Plain JAX: `orbax.checkpoint.v1.training.Checkpointer(directory)`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        layout_map: Any = None,
+        every: Any = 1,
+        keep: Any = None,
+        keep_every: int | None = None,
+    ) -> None:
+        self._directory = absolute(directory)
+        self._rules = _record.rules_of(layout_map)
+        check_numbers(every, keep, keep_every)
+        check_directory(self._directory)
+        self._every = every
+        self._writer = _orbax_training.StepWriter(
+            self._directory, every, keep, keep_every
+        )
+        self._lock = WriteLock(self._directory)
+        self._preemption = Preemption()
+        self._is_inside = self._is_closed = False
+        self._last: int | None = None  # step that was saved last
+        self._passed: int | None = None  # step that was no longer due after it
+        self._tree: dict[str, str] | None = None
+
+    @property
+    def directory(self) -> str:
+        """Where the steps are."""
+        return self._directory
+
+    @property
+    def steps(self) -> list[int]:
+        """The finished steps, in order."""
+        return _orbax_training.steps_in(self._directory)
+
+    @property
+    def latest(self) -> int | None:
+        """The latest finished step; None where there is none."""
+        return max(self.steps, default=None)
+
+    @property
+    def reached_preemption(self) -> bool:
+        """Whether the program was asked to end, and the last save is for that."""
+        return self._preemption.is_reached
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        data: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves a step, if it is due; to be called after each one.
+
+        All values are those at the time of the call: `state` may be donated or
+        overwritten at once. A save that is still under way is waited for.
+
+        Args:
+            step: its number, larger than that of the latest one.
+            state: any tree that `flm.checkpoint.save` takes, the same in each step.
+            data: what the batches come from: an object with `get_state()` and
+                `set_state(state)`, or `state_dict()` and `load_state_dict(state)`; a
+                JSON value; or a dict of these. Each process saves its own.
+            metadata: JSON values, and arrays without dims (the loss), for people.
+            force: save it even if it is not due, as the last one of a run.
+
+        Returns:
+            Whether this step is being saved.
+
+        Raises:
+            CheckpointError: an earlier save failed; the step cannot be saved now; or
+                the tree is another one than before. Nothing was written of this step.
+            ResolveError: leaves do not fit the rules.
+        """
+        step = self._checked(step)
+        self._writer.check()
+        preempted = self._preemption.reached(step)
+        if not (force or preempted or self._writer.is_due(step)):
+            self._passed = step
+            return False
+        # Its failure is told before anything is said of this step.
+        self._writer.wait()
+        self._start(step, state, data, metadata)
+        self._last, self._passed = step, None
+        if not self._is_inside:
+            self._let_go()
+        elif preempted:
+            self._writer.wait()
+        return True
+
+    def wait(self) -> None:
+        """Waits until the save that is under way is complete.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._writer.wait()
+
+    def close(self) -> None:
+        """Finishes the save that is under way; the end of a `with` block does it.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._end(deliver=True)
+
+    def __enter__(self) -> Self:
+        if self._is_closed or self._is_inside:
+            raise CheckpointError(
+                f"this Checkpointer of {self._directory} was used already; make a new "
+                "one for each `with` block"
+            )
+        self._is_inside = True
+        self._preemption.watch()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._end(deliver=error is None)
+        except CheckpointError as failure:
+            if error is not None:
+                add_context(failure, error)
+            raise
+        if error is None and self._passed is not None and not self.reached_preemption:
+            warn(
+                f"step {self._passed} was the last one, and it is not saved, as "
+                f"every={self._every}; to save the last step of a run: "
+                "checkpointer.save(step, state, force=step == steps - 1)"
+            )
+
+    # --------------------------------------------------------------- restoring
+
+    def restore_or_init(
+        self, create_fn: Callable[[], Any], *, data: Any = None, **options: Any
+    ) -> tuple[Any, int]:
+        """Restores the latest step, or makes the state where there is none.
+
+        Args:
+            create_fn: makes the state, such as `(model, optimizer)`: what `save` gets.
+                With rules it is traced; the values are born in their shards, or read
+                straight into them on the mesh that there is now.
+            data: as in `save`; its state is set where a step is restored.
+            **options: of `flm.checkpoint.restore`.
+
+        Returns:
+            The state, and the step to go on with: the latest one plus 1, or 0.
+
+        Raises:
+            CheckpointError: the latest step is damaged or does not fit; an earlier one
+                is not taken in its place.
+        """
+        latest = self._agreed_latest()
+        if latest is not None:
+            make = create_fn if self._rules is not None else create_fn()
+            state = self.restore(make, latest, data=data, **options)
+        else:
+            state = (
+                create_fn() if self._rules is None else create(create_fn, self._rules)
+            )
+        self._tree = described(state)
+        return state, 0 if latest is None else latest + 1
+
+    def restore(
+        self,
+        target: Any = None,
+        step: int | None = None,
+        *,
+        data: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Restores a step, as `flm.checkpoint.restore` does.
+
+        Args:
+            target: as there.
+            step: which one; None for the latest.
+            data: as in `save`; its state is set.
+            **options: as there.
+
+        Returns:
+            What was restored.
+
+        Raises:
+            CheckpointError: there is no such step, it is damaged or it does not fit.
+        """
+        step, place = self._existing(step)
+        try:
+            states = None if data is None else self._own_data(place)
+            restored = restore(place, target, layout_map=self._rules, **options)
+            if states is not None:
+                _data_state.put(data, states[0])
+        except CheckpointError as error:
+            text = f"{error}\n{self._hint(step)}"
+            raise CheckpointError(text, error.problems) from error
+        if data is None and _orbax_training.has_data(place):
+            warn(
+                f"step {step} holds the state of data, and it is not restored; pass "
+                f"data=, or read it with checkpointer.data_states({step})"
+            )
+        return restored
+
+    def metadata(self, step: int | None = None) -> dict[str, Any]:
+        """The metadata that a step was saved with; None is the latest step.
+
+        Raises:
+            CheckpointError: there is no such step, or it is damaged.
+        """
+        _, place = self._existing(step)
+        return _orbax.read_metadata(place).custom.get(_USER) or {}
+
+    def data_states(self, step: int | None = None) -> list[Any]:
+        """The state of data that each process saved; None is the latest step.
+
+        Raises:
+            CheckpointError: there is no such step, it has none, or they are damaged.
+        """
+        step, place = self._existing(step)
+        if not _orbax_training.has_data(place):
+            raise CheckpointError(
+                f"step {step} in {self._directory} has no state of data"
+            )
+        return _data_state.states_of(_orbax_training.read_data(place), place)
+
+    # ----------------------------------------------------------------- details
+
+    def _checked(self, step: Any) -> int:
+        """The number of a step that can come next."""
+        if self._is_closed:
+            raise CheckpointError(
+                f"this Checkpointer of {self._directory} is closed; make a new one"
+            )
+        try:
+            number = operator.index(step)
+        except TypeError as error:
+            raise CheckpointError(
+                f"a step is a whole number, not {step!r}; a counter in an array is "
+                "int(counter)"
+            ) from error
+        if number < 0:
+            raise CheckpointError(f"a step is not negative, and {number} is")
+        if self._last is None:
+            self._last = max(self.steps, default=-1)
+        if number == self._last:
+            raise CheckpointError(
+                f"step {number} in {self._directory} is saved already; call save once "
+                "in a step, with force=step == steps - 1 for the last one"
+            )
+        if number < self._last:
+            raise CheckpointError(
+                f"step {number} comes before {self._last}, which is saved in "
+                f"{self._directory}; restore_or_init says where to go on; to go back, "
+                "remove the later steps, or use another directory"
+            )
+        return number
+
+    def _start(
+        self, step: int, state: Any, data: Any, metadata: Mapping[str, Any] | None
+    ) -> None:
+        place = self._place(step)
+        seen: dict[str, str] = {}
+
+        def obstacle() -> str | None:
+            seen.update(described(state))
+            return self._obstacle(step, seen)
+
+        ready = prepare(place, state, self._rules, obstacle)
+        text = None if data is None else _data_state.text_of(data)
+        user = None if metadata is None else dict(metadata)
+        custom = {
+            _record.KEY: ready.record,
+            _USER: _data_state.plain(user, "metadata"),
+        }
+        self._writer.start(step, ready.values, custom, text)
+        self._tree = seen
+
+    def _obstacle(self, step: int, tree: dict[str, str]) -> str | None:
+        """Why a step cannot be written, or None."""
+        text = _orbax.cannot_write(self._place(step), overwrite=False)
+        if text is not None:
+            return text
+        if self._tree is not None and tree != self._tree:
+            return difference(self._tree, tree)
+        owner = None
+        if jax.process_index() == 0 and not is_url(self._directory):
+            owner = self._lock.take()
+        return owner and f"the directory is being saved to by {owner}"
+
+    def _place(self, step: int) -> str:
+        return f"{self._directory.rstrip('/')}/{step}"
+
+    def _agreed_latest(self) -> int | None:
+        """The latest step, which all processes must see."""
+        self._writer.wait()
+        mesh = mesh_of(None, self._rules)
+        with Agreement(f"restoring from {self._directory}", mesh) as agreement:
+            latest = self.latest
+            agreement.add(lambda: {"latest step": str(latest)})
+        return latest
+
+    def _existing(self, step: int | None) -> tuple[int, str]:
+        """A step that is there, and its path."""
+        self._writer.wait()
+        steps = self.steps
+        if not steps:
+            raise CheckpointError(f"there is no step in {self._directory}")
+        chosen = steps[-1] if step is None else operator.index(step)
+        if chosen not in steps:
+            raise CheckpointError(
+                f"there is no step {chosen} in {self._directory}, which has "
+                f"{listed(steps)}"
+            )
+        return chosen, self._place(chosen)
+
+    def _own_data(self, place: str) -> list[Any]:
+        """The state of data for this process, in a list, as it may be anything."""
+        if not _orbax_training.has_data(place):
+            raise CheckpointError(
+                f"{place} has no state of data; restore without data=, and set the "
+                "iterator to where it belongs"
+            )
+        texts = _orbax_training.read_data(place, jax.process_index())
+        return [_data_state.own_state(_data_state.states_of(texts, place), place)]
+
+    def _hint(self, step: int) -> str:
+        """What to do where a step cannot be restored."""
+        earlier = [other for other in self.steps if other < step]
+        if not earlier:
+            return f"(step {step} is the first one in {self._directory})"
+        return (
+            f"(earlier steps in {self._directory}: {listed(earlier)}; nothing falls "
+            f"back to one of them; if step {step} is damaged, remove "
+            f"{self._place(step)} to go on from step {earlier[-1]})"
+        )
+
+    def _end(self, *, deliver: bool) -> None:
+        if self._is_closed:
+            return
+        try:
+            self._let_go()
+            self._is_closed = True
+        finally:
+            self._preemption.stop(deliver=deliver and self._is_closed)
+
+    def _let_go(self) -> None:
+        try:
+            self._writer.close()
+        finally:
+            self._lock.release()
