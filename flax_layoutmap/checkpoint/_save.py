@@ -14,7 +14,7 @@ from flax_layoutmap._flatten import flatten
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap.checkpoint import _orbax, _record
+from flax_layoutmap.checkpoint import _checksums, _orbax, _record
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     is_storable,
@@ -31,6 +31,7 @@ def save(
     *,
     layout_map: Any = None,
     overwrite: bool = False,
+    checksums: bool = True,
 ) -> None:
     """Saves a tree; returns when the checkpoint is complete.
 
@@ -49,6 +50,8 @@ def save(
             (`path` + `.replacement`) and takes its place when it is complete, so that a
             save that fails loses nothing. At a URL (`gs://…`) Orbax overwrites
             instead, and the old one is gone first.
+        checksums: whether to record a checksum of each leaf, by which `verify` and
+            `restore(verify=True)` find a damaged one.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), `path` exists, or
@@ -59,7 +62,11 @@ def save(
     """
     place = _orbax.absolute(path)
     ready = prepare(
-        place, tree, layout_map, lambda: _orbax.cannot_write(place, overwrite)
+        place,
+        tree,
+        layout_map,
+        lambda: _orbax.cannot_write(place, overwrite),
+        checksums,
     )
     _orbax.write(place, ready.values, {_record.KEY: ready.record}, overwrite)
 
@@ -78,7 +85,11 @@ class Ready:
 
 
 def prepare(
-    place: str, tree: Any, layout_map: Any, cannot_write: Callable[[], str | None]
+    place: str,
+    tree: Any,
+    layout_map: Any,
+    cannot_write: Callable[[], str | None],
+    checksums: bool = True,
 ) -> Ready:
     """Checks that a tree can be written, on all processes, before anything is.
 
@@ -87,6 +98,7 @@ def prepare(
         tree: the tree.
         layout_map: its rules, or None.
         cannot_write: says why nothing can be written there, or None.
+        checksums: whether the record is to hold those of the leaves.
 
     Raises:
         CheckpointError, ResolveError: as `save`.
@@ -111,6 +123,8 @@ def prepare(
         if not leaf.is_empty
     }
     record = _record.to_json(flat, leaves, resolution.owners(), rules)
+    if checksums:
+        record["checksums"] = _checksums.checksums(values)
     return Ready(_orbax.nested(values), record)
 
 
