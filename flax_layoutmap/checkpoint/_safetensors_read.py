@@ -1,0 +1,245 @@
+"""Reading parts of tensors: which bytes, in how many reads, and into what.
+
+A part is a strided view of a tensor. Bytes that lie closer together than `GAP_BYTES`
+are read in one go, with what is between them; where the gap is longer it is skipped.
+So rows are read exactly; narrow columns are cut from blocks of whole rows, instead of
+in thousands of tiny reads. What will be read is known before (`bytes_to_read`).
+"""
+
+import dataclasses
+import math
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap.checkpoint._safetensors_file import Tensor
+
+# To read on past a gap of this size takes about as long as to begin another read.
+GAP_BYTES = 32 << 10
+# What is not read straight to its place goes through a buffer of this size.
+BLOCK_BYTES = 8 << 20
+MOST_OPEN = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A strided view of a tensor, and where its elements go.
+
+    Attributes:
+        offset: position of the first element.
+        strides: elements from one to the next, per dim of `out`.
+        out: the array to fill, of any dtype.
+    """
+
+    offset: int
+    strides: tuple[int, ...]
+    out: np.ndarray
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last one, with all between them."""
+        steps = zip(self.out.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
+
+    def ordered(self) -> "Piece":
+        """The same, with the dims in the order of the file, without those of size 1."""
+        dims = [at for at, size in enumerate(self.out.shape) if size > 1]
+        dims.sort(key=lambda at: -self.strides[at])
+        ones = [at for at, size in enumerate(self.out.shape) if size == 1]
+        out = self.out.transpose(dims + ones)
+        out = out.squeeze(tuple(range(len(dims), out.ndim)))
+        return Piece(self.offset, tuple(self.strides[at] for at in dims), out)
+
+    def rows(self, start: int, stop: int) -> "Piece":
+        """Some rows of the first dim."""
+        offset = self.offset + start * self.strides[0]
+        return Piece(offset, self.strides, self.out[start:stop])
+
+    def row(self, at: int) -> "Piece":
+        """One row of the first dim, which is then gone."""
+        offset = self.offset + at * self.strides[0]
+        return Piece(offset, self.strides[1:], self.out[at, ...])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fetch:
+    """One read.
+
+    Attributes:
+        start: position of the first element.
+        count: elements to read.
+        pieces: what to take from them.
+    """
+
+    start: int
+    count: int
+    pieces: tuple[Piece, ...]
+
+
+def bytes_to_read(tensor: Tensor, pieces: Iterable[Piece]) -> int:
+    """How many bytes will be read for some pieces of one tensor."""
+    count = sum(fetch.count for fetch in _fetches(pieces, tensor.dtype))
+    return count * tensor.dtype.itemsize
+
+
+# ------------------------------------------------------------------ what to read
+
+
+def _fetches(pieces: Iterable[Piece], dtype: np.dtype[Any]) -> Iterator[Fetch]:
+    """The reads for some pieces of one tensor."""
+    groups: dict[Any, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        piece = piece.ordered()
+        if piece.out.size == 0:
+            continue
+        if not piece.strides:
+            yield Fetch(piece.offset, 1, (piece,))
+            continue
+        # Parts of the same rows are read together.
+        pitch = piece.strides[0]
+        groups[pitch, piece.offset // pitch, len(piece.out)].append(piece)
+    for group in groups.values():
+        yield from _fetches_of_rows(group, dtype)
+
+
+def _fetches_of_rows(group: list[Piece], dtype: np.dtype[Any]) -> Iterator[Fetch]:
+    """The reads for pieces that lie in the same rows."""
+    first = group[0]
+    pitch, rows = first.strides[0], len(first.out)
+    if len(group) == 1 and _is_direct(first, dtype):
+        yield Fetch(first.offset, first.out.size, (first,))
+        return
+    one_row = _joined(_fetches([piece.row(0) for piece in group], dtype), dtype)
+    low = min(fetch.start for fetch in one_row)
+    width = max(fetch.start + fetch.count for fetch in one_row) - low
+    if len(one_row) == 1 and (pitch - width) * dtype.itemsize < max(GAP_BYTES, 1):
+        many = max(1, BLOCK_BYTES // (pitch * dtype.itemsize))
+        for start in range(0, rows, many):
+            stop = min(start + many, rows)
+            parts = tuple(piece.rows(start, stop) for piece in group)
+            count = (stop - start - 1) * pitch + width
+            yield Fetch(low + start * pitch, count, parts)
+        return
+    for at in range(rows):
+        row = [piece.row(at) for piece in group]
+        yield from _joined(_fetches(row, dtype), dtype)
+
+
+def _is_direct(piece: Piece, dtype: np.dtype[Any]) -> bool:
+    """Whether the bytes are, one after another, those of the array to fill."""
+    out = piece.out
+    right = out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
+    return right and piece.span == out.size
+
+
+def _joined(fetches: Iterable[Fetch], dtype: np.dtype[Any]) -> list[Fetch]:
+    """Makes one read of neighbours that fit into a block."""
+    gap, block = GAP_BYTES // dtype.itemsize, BLOCK_BYTES // dtype.itemsize
+    joined: list[Fetch] = []
+    for fetch in sorted(fetches, key=lambda fetch: fetch.start):
+        last = joined[-1] if joined else None
+        end = fetch.start + fetch.count
+        if last is not None and end - last.start <= block:
+            if fetch.start - last.start - last.count < max(gap, 1):
+                count = max(last.count, end - last.start)
+                joined[-1] = Fetch(last.start, count, last.pieces + fetch.pieces)
+                continue
+        joined.append(fetch)
+    return joined
+
+
+# ----------------------------------------------------------------------- reading
+
+
+class Files:
+    """Files that are read from, a few of them open at a time.
+
+    A context manager, which closes them.
+
+    Attributes:
+        bytes_read: bytes read so far.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._open: OrderedDict[str, int] = OrderedDict()
+        self._buffer = np.empty(0, np.uint8)
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def read(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
+        """Fills the arrays of some pieces of a tensor.
+
+        Raises:
+            CheckpointError: the file is gone, was cut, or cannot be read.
+        """
+        dtype = tensor.dtype
+        for fetch in _fetches(pieces, dtype):
+            only = fetch.pieces[0]
+            if len(fetch.pieces) == 1 and only.strides and _is_direct(only, dtype):
+                self._fill(tensor, fetch, only.out.reshape(-1).view(np.uint8))
+                continue
+            buffer = self._block(fetch.count * dtype.itemsize)
+            self._fill(tensor, fetch, buffer)
+            block = buffer.view(dtype)
+            for piece in fetch.pieces:
+                steps = [stride * dtype.itemsize for stride in piece.strides]
+                begin = block[piece.offset - fetch.start :]
+                source = as_strided(begin, piece.out.shape, steps, writeable=False)
+                np.copyto(piece.out, source, casting="unsafe")
+
+    def _block(self, nbytes: int) -> np.ndarray:
+        if nbytes > self._buffer.size:
+            self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer[:nbytes]
+
+    def _fill(self, tensor: Tensor, fetch: Fetch, buffer: Any) -> None:
+        """Reads bytes of a tensor; the system may give them in several portions."""
+        at = tensor.offset + fetch.start * tensor.dtype.itemsize
+        view = memoryview(buffer)
+        try:
+            descriptor = self._descriptor(tensor.file)
+            while view:
+                count = os.preadv(descriptor, [view], at)
+                if count == 0:
+                    raise CheckpointError(
+                        f"{tensor}: the file ends at byte {at}; it was cut since its "
+                        "header was read"
+                    )
+                self.bytes_read += count
+                view, at = view[count:], at + count
+        except OSError as error:
+            raise CheckpointError(
+                f"{tensor}: it cannot be read: {error.strerror}"
+            ) from error
+
+    def _descriptor(self, file: str) -> int:
+        if file in self._open:
+            self._open.move_to_end(file)
+            return self._open[file]
+        if len(self._open) >= MOST_OPEN:
+            os.close(self._open.popitem(last=False)[1])
+        self._open[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        return self._open[file]
+
+
+def elements(pieces: Iterable[Piece]) -> int:
+    """How many elements the pieces need."""
+    return sum(math.prod(piece.out.shape) for piece in pieces)

@@ -1,0 +1,309 @@
+"""Any slice of any steps over tensors: NumPy's numbers, and the planned bytes."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from flax_layoutmap.checkpoint import _safetensors_read, mappings
+from flax_layoutmap.checkpoint._mapping import Source
+from flax_layoutmap.checkpoint._mapping_blocks import dummy, pieces_of, range_boxes
+from flax_layoutmap.checkpoint._mapping_transforms import (
+    Merge,
+    Rearrange,
+    Split,
+    Stack,
+    Transpose,
+)
+from flax_layoutmap.checkpoint._safetensors_file import read_header
+from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
+
+Shape = tuple[int, ...]
+
+
+# ------------------------------------------------------------- what NumPy makes of it
+
+
+def inner_shapes(step: Any, shape: Shape) -> Shape:
+    """Shape of the first input of a step, whose others have the same."""
+    return step.inputs(shape)[0].shape
+
+
+def evaluate(name: str, steps: tuple[Any, ...], tensors: dict[str, np.ndarray]) -> Any:
+    """The whole leaf, by NumPy."""
+    if not steps:
+        return tensors[name]
+    *before, last = steps
+
+    def inner(fields: dict[str, str]) -> np.ndarray:
+        filled = name
+        for field, value in fields.items():
+            filled = filled.replace(f"{{{field}}}", value)
+        return evaluate(filled, tuple(before), tensors)
+
+    if isinstance(last, Stack):
+        parts = [inner({last.field: name}) for name in last.over or ()]
+        return np.stack(parts, last.axis)
+    if isinstance(last, Merge):
+        return np.concatenate([inner({last.field: n}) for n in last.over], last.axis)
+    value = inner({})
+    if isinstance(last, Transpose):
+        return value.transpose(last.axes or None)
+    if isinstance(last, Split):
+        if isinstance(last.of, int):
+            return np.split(value, last.of, last.axis)[last.index]
+        cuts = np.cumsum(last.of)[:-1]
+        return np.split(value, cuts, last.axis)[last.index]
+    assert isinstance(last, Rearrange)
+    sizes = dict(last.given)
+    flat = [n for group in last.left for n in group]
+    value = value.reshape([sizes[n] for n in flat])
+    value = value.transpose([flat.index(n) for group in last.right for n in group])
+    return value.reshape([math.prod(sizes[n] for n in group) for group in last.right])
+
+
+# -------------------------------------------------------------------- random pipelines
+
+
+@st.composite
+def rearrangements(draw: st.DrawFn, shape: Shape) -> Any:
+    """Splits dims, puts the axes into another order, and joins some."""
+    letters = iter("abcdefghijkl")
+    left, sizes = [], {}
+    for size in shape:
+        factor = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
+        parts = [factor, size // factor] if draw(st.booleans()) else [size]
+        names = [next(letters) for _ in parts]
+        sizes.update(zip(names, parts, strict=True))
+        left.append(names)
+    order = draw(st.permutations([n for names in left for n in names]))
+    right: list[list[str]] = []
+    for name in order:
+        if right and draw(st.integers(0, 3)) == 0:
+            right[-1].append(name)
+        else:
+            right.append([name])
+    sides = [" ".join(f"({' '.join(g)})" for g in side) for side in (left, right)]
+    return mappings.rearrange(" -> ".join(sides), **sizes)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], Shape, Shape]:
+    """The name, the steps, the shape of each tensor, and that of the leaf."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    first, name, steps = shape, "t", []
+    for number in range(draw(st.integers(0, 4))):
+        kind = draw(
+            st.sampled_from(["transpose", "split", "stack", "merge", "split_up"])
+        )
+        axis = draw(st.integers(0, len(shape) - 1))
+        if kind == "transpose":
+            axes = tuple(draw(st.permutations(range(len(shape)))))
+            steps.append(mappings.transpose(*axes))
+            shape = tuple(shape[at] for at in axes)
+        elif kind == "split":
+            cuts = draw(st.lists(st.integers(0, shape[axis]), max_size=2).map(sorted))
+            edges = [0, *cuts, shape[axis]]
+            of = [b - a for a, b in itertools.pairwise(edges)]
+            index = draw(st.integers(0, len(of) - 1))
+            steps.append(mappings.split(axis, index, of))
+            shape = (*shape[:axis], of[index], *shape[axis + 1 :])
+        elif kind == "stack" and len(shape) < 5:
+            over = [f"s{number}{at}" for at in range(draw(st.integers(1, 3)))]
+            steps.append(mappings.stack(axis, over, field=f"f{number}"))
+            shape = (*shape[:axis], len(over), *shape[axis:])
+            name += f".{{f{number}}}"
+        elif kind == "merge" and math.prod(shape) < 500:
+            over = [f"m{number}{at}" for at in range(draw(st.integers(1, 3)))]
+            steps.append(mappings.merge(axis, over, field=f"f{number}"))
+            shape = (*shape[:axis], shape[axis] * len(over), *shape[axis + 1 :])
+            name += f".{{f{number}}}"
+        elif kind == "split_up" and 0 not in shape and len(shape) < 5:
+            steps.append(draw(rearrangements(shape)))
+            sizes = dict(steps[-1].given)
+            shape = tuple(math.prod(sizes[n] for n in g) for g in steps[-1].right)
+    return name, tuple(steps), first, shape
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: Shape) -> tuple[tuple[int, int], ...]:
+    """A box of an array."""
+    ends = [sorted(draw(st.tuples(*[st.integers(0, n)] * 2))) for n in shape]
+    return tuple((low, high) for low, high in ends)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), gap=st.sampled_from([0, 8, 64, 32 << 10]))
+def test_a_slice_of_any_steps_is_numpys(
+    data: st.DataObject, gap: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_safetensors_read, "GAP_BYTES", gap)
+    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", data.draw(st.integers(4, 99)))
+    name, steps, first, shape = data.draw(pipelines())
+    try:
+        recipe = Source((name,), steps).recipes(shape)[0]
+    except ValueError as error:
+        assert "rearrange it before" in str(error) or "earlier step" in str(error)
+        return
+    rng = np.random.default_rng(0)
+    arrays = {
+        held: rng.integers(0, 60_000, size).astype(np.uint16)
+        for held, size in recipe.shapes.items()
+    }
+    assert set(recipe.shapes.values()) == {first}
+    whole = evaluate(name, steps, arrays)
+    assert whole.shape == shape
+    file = str(tmp_path / "model.safetensors")
+    save_file(arrays, file)
+    tensors = read_header(file)
+    wanted = [data.draw(boxes(shape)) for _ in range(data.draw(st.integers(1, 3)))]
+    pieces: dict[str, list[Piece]] = {}
+    planned: dict[str, list[Piece]] = {}
+    outs = []
+    dtype = data.draw(st.sampled_from([np.uint16, np.int64]))
+    for box in wanted:
+        size = tuple(stop - start for start, stop in box)
+        outs.append(np.full(size, 7, dtype))
+        for held, piece in pieces_of(recipe.blocks, box, outs[-1]):
+            assert np.shares_memory(piece.out, outs[-1]) or piece.out.size == 0
+            pieces.setdefault(held, []).append(piece)
+        for held, piece in pieces_of(recipe.blocks, box, dummy(size, dtype)):
+            planned.setdefault(held, []).append(piece)
+    with Files() as files:
+        for held, parts in pieces.items():
+            files.read(tensors[held], parts)
+        expected = sum(bytes_to_read(tensors[n], parts) for n, parts in planned.items())
+        assert files.bytes_read == expected
+        if gap == 0 and len(wanted) == 1:
+            assert files.bytes_read == outs[0].size * 2
+    for box, out in zip(wanted, outs, strict=True):
+        np.testing.assert_array_equal(out, whole[tuple(slice(*b) for b in box)])
+
+
+@given(sizes=st.lists(st.integers(1, 4), max_size=4), data=st.data())
+def test_boxes_of_a_range_are_the_range(sizes: list[int], data: st.DataObject) -> None:
+    total = math.prod(sizes)
+    low, high = sorted(data.draw(st.tuples(*[st.integers(0, total)] * 2)))
+    grid = np.arange(total).reshape(sizes)
+    found = [
+        grid[tuple(slice(*part) for part in box)].reshape(-1)
+        for box in range_boxes(low, high, sizes)
+    ]
+    np.testing.assert_array_equal(np.concatenate([[], *found]), np.arange(low, high))
+
+
+# ------------------------------------------------------------------- which bytes
+
+
+def reads(
+    file: str, pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[int, int]]:
+    """First byte and length of each read of the one tensor of a file."""
+    seen: list[tuple[int, int]] = []
+    plain = _safetensors_read.os.preadv
+
+    def preadv(descriptor: int, buffers: Any, at: int) -> int:
+        seen.append((at, sum(len(b) for b in buffers)))
+        return plain(descriptor, buffers, at)
+
+    monkeypatch.setattr(_safetensors_read.os, "preadv", preadv)
+    [tensor] = read_header(file).values()
+    with Files() as files:
+        files.read(tensor, pieces)
+    return [(at - tensor.offset, count) for at, count in seen]
+
+
+@pytest.fixture
+def matrix(tmp_path: Path) -> tuple[str, np.ndarray]:
+    values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
+    save_file({"w": values}, tmp_path / "model.safetensors")
+    return str(tmp_path / "model.safetensors"), values
+
+
+def test_rows_are_one_read(
+    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, values = matrix
+    out = np.empty((16, 32), np.float32)
+    assert reads(file, [Piece(16 * 32, (32, 1), out)], monkeypatch) == [(2048, 2048)]
+    np.testing.assert_array_equal(out, values[16:32])
+
+
+def test_narrow_columns_are_cut_from_whole_rows(
+    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, values = matrix
+    out = np.empty((64, 8), np.float32)
+    found = reads(file, [Piece(8, (32, 1), out)], monkeypatch)
+    assert found == [(32, 64 * 128 - 96)]  # from the first number to the last
+    np.testing.assert_array_equal(out, values[:, 8:16])
+
+
+def test_all_columns_of_a_process_come_from_one_read_of_each_block(
+    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, values = matrix
+    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", 16 * 128)
+    outs = [np.empty((64, 8), np.float32) for _ in range(4)]
+    pieces = [Piece(8 * at, (32, 1), out) for at, out in enumerate(outs)]
+    found = reads(file, pieces, monkeypatch)
+    assert found == [(at * 2048, 2048) for at in range(4)]
+    np.testing.assert_array_equal(np.concatenate(outs, 1), values)
+
+
+def test_wide_gaps_are_skipped(
+    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, values = matrix
+    monkeypatch.setattr(_safetensors_read, "GAP_BYTES", 96)
+    out = np.empty((64, 8), np.float32)
+    found = reads(file, [Piece(0, (32, 1), out)], monkeypatch)
+    assert found == [(row * 128, 32) for row in range(64)]
+    np.testing.assert_array_equal(out, values[:, :8])
+
+
+def test_transposed_and_cast_on_the_way(
+    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, values = matrix
+    out = np.empty((32, 64), np.float64)
+    assert reads(file, [Piece(0, (1, 32), out)], monkeypatch) == [(0, 8192)]
+    np.testing.assert_array_equal(out, values.T)
+
+
+def test_few_files_are_open_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_safetensors_read, "MOST_OPEN", 3)
+    opened: list[int] = []
+    closed: list[int] = []
+    plain_open, plain_close = _safetensors_read.os.open, _safetensors_read.os.close
+
+    def note_open(*args: Any) -> int:
+        opened.append(plain_open(*args))
+        assert len(opened) - len(closed) <= 3
+        return opened[-1]
+
+    def note_close(descriptor: int) -> None:
+        closed.append(descriptor)
+        plain_close(descriptor)
+
+    files = [str(tmp_path / f"{at}.safetensors") for at in range(5)]
+    for at, file in enumerate(files):
+        save_file({"w": np.full(4, at, np.int32)}, file)
+    tensors = [read_header(file)["w"] for file in files]
+    monkeypatch.setattr(_safetensors_read.os, "open", note_open)
+    monkeypatch.setattr(_safetensors_read.os, "close", note_close)
+    with Files() as reader:
+        for at in (0, 1, 0, 2, 0, 3, 0, 4, 0):
+            out = np.empty(4, np.int32)
+            reader.read(tensors[at], [Piece(0, (1,), out)])
+            assert (out == at).all()
+    assert len(opened) == 5  # the first one stayed open
+    assert sorted(closed) == sorted(opened)
