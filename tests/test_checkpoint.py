@@ -966,8 +966,10 @@ def test_bad_arguments(arguments: dict[str, Any], text: str, small: Path) -> Non
 def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
     with refused("without layouts: pass layout_map=, on the mesh to restore to"):
         flm.checkpoint.restore(small)
-    with refused("(it was saved on a mesh data=2,model=4)"):
+    with refused("pass mesh= for the rules", "(it was saved on a mesh data=2,model=4)"):
         flm.checkpoint.restore(saved)
+    with refused("was saved without rules, so mesh= is not enough; pass layout_map="):
+        flm.checkpoint.restore(small, mesh="data=8")
     for layout_map, have in (
         (rules(None), "no mesh"),
         (flm.LayoutMap(flm.DeviceMesh.abstract("data=8")), "'data=8', abstract"),
@@ -1180,8 +1182,8 @@ def test_orbax_is_not_trusted(
         "text": lambda w: "w",
     }
 
-    def other(path: Any, target: Any) -> Any:
-        read = load(path, target)
+    def other(path: Any, target: Any, **options: Any) -> Any:
+        read = load(path, target, **options)
         return {**read, "w": replacement[wrong](read["w"])}
 
     monkeypatch.setattr(v1, "load", other)

@@ -58,7 +58,18 @@ FUNCTIONS = [
     "resolve",
     "unpack",
 ]
-NAMESPACES = {"checkpoint": ["restore", "save"]}
+NAMESPACES = {
+    "checkpoint": [
+        "CheckpointInfo",
+        "LeafInfo",
+        "LeafPlan",
+        "RestorePlan",
+        "inspect",
+        "plan",
+        "restore",
+        "save",
+    ]
+}
 
 
 def public_members(owner: object) -> list[str]:

@@ -1,7 +1,8 @@
 """The one place that calls Orbax, by the public names of its v1 API."""
 
 import contextlib
-import glob
+import dataclasses
+import json
 import os
 import re
 import shutil
@@ -11,27 +12,30 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from flax_layoutmap._errors import CheckpointError, LayoutError, did_you_mean
-
-_UNFINISHED = ".orbax-checkpoint-tmp"
-_METADATA_FILE = "_CHECKPOINT_METADATA"
-# Suffixes beside a checkpoint while it is replaced: the new one, and the old one.
-_NEW, _OLD = ".replacement", ".replaced"
+from flax_layoutmap._paths import escape, key_of
+from flax_layoutmap._records import Shape
+from flax_layoutmap.checkpoint._places import (
+    METADATA_FILE,
+    NEW,
+    OLD,
+    check_place,
+    is_url,
+)
+from flax_layoutmap.checkpoint._places import absolute as absolute
 
 # Below this, one process writes a replicated array whole. Cut among the replicas, a
 # bias of 8 numbers on 8 devices would become 8 chunks.
 _MIN_SLICE_BYTES = 1 << 20
 
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """The absolute path, which Orbax asks for; URLs (`gs://…`) stay as they are."""
-    text = os.fspath(path)
-    return text if _is_url(text) else os.path.abspath(os.path.expanduser(text))
-
-
-def _is_url(path: str) -> bool:
-    return "://" in path
+# What only the v1 API writes, and what every tree of arrays has.
+_V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
+# Keys of a database above which their sizes are not asked for one by one.
+_MOST_KEYS = 200_000
+# What TensorStore counts of the files it reads.
+_COUNTER = "/tensorstore/kvstore/file/bytes_read"
 
 
 # -------------------------------------------------------------------- writing
@@ -39,13 +43,13 @@ def _is_url(path: str) -> bool:
 
 def cannot_write(path: str, overwrite: bool) -> str | None:
     """Why nothing can be written to a path, or None."""
-    if _is_url(path):
+    if is_url(path):
         return None
     if not os.path.lexists(path):
         return _no_place(Path(path).parent)
     if not overwrite:
         return "the path exists; save to another one, or pass overwrite=True"
-    if not os.path.isfile(os.path.join(path, _METADATA_FILE)):
+    if not os.path.isfile(os.path.join(path, METADATA_FILE)):
         return (
             "the path exists and is no checkpoint, so overwrite=True does not replace "
             "it; remove it yourself, or save to another path"
@@ -77,12 +81,12 @@ def write(
     """
     from orbax.checkpoint import v1
 
-    replace = overwrite and not _is_url(path) and os.path.exists(path)
+    replace = overwrite and not is_url(path) and os.path.exists(path)
     if replace:
         path = os.path.realpath(path)  # a link stays, what it leads to is replaced
     with translated(f"cannot save to {path}"), saving_context():
         v1.save(
-            path + _NEW if replace else path,
+            path + NEW if replace else path,
             tree,
             overwrite=overwrite,
             custom_metadata=metadata,
@@ -106,11 +110,11 @@ def saving_context() -> Any:
 
 def _swap(path: str) -> None:
     """Puts the new checkpoint in the place of the old one."""
-    if os.path.lexists(path + _OLD):
-        shutil.rmtree(path + _OLD)  # of an earlier swap that was interrupted
-    os.rename(path, path + _OLD)
-    os.rename(path + _NEW, path)
-    shutil.rmtree(path + _OLD)
+    if os.path.lexists(path + OLD):
+        shutil.rmtree(path + OLD)  # of an earlier swap that was interrupted
+    os.rename(path, path + OLD)
+    os.rename(path + NEW, path)
+    shutil.rmtree(path + OLD)
 
 
 def _on_first_process(action: Callable[[], None], failing: str) -> None:
@@ -129,39 +133,134 @@ def _on_first_process(action: Callable[[], None], failing: str) -> None:
     if failed:
         raise CheckpointError(
             f"{failing}: {error or 'process 0 failed'}; beside it are the new one "
-            f"({_NEW!r} added) and the old one ({_OLD!r}), where they are not in place"
+            f"({NEW!r} added) and the old one ({OLD!r}), where they are not in place"
         ) from error
 
 
 # -------------------------------------------------------------------- reading
 
 
-def read_metadata(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """What a checkpoint holds, without its arrays.
+
+    Attributes:
+        tree: dicts and lists of Orbax's metadata of the leaves.
+        custom: the custom metadata.
+        item: the folder that holds the tree; None where that is the checkpoint itself.
+        is_v1: whether Orbax's v1 API wrote it.
+    """
+
+    tree: Any
+    custom: dict[str, Any]
+    item: str | None
+    is_v1: bool
+
+
+def read_metadata(path: str, item: str | None = None) -> Metadata:
     """Reads what a checkpoint holds, but no array.
 
-    Returns:
-        Path → Orbax's metadata of the leaf, and the custom metadata.
+    Args:
+        path: the checkpoint.
+        item: which tree of several in it; None where there is one.
 
     Raises:
         CheckpointError: there is no checkpoint, or its metadata cannot be read.
     """
-    if not _is_url(path):
-        _check_place(path)
+    if not is_url(path):
+        check_place(path)
+        _check_readable(path)
+        item = _item(path, item)
     from orbax.checkpoint import v1
 
+    own = {} if item is None else {"checkpointable_name": item}
     with translated(f"{path} is no readable checkpoint"), v1.Context():
-        read = v1.metadata(path)
+        read = v1.metadata(path, **own)
     # Orbax logs what is wrong with a file, and answers None.
-    if not isinstance(read.metadata, dict):
+    if not isinstance(read.metadata, dict | list):
         raise CheckpointError(
-            f"the checkpoint {path} is damaged: in its folder 'state', _METADATA, "
-            "manifest.ocdbt or a file below d is missing or cut; Orbax has logged which"
+            f"the checkpoint {path} is damaged: in its folder {item or 'state'!r}, "
+            "_METADATA, manifest.ocdbt or a file below d is missing or cut (or it has "
+            "a Python bool, which Orbax writes but cannot read); Orbax has logged which"
         )
     custom = read.custom_metadata
-    return unnested(read.metadata), custom if isinstance(custom, dict) else {}
+    return Metadata(
+        read.metadata,
+        custom if isinstance(custom, dict) else {},
+        item,
+        os.path.exists(os.path.join(path, _V1_FILE)),
+    )
 
 
-def read_arrays(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
+def _check_readable(path: str) -> None:
+    """Raises where Orbax would take a damaged file for one that says nothing."""
+    name = os.path.join(path, METADATA_FILE)
+    try:
+        with open(name, encoding="utf-8") as file:
+            read = json.load(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged: its file {METADATA_FILE} cannot be "
+            f"read: {error}"
+        ) from error
+    if not isinstance(read, dict):
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged: its file {METADATA_FILE} holds "
+            f"{type(read).__name__}, no JSON object"
+        )
+
+
+def _item(path: str, item: str | None) -> str | None:
+    """The tree that is meant, by the names of the folders; None leaves it to Orbax."""
+    items = items_in(path)
+    if item is not None:
+        if item not in items:
+            raise CheckpointError(
+                f"the checkpoint {path} has no tree {item!r}"
+                f"{did_you_mean(item, items)}; it has {', '.join(items) or 'one only'}"
+            )
+        return item
+    if len(items) > 1:
+        raise CheckpointError(
+            f"the checkpoint {path} holds several trees; name one: "
+            + " or ".join(f"item={name!r}" for name in items)
+        )
+    return items[0] if items else None
+
+
+def items_in(path: str) -> list[str]:
+    """Names of the trees that a checkpoint has in folders of their own."""
+    if is_url(path) or os.path.isfile(os.path.join(path, _TREE_FILE)):
+        return []  # the directory is the tree
+    return sorted(
+        child.name
+        for child in Path(path).iterdir()
+        if (child / _TREE_FILE).is_file() or (child / "manifest.ocdbt").is_file()
+    )
+
+
+def leaves_of(tree: Any, *, escaped: bool) -> dict[str, Any]:
+    """Path → leaf of what Orbax gives: dicts and lists; None is no leaf.
+
+    Args:
+        tree: the tree.
+        escaped: whether its keys are parts of paths already, as `save` writes them.
+    """
+    part = str if escaped else escape
+    return {
+        "/".join(part(key_of(entry)) for entry in keys): leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def read_arrays(
+    path: str,
+    wanted: Mapping[str, Any],
+    tree: Any = None,
+    *,
+    item: str | None = None,
+    replica_axis: int | None = None,
+) -> dict[str, Any]:
     """Reads leaves.
 
     Args:
@@ -169,16 +268,100 @@ def read_arrays(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
         wanted: path → what Orbax takes as target of each leaf that it holds: a
             `jax.ShapeDtypeStruct` with sharding, `np.ndarray`, a Python value, or
             `...` to pass over the leaf.
+        tree: the tree that the leaves are of, with paths as `leaves_of` gives them, in
+            their order; None: nested dicts of the parts of the paths.
+        item: which tree of several in the checkpoint.
+        replica_axis: the axis of the mesh, by number, on which all wanted leaves are
+            replicated: only the first of the replicas is read, and the others get
+            theirs from it. None: every process reads what it needs.
 
     Returns:
         Path → value; `...` for what was passed over.
     """
     if all(value is ... for value in wanted.values()):
-        return wanted
+        return dict(wanted)
     from orbax.checkpoint import v1
 
-    with translated(f"cannot read the checkpoint {path}"), v1.Context():
-        return unnested(v1.load(path, nested(wanted)))
+    own = {} if item is None else {"checkpointable_name": item}
+    context = v1.Context()
+    if replica_axis is not None:
+        loading = context.array.loading
+        loading.use_load_and_broadcast = True
+        loading.load_and_broadcast_options.replica_axis_index = replica_axis
+    if tree is None:
+        target = nested(wanted)
+    else:
+        target = jax.tree.unflatten(jax.tree.structure(tree), list(wanted.values()))
+    with translated(f"cannot read the checkpoint {path}"), context:
+        read = v1.load(path, target, **own)
+    values = leaves_of(read, escaped=True)
+    return values if tree is None else dict(zip(wanted, values.values(), strict=True))
+
+
+def chunk_of(held: Any) -> Shape | None:
+    """The shape of the chunks that an array is read in; None if that is not known."""
+    storage = getattr(held, "storage_metadata", None)
+    chunk = getattr(storage, "chunk_shape", None)
+    return None if chunk is None else tuple(chunk)
+
+
+def layout_of(held: Any) -> tuple[dict[str, int] | None, PartitionSpec] | None:
+    """The mesh (axis → size; None if unknown) and the spec that Orbax noted, if any."""
+    saved = getattr(held, "sharding_metadata", None)
+    spec = getattr(saved, "partition_spec", None)
+    if saved is None or spec is None:
+        return None
+    entries = [tuple(e) if isinstance(e, list) else e for e in spec]
+    # `shape` is that of the mesh.
+    sizes = dict(zip(saved.axis_names, map(int, saved.shape), strict=True))
+    return sizes, PartitionSpec(*entries)
+
+
+def stored_bytes(path: str, item: str | None = None) -> dict[str, int]:
+    """Name of a leaf (its keys joined by `.`) → bytes it takes in the files.
+
+    Empty where the checkpoint is not of one OCDBT database, or is too large to ask.
+    """
+    folder = os.path.join(path, item) if item else path
+    if is_url(path) or not os.path.isfile(os.path.join(folder, "manifest.ocdbt")):
+        return {}
+    import tensorstore
+
+    base = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+    manifest = tensorstore.ocdbt.dump(base).result()
+    root = manifest["versions"][-1]["root"]
+    if root["statistics"]["num_keys"] > _MOST_KEYS:
+        return {}
+    sizes: dict[str, int] = {}
+    below = [(root["location"], "")]
+    while below:
+        where, prefix = below.pop()
+        for entry in tensorstore.ocdbt.dump(base, where).result()["entries"]:
+            key = prefix + entry["key"].decode()
+            if "location" in entry:
+                cut = entry.get("subtree_common_prefix_length", 0)
+                below.append((entry["location"], key[: len(prefix) + cut]))
+            else:
+                name = key.split("/", 1)[0]
+                sizes[name] = sizes.get(name, 0) + _value_bytes(entry)
+    return sizes
+
+
+def bytes_read() -> int:
+    """Bytes that TensorStore has read from files since this process started."""
+    import tensorstore
+
+    found = tensorstore.experimental_collect_matching_metrics(_COUNTER)
+    return sum(
+        int(value["value"]) for metric in found for value in metric.get("values", ())
+    )
+
+
+def _value_bytes(entry: Mapping[str, Any]) -> int:
+    indirect = entry.get("indirect_value")
+    if indirect is None:
+        return 0  # with the metadata, not in a read of its own
+    return int(indirect.rsplit(":", 1)[1])
 
 
 def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
@@ -191,63 +374,6 @@ def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
             node = node.setdefault(part, {})
         node[last] = leaf
     return root
-
-
-def unnested(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `nested`."""
-    leaves: dict[str, Any] = {}
-    for key, node in tree.items():
-        if isinstance(node, dict):
-            leaves.update(unnested(node, f"{prefix}{key}/"))
-        else:
-            leaves[f"{prefix}{key}"] = node
-    return leaves
-
-
-def _check_place(path: str) -> None:
-    """Says in plain words what is wrong with a path, where that can be seen."""
-    place = Path(path)
-    if _UNFINISHED in place.name:
-        raise CheckpointError(
-            f"{path} is an unfinished checkpoint: its save was interrupted; restore an "
-            "earlier one"
-        )
-    if not place.exists():
-        raise CheckpointError(f"there is no checkpoint at {path}{_near(place)}")
-    if not place.is_dir():
-        raise CheckpointError(f"{path} is a file; a checkpoint is a directory")
-    if (place / _METADATA_FILE).is_file():
-        return
-    inside = sorted(
-        child.name for child in place.iterdir() if (child / _METADATA_FILE).is_file()
-    )
-    if inside:
-        hint = f"; it holds checkpoints: {', '.join(inside[:5])}"
-    elif (place.parent / _METADATA_FILE).is_file():
-        hint = f"; the checkpoint is the directory above it, {place.parent}"
-    elif not any(place.iterdir()):
-        hint = ": the directory is empty"
-    else:
-        hint = f": it has no file {_METADATA_FILE}"
-    raise CheckpointError(f"{path} is no checkpoint{hint}")
-
-
-def _near(place: Path) -> str:
-    """What lies beside a path that does not exist."""
-    kept = [f"{place}{end}" for end in (_OLD, _NEW) if os.path.exists(f"{place}{end}")]
-    if kept:
-        return (
-            f": overwriting it was interrupted, and {' and '.join(kept)} "
-            f"{'are' if len(kept) > 1 else 'is'} there ({_OLD!r} is the old one, "
-            f"{_NEW!r} the new one); rename the one that you want"
-        )
-    unfinished = glob.glob(f"{glob.escape(str(place))}{_UNFINISHED}*")
-    if unfinished:
-        return f": its save did not finish ({unfinished[0]} is there)"
-    if not place.parent.is_dir():
-        return f"; there is no directory {place.parent}"
-    beside = [child.name for child in place.parent.iterdir() if child.is_dir()]
-    return did_you_mean(place.name, beside)
 
 
 @contextlib.contextmanager

@@ -11,33 +11,27 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._errors import CheckpointError, ResolveError, closest
+from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, resolve_with_origins
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap.checkpoint import _orbax, _record
-from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
+from flax_layoutmap.checkpoint._leaves import (
+    Leaf,
+    key_data_shape,
+    key_leaf,
+    leaf_of,
+    result_of,
+)
+from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._selection import Selection
+from flax_layoutmap.checkpoint._stored import Stored
 
 # Names that look alike are looked for this often; after that it would take too long.
 _HINTS = 50
 
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A checkpoint, as far as its metadata tells.
-
-    Attributes:
-        where: its path.
-        record: what flax_layoutmap wrote into it.
-        leaves: path → leaf, in the order of the tree that was saved.
-        held: path → Orbax's own metadata, for the leaves that Orbax holds.
-    """
-
-    where: str
-    record: _record.Record
-    leaves: dict[str, Leaf]
-    held: dict[str, Any]
+# Of the PRNGs that JAX has.
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,45 +39,16 @@ class Read:
     """One leaf to restore.
 
     Attributes:
-        stored: the leaf in the checkpoint.
+        stored: the leaf in the checkpoint, with its path there.
         result: the leaf to make of it.
         sharding: where it goes; None for a Python value or a NumPy array.
+        exactly: whether a number has to be the same after a conversion.
     """
 
     stored: Leaf
     result: Leaf
     sharding: Any
-
-
-def open_checkpoint(where: str) -> Stored:
-    """Reads the metadata of a checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged or of another kind.
-    """
-    held, custom = _orbax.read_metadata(where)
-    record = _record.from_json(custom.get(_record.KEY), where)
-    leaves: dict[str, Leaf] = {}
-    for path in record.paths:
-        metadata = held.get(path)
-        if (metadata is None) != record.is_empty(path):
-            raise CheckpointError(
-                f"the checkpoint {where} is damaged: Orbax has "
-                f"{'no' if metadata is None else 'an unexpected'} leaf {path!r}"
-            )
-        try:
-            leaves[path] = record.leaf(path, metadata)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint {where}: leaf {path!r} cannot be read: {error}"
-            ) from error
-    extra = sorted(set(held) - set(leaves))
-    if extra:
-        raise CheckpointError(
-            f"the checkpoint {where} is damaged: Orbax holds leaves that its metadata "
-            f"does not list, such as {extra[0]!r}"
-        )
-    return Stored(where, record, leaves, held)
+    exactly: bool = True
 
 
 @dataclasses.dataclass
@@ -94,15 +59,21 @@ class Plan:
         reads: path → leaf to restore.
         problems: one text each; nothing is read unless this is empty.
         resolution: what the rules say; None without rules, or if they do not fit.
+        kept: paths of the target that keep its values.
+        made: path of a leaf that the target makes itself → its sharding.
+        ignored: paths of the checkpoint that nothing is done about.
     """
 
     reads: dict[str, Read] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
     resolution: Resolution | None = None
+    kept: list[str] = dataclasses.field(default_factory=list)
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ignored: list[str] = dataclasses.field(default_factory=list)
 
 
 def plan_without_target(
-    stored: Stored, rules: RuleSet | None, selection: Selection, dtype: Any
+    stored: Stored, rules: RuleSet | None, options: Options
 ) -> Plan:
     """Plans to restore what the checkpoint holds, laid out by the rules.
 
@@ -110,20 +81,38 @@ def plan_without_target(
         CheckpointError: there are no rules.
     """
     if rules is None:
-        mesh = stored.record.mesh
-        saved = f" (it was saved on a mesh {mesh})" if mesh else ""
         raise CheckpointError(
-            f"cannot restore {stored.where} without layouts: pass layout_map=, on the "
-            f"mesh to restore to{saved}, or a target that has shardings"
+            f"cannot restore {stored.where} without layouts: {_layouts_of(stored)}"
         )
+    selection = options.selection
     plan = Plan(problems=selection.useless(stored.leaves))
     selected = [path for path in stored.leaves if path in selection]
     _resolve_stored(plan, stored, rules, selection, selected)
     shardings = _shardings(plan.resolution)
     for path in selected:
-        leaf = stored.leaves[path]
-        _add(plan, leaf, None, shardings.get(path), dtype)
+        _add(plan, path, stored.leaves[path], None, shardings.get(path), options)
+    plan.ignored = [path for path in stored.leaves if path not in selection]
     return plan
+
+
+def _layouts_of(stored: Stored) -> str:
+    """How to say where leaves go, without a target."""
+    record = stored.record
+    saved = f" (it was saved on {_axes_of(record.mesh)})" if record.mesh else ""
+    if record.rules is not None:
+        return (
+            f"pass mesh= for the rules that it was saved with{saved}, or layout_map= "
+            "with others, or a target that has shardings"
+        )
+    return (
+        f"pass layout_map=, on the mesh to restore to{saved}, or a target that has "
+        "shardings"
+    )
+
+
+def _axes_of(mesh: DeviceMesh) -> str:
+    sizes = ",".join(f"{name}={size}" for name, size in mesh.axis_sizes.items())
+    return f"a mesh {sizes}"
 
 
 def plan_for_target(
@@ -131,8 +120,8 @@ def plan_for_target(
     target: Mapping[str, Any],
     tree: Any,
     rules: RuleSet | None,
-    selection: Selection,
-    dtype: Any,
+    options: Options,
+    can_make: bool,
 ) -> Plan:
     """Plans to restore the leaves of a target, joined with the checkpoint by path.
 
@@ -141,51 +130,124 @@ def plan_for_target(
         target: path → leaf of the target, concrete or abstract.
         tree: the target, as it can be resolved.
         rules: the rules; None takes each leaf's own sharding.
-        selection: which leaves to restore; the others keep the target's value.
-        dtype: the `dtype` argument of `restore`.
+        options: what else was asked for.
+        can_make: whether the target is a function, which can make leaves.
     """
-    plan = Plan(problems=selection.useless([*stored.leaves, *target]))
+    selection = options.selection
+    leaves = _as_in_target(stored, target)
+    plan = Plan(problems=selection.useless([*leaves, *target]))
     shardings: Mapping[str, Any] = {}
     if rules is not None:
         _resolve_target(plan, stored, tree, rules)
         shardings = _shardings(plan.resolution)
-    selected = [path for path in target if path in selection]
-    missing = [path for path in selected if path not in stored.leaves]
-    extra = [path for path in stored.leaves if path in selection]
-    extra = [path for path in extra if path not in target]
+    missing = []
     for path, value in target.items():
         if path not in selection:
-            if isinstance(value, jax.ShapeDtypeStruct):
-                name = f"{path} {show_shape(value.shape)}"
-                plan.problems.append(
-                    f"{name}: include or exclude leaves it out, and the target is "
-                    "abstract, so there is no value to keep; give a concrete target"
-                )
-            continue
-        if path not in stored.leaves:
-            continue
-        leaf = leaf_of(path, value)
-        if leaf is None:
-            kind = type(value).__qualname__
-            plan.problems.append(f"{path}: the {kind} in the target is no array")
-            continue
-        sharding = shardings.get(path)
-        if rules is None:
-            sharding, problem = _own_sharding(leaf, value)
-            if problem is not None:
-                plan.problems.append(f"{leaf.name}: {problem}")
-                continue
-        _add(plan, stored.leaves[path], leaf, sharding, dtype)
-    plan.problems += _absent(missing, extra, target, stored)
+            _keep(plan, path, value, "include or exclude leaves it out")
+        elif path not in leaves:
+            missing.append(path)
+        else:
+            _join(plan, path, leaves[path], value, shardings.get(path), rules, options)
+    extra = [path for path in leaves if path not in target]
+    wanted = [path for path in extra if path in selection]
+    plan.ignored = [path for path in extra if path not in selection]
+    if options.missing == "keep":
+        for path in missing:
+            _keep(plan, path, target[path], "it is not in the checkpoint")
+        missing = []
+    elif options.missing == "init" and missing:
+        _make(plan, missing, target, shardings, can_make)
+        missing = []
+    if options.unexpected == "ignore":
+        plan.ignored, wanted = extra, []
+    plan.problems += _absent(missing, wanted, target, leaves)
     return plan
+
+
+def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The leaves of the checkpoint, by the names that the target has for them.
+
+    In a checkpoint without a record, a parameter that is called `value` looks like the
+    content of a Variable.
+    """
+    if stored.is_ours:
+        return stored.leaves
+    return {
+        (name := leaf.path if path not in target and leaf.path in target else path): (
+            _as_keys(leaf, target[name]) if name in target else leaf
+        )
+        for path, leaf in stored.leaves.items()
+    }
+
+
+def _keep(plan: Plan, path: str, value: Any, why: str) -> None:
+    """Notes a leaf that keeps the value that the target has."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        plan.problems.append(
+            f"{path} {show_shape(value.shape)}: {why}, and the target is abstract, so "
+            "there is no value to keep; give a concrete target"
+        )
+    plan.kept.append(path)
+
+
+def _make(
+    plan: Plan,
+    missing: Sequence[str],
+    target: Mapping[str, Any],
+    shardings: Mapping[str, Any],
+    can_make: bool,
+) -> None:
+    """Notes the leaves that the target itself makes."""
+    for path in missing:
+        name = f"{path} {show_shape(np.shape(target[path]))}"
+        if not can_make:
+            plan.problems.append(
+                f'{name}: is not in the checkpoint, and missing="init" needs a '
+                "function as target, which makes it: lambda: Model(rngs=nnx.Rngs(0))"
+            )
+        elif path not in shardings and not plan.problems:
+            plan.problems.append(
+                f'{name}: is not in the checkpoint, and missing="init" needs '
+                "layout_map= to say where it goes"
+            )
+        plan.made[path] = shardings.get(path)
+
+
+def _join(
+    plan: Plan,
+    path: str,
+    stored: Leaf,
+    value: Any,
+    sharding: Any,
+    rules: RuleSet | None,
+    options: Options,
+) -> None:
+    """Notes a leaf that both sides have."""
+    leaf = leaf_of(path, value)
+    if leaf is None:
+        kind = type(value).__qualname__
+        plan.problems.append(f"{path}: the {kind} in the target is no array")
+        return
+    if rules is None:
+        sharding, problem = _own_sharding(leaf, value)
+        if problem is not None:
+            plan.problems.append(f"{leaf.name}: {problem}")
+            return
+    _add(plan, path, stored, leaf, sharding, options)
 
 
 # ------------------------------------------------------------------- details
 
 
 def _add(
-    plan: Plan, stored: Leaf, target: Leaf | None, sharding: Any, dtype: Any
+    plan: Plan,
+    path: str,
+    stored: Leaf,
+    target: Leaf | None,
+    sharding: Any,
+    options: Options,
 ) -> None:
+    dtype = options.dtypes.of(path)
     result = result_of(stored, target, dtype)
     if isinstance(result, str):
         plan.problems.append(f"{stored.name}: {result}")
@@ -194,7 +256,20 @@ def _add(
         result = dataclasses.replace(result, is_numpy=True)
     if result.is_python or result.is_numpy:
         sharding = None
-    plan.reads[stored.path] = Read(stored, result, sharding)
+    plan.reads[path] = Read(stored, result, sharding, exactly=dtype is None)
+
+
+def _as_keys(stored: Leaf, value: Any) -> Leaf:
+    """Numbers that Orbax noted of PRNG keys, as the keys that the target has there."""
+    target = leaf_of("", value)
+    if target is None or target.kind != "key" or stored.dtype != np.uint32:
+        return stored
+    for name in _IMPLEMENTATIONS:
+        keys = key_leaf(stored.path, target.shape, name)
+        if keys.dtype == target.dtype:
+            data = key_data_shape(name)
+            return keys if stored.shape == (*target.shape, *data) else stored
+    return stored
 
 
 def _own_sharding(leaf: Leaf, value: Any) -> tuple[Any, str | None]:
@@ -262,10 +337,10 @@ def _absent(
     missing: Sequence[str],
     extra: Sequence[str],
     target: Mapping[str, Any],
-    stored: Stored,
+    leaves: Mapping[str, Leaf],
 ) -> list[str]:
     """Problems for the leaves that only one side has."""
-    moved = _moved(list(target), list(stored.leaves)) if missing else None
+    moved = _moved(list(target), list(leaves)) if missing else None
     if moved is not None:
         return [moved]
     problems = []
@@ -274,13 +349,13 @@ def _absent(
         hint = f"; did you mean {near[0]!r}?" if near else ""
         name = f"{path} {show_shape(np.shape(target[path]))}"
         problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
-    tops = Counter(path.split("/")[0] for path in stored.leaves)
+    tops = Counter(path.split("/")[0] for path in leaves)
     for top, paths in _by_top(extra).items():
         if len(paths) == tops[top] > 1:
             names = [f"{top}/ ({tops[top]} leaves)"]
             patterns = [f"^{re.escape(top)}/"]
         else:
-            names = [stored.leaves[path].name for path in paths]
+            names = [f"{path} {show_shape(leaves[path].shape)}" for path in paths]
             patterns = [f"^{re.escape(path)}$" for path in paths]
         problems += [
             f"{name}: is in the checkpoint, not in the target; to leave it out: "
@@ -325,14 +400,3 @@ def _prefix(inner: list[str], outer: list[str]) -> str | None:
             if all(f"{prefix}{other}" in known for other in inner):
                 return prefix
     return None
-
-
-def orbax_target(read: Read, held: Any) -> Any:
-    """What Orbax is to be asked for, to make a leaf."""
-    stored, result = read.stored, read.result
-    if stored.kind in ("int", "float", "string"):
-        return held
-    if read.sharding is None or stored.is_python:
-        return np.ndarray
-    dtype = held.dtype if stored.kind == "key" else result.dtype
-    return jax.ShapeDtypeStruct(held.shape, dtype, sharding=read.sharding)

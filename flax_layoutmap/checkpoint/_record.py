@@ -18,13 +18,20 @@ from flax import linen, nnx
 from flax_layoutmap._errors import CheckpointError, LayoutError
 from flax_layoutmap._flax_internals import without_eager_sharding
 from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._metadata import Mark, mark_of
 from flax_layoutmap._optimizer_state import Origin
-from flax_layoutmap._paths import Flat, Section, parameter_keys
+from flax_layoutmap._paths import Flat, Role, Section, parameter_keys
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import decide_all, rule_set_of
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._serialise import mesh_to_json, rules_to_json
+from flax_layoutmap._serialise import (
+    mesh_from_json,
+    mesh_to_json,
+    rules_from_json,
+    rules_to_json,
+)
+from flax_layoutmap.checkpoint._foreign import flat_of
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
 
 KEY = "flax_layoutmap"
@@ -86,14 +93,63 @@ class Record:
     Attributes:
         paths: path of every leaf, in the order of the tree that was saved.
         origins: path of each leaf of optimizer state → where it came from.
-        mesh: the mesh it was saved with, in words; or None.
+        mesh: the mesh it was saved with, without devices; or None.
+        rules: the rules it was saved with, as JSON; or None.
+        versions: library → version that wrote it.
+        checksums: path in the checkpoint → checksum of the leaf; None without any.
     """
 
     paths: list[str]
     origins: dict[str, Origin]
-    mesh: str | None
     _flat: Flat
-    _special: dict[str, dict[str, Any]]
+    _special: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    rules: dict[str, Any] | None = None
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    checksums: Mapping[str, str] | None = None
+
+    def rule_set(self, mesh: Any) -> RuleSet | None:
+        """The rules it was saved with, on a mesh; None if it has none.
+
+        Raises:
+            RuleError: they cannot be read, or do not fit the mesh.
+        """
+        return None if self.rules is None else rules_from_json(self.rules, mesh=mesh)
+
+    def roles(self) -> dict[str, Role]:
+        """Path → what the leaf is."""
+        full, roles = self._flat.full_paths(), {}
+        for section in self._flat.sections:
+            for at in range(section.start, section.stop):
+                fixed = at in self._flat.fixed
+                roles[full[at]] = "other" if fixed else section.role
+        return roles
+
+    def renamed(self, names: Mapping[str, str]) -> "Record":
+        """The record of the same leaves under other names; sections go by these.
+
+        Args:
+            names: path → new path, for all of them.
+        """
+        old, flat = self._flat, flat_of(list(names.values()))
+        flat.annotations.update(old.annotations)
+        flat.fixed.update(old.fixed)
+        keys = parameter_keys(flat)
+        owners = {key: keys.get(at) for at, key in parameter_keys(old).items()}
+        origins = {
+            names[path]: dataclasses.replace(
+                origin, owner=owners.get(origin.owner or "", origin.owner)
+            )
+            for path, origin in self.origins.items()
+        }
+        special = {names[path]: entry for path, entry in self._special.items()}
+        return dataclasses.replace(
+            self,
+            paths=list(names.values()),
+            origins=origins,
+            _flat=flat,
+            _special=special,
+        )
 
     def is_empty(self, path: str) -> bool:
         """Whether a leaf has no elements, so that Orbax does not hold it."""
@@ -223,14 +279,26 @@ def _read(data: dict[str, Any]) -> Record:
     flat.annotations.update(
         {positions[path]: _box(entry) for path, entry in data["layouts"].items()}
     )
-    mesh = data["mesh"]
-    if mesh is not None:
-        pairs = zip(mesh["axis_names"], mesh["shape"], strict=True)
-        mesh = ",".join(f"{name}={size}" for name, size in pairs)
-    return Record(paths, origins, mesh, flat, dict(data["leaves"]))
+    return Record(
+        paths,
+        origins,
+        flat,
+        dict(data["leaves"]),
+        mesh_from_json(data["mesh"]),
+        data["rules"],
+        dict(data["versions"]),
+        _checksums(data.get("checksums")),
+    )
 
 
 # ------------------------------------------------------------------- pieces
+
+
+def _checksums(data: Any) -> dict[str, str] | None:
+    """Those of an older checkpoint are absent."""
+    if data is None:
+        return None
+    return {path: format(int(text, 16), "016x") for path, text in data.items()}
 
 
 def _version(name: str) -> str | None:

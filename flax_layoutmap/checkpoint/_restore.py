@@ -1,8 +1,10 @@
 """flm.checkpoint.restore."""
 
+import dataclasses
 import functools
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 
 from flax_layoutmap._errors import CheckpointError, MeshError
 from flax_layoutmap._flatten import flatten
+from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._paths import unescape
 from flax_layoutmap._place import put, settle_metadata
 from flax_layoutmap._processes import Agreement
@@ -18,24 +21,30 @@ from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
-    fits_jax,
     is_floating,
     key_data_shape,
     mesh_of,
     problem_list,
 )
+from flax_layoutmap.checkpoint._options import (
+    Missing,
+    Options,
+    Unexpected,
+    checked_options,
+)
+from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._plan import (
     Plan,
     Read,
-    Stored,
-    open_checkpoint,
-    orbax_target,
     plan_for_target,
     plan_without_target,
 )
+from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._record import rules_of
 from flax_layoutmap.checkpoint._selection import Selection
-from flax_layoutmap.checkpoint._target import opened
+from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
+from flax_layoutmap.checkpoint._strategy import Chooser, Way, check_host_memory
+from flax_layoutmap.checkpoint._target import Opened, opened
 
 
 def restore(
@@ -43,30 +52,64 @@ def restore(
     target: Any = None,
     *,
     layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    item: str | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: Any = None,
     dtype: Any = None,
+    missing: Missing = "error",
+    unexpected: Unexpected = "error",
+    strategy: str = "auto",
+    host_memory: int | None = None,
+    progress: bool | None = None,
 ) -> Any:
-    """Restores a checkpoint of `save`, each leaf straight into its shards.
+    r"""Restores a checkpoint, each leaf straight into its shards.
 
     All is checked before an array byte is read; one error lists every problem. The
     mesh may have another shape, other axis names and another number of devices than
-    the one it was saved on.
+    the one it was saved on. Checkpoints of `save`, and those that Orbax wrote without
+    us (`orbax.checkpoint.v1`, `CheckpointManager`, MaxText, T5X), are joined with the
+    target by path: whether the saved tree was a State, a pure dict, a TrainState, boxed
+    or not, and whether keys were numbers, does not matter.
 
     Args:
-        path: the checkpoint.
-        target: what to restore into, joined with the checkpoint by path: modules,
-            States, optimizers, TrainStates or any tree, concrete or abstract (holding
-            `jax.ShapeDtypeStruct`s), or a function that makes one, which is only
-            traced. None: everything in the checkpoint, as a nested dict.
+        path: the checkpoint, or a directory of steps.
+        target: what to restore into: modules, States, optimizers, TrainStates or any
+            tree, concrete or abstract (holding `jax.ShapeDtypeStruct`s), or a function
+            that makes one, which is only traced. None: everything in the checkpoint,
+            as a nested dict.
         layout_map: the rules, on a mesh of devices. None: the shardings that the
             leaves of the target have.
+        mesh: a mesh of devices for the rules of `layout_map`; without `layout_map`,
+            for the rules that the checkpoint was saved with.
+        step: which step, a number or `"latest"`, if `path` is a directory of steps.
+        item: which tree, if the checkpoint holds several.
         include: a regular expression, or several, searched in the full paths
             (`model/decoder/…`); only leaves that one of them finds are restored.
         exclude: likewise; leaves that one of them finds are not restored. Leaves of
             the target that are not restored keep their values; it must have some.
-        dtype: a floating-point dtype for all floating-point arrays, or `"target"`
-            for the target's. No other numbers are ever converted.
+        rename: pairs of a regular expression and what takes its place, as in
+            `(r"^params/(.*)", r"\1")`, or a dict of them: other names for the leaves of
+            the checkpoint, before anything else. Of each path, the first expression
+            that is found in it counts.
+        dtype: a floating-point dtype for all floating-point arrays, or `"target"` for
+            the target's, or pairs of a regular expression and one of these. No other
+            numbers are ever converted.
+        missing: what to do about leaves that only the target has: `"error"`, `"keep"`
+            its values, or `"init"`: make them, with the function that the target is.
+        unexpected: what to do about leaves that only the checkpoint has: `"error"` or
+            `"ignore"`.
+        strategy: `"direct"` reads each leaf in the sharding it is to have; `"aligned"`
+            in one whose shards are whole chunks, and lays it out anew on the devices;
+            `"broadcast"` reads one replica and sends it to the others. `"auto"` takes,
+            for each leaf, the one that reads least. Leaves for which a strategy is not
+            possible are read directly. See `plan`.
+        host_memory: bytes that the arrays being read may take on the host of each
+            process; they are read in as many portions as that takes. None: all at once.
+        progress: whether process 0 shows on stderr how much has been read; None: if
+            that is a terminal.
 
     Returns:
         The target's own type. Concrete NNX objects are updated in place, once all has
@@ -82,59 +125,103 @@ def restore(
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
-    place = _orbax.absolute(path)
-    rules = rules_of(layout_map)
-    selection = Selection(include, exclude)
-    dtype = _checked_dtype(dtype, target)
+    where, rules = absolute(path), rules_on(layout_map, mesh)
+    options = checked_options(
+        target, include, exclude, rename, dtype, missing, unexpected
+    )
     _check_mesh(rules)
-    with Agreement(f"restoring {place}", mesh_of(target, rules)) as agreement:
-        stored = open_checkpoint(place)
-        tree, rebuild = opened(target)
-        flat = flatten(tree)
-        leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
-        _check_functions(leaves, place, selection)
-        if target is None:
-            plan = plan_without_target(stored, rules, selection, dtype)
-        else:
-            plan = plan_for_target(stored, leaves, tree, rules, selection, dtype)
-        if plan.problems:
-            raise problem_list(f"cannot restore {place}", plan.problems)
-        if plan.resolution is not None:
-            plan.resolution.announce()
-        agreement.add(lambda: {"leaves": str(list(plan.reads.values()))})
-    values = _read(stored, plan, dtype)
+    own = mesh_of(target, rules) or as_mesh(mesh)
+    with Agreement(f"restoring {where}", own) as agreement:
+        stored = open_checkpoint(find(where, step), item, options.rename)
+        ready = prepared(stored, target, rules, mesh, options)
+        _check_mesh(ready.rules)
+        chooser = Chooser(stored, strategy, exact=is_shown(progress))
+        ways = ready.ways(chooser)
+        problems = list(ready.plan.problems)
+        if host_memory is not None:
+            problems += check_host_memory(ways, host_memory)
+        if problems:
+            raise problem_list(f"cannot restore {stored.where}", problems)
+        if ready.plan.resolution is not None:
+            ready.plan.resolution.announce()
+        agreement.add(lambda: {"leaves": str(list(ready.plan.reads.items()))})
+    total = sum(way.read.get(jax.process_index(), 0) for _, way in ways.values())
+    with shown_progress(f"restoring {stored.where}", int(total), progress):
+        values = _read(stored, ready.plan, ways, host_memory)
+    return ready.filled(values)
+
+
+@dataclasses.dataclass
+class Ready:
+    """A restore, checked.
+
+    Attributes:
+        plan: what to read, and what is wrong.
+        rules: the rules, those of the checkpoint perhaps; None goes by the target.
+        target: the opened target; None without one.
+        leaves: path → leaf of the target.
+    """
+
+    plan: Plan
+    rules: RuleSet | None
+    target: Opened | None
+    leaves: dict[str, Any]
+
+    def ways(self, chooser: Chooser) -> dict[str, tuple[Read, Way]]:
+        """Path → how it is read, for what has to be."""
+        found = {path: chooser.way(read) for path, read in self.plan.reads.items()}
+        return {
+            path: (self.plan.reads[path], way)
+            for path, way in found.items()
+            if way is not None
+        }
+
+    def filled(self, values: dict[str, Any]) -> Any:
+        """The result, of the values that were read."""
+        if self.target is None:
+            return _orbax.nested(values, unescape)
+        if self.plan.made and self.target.made is not None:
+            values |= self.target.made(self.plan.made)
+        result = self.target.rebuild([*(self.leaves | values).values()])
+        if self.plan.resolution is not None:
+            result = settle_metadata(result, self.plan.resolution)
+        return result
+
+
+def prepared(
+    stored: Stored, target: Any, rules: RuleSet | None, mesh: Any, options: Options
+) -> Ready:
+    """Joins a checkpoint with what is wanted of it.
+
+    Raises:
+        CheckpointError, ResolveError: nothing can be said of single leaves.
+    """
+    if rules is None and mesh is not None:
+        rules = stored.record.rule_set(mesh)
+        if rules is None:
+            raise CheckpointError(
+                f"{stored.where} was saved without rules, so mesh= is not enough; pass "
+                "layout_map="
+            )
     if target is None:
-        return _orbax.nested(values, unescape)
-    result = rebuild([*(leaves | values).values()])
-    if plan.resolution is not None:
-        result = settle_metadata(result, plan.resolution)
-    return result
+        return Ready(plan_without_target(stored, rules, options), rules, None, {})
+    tree = opened(target)
+    flat = flatten(tree.tree)
+    leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
+    _check_functions(leaves, stored.where, options.selection)
+    plan = plan_for_target(
+        stored, leaves, tree.tree, rules, options, tree.made is not None
+    )
+    return Ready(plan, rules, tree, leaves)
 
 
 # --------------------------------------------------------------------- checks
 
 
-def _checked_dtype(dtype: Any, target: Any) -> Any:
-    if dtype is None:
-        return None
-    if isinstance(dtype, str) and dtype == "target":
-        if target is None:
-            raise CheckpointError(
-                'dtype="target" needs a target; without one name the dtype itself'
-            )
-        return dtype
-    try:
-        wanted = np.dtype(dtype)
-    except TypeError as error:
-        raise CheckpointError(f"dtype={dtype!r} is no dtype: {error}") from error
-    if not is_floating(wanted):
-        raise CheckpointError(
-            f"dtype={wanted} is not floating-point; only floating-point arrays are "
-            "converted, and only to floating-point"
-        )
-    if not fits_jax(wanted):
-        raise CheckpointError(f"dtype={wanted} needs jax_enable_x64")
-    return wanted
+def rules_on(layout_map: Any, mesh: Any) -> RuleSet | None:
+    """The rules, on the mesh where one is given."""
+    rules = rules_of(layout_map)
+    return rules if rules is None or mesh is None else rules.on(as_mesh(mesh))
 
 
 def _check_mesh(rules: RuleSet | None) -> None:
@@ -142,8 +229,8 @@ def _check_mesh(rules: RuleSet | None) -> None:
         return
     have = "no mesh" if rules.mesh is None else repr(rules.mesh)
     raise MeshError(
-        f"restore needs a mesh of devices, the rules have {have}; use "
-        "layout_map.on(flm.DeviceMesh(...))"
+        f"restore needs a mesh of devices, the rules have {have}; pass "
+        "mesh=flm.DeviceMesh(...)"
     )
 
 
@@ -163,23 +250,98 @@ def _check_functions(
 # -------------------------------------------------------------------- reading
 
 
-def _read(stored: Stored, plan: Plan, dtype: Any) -> dict[str, Any]:
+# -------------------------------------------------------------------- reading
+
+
+def _read(
+    stored: Stored,
+    plan: Plan,
+    ways: Mapping[str, tuple[Read, Way]],
+    host_memory: int | None,
+) -> dict[str, Any]:
     """Path → restored value of every leaf of the plan."""
-    wanted = {
-        path: orbax_target(plan.reads[path], held) if path in plan.reads else ...
-        for path, held in stored.held.items()
-    }
-    values = _orbax.read_arrays(stored.where, wanted)
-    made, problems = {}, []
-    for path, read in plan.reads.items():
-        value = _empty(read.stored) if read.stored.is_empty else values[path]
+    made: dict[str, Any] = {}
+    problems: list[str] = []
+
+    def take(path: str, value: Any) -> None:
+        read = plan.reads[path]
         try:
-            made[path] = _as_wanted(read, value, exactly=dtype is None)
+            made[path] = _as_wanted(read, value, is_ours=stored.is_ours)
         except CheckpointError as error:
             problems.append(f"{read.stored.name}: {error}")
+
+    for paths, axis in _portions(plan, ways, host_memory):
+        wanted = {
+            plan.reads[path].stored.path: _orbax_target(
+                plan.reads[path],
+                stored.held[plan.reads[path].stored.path],
+                ways[path][1] if path in ways else None,
+            )
+            for path in paths
+        }
+        targets = {path: wanted.get(path, ...) for path in stored.held}
+        values = _orbax.read_arrays(
+            stored.where, targets, stored.tree, item=stored.item, replica_axis=axis
+        )
+        for path in paths:
+            value = values.pop(plan.reads[path].stored.path)
+            if path in ways and ways[path][1].strategy == "aligned":
+                value = _laid_out(value, plan.reads[path].sharding)
+            take(path, value)
+    for path, read in plan.reads.items():
+        if read.stored.is_empty:
+            take(path, _empty(read.stored))
     if problems:
         raise problem_list(f"cannot restore {stored.where}", problems)
-    return made
+    return {path: made[path] for path in plan.reads}
+
+
+def _portions(
+    plan: Plan, ways: Mapping[str, tuple[Read, Way]], host_memory: int | None
+) -> Iterator[tuple[list[str], int | None]]:
+    """Leaves that are read at a time, and the mesh axis that they are sent along."""
+    groups: dict[int | None, list[str]] = {}
+    for path, read in plan.reads.items():
+        if not read.stored.is_empty:
+            axis = ways[path][1].replica_axis if path in ways else None
+            groups.setdefault(axis, []).append(path)
+    limit = math.inf if host_memory is None else host_memory
+    for axis, paths in groups.items():
+        portion: list[str] = []
+        used = 0
+        for path in paths:
+            host = ways[path][1].host if path in ways else 0
+            if portion and used + host > limit:
+                yield portion, axis
+                portion, used = [], 0
+            portion.append(path)
+            used += host
+        yield portion, axis
+
+
+def _orbax_target(read: Read, held: Any, way: Way | None) -> Any:
+    """What Orbax is to be asked for, to make a leaf."""
+    stored, result = read.stored, read.result
+    if stored.kind in ("int", "float", "string"):
+        return held
+    if read.sharding is None or stored.is_python:
+        return np.ndarray
+    dtype = held.dtype if stored.kind == "key" else result.dtype
+    sharding = read.sharding if way is None else way.sharding
+    return jax.ShapeDtypeStruct(held.shape, dtype, sharding=sharding)
+
+
+def _laid_out(value: jax.Array, sharding: Any) -> jax.Array:
+    """An array in its final sharding; the one that was read is given up for it."""
+    new = _moved_to(sharding)(value)
+    if not value.is_deleted():
+        value.delete()
+    return new
+
+
+@functools.lru_cache(maxsize=256)
+def _moved_to(sharding: Any) -> Callable[[Any], Any]:
+    return jax.jit(lambda x: x, out_shardings=sharding, donate_argnums=0)
 
 
 def _empty(leaf: Leaf) -> Any:
@@ -190,7 +352,7 @@ def _empty(leaf: Leaf) -> Any:
     return np.zeros((*leaf.shape, *data), np.uint32)
 
 
-def _as_wanted(read: Read, value: Any, exactly: bool) -> Any:
+def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
     """Makes the result of what Orbax read.
 
     Raises:
@@ -205,11 +367,18 @@ def _as_wanted(read: Read, value: Any, exactly: bool) -> Any:
         if not isinstance(value, TYPES[result.kind]):
             raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
         return value
+    if not is_ours and result.kind == "array" and _is_keys(value):
+        return value  # Orbax knows better than the metadata
     if isinstance(value, np.ndarray | bool | int | float | complex):
-        value = _converted(np.asarray(value), result, exactly)
+        value = _converted(np.asarray(value), result, read.exactly)
         if sharding is not None:
             value = put(value, sharding)
     return _checked(value, read)
+
+
+def _is_keys(value: Any) -> bool:
+    is_array = isinstance(value, jax.Array)
+    return is_array and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:

@@ -1,24 +1,53 @@
 """What to restore into: any tree of the user's, or a function that makes one."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from flax import nnx
 
+from flax_layoutmap._create import give_birth
+from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, nnx_state
 from flax_layoutmap._paths import is_train_state
 from flax_layoutmap._place import with_leaves
-from flax_layoutmap._trace import trace
+from flax_layoutmap._trace import Traced, trace
 
 
-def opened(target: Any) -> tuple[Any, Callable[[list[Any]], Any]]:
-    """A target as a tree with paths, and what makes the result of new leaves."""
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A target, opened.
+
+    Attributes:
+        tree: a tree with paths.
+        rebuild: makes the result of new leaves, in the order of the tree.
+        made: for a function: path of some leaves → sharding, to path → value: runs
+            what it does to make these.
+    """
+
+    tree: Any
+    rebuild: Callable[[list[Any]], Any]
+    made: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+
+
+def opened(target: Any) -> Opened:
+    """Opens a target: any tree, or a function that makes one, which is traced."""
     is_object = is_nnx_object(target) or is_train_state(target)
     if callable(target) and not is_object:
         traced = trace(target)
-        return traced.abstract, traced.rebuild
-    return target, lambda leaves: with_leaves(_with_new_objects(target), leaves)
+        return Opened(traced.abstract, traced.rebuild, functools.partial(_made, traced))
+    return Opened(target, lambda leaves: with_leaves(_with_new_objects(target), leaves))
+
+
+def _made(traced: Traced, shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Computes some of the leaves of a traced function, in their shards."""
+    paths = flatten(traced.abstract).full_paths()
+    wanted = [shardings.get(path) for path in traced.values_of(paths)]
+    values, _ = give_birth(traced, wanted, names=traced.values_of(paths))
+    names = [path for path in traced.values_of(paths) if path in shardings]
+    return dict(zip(names, values, strict=True))
 
 
 def _with_new_objects(tree: Any) -> Any:

@@ -1,0 +1,199 @@
+"""flm.checkpoint.inspect: what a checkpoint holds, without devices or array data."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._paths import Role
+from flax_layoutmap._records import Shape, show_shape, show_spec
+from flax_layoutmap._table import human_bytes, text_table
+from flax_layoutmap.checkpoint import _orbax, _record
+from flax_layoutmap.checkpoint._places import absolute, find
+from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
+
+CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0"]
+
+_HEADER = ("path", "shape", "dtype", "saved spec", "chunks", "bytes", "role")
+_RIGHT = (False, False, False, False, False, True, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafInfo:
+    """One leaf of a checkpoint.
+
+    Attributes:
+        path: its path, as in the live tree.
+        shape: its shape; `()` for a Python value.
+        dtype: name of its dtype; for a Python value, of its type.
+        role: `"parameter"`, `"optimizer"` or `"other"`.
+        spec: how it was sharded when it was saved; None where that is not known.
+        mesh: axis → size of the mesh that it was saved on; None where not known.
+        chunk: the shape of the chunks it is read in; None where not known.
+        bytes: bytes of the array, uncompressed; 0 for a Python value.
+    """
+
+    path: str
+    shape: Shape
+    dtype: str
+    role: Role
+    spec: PartitionSpec | None
+    mesh: Mapping[str, int] | None
+    chunk: Shape | None
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint, described.
+
+    Attributes:
+        path: its directory.
+        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"` or
+            `"orbax-v0"` (also of a `CheckpointManager`).
+        step: its step; None where it is no step of a directory of some.
+        steps: all steps of that directory, ascending.
+        items: the trees that it has in folders of their own.
+        leaves: its leaves, in the order of the tree that was saved.
+        rules: the rules that it was saved with, as JSON; None without any.
+        mesh: the mesh that it was saved on, without devices; None where not known.
+        versions: library → version that wrote it, where known.
+        metadata: what the user (or Orbax) saved beside the arrays.
+    """
+
+    path: str
+    kind: CheckpointKind
+    step: int | None
+    steps: tuple[int, ...]
+    items: tuple[str, ...]
+    leaves: tuple[LeafInfo, ...]
+    rules: Mapping[str, Any] | None
+    mesh: DeviceMesh | None
+    versions: Mapping[str, str | None]
+    metadata: Mapping[str, Any]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all arrays, uncompressed."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        rows = [
+            [
+                leaf.path,
+                show_shape(leaf.shape),
+                leaf.dtype,
+                "?" if leaf.spec is None else show_spec(leaf.spec),
+                "?" if leaf.chunk is None else show_shape(leaf.chunk),
+                human_bytes(leaf.bytes),
+                leaf.role,
+            ]
+            for leaf in self.leaves
+        ]
+        lines = [text_table(_HEADER, rows, _RIGHT), "", f"{self.path}: {self.kind}"]
+        if self.steps:
+            at = self.steps.index(self.step or 0) + 1
+            lines[-1] += f", step {self.step} ({at} of {len(self.steps)})"
+        lines.append(f"{len(self.leaves)} leaves, {human_bytes(self.total_bytes)}")
+        if self.mesh is not None:
+            lines.append(f"saved on {self.mesh!r}")
+        if self.rules is not None:
+            count = len(self.rules["rules"])
+            lines.append(f"with {count} rule{'s' if count > 1 else ''}")
+        written = [f"{name} {v}" for name, v in self.versions.items() if v is not None]
+        return "\n".join([*lines, *([f"by {', '.join(written)}"] if written else [])])
+
+
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    item: str | None = None,
+) -> CheckpointInfo:
+    """Describes a checkpoint; needs no devices, and reads no array.
+
+    Args:
+        path: a checkpoint of `save` or of Orbax, or a directory of steps.
+        step: which step, a number or `"latest"`; None in a directory of steps is the
+            latest.
+        item: which tree, if the checkpoint holds several.
+
+    Raises:
+        CheckpointError: there is none, it is unfinished, or it is damaged; names the
+            file, where one is at fault.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((8, 4)), "step": 3})
+        >>> info = flm.checkpoint.inspect(path)
+        >>> [(leaf.path, leaf.shape, leaf.dtype) for leaf in info.leaves]
+        [('step', (), 'int'), ('w', (8, 4), 'float32')]
+
+    Plain JAX: `orbax.checkpoint.v1.metadata(path)`.
+    """
+    place = find(absolute(path), step, newest=True)
+    stored = open_checkpoint(place, item)
+    kind: CheckpointKind = "orbax-v1" if stored.is_v1 else "orbax-v0"
+    custom = {key: v for key, v in stored.custom.items() if key != _record.KEY}
+    return CheckpointInfo(
+        place.path,
+        "flax_layoutmap" if stored.is_ours else kind,
+        place.step,
+        place.steps,
+        tuple(_orbax.items_in(place.path)),
+        _leaves(stored),
+        stored.record.rules,
+        stored.record.mesh,
+        stored.record.versions,
+        custom,
+    )
+
+
+def _leaves(stored: Stored) -> tuple[LeafInfo, ...]:
+    roles = stored.record.roles()
+    specs, mesh = _specs(stored), stored.record.mesh
+    axes = None if mesh is None else mesh.axis_sizes
+    found = []
+    for path, leaf in stored.leaves.items():
+        held = stored.held.get(leaf.path)
+        known = _orbax.layout_of(held)
+        own = (axes, specs[path]) if known is None and path in specs else known
+        size = 0 if leaf.is_python else math.prod(leaf.shape) * _itemsize(leaf, held)
+        found.append(
+            LeafInfo(
+                path,
+                leaf.shape,
+                leaf.kind if leaf.is_python else str(leaf.dtype),
+                roles[path],
+                None if own is None else own[1],
+                None if own is None else own[0],
+                None if leaf.is_python else _orbax.chunk_of(held),
+                size,
+            )
+        )
+    return tuple(found)
+
+
+def _itemsize(leaf: Any, held: Any) -> int:
+    if leaf.kind == "key":  # the numbers behind one key
+        own = 1 if held is None else math.prod(held.shape[len(leaf.shape) :])
+        return own * np.dtype(np.uint32).itemsize
+    return leaf.dtype.itemsize
+
+
+def _specs(stored: Stored) -> dict[str, PartitionSpec]:
+    """Path → spec, from the rules that the checkpoint was saved with."""
+    record = stored.record
+    if record.rules is None or record.mesh is None:
+        return {}
+    rules = record.rule_set(None)
+    if rules is None:
+        return {}
+    resolution = record.resolve(stored.leaves, rules)
+    return dict(zip(resolution.paths, resolution.specs, strict=True))

@@ -1,0 +1,144 @@
+"""Where checkpoints lie: directories of steps, and what is wrong with a path."""
+
+import dataclasses
+import glob
+import os
+import re
+from pathlib import Path
+
+from flax_layoutmap._errors import CheckpointError, did_you_mean
+
+METADATA_FILE = "_CHECKPOINT_METADATA"
+# Suffixes beside a checkpoint while it is replaced: the new one, and the old one.
+NEW, OLD = ".replacement", ".replaced"
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
+# A directory of one step: `1000`, `step_1000`, `checkpoint-00001000`.
+_STEP = re.compile(r"(?:[A-Za-z][A-Za-z_]*[_-])?(\d+)")
+# Steps that a message names.
+_SHOWN = 5
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The absolute path, which Orbax asks for; URLs (`gs://…`) stay as they are."""
+    text = os.fspath(path)
+    return text if is_url(text) else os.path.abspath(os.path.expanduser(text))
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is one of a storage service."""
+    return "://" in path
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where one checkpoint is.
+
+    Attributes:
+        path: its directory.
+        step: its step; None where it is no step of a directory of some.
+        steps: all steps of that directory, ascending.
+    """
+
+    path: str
+    step: int | None = None
+    steps: tuple[int, ...] = ()
+
+
+def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
+    """Finds the checkpoint that is meant.
+
+    Args:
+        path: a checkpoint, or a directory of steps.
+        step: the step, `"latest"`, or None where `path` is the checkpoint.
+        newest: whether None in a directory of steps means the latest.
+
+    Raises:
+        CheckpointError: there is none, or a directory of steps has several and none is
+            named.
+    """
+    if is_url(path):
+        return Place(path if step is None else f"{path.rstrip('/')}/{step}")
+    if step is None and (Path(path) / METADATA_FILE).is_file():
+        return Place(path)
+    found = steps_in(path)
+    if step is None and not (newest and found):
+        check_place(path)
+    if not found:
+        check_place(path)
+        raise CheckpointError(
+            f"{path} is one checkpoint and no directory of steps; leave step={step!r} "
+            "out"
+        )
+    numbers = tuple(sorted(found))
+    wanted = numbers[-1] if step is None or step == "latest" else step
+    if wanted not in found:
+        raise CheckpointError(f"{path} has no step {wanted!r}; it has {_some(numbers)}")
+    return Place(os.path.join(path, found[wanted]), int(wanted), numbers)
+
+
+def steps_in(path: str) -> dict[int, str]:
+    """Step → name of its directory, for the finished ones in a directory."""
+    found: dict[int, str] = {}
+    try:
+        entries = os.scandir(path)
+    except OSError:
+        return found
+    with entries:
+        for entry in entries:
+            match = _STEP.fullmatch(entry.name)
+            if match and os.path.isfile(os.path.join(entry.path, METADATA_FILE)):
+                found[int(match[1])] = entry.name
+    return found
+
+
+def _some(steps: tuple[int, ...]) -> str:
+    shown = [str(step) for step in steps[-_SHOWN:]]
+    more = f"{len(steps) - _SHOWN} older steps, " if len(steps) > _SHOWN else ""
+    return more + ", ".join(shown)
+
+
+def check_place(path: str) -> None:
+    """Says in plain words what is wrong with a path, where that can be seen."""
+    place = Path(path)
+    if _UNFINISHED in place.name:
+        raise CheckpointError(
+            f"{path} is an unfinished checkpoint: its save was interrupted; restore an "
+            "earlier one"
+        )
+    if not place.exists():
+        raise CheckpointError(f"there is no checkpoint at {path}{_near(place)}")
+    if not place.is_dir():
+        raise CheckpointError(f"{path} is a file; a checkpoint is a directory")
+    if (place / METADATA_FILE).is_file():
+        return
+    inside = sorted(
+        child.name for child in place.iterdir() if (child / METADATA_FILE).is_file()
+    )
+    if inside:
+        hint = f"; it holds checkpoints: {', '.join(inside[:5])}"
+    elif (place.parent / METADATA_FILE).is_file():
+        hint = f"; the checkpoint is the directory above it, {place.parent}"
+    elif not any(place.iterdir()):
+        hint = ": the directory is empty"
+    else:
+        hint = f": it has no file {METADATA_FILE}"
+    raise CheckpointError(f"{path} is no checkpoint{hint}")
+
+
+def _near(place: Path) -> str:
+    """What lies beside a path that does not exist."""
+    kept = [f"{place}{end}" for end in (OLD, NEW) if os.path.exists(f"{place}{end}")]
+    if kept:
+        return (
+            f": overwriting it was interrupted, and {' and '.join(kept)} "
+            f"{'are' if len(kept) > 1 else 'is'} there ({OLD!r} is the old one, "
+            f"{NEW!r} the new one); rename the one that you want"
+        )
+    unfinished = glob.glob(f"{glob.escape(str(place))}{_UNFINISHED}*")
+    if unfinished:
+        return f": its save did not finish ({unfinished[0]} is there)"
+    if not place.parent.is_dir():
+        return f"; there is no directory {place.parent}"
+    beside = [child.name for child in place.parent.iterdir() if child.is_dir()]
+    return did_you_mean(place.name, beside)

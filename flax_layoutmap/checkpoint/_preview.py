@@ -1,0 +1,314 @@
+"""flm.checkpoint.plan: what a restore will do, before it does it."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_layoutmap._mesh import as_mesh
+from flax_layoutmap._processes import Agreement
+from flax_layoutmap._records import Shape, because, show_shape, show_spec
+from flax_layoutmap._table import human_bytes, text_table
+from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
+from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
+from flax_layoutmap.checkpoint._places import absolute, find
+from flax_layoutmap.checkpoint._plan import Plan, Read
+from flax_layoutmap.checkpoint._restore import prepared, rules_on
+from flax_layoutmap.checkpoint._stored import open_checkpoint
+from flax_layoutmap.checkpoint._strategy import Chooser, Way, check_host_memory
+
+_HEADER = (
+    *("path", "shape", "dtype", "spec", "rule"),
+    *("bytes/device", "read by", "read/needed"),
+)
+_RIGHT = (False,) * 5 + (True, False, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """How one leaf will be restored.
+
+    Attributes:
+        path: its path in the result.
+        source: its path in the checkpoint.
+        shape: its shape.
+        stored_dtype: name of the dtype in the checkpoint; None for a Python value.
+        dtype: name of the dtype of the result; None for a Python value.
+        spec: its spec; None for a NumPy array or a Python value.
+        rule: the rule that chose it, or why there is none.
+        bytes_per_device: bytes of one device's shard of the result.
+        strategy: `"direct"`, `"aligned"` or `"broadcast"`.
+        needed: process → bytes of the files that hold what its devices need.
+        read: process → bytes of the files that it reads.
+    """
+
+    path: str
+    source: str
+    shape: Shape
+    stored_dtype: str | None
+    dtype: str | None
+    spec: PartitionSpec | None
+    rule: str
+    bytes_per_device: int
+    strategy: str
+    needed: Mapping[int, float]
+    read: Mapping[int, float]
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read ÷ bytes needed, of the process for which that is most."""
+        pairs = [(self.read.get(p, 0.0), n) for p, n in self.needed.items() if n]
+        return max((read / needed for read, needed in pairs), default=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RestorePlan:
+    """What a restore will do.
+
+    Attributes:
+        path: the checkpoint.
+        leaves: the leaves that will be read.
+        kept: paths that keep the values of the target.
+        made: paths that the target makes itself.
+        ignored: paths of the checkpoint that are passed over.
+        needed: process → bytes of the files that hold what its devices need.
+        read: process → bytes of the files that it reads.
+        bytes_per_device: bytes of the result on one device.
+        host_bytes: bytes that the arrays being read take on the host of the busiest
+            process, at most: all of them, or one portion under `host_memory`.
+        host_available: bytes of memory that are free on this host.
+        device_available: bytes that are free on the fullest device of this process;
+            None where the devices do not tell.
+    """
+
+    path: str
+    leaves: tuple[LeafPlan, ...]
+    kept: tuple[str, ...]
+    made: tuple[str, ...]
+    ignored: tuple[str, ...]
+    needed: Mapping[int, int]
+    read: Mapping[int, int]
+    bytes_per_device: int
+    host_bytes: int
+    host_available: int
+    device_available: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices and host have room for it, as far as they tell."""
+        device = self.device_available
+        on_device = device is None or self.bytes_per_device <= device
+        return on_device and self.host_bytes <= self.host_available
+
+    def __str__(self) -> str:
+        rows = [_row(leaf) for leaf in self.leaves]
+        return "\n".join([text_table(_HEADER, rows, _RIGHT), "", *self._summary()])
+
+    def _summary(self) -> list[str]:
+        lines = [
+            f"{self.path}: {len(self.leaves)} leaves to read",
+            f"{human_bytes(self.bytes_per_device)} per device"
+            + _of(self.device_available, "free"),
+        ]
+        for process, needed in self.needed.items():
+            read = self.read.get(process, 0)
+            lines.append(
+                f"process {process}: needs {human_bytes(needed)}, reads "
+                f"{human_bytes(read)}" + (f" ({read / needed:.2f} ×)" if needed else "")
+            )
+            if len(lines) == 10 and len(self.needed) > 9:
+                total = human_bytes(sum(self.read.values()))
+                lines.append(f"… {len(self.needed)} processes read {total} together")
+                break
+        lines.append(
+            f"on the host: up to {human_bytes(self.host_bytes)}"
+            + _of(self.host_available, "free")
+        )
+        for name, paths in (
+            ("kept as they are", self.kept),
+            ("made by the target", self.made),
+            ("passed over", self.ignored),
+        ):
+            if paths:
+                more = ", …" if len(paths) > 3 else ""
+                lines.append(f"{name}: {len(paths)} ({', '.join(paths[:3])}{more})")
+        return lines
+
+
+def plan(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    item: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Any = None,
+    dtype: Any = None,
+    missing: Missing = "error",
+    unexpected: Unexpected = "error",
+    strategy: str = "auto",
+    host_memory: int | None = None,
+    devices_per_process: int | None = None,
+) -> RestorePlan:
+    """Says what `restore` with the same arguments will read, and raises what it would.
+
+    No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
+
+    Args:
+        path: as in `restore`, like all that follow.
+        target: what to restore into.
+        layout_map: the rules.
+        mesh: a mesh for the rules, or for those of the checkpoint.
+        step: which step of a directory of some.
+        item: which of several trees.
+        include: which leaves.
+        exclude: which leaves not.
+        rename: other names for the leaves of the checkpoint.
+        dtype: the dtypes wanted.
+        missing: what to do about leaves that only the target has.
+        unexpected: what to do about leaves that only the checkpoint has.
+        strategy: how to read.
+        host_memory: bytes for what is being read, per process.
+        devices_per_process: for an abstract mesh, how many devices each process has,
+            in the order of the mesh; None: one process has all.
+
+    Returns:
+        The plan; print it.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))})
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=16"))
+        >>> layout_map["w"] = ("data", None)
+        >>> plan = flm.checkpoint.plan(path, layout_map=layout_map)
+        >>> plan.leaves[0].rule, plan.bytes_per_device
+        ('1 w', 128)
+    """
+    where, rules = absolute(path), rules_on(layout_map, mesh)
+    options = checked_options(
+        target, include, exclude, rename, dtype, missing, unexpected
+    )
+    own = mesh_of(target, rules) or as_mesh(mesh)
+    with Agreement(f"planning to restore {where}", own):
+        stored = open_checkpoint(find(where, step), item, options.rename)
+        ready = prepared(stored, target, rules, mesh, options)
+        ways = ready.ways(Chooser(stored, strategy, devices_per_process))
+        problems = list(ready.plan.problems)
+        if host_memory is not None:
+            problems += check_host_memory(ways, host_memory)
+        if problems:
+            raise problem_list(f"cannot restore {stored.where}", problems)
+    return _plan(stored.where, ready.plan, ways, host_memory)
+
+
+def _plan(
+    where: str,
+    plan: Plan,
+    ways: Mapping[str, tuple[Read, Way]],
+    host_memory: int | None,
+) -> RestorePlan:
+    rules = _rules_of(plan)
+    leaves = tuple(
+        _leaf(path, read, ways.get(path), rules.get(path, ""))
+        for path, read in plan.reads.items()
+    )
+    host = sum(way.host for _, way in ways.values())
+    return RestorePlan(
+        where,
+        leaves,
+        tuple(plan.kept),
+        tuple(plan.made),
+        tuple(plan.ignored),
+        _total([leaf.needed for leaf in leaves]),
+        _total([leaf.read for leaf in leaves]),
+        sum(leaf.bytes_per_device for leaf in leaves),
+        host if host_memory is None else min(host, host_memory),
+        psutil.virtual_memory().available,
+        _device_available(),
+    )
+
+
+def _leaf(path: str, read: Read, found: tuple[Read, Way] | None, rule: str) -> LeafPlan:
+    stored, result, sharding = read.stored, read.result, read.sharding
+    way = None if found is None else found[1]
+    own = sharding.shard_shape(result.shape) if sharding is not None else result.shape
+    size = 0 if result.dtype is None else math.prod(own) * _itemsize(result.dtype)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+    return LeafPlan(
+        path,
+        stored.path,
+        stored.shape,
+        None if stored.is_python else str(stored.dtype),
+        None if result.is_python else str(result.dtype),
+        spec,
+        rule,
+        size,
+        "direct" if way is None else way.strategy,
+        {} if way is None else way.needed,
+        {} if way is None else way.read,
+    )
+
+
+def _itemsize(dtype: Any) -> int:
+    return int(getattr(dtype, "itemsize", np.dtype(np.uint32).itemsize))
+
+
+def _rules_of(plan: Plan) -> dict[str, str]:
+    resolution = plan.resolution
+    if resolution is None:
+        return {}
+    return {
+        leaf.path: because(row, resolution.rules, short=True)
+        for leaf, row in resolution.rows()
+    }
+
+
+def _total(each: Sequence[Mapping[int, float]]) -> dict[int, int]:
+    sums: dict[int, float] = {}
+    for one in each:
+        for process, count in one.items():
+            sums[process] = sums.get(process, 0.0) + count
+    return {process: round(sums[process]) for process in sorted(sums)}
+
+
+def _device_available() -> int | None:
+    """Bytes free on the fullest local device; None where they do not tell."""
+    free = []
+    for device in jax.local_devices():
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            free.append(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return min(free, default=None)
+
+
+def _row(leaf: LeafPlan) -> list[str]:
+    dtype = leaf.dtype or "Python"
+    if leaf.stored_dtype not in (leaf.dtype, None):
+        dtype = f"{leaf.stored_dtype} → {dtype}"
+    return [
+        leaf.path if leaf.path == leaf.source else f"{leaf.path} ← {leaf.source}",
+        show_shape(leaf.shape),
+        dtype,
+        "host" if leaf.spec is None else show_spec(leaf.spec),
+        leaf.rule,
+        human_bytes(leaf.bytes_per_device),
+        leaf.strategy,
+        f"{leaf.amplification:.2f}",
+    ]
+
+
+def _of(count: int | None, what: str) -> str:
+    return "" if count is None else f" of {human_bytes(count)} {what}"

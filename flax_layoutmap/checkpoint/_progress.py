@@ -1,0 +1,68 @@
+"""Bytes done of bytes planned, on the terminal of process 0."""
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+
+import jax
+
+from flax_layoutmap.checkpoint import _orbax
+
+_SECONDS = 0.2
+
+
+def is_shown(shown: bool | None) -> bool:
+    """Whether this process shows progress; None: if it is process 0 on a terminal."""
+    if jax.process_index() != 0:
+        return False
+    return sys.stderr.isatty() if shown is None else shown
+
+
+@contextlib.contextmanager
+def shown_progress(what: str, total: int, shown: bool | None) -> Iterator[None]:
+    """A block that reads or writes files, with a bar of how far it is.
+
+    Args:
+        what: what it does, in words.
+        total: bytes planned.
+        shown: whether to show it; None: on a terminal. Only process 0 ever does.
+    """
+    if total <= 0 or not is_shown(shown):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    before = _orbax.bytes_read()
+    ended = threading.Event()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=total)
+
+        def watch() -> None:
+            while not ended.wait(_SECONDS):
+                done = min(_orbax.bytes_read() - before, total)
+                progress.update(task, completed=done)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+            progress.update(task, completed=total)
+        finally:
+            ended.set()
+            watcher.join()

@@ -1,0 +1,268 @@
+"""How many elements each process needs of an array, and how many it has to read.
+
+A checkpoint holds arrays in chunks, and a process reads whole chunks: every one that a
+shard on one of its devices touches, each once. Where the shards are cut along another
+dim than the chunks, all processes read almost everything. So an array can be read in a
+sharding whose shards are whole chunks, and be laid out anew on the devices.
+
+Nothing here reads anything: it is arithmetic on shapes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._records import Shape
+
+AnyMesh = Mesh | AbstractMesh
+
+# Chunks of an array above which shards of irregular form are counted roughly.
+_DENSE_CHUNKS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """Elements of one array, per process.
+
+    Attributes:
+        needed: elements of all distinct shards on the devices of each process.
+        read: elements of all chunks that these shards touch.
+    """
+
+    needed: np.ndarray
+    read: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """Which process each device of a mesh belongs to.
+
+    Attributes:
+        of_device: number of the process of each device, in the order of the mesh;
+            the processes that have devices, numbered from 0.
+        count: how many processes there are.
+        names: the `process_index` of each.
+    """
+
+    of_device: np.ndarray
+    count: int
+    names: tuple[int, ...]
+
+
+@functools.lru_cache(maxsize=64)
+def processes_of(mesh: AnyMesh, devices_per_process: int | None) -> Processes:
+    """The processes of a mesh.
+
+    Args:
+        mesh: the mesh.
+        devices_per_process: for a mesh without devices, how many each process has;
+            None: one process has all.
+    """
+    if isinstance(mesh, Mesh) and devices_per_process is None:
+        owners = np.array([device.process_index for device in mesh.devices.flat])
+    else:
+        owners = np.arange(mesh.size) // (devices_per_process or mesh.size)
+    names, of_device = np.unique(owners, return_inverse=True)
+    return Processes(of_device, len(names), tuple(int(name) for name in names))
+
+
+def extent_of(
+    shape: Shape,
+    chunk: Shape,
+    sharding: NamedSharding,
+    devices_per_process: int | None = None,
+) -> Extent:
+    """What each process needs and reads of an array.
+
+    Args:
+        shape: the shape of the array.
+        chunk: the shape of its chunks, all but the last ones in a dim.
+        sharding: how it is to lie; every dim divides.
+        devices_per_process: see `processes_of`.
+    """
+    mesh = sharding.mesh
+    return _extent(shape, chunk, mesh, _dims(sharding, len(shape)), devices_per_process)
+
+
+def aligned_sharding(
+    shape: Shape, chunk: Shape, mesh: Mesh | AbstractMesh
+) -> NamedSharding:
+    """A sharding over the devices of a mesh whose shards are whole chunks.
+
+    The devices are cut into prime factors, the outermost first, as processes have
+    devices that are neighbours; each factor goes to the dim that still has the most
+    chunks for it. Devices that no dim has chunks for hold the same.
+
+    Args:
+        shape: the shape of the array.
+        chunk: the shape of its chunks.
+        mesh: the mesh. The result is on the same devices in the same order.
+    """
+    factored = _factored(mesh)
+    left = list(shape)
+    dims: list[list[str]] = [[] for _ in shape]
+    for name, size in factored.shape.items():
+        fits = [
+            at
+            for at, (now, step) in enumerate(zip(left, chunk, strict=True))
+            if now % size == 0 and (now // size) % step == 0
+        ]
+        if fits:
+            best = max(fits, key=lambda at: left[at] // chunk[at])
+            left[best] //= size
+            dims[best].append(name)
+    spec = PartitionSpec(*(tuple(axes) if axes else None for axes in dims))
+    return NamedSharding(factored, spec)
+
+
+# -------------------------------------------------------------------- details
+
+
+@functools.lru_cache(maxsize=64)
+def _factored(mesh: AnyMesh) -> AnyMesh:
+    """The same devices on a mesh whose axes have prime sizes."""
+    factors: list[int] = []
+    for size in mesh.shape.values():
+        factors += _primes(size)
+    names = tuple(f"part{at}" for at in range(len(factors)))
+    if isinstance(mesh, Mesh):
+        return Mesh(mesh.devices.reshape(factors), names)
+    return AbstractMesh(tuple(factors), names)
+
+
+def _primes(number: int) -> list[int]:
+    factors, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return factors
+
+
+def _dims(sharding: NamedSharding, ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of every dim."""
+    entries = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    return tuple(
+        (entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Which parts of an array each process has, for any shape.
+
+    Attributes:
+        parts: into how many parts each dim is cut.
+        subsets: per dim, the different sets of parts that processes have.
+        subset_of: per dim and process, which of them it has.
+        count: distinct blocks of each process.
+        irregular: process → its blocks, a row of parts for each, where they are not
+            all combinations of its parts.
+    """
+
+    parts: tuple[int, ...]
+    subsets: tuple[tuple[tuple[int, ...], ...], ...]
+    subset_of: np.ndarray
+    count: np.ndarray
+    irregular: dict[int, np.ndarray]
+
+
+@functools.lru_cache(maxsize=1024)
+def _blocks(
+    mesh: AnyMesh, dims: tuple[tuple[str, ...], ...], devices_per_process: int | None
+) -> _Blocks:
+    processes = processes_of(mesh, devices_per_process)
+    sizes = dict(mesh.shape)
+    grid = np.indices(tuple(sizes.values())).reshape(len(sizes), mesh.size)
+    along = dict(zip(sizes, grid, strict=True))
+    parts = tuple(math.prod(sizes[axis] for axis in axes) for axes in dims)
+    at = np.zeros((mesh.size, len(dims)), np.int64)
+    for dim, axes in enumerate(dims):
+        for axis in axes:
+            at[:, dim] = at[:, dim] * sizes[axis] + along[axis]
+    known: list[dict[tuple[int, ...], int]] = [{} for _ in dims]
+    subset_of = np.zeros((len(dims), processes.count), np.int64)
+    count = np.zeros(processes.count, np.int64)
+    irregular = {}
+    order = np.argsort(processes.of_device, kind="stable")
+    ends = np.cumsum(np.bincount(processes.of_device, minlength=processes.count))
+    for process, own in enumerate(np.split(order, ends[:-1])):
+        rows = np.unique(at[own], axis=0)
+        count[process] = len(rows)
+        combinations = 1
+        for dim in range(len(dims)):
+            subset = tuple(np.unique(rows[:, dim]).tolist())
+            combinations *= len(subset)
+            subset_of[dim, process] = known[dim].setdefault(subset, len(known[dim]))
+        if combinations != len(rows):
+            irregular[process] = rows
+    subsets = tuple(tuple(found) for found in known)
+    return _Blocks(parts, subsets, subset_of, count, irregular)
+
+
+@functools.lru_cache(maxsize=4096)
+def _extent(
+    shape: Shape,
+    chunk: Shape,
+    mesh: AnyMesh,
+    dims: tuple[tuple[str, ...], ...],
+    devices_per_process: int | None,
+) -> Extent:
+    blocks = _blocks(mesh, dims, devices_per_process)
+    size = math.prod(
+        length // parts for length, parts in zip(shape, blocks.parts, strict=True)
+    )
+    needed = blocks.count * size
+    read = np.ones_like(needed)
+    for dim, (length, step) in enumerate(zip(shape, chunk, strict=True)):
+        width = length // blocks.parts[dim]
+        covered = [
+            int(_cells(length, step, width, parts).sum())
+            for parts in blocks.subsets[dim]
+        ]
+        read = read * np.array(covered)[blocks.subset_of[dim]]
+    for process, rows in blocks.irregular.items():
+        read[process] = _irregular(shape, chunk, blocks.parts, rows)
+    return Extent(needed, read)
+
+
+def _cells(length: int, step: int, width: int, parts: Sequence[int]) -> np.ndarray:
+    """Per chunk of a dim, how much of the dim it holds; 0 where no part touches it."""
+    edges = np.arange(0, length, step)
+    held = np.minimum(step, length - edges)
+    touched = np.zeros(len(edges), bool)
+    for part in parts:
+        touched[part * width // step : -(-(part + 1) * width // step)] = True
+    return np.where(touched, held, 0)
+
+
+def _irregular(
+    shape: Shape, chunk: Shape, parts: Sequence[int], rows: np.ndarray
+) -> int:
+    """Elements of the chunks that some blocks touch, or a bound where they are many."""
+    along = [
+        [_cells(length, step, length // count, (part,)) for part in range(count)]
+        for length, step, count in zip(shape, chunk, parts, strict=True)
+    ]
+    grid = [-(-length // step) for length, step in zip(shape, chunk, strict=True)]
+    if math.prod(grid) > _DENSE_CHUNKS:
+        each = (
+            math.prod(int(along[dim][part].sum()) for dim, part in enumerate(row))
+            for row in rows
+        )
+        return min(sum(each), math.prod(shape))
+    held = np.zeros(grid, np.int64)
+    for row in rows:
+        block = np.ones((1,) * len(grid), np.int64)
+        for dim, part in enumerate(row):
+            cells = along[dim][part]
+            block = block * cells.reshape(
+                [-1 if d == dim else 1 for d in range(len(grid))]
+            )
+        held = np.maximum(held, block)
+    return int(held.sum())

@@ -1,0 +1,203 @@
+"""How each leaf is read: straight into its shards, or another way that reads less."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from flax_layoutmap._errors import CheckpointError, did_you_mean
+from flax_layoutmap._records import show_shape
+from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._plan import Read
+from flax_layoutmap.checkpoint._reads import (
+    Extent,
+    aligned_sharding,
+    extent_of,
+    processes_of,
+)
+from flax_layoutmap.checkpoint._stored import Stored
+
+Strategy = Literal["direct", "aligned", "broadcast"]
+STRATEGIES = ("auto", "direct", "aligned", "broadcast")
+
+# Below this many bytes a leaf is read directly: a collective takes longer.
+_SMALL_BYTES = 1 << 20
+# Another strategy is taken when it reads this many times less.
+_WORTH = 1.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How one leaf is read.
+
+    Attributes:
+        strategy: `"direct"`, `"aligned"` or `"broadcast"`.
+        sharding: the sharding it is read in; None for NumPy arrays and Python values.
+        replica_axis: for `"broadcast"`, the number of the mesh axis.
+        needed: process → bytes of the files that hold its shards.
+        read: process → bytes of the files that it reads.
+        host: bytes that the busiest process holds on the host for it, at most.
+    """
+
+    strategy: Strategy
+    sharding: Any
+    replica_axis: int | None
+    needed: Mapping[int, float]
+    read: Mapping[int, float]
+    host: int
+
+
+class Chooser:
+    """Chooses the way for each leaf of a plan.
+
+    Args:
+        stored: the checkpoint.
+        strategy: one for all leaves that can; `"auto"` for the best for each.
+        devices_per_process: for a mesh without devices.
+        exact: whether to ask the files how well each leaf is compressed.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        strategy: str,
+        devices_per_process: int | None = None,
+        exact: bool = True,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise CheckpointError(
+                f"strategy={strategy!r} is none of {', '.join(STRATEGIES)}"
+                f"{did_you_mean(strategy, STRATEGIES)}"
+            )
+        self._stored = stored
+        self._strategy = strategy
+        self._devices = devices_per_process
+        self._sizes = _orbax.stored_bytes(stored.where, stored.item) if exact else {}
+
+    def way(self, read: Read) -> Way | None:
+        """How a leaf is read; None where nothing has to be."""
+        held = self._stored.held.get(read.stored.path)
+        if held is None or not hasattr(held, "shape"):
+            return None
+        shape, sharding = tuple(held.shape), read.sharding
+        chunk = _orbax.chunk_of(held) or shape
+        size = np.dtype(held.dtype).itemsize
+        if not isinstance(sharding, NamedSharding):
+            return self._whole(read, shape, size)
+        found = dict(self._ways(shape, chunk, sharding))
+        strategy = self._strategy
+        if strategy == "auto":
+            strategy = _best(found, math.prod(shape) * size)
+        if strategy not in found:
+            strategy = "direct"  # of this leaf, nothing can be read another way
+        own, extent, axis = found[strategy]
+        names = processes_of(sharding.mesh, self._devices).names
+        ratio = self._ratio(read.stored.path, shape, size)
+        needed = found["direct"][1].needed
+        host = int(max(extent.read.max(), extent.needed.max(), needed.max())) * size
+        return Way(
+            strategy,
+            own,
+            axis,
+            _by_process(names, needed * (size * ratio)),
+            _by_process(names, extent.read * (size * ratio)),
+            host,
+        )
+
+    def _ways(
+        self, shape: Any, chunk: Any, sharding: NamedSharding
+    ) -> Iterator[tuple[Strategy, tuple[Any, Extent, int | None]]]:
+        direct = extent_of(shape, chunk, sharding, self._devices)
+        yield "direct", (sharding, direct, None)
+        if len(direct.needed) == 1:
+            return
+        aligned = aligned_sharding(shape, chunk, sharding.mesh)
+        yield (
+            "aligned",
+            (aligned, extent_of(shape, chunk, aligned, self._devices), None),
+        )
+        axis = _replica_axis(sharding, len(shape), self._devices)
+        if axis is not None:
+            first = _first_replica(sharding.mesh, axis, self._devices)
+            own = Extent(direct.needed, np.where(first, direct.read, 0))
+            yield "broadcast", (sharding, own, axis)
+
+    def _whole(self, read: Read, shape: Any, size: int) -> Way:
+        """A NumPy array, or one with a sharding of another kind: each reads all."""
+        count = math.prod(shape) * size
+        held = count * self._ratio(read.stored.path, shape, size)
+        devices = getattr(read.sharding, "device_set", ())
+        own = sorted({device.process_index for device in devices}) or [0]
+        each = dict.fromkeys(own, held)
+        return Way("direct", read.sharding, None, each, each, count)
+
+    def _ratio(self, path: str, shape: Any, size: int) -> float:
+        """Bytes in the files ÷ bytes of the array."""
+        name = path.replace("/", ".")
+        count = math.prod(shape) * size
+        return self._sizes[name] / count if self._sizes.get(name) and count else 1.0
+
+
+def _best(found: Mapping[Any, tuple[Any, Extent, Any]], size: int) -> Strategy:
+    """The way on which the busiest process reads least; the simplest of those."""
+    if size < _SMALL_BYTES:
+        return "direct"
+    best: Strategy = "direct"
+    least = float(found["direct"][1].read.max())
+    for strategy, (_, extent, _) in found.items():
+        most = float(extent.read.max())
+        total, before = extent.read.sum(), found[best][1].read.sum()
+        if most * _WORTH < least or (most <= least and total * _WORTH < before):
+            best, least = strategy, most
+    return best
+
+
+def _by_process(names: tuple[int, ...], counts: np.ndarray) -> dict[int, float]:
+    return dict(zip(names, counts.tolist(), strict=True))
+
+
+def _replica_axis(
+    sharding: NamedSharding, ndim: int, devices_per_process: int | None
+) -> int | None:
+    """A mesh axis on which an array is replicated, each time on other processes."""
+    used = {
+        axis
+        for entry in sharding.spec
+        for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    }
+    mesh = sharding.mesh
+    for at, (name, size) in enumerate(mesh.shape.items()):
+        if name in used or size == 1:
+            continue
+        processes = processes_of(mesh, devices_per_process)
+        grid = np.moveaxis(
+            processes.of_device.reshape(tuple(mesh.shape.values())), at, 0
+        )
+        replicas = [set(part.reshape(-1).tolist()) for part in grid]
+        if sum(map(len, replicas)) == processes.count:
+            return at
+    return None
+
+
+def _first_replica(
+    mesh: Mesh | AbstractMesh, axis: int, devices_per_process: int | None
+) -> np.ndarray:
+    """Which processes have the first replica along an axis."""
+    processes = processes_of(mesh, devices_per_process)
+    grid = processes.of_device.reshape(tuple(mesh.shape.values()))
+    first = np.take(grid, 0, axis=axis).reshape(-1)
+    return np.isin(np.arange(processes.count), first)
+
+
+def check_host_memory(ways: Mapping[str, tuple[Read, Way]], limit: int) -> list[str]:
+    """A problem for each leaf that the host cannot hold within a limit, in bytes."""
+    return [
+        f"{read.stored.path} {show_shape(read.stored.shape)}: needs {way.host:,} bytes "
+        f"on the host, more than host_memory={limit:,}; a restore needs at least one "
+        "leaf at a time: raise the limit, or shard the leaf further"
+        for read, way in ways.values()
+        if way.host > limit
+    ]

@@ -1,0 +1,574 @@
+"""Checkpoints that Orbax wrote without us, and options that join any two trees."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import assert_lies
+
+import flax_layoutmap as flm
+
+v1: Any = ocp.v1
+restore, inspect, plan = (
+    flm.checkpoint.restore,
+    flm.checkpoint.inspect,
+    flm.checkpoint.plan,
+)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        x = nn.Dense(16, kernel_init=init, name="up")(x)
+        return nn.BatchNorm(use_running_average=True)(x)
+
+
+def make() -> Net:
+    return Net(nnx.Rngs(0))
+
+
+def rules(mesh: Any) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (None, "model")
+    return layout_map
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    from flax_layoutmap._flatten import flatten
+
+    flat = flatten(tree)
+    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
+
+
+def assert_same(tree: Any, other: Any) -> None:
+    ours, theirs = by_path(tree), by_path(other)
+    assert list(ours) == list(theirs)
+    for path, leaf in ours.items():
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            assert np.array_equal(
+                jax.random.key_data(leaf), jax.random.key_data(theirs[path])
+            ), path
+        else:
+            assert np.array_equal(leaf, theirs[path]), path
+
+
+@pytest.fixture(scope="module")
+def mesh() -> flm.DeviceMesh:
+    return flm.DeviceMesh((2, 4), ("data", "model"))
+
+
+@pytest.fixture(scope="module")
+def training() -> dict[str, Any]:
+    model = make()
+    return {"model": model, "optimizer": nnx.Optimizer(model, adam(), wrt=nnx.Param)}
+
+
+def adam() -> optax.GradientTransformation:
+    return optax.adam(1e-3)
+
+
+def train_state() -> TrainState:
+    variables = LinenNet().init(jax.random.key(0), jnp.ones((1, 8)))
+    return TrainState.create(
+        apply_fn=LinenNet().apply, params=variables["params"], tx=adam()
+    )
+
+
+def written(path: Path, tree: Any) -> Path:
+    v1.save(path, tree)
+    return path
+
+
+# ---------------------------------------------------------------------- grafting
+
+
+def state_of(node: Any) -> Any:
+    return nnx.state(node)
+
+
+def pure(node: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(node))
+
+
+@pytest.mark.parametrize("saved", [state_of, pure], ids=["State", "pure dict"])
+@pytest.mark.parametrize("target", ["module", "State", "pure dict", "function"])
+def test_the_form_of_an_nnx_model_does_not_matter(
+    saved: Any, target: str, mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    model = make()
+    path = written(tmp_path / "a", saved(model))
+    other = Net(nnx.Rngs(1))
+    targets: dict[str, Any] = {
+        "module": other,
+        "State": nnx.state(other),
+        "pure dict": pure(other),
+        "function": lambda: Net(nnx.Rngs(1)),
+    }
+    result = restore(path, targets[target], layout_map=rules(mesh))
+    assert_same(result, pure(model) if target == "pure dict" else model)
+    kernel = by_path(result)["layers/1/kernel"]
+    assert_lies(kernel, ((), ("model",)), mesh)
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_a_train_state_of_linen_boxed_and_unboxed(
+    boxed: bool, mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    state = train_state()
+    path = written(tmp_path / "a", state if boxed else nn.meta.unbox(state))
+    for target in (state, nn.meta.unbox(state), train_state):
+        result = restore(path, target, layout_map=rules(mesh))
+        assert type(result) is TrainState
+        assert_same(nn.meta.unbox(result), nn.meta.unbox(state))
+        mu = by_path(result)["opt_state/0/mu/up/kernel"]
+        assert_lies(mu, ((), ("model",)), mesh)
+
+
+def test_lists_tuples_numbers_and_holes(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    a, b = jnp.arange(8.0), jnp.arange(4)
+    path = written(tmp_path / "a", {"t": (a, [b, None]), "e": {}, "n": 3, "s": "x"})
+    for target in (
+        {"t": (a, [b, None]), "e": {}, "n": 0, "s": ""},
+        {"t": [a, (b,)], "n": 0, "s": ""},
+        {"t": {0: a, 1: {"0": b}}, "n": 0, "s": ""},
+    ):
+        result = restore(path, target, layout_map=rules(mesh))
+        assert jax.tree.structure(result) == jax.tree.structure(target)
+        assert_same(
+            jax.tree.leaves(result), jax.tree.leaves({**target, "n": 3, "s": "x"})
+        )
+
+
+def test_without_a_target(
+    training: dict[str, Any], mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    states = {name: nnx.state(node) for name, node in training.items()}
+    path = written(tmp_path / "a", states)
+    result = restore(path, layout_map=rules(mesh))
+    kernel = result["model"]["layers"]["1"]["kernel"]
+    assert np.array_equal(kernel, training["model"].layers[1].kernel[...])
+    assert_lies(kernel, ((), ("model",)), mesh)
+    mu = result["optimizer"]["opt_state"]["0"]["mu"]["up"]["kernel"]
+    assert_lies(mu, ((), ("model",)), mesh)
+    key = result["model"]["dropout"]["rngs"]["key"]
+    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def test_rules_see_the_paths_of_the_parameters(
+    mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    """As in the live tree: below `params`, and a state's leaf as its parameter."""
+    path = written(tmp_path / "a", nn.meta.unbox(train_state()))
+    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
+    layout_map["up/kernel"] = (None, "model")
+    result = restore(path, layout_map=layout_map)
+    assert_lies(result["params"]["up"]["kernel"], ((), ("model",)), mesh)
+    assert_lies(result["opt_state"]["0"]["nu"]["up"]["kernel"], ((), ("model",)), mesh)
+
+
+def test_adafactor_without_its_transformation(
+    mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    params = {"up": {"kernel": jnp.ones((256, 128))}}
+    state = optax.adafactor(1e-3).init(params)
+    path = written(tmp_path / "a", {"params": params, "opt_state": state})
+    result = by_path(restore(path, layout_map=rules(mesh)))
+    rows = [p for p in result if p.endswith("v_row/up/kernel")]
+    columns = [p for p in result if p.endswith("v_col/up/kernel")]
+    sizes = {result[rows[0]].size, result[columns[0]].size}
+    assert sizes == {256, 128}
+    for path in (*rows, *columns):
+        assert_lies(
+            result[path], (("model",) if result[path].size == 128 else (),), mesh
+        )
+
+
+def test_a_parameter_that_is_called_value(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    tree = {"params": {"head": {"value": jnp.arange(4.0)}}}
+    path = written(tmp_path / "a", tree)
+    result = restore(path, tree, layout_map=rules(mesh))
+    assert_same(result, tree)
+    assert [leaf.path for leaf in inspect(path).leaves] == ["params/head"]
+
+
+def test_numbers_of_keys_become_the_keys_of_the_target(
+    mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    keys = jax.random.split(jax.random.key(3), 4)
+    path = written(tmp_path / "a", {"keys": keys, "raw": jax.random.key_data(keys)})
+    result = restore(path, {"keys": keys, "raw": keys}, layout_map=rules(mesh))
+    for name in ("keys", "raw"):
+        assert np.array_equal(
+            jax.random.key_data(result[name]), jax.random.key_data(keys)
+        )
+
+
+# ------------------------------------------------------------------------ options
+
+
+@pytest.fixture(scope="module")
+def saved(
+    training: dict[str, Any], mesh: flm.DeviceMesh, tmp_path_factory: Any
+) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "a"
+    flm.checkpoint.save(path, training, layout_map=rules(mesh))
+    return path
+
+
+def test_the_rules_of_the_checkpoint_on_another_mesh(
+    saved: Path, training: dict[str, Any]
+) -> None:
+    other = flm.DeviceMesh((4, 2), ("data", "model"))
+    result = restore(saved, mesh=other)
+    assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), other)
+    assert np.array_equal(result["model"]["up"]["kernel"], training["model"].up.kernel)
+    mu = result["optimizer"]["opt_state"]["0"]["mu"]["up"]["kernel"]
+    assert_lies(mu, ((), ("model",)), other)
+    model = restore(
+        saved,
+        {"model": make}["model"],
+        mesh="data=1,model=8",
+        rename={"^model/": ""},
+        unexpected="ignore",
+    )
+    assert_same(model, training["model"])
+    with pytest.raises(flm.LayoutError, match="model"):
+        restore(saved, mesh="x=8")
+
+
+def test_rename(saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh) -> None:
+    renamed = {"net": {"first": pure(training["model"])["up"]}}
+    result = restore(
+        saved,
+        renamed,
+        layout_map=rules(mesh),
+        rename=[(r"^model/up/(.*)", r"net/first/\1"), ("^model/", "old/")],
+        unexpected="ignore",
+    )
+    assert_same(result, renamed)
+    assert_lies(result["net"]["first"]["kernel"], ((), ("model",)), mesh)
+    whole = restore(saved, layout_map=rules(mesh), rename={"model/": "model/net/"})
+    assert_same(whole["model"]["net"]["up"], pure(training["model"])["up"])
+    mu = whole["optimizer"]["opt_state"]["0"]["mu"]["up"]["kernel"]
+    assert_lies(mu, ((), ("model",)), mesh)
+
+
+@pytest.mark.parametrize(
+    ("rename", "text"),
+    [
+        ({"^nothing/": "x/"}, "rename='^nothing/' finds no leaf"),
+        ({"(kernel|bias)$": "x"}, "the same name 'model/layers/0/x'"),
+        ({"^model/up/kernel$": ""}, "the name '', which is no path"),
+        ({"(": "x"}, "is no pair of a regular expression"),
+        ({"(a)": r"\2"}, "is no pair of a regular expression"),
+        (["ab", "c"], "is no pair of a regular expression"),
+    ],
+)
+def test_rename_that_cannot_be(
+    rename: Any, text: str, saved: Path, mesh: flm.DeviceMesh
+) -> None:
+    with pytest.raises(flm.CheckpointError) as caught:
+        restore(saved, layout_map=rules(mesh), rename=rename)
+    assert text in str(caught.value)
+
+
+def test_a_hostile_pattern_is_stopped(
+    mesh: flm.DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flax_layoutmap.checkpoint import _rename
+
+    path = written(tmp_path / "a", {"a" * 40: jnp.ones(2)})
+    monkeypatch.setattr(_rename, "PATIENCE_SECONDS", 1.0)
+    with pytest.raises(flm.CheckpointError, match=r"\(a\+\)\+.* took more than 1 s"):
+        restore(path, layout_map=rules(mesh), rename={r"(a+)+$b": "x"})
+    result = restore(path, layout_map=rules(mesh), rename={r"^((a)+)+$": "x"})
+    assert list(result) == ["x"]
+
+
+def test_missing_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
+    class Larger(Net):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            super().__init__(rngs)
+            self.head = nnx.Linear(16, 8, rngs=rngs)
+
+    options: dict[str, Any] = {
+        "layout_map": rules(mesh),
+        "include": "^model/",
+        "unexpected": "ignore",
+    }
+    target = {"model": Larger(nnx.Rngs(7))}
+    before = target["model"].head.kernel[...]
+    with pytest.raises(
+        flm.CheckpointError, match="head/kernel .*not in the checkpoint"
+    ):
+        restore(saved, target, **options)
+    assert target["model"].head.kernel[...] is before
+    kept = restore(saved, target, missing="keep", **options)
+    assert kept["model"].head.kernel[...] is before
+    assert_same(kept["model"].up, make().up)
+
+    made = restore(
+        saved,
+        lambda: {"model": Larger(nnx.Rngs(7))},
+        missing="init",
+        **options,
+    )
+    assert_same(made["model"].up, make().up)
+    assert np.array_equal(made["model"].head.kernel[...], before)
+    assert_lies(made["model"].head.kernel[...], ((), ("model",)), mesh)
+    with pytest.raises(flm.CheckpointError, match="needs a function as target"):
+        restore(saved, target, missing="init", **options)
+    abstract = nnx.eval_shape(lambda: Larger(nnx.Rngs(7)))
+    with pytest.raises(flm.CheckpointError, match="there is no value to keep"):
+        restore(saved, {"model": abstract}, missing="keep", **options)
+
+
+def test_unexpected_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
+    target = {"model": {"up": pure(make())["up"]}}
+    with pytest.raises(flm.CheckpointError, match="is in the checkpoint, not in the"):
+        restore(saved, target, layout_map=rules(mesh))
+    result = restore(saved, target, layout_map=rules(mesh), unexpected="ignore")
+    assert_same(result, target)
+    found = plan(saved, target, layout_map=rules(mesh), unexpected="ignore")
+    assert {leaf.path for leaf in found.leaves} == set(by_path(target))
+    assert "optimizer/step" in found.ignored
+
+
+def test_dtypes_by_rule(saved: Path, mesh: flm.DeviceMesh) -> None:
+    dtypes = [("^optimizer/", None), ("kernel$", jnp.bfloat16)]
+    found = by_path(restore(saved, layout_map=rules(mesh), dtype=dtypes))
+    assert found["model/up/kernel"].dtype == jnp.bfloat16
+    assert found["model/up/bias"].dtype == jnp.float32
+    assert found["optimizer/opt_state/0/mu/up/kernel"].dtype == jnp.float32
+    assert found["optimizer/step"].dtype == jnp.uint32
+    for bad in ({"(": jnp.bfloat16}, {"kernel": jnp.int8}, {"kernel": "no"}):
+        with pytest.raises(flm.CheckpointError, match="dtype="):
+            restore(saved, layout_map=rules(mesh), dtype=bad)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"missing": "kep"},
+            "missing='kep' is none of the choices; did you mean 'keep'",
+        ),
+        ({"unexpected": "drop"}, "use unexpected='error' or unexpected='ignore'"),
+        ({"missing": "keep"}, "needs a target, which says what could be missing"),
+        ({"strategy": "fast"}, "strategy='fast' is none of auto, direct"),
+        ({"host_memory": 100}, "more than host_memory=100"),
+        ({"item": "params"}, "has no tree 'params'; it has state"),
+        ({"step": 3}, "is one checkpoint and no directory of steps"),
+    ],
+)
+def test_options_that_cannot_be(
+    options: Any, text: str, saved: Path, mesh: flm.DeviceMesh
+) -> None:
+    for function in (restore, plan):
+        with pytest.raises(flm.CheckpointError) as caught:
+            function(saved, layout_map=rules(mesh), **options)
+        assert text in str(caught.value)
+
+
+def test_portions_within_a_limit(
+    saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh, monkeypatch: Any
+) -> None:
+    from flax_layoutmap.checkpoint import _orbax
+
+    plain, portions = _orbax.read_arrays, []
+
+    def counted(path: Any, wanted: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = [name for name, leaf in wanted.items() if leaf is not ...]
+        portions.append(sum(8 * 16 * 4 if "kernel" in name else 4 for name in asked))
+        return plain(path, wanted, *args, **kwargs)
+
+    monkeypatch.setattr(_orbax, "read_arrays", counted)
+    result = restore(saved, layout_map=rules(mesh), host_memory=2048)
+    assert len(portions) > 2
+    assert np.array_equal(result["model"]["up"]["kernel"], training["model"].up.kernel)
+    found = plan(saved, layout_map=rules(mesh), host_memory=2048)
+    assert found.host_bytes == 2048
+
+
+# ------------------------------------------------------------------- inspect, plan
+
+
+def test_inspect_ours(saved: Path, training: dict[str, Any]) -> None:
+    info = inspect(saved)
+    assert (info.kind, info.step, info.steps) == ("flax_layoutmap", None, ())
+    leaves = {leaf.path: leaf for leaf in info.leaves}
+    assert list(leaves) == list(by_path(training))
+    kernel = leaves["model/up/kernel"]
+    assert (kernel.shape, kernel.dtype, kernel.role) == (
+        (8, 16),
+        "float32",
+        "parameter",
+    )
+    assert kernel.spec == PartitionSpec(None, "model")
+    assert kernel.mesh == {"data": 2, "model": 4} and kernel.bytes == 8 * 16 * 4
+    mu = leaves["optimizer/opt_state/0/mu/up/kernel"]
+    assert mu.role == "optimizer" and mu.spec == PartitionSpec(None, "model")
+    key = leaves["model/dropout/rngs/key"]
+    assert (key.shape, key.bytes, key.role) == ((), 8, "other")
+    assert info.mesh is not None and info.mesh.is_abstract
+    assert info.rules is not None and len(info.rules["rules"]) == 1
+    assert info.versions["jax"] == jax.__version__
+    text = str(info)
+    assert "model/up/kernel" in text and "with 1 rule" in text
+
+
+def test_inspect_orbax(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    sharding = NamedSharding(mesh.jax_mesh, PartitionSpec("data", "model"))
+    array = jax.device_put(jnp.ones((8, 16), jnp.bfloat16), sharding)
+    v1.save(
+        tmp_path / "a",
+        {"params": {"w": array}, "n": 3, "x/y": np.ones(2)},
+        custom_metadata={"note": "mine"},
+    )
+    info = inspect(tmp_path / "a")
+    leaves = {leaf.path: leaf for leaf in info.leaves}
+    assert info.kind == "orbax-v1" and info.metadata == {"note": "mine"}
+    found = leaves["params/w"]
+    assert found.spec == PartitionSpec("data", "model") and found.chunk == (4, 4)
+    assert found.mesh == {"data": 2, "model": 4} and found.bytes == 256
+    assert leaves["n"].dtype == "int" and leaves["n"].bytes == 0
+    assert leaves["x%2Fy"].dtype == "float64" and info.total_bytes == 256 + 16
+
+
+def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    manager = ocp.CheckpointManager(tmp_path / "runs")
+    for step in (1, 2, 10):
+        value = {"params": {"kernel": jnp.full((2, 4), step)}}
+        manager.save(step, args=ocp.args.StandardSave(value))
+    manager.wait_until_finished()
+    manager.close()
+    (tmp_path / "runs" / "11.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "runs" / "12").mkdir()  # nothing in it
+    info = inspect(tmp_path / "runs")
+    assert (info.kind, info.step, info.steps) == ("orbax-v0", 10, (1, 2, 10))
+    assert "step 10 (3 of 3)" in str(info)
+    assert inspect(tmp_path / "runs", step=2).step == 2
+    options: dict[str, Any] = {"layout_map": rules(mesh)}
+    for step, value in ((2, 2), ("latest", 10)):
+        result = restore(tmp_path / "runs", step=step, **options)
+        assert (np.asarray(result["params"]["kernel"]) == value).all()
+    with pytest.raises(flm.CheckpointError, match="it holds checkpoints: 1, 10, 2"):
+        restore(tmp_path / "runs", **options)
+    with pytest.raises(flm.CheckpointError, match="no step 3; it has 1, 2, 10"):
+        restore(tmp_path / "runs", step=3, **options)
+
+
+def test_several_trees_in_one_checkpoint(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    with ocp.CheckpointManager(tmp_path / "runs") as manager:
+        manager.save(
+            1,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave({"w": jnp.ones(4)}),
+                params=ocp.args.PyTreeSave({"w": jnp.zeros(4)}),
+                data=ocp.args.JsonSave({"at": 3}),
+            ),
+        )
+    with pytest.raises(flm.CheckpointError, match="item='params' or item='state'"):
+        inspect(tmp_path / "runs")
+    for item, value in (("params", 0), ("state", 1)):
+        assert inspect(tmp_path / "runs", item=item).items == ("params", "state")
+        result = restore(tmp_path / "runs", layout_map=rules(mesh), step=1, item=item)
+        assert (np.asarray(result["w"]) == value).all()
+        found = plan(tmp_path / "runs", layout_map=rules(mesh), step=1, item=item)
+        assert [leaf.path for leaf in found.leaves] == ["w"]
+
+
+def test_a_tree_of_orbax_v0(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    tree = {"params": {"params": {"decoder": {"kernel": jnp.ones((4, 8))}}}, "step": 5}
+    ocp.PyTreeCheckpointer().save(tmp_path / "a", tree)
+    info = inspect(tmp_path / "a")
+    assert info.kind == "orbax-v0"
+    assert [leaf.path for leaf in info.leaves] == [
+        "params/params/decoder/kernel",
+        "step",
+    ]
+    layout_map = flm.LayoutMap(mesh, match="fullmatch")
+    layout_map["decoder/kernel"] = (None, "model")
+    result = restore(tmp_path / "a", layout_map=layout_map)
+    kernel = result["params"]["params"]["decoder"]["kernel"]
+    assert_lies(kernel, ((), ("model",)), mesh)
+
+
+def test_a_plan_says_what_will_happen(saved: Path, mesh: flm.DeviceMesh) -> None:
+    found = plan(
+        saved, layout_map=rules(mesh), dtype=jnp.bfloat16, exclude="^optimizer"
+    )
+    leaves = {leaf.path: leaf for leaf in found.leaves}
+    kernel = leaves["model/up/kernel"]
+    assert kernel.rule == "1 kernel" and kernel.spec == PartitionSpec(None, "model")
+    assert (kernel.stored_dtype, kernel.dtype) == ("float32", "bfloat16")
+    assert kernel.bytes_per_device == 8 * 16 * 2 // 4
+    text = str(found)
+    assert "float32 → bfloat16" in text and "passed over" in text
+    assert found.fits and found.device_available is None
+    assert f"{len(found.leaves)} leaves to read" in text
+    renamed = plan(
+        saved,
+        layout_map=rules(mesh),
+        include="^net/",
+        rename={"^model/": "net/"},
+    )
+    assert "net/up/kernel ← model/up/kernel" in str(renamed)
+
+
+def test_a_plan_for_a_pod_that_is_not_there(tmp_path: Path) -> None:
+    tree = {"kernel": jnp.ones((1024, 1024)), "bias": jnp.ones(1024)}
+    flm.checkpoint.save(tmp_path / "a", tree)
+    # Saved on one device: a single chunk, which nobody can read a part of.
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("fsdp=256"))
+    layout_map["kernel"] = ("fsdp", None)
+    layout_map["bias"] = ()
+    found = plan(tmp_path / "a", layout_map=layout_map, devices_per_process=8)
+    assert len(found.read) == 32 and found.bytes_per_device == 4096 * 4 + 4096
+    kernel = found.leaves[1]
+    assert kernel.path == "kernel" and kernel.amplification > 1
+    with pytest.raises(flm.MeshError, match="mesh=flm.DeviceMesh"):
+        restore(tmp_path / "a", layout_map=layout_map)
+
+
+def test_a_rank_that_does_not_fit_is_told_by_the_plan(
+    saved: Path, mesh: flm.DeviceMesh
+) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["up/kernel"] = ("data", None, "model")
+    with pytest.raises(flm.CheckpointError, match="model/up/kernel"):
+        plan(saved, layout_map=layout_map)
+
+
+def test_damage_is_told_by_inspect(saved: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "a"
+    for file in ("_CHECKPOINT_METADATA", "state/_METADATA"):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(saved, copy)
+        (copy / file).write_text("{")
+        with pytest.raises(flm.CheckpointError, match=Path(file).name):
+            inspect(copy)
+    (tmp_path / "b.orbax-checkpoint-tmp").mkdir()
+    with pytest.raises(flm.CheckpointError, match="unfinished"):
+        inspect(tmp_path / "b.orbax-checkpoint-tmp")
+    text = (saved / "_CHECKPOINT_METADATA").read_text()
+    assert json.loads(text)["custom_metadata"]["flax_layoutmap"]["schema"] == 1
