@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -20,13 +20,19 @@ def is_shown(shown: bool | None) -> bool:
 
 
 @contextlib.contextmanager
-def shown_progress(what: str, total: int, shown: bool | None) -> Iterator[None]:
+def shown_progress(
+    what: str,
+    total: int,
+    shown: bool | None,
+    count: Callable[[], int] = _orbax.bytes_read,
+) -> Iterator[None]:
     """A block that reads or writes files, with a bar of how far it is.
 
     Args:
         what: what it does, in words.
         total: bytes planned.
         shown: whether to show it; None: on a terminal. Only process 0 ever does.
+        count: says how many bytes were read so far; Orbax's count if not given.
     """
     if total <= 0 or not is_shown(shown):
         yield
@@ -48,14 +54,14 @@ def shown_progress(what: str, total: int, shown: bool | None) -> Iterator[None]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    before = _orbax.bytes_read()
+    before = count()
     ended = threading.Event()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
 
         def watch() -> None:
             while not ended.wait(_SECONDS):
-                done = min(_orbax.bytes_read() - before, total)
+                done = min(count() - before, total)
                 progress.update(task, completed=done)
 
         watcher = threading.Thread(target=watch, daemon=True)
