@@ -260,6 +260,7 @@ def read_arrays(
     *,
     item: str | None = None,
     replica_axis: int | None = None,
+    alone: bool = False,
 ) -> dict[str, Any]:
     """Reads leaves.
 
@@ -274,6 +275,7 @@ def read_arrays(
         replica_axis: the axis of the mesh, by number, on which all wanted leaves are
             replicated: only the first of the replicas is read, and the others get
             theirs from it. None: every process reads what it needs.
+        alone: whether this process reads without the others, which do not come here.
 
     Returns:
         Path → value; `...` for what was passed over.
@@ -288,6 +290,11 @@ def read_arrays(
         loading = context.array.loading
         loading.use_load_and_broadcast = True
         loading.load_and_broadcast_options.replica_axis_index = replica_axis
+    if alone and jax.process_count() > 1:
+        own_number = jax.process_index()
+        context.multiprocessing.primary_host = own_number
+        context.multiprocessing.active_processes = {own_number}
+        context.multiprocessing.barrier_sync_key_prefix = f"alone_{own_number}"
     if tree is None:
         target = nested(wanted)
     else:
