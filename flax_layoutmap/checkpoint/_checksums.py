@@ -1,19 +1,21 @@
 """Checksums of leaves: the same for every sharding, mesh and number of processes.
 
-The checksum of an array is a sum over its bits as 32-bit words `w`, modulo 2^64:
+The checksum of an array is a sum over its bits as 64-bit words `w`, modulo 2^64:
 
-    label + Σ w · m_last(j) · m_2(i_2) · m_3(i_3) · …
+    label + Σ w · m_1(j) · m_2(i_2) · m_3(i_3) · …
 
-`j` counts the words along the last dim (elements of 8 or 16 bits are packed into words
-along it, those of 64 bits are two), `i_2`, `i_3`, … the other dims from the last one
-back, and each `m` is an odd 64-bit number mixed from the index. `label` is a hash of
-dtype and shape.
+`j` counts the words along the last dim (smaller elements are packed into words along
+it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one back, and
+each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
 
 A sum of integers does not depend on its order, so that each shard adds its part on the
-device or host where it lies. An odd number times a change of less than 2^32 is not 0
-modulo 2^64: any change within one word, a flipped bit above all, changes the checksum
-for sure; any other with a chance of about 1 - 2^-32 or better, as the multipliers are
-no function of the data. It is no protection against someone who means harm.
+device or host where it lies. A change that is not 0 modulo 2^64 stays so when it is
+multiplied by an odd number: any change within one word, a flipped bit above all,
+changes the checksum for sure. Changes of several words escape with a chance of 2^-64
+if they are like random numbers, and of about 2^-(63 - b) if bit `b` of a word is the
+lowest that any of them changes: the weak place is two flips of the last bit of words,
+the sign of every second float32, which cancel. What closes it (a multiplier for each
+half of a word) takes two to three times as long. It is no protection against malice.
 """
 
 import functools
@@ -36,8 +38,8 @@ _MODULUS = 1 << 64
 _SPLIT = 14
 _LOW = 1 << _SPLIT
 
-# Words that are worked on at once: more would leave the caches, fewer cost more calls.
-_BLOCK = 1 << 17
+# Rows of more words are summed one by one, so that the table of a row stays small.
+_LONG = 1 << 17
 # Fewer words than these in a row make a pass over rows slow.
 _SHORT = 32
 # Arrays are cut into pieces of this size for the threads.
@@ -48,7 +50,7 @@ _THREADS = min(16, os.cpu_count() or 1)
 _PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
-def checksums(values: Mapping[str, Any]) -> dict[str, str]:
+def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, str]:
     """The checksums of values, as every process gets them.
 
     In a job of several processes all of them call it, with the same paths in the same
@@ -57,20 +59,28 @@ def checksums(values: Mapping[str, Any]) -> dict[str, str]:
     Args:
         values: path → array (of JAX or NumPy, or typed PRNG keys, which count as their
             numbers), or Python number or string.
+        alone: whether this process works without the others, on values of its own.
 
     Returns:
         Path → 16 hexadecimal digits.
     """
     plain = {path: _without_keys(value) for path, value in values.items()}
     sums = dict.fromkeys(plain, 0)
+    own = {
+        path: value
+        for path, value in plain.items()
+        if alone or jax.process_index() == 0 or _is_spread(value)
+    }
     with ThreadPoolExecutor(_THREADS) as pool:
         # In a thread of the pool, out of reach of the caller's mesh and transfer guard.
-        started = pool.submit(_start_on_devices, plain)
-        for path, total in _on_host(plain, pool):
+        started = pool.submit(_start_on_devices, own)
+        for path, total in _on_host(own, pool):
             sums[path] += total
-        for path, total in pool.submit(_of_devices, plain, started.result()).result():
+        for path, total in pool.submit(_of_devices, own, started.result()).result():
             sums[path] += total
-    totals = _over_processes([total % _MODULUS for total in sums.values()])
+    totals = [total % _MODULUS for total in sums.values()]
+    if not alone:
+        totals = _over_processes(totals)
     return {
         path: as_text(total, value)
         for (path, value), total in zip(plain.items(), totals, strict=True)
@@ -186,21 +196,24 @@ def _outer(shape: tuple[int, ...], start: tuple[int, ...]) -> np.ndarray:
 def _words(
     block: np.ndarray, start: tuple[int, ...]
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The 32-bit words of a block, and the index of the first one."""
-    bits = block.dtype.itemsize * 8
+    """The words of a block, and the index of the first one."""
+    size = block.dtype.itemsize
     packed = _packed_bits(block.dtype)
     if packed:
         block = block.view(np.uint8) & np.uint8((1 << packed) - 1)
     *outer, first = start
-    if bits >= 32:
-        return block.view(np.uint32), (*outer, first * (bits // 32))
-    per = 32 // bits
-    before, after = first % per, -(first + block.shape[-1]) % per
+    if size >= 8:
+        return block.view(np.uint64), (*outer, first * (size // 8))
+    per = 8 // size
+    length = block.shape[-1]
+    before, after = first % per, -(first + length) % per
     if before or after:
         # The words at the edges are shared with other blocks: theirs is 0 here.
-        margins = [(0, 0)] * (block.ndim - 1) + [(before, after)]
-        block = np.pad(block.view(f"u{bits // 8}"), margins)
-    return block.view(np.uint32), (*outer, first // per)
+        sizes = (*block.shape[:-1], before + length + after)
+        padded = np.zeros(sizes, f"u{size}")
+        padded[..., before : before + length] = block.view(f"u{size}")
+        block = padded
+    return block.view(np.uint64), (*outer, first // per)
 
 
 @functools.lru_cache(maxsize=64)
@@ -213,12 +226,12 @@ def _block(words: np.ndarray, start: tuple[int, ...]) -> int:
     """The sum over a block of words; not reduced."""
     if words.size <= _LOW:
         table = _small_table(words.shape, start)
-        return int(np.dot(words.reshape(-1).astype(np.uint64), table))
+        return int(np.dot(words.reshape(-1), table))
     row = words[0].size
     if row < _SHORT:
         return _narrow(words, start)
     own = _span(words.ndim - 1, start[0], start[0] + len(words))
-    if row > _BLOCK:
+    if row > _LONG:
         rows = [_block(part, start[1:]) % _MODULUS for part in words]
         return sum(int(m) * total for m, total in zip(own, rows, strict=True))
     inner = _table(words.shape[1:], start[1:])
@@ -248,15 +261,7 @@ def _narrow(words: np.ndarray, start: tuple[int, ...]) -> int:
 
 def _weighted(matrix: np.ndarray, table: np.ndarray) -> np.ndarray:
     """The sums of the rows, each word times its multiplier."""
-    count = max(1, _BLOCK // table.size)
-    sums = np.empty(len(matrix), np.uint64)
-    wide = np.empty((min(count, len(matrix)), table.size), np.uint64)
-    for at in range(0, len(matrix), count):
-        rows = matrix[at : at + count]
-        # Much faster than letting einsum convert the words by itself.
-        np.copyto(wide[: len(rows)], rows)
-        np.einsum("ij,j->i", wide[: len(rows)], table, out=sums[at : at + count])
-    return sums
+    return np.einsum("ij,j->i", matrix, table)
 
 
 def _on_host(
@@ -270,8 +275,7 @@ def _on_host(
         if _program_of(value) is not None:
             continue
         if not _is_array(value):
-            if jax.process_index() == 0:
-                yield path, _hash(f"{type(value).__name__} {value!r}")
+            yield path, _hash(f"{type(value).__name__} {value!r}")
             continue
         for block, start in _host_blocks(value):
             batch.append((path, block, start))
@@ -292,9 +296,6 @@ def _sums(
 
 def _host_blocks(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
     """The blocks that this process adds, cut into pieces, and where they start."""
-    spread = isinstance(value, jax.Array) and not value.is_fully_addressable
-    if jax.process_index() != 0 and not spread:
-        return
     if not isinstance(value, jax.Array):
         yield from _pieces(np.asarray(value), (0,) * value.ndim)
         return
@@ -374,7 +375,7 @@ def program(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> _Pro
         for dim, (axes, size) in enumerate(along):
             start = jax.lax.axis_index(axes) if axes else np.int32(0)
             start = start.astype(np.uint64) * np.uint64(size)
-            weights = _weights(dim, start, size, bits if dim == 0 else 32)
+            weights = _weights(dim, start, size, bits if dim == 0 else 64)
             numbers = jnp.sum(numbers * weights, axis=-1, dtype=np.uint64)
         return numbers[None]
 
@@ -400,14 +401,14 @@ def _numbers(shard: Any) -> tuple[Any, int]:
 
 
 def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
-    """The multipliers of a range of elements (of words, where they have 32 bits)."""
+    """The multipliers of a range of elements of so many bits, packed into words."""
     at = jnp.arange(size, dtype=np.uint64) + start
-    packed = int(math.log2(32 // bits))
-    word = at >> np.uint64(packed)
+    per = np.uint64(64 // bits)
+    word, inside = at // per, at % per
     low, high = _seeds(dim)
     weights = _mixed(word & np.uint64(_LOW - 1), low)
     weights = weights * _mixed(word >> np.uint64(_SPLIT), high)
-    weights = weights << (at % np.uint64(32 // bits) * np.uint64(bits))
+    weights = weights << (inside * np.uint64(bits % 64))
     # Kept, so that they are not made again for every row.
     return jax.lax.optimization_barrier(weights) if size <= _LOW else weights
 
@@ -433,8 +434,6 @@ def _of_devices(
     found = []
     for path, result in started.items():
         value = values[path]
-        if value.is_fully_addressable and jax.process_index() != 0:
-            continue
         for number, _ in _first_holders(value.sharding, value.shape):
             found.append((path, int(np.asarray(result.addressable_data(number))[0])))
     return found
@@ -445,6 +444,11 @@ def _of_devices(
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def _is_spread(value: Any) -> bool:
+    """Whether several processes hold the parts of an array."""
+    return isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
 def _without_keys(value: Any) -> Any:

@@ -1,0 +1,194 @@
+"""flm.checkpoint.verify: are the leaves of a checkpoint those that were saved?"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._table import human_bytes
+from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._checksums import checksums
+from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
+from flax_layoutmap.checkpoint._places import absolute, find
+from flax_layoutmap.checkpoint._progress import shown_progress
+from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
+
+_HOST_MEMORY = 1 << 29
+
+
+@dataclasses.dataclass(frozen=True)
+class Verified:
+    """A checkpoint in which no damage was found.
+
+    Attributes:
+        path: its directory.
+        leaves: how many leaves were read and compared.
+        bytes: bytes of their arrays, uncompressed.
+    """
+
+    path: str
+    leaves: int
+    bytes: int
+
+    def __str__(self) -> str:
+        what = "1 leaf is" if self.leaves == 1 else f"{self.leaves} leaves are"
+        return f"{self.path}: {what} as saved ({human_bytes(self.bytes)})"
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    step: int | str | None = None,
+    item: str | None = None,
+    host_memory: int = _HOST_MEMORY,
+    progress: bool | None = None,
+) -> Verified:
+    """Reads all of a checkpoint and compares it with the checksums in its metadata.
+
+    Needs no mesh, no rules and no accelerator. In a job of several processes all of
+    them call it, each reads a share of the leaves, and all get the same answer.
+
+    Args:
+        path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
+        step: which step, a number or `"latest"`, if `path` is a directory of steps.
+        item: which tree, if the checkpoint holds several.
+        host_memory: bytes of arrays to read at a time. A larger leaf is read alone,
+            but whole.
+        progress: whether process 0 shows on stderr how much has been read; None: if
+            that is a terminal.
+
+    Returns:
+        How much was compared.
+
+    Raises:
+        CheckpointError: leaves cannot be read or are not as they were saved (one error
+            names all of them), or there are no checksums to compare with.
+
+    Plain JAX: none; Orbax restores an array with a flipped bit as it is.
+    """
+    place = find(absolute(path), step)
+    stored = open_checkpoint(place, item)
+    recorded = stored.record.checksums
+    if recorded is None:
+        raise CheckpointError(_no_checksums(stored))
+    leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
+    size = {leaf.path: _bytes(stored.held[leaf.path]) for leaf in leaves}
+    own = _share(leaves, size)
+    total, done, found = sum(size[leaf.path] for leaf in own), 0, []
+    with shown_progress(f"verifying {place.path}", total, progress, lambda: done):
+        for portion in _portions(own, size, host_memory):
+            found += _problems(stored, portion, recorded)
+            done += sum(size[leaf.path] for leaf in portion)
+    problems = _of_all_processes(found)
+    if problems:
+        raise problem_list(f"the checkpoint {place.path} is damaged", problems)
+    return Verified(place.path, len(leaves), sum(size.values()))
+
+
+def _no_checksums(stored: Stored) -> str:
+    by = "with checksums=False, or by an older version"
+    return (
+        f"cannot verify {stored.where}: it has no checksums, as it was saved "
+        f"{by if stored.is_ours else 'by Orbax alone'}; restore it and save it again "
+        "with flm.checkpoint.save to have them"
+    )
+
+
+def not_as_saved(leaf: Leaf) -> str:
+    """What is said of a leaf that has another checksum than the one recorded."""
+    return (
+        f"{leaf.name}: its data are not those that were saved; restore another "
+        f"checkpoint, or the rest of this one: exclude={f'^{re.escape(leaf.path)}$'!r}"
+    )
+
+
+def _problems(
+    stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
+) -> list[str]:
+    """Reads leaves and says what is wrong with them."""
+    wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
+    for leaf in leaves:
+        is_value = leaf.kind in ("int", "float", "string")
+        wanted[leaf.path] = stored.held[leaf.path] if is_value else np.ndarray
+    try:
+        values = _orbax.read_arrays(
+            stored.where, wanted, stored.tree, item=stored.item, alone=True
+        )
+    except CheckpointError as error:
+        if len(leaves) == 1:
+            return [f"{leaves[0].name}: {error}"]
+        # One of them; halving finds it with few reads, however many there are.
+        middle = len(leaves) // 2
+        first = _problems(stored, leaves[:middle], recorded)
+        return first + _problems(stored, leaves[middle:], recorded)
+    found = checksums({leaf.path: values[leaf.path] for leaf in leaves}, alone=True)
+    return [
+        not_as_saved(leaf)
+        if leaf.path in recorded
+        else f"{leaf.name}: there is no checksum of it in the metadata"
+        for leaf in leaves
+        if found[leaf.path] != recorded.get(leaf.path)
+    ]
+
+
+# ------------------------------------------------------------------ who reads what
+
+
+def _bytes(held: Any) -> int:
+    """Bytes of an array, by its metadata; 0 for a Python value."""
+    if not hasattr(held, "shape"):
+        return 0
+    return math.prod(held.shape) * np.dtype(held.dtype).itemsize
+
+
+def _share(leaves: Sequence[Leaf], size: Mapping[str, int]) -> list[Leaf]:
+    """The leaves that this process reads: about equally many bytes in each."""
+    held = [0] * jax.process_count()
+    own = []
+    for leaf in sorted(leaves, key=lambda leaf: -size[leaf.path]):
+        process = held.index(min(held))
+        held[process] += size[leaf.path] + 1
+        if process == jax.process_index():
+            own.append(leaf)
+    return own
+
+
+def _portions(
+    leaves: Sequence[Leaf], size: Mapping[str, int], host_memory: int
+) -> Iterator[list[Leaf]]:
+    """Leaves that are read at a time."""
+    portion: list[Leaf] = []
+    used = 0
+    for leaf in leaves:
+        if portion and used + size[leaf.path] > host_memory:
+            yield portion
+            portion, used = [], 0
+        portion.append(leaf)
+        used += size[leaf.path]
+    if portion:
+        yield portion
+
+
+def _of_all_processes(problems: list[str]) -> list[str]:
+    """The problems that all processes found, in every process."""
+    if jax.process_count() == 1:
+        return problems
+    from jax.experimental import multihost_utils
+
+    text = np.frombuffer(json.dumps(problems).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(text.size)))
+    row = np.zeros(int(sizes.max()), np.uint8)
+    row[: text.size] = text
+    rows = np.asarray(multihost_utils.process_allgather(row))
+    return [
+        problem
+        for line, count in zip(rows, sizes.ravel(), strict=True)
+        for problem in json.loads(bytes(line[:count]))
+    ]
