@@ -21,6 +21,7 @@ Example:
     (3, ('data',))
 """
 
+from flax_layoutmap.checkpoint import mappings as mappings
 from flax_layoutmap.checkpoint._inspect import CheckpointInfo as CheckpointInfo
 from flax_layoutmap.checkpoint._inspect import LeafInfo as LeafInfo
 from flax_layoutmap.checkpoint._inspect import inspect as inspect
@@ -28,5 +29,11 @@ from flax_layoutmap.checkpoint._preview import LeafPlan as LeafPlan
 from flax_layoutmap.checkpoint._preview import RestorePlan as RestorePlan
 from flax_layoutmap.checkpoint._preview import plan as plan
 from flax_layoutmap.checkpoint._restore import restore as restore
+from flax_layoutmap.checkpoint._safetensors import (
+    restore_safetensors as restore_safetensors,
+)
+from flax_layoutmap.checkpoint._safetensors_save import (
+    save_safetensors as save_safetensors,
+)
 from flax_layoutmap.checkpoint._save import save as save
 from flax_layoutmap.checkpoint._training import Checkpointer as Checkpointer

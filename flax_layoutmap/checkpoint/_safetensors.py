@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,20 +12,22 @@ from jax.sharding import SingleDeviceSharding
 
 from flax_layoutmap._errors import CheckpointError, MeshError
 from flax_layoutmap._flatten import flatten
+from flax_layoutmap._mesh import as_mesh
+from flax_layoutmap._paths import Flat
 from flax_layoutmap._place import put, settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap.checkpoint._leaves import (
-    TYPES,
-    fits_jax,
-    is_floating,
-    mesh_of,
-    problem_list,
-)
+from flax_layoutmap.checkpoint._leaves import TYPES, mesh_of, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping
 from flax_layoutmap.checkpoint._mapping_blocks import Range, dummy, pieces_of
+from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
+from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._record import rules_of
-from flax_layoutmap.checkpoint._safetensors_file import Opened, local, open_safetensors
+from flax_layoutmap.checkpoint._safetensors_file import (
+    Stored,
+    local,
+    open_safetensors,
+)
 from flax_layoutmap.checkpoint._safetensors_plan import (
     Plan,
     Read,
@@ -33,8 +35,7 @@ from flax_layoutmap.checkpoint._safetensors_plan import (
     plan_without_target,
 )
 from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
-from flax_layoutmap.checkpoint._selection import Selection
-from flax_layoutmap.checkpoint._target import opened
+from flax_layoutmap.checkpoint._target import Opened, opened
 
 Index = tuple[Range, ...]
 
@@ -44,12 +45,14 @@ def restore_safetensors(
     target: Any = None,
     *,
     layout_map: Any = None,
+    mesh: Any = None,
     mapping: Sequence[Any] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     dtype: Any = None,
-    unexpected: Literal["error", "ignore"] = "error",
-    progress: Callable[[int, int], object] | None = None,
+    missing: Missing = "error",
+    unexpected: Unexpected = "error",
+    progress: bool | Callable[[int, int], object] | None = None,
 ) -> Any:
     r"""Restores safetensors (of Hugging Face, say), each leaf straight into its shards.
 
@@ -66,6 +69,7 @@ def restore_safetensors(
             nested dict of all tensors, cut at the dots of their names.
         layout_map: the rules, on a mesh of devices. None: the shardings that the leaves
             of the target have.
+        mesh: a mesh of devices for the rules of `layout_map`.
         mapping: what a leaf is made of: entries `(path, name)` or `(path, name,
             steps)`. The path is a regular expression for the whole path of a leaf, as
             rules see it; the first entry that matches counts. The name is that of the
@@ -79,10 +83,16 @@ def restore_safetensors(
             only leaves that one of them finds are restored.
         exclude: likewise; leaves that one of them finds keep their values.
         dtype: a floating-point dtype for all floating-point arrays, or `"target"` for
-            the target's. No other numbers are ever converted.
-        unexpected: what to do about tensors that no leaf of the target is made of.
-        progress: called after each leaf with the bytes that this process has read and
-            those that it will have read at the end.
+            the target's, or pairs of a regular expression and one of these. No other
+            numbers are ever converted.
+        missing: what to do about leaves whose tensors are not there, or that no entry
+            of the mapping matches: `"error"`, `"keep"` the target's values, or
+            `"init"`: make them, with the function that the target is.
+        unexpected: what to do about tensors that no leaf of the target is made of:
+            `"error"` or `"ignore"`.
+        progress: whether process 0 shows on stderr how much has been read; None: if
+            that is a terminal. Or a function that is called after each leaf with the
+            bytes that this process has read, and those that it will have read.
 
     Returns:
         The target's own type, as `restore` does; or a nested dict.
@@ -111,37 +121,64 @@ def restore_safetensors(
     leaf, with `safetensors.safe_open(file, "np").get_slice(name)[index]`.
     """
     place = local(path)
-    rules = rules_of(layout_map)
+    rules = _rules_on(layout_map, mesh)
     names = _checked_mapping(mapping, target)
-    selection = Selection(include, exclude)
-    dtype = _checked_options(dtype, unexpected, target)
-    _check_mesh(rules)
+    options = checked_options(
+        target, include, exclude, None, dtype, missing, unexpected
+    )
     with Agreement(f"restoring {place}", mesh_of(target, rules)) as agreement:
         stored = open_safetensors(place)
-        tree, rebuild = opened(target)
-        flat = flatten(tree)
+        tree, flat = None, None
         if target is None:
-            plan = plan_without_target(stored, rules, selection, dtype)
+            plan = plan_without_target(stored, rules, options)
         else:
-            plan = plan_for_target(stored, flat, tree, rules, names, selection, dtype)
-            if unexpected == "error":
-                plan.problems += plan.unexpected
+            tree = opened(target)
+            flat = flatten(tree.tree)
+            can_make = tree.made is not None
+            plan = plan_for_target(
+                stored, flat, tree.tree, rules, names, options, can_make
+            )
         if plan.problems:
             raise problem_list(f"cannot restore {place}", plan.problems)
         if plan.resolution is not None:
             plan.resolution.announce()
         agreement.add(lambda: _parts(stored, plan))
     values = _read(stored, plan, progress)
-    if target is None:
+    if tree is None or flat is None:
         return plan.nested(values)
+    return _filled(plan, tree, flat, values)
+
+
+def _filled(plan: Plan, tree: Opened, flat: Flat, values: dict[str, Any]) -> Any:
+    """The target with its new values."""
     leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
-    result = rebuild([*(leaves | values).values()])
+    if plan.made and tree.made is not None:
+        values |= tree.made(plan.made)
+    result = tree.rebuild([*(leaves | values).values()])
     if plan.resolution is not None:
         result = settle_metadata(result, plan.resolution)
     return result
 
 
 # --------------------------------------------------------------------- checks
+
+
+def _rules_on(layout_map: Any, mesh: Any) -> RuleSet | None:
+    """The rules, on a mesh of devices."""
+    rules = rules_of(layout_map)
+    if mesh is not None:
+        if rules is None:
+            raise CheckpointError(
+                "mesh= is the mesh for the rules of layout_map=; pass these as well"
+            )
+        rules = rules.on(as_mesh(mesh))
+    if rules is None or (rules.mesh is not None and not rules.mesh.is_abstract):
+        return rules
+    have = "no mesh" if rules.mesh is None else repr(rules.mesh)
+    raise MeshError(
+        f"restore_safetensors needs a mesh of devices, the rules have {have}; pass "
+        "mesh=flm.DeviceMesh(...)"
+    )
 
 
 def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
@@ -153,40 +190,7 @@ def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
     return NameMapping(mapping)
 
 
-def _checked_options(dtype: Any, unexpected: str, target: Any) -> Any:
-    if unexpected not in ("error", "ignore"):
-        raise CheckpointError(f'unexpected={unexpected!r} is not "error" or "ignore"')
-    if dtype is None:
-        return None
-    if isinstance(dtype, str) and dtype == "target":
-        if target is None:
-            raise CheckpointError(
-                'dtype="target" needs a target; without one name the dtype itself'
-            )
-        return dtype
-    try:
-        wanted = np.dtype(dtype)
-    except TypeError as error:
-        raise CheckpointError(f"dtype={dtype!r} is no dtype: {error}") from error
-    if not is_floating(wanted) or not fits_jax(wanted):
-        raise CheckpointError(
-            f"dtype={wanted} is not floating-point, or needs jax_enable_x64; only "
-            "floating-point arrays are converted, and only to floating-point"
-        )
-    return wanted
-
-
-def _check_mesh(rules: RuleSet | None) -> None:
-    if rules is None or (rules.mesh is not None and not rules.mesh.is_abstract):
-        return
-    have = "no mesh" if rules.mesh is None else repr(rules.mesh)
-    raise MeshError(
-        f"restore_safetensors needs a mesh of devices, the rules have {have}; use "
-        "layout_map.on(flm.DeviceMesh(...))"
-    )
-
-
-def _parts(stored: Opened, plan: Plan) -> dict[str, str]:
+def _parts(stored: Stored, plan: Plan) -> dict[str, str]:
     """What all processes must mean alike."""
     held = [
         (tensor.name, str(tensor.dtype), tensor.shape, tensor.offset)
@@ -207,19 +211,23 @@ def _digest(value: Any) -> str:
 
 
 def _read(
-    stored: Opened, plan: Plan, progress: Callable[[int, int], object] | None
+    stored: Stored, plan: Plan, progress: bool | Callable[[int, int], object] | None
 ) -> dict[str, Any]:
     """Path → restored value of every leaf of the plan."""
     groups = _together(list(plan.reads.values()))
+    tell = progress if callable(progress) else None
+    shown = False if callable(progress) else progress
     planned = 0
-    if progress is not None:
+    if tell is not None or is_shown(shown):
         planned = sum(planned_bytes(stored, group) for group in groups)
     made: dict[str, Any] = {}
     with Files() as files:
-        for group in groups:
-            made |= _read_group(files, stored, group)
-            if progress is not None:
-                progress(files.bytes_read, planned)
+        what = f"restoring {stored.where}"
+        with shown_progress(what, planned, shown, lambda: files.bytes_read):
+            for group in groups:
+                made |= _read_group(files, stored, group)
+                if tell is not None:
+                    tell(files.bytes_read, planned)
     return {path: made[path] for path in plan.reads}
 
 
@@ -239,7 +247,7 @@ def _together(reads: list[Read]) -> list[list[Read]]:
     return list(groups.values())
 
 
-def planned_bytes(stored: Opened, group: Sequence[Read]) -> int:
+def planned_bytes(stored: Stored, group: Sequence[Read]) -> int:
     """How many bytes this process will read for leaves that are read together."""
     pieces: dict[str, list[Piece]] = {}
     for read in group:
@@ -250,7 +258,7 @@ def planned_bytes(stored: Opened, group: Sequence[Read]) -> int:
     return sum(bytes_to_read(stored.tensors[name], own) for name, own in pieces.items())
 
 
-def _read_group(files: Files, stored: Opened, group: list[Read]) -> dict[str, Any]:
+def _read_group(files: Files, stored: Stored, group: list[Read]) -> dict[str, Any]:
     pieces: dict[str, list[Piece]] = {}
     buffers: list[dict[Index, np.ndarray]] = []
     for read in group:

@@ -77,7 +77,7 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class Stored:
     """A checkpoint, as far as its headers tell.
 
     Attributes:
@@ -91,7 +91,7 @@ class Opened:
     tensors: dict[str, Tensor]
 
 
-def open_safetensors(path: str | os.PathLike[str]) -> Opened:
+def open_safetensors(path: str | os.PathLike[str]) -> Stored:
     """Reads and checks the headers of a checkpoint, and no data.
 
     Args:
@@ -123,7 +123,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> Opened:
         problems += _index_problems(where, index, tensors)
     if problems:
         raise problem_list(f"cannot read {where}", problems)
-    return Opened(where, files, tensors)
+    return Stored(where, files, tensors)
 
 
 def local(path: str | os.PathLike[str]) -> str:

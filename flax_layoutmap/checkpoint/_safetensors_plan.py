@@ -16,8 +16,8 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, Source
 from flax_layoutmap.checkpoint._mapping_blocks import whole
-from flax_layoutmap.checkpoint._safetensors_file import Opened
-from flax_layoutmap.checkpoint._selection import Selection
+from flax_layoutmap.checkpoint._options import Options
+from flax_layoutmap.checkpoint._safetensors_file import Stored
 
 # Names that look alike are looked for this often; after that it would take too long.
 _HINTS = 50
@@ -47,14 +47,14 @@ class Plan:
     Attributes:
         reads: path → leaf to restore.
         problems: one text each; nothing is read unless this is empty.
-        unexpected: likewise, for tensors that no leaf is made of.
+        made: path → sharding of the leaves that the target makes.
         resolution: what the rules say; None without rules, or if they do not fit.
         keys: path → keys of the nested dict, without a target.
     """
 
     reads: dict[str, Read] = dataclasses.field(default_factory=dict)
     problems: list[str] = dataclasses.field(default_factory=list)
-    unexpected: list[str] = dataclasses.field(default_factory=list)
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)
     resolution: Resolution | None = None
     keys: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class Plan:
 
 
 def plan_without_target(
-    stored: Opened, rules: RuleSet | None, selection: Selection, dtype: Any
+    stored: Stored, rules: RuleSet | None, options: Options
 ) -> Plan:
     """Plans to restore all tensors under their own names, laid out by the rules.
 
@@ -85,6 +85,7 @@ def plan_without_target(
         )
     keys = {_path_of(name): name.split(".") for name in stored.tensors}
     _check_nesting(stored, keys)
+    selection = options.selection
     plan = Plan(problems=selection.useless(keys), keys=keys)
     tensors = dict(zip(keys, stored.tensors.values(), strict=True))
     chosen = {path: t for path, t in tensors.items() if path in selection}
@@ -100,7 +101,7 @@ def plan_without_target(
         recipe = Recipe(
             (whole(tensor.name, tensor.shape),), {tensor.name: tensor.shape}
         )
-        _add(plan, stored, path, recipe, None, shardings.get(path), dtype)
+        _add(plan, stored, path, recipe, None, shardings.get(path), options)
     return plan
 
 
@@ -108,7 +109,7 @@ def _path_of(name: str) -> str:
     return "/".join(escape(part) for part in name.split("."))
 
 
-def _check_nesting(stored: Opened, keys: Mapping[str, list[str]]) -> None:
+def _check_nesting(stored: Stored, keys: Mapping[str, list[str]]) -> None:
     """Raises CheckpointError where one name is the beginning of another."""
     inner = {
         "/".join(map(escape, k[:n])) for k in keys.values() for n in range(1, len(k))
@@ -124,13 +125,13 @@ def _check_nesting(stored: Opened, keys: Mapping[str, list[str]]) -> None:
 
 
 def plan_for_target(
-    stored: Opened,
+    stored: Stored,
     flat: Flat,
     tree: Any,
     rules: RuleSet | None,
     names: NameMapping,
-    selection: Selection,
-    dtype: Any,
+    options: Options,
+    can_make: bool,
 ) -> Plan:
     """Plans to restore the leaves of a target.
 
@@ -140,10 +141,10 @@ def plan_for_target(
         tree: the target, as it can be resolved.
         rules: the rules; None takes each leaf's own sharding.
         names: what the leaves are made of.
-        selection: which leaves to restore; the others keep the target's value.
-        dtype: the `dtype` argument of `restore_safetensors`.
+        options: what else was asked for.
+        can_make: whether the target is a function, which can make leaves.
     """
-    paths = flat.full_paths()
+    paths, selection = flat.full_paths(), options.selection
     plan = Plan(problems=selection.useless(paths))
     shardings: Mapping[str, Any] = {}
     if rules is not None:
@@ -153,23 +154,23 @@ def plan_for_target(
             plan.problems += error.problems or [str(error)]
         shardings = _shardings(plan.resolution)
     used: set[str] = set()
-    unmapped: list[str] = []
     for path, own_path, value in zip(paths, flat.paths, flat.leaves, strict=True):
         source = names.source(own_path, path)
-        recipe = None
-        if source is not None:
-            recipe = _recipe(plan, stored, path, source, value, path in selection)
-            used.update(*([recipe.shapes] if recipe is not None else [source.names]))
         if path not in selection:
-            plan.problems += _kept_problem(path, value)
+            used |= _tensors_of(source, stored, value)
+            _keep(plan, path, value, "include or exclude leaves it out")
             continue
-        if source is None:
-            unmapped.append(f"{path} {show_shape(_shape(value))}")
+        recipe, missing = _recipe(plan, stored, path, source, value)
+        if missing is not None:
+            _miss(plan, path, value, missing, shardings, options, can_make)
+        if recipe is None:
+            used |= _tensors_of(source, stored, value)
+            continue
+        used.update(recipe.shapes)
         leaf = leaf_of(path, value)
         if leaf is None:
             kind = type(value).__qualname__
             plan.problems.append(f"{path}: the {kind} in the target is no array")
-        if recipe is None or leaf is None:
             continue
         sharding = shardings.get(path)
         if rules is None:
@@ -177,13 +178,9 @@ def plan_for_target(
             if problem is not None:
                 plan.problems.append(f"{leaf.name}: {problem}")
                 continue
-        _add(plan, stored, path, recipe, leaf, sharding, dtype)
-    plan.problems += [
-        f"{name}: no entry of the mapping matches; add (path, name of the tensor), or "
-        "leave it out with exclude="
-        for name in unmapped
-    ]
-    plan.unexpected = _unexpected(stored, used, names)
+        _add(plan, stored, path, recipe, leaf, sharding, options)
+    if options.unexpected == "error":
+        plan.problems += _unexpected(stored, used, names)
     return plan
 
 
@@ -195,27 +192,29 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _recipe(
-    plan: Plan, stored: Opened, path: str, source: Source, value: Any, wanted: bool
-) -> Recipe | None:
-    """How to make a leaf; None where it cannot be, which is noted if it is wanted."""
+    plan: Plan, stored: Stored, path: str, source: Source | None, value: Any
+) -> tuple[Recipe | None, str | None]:
+    """How to make a leaf, or why nothing is there for it; None for both if it is wrong.
+
+    What is wrong is noted in the plan.
+    """
     shape = _shape(value)
+    if source is None:
+        return None, (
+            "no entry of the mapping matches; add (path, name of the tensor), or leave "
+            "it out with exclude="
+        )
     try:
         recipes = source.recipes(shape)
     except ValueError as error:
-        if wanted:
-            plan.problems.append(
-                f"{path} {show_shape(shape)}: the mapping's steps do not make this "
-                f"shape: {error}"
-            )
-        return None
-    for recipe in recipes:
-        if all(name in stored.tensors for name in recipe.shapes):
-            break
-    else:
-        recipe = recipes[0]
-        if wanted:
-            plan.problems += _missing(plan, stored, path, shape, recipe)
-        return None
+        plan.problems.append(
+            f"{path} {show_shape(shape)}: the mapping's steps do not make this shape: "
+            f"{error}"
+        )
+        return None, None
+    recipe = _present(recipes, stored)
+    if recipe is None:
+        return None, _absent(stored, recipes[0], hint=len(plan.problems) < _HINTS)
     wrong = [
         f"{path} {show_shape(shape)}: needs {stored.tensors[name]} to have the shape "
         f"{show_shape(needed)}; build the target with the sizes of the checkpoint, or "
@@ -223,38 +222,81 @@ def _recipe(
         for name, needed in recipe.shapes.items()
         if stored.tensors[name].shape != needed
     ]
-    if wanted:
-        plan.problems += wrong[:3]
-    return None if wrong and wanted else recipe
+    # The layers of a stack are all alike.
+    plan.problems += wrong[:3]
+    return (None, None) if wrong else (recipe, None)
 
 
-def _missing(
-    plan: Plan, stored: Opened, path: str, shape: tuple[int, ...], recipe: Recipe
-) -> list[str]:
-    """Problems of a leaf whose tensors are not there."""
+def _present(recipes: Sequence[Recipe], stored: Stored) -> Recipe | None:
+    """The first one all of whose tensors are there."""
+    for recipe in recipes:
+        if all(name in stored.tensors for name in recipe.shapes):
+            return recipe
+    return None
+
+
+def _tensors_of(source: Source | None, stored: Stored, value: Any) -> set[str]:
+    """Names of the tensors that a leaf would be made of."""
+    if source is None:
+        return set()
+    try:
+        recipe = _present(source.recipes(_shape(value)), stored)
+    except ValueError:
+        return set()  # it is not restored, so that it need not fit
+    return set() if recipe is None else set(recipe.shapes)
+
+
+def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
+    """Says which tensors are not there."""
     absent = [name for name in recipe.shapes if name not in stored.tensors]
-    many = len(absent) > 1
-    near = []
-    if len(plan.problems) < _HINTS:
-        near = closest(absent[0], stored.tensors)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    more = f" and {len(absent) - 1} more" if many else ""
-    return [
-        f"{path} {show_shape(shape)}: there {'are' if many else 'is'} no tensor"
-        f"{'s' if many else ''} {absent[0]!r}{more} in {stored.where}{hint}"
-    ]
+    near = closest(absent[0], stored.tensors) if hint else []
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    if len(absent) == 1:
+        return f"there is no tensor {absent[0]!r} in {stored.where}{meant}"
+    return (
+        f"there are no tensors {absent[0]!r} and {len(absent) - 1} more in "
+        f"{stored.where}{meant}"
+    )
 
 
-def _kept_problem(path: str, value: Any) -> list[str]:
-    if not isinstance(value, jax.ShapeDtypeStruct):
-        return []
-    return [
-        f"{path} {show_shape(value.shape)}: include or exclude leaves it out, and the "
-        "target is abstract, so there is no value to keep; give a concrete target"
-    ]
+def _miss(
+    plan: Plan,
+    path: str,
+    value: Any,
+    why: str,
+    shardings: Mapping[str, Any],
+    options: Options,
+    can_make: bool,
+) -> None:
+    """Notes a leaf that the checkpoint has nothing for."""
+    name = f"{path} {show_shape(_shape(value))}"
+    if options.missing == "keep":
+        _keep(plan, path, value, why)
+    elif options.missing == "error":
+        plan.problems.append(f"{name}: {why}")
+    elif not can_make:
+        plan.problems.append(
+            f'{name}: {why}; missing="init" needs a function as target, which makes '
+            "it: lambda: Model(rngs=nnx.Rngs(0))"
+        )
+    elif path not in shardings and not plan.problems:
+        plan.problems.append(
+            f'{name}: {why}; missing="init" needs layout_map= to say where it goes'
+        )
+    else:
+        plan.made[path] = shardings.get(path)
 
 
-def _unexpected(stored: Opened, used: set[str], names: NameMapping) -> list[str]:
+def _keep(plan: Plan, path: str, value: Any, why: str) -> None:
+    """Notes a leaf that keeps the value that the target has."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        plan.problems.append(
+            f"{path} {show_shape(value.shape)}: {why}, and the target is abstract, so "
+            "there is no value to keep; give a concrete target"
+        )
+
+
+def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
     """A problem for each tensor that no leaf is made of."""
     tied = "; where the model ties its output to the embedding, pass tied=True"
     return [
@@ -272,12 +314,12 @@ def _as_pattern(name: str) -> str:
 
 def _add(
     plan: Plan,
-    stored: Opened,
+    stored: Stored,
     path: str,
     recipe: Recipe,
     target: Leaf | None,
     sharding: Any,
-    dtype: Any,
+    options: Options,
 ) -> None:
     """Adds a leaf to the plan, or what is wrong with its dtype."""
     shape = target.shape if target is not None else [*recipe.shapes.values()][0]
@@ -288,7 +330,7 @@ def _add(
         kinds = [recipe.dtype]
     for kind in kinds:
         held = Leaf(path, "array", shape, kind)
-        result = result_of(held, target, dtype)
+        result = result_of(held, target, options.dtypes.of(path))
         if isinstance(result, str):
             first = stored.tensors[next(iter(recipe.shapes))]
             plan.problems.append(f"{held.name}: {result} ({first})")

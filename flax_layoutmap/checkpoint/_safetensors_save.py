@@ -1,6 +1,5 @@
 """flm.checkpoint.save_safetensors."""
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -11,25 +10,28 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.lib.stride_tricks import as_strided
 
 from flax_layoutmap._errors import CheckpointError
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap._paths import Flat
 from flax_layoutmap._processes import Agreement
-from flax_layoutmap._records import Shape, show_shape
+from flax_layoutmap._records import Shape
 from flax_layoutmap.checkpoint._leaves import (
     is_floating,
-    leaf_of,
     mesh_of,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
-from flax_layoutmap.checkpoint._mapping_blocks import Block, Range, full_index
+from flax_layoutmap.checkpoint._mapping import NameMapping
+from flax_layoutmap.checkpoint._mapping_blocks import Range, full_index
+from flax_layoutmap.checkpoint._progress import shown_progress
 from flax_layoutmap.checkpoint._safetensors_file import NAMES, local
-from flax_layoutmap.checkpoint._safetensors_write import Entry, Writer, cannot_write
+from flax_layoutmap.checkpoint._safetensors_parts import Made, SavePlan, plan_to_save
+from flax_layoutmap.checkpoint._safetensors_write import (
+    Writer,
+    cannot_write,
+    distributed,
+)
 from flax_layoutmap.checkpoint._selection import Selection
 
 
@@ -44,7 +46,7 @@ def save_safetensors(
     max_file_bytes: float = 5e9,
     overwrite: bool = False,
     metadata: Mapping[str, str] | None = None,
-    progress: Callable[[int, int], object] | None = None,
+    progress: bool | Callable[[int, int], object] | None = None,
 ) -> None:
     """Saves a tree as safetensors, with the names and layout of Hugging Face.
 
@@ -68,8 +70,9 @@ def save_safetensors(
             new one is complete beside it.
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers` asks
             for, is added.
-        progress: called on process 0 after each tensor with the bytes that are written
-            and those that will be.
+        progress: whether process 0 shows on stderr how much has been written; None: if
+            that is a terminal. Or a function that process 0 calls after each tensor
+            with the bytes that are written, and those that will be.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), the path is
@@ -92,53 +95,19 @@ def save_safetensors(
     wanted = _checked_dtype(dtype)
     with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
         flat = flatten(tree)
-        plan = _planned(flat, names, selection, wanted)
+        plan = plan_to_save(flat, names, selection, wanted)
         if jax.process_index() == 0:
             problem = cannot_write(place, overwrite)
             plan.problems += [] if problem is None else [problem]
         if plan.problems:
             raise problem_list(f"cannot save to {place}", plan.problems)
         agreement.add(lambda: {"leaves": _digest(plan)})
+    files = distributed(place, plan.tensors, max_file_bytes)
     writer = None
     if jax.process_index() == 0:
-        sizes = [Entry(t.name, t.dtype, t.shape) for t in plan.tensors]
-        texts = {"format": "pt", **(metadata or {})}
-        writer = Writer(place, sizes, max_file_bytes, texts)
-    _write(place, plan, flat.leaves, writer, progress)
-
-
-# ------------------------------------------------------------------------ planning
-
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """What one leaf gives to a tensor.
-
-    Attributes:
-        leaf: position of the leaf.
-        path: its path.
-        index: the box of the leaf that is needed.
-        blocks: which of its elements goes where.
-    """
-
-    leaf: int
-    path: str
-    index: tuple[Range, ...]
-    blocks: tuple[Block, ...]
-
-
-@dataclasses.dataclass
-class _Tensor:
-    name: str
-    dtype: Any
-    shape: Shape
-    parts: list[_Part] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _Plan:
-    tensors: list[_Tensor] = dataclasses.field(default_factory=list)
-    problems: list[str] = dataclasses.field(default_factory=list)
+        writer = Writer(place, files, {"format": "pt", **(metadata or {})})
+    order = [tensor for held in files.values() for tensor in held]
+    _write(place, order, flat.leaves, writer, progress)
 
 
 def _checked_dtype(dtype: Any) -> Any:
@@ -155,145 +124,7 @@ def _checked_dtype(dtype: Any) -> Any:
     return wanted
 
 
-def _planned(flat: Flat, names: NameMapping, selection: Selection, dtype: Any) -> _Plan:
-    plan = _Plan(problems=selection.useless(flat.full_paths()))
-    tensors: dict[str, _Tensor] = {}
-    columns = zip(flat.full_paths(), flat.paths, flat.leaves, strict=True)
-    for at, (path, own_path, value) in enumerate(columns):
-        if path not in selection:
-            continue
-        problem = _value_problem(path, value)
-        if problem is not None:
-            plan.problems.append(f"{path}: {problem}")
-            continue
-        source = names.source(own_path, path)
-        if source is None:
-            plan.problems.append(
-                f"{path} {show_shape(value.shape)}: no entry of the mapping matches; "
-                "add (path, name of the tensor), or leave it out with exclude="
-            )
-            continue
-        try:
-            recipe = source.recipes(tuple(value.shape))[0]
-        except ValueError as error:
-            plan.problems.append(
-                f"{path} {show_shape(value.shape)}: the mapping's steps do not make "
-                f"this shape: {error}"
-            )
-            continue
-        own = np.dtype(value.dtype).newbyteorder("=")
-        kind = dtype if dtype is not None and is_floating(own) else own
-        if kind not in NAMES:
-            plan.problems.append(
-                f"{path}: safetensors cannot hold {kind}; pass dtype=, or convert it"
-            )
-            continue
-        _add(plan, tensors, at, path, recipe, kind)
-    if not tensors and not plan.problems:
-        plan.problems.append("the tree holds no array")
-    plan.tensors = list(tensors.values())
-    if not plan.problems:
-        plan.problems += [text for t in plan.tensors for text in _coverage(t)]
-    return plan
-
-
-def _value_problem(path: str, value: Any) -> str | None:
-    """Why a leaf cannot be saved, or None."""
-    leaf = leaf_of(path, value)
-    if leaf is None or leaf.kind != "array":
-        kind = type(value).__qualname__ if leaf is None else str(leaf)
-        return (
-            f"{kind} is no array of numbers; save nnx.state(model, nnx.Param), or "
-            "leave it out with exclude="
-        )
-    if not path:
-        return "the tree is a single leaf; save it under a key: {'name': leaf}"
-    if isinstance(value, Tracer):
-        return "it is traced; call save_safetensors outside of jit"
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "it is abstract and has no value; make it first, with flm.create"
-    if isinstance(value, jax.Array) and value.is_deleted():
-        return "it was deleted, as by donating it to jit; save what jit returned"
-    if isinstance(value, jax.Array) and jax.process_count() > 1:
-        if value.is_fully_addressable or not isinstance(value.sharding, NamedSharding):
-            return (
-                "only this process has it; place it on the mesh of all processes with "
-                "layout_map.place(tree)"
-            )
-    return None
-
-
-def _add(
-    plan: _Plan,
-    tensors: dict[str, _Tensor],
-    at: int,
-    path: str,
-    recipe: Recipe,
-    dtype: Any,
-) -> None:
-    """Notes what a leaf gives to its tensors."""
-    blocks: dict[str, list[Block]] = {name: [] for name in recipe.shapes}
-    for block in recipe.blocks:
-        blocks[block.tensor].append(block)
-    for name, own in blocks.items():
-        shape = recipe.shapes[name]
-        tensor = tensors.setdefault(name, _Tensor(name, dtype, shape))
-        if (tensor.dtype, tensor.shape) != (dtype, shape):
-            plan.problems.append(
-                f"{path}: would make the tensor {name!r} {dtype} {show_shape(shape)}, "
-                f"and {tensor.parts[0].path} {tensor.dtype} {show_shape(tensor.shape)}"
-            )
-            continue
-        low = [min(at) for at in zip(*(block.start for block in own), strict=True)]
-        ends = [
-            [s + n for s, n in zip(block.start, block.shape, strict=True)]
-            for block in own
-        ]
-        high = [max(at) for at in zip(*ends, strict=True)]
-        index = tuple(zip(low, high, strict=True))
-        tensor.parts.append(_Part(at, path, index, tuple(own)))
-
-
-def _coverage(tensor: _Tensor) -> list[str]:
-    """A problem if some elements of a tensor come from no leaf, or from two."""
-    blocks = [block for part in tensor.parts for block in part.blocks]
-    total = math.prod(tensor.shape)
-    whole = len(blocks) == 1 and math.prod(blocks[0].shape) == total
-    if whole or total == 0:
-        return []
-    # Elements that always go together are counted as one.
-    views, unit = [], total
-    for block in blocks:
-        factors = sorted(
-            (f for dim in block.dims for f in dim if f[0] > 1), key=lambda f: -f[1]
-        )
-        while len(factors) > 1 and factors[-1][0] * factors[-1][1] == factors[-2][1]:
-            (outer, _), (inner, stride) = factors[-2:]
-            factors[-2:] = [(outer * inner, stride)]
-        run = factors[-1][0] if factors and factors[-1][1] == 1 else 1
-        unit = math.gcd(unit, run, block.offset, *(s for _, s in factors if s > 1))
-        views.append((block.offset, factors))
-    count = np.zeros(total // unit, np.int32)
-    for offset, factors in views:
-        shape = [n // unit if s == 1 else n for n, s in factors] or [1]
-        steps = [(1 if s == 1 else s // unit) * 4 for _, s in factors] or [4]
-        view = as_strided(count[offset // unit :], shape, steps)
-        view += 1
-    paths = ", ".join(dict.fromkeys(part.path for part in tensor.parts))
-    if (count > 1).any():
-        return [
-            f"{paths}: some elements of the tensor {tensor.name!r} would be written "
-            "twice; give one of the leaves another name, or leave it out with exclude="
-        ]
-    if (count == 0).any():
-        return [
-            f"{paths}: make only a part of the tensor {tensor.name!r} "
-            f"{show_shape(tensor.shape)}; the mapping lacks leaves for the rest"
-        ]
-    return []
-
-
-def _digest(plan: _Plan) -> str:
+def _digest(plan: SavePlan) -> str:
     parts = [
         (t.name, str(t.dtype), t.shape, [(p.path, p.index) for p in t.parts])
         for t in plan.tensors
@@ -306,29 +137,35 @@ def _digest(plan: _Plan) -> str:
 
 def _write(
     place: str,
-    plan: _Plan,
+    order: Sequence[Made],
     leaves: Sequence[Any],
     writer: Writer | None,
-    progress: Callable[[int, int], object] | None,
+    progress: bool | Callable[[int, int], object] | None,
 ) -> None:
     """Brings one tensor after another to process 0, which writes it."""
-    done, total = 0, sum(math.prod(t.shape) * t.dtype.itemsize for t in plan.tensors)
+    written, total = 0, sum(tensor.nbytes for tensor in order)
+    shown = False if callable(progress) else progress
     error: OSError | None = None
     try:
-        for tensor in plan.tensors if writer is None else writer.order(plan.tensors):
-            parts = [_fetched(leaves[part.leaf], part.index) for part in tensor.parts]
+        with shown_progress(f"saving {place}", total, shown, lambda: written):
+            for tensor in order:
+                parts = [_fetched(leaves[p.leaf], p.index) for p in tensor.parts]
+                if writer is not None:
+                    error = _tried(functools.partial(_add, writer, tensor, parts))
+                _raise_together(place, error)
+                written += tensor.nbytes
+                if writer is not None and callable(progress):
+                    progress(written, total)
             if writer is not None:
-                error = _tried(lambda t=tensor, p=parts: writer.add(_made(t, p)))
+                error = _tried(writer.finish)
             _raise_together(place, error)
-            done += math.prod(tensor.shape) * tensor.dtype.itemsize
-            if writer is not None and progress is not None:
-                progress(done, total)
-        if writer is not None:
-            error = _tried(writer.finish)
-        _raise_together(place, error)
     finally:
         if writer is not None:
             writer.clean_up()
+
+
+def _add(writer: Writer, tensor: Made, parts: Sequence[np.ndarray]) -> None:
+    writer.add(_made(tensor, parts))
 
 
 def _tried(action: Callable[[], None]) -> OSError | None:
@@ -353,7 +190,7 @@ def _raise_together(place: str, error: OSError | None) -> None:
         ) from error
 
 
-def _made(tensor: _Tensor, parts: Sequence[np.ndarray]) -> np.ndarray:
+def _made(tensor: Made, parts: Sequence[np.ndarray]) -> np.ndarray:
     """A tensor, of what the leaves give to it."""
     made = np.empty(math.prod(tensor.shape), tensor.dtype)
     for part, value in zip(tensor.parts, parts, strict=True):

@@ -1,44 +1,21 @@
 """Writing safetensors files, which appear under their names when all is written."""
 
-import dataclasses
 import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from flax_layoutmap._records import Shape
 from flax_layoutmap.checkpoint._safetensors_file import INDEX, NAMES, SINGLE
+from flax_layoutmap.checkpoint._safetensors_parts import Made
 
 _OWN_NAMES = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
-
-_Named = TypeVar("_Named", bound=Any)
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A tensor to write.
-
-    Attributes:
-        name: its name.
-        dtype: its dtype, which safetensors have.
-        shape: its shape.
-    """
-
-    name: str
-    dtype: Any
-    shape: Shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def cannot_write(place: str, overwrite: bool) -> str | None:
@@ -70,6 +47,34 @@ def _own(folder: str) -> list[str]:
     return sorted(name for name in names if _OWN_NAMES.fullmatch(name))
 
 
+def distributed(
+    place: str, tensors: Sequence[Made], max_file_bytes: float
+) -> dict[str, list[Made]]:
+    """Name of a file → its tensors, in the order of the tree.
+
+    Within a file, wide dtypes come first, so that each tensor begins at a multiple of
+    its element's size.
+    """
+    limit = math.inf if _is_file(place) else max_file_bytes
+    groups: list[list[Made]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.nbytes > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    groups = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
+    if _is_file(place):
+        return {os.path.basename(place): groups[0]}
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {
+        f"model-{number:05}-of-{len(groups):05}.safetensors": group
+        for number, group in enumerate(groups, 1)
+    }
+
+
 class Writer:
     """Writes tensors one after another.
 
@@ -78,31 +83,19 @@ class Writer:
 
     Args:
         place: a directory, or a file.
-        entries: all tensors.
-        max_file_bytes: how large a file in a directory may get.
+        files: name of a file → its tensors, in the order in which they come.
         texts: the metadata of each header.
     """
 
     def __init__(
-        self,
-        place: str,
-        entries: Sequence[Entry],
-        max_file_bytes: float,
-        texts: Mapping[str, str],
+        self, place: str, files: Mapping[str, Sequence[Made]], texts: Mapping[str, str]
     ) -> None:
-        self._place, self._texts = place, dict(texts)
+        self._place, self._files, self._texts = place, files, texts
         self._folder = os.path.dirname(place) if _is_file(place) else place
         self._made_folder = not os.path.isdir(self._folder)
-        limit = math.inf if _is_file(place) else max_file_bytes
-        self._files = self._named(_distributed(entries, limit))
-        self._todo = [(file, e) for file, held in self._files.items() for e in held]
+        self._todo = [file for file, held in files.items() for _ in held]
         self._stream: Any = None
         self._written: list[str] = []
-
-    def order(self, tensors: Sequence[_Named]) -> list[_Named]:
-        """Anything with the names of the tensors, in the order to write them in."""
-        by_name = {tensor.name: tensor for tensor in tensors}
-        return [by_name[entry.name] for _, entry in self._todo]
 
     def add(self, values: np.ndarray) -> None:
         """Writes the next tensor.
@@ -110,11 +103,11 @@ class Writer:
         Raises:
             OSError: that failed.
         """
-        file, _ = self._todo.pop(0)
+        file = self._todo.pop(0)
         if file not in self._written:
             self._open(file)
         self._stream.write(values.reshape(-1).view(np.uint8).data)
-        if not self._todo or self._todo[0][0] != file:
+        if not self._todo or self._todo[0] != file:
             self._close()
 
     def finish(self) -> None:
@@ -151,16 +144,6 @@ class Writer:
             if not os.listdir(self._folder):
                 os.rmdir(self._folder)
 
-    def _named(self, groups: list[list[Entry]]) -> dict[str, list[Entry]]:
-        if _is_file(self._place):
-            return {os.path.basename(self._place): groups[0]}
-        if len(groups) == 1:
-            return {SINGLE: groups[0]}
-        return {
-            f"model-{number:05}-of-{len(groups):05}.safetensors": group
-            for number, group in enumerate(groups, 1)
-        }
-
     def _hidden(self, file: str) -> str:
         return os.path.join(self._folder, f".{file}.unfinished")
 
@@ -173,9 +156,7 @@ class Writer:
         self._stream.write(_header(self._files[file], self._texts))
 
     def _check_space(self) -> None:
-        total = sum(entry.nbytes for _, entry in self._todo)
-        for group in self._files.values():
-            total = max(total, sum(entry.nbytes for entry in group))
+        total = sum(t.nbytes for held in self._files.values() for t in held)
         free = shutil.disk_usage(self._folder).free
         if total > free:
             raise OSError(f"{total} bytes are to be written, and {free} are free")
@@ -187,8 +168,8 @@ class Writer:
         self._stream = None
 
     def _write_index(self) -> None:
-        total = sum(e.nbytes for held in self._files.values() for e in held)
-        names = {e.name: file for file, held in self._files.items() for e in held}
+        total = sum(t.nbytes for held in self._files.values() for t in held)
+        names = {t.name: file for file, held in self._files.items() for t in held}
         data = {
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(names.items())),
@@ -200,33 +181,17 @@ class Writer:
             os.fsync(stream.fileno())
 
 
-def _distributed(entries: Sequence[Entry], limit: float) -> list[list[Entry]]:
-    """Tensors by file, in the order of the tree; in a file, wide dtypes come first.
-
-    So that every tensor begins at a multiple of its element's size.
-    """
-    groups: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        if groups[-1] and size + entry.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += entry.nbytes
-    return [sorted(group, key=lambda e: -e.dtype.itemsize) for group in groups]
-
-
-def _header(entries: Sequence[Entry], texts: Mapping[str, str]) -> bytes:
+def _header(tensors: Sequence[Made], texts: Mapping[str, str]) -> bytes:
     """The first bytes of a file."""
     header: dict[str, Any] = {"__metadata__": dict(texts)}
     at = 0
-    for entry in entries:
-        header[entry.name] = {
-            "dtype": NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [at, at + entry.nbytes],
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
         }
-        at += entry.nbytes
+        at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -30,14 +30,14 @@ Kernels may have the heads as a dim of their own (`nnx.LinearGeneral`) or not
 
 from typing import Any
 
-from flax_layoutmap.checkpoint._mapping_transforms import cast as cast
-from flax_layoutmap.checkpoint._mapping_transforms import linear as linear
-from flax_layoutmap.checkpoint._mapping_transforms import merge as merge
-from flax_layoutmap.checkpoint._mapping_transforms import rearrange as rearrange
-from flax_layoutmap.checkpoint._mapping_transforms import split as split
-from flax_layoutmap.checkpoint._mapping_transforms import stack as stack
-from flax_layoutmap.checkpoint._mapping_transforms import transpose as transpose
-from flax_layoutmap.checkpoint._mapping_transforms import unflatten as unflatten
+from flax_layoutmap.checkpoint._mapping_steps import cast as cast
+from flax_layoutmap.checkpoint._mapping_steps import linear as linear
+from flax_layoutmap.checkpoint._mapping_steps import merge as merge
+from flax_layoutmap.checkpoint._mapping_steps import rearrange as rearrange
+from flax_layoutmap.checkpoint._mapping_steps import split as split
+from flax_layoutmap.checkpoint._mapping_steps import stack as stack
+from flax_layoutmap.checkpoint._mapping_steps import transpose as transpose
+from flax_layoutmap.checkpoint._mapping_steps import unflatten as unflatten
 
 Entry = tuple[Any, ...]
 
