@@ -82,6 +82,51 @@ def test_what_is_born_in_four_processes_is_what_one_makes() -> None:
     assert together == both([alone])
 
 
+@pytest.mark.parametrize(("savers", "readers"), [(1, 4), (4, 2), (2, 1)])
+def test_saved_by_some_processes_and_restored_by_others(
+    savers: int, readers: int, tmp_path: Path
+) -> None:
+    """Every strategy onto five meshes: the values, and the bytes that were planned."""
+    path = str(tmp_path / "a")
+    launch.run("restores", "save", path, processes=savers, devices=8 // savers)
+    ended = launch.run(
+        "restores", "restore", path, processes=readers, devices=8 // readers
+    )
+    assert len(ended[0].answer) == 20
+    for number, one in enumerate(ended):
+        for case, found in one.answer.items():
+            assert not found["wrong"], (number, case)
+            planned, read = found["planned"], found["read"]
+            # The metadata is read too. Chunks that several devices of a process need
+            # are read once or more, as the reads happen to meet.
+            repeats = (
+                8 // readers if set(found["strategies"].values()) != {"aligned"} else 1
+            )
+            assert planned * 0.99 <= read <= planned * repeats * 1.01 + 40_000, case
+        aligned = one.answer["columns aligned"]
+        assert aligned["read"] <= 1.05 * aligned["needed"] + 40_000
+        assert set(aligned["strategies"].values()) == {"aligned"}
+
+
+def test_storage_that_is_not_shared(tmp_path: Path) -> None:
+    for process in range(2):
+        layout_map = flm.LayoutMap("x=8", strict=False)
+        layout_map["w"] = ("x",)
+        tree = {"w": np.arange(8.0, dtype=np.float32) + process}
+        flm.checkpoint.save(
+            tmp_path / str(process), layout_map.place(tree), layout_map=layout_map
+        )
+    ended = launch.run("storage", str(tmp_path), processes=2, devices=4)
+    for one in ended:
+        assert (
+            "process 1 of 2 do not see what process 0 writes to /proc/self/cwd"
+            in one.answer["save"]
+        )
+        assert "saving /proc/self/cwd/1, not at saving" in one.answer["another path"]
+        assert "process 1 differs in its checkpoint" in one.answer["restore"]
+    assert sorted(path.name for path in tmp_path.glob("home*/*")) == ["saved"] * 2
+
+
 OTHER_MESH = (
     "process 1 differs in its mesh (DeviceMesh('data=4,model=2') instead of "
     "DeviceMesh('data=2,model=4'))"

@@ -29,6 +29,9 @@ from flax_layoutmap.checkpoint._places import absolute as absolute
 # Below this, one process writes a replicated array whole. Cut among the replicas, a
 # bias of 8 numbers on 8 devices would become 8 chunks.
 _MIN_SLICE_BYTES = 1 << 20
+# Chunks are no larger, so that several processes can share the reading of an array that
+# one wrote. (Orbax's `shard_axes` would cut a dim down to single elements.)
+_CHUNK_BYTES = 16 << 20
 
 # What only the v1 API writes, and what every tree of arrays has.
 _V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
@@ -102,6 +105,7 @@ def saving_context() -> Any:
     context = v1.Context()
     saving = context.array.saving
     saving.min_slice_bytes_for_replica_parallel = _MIN_SLICE_BYTES
+    saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     # Shardings come from rules or the target, never from the checkpoint; the file
     # would hold the whole mesh once per array.
     saving.enable_write_sharding_file = False

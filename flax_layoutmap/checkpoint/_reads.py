@@ -105,7 +105,7 @@ def aligned_sharding(
     factored = _factored(mesh)
     left = list(shape)
     dims: list[list[str]] = [[] for _ in shape]
-    for name, size in factored.shape.items():
+    for name, size in _sizes(factored):
         fits = [
             at
             for at, (now, step) in enumerate(zip(left, chunk, strict=True))
@@ -134,6 +134,11 @@ def _factored(mesh: AnyMesh) -> AnyMesh:
     return AbstractMesh(tuple(factors), names)
 
 
+@functools.lru_cache(maxsize=64)
+def _sizes(mesh: AnyMesh) -> tuple[tuple[str, int], ...]:
+    return tuple(mesh.shape.items())
+
+
 def _primes(number: int) -> list[int]:
     factors, divisor = [], 2
     while number > 1:
@@ -159,6 +164,8 @@ class _Blocks:
     Attributes:
         parts: into how many parts each dim is cut.
         subsets: per dim, the different sets of parts that processes have.
+        runs: per dim, the first and the last part of each of them; None where one has
+            gaps.
         subset_of: per dim and process, which of them it has.
         count: distinct blocks of each process.
         irregular: process → its blocks, a row of parts for each, where they are not
@@ -167,6 +174,7 @@ class _Blocks:
 
     parts: tuple[int, ...]
     subsets: tuple[tuple[tuple[int, ...], ...], ...]
+    runs: tuple[tuple[np.ndarray, np.ndarray] | None, ...]
     subset_of: np.ndarray
     count: np.ndarray
     irregular: dict[int, np.ndarray]
@@ -202,7 +210,18 @@ def _blocks(
         if combinations != len(rows):
             irregular[process] = rows
     subsets = tuple(tuple(found) for found in known)
-    return _Blocks(parts, subsets, subset_of, count, irregular)
+    runs = tuple(map(_runs, subsets))
+    return _Blocks(parts, subsets, runs, subset_of, count, irregular)
+
+
+def _runs(
+    subsets: Sequence[tuple[int, ...]],
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """First and last part of each set; None if one has gaps."""
+    if any(parts[-1] - parts[0] >= len(parts) for parts in subsets):
+        return None
+    first = np.array([parts[0] for parts in subsets])
+    return first, np.array([parts[-1] for parts in subsets])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,11 +240,18 @@ def _extent(
     read = np.ones_like(needed)
     for dim, (length, step) in enumerate(zip(shape, chunk, strict=True)):
         width = length // blocks.parts[dim]
-        covered = [
-            int(_cells(length, step, width, parts).sum())
-            for parts in blocks.subsets[dim]
-        ]
-        read = read * np.array(covered)[blocks.subset_of[dim]]
+        runs = blocks.runs[dim]
+        if runs is None:
+            covered = np.array(
+                [
+                    _cells(length, step, width, parts).sum()
+                    for parts in blocks.subsets[dim]
+                ]
+            )
+        else:  # from the start of a chunk to the end of one
+            end = -(-(runs[1] + 1) * width // step) * step
+            covered = np.minimum(end, length) - runs[0] * width // step * step
+        read = read * covered[blocks.subset_of[dim]]
     for process, rows in blocks.irregular.items():
         read[process] = _irregular(shape, chunk, blocks.parts, rows)
     return Extent(needed, read)

@@ -145,6 +145,7 @@ def restore(
         if ready.plan.resolution is not None:
             ready.plan.resolution.announce()
         agreement.add(lambda: {"leaves": str(list(ready.plan.reads.items()))})
+        agreement.add(lambda: {"checkpoint": str(stored.custom)})
     total = sum(way.read.get(jax.process_index(), 0) for _, way in ways.values())
     with shown_progress(f"restoring {stored.where}", int(total), progress):
         values = _read(stored, ready.plan, ways, host_memory)

@@ -23,6 +23,7 @@ from flax_layoutmap.checkpoint._leaves import (
     mesh_of,
     problem_list,
 )
+from flax_layoutmap.checkpoint._shared import check_shared
 
 
 def save(
@@ -117,6 +118,7 @@ def prepare(
             raise problem_list(f"cannot save to {place}", problems)
         resolution.announce()
         agreement.add(resolution.fingerprints)
+    check_shared(place)
     values = {
         leaf.path: _storable(leaf, value)
         for leaf, value in zip(leaves, flat.leaves, strict=True)

@@ -112,13 +112,13 @@ class Chooser:
     ) -> Iterator[tuple[Strategy, tuple[Any, Extent, int | None]]]:
         direct = extent_of(shape, chunk, sharding, self._devices)
         yield "direct", (sharding, direct, None)
-        if len(direct.needed) == 1:
-            return
         aligned = aligned_sharding(shape, chunk, sharding.mesh)
         yield (
             "aligned",
             (aligned, extent_of(shape, chunk, aligned, self._devices), None),
         )
+        if len(direct.needed) == 1:
+            return
         axis = _replica_axis(sharding, len(shape), self._devices)
         if axis is not None:
             first = _first_replica(sharding.mesh, axis, self._devices)
