@@ -118,6 +118,25 @@ def test_port_from_keras_trains_by_rules_of_keras() -> None:
     assert "The loss fell." in done.stdout
 
 
+def test_load_hugging_face_reads_its_own_checkpoint_and_one_of_transformers() -> None:
+    done = run_example("load_hugging_face.py")
+    assert done.returncode == 0, done.stderr
+    assert "'model.safetensors.index.json'" in done.stdout
+    found = re.search(r"model=4: read ([\d,]+) bytes \(([\d,]+) planned", done.stdout)
+    assert found is not None and found[1] == found[2]
+    assert re.search(
+        r"layers/3/attention/out/kernel +\(8, 32, 256\) +\('model', None, 'data'\) +"
+        r"\(2, 32, 128\) per device",
+        done.stdout,
+    )
+    assert "within the tolerance" in done.stdout
+    folder = ROOT / "tests" / "golden" / "hf_llama_sharded"
+    done = run_example("load_hugging_face.py", f"--checkpoint={folder}")
+    assert done.returncode == 0, done.stderr
+    assert "data=4,model=2: read 90,752 bytes (90,752 planned" in done.stdout
+    assert "within the tolerance" in done.stdout
+
+
 def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
     done = run_example("train_lm.py", *TINY, "--heads=2", "--mesh=data=2,model=4")
     assert done.returncode != 0
