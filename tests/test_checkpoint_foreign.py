@@ -572,3 +572,55 @@ def test_damage_is_told_by_inspect(saved: Path, tmp_path: Path) -> None:
         inspect(tmp_path / "b.orbax-checkpoint-tmp")
     text = (saved / "_CHECKPOINT_METADATA").read_text()
     assert json.loads(text)["custom_metadata"]["flax_layoutmap"]["schema"] == 1
+
+
+# ------------------------------------------------------------------------- verify
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_restore_finds_a_flipped_bit(
+    dtype: Any, saved: Path, mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In what Orbax gives, as it does where a file has changed."""
+    from flax_layoutmap.checkpoint import _orbax
+
+    target = {"model": make()}
+    before = target["model"].up.kernel[...]
+    options: dict[str, Any] = {
+        "layout_map": rules(mesh),
+        "include": "^model/",
+        "unexpected": "ignore",
+        "dtype": dtype,
+    }
+    right = restore(saved, verify=True, **options)
+    kernel = right["model"]["up"]["kernel"]
+    assert np.array_equal(kernel, before.astype(dtype or jnp.float32))
+    assert_lies(kernel, ((), ("model",)), mesh)
+
+    plain = _orbax.read_arrays
+
+    def flipped(*args: Any, **kwargs: Any) -> Any:
+        values = plain(*args, **kwargs)
+        path = "model/layers/1/bias"
+        bits = np.asarray(values[path]).view(np.uint32).copy()
+        bits[-1] ^= 1
+        changed = bits.view(np.asarray(values[path]).dtype)
+        return {**values, path: jax.device_put(changed, values[path].sharding)}
+
+    monkeypatch.setattr(_orbax, "read_arrays", flipped)
+    with pytest.raises(flm.CheckpointError) as caught:
+        restore(saved, target, verify=True, **options)
+    assert "1 problem" in str(caught.value)
+    assert "model/layers/1/bias (16,): its data are not those that" in str(caught.value)
+    assert target["model"].up.kernel[...] is before
+    if dtype is None:
+        restore(saved, verify=False, **options)
+
+
+def test_nothing_to_verify_with(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    path = written(tmp_path / "a", {"w": jnp.ones(4)})
+    with pytest.raises(flm.CheckpointError, match="saved by Orbax alone"):
+        restore(path, layout_map=rules(mesh), verify=True)
+    flm.checkpoint.save(tmp_path / "b", {"w": jnp.ones(4)}, checksums=False)
+    with pytest.raises(flm.CheckpointError, match="saved with checksums=False"):
+        restore(tmp_path / "b", layout_map=rules(mesh), verify=True)

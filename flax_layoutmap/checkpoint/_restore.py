@@ -1,31 +1,21 @@
 """flm.checkpoint.restore."""
 
 import dataclasses
-import functools
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from flax_layoutmap._errors import CheckpointError, MeshError
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._paths import unescape
-from flax_layoutmap._place import put, settle_metadata
+from flax_layoutmap._place import settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._leaves import (
-    TYPES,
-    Leaf,
-    is_floating,
-    key_data_shape,
-    mesh_of,
-    problem_list,
-)
+from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
@@ -40,11 +30,13 @@ from flax_layoutmap.checkpoint._plan import (
     plan_without_target,
 )
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
+from flax_layoutmap.checkpoint._read import read_leaves
 from flax_layoutmap.checkpoint._record import rules_of
 from flax_layoutmap.checkpoint._selection import Selection
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Chooser, Way, check_host_memory
 from flax_layoutmap.checkpoint._target import Opened, opened
+from flax_layoutmap.checkpoint._verify import no_checksums
 
 
 def restore(
@@ -63,6 +55,7 @@ def restore(
     unexpected: Unexpected = "error",
     strategy: str = "auto",
     host_memory: int | None = None,
+    verify: bool = False,
     progress: bool | None = None,
 ) -> Any:
     r"""Restores a checkpoint, each leaf straight into its shards.
@@ -108,6 +101,9 @@ def restore(
             possible are read directly. See `plan`.
         host_memory: bytes that the arrays being read may take on the host of each
             process; they are read in as many portions as that takes. None: all at once.
+        verify: whether to compare what is read with the checksums of the save, before
+            anything is given back. Arrays that are to have another dtype are read in
+            their own one first.
         progress: whether process 0 shows on stderr how much has been read; None: if
             that is a terminal.
 
@@ -140,6 +136,9 @@ def restore(
         problems = list(ready.plan.problems)
         if host_memory is not None:
             problems += check_host_memory(ways, host_memory)
+        recorded = stored.record.checksums if verify else None
+        if verify and recorded is None:
+            problems.append(no_checksums(stored))
         if problems:
             raise problem_list(f"cannot restore {stored.where}", problems)
         if ready.plan.resolution is not None:
@@ -148,7 +147,7 @@ def restore(
         agreement.add(lambda: {"checkpoint": str(stored.custom)})
     total = sum(way.read.get(jax.process_index(), 0) for _, way in ways.values())
     with shown_progress(f"restoring {stored.where}", int(total), progress):
-        values = _read(stored, ready.plan, ways, host_memory)
+        values = read_leaves(stored, ready.plan, ways, host_memory, recorded)
     return ready.filled(values)
 
 
@@ -246,176 +245,3 @@ def _check_functions(
     ]
     if problems:
         raise problem_list(f"cannot restore {place}", problems)
-
-
-# -------------------------------------------------------------------- reading
-
-
-# -------------------------------------------------------------------- reading
-
-
-def _read(
-    stored: Stored,
-    plan: Plan,
-    ways: Mapping[str, tuple[Read, Way]],
-    host_memory: int | None,
-) -> dict[str, Any]:
-    """Path → restored value of every leaf of the plan."""
-    made: dict[str, Any] = {}
-    problems: list[str] = []
-
-    def take(path: str, value: Any) -> None:
-        read = plan.reads[path]
-        try:
-            made[path] = _as_wanted(read, value, is_ours=stored.is_ours)
-        except CheckpointError as error:
-            problems.append(f"{read.stored.name}: {error}")
-
-    for paths, axis in _portions(plan, ways, host_memory):
-        wanted = {
-            plan.reads[path].stored.path: _orbax_target(
-                plan.reads[path],
-                stored.held[plan.reads[path].stored.path],
-                ways[path][1] if path in ways else None,
-            )
-            for path in paths
-        }
-        targets = {path: wanted.get(path, ...) for path in stored.held}
-        values = _orbax.read_arrays(
-            stored.where, targets, stored.tree, item=stored.item, replica_axis=axis
-        )
-        for path in paths:
-            value = values.pop(plan.reads[path].stored.path)
-            if path in ways and ways[path][1].strategy == "aligned":
-                value = _laid_out(value, plan.reads[path].sharding)
-            take(path, value)
-    for path, read in plan.reads.items():
-        if read.stored.is_empty:
-            take(path, _empty(read.stored))
-    if problems:
-        raise problem_list(f"cannot restore {stored.where}", problems)
-    return {path: made[path] for path in plan.reads}
-
-
-def _portions(
-    plan: Plan, ways: Mapping[str, tuple[Read, Way]], host_memory: int | None
-) -> Iterator[tuple[list[str], int | None]]:
-    """Leaves that are read at a time, and the mesh axis that they are sent along."""
-    groups: dict[int | None, list[str]] = {}
-    for path, read in plan.reads.items():
-        if not read.stored.is_empty:
-            axis = ways[path][1].replica_axis if path in ways else None
-            groups.setdefault(axis, []).append(path)
-    limit = math.inf if host_memory is None else host_memory
-    for axis, paths in groups.items():
-        portion: list[str] = []
-        used = 0
-        for path in paths:
-            host = ways[path][1].host if path in ways else 0
-            if portion and used + host > limit:
-                yield portion, axis
-                portion, used = [], 0
-            portion.append(path)
-            used += host
-        yield portion, axis
-
-
-def _orbax_target(read: Read, held: Any, way: Way | None) -> Any:
-    """What Orbax is to be asked for, to make a leaf."""
-    stored, result = read.stored, read.result
-    if stored.kind in ("int", "float", "string"):
-        return held
-    if read.sharding is None or stored.is_python:
-        return np.ndarray
-    dtype = held.dtype if stored.kind == "key" else result.dtype
-    sharding = read.sharding if way is None else way.sharding
-    return jax.ShapeDtypeStruct(held.shape, dtype, sharding=sharding)
-
-
-def _laid_out(value: jax.Array, sharding: Any) -> jax.Array:
-    """An array in its final sharding; the one that was read is given up for it."""
-    new = _moved_to(sharding)(value)
-    if not value.is_deleted():
-        value.delete()
-    return new
-
-
-@functools.lru_cache(maxsize=256)
-def _moved_to(sharding: Any) -> Callable[[Any], Any]:
-    return jax.jit(lambda x: x, out_shardings=sharding, donate_argnums=0)
-
-
-def _empty(leaf: Leaf) -> Any:
-    """An array without elements, which Orbax does not store."""
-    if leaf.implementation is None:
-        return np.zeros(leaf.shape, leaf.dtype)
-    data = key_data_shape(leaf.implementation)
-    return np.zeros((*leaf.shape, *data), np.uint32)
-
-
-def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
-    """Makes the result of what Orbax read.
-
-    Raises:
-        CheckpointError: a number does not fit the dtype, or Orbax read something else
-            than it was asked for.
-    """
-    result, sharding = read.result, read.sharding
-    if result.kind == "key":
-        return _checked(_keys(read, value), read)
-    if result.is_python:
-        value = value.item() if isinstance(value, np.ndarray) else value
-        if not isinstance(value, TYPES[result.kind]):
-            raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
-        return value
-    if not is_ours and result.kind == "array" and _is_keys(value):
-        return value  # Orbax knows better than the metadata
-    if isinstance(value, np.ndarray | bool | int | float | complex):
-        value = _converted(np.asarray(value), result, read.exactly)
-        if sharding is not None:
-            value = put(value, sharding)
-    return _checked(value, read)
-
-
-def _is_keys(value: Any) -> bool:
-    is_array = isinstance(value, jax.Array)
-    return is_array and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
-def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
-    """A host array with the result's dtype."""
-    new = value.astype(result.dtype)
-    exactly = exactly or not is_floating(result.dtype)
-    if exactly and not np.array_equal(new, value, equal_nan=is_floating(value.dtype)):
-        raise CheckpointError(
-            f"the number {value} of the checkpoint is not exact in {result.dtype}; "
-            'dtype="target" rounds a float'
-        )
-    return new
-
-
-def _keys(read: Read, value: Any) -> Any:
-    """Typed PRNG keys; Orbax gives their numbers where it has lost their kind."""
-    if isinstance(value, jax.Array) and value.dtype == read.stored.dtype:
-        return value
-    wrap = functools.partial(jax.random.wrap_key_data, impl=read.stored.implementation)
-    return jax.jit(wrap, out_shardings=read.sharding)(value)
-
-
-def _checked(value: Any, read: Read) -> Any:
-    """Our own last look: nothing abstract, cut, cast or misplaced gets through."""
-    result, sharding = read.result, read.sharding
-    if isinstance(value, jax.Array):
-        placed = sharding is not None
-        placed = placed and value.sharding.is_equivalent_to(sharding, value.ndim)
-    else:
-        placed = isinstance(value, np.ndarray) and sharding is None
-    right = placed and (value.shape, value.dtype) == (result.shape, result.dtype)
-    if not right:
-        found = getattr(value, "sharding", "no sharding")
-        raise CheckpointError(
-            f"Orbax read {type(value).__name__} {getattr(value, 'dtype', '')} "
-            f"{getattr(value, 'shape', '')} with {found}, asked for {result} with "
-            f"{sharding}"
-        )
-    return value

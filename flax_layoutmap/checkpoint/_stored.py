@@ -1,6 +1,7 @@
 """A checkpoint, as far as its metadata tells."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from flax_layoutmap._errors import CheckpointError
@@ -41,6 +42,11 @@ class Stored:
     def where(self) -> str:
         """Its path."""
         return self.place.path
+
+    @functools.cached_property
+    def by_source(self) -> dict[str, Leaf]:
+        """Path in the checkpoint → leaf."""
+        return {leaf.path: leaf for leaf in self.leaves.values()}
 
 
 def open_checkpoint(

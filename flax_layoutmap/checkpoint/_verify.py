@@ -77,7 +77,7 @@ def verify(
     stored = open_checkpoint(place, item)
     recorded = stored.record.checksums
     if recorded is None:
-        raise CheckpointError(_no_checksums(stored))
+        raise CheckpointError(no_checksums(stored))
     leaves = [leaf for leaf in stored.leaves.values() if not leaf.is_empty]
     size = {leaf.path: _bytes(stored.held[leaf.path]) for leaf in leaves}
     own = _share(leaves, size)
@@ -92,7 +92,8 @@ def verify(
     return Verified(place.path, len(leaves), sum(size.values()))
 
 
-def _no_checksums(stored: Stored) -> str:
+def no_checksums(stored: Stored) -> str:
+    """What is said of a checkpoint that nothing can be compared with."""
     by = "with checksums=False, or by an older version"
     return (
         f"cannot verify {stored.where}: it has no checksums, as it was saved "
