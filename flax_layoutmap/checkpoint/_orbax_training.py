@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,12 @@ from flax_layoutmap.checkpoint._places import is_url
 # Orbax's own name for the tree of a step, and ours for the states of data iterators.
 _STATE, _DATA = "state", "data"
 
-# How often a thread that knows of a lost save looks whether the program has ended.
-_SECONDS = 0.1
+# How long a save may go on after the end of the main thread.
+_LAST_SECONDS = 20.0
+
+# Saves that have not ended well, and that nobody was told of; and who watches them.
+_UNTOLD: set["_Pending"] = set()
+_guard: threading.Thread | None = None
 
 
 def steps_in(directory: str) -> list[int]:
@@ -37,7 +42,7 @@ def steps_in(directory: str) -> list[int]:
 def _local_steps(directory: str) -> Iterator[tuple[int, os.DirEntry[str]]]:
     try:
         entries = os.scandir(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     with entries:
         for entry in entries:
@@ -82,37 +87,61 @@ def _named(step: int, base_path: Any, nanoseconds: int) -> Any:
 
 
 class _Pending(threading.Thread):
-    """Waits for a save, and ends the program loudly where nobody hears of a failure.
-
-    Orbax cannot go on once the main thread has ended: its save is then lost, after
-    five minutes and with exit code 0. (`atexit` comes too late; that a thread which is
-    no daemon keeps the program alive is documented.)
-    """
+    """Waits for a save, and remembers its failure until somebody is told of it."""
 
     def __init__(self, what: str, response: Any) -> None:
-        super().__init__(name=what)
+        super().__init__(name=what, daemon=True)
         self._response = response
         self.error: BaseException | None = None
-        self.ended, self.told = threading.Event(), threading.Event()
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        """Starts to wait, under the eyes of the guard."""
+        _guard_the_end()
+        _UNTOLD.add(self)
+        super().start()
 
     def run(self) -> None:
-        """Waits for the save; after a failure, until somebody was told of it."""
+        """Waits for the save."""
         try:
             self._response.result()
         except BaseException as error:
             # Whatever it is: it must reach the program's own thread.
             self.error = error
+        else:
+            _UNTOLD.discard(self)
         self.ended.set()
-        while self.error is not None and not self.told.wait(_SECONDS):
-            if not threading.main_thread().is_alive():
-                print(
-                    f"flax_layoutmap: {self.name} is lost, as the program ended before "
-                    "it was complete; leave the `with` block of the Checkpointer, or "
-                    f"call its close(), before the program ends: {self.error!r}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os._exit(1)
+
+
+def _guard_the_end() -> None:
+    """Sees to it, once, that no program ends with exit code 0 and a save lost.
+
+    Orbax cannot go on when the main thread has ended: a save that is under way then is
+    lost, after five minutes and with exit code 0. `atexit` comes too late for that; a
+    thread that is no daemon is waited for.
+    """
+    global _guard
+    if _guard is None:
+        _guard = threading.Thread(target=_at_the_end, name="flax_layoutmap saves")
+        _guard.start()
+
+
+def _at_the_end() -> None:
+    threading.main_thread().join()
+    until = time.monotonic() + _LAST_SECONDS
+    for pending in list(_UNTOLD):
+        pending.ended.wait(max(0.0, until - time.monotonic()))
+    lost = list(_UNTOLD)
+    for pending in lost:
+        print(
+            f"flax_layoutmap: {pending.name} is lost, as the program ended before it "
+            "was complete; leave the `with` block of the Checkpointer, or call its "
+            f"close(), before that ({pending.error!r})",
+            file=sys.stderr,
+            flush=True,
+        )
+    if lost:
+        os._exit(1)
 
 
 class StepWriter:
@@ -189,7 +218,7 @@ class StepWriter:
             return
         self._pending.ended.wait()
         pending, self._pending = self._pending, None
-        pending.told.set()
+        _UNTOLD.discard(pending)
         if pending.error is not None:
             # It does not know any more which steps there are.
             self._inner = None
@@ -261,7 +290,7 @@ class _StateFiles:
         return write()
 
     async def load(self, directory: Any) -> Any:
-        """Reads the file of the wanted process if there is one; or else all files."""
+        """Reads the file of the wanted process, or all; of another number, all."""
 
         async def read() -> None:
             names = {
@@ -269,7 +298,7 @@ class _StateFiles:
                 for place in directory.iterdir()
                 if place.name.startswith("process_")
             }
-            if self._wanted in names:
+            if self._wanted in names and len(names) == jax.process_count():
                 names = {self._wanted: names[self._wanted]}
             self.texts = {at: names[at].read_text() for at in sorted(names)}
 
@@ -284,7 +313,7 @@ def has_data(path: str) -> bool:
 
 
 def read_data(path: str, process: int | None = None) -> dict[int, str]:
-    """Process → text that it wrote: of one process where it wrote any; or else all."""
+    """Process → text that it wrote; only that of one, if as many wrote as there are."""
     from orbax.checkpoint import v1
 
     files = _StateFiles(wanted=process)

@@ -2,6 +2,7 @@
 
 import operator
 import os
+import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -384,6 +385,9 @@ class Checkpointer:
 
     def _obstacle(self, step: int, tree: dict[str, str]) -> str | None:
         """Why a step cannot be written, or None."""
+        last = self.latest
+        if last is not None and step <= last:
+            return f"step {last} was saved there by another program meanwhile"
         text = _orbax.cannot_write(self._place(step), overwrite=False)
         if text is not None:
             return text
@@ -442,7 +446,8 @@ class Checkpointer:
         )
 
     def _end(self, *, deliver: bool) -> None:
-        if self._is_closed:
+        # Of a generator that nobody closed; the save is finished, or told as lost.
+        if self._is_closed or sys.is_finalizing():
             return
         try:
             self._let_go()
