@@ -46,6 +46,9 @@ _SHORT = 32
 _PIECE_BYTES = 1 << 23
 _THREADS = min(16, os.cpu_count() or 1)
 
+# Devices in the host's own memory, where compiling takes longer than it saves.
+_HOST_PLATFORMS = ("cpu",)
+
 # Bits of an element of which NumPy's byte holds more.
 _PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
@@ -71,12 +74,15 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
         for path, value in plain.items()
         if alone or jax.process_index() == 0 or _is_spread(value)
     }
+    programs = {path: _program_of(value) for path, value in own.items()}
+    on_devices = {path: run for path, run in programs.items() if run is not None}
+    on_host = {path: own[path] for path, run in programs.items() if run is None}
     with ThreadPoolExecutor(_THREADS) as pool:
         # In a thread of the pool, out of reach of the caller's mesh and transfer guard.
-        started = pool.submit(_start_on_devices, own)
-        for path, total in _on_host(own, pool):
+        started = pool.submit(_start_on_devices, on_devices, own)
+        for path, total in _on_host(on_host, pool):
             sums[path] += total
-        for path, total in pool.submit(_of_devices, own, started.result()).result():
+        for path, total in pool.submit(_of_devices, started.result(), own).result():
             sums[path] += total
     totals = [total % _MODULUS for total in sums.values()]
     if not alone:
@@ -235,7 +241,7 @@ def _block(words: np.ndarray, start: tuple[int, ...]) -> int:
         rows = [_block(part, start[1:]) % _MODULUS for part in words]
         return sum(int(m) * total for m, total in zip(own, rows, strict=True))
     inner = _table(words.shape[1:], start[1:])
-    return int(np.dot(_weighted(words.reshape(len(words), row), inner), own))
+    return _weighted(words.reshape(len(words), row), inner, own)
 
 
 def _narrow(words: np.ndarray, start: tuple[int, ...]) -> int:
@@ -255,13 +261,14 @@ def _narrow(words: np.ndarray, start: tuple[int, ...]) -> int:
         table = np.multiply.outer(low, inner).reshape(-1)
         matrix = words[lower - first : upper - first].reshape(-1, table.size)
         high = _high(dim, lower >> _SPLIT, ((upper - 1) >> _SPLIT) + 1)
-        total += int(np.dot(_weighted(matrix, table), high))
+        total += _weighted(matrix, table, high)
     return total
 
 
-def _weighted(matrix: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The sums of the rows, each word times its multiplier."""
-    return np.einsum("ij,j->i", matrix, table)
+def _weighted(matrix: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> int:
+    """The sum of words, each times the multipliers of its column and of its row."""
+    # For integers einsum is faster than dot, and it lets other threads run.
+    return int(np.dot(np.einsum("ij,j->i", matrix, inner), outer))
 
 
 def _on_host(
@@ -272,8 +279,6 @@ def _on_host(
     batch: list[tuple[str, np.ndarray, tuple[int, ...]]] = []
     held = 0
     for path, value in values.items():
-        if _program_of(value) is not None:
-            continue
         if not _is_array(value):
             yield path, _hash(f"{type(value).__name__} {value!r}")
             continue
@@ -342,10 +347,7 @@ _Program = Callable[[Any], Any]
 
 
 def _program_of(value: Any) -> _Program | None:
-    """The program that sums an array on its devices; None for what the host sums.
-
-    CPU devices share the host's memory, and compiling takes longer than it saves.
-    """
+    """The program that sums an array on its devices; None for what the host sums."""
     if not isinstance(value, jax.Array) or value.size == 0:
         return None
     sharding = value.sharding
@@ -354,7 +356,7 @@ def _program_of(value: Any) -> _Program | None:
     device = sharding.mesh.devices.flat[0]
     in_own_memory = sharding.memory_kind in (None, device.default_memory().kind)
     is_wide = value.dtype.itemsize > 4 or value.dtype.kind == "c"
-    if device.platform == "cpu" or not in_own_memory or is_wide:
+    if device.platform in _HOST_PLATFORMS or not in_own_memory or is_wide:
         return None
     return program(sharding, value.shape, value.dtype)
 
@@ -413,14 +415,12 @@ def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
     return jax.lax.optimization_barrier(weights) if size <= _LOW else weights
 
 
-def _start_on_devices(values: Mapping[str, Any]) -> dict[str, Any]:
+def _start_on_devices(
+    programs: Mapping[str, _Program], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Starts all programs, and the way of their results to the host."""
-    started = {}
     with jax.enable_x64(True):
-        for path, value in values.items():
-            run = _program_of(value)
-            if run is not None:
-                started[path] = run(value)
+        started = {path: run(values[path]) for path, run in programs.items()}
     for result in started.values():
         for shard in result.addressable_shards:
             shard.data.copy_to_host_async()
@@ -428,15 +428,14 @@ def _start_on_devices(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_devices(
-    values: Mapping[str, Any], started: Mapping[str, Any]
+    results: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
     """(path, part of its sum) of what was summed on the devices of this process."""
-    found = []
-    for path, result in started.items():
-        value = values[path]
-        for number, _ in _first_holders(value.sharding, value.shape):
-            found.append((path, int(np.asarray(result.addressable_data(number))[0])))
-    return found
+    return [
+        (path, int(np.asarray(result.addressable_data(number))[0]))
+        for path, result in results.items()
+        for number, _ in _first_holders(values[path].sharding, values[path].shape)
+    ]
 
 
 # --------------------------------------------------------------------- pieces
