@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ def run(
     devices: int,
     timeout: float = 120.0,
     check: bool = True,
+    heartbeat: int = 20,
+    during: Callable[[Sequence[subprocess.Popen[bytes]]], None] | None = None,
 ) -> list[Ended]:
     """Runs a program of this folder as several processes, and waits for all.
 
@@ -69,6 +71,8 @@ def run(
         devices: virtual CPU devices of each.
         timeout: seconds until all that still run are killed.
         check: whether an exit code other than 0 is an error.
+        heartbeat: seconds after which a process that is gone is missed.
+        during: called with the processes once they are started, to send signals.
 
     Returns:
         One `Ended` per process, in order.
@@ -83,6 +87,7 @@ def run(
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "FLM_PROCESSES": str(processes),
         "FLM_COORDINATOR": f"127.0.0.1:{port}",
+        "FLM_HEARTBEAT": str(heartbeat),
         # The package as it is in this checkout, and this folder.
         "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
     }
@@ -94,6 +99,8 @@ def run(
             command = [sys.executable, "-m", f"multiprocess.{program}", *args]
             started.append(_start(command, {**common, **own}, home))
         begin = time.monotonic()
+        if during is not None:
+            during(started)
         late = _wait(started, timeout)
         waited = time.monotonic() - begin
         ended = [
@@ -124,7 +131,7 @@ def join() -> int:
         int(os.environ["FLM_PROCESSES"]),
         number,
         initialization_timeout=60,
-        heartbeat_timeout_seconds=20,
+        heartbeat_timeout_seconds=int(os.environ["FLM_HEARTBEAT"]),
         shutdown_timeout_seconds=20,
     )
     assert jax.process_index() == number

@@ -1,0 +1,133 @@
+"""Training loops in several processes: preempted, killed, resumed by others."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from multiprocess import launch, trains
+
+import flax_layoutmap as flm
+
+pytestmark = pytest.mark.multiprocess
+
+Processes = Sequence["subprocess.Popen[bytes]"]
+
+
+def signal_when(there: Path, number: int, process: int) -> Callable[[Processes], None]:
+    """Sends a signal to one process once a file is there."""
+
+    def send(started: Processes) -> None:
+        deadline = time.monotonic() + 60
+        while not there.exists():
+            assert time.monotonic() < deadline, f"there is no {there.name}"
+            if any(one.poll() is not None for one in started):
+                return  # its error is told by the launcher
+            time.sleep(0.02)
+        started[process].send_signal(number)
+
+    return send
+
+
+def assert_values(checkpointer: Any, step: int) -> None:
+    """A step holds what the loop had then, in the shards of this mesh."""
+    found = checkpointer.restore(trains.create_fn, step)
+    for path, value in trains.expected(step).items():
+        np.testing.assert_array_equal(found[path], value)
+    assert len(found["w"].addressable_shards) == 8
+    assert found["w"].addressable_shards[0].data.shape == (1, trains.SHAPE[1])
+
+
+def alone(folder: Path) -> Any:
+    """A Checkpointer of this one process."""
+    return flm.checkpoint.Checkpointer(folder / "run", layout_map=trains.rules())
+
+
+def test_two_processes_save_and_go_on(tmp_path: Path) -> None:
+    run = [str(tmp_path), "3"]
+    first = launch.run("trains", *run, processes=2, devices=4)
+    run[1] = "5"
+    second = launch.run("trains", *run, processes=2, devices=4)
+    for process in (0, 1):
+        one, two = first[process].answer, second[process].answer
+        assert (one["start"], one["saved"]) == (0, [0, 1, 2])
+        assert (two["start"], two["saved"]) == (3, [3, 4])
+        # Each process got its own part back.
+        assert two["data"] == {"process": process, "batches": 5}
+        assert two["steps"] == [2, 3, 4]
+    with pytest.warns(flm.LayoutWarning, match="step 4 holds the state of data"):
+        assert_values(alone(tmp_path), 4)
+    with pytest.raises(
+        flm.CheckpointError, match="those of 2 processes, each of which"
+    ):
+        alone(tmp_path).restore(trains.create_fn, data=trains.Position())
+    states = [{"process": at, "batches": 5} for at in (0, 1)]
+    assert alone(tmp_path).data_states() == states
+
+
+def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path: Path) -> None:
+    ended = launch.run(
+        "trains",
+        str(tmp_path),
+        "2000",
+        "slow",
+        "rarely",
+        "no-data",
+        processes=2,
+        devices=4,
+        during=signal_when(tmp_path / "at_3", signal.SIGTERM, 1),
+    )
+    (step,) = {one.answer["saved"][-1] for one in ended}
+    assert 3 < step < 1999
+    for one in ended:
+        assert one.answer["preempted"] and one.answer["saved"] == [0, step]
+        assert one.answer["steps"] == [0, step]
+    assert_values(alone(tmp_path), step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_in_the_middle_of_a_save(
+    tmp_path: Path, killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 0 and 1 are complete, 2 is under way: it never was, whoever dies."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.run(
+            "trains",
+            str(tmp_path),
+            "3",
+            "hold",
+            "no-data",
+            processes=2,
+            devices=4,
+            heartbeat=10,
+            during=signal_when(tmp_path / "holding", signal.SIGKILL, killed),
+        )
+    codes = [one.code for one in caught.value.ended]
+    assert codes[killed] == -signal.SIGKILL and all(codes), caught.value
+    left = tmp_path / "run" / "2.orbax-checkpoint-tmp"
+    assert left.is_dir()
+
+    with alone(tmp_path) as checkpointer:
+        assert checkpointer.steps == [0, 1]
+        assert_values(checkpointer, 1)
+    if killed:
+        # One process goes on, and then two.
+        state, start = alone(tmp_path).restore_or_init(trains.create_fn)
+        train_step = trains.make_step(trains.rules())
+        with alone(tmp_path) as checkpointer:
+            for step in range(start, 3):
+                state = train_step(state)
+                assert checkpointer.save(step, state)
+        assert start == 2 and checkpointer.steps == [0, 1, 2]
+    ended = launch.run("trains", str(tmp_path), "4", "no-data", processes=2, devices=4)
+    assert [one.answer["start"] for one in ended] == [3 if killed else 2] * 2
+    assert ended[0].answer["steps"] == [1, 2, 3]
+    assert not left.exists()
+    for step in (2, 3):
+        assert_values(alone(tmp_path), step)
