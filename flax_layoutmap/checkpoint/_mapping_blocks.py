@@ -73,12 +73,8 @@ class Block:
         low = [
             first - begin for first, (begin, _) in zip(self.start, index, strict=True)
         ]
-        part = out[
-            tuple(
-                slice(first, first + size)
-                for first, size in zip(low, self.shape, strict=True)
-            )
-        ]
+        box = [slice(a, a + n) for a, n in zip(low, self.shape, strict=True)]
+        part = out[*box, ...]  # a view, even where there are no dims
         factors = [factor for dim in self.dims for factor in dim]
         # Dims are only split, for which NumPy makes a view.
         part = part.reshape([size for size, _ in factors])

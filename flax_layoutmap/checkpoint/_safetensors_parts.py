@@ -8,7 +8,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
-from numpy.lib.stride_tricks import as_strided
 
 from flax_layoutmap._paths import Flat
 from flax_layoutmap._records import Shape, show_shape
@@ -199,11 +198,11 @@ def _coverage(tensor: Made) -> list[str]:
         run = factors[-1][0] if factors and factors[-1][1] == 1 else 1
         unit = math.gcd(unit, run, block.offset, *(s for _, s in factors if s > 1))
         views.append((block.offset, factors))
-    count = np.zeros(total // unit, np.int32)
+    count: Any = np.zeros(total // unit, np.int32)
     for offset, factors in views:
         shape = [n // unit if s == 1 else n for n, s in factors] or [1]
         steps = [(1 if s == 1 else s // unit) * 4 for _, s in factors] or [4]
-        view = as_strided(count[offset // unit :], shape, steps)
+        view = np.ndarray(shape, np.int32, count, offset // unit * 4, steps)
         view += 1
     paths = ", ".join(dict.fromkeys(part.path for part in tensor.parts))
     if (count > 1).any():

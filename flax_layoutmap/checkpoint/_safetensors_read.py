@@ -15,7 +15,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from flax_layoutmap._errors import CheckpointError
 from flax_layoutmap.checkpoint._safetensors_file import Tensor
@@ -198,14 +197,13 @@ class Files:
                 continue
             buffer = self._block(fetch.count * dtype.itemsize)
             self._fill(tensor, fetch, buffer)
-            block = buffer.view(dtype)
             for piece in fetch.pieces:
                 steps = [stride * dtype.itemsize for stride in piece.strides]
-                begin = block[piece.offset - fetch.start :]
-                source = as_strided(begin, piece.out.shape, steps, writeable=False)
-                np.copyto(piece.out, source, casting="unsafe")
+                begin = (piece.offset - fetch.start) * dtype.itemsize
+                found = np.ndarray(piece.out.shape, dtype, buffer, begin, steps)
+                np.copyto(piece.out, found, casting="unsafe")
 
-    def _block(self, nbytes: int) -> np.ndarray:
+    def _block(self, nbytes: int) -> Any:
         if nbytes > self._buffer.size:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from numpy.lib.stride_tricks import as_strided
 
 from flax_layoutmap._errors import CheckpointError
 from flax_layoutmap._flatten import flatten
@@ -191,23 +189,24 @@ def _raise_together(place: str, error: OSError | None) -> None:
 
 
 def _made(tensor: Made, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """A tensor, of what the leaves give to it."""
-    made = np.empty(math.prod(tensor.shape), tensor.dtype)
+    """The bytes of a tensor, of what the leaves give to it."""
+    made: Any = np.empty(tensor.nbytes, np.uint8)
+    size = tensor.dtype.itemsize
     for part, value in zip(tensor.parts, parts, strict=True):
         for block in part.blocks:
             piece = block.piece(part.index, value)
-            steps = [stride * made.itemsize for stride in piece.strides]
-            begin = made[piece.offset :]
-            view = as_strided(begin, piece.out.shape, steps)
+            steps = [stride * size for stride in piece.strides]
+            shape, begin = piece.out.shape, piece.offset * size
+            view = np.ndarray(shape, tensor.dtype, made, begin, steps)
             np.copyto(view, piece.out, casting="unsafe")
     return made
 
 
 def _fetched(leaf: Any, index: tuple[Range, ...]) -> np.ndarray:
     """A box of a leaf, on the host; in a job of several processes a collective."""
-    box = tuple(slice(*part) for part in index)
+    box = [slice(*part) for part in index]
     if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)[box]
+        return np.asarray(leaf)[*box, ...]
     whole = index == full_index(leaf.shape)
     if leaf.is_fully_addressable and whole:
         # Not np.asarray(leaf), which would keep the copy for as long as the leaf lives.

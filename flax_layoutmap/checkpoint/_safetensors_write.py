@@ -106,7 +106,7 @@ class Writer:
         file = self._todo.pop(0)
         if file not in self._written:
             self._open(file)
-        self._stream.write(values.reshape(-1).view(np.uint8).data)
+        self._stream.write(values.data)
         if not self._todo or self._todo[0] != file:
             self._close()
 

@@ -1,0 +1,546 @@
+"""restore_safetensors: targets, mappings, dtypes, placement, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import shards
+from flax import linen, nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
+
+import flax_layoutmap as flm
+from flax_layoutmap.checkpoint import _safetensors_read
+from flax_layoutmap.checkpoint import mappings as m
+
+P = PartitionSpec
+RNG = np.random.default_rng(0)
+UP = RNG.normal(size=(16, 8)).astype(np.float32)
+DOWN = RNG.normal(size=(8, 16)).astype(np.float32)
+TENSORS = {"mlp.up.weight": UP, "mlp.down.weight": DOWN, "norm": np.arange(8.0)}
+MAPPING = [
+    (r"mlp/(up|down)/kernel", r"mlp.\1.weight", m.linear()),
+    ("norm/scale", "norm", m.cast("float32")),
+]
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(8, 16, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.mlp, self.norm = Mlp(rngs), nnx.RMSNorm(8, rngs=rngs)
+
+
+def make() -> Model:
+    return Model(nnx.Rngs(0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.fixture
+def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["up/(kernel|weight)"] = ("data", "model")
+    layout_map["down/(kernel|weight)"] = ("model", None)
+    return layout_map
+
+
+def restore(*args: Any, **options: Any) -> Any:
+    return flm.checkpoint.restore_safetensors(*args, **options)
+
+
+# ------------------------------------------------------------------------ targets
+
+
+def linen_variables() -> Any:
+    box: Any = linen.Partitioned
+    return {
+        "params": {
+            "mlp": {
+                "up": {"kernel": box(jnp.zeros((8, 16)), names=("data", None))},
+                "down": {"kernel": jnp.zeros((16, 8))},
+            },
+            "norm": {"scale": jnp.zeros(8)},
+        }
+    }
+
+
+TARGETS: dict[str, Callable[[], Any]] = {
+    "module": make,
+    "abstract module": lambda: nnx.eval_shape(make),
+    "function": lambda: make,
+    "state": lambda: nnx.state(make()),
+    "abstract state": lambda: nnx.state(nnx.eval_shape(make)),
+    "pure dict": lambda: nnx.to_pure_dict(nnx.state(make())),
+    "module in a dict": lambda: {"model": make()},
+    "linen variables": linen_variables,
+}
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_any_target(
+    kind: str, folder: Path, rules: flm.LayoutMap, mesh: flm.DeviceMesh
+) -> None:
+    target = TARGETS[kind]()
+    found = restore(folder, target, layout_map=rules, mapping=MAPPING)
+    if kind == "module":
+        assert found is target
+    if kind == "function":
+        assert isinstance(found, Model)
+    else:
+        assert type(found) is type(target)
+    leaves = {
+        path.split("/")[-2]: leaf
+        for path, leaf in zip(
+            rules.resolve(found).paths, jax.tree.leaves(found), strict=True
+        )
+    }
+    assert set(leaves) == {"up", "down", "norm"}
+    shards.assert_lies(leaves["up"], (("data",), ("model",)), mesh, UP.T)
+    shards.assert_lies(leaves["down"], (("model",), ()), mesh, DOWN.T)
+    shards.assert_lies(leaves["norm"], ((),), mesh, np.arange(8, dtype=np.float32))
+
+
+def test_without_a_target_the_names_are_a_tree(
+    folder: Path, rules: flm.LayoutMap, mesh: flm.DeviceMesh
+) -> None:
+    found = restore(folder, layout_map=rules, include="mlp")
+    assert set(found) == {"mlp"} and set(found["mlp"]) == {"up", "down"}
+    up = found["mlp"]["up"]["weight"]
+    shards.assert_lies(up, (("data",), ("model",)), mesh, UP)
+    found = restore(folder, layout_map=rules, dtype={"norm": "float16"})
+    assert found["norm"].dtype == jnp.float16
+    assert found["mlp"]["up"]["weight"].dtype == jnp.float32
+
+
+def test_without_a_mapping_dots_are_slashes(folder: Path, mesh: flm.DeviceMesh) -> None:
+    sharding = NamedSharding(mesh.jax_mesh, P("model", "data"))
+    target = {
+        "mlp": {
+            "up": {
+                "weight": jax.ShapeDtypeStruct((16, 8), "float32", sharding=sharding)
+            },
+            "down": {"weight": np.zeros((8, 16), np.float32)},
+        },
+    }
+    found = restore(folder, target, unexpected="ignore")
+    shards.assert_lies(found["mlp"]["up"]["weight"], (("model",), ("data",)), mesh, UP)
+    assert isinstance(found["mlp"]["down"]["weight"], np.ndarray)
+    np.testing.assert_array_equal(found["mlp"]["down"]["weight"], DOWN)
+
+
+def test_values_without_dims_and_without_elements(
+    tmp_path: Path, rules: flm.LayoutMap, mesh: flm.DeviceMesh
+) -> None:
+    tensors = {"step": np.array(7, np.int32), "none": np.zeros((0, 4), np.float32)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = restore(tmp_path, layout_map=rules)
+    shards.assert_lies(found["step"], (), mesh, np.array(7, np.int32))
+    assert found["none"].shape == (0, 4)
+    assert found["none"].sharding.mesh == mesh.jax_mesh
+    target = {"step": 0, "none": jnp.zeros((0, 4))}
+    found = restore(tmp_path, target, layout_map=rules)
+    assert found["step"] == 7 and type(found["step"]) is int
+
+
+# ----------------------------------------------------------------- steps and placement
+
+
+def test_layers_are_stacked_and_fused_tensors_split(
+    tmp_path: Path, mesh: flm.DeviceMesh
+) -> None:
+    qkv = {f"h.{at}.qkv": RNG.normal(size=(8, 24)).astype("f4") for at in range(3)}
+    experts = {
+        f"h.{at}.e.{e}.w": RNG.normal(size=(4, 8)).astype("f4")
+        for at in range(3)
+        for e in range(2)
+    }
+    gate = {
+        f"h.{at}.{name}": RNG.normal(size=(size, 8)).astype("f4")
+        for at in range(3)
+        for name, size in (("gate", 8), ("up", 8), ("other", 4))
+    }
+    save_file({**qkv, **experts, **gate}, tmp_path / "model.safetensors")
+    rules = flm.LayoutMap(mesh)
+    rules["[qkv]$"] = (None, "data", "model", None)
+    rules["experts"] = (None, None, "model", "data")
+    rules["fused"] = (None, "data", "model")
+    shapes = {"q": (3, 8, 4, 2), "k": (3, 8, 4, 2), "v": (3, 8, 4, 2)}
+    shapes |= {"experts": (3, 2, 8, 4), "fused": (3, 8, 20)}
+    target = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+    heads = m.rearrange("in (heads dim) -> in heads dim")
+    mapping = [
+        *[
+            (name, "h.{layer}.qkv", (m.split(1, at, 3), m.transpose(), m.linear()))
+            for at, name in enumerate("q")
+        ],
+        ("k", "h.{layer}.qkv", (m.split(1, 1, (8, 8, 8)), heads, m.stack(0))),
+        ("v", "h.{layer}.qkv", (m.split(-1, 2, 3), heads, m.stack())),
+        (
+            "experts",
+            "h.{layer}.e.{expert}.w",
+            (m.transpose(1, 0), m.stack(0, field="expert"), m.stack(0)),
+        ),
+        (
+            "fused",
+            "h.{layer}.{part}",
+            (
+                m.merge(0, ("gate", "up", "other"), (8, 8, 4)),
+                m.linear(),
+                m.stack(0, over=range(3)),
+            ),
+        ),
+    ]
+    mapping[0] = ("q", mapping[0][1], (*mapping[0][2], m.stack(0)))
+    read: list[tuple[int, int]] = []
+    found = restore(
+        tmp_path,
+        target,
+        layout_map=rules,
+        mapping=mapping,
+        progress=lambda *counts: read.append(counts),
+    )
+    total = sum(value.nbytes for value in [*qkv.values(), *experts.values()])
+    total += sum(value.nbytes for value in gate.values())
+    assert read[-1] == (total, total)  # each byte once, though three leaves share some
+    stacked = np.stack([qkv[f"h.{at}.qkv"].reshape(8, 3, 4, 2) for at in range(3)])
+    dims = ((), ("data",), ("model",), ())
+    for at, name in enumerate("qkv"):
+        shards.assert_lies(found[name], dims, mesh, stacked[:, :, at])
+    both = [[experts[f"h.{at}.e.{e}.w"].T for e in range(2)] for at in range(3)]
+    dims = ((), (), ("model",), ("data",))
+    shards.assert_lies(found["experts"], dims, mesh, np.array(both))
+    names = ("gate", "up", "other")
+    fused = [np.concatenate([gate[f"h.{at}.{n}"] for n in names]).T for at in range(3)]
+    shards.assert_lies(
+        found["fused"], ((), ("data",), ("model",)), mesh, np.array(fused)
+    )
+    # And back, from a mesh.
+    flm.checkpoint.save_safetensors(tmp_path / "again", found, mapping=mapping)
+    again = restore(tmp_path / "again", target, layout_map=rules, mapping=mapping)
+    for name, value in found.items():
+        np.testing.assert_array_equal(again[name], value)
+
+
+def test_the_first_name_that_is_there_and_the_first_entry_that_matches(
+    tmp_path: Path, rules: flm.LayoutMap
+) -> None:
+    save_file({"wte": UP, "head": DOWN}, tmp_path / "model.safetensors")
+    mapping = [
+        ("embed", ("transformer.wte", "wte")),
+        ("head/(?P<kind>kernel)", ("lm_head", r"\g<kind>"), m.linear()),
+        ("head/.*", "head", m.linear()),
+        (".*", "wte"),
+    ]
+    target = {"embed": jnp.zeros((16, 8)), "head": {"bias": jnp.zeros((16, 8))}}
+    found = restore(tmp_path, target, layout_map=rules, mapping=mapping)
+    np.testing.assert_array_equal(found["embed"], UP)
+    np.testing.assert_array_equal(found["head"]["bias"], DOWN.T)
+
+
+def test_copies_are_read_once_and_only_shards_are_held(
+    folder: Path, mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_safetensors_read, "GAP_BYTES", 0)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["up"] = ("model", None)  # on two rows of devices, so two copies
+    read: list[tuple[int, int]] = []
+    found = restore(
+        folder,
+        layout_map=layout_map,
+        include="up|norm",
+        dtype={"norm": "float32"},
+        progress=lambda *counts: read.append(counts),
+    )
+    assert read[-1] == (UP.nbytes + 64, UP.nbytes + 64)
+    assert len(read) == 2
+    up = found["mlp"]["up"]["weight"]
+    assert [shard.data.shape for shard in up.addressable_shards] == [(4, 8)] * 8
+
+
+def test_memory_kind_of_a_rule(folder: Path, mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    pinned = flm.TensorLayout(("model", None), mesh, memory_kind="pinned_host")
+    layout_map["up"] = pinned
+    found = restore(folder, layout_map=layout_map, include="up")
+    up = found["mlp"]["up"]["weight"]
+    assert up.sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(up, UP)
+
+
+# ---------------------------------------------------------- dtypes, missing, unexpected
+
+
+def test_dtypes(folder: Path, rules: flm.LayoutMap) -> None:
+    target = nnx.state(make())
+    with pytest.raises(flm.CheckpointError, match="norm/scale .*float64.*float32"):
+        restore(folder, target, layout_map=rules, mapping=[MAPPING[0], (".*", "norm")])
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
+    found = restore(folder, half, layout_map=rules, mapping=MAPPING, dtype="target")
+    up = found["mlp"]["up"]["kernel"].get_value()
+    assert up.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(up, UP.T.astype(jnp.bfloat16))
+    found = restore(folder, half, layout_map=rules, mapping=MAPPING, dtype="float16")
+    assert found["norm"]["scale"].get_value().dtype == jnp.float16
+    whole = {"mlp": {"up": {"weight": jnp.zeros((16, 8), jnp.int32)}}}
+    for dtype in (None, "target"):
+        with pytest.raises(flm.CheckpointError, match="another dtype: the checkpoint"):
+            restore(folder, whole, layout_map=rules, dtype=dtype, unexpected="ignore")
+
+
+def test_missing_leaves_are_kept_or_made(folder: Path, rules: flm.LayoutMap) -> None:
+    class Larger(nnx.Module):
+        def __init__(self) -> None:
+            self.mlp = Mlp(nnx.Rngs(1))
+            self.norm = nnx.RMSNorm(8, rngs=nnx.Rngs(1))
+            self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+
+    options = {"layout_map": rules, "mapping": MAPPING}
+    with pytest.raises(flm.CheckpointError) as caught:
+        restore(folder, Larger, **options)
+    assert len(caught.value.problems) == 2
+    assert "head/kernel (8,4): no entry of the mapping matches" in str(caught.value)
+    made = restore(folder, Larger, **options, missing="init")
+    np.testing.assert_array_equal(made.head.kernel[...], Larger().head.kernel[...])
+    assert made.head.kernel[...].sharding.mesh == rules.device_mesh.jax_mesh
+    np.testing.assert_array_equal(made.mlp.up.kernel[...], UP.T)
+    concrete = Larger()
+    head = concrete.head.kernel[...]
+    kept = restore(folder, concrete, **options, missing="keep")
+    assert kept.head.kernel[...] is head
+    with pytest.raises(flm.CheckpointError, match="abstract, so there is no value"):
+        restore(folder, nnx.eval_shape(Larger), **options, missing="keep")
+    with pytest.raises(flm.CheckpointError, match='"init" needs a function as target'):
+        restore(folder, concrete, **options, missing="init")
+
+
+def test_excluded_leaves_keep_their_values(folder: Path, rules: flm.LayoutMap) -> None:
+    model = make()
+    before = model.mlp.down.kernel[...]
+    restore(folder, model, layout_map=rules, mapping=MAPPING, exclude="down")
+    assert model.mlp.down.kernel[...] is before
+    np.testing.assert_array_equal(model.mlp.up.kernel[...], UP.T)
+
+
+def test_tensors_that_no_leaf_needs(folder: Path, rules: flm.LayoutMap) -> None:
+    target = {"mlp": {"up": {"kernel": jnp.zeros((8, 16))}}}
+    options = {"layout_map": rules}
+    with pytest.raises(flm.CheckpointError) as caught:
+        restore(folder, target, mapping=MAPPING, **options)
+    text = str(caught.value)
+    assert "tensor 'mlp.down.weight' (8,16) in" in text
+    assert r"(None, r'mlp\.down\.weight')" in text and "unexpected='ignore'" in text
+    ignoring = [*MAPPING, (None, r"mlp\.down\.weight"), (None, ("norm", "other"))]
+    for mapping, more in ((ignoring, {}), (MAPPING, {"unexpected": "ignore"})):
+        found = restore(folder, target, mapping=mapping, **options, **more)
+        np.testing.assert_array_equal(found["mlp"]["up"]["kernel"], UP.T)
+
+
+def test_a_head_that_is_tied_to_the_embedding(
+    tmp_path: Path, rules: flm.LayoutMap
+) -> None:
+    tensors = {"model.embed_tokens.weight": UP, "lm_head.weight": UP + 1}
+    save_file(tensors, tmp_path / "model.safetensors")
+    target = {"embed": {"embedding": jnp.zeros((16, 8))}}
+    with pytest.raises(flm.CheckpointError, match="pass tied=True"):
+        restore(tmp_path, target, layout_map=rules, mapping=m.llama())
+    restore(tmp_path, target, layout_map=rules, mapping=m.llama(tied=True))
+    both = {**target, "lm_head": {"kernel": jnp.zeros((8, 16))}}
+    found = restore(tmp_path, both, layout_map=rules, mapping=m.llama())
+    np.testing.assert_array_equal(found["lm_head"]["kernel"], UP.T + 1)
+    # As `transformers` saves a tied model: the embedding alone.
+    save_file({"model.embed_tokens.weight": UP}, tmp_path / "model.safetensors")
+    found = restore(tmp_path, both, layout_map=rules, mapping=m.llama())
+    np.testing.assert_array_equal(found["lm_head"]["kernel"], UP.T)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_one_error_lists_all_problems_and_the_target_is_as_before(
+    folder: Path, mesh: flm.DeviceMesh
+) -> None:
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["odd"] = ("model",)
+    model = {
+        "mlp": {"up": {"kernel": jnp.zeros((8, 17))}, "down": {"kernel": jnp.zeros(3)}},
+        "norm": {"scale": jnp.zeros(8, jnp.int32)},
+        "odd": jnp.zeros(3),
+        "key": jax.random.key(0),
+        "misspelt": jnp.zeros(8),
+    }
+    before = dict(model)
+    mapping = [*MAPPING, ("odd|key", "nor"), ("misspelt", "mlp.u.weight")]
+    with pytest.raises(flm.CheckpointError) as caught:
+        restore(folder, model, layout_map=layout_map, mapping=mapping)
+    text = str(caught.value)
+    for part in (
+        f"cannot restore {folder}: ",
+        "odd (3,): rule 1 'odd' → ('model',): dim 0 of size 3 does not divide",
+        f"mlp/up/kernel (8,17): needs tensor 'mlp.up.weight' (16,8) in {folder}/model",
+        "to have the shape (17,8)",
+        "mlp/down/kernel (3,): the mapping's steps do not make this shape: (3,) is no "
+        "kernel",
+        "norm/scale (8,): another dtype: the checkpoint has float32, the target int32",
+        "odd (3,): there is no tensor 'nor'",
+        "did you mean 'norm'?",
+        "misspelt (8,): there is no tensor 'mlp.u.weight'",
+        "did you mean 'mlp.up.weight'?",
+    ):
+        assert part in text
+    assert all(model[name] is before[name] for name in before)
+
+
+ENTRIES: dict[str, tuple[Any, str]] = {
+    "a text": ("norm", "is no list of entries"),
+    "a dict": ({"norm": "norm"}, "is no list of entries"),
+    "a number": (3, "is no list of entries"),
+    "no pair": ([("norm",)], r"mapping\[0\] is \('norm',\); an entry is"),
+    "no name": ([("norm", ())], "is no name of a tensor, nor several"),
+    "a number as name": ([("norm", (3,))], "is no name of a tensor"),
+    "no step": ([("norm", "norm", "transpose")], "'transpose' is no step; take"),
+    "no pattern": ([("(", "norm")], r"mapping\[0\]: '\(' is no regular expression"),
+    "no text": ([(3, "norm")], "is no regular expression"),
+    "no group": ([("norm/(scale)", r"\2")], r"the entry 'norm/\(scale\)' → "),
+    "a field that is not there": (
+        [("norm", "norm", m.stack())],
+        r"have no \{layer\} for stack to fill in",
+    ),
+    "hostile": ([("(a+)+$", "norm")], "could take for ever"),
+    "hostile name": ([(None, "(a|aa)+$")], "could take for ever"),
+    "verbose": ([("(?x) a b", "norm")], "has the flag x"),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_entries_that_are_refused(
+    name: str, folder: Path, rules: flm.LayoutMap
+) -> None:
+    mapping, text = ENTRIES[name]
+    with pytest.raises(flm.CheckpointError, match=text):
+        restore(folder, make(), layout_map=rules, mapping=mapping)
+
+
+STEPS: dict[str, tuple[str, Any, str]] = {
+    "order": ("norm", m.transpose(0, 1), r"transpose\(0, 1\) is no order of 1 dims"),
+    "rank": ("norm", m.rearrange("a b -> b a"), "makes 2 dims, not"),
+    "sizes": (
+        "norm",
+        m.rearrange("(a b) -> (a b)"),
+        "leaves the sizes of a and b open",
+    ),
+    "factor": ("norm", m.rearrange("a b -> (a b)", a=3), "does not fit .8,."),
+    "axis": ("norm", m.split(1, 0, 2), "there is no dim 1 in"),
+    "parts": (
+        "norm",
+        m.split(0, 0, (3, 5)),
+        r"part 0 of \(3, 5\) has 3 entries, not 8",
+    ),
+    "thirds": ("n.{part}", m.merge(0, "abc"), "8 is not 3 equal parts"),
+    "merged": (
+        "n.{part}",
+        m.merge(0, "ab", (1, 2)),
+        r"parts of \(1, 2\) do not make 8",
+    ),
+    "layers": ("n.{layer}", m.stack(0, over="ab"), "8 entries in dim 0, and 2 tensors"),
+    "open": ("n.{layer}", (), r"no step fills in the \{layer\} of 'n.\{layer\}'"),
+    "field": ("n", m.merge(0, "ab"), r"'n' has no \{part\}"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_that_do_not_make_the_leaf(
+    name: str, folder: Path, rules: flm.LayoutMap
+) -> None:
+    tensor, step, text = STEPS[name]
+    target = {"scale": jnp.zeros(8)}
+    mapping = [("scale", tensor, step)]
+    with pytest.raises(flm.CheckpointError, match=text):
+        restore(folder, target, layout_map=rules, mapping=mapping, unexpected="ignore")
+
+
+@pytest.mark.parametrize(
+    ("make_step", "text"),
+    [
+        (lambda: m.rearrange("a b"), "needs the same names on both sides"),
+        (lambda: m.rearrange("a b -> a c"), "needs the same names on both sides"),
+        (lambda: m.rearrange("a (b -> a b"), "needs the same names on both sides"),
+        (lambda: m.rearrange("a a -> a a"), "has a name twice"),
+        (lambda: m.rearrange("a -> a", b=2), "or sizes for others"),
+        (lambda: m.linear(inputs=1, outputs=1), "takes inputs= or outputs="),
+        (lambda: m.split(0, 3, 3), "split has 3 parts, so index=3 is none"),
+        (lambda: m.merge(0, ()), "merge needs parts"),
+        (lambda: m.merge(0, "ab", (1,)), "as many sizes"),
+        (lambda: m.cast("floaty"), "it is no dtype"),
+        (lambda: m.cast("int8"), "only floating-point dtypes are cast"),
+    ],
+)
+def test_steps_that_are_none(make_step: Callable[[], Any], text: str) -> None:
+    with pytest.raises(flm.CheckpointError, match=text):
+        make_step()
+
+
+def test_a_pattern_that_could_take_long_is_not_tried(
+    folder: Path, rules: flm.LayoutMap
+) -> None:
+    target = {"a" * 400: jnp.zeros(8)}
+    with pytest.raises(flm.CheckpointError, match=r"apart in 10\^\d+ ways"):
+        mapping = [(".*a.*a.*a.*a.*a.*b", "norm")]
+        restore(folder, target, layout_map=rules, mapping=mapping)
+
+
+def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
+    for options, text in (
+        ({"mapping": MAPPING}, "a mapping says what the leaves of a target"),
+        ({"dtype": "target"}, 'dtype="target" needs a target'),
+        ({"unexpected": "keep"}, "unexpected='keep' is none of the choices"),
+        ({"include": "nothing"}, "include='nothing' finds no leaf"),
+    ):
+        with pytest.raises(flm.CheckpointError, match=text):
+            restore(folder, layout_map=rules, **options)
+    with pytest.raises(flm.CheckpointError, match="without layouts: pass layout_map="):
+        restore(folder)
+    with pytest.raises(flm.CheckpointError, match="mesh= is the mesh for the rules"):
+        restore(folder, mesh=rules.device_mesh)
+    with pytest.raises(flm.MeshError, match="needs a mesh of devices, .* no mesh"):
+        restore(folder, layout_map=flm.LayoutMap())
+    abstract = {"norm": jax.ShapeDtypeStruct((8,), "float32")}
+    with pytest.raises(
+        flm.CheckpointError, match="no sharding for it; pass layout_map"
+    ):
+        restore(folder, abstract, unexpected="ignore")
+    odd = NamedSharding(rules.device_mesh.jax_mesh, P(("data", "model")))
+    save_file({"norm": np.zeros(6, np.float32)}, folder / "model.safetensors")
+    abstract = {"norm": jax.ShapeDtypeStruct((6,), "float32", sharding=odd)}
+    with pytest.raises(flm.CheckpointError, match="sharding does not fit it"):
+        restore(folder, abstract)
+    found = restore(
+        folder, layout_map=flm.LayoutMap(strict=False), mesh=rules.device_mesh
+    )
+    assert found["norm"].sharding.mesh == rules.device_mesh.jax_mesh
+
+
+def test_names_that_make_no_tree(tmp_path: Path, rules: flm.LayoutMap) -> None:
+    tensors = {"a": UP, "a.b": UP}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        flm.CheckpointError, match="'a' and 'a.b', which make no nested"
+    ):
+        restore(tmp_path, layout_map=rules)
+    found = restore(
+        tmp_path, {"x": jnp.zeros((16, 8))}, layout_map=rules, mapping=[("x", "a.b")]
+        , unexpected="ignore",
+    )  # fmt: skip
+    np.testing.assert_array_equal(found["x"], UP)

@@ -1,0 +1,403 @@
+"""Files that are cut, lie about themselves, or are not what an index says."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+import flax_layoutmap as flm
+from flax_layoutmap.checkpoint._safetensors_file import DTYPES, open_safetensors
+
+A = np.arange(12, dtype=np.float32).reshape(3, 4)
+B = np.arange(4, dtype=np.int64)
+
+
+def written(header: Any, data: bytes, *, length: int | None = None) -> bytes:
+    """A file with any header: JSON values, or bytes."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = len(text) if length is None else length
+    return size.to_bytes(8, "little") + text + data
+
+
+def entry(
+    shape: list[Any], first: Any, last: Any, dtype: Any = "F32", **more: Any
+) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last], **more}
+
+
+GOOD = {"a": entry([3, 4], 0, 48), "b": entry([4], 48, 80, "I64")}
+DATA = A.tobytes() + B.tobytes()
+
+
+def good(**changed: Any) -> dict[str, Any]:
+    return {**GOOD, **changed}
+
+
+# Name → a damaged file, and what the error must say.
+DAMAGED: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "empty": (b"", ("it has 0 bytes", "no safetensors file")),
+    "seven bytes": (b"1234567", ("it has 7 bytes",)),
+    "data cut": (written(GOOD, DATA[:-1]), ("'b'", "data end at byte 80", "has 79")),
+    "header cut": (written(GOOD, DATA)[:50], ("header", "cut off")),
+    "header length beyond the file": (
+        written(GOOD, DATA, length=10_000),
+        ("said to have 10000 bytes", "cut off"),
+    ),
+    "huge header": (
+        written(GOOD, DATA, length=2**63),
+        ("said to have 9223372036854775808 bytes", "at most 100000000"),
+    ),
+    "not JSON": (written(b"{hello", b""), ("no valid JSON",)),
+    "not UTF-8": (written(b'{"\xff": 1}', b""), ("no valid JSON", "utf-8")),
+    "not an object": (written([1], b""), ("expected a JSON object, got a list",)),
+    "deep JSON": (written(b"[" * 200_000, b""), ("no valid JSON",)),
+    "long number": (
+        written(b'{"a": ' + b"1" * 5000 + b"}", b""),
+        ("no valid JSON", "digit"),
+    ),
+    "a name twice": (
+        written(b'{"a": 1, "a": 2}', b""),
+        ("the name 'a' occurs twice",),
+    ),
+    "metadata": (written(good(__metadata__=3), DATA), ("'__metadata__'",)),
+    "entry": (written(good(a=3), DATA), ("'a'", "must have dtype, shape")),
+    "no dtype": (written(good(a={"shape": []}), DATA), ("'a'", "must have dtype")),
+    "unknown dtype": (
+        written(good(a=entry([3, 4], 0, 48, "F31")), DATA),
+        ("'a'", "dtype 'F31' is not known", "BF16"),
+    ),
+    "dtype of a wrong kind": (
+        written(good(a=entry([3, 4], 0, 48, ["F32"])), DATA),
+        ("'a'", "is not known"),
+    ),
+    "negative size": (written(good(a=entry([-3, 4], 0, 48)), DATA), ("the shape",)),
+    "fractional size": (written(good(a=entry([3.0, 4], 0, 48)), DATA), ("the shape",)),
+    "true as a size": (written(good(a=entry([True, 4], 0, 16)), DATA), ("shape",)),
+    "infinite size": (
+        written(b'{"a": {"dtype":"F32","shape":[Infinity],"data_offsets":[0,4]}}', b""),
+        ("the shape",),
+    ),
+    "many dims": (written(good(a=entry([1] * 99, 0, 4)), DATA), ("the shape",)),
+    "gigantic": (
+        written(good(a=entry([2**62, 2**62], 0, 48)), DATA),
+        ("larger than any memory",),
+    ),
+    "empty but gigantic": (
+        written(good(a=entry([0, 2**62, 2**62], 0, 0)), DATA),
+        ("larger than any memory",),
+    ),
+    "more than 64 bits": (written(good(a=entry([2**64], 0, 48)), DATA), ("shape",)),
+    "offsets": (written(good(a=entry([3, 4], 48, 0)), DATA), ("data_offsets [48, 0]",)),
+    "three offsets": (
+        written(good(a={**GOOD["a"], "data_offsets": [0, 1, 2]}), DATA),
+        ("data_offsets",),
+    ),
+    "beyond the file": (
+        written(good(b=entry([4], 4800, 4832, "I64")), DATA),
+        ("'b'", "data end at byte 4832", "has 80"),
+    ),
+    "size is not shape × dtype": (
+        written(good(a=entry([3, 5], 0, 48)), DATA),
+        ("'a'", "it has 48 bytes, but F32 (3,5) takes 60"),
+    ),
+    "overlap": (
+        written(good(b=entry([4], 40, 72, "I64")), DATA),
+        ("'b' overlaps 'a'",),
+    ),
+    "the same bytes twice": (
+        written(good(c=entry([3, 4], 0, 48)), DATA),
+        ("overlaps",),
+    ),
+    "hole": (
+        written(good(b=entry([4], 56, 88, "I64")), DATA + bytes(8)),
+        ("'b' begins 8 bytes after 'a'",),
+    ),
+    "hole at the start": (
+        written({"b": entry([4], 8, 40, "I64")}, bytes(40)),
+        ("begins 8 bytes after the header",),
+    ),
+    "bytes at the end": (
+        written(GOOD, DATA + b"more"),
+        ("4 bytes follow 'b', which is the last",),
+    ),
+}
+
+
+def target() -> dict[str, Any]:
+    return {"a": jnp.zeros((3, 4)), "b": np.zeros(4, np.int64)}
+
+
+def rules() -> flm.LayoutMap:
+    return flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), strict=False)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_an_error_that_names_it(name: str, tmp_path: Path) -> None:
+    data, texts = DAMAGED[name]
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+    into = target()
+    before = dict(into)
+    with pytest.raises(flm.CheckpointError) as caught:
+        flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
+    for text in (str(file), *texts):
+        assert text in str(caught.value)
+    assert all(into[key] is before[key] for key in before)
+
+
+def test_the_good_file_of_these_tests_is_good(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(written(GOOD, DATA))
+    found = flm.checkpoint.restore_safetensors(file, target(), layout_map=rules())
+    np.testing.assert_array_equal(found["a"], A)
+    np.testing.assert_array_equal(found["b"], B)
+    assert isinstance(found["b"], np.ndarray)  # without x64, JAX has no int64
+
+
+def test_all_problems_of_all_files_are_in_one_error(tmp_path: Path) -> None:
+    bad = good(a=entry([3, 4], 0, 48, "F31"), b=entry([5], 48, 80, "I64"))
+    (tmp_path / "one.safetensors").write_bytes(written(bad, DATA))
+    (tmp_path / "two.safetensors").write_bytes(b"")
+    with pytest.raises(flm.CheckpointError) as caught:
+        open_safetensors(tmp_path)
+    assert len(caught.value.problems) == 3
+    assert "3 problems" in str(caught.value)
+
+
+def test_a_file_that_is_cut_after_its_header_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(written(GOOD, DATA))
+    into = target()
+    before = into["a"]
+
+    def opened(path: Any) -> Any:
+        found = open_safetensors(path)
+        file.write_bytes(written(GOOD, DATA[:20]))
+        return found
+
+    monkeypatch.setattr(
+        "flax_layoutmap.checkpoint._safetensors.open_safetensors", opened
+    )
+    with pytest.raises(flm.CheckpointError, match="tensor 'a'.*it was cut since"):
+        flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
+    assert into["a"] is before
+
+    def gone(path: Any) -> Any:
+        file.write_bytes(written(GOOD, DATA))
+        found = open_safetensors(path)
+        file.unlink()
+        return found
+
+    monkeypatch.setattr("flax_layoutmap.checkpoint._safetensors.open_safetensors", gone)
+    with pytest.raises(flm.CheckpointError, match="cannot be read: No such file"):
+        flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
+
+
+# ---------------------------------------------------------------------- several files
+
+
+def two_files(folder: Path) -> dict[str, str]:
+    save_file({"a": A}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": B}, folder / "model-00002-of-00002.safetensors")
+    return {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+    }
+
+
+def write_index(folder: Path, names: Any) -> Path:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return index
+
+
+def test_files_with_an_index_or_without(tmp_path: Path) -> None:
+    names = two_files(tmp_path)
+    assert set(open_safetensors(tmp_path).tensors) == {"a", "b"}
+    index = write_index(tmp_path, names)
+    # Beside an index, other files do not count.
+    save_file({"a": A}, tmp_path / "consolidated.safetensors")
+    assert set(open_safetensors(tmp_path).tensors) == {"a", "b"}
+    assert open_safetensors(index).files == tuple(
+        str(tmp_path / name) for name in names.values()
+    )
+    found = flm.checkpoint.restore_safetensors(index, target(), layout_map=rules())
+    np.testing.assert_array_equal(found["a"], A)
+
+
+def other(**changed: str) -> Callable[[Path, dict[str, str]], Any]:
+    return lambda folder, names: write_index(folder, {**names, **changed})
+
+
+BAD_FOLDERS: dict[
+    str, tuple[Callable[[Path, dict[str, str]], Any], tuple[str, ...]]
+] = {
+    "an index that names a missing file": (
+        other(b="model-00003-of-00003.safetensors"),
+        ("names model-00003-of-00003.safetensors", "no such file", "download"),
+    ),
+    "an index that names a missing tensor": (
+        other(c="model-00001-of-00002.safetensors"),
+        ("model-00001-of-00002.safetensors", "says it has 'c', but it has not"),
+    ),
+    "an index that puts a tensor elsewhere": (
+        other(a="model-00002-of-00002.safetensors"),
+        ("model-00002-of-00002.safetensors", "says it has 'a', but it has not"),
+    ),
+    "an index that lacks a tensor": (
+        lambda folder, names: (
+            write_index(folder, {"a": names["a"]})
+            and None
+            or save_file({"a": A, "z": A}, folder / names["a"])
+        ),
+        ("the index does not name its tensor 'z'",),
+    ),
+    "an index that leads elsewhere": (
+        other(b="../model.safetensors"),
+        ("'../model.safetensors'", "no name of a .safetensors file beside"),
+    ),
+    "an index without names": (
+        lambda folder, names: write_index(folder, {}),
+        ("has no 'weight_map'",),
+    ),
+    "an index that is cut": (
+        lambda folder, names: (folder / "model.safetensors.index.json").write_text("{"),
+        ("index.json", "no valid JSON"),
+    ),
+    "the same name in two files": (
+        lambda folder, names: save_file({"a": A}, folder / "other.safetensors"),
+        ("other.safetensors", "has a tensor 'a' as well"),
+    ),
+    "a single file and an index": (
+        lambda folder, names: (
+            write_index(folder, names),
+            save_file({"a": A}, folder / "model.safetensors"),
+        ),
+        ("has both model.safetensors and model.safetensors.index.json",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+def test_a_bad_folder_is_an_error(name: str, tmp_path: Path) -> None:
+    prepare, texts = BAD_FOLDERS[name]
+    prepare(tmp_path, two_files(tmp_path))
+    with pytest.raises(flm.CheckpointError) as caught:
+        open_safetensors(tmp_path)
+    for text in (str(tmp_path), *texts):
+        assert text in str(caught.value)
+
+
+def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(flm.CheckpointError, match="no file or directory .*/nowhere"):
+        open_safetensors(tmp_path / "nowhere")
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(flm.CheckpointError, match=r"no .safetensors files; it holds"):
+        open_safetensors(tmp_path)
+    with pytest.raises(flm.CheckpointError, match="local files only, not at gs://"):
+        open_safetensors("gs://bucket/model")
+    file = tmp_path / "model.safetensors"
+    file.mkdir()
+    with pytest.raises(flm.CheckpointError, match="cannot read .*directory"):
+        open_safetensors(tmp_path)
+
+
+# ------------------------------------------------------------------------- any damage
+
+FLOAT_FILE = written(
+    {"a": entry([3, 4], 0, 48), "b": entry([2, 2], 48, 64, "F32")}, bytes(range(64))
+)
+HEADER = 8 + int.from_bytes(FLOAT_FILE[:8], "little")
+EDITS = st.lists(
+    st.tuples(st.integers(0, HEADER - 1), st.integers(0, 255)), min_size=1, max_size=4
+)
+TEXT = st.sampled_from([b"0", b"9", b"-", b"e", b'"', b"[", b"{", b",", b" ", b"F16"])
+
+
+@settings(
+    max_examples=1500, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(edits=EDITS, insertions=st.lists(st.tuples(st.integers(8, HEADER), TEXT)))
+@example(edits=[(7, 255)], insertions=[])
+@example(edits=[(0, 255), (1, 255), (2, 255), (3, 255)], insertions=[])
+def test_any_edit_of_a_header_is_an_error_or_harmless(
+    edits: list[tuple[int, int]],
+    insertions: list[tuple[int, bytes]],
+    tmp_path: Path,
+) -> None:
+    data = bytearray(FLOAT_FILE)
+    for at, value in edits:
+        data[at] = value
+    for at, text in insertions:
+        data[at:at] = text
+    if insertions:
+        length = int.from_bytes(data[:8], "little") + sum(len(t) for _, t in insertions)
+        data[:8] = (length % 2**64).to_bytes(8, "little")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(data)
+    try:
+        found = open_safetensors(file)
+    except flm.CheckpointError as error:
+        assert str(file) in str(error)
+        return
+    # What is accepted covers the bytes of the file, each once.
+    held = sorted((t.offset, t.offset + t.nbytes) for t in found.tensors.values())
+    ends = [8 + int.from_bytes(data[:8], "little"), *(last for _, last in held)]
+    assert [first for first, _ in held] == ends[:-1]
+    assert ends[-1] == len(data)
+    assert sum(t.nbytes for t in found.tensors.values()) <= len(data)
+
+
+# ------------------------------------------------------------------------------ dtypes
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_is_read_and_written(name: str, tmp_path: Path) -> None:
+    dtype = DTYPES[name]
+    values = np.array([[0, 1, 2], [3, 4, 5]], np.float32).astype(dtype)
+    size = values.nbytes
+    header = {"a": entry([2, 3], 0, size, name)}
+    (tmp_path / "model.safetensors").write_bytes(written(header, values.tobytes()))
+    into = {"a": np.zeros((2, 3), dtype)}
+    found = flm.checkpoint.restore_safetensors(tmp_path, into)
+    assert found["a"].dtype == dtype
+    np.testing.assert_array_equal(found["a"], values)
+    flm.checkpoint.save_safetensors(tmp_path / "again.safetensors", found)
+    again = open_safetensors(tmp_path / "again.safetensors").tensors["a"]
+    assert again.dtype == dtype
+    assert Path(again.file).read_bytes()[again.offset :] == values.tobytes()
+
+
+def test_dtypes_are_those_of_the_package(tmp_path: Path) -> None:
+    save_file(
+        {
+            "bf16": np.ones(2, ml_dtypes.bfloat16),
+            "f8": np.ones(2, ml_dtypes.float8_e4m3fn),
+            "bool": np.array([True, False]),
+        },
+        tmp_path / "model.safetensors",
+    )
+    found = open_safetensors(tmp_path).tensors
+    assert {name: str(tensor.dtype) for name, tensor in found.items()} == {
+        "bf16": "bfloat16",
+        "f8": "float8_e4m3fn",
+        "bool": "bool",
+    }
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(written(GOOD, DATA))
+    before = len(os.listdir("/proc/self/fd"))
+    flm.checkpoint.restore_safetensors(tmp_path, target(), layout_map=rules())
+    assert len(os.listdir("/proc/self/fd")) == before
