@@ -1,0 +1,110 @@
+"""Each process reads the bytes of its own shards; process 0 writes what all hold.
+
+The argument is a folder with `in/`, a checkpoint whose tensors are those of `tensors`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import flax_layoutmap as flm
+from flax_layoutmap.checkpoint import _safetensors_read, mappings
+from multiprocess import launch
+
+ROWS, COLUMNS = 64, 32
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """What the checkpoint holds."""
+    rng = np.random.default_rng(0)
+    shape = (ROWS, COLUMNS)
+    return {f"h.{at}.w": rng.normal(size=shape).astype(np.float32) for at in range(2)}
+
+
+def main() -> None:
+    number = launch.join()
+    folder = Path(sys.argv[1])
+    mesh = flm.DeviceMesh("data=2,model=4")  # a process has one row of the mesh
+    arrays = tensors()
+    plain = [("a", "h.0.w"), ("b", "h.1.w")]
+    turned = [(path, name, mappings.linear()) for path, name in plain]
+    stacked = [("s", "h.{layer}.w", mappings.stack(0))]
+    a, b = arrays["h.0.w"], arrays["h.1.w"]
+    cases: dict[str, tuple[Any, tuple[Any, ...], dict[str, np.ndarray]]] = {
+        "rows": (plain, ("data", "model"), {"a": a, "b": b}),
+        "columns": (plain, ("model", "data"), {"a": a, "b": b}),
+        "transposed rows": (turned, ("model", "data"), {"a": a.T, "b": b.T}),
+        "transposed columns": (turned, ("data", "model"), {"a": a.T, "b": b.T}),
+        "layers": (stacked, ("data", "model", None), {"s": np.stack([a, b])}),
+        "replicated": (plain, (None, None), {"a": a, "b": b}),
+    }
+    found: dict[str, Any] = {"read": {}, "planned": {}}
+    restored: Any = None
+    for gap in (0, 32 << 10):
+        _safetensors_read.GAP_BYTES = gap
+        for name, (mapping, axes, wanted) in cases.items():
+            read: list[tuple[int, int]] = []
+            layout_map = flm.LayoutMap(mesh)
+            layout_map["."] = axes
+            target = {
+                path: jax.ShapeDtypeStruct(value.shape, value.dtype)
+                for path, value in wanted.items()
+            }
+            restored = flm.checkpoint.restore_safetensors(
+                folder / "in",
+                target,
+                layout_map=layout_map,
+                mapping=mapping,
+                progress=lambda *counts, read=read: read.append(counts),
+            )
+            for path, value in wanted.items():
+                for shard in restored[path].addressable_shards:
+                    np.testing.assert_array_equal(shard.data, value[shard.index])
+            found["read"][f"{name}, {gap}"] = read[-1][0]
+            found["planned"][f"{name}, {gap}"] = read[-1][1]
+            if name in ("transposed columns", "layers"):
+                out = folder / f"{name} {gap}"
+                flm.checkpoint.save_safetensors(
+                    out, restored, mapping=mapping, max_file_bytes=9000
+                )
+    found["problems"] = problems(number, folder, mesh, restored)
+    launch.answer(found)
+
+
+def problems(
+    number: int, folder: Path, mesh: flm.DeviceMesh, tree: Any
+) -> dict[str, str]:
+    """What goes wrong in one process only."""
+    said = {}
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["."] = ("data", None) if number else (None, "data")
+    try:
+        flm.checkpoint.restore_safetensors(folder / "in", layout_map=layout_map)
+    except flm.LayoutError as error:
+        said["other rules"] = f"{type(error).__name__}: {error}"
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    try:
+        place = folder / ("in" if number == 0 else "nowhere")
+        flm.checkpoint.restore_safetensors(place, layout_map=layout_map)
+    except flm.LayoutError as error:
+        said["another place"] = f"{type(error).__name__}: {error}"
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    if number == 0:
+        _write.os.fsync = full
+    try:
+        flm.checkpoint.save_safetensors(folder / "full", tree)
+    except flm.LayoutError as error:
+        said["full"] = f"{type(error).__name__}: {error}"
+    return said
+
+
+if __name__ == "__main__":
+    from flax_layoutmap.checkpoint import _safetensors_write as _write
+
+    main()
