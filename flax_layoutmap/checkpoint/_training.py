@@ -178,20 +178,24 @@ class Checkpointer:
                 the tree is another one than before. Nothing was written of this step.
             ResolveError: leaves do not fit the rules.
         """
+        if self._is_closed:
+            raise CheckpointError(
+                f"this Checkpointer of {self._directory} is closed; make a new one"
+            )
+        self._settle(self._writer.check)
         step = self._checked(step)
-        self._writer.check()
         preempted = self._preemption.reached(step)
         if not (force or preempted or self._writer.is_due(step)):
             self._passed = step
             return False
         # Its failure is told before anything is said of this step.
-        self._writer.wait()
+        self.wait()
         self._start(step, state, data, metadata)
         self._last, self._passed = step, None
         if not self._is_inside:
-            self._let_go()
+            self._settle(self._let_go)
         elif preempted:
-            self._writer.wait()
+            self.wait()
         return True
 
     def wait(self) -> None:
@@ -200,7 +204,7 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed.
         """
-        self._writer.wait()
+        self._settle(self._writer.wait)
 
     def close(self) -> None:
         """Finishes the save that is under way; the end of a `with` block does it.
@@ -335,10 +339,6 @@ class Checkpointer:
 
     def _checked(self, step: Any) -> int:
         """The number of a step that can come next."""
-        if self._is_closed:
-            raise CheckpointError(
-                f"this Checkpointer of {self._directory} is closed; make a new one"
-            )
         try:
             number = operator.index(step)
         except TypeError as error:
@@ -403,7 +403,7 @@ class Checkpointer:
 
     def _agreed_latest(self) -> int | None:
         """The latest step, which all processes must see."""
-        self._writer.wait()
+        self.wait()
         mesh = mesh_of(None, self._rules)
         with Agreement(f"restoring from {self._directory}", mesh) as agreement:
             latest = self.latest
@@ -412,7 +412,7 @@ class Checkpointer:
 
     def _existing(self, step: int | None) -> tuple[int, str]:
         """A step that is there, and its path."""
-        self._writer.wait()
+        self.wait()
         steps = self.steps
         if not steps:
             raise CheckpointError(f"there is no step in {self._directory}")
@@ -454,6 +454,13 @@ class Checkpointer:
             self._is_closed = True
         finally:
             self._preemption.stop(deliver=deliver and self._is_closed)
+
+    def _settle(self, wait: Callable[[], None]) -> None:
+        try:
+            wait()
+        except CheckpointError:
+            self._last = None  # what was thought to be saved is not
+            raise
 
     def _let_go(self) -> None:
         try:

@@ -36,7 +36,7 @@ def create_fn() -> dict[str, Any]:
     return {"w": table, "v": jnp.zeros(SHAPE), "count": jnp.zeros((), jnp.int32)}
 
 
-def expected(step: int) -> dict[str, np.ndarray]:
+def expected(step: int) -> dict[str, Any]:
     """The state after a step; all numbers are exact in float32."""
     table = np.arange(SHAPE[0] * SHAPE[1], dtype=np.float32).reshape(SHAPE)
     done = step + 1
