@@ -921,3 +921,31 @@ def test_many_steps_are_listed_by_their_names(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     assert checkpointer.steps == list(range(500)) and checkpointer.latest == 499
     assert Checkpointer(tmp_path / "none").steps == []
+
+
+def test_numbers_and_arrays_without_dims_are_the_same(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return {"w": jnp.ones((8, 4)), "n": 0}
+
+    for value in range(3):
+        with open_at(tmp_path) as checkpointer:
+            state, start = checkpointer.restore_or_init(make)
+            assert int(state["n"]) == start == value
+            n = value + 1 if value % 2 else state["n"] + 1
+            assert checkpointer.save(start, {**state, "n": n})
+
+
+def test_a_save_that_is_refused_holds_nothing(tmp_path: Path) -> None:
+    first = open_at(tmp_path)
+    with refused("fn: "):
+        first.save(0, {"fn": print, **weights(0)})
+    assert open_at(tmp_path).save(0, weights(0))
+
+
+def test_a_policy_removes_nothing_before_a_save(tmp_path: Path) -> None:
+    left = tmp_path / "2.orbax-checkpoint-tmp"
+    left.mkdir()
+    with open_at(tmp_path, every=policies.SpecificStepsPolicy([3])) as checkpointer:
+        assert not checkpointer.save(2, weights(0)) and left.exists()
+        assert checkpointer.save(3, weights(0))
+    assert checkpointer.steps == [3] and not left.exists()

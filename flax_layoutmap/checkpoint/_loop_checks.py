@@ -1,11 +1,12 @@
 """What a training loop may ask for: policies, directories, and one tree for all."""
 
+import operator
 import os
 from typing import Any
 
 from flax_layoutmap._errors import CheckpointError
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap.checkpoint._leaves import leaf_of
+from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of
 from flax_layoutmap.checkpoint._places import METADATA_FILE, is_url
 
 
@@ -51,10 +52,20 @@ def check_directory(directory: str) -> None:
 
 
 def described(tree: Any) -> dict[str, str]:
-    """Path → what kind of leaf it is."""
+    """Path → what kind of leaf it is.
+
+    Numbers and arrays without dims are one kind, as a restore takes either.
+    """
     flat = flatten(tree)
     leaves = zip(flat.full_paths(), flat.leaves, strict=True)
-    return {path: str(leaf_of(path, value) or type(value)) for path, value in leaves}
+    return {path: _kind(leaf_of(path, value), value) for path, value in leaves}
+
+
+def _kind(leaf: Leaf | None, value: Any) -> str:
+    if leaf is None:
+        return str(type(value))
+    is_number = leaf.shape == () and leaf.kind not in ("key", "string")
+    return "a number" if is_number else str(leaf)
 
 
 def difference(before: dict[str, str], now: dict[str, str]) -> str:
@@ -86,3 +97,60 @@ def add_context(failure: BaseException, error: BaseException) -> None:
         first = first.__cause__
     if first is not error:
         first.__context__, first.__suppress_context__ = error, False
+
+
+def next_step(step: Any, last: int, directory: str) -> int:
+    """The number of a step that can come after the last one (-1 where there is none).
+
+    Raises:
+        CheckpointError: it is no number, or it does not come after it.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError as error:
+        raise CheckpointError(
+            f"a step is a whole number, not {step!r}; a counter in an array is "
+            "int(counter)"
+        ) from error
+    if number < 0:
+        raise CheckpointError(f"a step is not negative, and {number} is")
+    if number == last:
+        raise CheckpointError(
+            f"step {number} in {directory} is saved already; call save once in a "
+            "step, with force=step == steps - 1 for the last one"
+        )
+    if number < last:
+        raise CheckpointError(
+            f"step {number} comes before {last}, which is saved in {directory}; "
+            "restore_or_init says where to go on; to go back, remove the later steps, "
+            "or use another directory"
+        )
+    return number
+
+
+def existing_step(step: int | None, steps: list[int], directory: str) -> int:
+    """The step that is meant, of those that are there; None is the latest.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    if not steps:
+        raise CheckpointError(f"there is no step in {directory}")
+    chosen = steps[-1] if step is None else operator.index(step)
+    if chosen not in steps:
+        raise CheckpointError(
+            f"there is no step {chosen} in {directory}, which has {listed(steps)}"
+        )
+    return chosen
+
+
+def way_back(step: int, steps: list[int], directory: str) -> str:
+    """What to do where a step cannot be restored."""
+    earlier = [other for other in steps if other < step]
+    if not earlier:
+        return f"(step {step} is the first one in {directory})"
+    return (
+        f"(earlier steps in {directory}: {listed(earlier)}; nothing falls back to one "
+        f"of them; if step {step} is damaged, remove {directory}/{step} to go on from "
+        f"step {earlier[-1]})"
+    )

@@ -147,8 +147,8 @@ def _at_the_end() -> None:
 class StepWriter:
     """`orbax.checkpoint.v1.training.Checkpointer`, with at most one save under way.
 
-    It is opened by the first save: it then removes what interrupted saves have left,
-    which only the one program that writes may do.
+    The first save removes what interrupted saves have left, which only the one program
+    that writes may do.
 
     Args:
         directory: where the steps are.
@@ -164,6 +164,7 @@ class StepWriter:
         self._directory = directory
         self._every, self._keep, self._keep_every = every, keep, keep_every
         self._inner: Any = None
+        self._is_clean = False
         self._pending: _Pending | None = None
 
     def is_due(self, step: int) -> bool:
@@ -171,7 +172,7 @@ class StepWriter:
         if isinstance(self._every, int):
             return step % self._every == 0
         with translated("the save policy failed"), saving_context():
-            return bool(self._opened().should_save(step))
+            return bool(self._opened(clean=False).should_save(step))
 
     def start(
         self, step: int, values: Mapping[str, Any], custom: Any, data: str | None
@@ -194,7 +195,7 @@ class StepWriter:
         )
         try:
             with translated(f"cannot save {what}"), saving_context():
-                response = self._opened().save_checkpointables_async(
+                response = self._opened(clean=True).save_checkpointables_async(
                     step, parts, force=True, metrics=metrics, custom_metadata=custom
                 )
         except CheckpointError:
@@ -240,10 +241,11 @@ class StepWriter:
     def _what(self, step: int) -> str:
         return f"step {step} to {self._directory}"
 
-    def _opened(self) -> Any:
+    def _opened(self, *, clean: bool) -> Any:
+        """Orbax's object; `clean` where this is the one program that writes."""
         from orbax.checkpoint import v1
 
-        if self._inner is None:
+        if self._inner is None or clean > self._is_clean:
             is_number = isinstance(self._every, int)
             self._inner = v1.training.Checkpointer(
                 self._directory,
@@ -251,8 +253,9 @@ class StepWriter:
                 save_decision_policy=None if is_number else self._every,
                 preservation_policy=self._preservation(),
                 step_name_format=None if is_url(self._directory) else _StepNames(),
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=clean,
             )
+            self._is_clean = clean
         return self._inner
 
     def _preservation(self) -> Any:

@@ -1,6 +1,5 @@
 """flm.checkpoint.Checkpointer."""
 
-import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -21,7 +20,9 @@ from flax_layoutmap.checkpoint._loop_checks import (
     check_numbers,
     described,
     difference,
-    listed,
+    existing_step,
+    next_step,
+    way_back,
 )
 from flax_layoutmap.checkpoint._places import absolute, is_url
 from flax_layoutmap.checkpoint._preemption import Preemption
@@ -183,19 +184,23 @@ class Checkpointer:
                 f"this Checkpointer of {self._directory} is closed; make a new one"
             )
         self._settle(self._writer.check)
-        step = self._checked(step)
+        if self._last is None:
+            self._last = max(self.steps, default=-1)
+        step = next_step(step, self._last, self._directory)
         preempted = self._preemption.reached(step)
         if not (force or preempted or self._writer.is_due(step)):
             self._passed = step
             return False
-        # Its failure is told before anything is said of this step.
-        self.wait()
-        self._start(step, state, data, metadata)
-        self._last, self._passed = step, None
-        if not self._is_inside:
-            self._settle(self._let_go)
-        elif preempted:
+        try:
+            # Its failure is told before anything is said of this step.
             self.wait()
+            self._start(step, state, data, metadata)
+            self._last, self._passed = step, None
+            if preempted:
+                self.wait()
+        finally:
+            if not self._is_inside:
+                self._settle(self._let_go)
         return True
 
     def wait(self) -> None:
@@ -304,7 +309,7 @@ class Checkpointer:
             if states is not None:
                 _data_state.put(data, states[0])
         except CheckpointError as error:
-            text = f"{error}\n{self._hint(step)}"
+            text = f"{error}\n{way_back(step, self.steps, self._directory)}"
             raise CheckpointError(text, error.problems) from error
         if data is None and _orbax_training.has_data(place):
             warn(
@@ -336,32 +341,6 @@ class Checkpointer:
         return _data_state.states_of(_orbax_training.read_data(place), place)
 
     # ----------------------------------------------------------------- details
-
-    def _checked(self, step: Any) -> int:
-        """The number of a step that can come next."""
-        try:
-            number = operator.index(step)
-        except TypeError as error:
-            raise CheckpointError(
-                f"a step is a whole number, not {step!r}; a counter in an array is "
-                "int(counter)"
-            ) from error
-        if number < 0:
-            raise CheckpointError(f"a step is not negative, and {number} is")
-        if self._last is None:
-            self._last = max(self.steps, default=-1)
-        if number == self._last:
-            raise CheckpointError(
-                f"step {number} in {self._directory} is saved already; call save once "
-                "in a step, with force=step == steps - 1 for the last one"
-            )
-        if number < self._last:
-            raise CheckpointError(
-                f"step {number} comes before {self._last}, which is saved in "
-                f"{self._directory}; restore_or_init says where to go on; to go back, "
-                "remove the later steps, or use another directory"
-            )
-        return number
 
     def _start(
         self, step: int, state: Any, data: Any, metadata: Mapping[str, Any] | None
@@ -413,15 +392,7 @@ class Checkpointer:
     def _existing(self, step: int | None) -> tuple[int, str]:
         """A step that is there, and its path."""
         self.wait()
-        steps = self.steps
-        if not steps:
-            raise CheckpointError(f"there is no step in {self._directory}")
-        chosen = steps[-1] if step is None else operator.index(step)
-        if chosen not in steps:
-            raise CheckpointError(
-                f"there is no step {chosen} in {self._directory}, which has "
-                f"{listed(steps)}"
-            )
+        chosen = existing_step(step, self.steps, self._directory)
         return chosen, self._place(chosen)
 
     def _own_data(self, place: str) -> list[Any]:
@@ -433,17 +404,6 @@ class Checkpointer:
             )
         texts = _orbax_training.read_data(place, jax.process_index())
         return [_data_state.own_state(_data_state.states_of(texts, place), place)]
-
-    def _hint(self, step: int) -> str:
-        """What to do where a step cannot be restored."""
-        earlier = [other for other in self.steps if other < step]
-        if not earlier:
-            return f"(step {step} is the first one in {self._directory})"
-        return (
-            f"(earlier steps in {self._directory}: {listed(earlier)}; nothing falls "
-            f"back to one of them; if step {step} is damaged, remove "
-            f"{self._place(step)} to go on from step {earlier[-1]})"
-        )
 
     def _end(self, *, deliver: bool) -> None:
         # Of a generator that nobody closed; the save is finished, or told as lost.
