@@ -447,6 +447,7 @@ def test_inspect_orbax(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     info = inspect(tmp_path / "a")
     leaves = {leaf.path: leaf for leaf in info.leaves}
     assert info.kind == "orbax-v1" and info.metadata == {"note": "mine"}
+    assert leaves["n"].role == "other"
     found = leaves["params/w"]
     assert found.spec == PartitionSpec("data", "model") and found.chunk == (4, 4)
     assert found.mesh == {"data": 2, "model": 4} and found.bytes == 256

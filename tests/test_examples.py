@@ -137,6 +137,31 @@ def test_load_hugging_face_reads_its_own_checkpoint_and_one_of_transformers() ->
     assert "within the tolerance" in done.stdout
 
 
+def test_restore_on_another_mesh() -> None:
+    done = run_example("restore_on_another_mesh.py")
+    assert done.returncode == 0, done.stderr
+    assert "saved on DeviceMesh('data=2,model=4', abstract)" in done.stdout
+    assert "20 leaves are as saved (6.0 MiB)" in done.stdout
+    for mesh in ("data=4,model=2", "data=1,model=1"):
+        assert re.search(
+            rf"{mesh}.*up/kernel is \('data', 'model'\), the values are the same",
+            done.stdout,
+        )
+    assert "as asked for: bfloat16" in done.stdout
+    assert "cannot restore" in done.stdout and "down/kernel (1024,256)" in done.stdout
+
+
+def test_restore_without_the_model() -> None:
+    done = run_example("restore_without_the_model.py")
+    assert done.returncode == 0, done.stderr
+    assert "orbax-v0, step 200 (2 of 2)" in done.stdout
+    assert "values are the same" in done.stdout
+    found = re.search(r"read ([\d,]+) bytes of ([\d,]+)", done.stdout)
+    assert found is not None
+    read, held = (int(count.replace(",", "")) for count in found.groups())
+    assert read < held / 3  # the optimizer's state is left where it is
+
+
 def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
     done = run_example("train_lm.py", *TINY, "--heads=2", "--mesh=data=2,model=4")
     assert done.returncode != 0

@@ -37,3 +37,5 @@ from flax_layoutmap.checkpoint._safetensors_save import (
 )
 from flax_layoutmap.checkpoint._save import save as save
 from flax_layoutmap.checkpoint._training import Checkpointer as Checkpointer
+from flax_layoutmap.checkpoint._verify import Verified as Verified
+from flax_layoutmap.checkpoint._verify import verify as verify

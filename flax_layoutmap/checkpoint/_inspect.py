@@ -33,7 +33,8 @@ class LeafInfo:
         dtype: name of its dtype; for a Python value, of its type.
         role: `"parameter"`, `"optimizer"` or `"other"`.
         spec: how it was sharded when it was saved; None where that is not known.
-        mesh: axis → size of the mesh that it was saved on; None where not known.
+        mesh: axis → size of the mesh that it was saved on, empty for one device; None
+            where not known.
         chunk: the shape of the chunks it is read in; None where not known.
         bytes: bytes of the array, uncompressed; 0 for a Python value.
     """
@@ -170,7 +171,7 @@ def _leaves(stored: Stored) -> tuple[LeafInfo, ...]:
                 path,
                 leaf.shape,
                 leaf.kind if leaf.is_python else str(leaf.dtype),
-                roles[path],
+                "other" if leaf.is_python else roles[path],
                 None if own is None else own[1],
                 None if own is None else own[0],
                 None if leaf.is_python else _orbax.chunk_of(held),

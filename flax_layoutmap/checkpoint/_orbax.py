@@ -316,9 +316,11 @@ def chunk_of(held: Any) -> Shape | None:
     return None if chunk is None else tuple(chunk)
 
 
-def layout_of(held: Any) -> tuple[dict[str, int] | None, PartitionSpec] | None:
-    """The mesh (axis → size; None if unknown) and the spec that Orbax noted, if any."""
+def layout_of(held: Any) -> tuple[dict[str, int], PartitionSpec] | None:
+    """The mesh (axis → size) and the spec that Orbax noted, if any."""
     saved = getattr(held, "sharding_metadata", None)
+    if hasattr(saved, "device_str"):
+        return {}, PartitionSpec()  # whole, on one device
     spec = getattr(saved, "partition_spec", None)
     if saved is None or spec is None:
         return None
