@@ -7,6 +7,7 @@ several leaves name. Paths and patterns are those that layout maps use, too.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,15 @@ class Recipe:
     blocks: tuple[Block, ...]
     shapes: dict[str, Shape]
     dtype: Any = None
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dims of the leaf, as they lie in the file: outermost first."""
+        if not self.blocks:
+            return ()
+        dims = self.blocks[0].dims
+        steps = [max((s for _, s in dim), default=math.inf) for dim in dims]
+        return tuple(sorted(range(len(dims)), key=lambda dim: -steps[dim]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._paths import Flat
 from flax_layoutmap._place import put, settle_metadata
 from flax_layoutmap._processes import Agreement
+from flax_layoutmap._records import Shape
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.checkpoint._leaves import TYPES, mesh_of, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping
@@ -224,8 +225,13 @@ def _read(
     with Files() as files:
         what = f"restoring {stored.where}"
         with shown_progress(what, planned, shown, lambda: files.bytes_read):
+            before: dict[str, Any] = {}
             for group in groups:
-                made |= _read_group(files, stored, group)
+                new = _read_group(files, stored, group)
+                # Transfers are not waited for at once, but there are never many.
+                jax.block_until_ready([*before.values()])
+                made |= new
+                before = new
                 if tell is not None:
                     tell(files.bytes_read, planned)
     return {path: made[path] for path in plan.reads}
@@ -264,7 +270,7 @@ def _read_group(files: Files, stored: Stored, group: list[Read]) -> dict[str, An
     for read in group:
         own = {}
         for index in _indices(read):
-            out = np.empty([stop - start for start, stop in index], _dtype(read))
+            out = _buffer(read, tuple(stop - start for start, stop in index))
             _collect(pieces, read, index, out)
             own[index] = out
         buffers.append(own)
@@ -283,8 +289,17 @@ def _collect(
         pieces.setdefault(name, []).append(piece)
 
 
-def _dtype(read: Read) -> Any:
-    return read.stored.dtype if read.result.is_python else read.result.dtype
+def _buffer(read: Read, shape: Shape) -> np.ndarray:
+    """An array to read into, whose memory has the order of the file.
+
+    What transposes is then JAX, on the way to the device, which is quicker than NumPy.
+    """
+    if read.sharding is None:
+        dtype = read.stored.dtype if read.result.is_python else read.result.dtype
+        return np.empty(shape, dtype)
+    order = read.recipe.order
+    made = np.empty([shape[dim] for dim in order], read.result.dtype)
+    return made.transpose(np.argsort(order))
 
 
 def _indices(read: Read) -> dict[Index, list[Any]]:
