@@ -409,6 +409,36 @@ def test_portions_within_a_limit(
     assert found.host_bytes == 2048
 
 
+def test_progress_is_shown_where_it_is_asked_for(
+    saved: Path, mesh: flm.DeviceMesh, capfd: pytest.CaptureFixture[str]
+) -> None:
+    restore(saved, layout_map=rules(mesh))
+    assert capfd.readouterr().err == ""  # no terminal
+    restore(saved, layout_map=rules(mesh), progress=True)
+    shown = capfd.readouterr().err
+    assert "restoring" in shown and "iB" in shown or "bytes" in shown
+
+
+def test_progress_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flax_layoutmap.checkpoint import _progress
+
+    seen: list[int] = []
+    monkeypatch.setattr(_progress, "_SECONDS", 0.001)
+
+    def count() -> int:
+        seen.append(len(seen) * 10)
+        return seen[-1]
+
+    with _progress.shown_progress("x", 1000, True, count):
+        while len(seen) < 4:
+            pass
+    assert seen[:3] == [0, 10, 20]
+    before = len(seen)
+    with _progress.shown_progress("x", 0, True, count):
+        pass
+    assert len(seen) == before
+
+
 # ------------------------------------------------------------------- inspect, plan
 
 
@@ -453,6 +483,22 @@ def test_inspect_orbax(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     assert found.mesh == {"data": 2, "model": 4} and found.bytes == 256
     assert leaves["n"].dtype == "int" and leaves["n"].bytes == 0
     assert leaves["x%2Fy"].dtype == "float64" and info.total_bytes == 256 + 16
+
+
+def test_inspect_safetensors(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    tree = {"up": {"kernel": jnp.ones((4, 8), jnp.bfloat16)}}
+    flm.checkpoint.save_safetensors(tmp_path / "a", tree)
+    info = inspect(tmp_path / "a")
+    assert info.kind == "safetensors" and "safetensors" in str(info)
+    found = [(leaf.shape, leaf.dtype, leaf.bytes) for leaf in info.leaves]
+    assert found == [((4, 8), "bfloat16", 64)]
+    with pytest.raises(flm.CheckpointError, match="use flm.checkpoint.restore_"):
+        restore(tmp_path / "a", layout_map=rules(mesh))
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    assert inspect(file).leaves == info.leaves
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(flm.CheckpointError, match=file.name):
+        inspect(tmp_path / "a")
 
 
 def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from flax_layoutmap._paths import Role
 from flax_layoutmap._records import Shape, show_shape, show_spec
 from flax_layoutmap._table import human_bytes, text_table
 from flax_layoutmap.checkpoint import _orbax, _record
-from flax_layoutmap.checkpoint._places import absolute, find
+from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
+from flax_layoutmap.checkpoint._safetensors_file import open_safetensors
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
-CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0"]
+CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
 
 _HEADER = ("path", "shape", "dtype", "saved spec", "chunks", "bytes", "role")
 _RIGHT = (False, False, False, False, False, True, False)
@@ -55,8 +56,8 @@ class CheckpointInfo:
 
     Attributes:
         path: its directory.
-        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"` or
-            `"orbax-v0"` (also of a `CheckpointManager`).
+        kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"`,
+            `"orbax-v0"` (also of a `CheckpointManager`) or `"safetensors"`.
         step: its step; None where it is no step of a directory of some.
         steps: all steps of that directory, ascending.
         items: the trees that it has in folders of their own.
@@ -119,7 +120,8 @@ def inspect(
     """Describes a checkpoint; needs no devices, and reads no array.
 
     Args:
-        path: a checkpoint of `save` or of Orbax, or a directory of steps.
+        path: a checkpoint of `save` or of Orbax, a directory of steps, or safetensors
+            (a file, their directory, or their index).
         step: which step, a number or `"latest"`; None in a directory of steps is the
             latest.
         item: which tree, if the checkpoint holds several.
@@ -138,7 +140,10 @@ def inspect(
 
     Plain JAX: `orbax.checkpoint.v1.metadata(path)`.
     """
-    place = find(absolute(path), step, newest=True)
+    where = absolute(path)
+    if not is_url(where) and is_safetensors(where):
+        return _safetensors(where)
+    place = find(where, step, newest=True)
     stored = open_checkpoint(place, item)
     kind: CheckpointKind = "orbax-v1" if stored.is_v1 else "orbax-v0"
     custom = {key: v for key, v in stored.custom.items() if key != _record.KEY}
@@ -153,6 +158,18 @@ def inspect(
         stored.record.mesh,
         stored.record.versions,
         custom,
+    )
+
+
+def _safetensors(where: str) -> CheckpointInfo:
+    """Describes files of safetensors, by their headers."""
+    tensors = open_safetensors(where).tensors.values()
+    leaves = tuple(
+        LeafInfo(t.name, t.shape, t.dtype.name, "parameter", None, None, None, t.nbytes)
+        for t in tensors
+    )
+    return CheckpointInfo(
+        where, "safetensors", None, (), (), leaves, None, None, {}, {}
     )
 
 

@@ -98,6 +98,15 @@ def _some(steps: tuple[int, ...]) -> str:
     return more + ", ".join(shown)
 
 
+def is_safetensors(path: str) -> bool:
+    """Whether a path is a file of safetensors, their index, or a directory of them."""
+    place = Path(path)
+    if place.is_dir():
+        own = (place / METADATA_FILE).exists()
+        return not own and any(place.glob("*.safetensors"))
+    return path.endswith((".safetensors", ".safetensors.index.json"))
+
+
 def check_place(path: str) -> None:
     """Says in plain words what is wrong with a path, where that can be seen."""
     place = Path(path)
@@ -108,6 +117,11 @@ def check_place(path: str) -> None:
         )
     if not place.exists():
         raise CheckpointError(f"there is no checkpoint at {path}{_near(place)}")
+    if is_safetensors(path):
+        raise CheckpointError(
+            f"{path} holds safetensors and no checkpoint of Orbax; use "
+            "flm.checkpoint.restore_safetensors"
+        )
     if not place.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory")
     if (place / METADATA_FILE).is_file():
