@@ -443,6 +443,9 @@ def test_data_is_set_only_where_the_step_could_be_restored(tmp_path: Path) -> No
         checkpointer.restore({"w": jnp.ones((4, 4))}, data=loader)
     with refused("data was saved as int, and is to be restored into ['train']"):
         checkpointer.restore(data={"train": loader})
+    checkpointer.save(1, weights(1), data={"a": {"b": loader}})
+    with refused("data['a'] was saved as ['b'], and is to be restored into ['c']"):
+        checkpointer.restore(data={"a": {"c": loader}})
     assert loader.state == 6
 
 

@@ -68,17 +68,13 @@ def own_state(states: Sequence[Any], path: str) -> Any:
     )
 
 
-def put(data: Any, state: Any, where: str = "data") -> None:
-    """Gives a state back to the objects that it came from.
+def check(data: Any, state: Any, where: str = "data") -> None:
+    """Looks whether a state can be given back to the objects that it came from.
 
     Raises:
         CheckpointError: `data` is of another structure than what was saved.
     """
-    taker = _taker(data)
-    if taker is not None:
-        getattr(data, taker)(state)
-        return
-    if not isinstance(data, dict):
+    if _taker(data) is not None or not isinstance(data, dict):
         return
     if not isinstance(state, dict) or set(state) != set(data):
         have = sorted(state) if isinstance(state, dict) else type(state).__name__
@@ -86,7 +82,17 @@ def put(data: Any, state: Any, where: str = "data") -> None:
             f"{where} was saved as {have}, and is to be restored into {sorted(data)}"
         )
     for key, part in data.items():
-        put(part, state[key], f"{where}[{key!r}]")
+        check(part, state[key], f"{where}[{key!r}]")
+
+
+def put(data: Any, state: Any) -> None:
+    """Gives a state back to the objects that it came from."""
+    taker = _taker(data)
+    if taker is not None:
+        getattr(data, taker)(state)
+    elif isinstance(data, dict):
+        for key, part in data.items():
+            put(part, state[key])
 
 
 def plain(value: Any, where: str) -> Any:

@@ -304,7 +304,7 @@ class Checkpointer:
         """
         step, place = self._existing(step)
         try:
-            states = None if data is None else self._own_data(place)
+            states = None if data is None else self._own_data(place, data)
             restored = restore(place, target, layout_map=self._rules, **options)
             if states is not None:
                 _data_state.put(data, states[0])
@@ -346,21 +346,23 @@ class Checkpointer:
         self, step: int, state: Any, data: Any, metadata: Mapping[str, Any] | None
     ) -> None:
         place = self._place(step)
-        seen: dict[str, str] = {}
+        tree: dict[str, str] = {}
+        custom: dict[str, Any] = {}
+        text: str | None = None
 
+        # What may go wrong in one process has to do so where the others are told.
         def obstacle() -> str | None:
-            seen.update(described(state))
-            return self._obstacle(step, seen)
+            nonlocal text
+            tree.update(described(state))
+            text = None if data is None else _data_state.text_of(data)
+            user = None if metadata is None else dict(metadata)
+            custom[_USER] = _data_state.plain(user, "metadata")
+            return self._obstacle(step, tree)
 
         ready = prepare(place, state, self._rules, obstacle)
-        text = None if data is None else _data_state.text_of(data)
-        user = None if metadata is None else dict(metadata)
-        custom = {
-            _record.KEY: ready.record,
-            _USER: _data_state.plain(user, "metadata"),
-        }
+        custom[_record.KEY] = ready.record
         self._writer.start(step, ready.values, custom, text)
-        self._tree = seen
+        self._tree = tree
 
     def _obstacle(self, step: int, tree: dict[str, str]) -> str | None:
         """Why a step cannot be written, or None."""
@@ -395,25 +397,28 @@ class Checkpointer:
         chosen = existing_step(step, self.steps, self._directory)
         return chosen, self._place(chosen)
 
-    def _own_data(self, place: str) -> list[Any]:
-        """The state of data for this process, in a list, as it may be anything."""
+    def _own_data(self, place: str, data: Any) -> list[Any]:
+        """The state for data of this process, in a list, as it may be anything."""
         if not _orbax_training.has_data(place):
             raise CheckpointError(
                 f"{place} has no state of data; restore without data=, and set the "
                 "iterator to where it belongs"
             )
         texts = _orbax_training.read_data(place, jax.process_index())
-        return [_data_state.own_state(_data_state.states_of(texts, place), place)]
+        state = _data_state.own_state(_data_state.states_of(texts, place), place)
+        _data_state.check(data, state)
+        return [state]
 
     def _end(self, *, deliver: bool) -> None:
         # Of a generator that nobody closed; the save is finished, or told as lost.
         if self._is_closed or sys.is_finalizing():
             return
+        self._is_closed, finished = True, False
         try:
             self._let_go()
-            self._is_closed = True
+            finished = True
         finally:
-            self._preemption.stop(deliver=deliver and self._is_closed)
+            self._preemption.stop(deliver=deliver and finished)
 
     def _settle(self, wait: Callable[[], None]) -> None:
         try:
