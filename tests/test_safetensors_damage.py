@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -326,7 +327,7 @@ TEXT = st.sampled_from([b"0", b"9", b"-", b"e", b'"', b"[", b"{", b",", b" ", b"
 
 
 @settings(
-    max_examples=1500, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(edits=EDITS, insertions=st.lists(st.tuples(st.integers(8, HEADER), TEXT)))
 @example(edits=[(7, 255)], insertions=[])
@@ -357,6 +358,56 @@ def test_any_edit_of_a_header_is_an_error_or_harmless(
     assert [first for first, _ in held] == ends[:-1]
     assert ends[-1] == len(data)
     assert sum(t.nbytes for t in found.tensors.values()) <= len(data)
+    try:
+        values = flm.checkpoint.restore_safetensors(file, layout_map=rules())
+    except flm.CheckpointError as error:
+        assert str(file) in str(error)
+        return
+    leaves = jax.tree.leaves(values)
+    assert len(leaves) == len(found.tensors)
+    held = {t.name: t for t in found.tensors.values()}
+    for name, tensor in held.items():
+        value = values
+        for part in name.split("."):
+            value = value[part]
+        raw = bytes(data)[tensor.offset : tensor.offset + tensor.nbytes]
+        assert (value.shape, value.dtype) == (tensor.shape, tensor.dtype)
+        assert np.asarray(value).tobytes() == raw
+
+
+NAMES = st.text(st.sampled_from("a.b/%é\ud800 '0"), max_size=5) | st.text(
+    st.characters(exclude_characters="{"), max_size=8
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(names=st.lists(NAMES, min_size=1, max_size=4, unique=True))
+@example(names=[""])
+@example(names=["a.", "a.."])
+@example(names=["value", "a.value", "b/value"])
+def test_any_names(names: list[str], tmp_path: Path) -> None:
+    header = {n: entry([], 4 * at, 4 * at + 4) for at, n in enumerate(names)}
+    data = np.arange(len(names), dtype=np.float32).tobytes()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(written(header, data))
+    target = {f"t{at}": np.float32(-1) for at in range(len(names))}
+    if "__metadata__" in names:
+        return
+    try:
+        found = flm.checkpoint.restore_safetensors(file, layout_map=rules())
+    except flm.CheckpointError as error:
+        assert "make no nested dict" in str(error)
+    else:
+        for at, name in enumerate(names):
+            value: Any = found
+            for part in name.split("."):
+                value = value[part]
+            assert value == at
+    mapping = [
+        (path, n.replace("\\", r"\\")) for path, n in zip(target, names, strict=True)
+    ]
+    again = flm.checkpoint.restore_safetensors(file, target, mapping=mapping)
+    assert [float(again[path]) for path in target] == [*range(len(names))]
 
 
 # ------------------------------------------------------------------------------ dtypes

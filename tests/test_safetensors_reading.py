@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -206,13 +207,13 @@ def reads(
 ) -> list[tuple[int, int]]:
     """First byte and length of each read of the one tensor of a file."""
     seen: list[tuple[int, int]] = []
-    plain = _safetensors_read.os.preadv
 
-    def preadv(descriptor: int, buffers: Any, at: int) -> int:
-        seen.append((at, sum(len(b) for b in buffers)))
-        return plain(descriptor, buffers, at)
+    class Noting(FileIO):
+        def readinto(self, buffer: Any, /) -> int:
+            seen.append((self.tell(), len(buffer)))
+            return super().readinto(buffer)
 
-    monkeypatch.setattr(_safetensors_read.os, "preadv", preadv)
+    monkeypatch.setattr(_safetensors_read, "FileIO", Noting)
     [tensor] = read_header(file).values()
     with Files() as files:
         files.read(tensor, pieces)
@@ -281,25 +282,25 @@ def test_few_files_are_open_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_safetensors_read, "MOST_OPEN", 3)
-    opened: list[int] = []
-    closed: list[int] = []
-    plain_open, plain_close = _safetensors_read.os.open, _safetensors_read.os.close
+    opened: list[str] = []
+    closed: list[str] = []
 
-    def note_open(*args: Any) -> int:
-        opened.append(plain_open(*args))
-        assert len(opened) - len(closed) <= 3
-        return opened[-1]
+    class Noting(FileIO):
+        def __init__(self, file: str) -> None:
+            super().__init__(file)
+            opened.append(file)
+            assert len(opened) - len(closed) <= 3
 
-    def note_close(descriptor: int) -> None:
-        closed.append(descriptor)
-        plain_close(descriptor)
+        def close(self) -> None:
+            if not self.closed:
+                closed.append(str(self.name))
+            super().close()
 
     files = [str(tmp_path / f"{at}.safetensors") for at in range(5)]
     for at, file in enumerate(files):
         save_file({"w": np.full(4, at, np.int32)}, file)
     tensors = [read_header(file)["w"] for file in files]
-    monkeypatch.setattr(_safetensors_read.os, "open", note_open)
-    monkeypatch.setattr(_safetensors_read.os, "close", note_close)
+    monkeypatch.setattr(_safetensors_read, "FileIO", Noting)
     with Files() as reader:
         for at in (0, 1, 0, 2, 0, 3, 0, 4, 0):
             out = np.empty(4, np.int32)

@@ -335,3 +335,17 @@ def test_a_program_that_stops_in_the_middle(
     with pytest.raises(Stop):
         save(tmp_path / "made", {"v": A, "w": A}, progress=stop)
     assert names(tmp_path) == []
+
+
+def test_what_a_killed_save_left_does_no_harm(
+    tmp_path: Path, mesh: flm.DeviceMesh
+) -> None:
+    save(tmp_path, {"old": A})
+    (tmp_path / ".model-00001-of-00009.safetensors.unfinished").write_bytes(b"half")
+    found = flm.checkpoint.restore_safetensors(
+        tmp_path, layout_map=flm.LayoutMap(mesh, strict=False)
+    )
+    assert set(found) == {"old"}
+    save(tmp_path, {"v": A, "w": A}, max_file_bytes=1, overwrite=True)
+    assert set(load(tmp_path)) == {"v", "w"}
+    assert len(names(tmp_path)) == 3

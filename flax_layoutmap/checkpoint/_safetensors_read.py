@@ -7,10 +7,9 @@ in thousands of tiny reads. What will be read is known before (`bytes_to_read`).
 """
 
 import dataclasses
-import math
-import os
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from io import FileIO
 from types import TracebackType
 from typing import Any
 
@@ -167,7 +166,7 @@ class Files:
 
     def __init__(self) -> None:
         self.bytes_read = 0
-        self._open: OrderedDict[str, int] = OrderedDict()
+        self._open: OrderedDict[str, FileIO] = OrderedDict()
         self._buffer = np.empty(0, np.uint8)
 
     def __enter__(self) -> "Files":
@@ -179,8 +178,8 @@ class Files:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        for stream in self._open.values():
+            stream.close()
         self._open.clear()
 
     def read(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
@@ -213,10 +212,11 @@ class Files:
         at = tensor.offset + fetch.start * tensor.dtype.itemsize
         view = memoryview(buffer)
         try:
-            descriptor = self._descriptor(tensor.file)
+            stream = self._stream(tensor.file)
+            stream.seek(at)
             while view:
-                count = os.preadv(descriptor, [view], at)
-                if count == 0:
+                count = stream.readinto(view)
+                if not count:
                     raise CheckpointError(
                         f"{tensor}: the file ends at byte {at}; it was cut since its "
                         "header was read"
@@ -228,16 +228,11 @@ class Files:
                 f"{tensor}: it cannot be read: {error.strerror}"
             ) from error
 
-    def _descriptor(self, file: str) -> int:
+    def _stream(self, file: str) -> FileIO:
         if file in self._open:
             self._open.move_to_end(file)
             return self._open[file]
         if len(self._open) >= MOST_OPEN:
-            os.close(self._open.popitem(last=False)[1])
-        self._open[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._open.popitem(last=False)[1].close()
+        self._open[file] = FileIO(file)
         return self._open[file]
-
-
-def elements(pieces: Iterable[Piece]) -> int:
-    """How many elements the pieces need."""
-    return sum(math.prod(piece.out.shape) for piece in pieces)

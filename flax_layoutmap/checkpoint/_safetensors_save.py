@@ -48,8 +48,8 @@ def save_safetensors(
 ) -> None:
     """Saves a tree as safetensors, with the names and layout of Hugging Face.
 
-    Process 0 writes, one tensor after another: at no time is more of the model than
-    that in its memory. Every process of a job calls it with the same arguments.
+    Process 0 writes, one tensor after another, and holds no more of the model than two
+    copies of one tensor. Every process of a job calls it with the same arguments.
 
     Args:
         path: a directory, which is made if need be and may hold other files

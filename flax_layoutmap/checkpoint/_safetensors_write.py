@@ -18,6 +18,9 @@ _OWN_NAMES = re.compile(
 )
 
 
+_UNFINISHED = ".unfinished"
+
+
 def cannot_write(place: str, overwrite: bool) -> str | None:
     """Why nothing can be written to a place, or None."""
     folder = os.path.dirname(place) if _is_file(place) else place
@@ -75,6 +78,22 @@ def distributed(
     }
 
 
+def _hidden(file: str) -> str:
+    """The name of a file while it is written."""
+    return f".{file}{_UNFINISHED}"
+
+
+def _unfinished(folder: str) -> list[str]:
+    """Names of the files that a save was writing, be it one that was killed."""
+    return [
+        name
+        for name in os.listdir(folder)
+        if name.startswith(".")
+        and name.endswith(_UNFINISHED)
+        and _OWN_NAMES.fullmatch(name[1:].removesuffix(_UNFINISHED))
+    ]
+
+
 class Writer:
     """Writes tensors one after another.
 
@@ -124,6 +143,10 @@ class Writer:
             # is noticed; old and new ones side by side might not be.
             for name in _own(self._folder):
                 os.remove(os.path.join(self._folder, name))
+            for name in set(_unfinished(self._folder)) - set(
+                map(_hidden, self._written)
+            ):
+                os.remove(os.path.join(self._folder, name))
         for file in [*self._files, *([INDEX] if index else [])]:
             os.replace(self._hidden(file), os.path.join(self._folder, file))
         self._written.clear()
@@ -145,7 +168,7 @@ class Writer:
                 os.rmdir(self._folder)
 
     def _hidden(self, file: str) -> str:
-        return os.path.join(self._folder, f".{file}.unfinished")
+        return os.path.join(self._folder, _hidden(file))
 
     def _open(self, file: str) -> None:
         os.makedirs(self._folder, exist_ok=True)
