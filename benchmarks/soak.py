@@ -5,10 +5,10 @@
 Each round starts 1, 2 or 4 processes that train a tiny model and save every step,
 kills one of them with SIGKILL at a random moment (and the others a little later, as a
 scheduler does), and checks in a process of its own: the latest step is at least the
-last one that was reported as saved; it restores on another mesh; every number is the
-one that training gives. The next round goes on from there with another number of
-processes, which check what they restored as well. Prints a Markdown table; the exit
-code is 1 if anything was lost.
+last one that was reported as saved; it restores on another mesh, and its checksums are
+right; every number is the one that training gives. The next round goes on from there
+with another number of processes, which check what they restored as well. Prints a
+Markdown table; the exit code is 1 if anything was lost.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def look(folder: str) -> int:
     checkpointer = flm.checkpoint.Checkpointer(
         Path(folder, "run"), layout_map=rules(LOOK_MESH)
     )
-    state, start = checkpointer.restore_or_init(create_fn, data=batches)
+    state, start = checkpointer.restore_or_init(create_fn, data=batches, verify=True)
     wrong = wrong_leaves(state, start - 1) if start else []
     if start and batches.taken != start:
         wrong.append("data")

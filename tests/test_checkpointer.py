@@ -368,6 +368,18 @@ def test_other_programs_read_a_step(tmp_path: Path) -> None:
     assert metadata["custom_metadata"]["flax_layoutmap"]["schema"] == 1
 
 
+def test_a_step_has_checksums(tmp_path: Path) -> None:
+    for checksums in (True, False):
+        place = tmp_path / str(checksums)
+        open_at(place, checksums=checksums).save(0, weights(1))
+        text = (place / "0/_CHECKPOINT_METADATA").read_text()
+        record = json.loads(text)["custom_metadata"]["flax_layoutmap"]
+        assert ("checksums" in record) is checksums
+    flm.checkpoint.verify(tmp_path / "True/0")
+    found = open_at(tmp_path / "True").restore(verify=True)
+    assert (np.asarray(found["w"]) == 1).all()
+
+
 def test_metadata(tmp_path: Path) -> None:
     given = {"loss": jnp.float32(0.5), "n": np.int64(3), "t": (1, "a"), "no": None}
     with open_at(tmp_path) as checkpointer:

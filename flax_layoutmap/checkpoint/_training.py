@@ -60,6 +60,7 @@ class Checkpointer:
             in `….preservation_policies` (which see `metadata` as the metrics). Older
             ones are removed once a newer one is complete.
         keep_every: the multiples of it are kept as well.
+        checksums: as in `flm.checkpoint.save`; they are computed before `save` returns.
 
     Raises:
         CheckpointError: the directory is a file or a checkpoint itself, or a number
@@ -110,12 +111,13 @@ class Checkpointer:
         every: Any = 1,
         keep: Any = None,
         keep_every: int | None = None,
+        checksums: bool = True,
     ) -> None:
         self._directory = absolute(directory)
         self._rules = _record.rules_of(layout_map)
         check_numbers(every, keep, keep_every)
         check_directory(self._directory)
-        self._every = every
+        self._every, self._checksums = every, checksums
         self._writer = _orbax_training.StepWriter(
             self._directory, every, keep, keep_every
         )
@@ -359,7 +361,7 @@ class Checkpointer:
             custom[_USER] = _data_state.plain(user, "metadata")
             return self._obstacle(step, tree)
 
-        ready = prepare(place, state, self._rules, obstacle)
+        ready = prepare(place, state, self._rules, obstacle, self._checksums)
         custom[_record.KEY] = ready.record
         self._writer.start(step, ready.values, custom, text)
         self._tree = tree
