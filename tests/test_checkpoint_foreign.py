@@ -409,6 +409,31 @@ def test_portions_within_a_limit(
     assert found.host_bytes == 2048
 
 
+@pytest.mark.parametrize("strategy", ["direct", "aligned", "broadcast"])
+def test_every_strategy_gives_the_same(
+    strategy: str,
+    saved: Path,
+    training: dict[str, Any],
+    mesh: flm.DeviceMesh,
+    tmp_path: Path,
+) -> None:
+    keys = jax.random.split(jax.random.key(0), 8)
+    path = written(tmp_path / "a", {"keys": keys, "w": jnp.ones((8, 8))})
+    layout_map = rules(mesh)
+    layout_map["keys"] = ("data",)
+    for options in ({}, {"verify": True}, {"dtype": jnp.bfloat16, "verify": True}):
+        result = restore(saved, layout_map=rules(mesh), strategy=strategy, **options)
+        if not options.get("dtype"):
+            assert_same(result, {k: pure(v) for k, v in training.items()})
+        assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), mesh)
+    target = {"keys": keys, "w": jnp.zeros((8, 8))}
+    result = restore(path, target, layout_map=layout_map, strategy=strategy)
+    assert np.array_equal(
+        jax.random.key_data(result["keys"]), jax.random.key_data(keys)
+    )
+    assert result["keys"].sharding.spec == PartitionSpec("data")
+
+
 def test_progress_is_shown_where_it_is_asked_for(
     saved: Path, mesh: flm.DeviceMesh, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -416,7 +441,7 @@ def test_progress_is_shown_where_it_is_asked_for(
     assert capfd.readouterr().err == ""  # no terminal
     restore(saved, layout_map=rules(mesh), progress=True)
     shown = capfd.readouterr().err
-    assert "restoring" in shown and "iB" in shown or "bytes" in shown
+    assert "restoring" in shown and ("iB" in shown or "bytes" in shown)
 
 
 def test_progress_counts_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,10 @@ class Chooser:
         if not isinstance(sharding, NamedSharding):
             return self._whole(read, shape, size)
         found = dict(self._ways(shape, chunk, sharding))
+        ours = self._stored.is_ours
+        if read.stored.kind == "key" or (held.dtype == np.uint32 and not ours):
+            # Numbers of PRNG keys: they come back as keys, of one dim less.
+            found = {"direct": found["direct"]}
         strategy = self._strategy
         if strategy == "auto":
             strategy = _best(found, math.prod(shape) * size)
