@@ -263,6 +263,18 @@ def test_all_columns_of_a_process_come_from_one_read_of_each_block(
     np.testing.assert_array_equal(np.concatenate(outs, 1), values)
 
 
+def test_a_row_that_is_longer_than_the_buffer_is_read_in_parts(
+    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, values = matrix
+    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", 64)
+    outs = [np.empty((64, 8), np.float64) for _ in range(4)]
+    pieces = [Piece(8 * at, (32, 1), out) for at, out in enumerate(outs)]
+    found = reads(file, pieces, monkeypatch)
+    assert found == [(at * 64, 64) for at in range(128)]
+    np.testing.assert_array_equal(np.concatenate(outs, 1), values)
+
+
 def test_wide_gaps_are_skipped(
     matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
