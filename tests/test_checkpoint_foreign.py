@@ -419,14 +419,13 @@ def test_every_strategy_gives_the_same(
 ) -> None:
     keys = jax.random.split(jax.random.key(0), 8)
     path = written(tmp_path / "a", {"keys": keys, "w": jnp.ones((8, 8))})
-    layout_map = rules(mesh)
     for options in ({}, {"verify": True}, {"dtype": jnp.bfloat16, "verify": True}):
         result = restore(saved, layout_map=rules(mesh), strategy=strategy, **options)
         if not options.get("dtype"):
             assert_same(result, {k: pure(v) for k, v in training.items()})
         assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), mesh)
     target = {"keys": keys, "w": jnp.zeros((8, 8))}
-    result = restore(path, target, layout_map=layout_map, strategy=strategy)
+    result = restore(path, target, layout_map=rules(mesh), strategy=strategy)
     assert np.array_equal(
         jax.random.key_data(result["keys"]), jax.random.key_data(keys)
     )
@@ -542,7 +541,9 @@ def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> 
     for step, value in ((2, 2), ("latest", 10)):
         result = restore(tmp_path / "runs", step=step, **options)
         assert (np.asarray(result["params"]["kernel"]) == value).all()
-    with pytest.raises(flm.CheckpointError, match="it holds checkpoints: 1, 10, 2"):
+    assert inspect(tmp_path / "runs", step="2").step == 2
+    text = '1, 10, 2; name one: step=10 or step="latest"'
+    with pytest.raises(flm.CheckpointError, match=text):
         restore(tmp_path / "runs", **options)
     with pytest.raises(flm.CheckpointError, match="no step 3; it has 1, 2, 10"):
         restore(tmp_path / "runs", step=3, **options)

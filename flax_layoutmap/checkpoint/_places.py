@@ -71,6 +71,8 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
             "out"
         )
     numbers = tuple(sorted(found))
+    if isinstance(step, str) and step.isdigit():
+        step = int(step)
     wanted = numbers[-1] if step is None or step == "latest" else step
     if wanted not in found:
         raise CheckpointError(f"{path} has no step {wanted!r}; it has {_some(numbers)}")
@@ -131,6 +133,8 @@ def check_place(path: str) -> None:
     )
     if inside:
         hint = f"; it holds checkpoints: {', '.join(inside[:5])}"
+        if steps_in(path):
+            hint += f'; name one: step={max(steps_in(path))} or step="latest"'
     elif (place.parent / METADATA_FILE).is_file():
         hint = f"; the checkpoint is the directory above it, {place.parent}"
     elif not any(place.iterdir()):

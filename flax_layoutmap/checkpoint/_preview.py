@@ -211,7 +211,9 @@ def plan(
             problems += check_host_memory(ways, host_memory)
         if problems:
             raise problem_list(f"cannot restore {stored.where}", problems)
-    return _plan(stored.where, ready.plan, ways, host_memory)
+    is_here = ready.rules is None or not getattr(ready.rules.mesh, "is_abstract", True)
+    free = _device_available() if is_here else None
+    return _plan(stored.where, ready.plan, ways, host_memory, free)
 
 
 def _plan(
@@ -219,6 +221,7 @@ def _plan(
     plan: Plan,
     ways: Mapping[str, tuple[Read, Way]],
     host_memory: int | None,
+    device_available: int | None,
 ) -> RestorePlan:
     rules = _rules_of(plan)
     leaves = tuple(
@@ -237,7 +240,7 @@ def _plan(
         sum(leaf.bytes_per_device for leaf in leaves),
         host if host_memory is None else min(host, host_memory),
         psutil.virtual_memory().available,
-        _device_available(),
+        device_available,
     )
 
 
