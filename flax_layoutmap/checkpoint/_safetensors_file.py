@@ -151,7 +151,10 @@ def _files_of(where: str) -> tuple[tuple[str, ...], dict[str, str] | None]:
             return (where,), None
         return _files_of_index(where)
     if not os.path.isdir(where):
-        raise CheckpointError(f"there is no file or directory {where}")
+        raise CheckpointError(
+            f"there is no file or directory {where}; a model of the Hugging Face Hub "
+            "is downloaded with huggingface_hub.snapshot_download, which says where"
+        )
     single, index = os.path.join(where, SINGLE), os.path.join(where, INDEX)
     if os.path.exists(single) and os.path.exists(index):
         raise CheckpointError(
