@@ -105,7 +105,7 @@ def asking(**options: Any) -> Change:
     return change
 
 
-def laid_out(mesh: str = "data=2,model=4", **rules: Any) -> Change:
+def laid_out(mesh: str, rules: dict[str, Any]) -> Change:
     """Asks for other layouts."""
 
     def change(case: Case) -> None:
@@ -223,11 +223,11 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     ),
     # ---- layouts
     "a dim that does not divide": (
-        laid_out("x=3", **{"up/kernel": ("x", None)}),
+        laid_out("x=3", {"up/kernel": ("x", None)}),
         ["up/kernel (32,64)", "dim 0 of size 32", "'x'", "'up/kernel'"],
     ),
     "a spec that is too long": (
-        laid_out(**{"up/bias": ("data", "model")}),
+        laid_out("data=2,model=4", {"up/bias": ("data", "model")}),
         ["up/bias (64,)", "rule 1", "rank"],
     ),
     "no layouts at all": (
@@ -337,8 +337,8 @@ RIGHT: dict[str, Change] = {
     "no notes on the arrays": edited("state/array_metadatas", shutil.rmtree),
     "no mark of success": edited("commit_success.tx*", Path.unlink),
     "no mark of Orbax": edited("orbax.checkpoint", Path.unlink),
-    "other axes, other devices": laid_out("x=4", **{"up/kernel": (None, "x")}),
-    "one device": laid_out("x=1", **{"up/kernel": ("x", None)}),
+    "other axes, other devices": laid_out("x=4", {"up/kernel": (None, "x")}),
+    "one device": laid_out("x=1", {"up/kernel": ("x", None)}),
 }
 
 

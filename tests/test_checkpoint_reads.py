@@ -34,7 +34,8 @@ def by_hand(
 ) -> tuple[list[int], list[int]]:
     """Needed and read elements of each process, one chunk after the other."""
     indices = sharding.devices_indices_map(shape)
-    devices = list(sharding.mesh.devices.flat)
+    mesh: Any = sharding.mesh
+    devices = list(mesh.devices.flat)
     needed, read = [], []
     for start in range(0, len(devices), per_process):
         own = [indices[device] for device in devices[start : start + per_process]]
@@ -100,7 +101,9 @@ def test_every_process_reads_the_chunks_that_its_shards_touch(case: Any) -> None
 def test_an_aligned_sharding_cuts_no_chunk(case: Any) -> None:
     shape, chunk, sharding, _ = case
     aligned = aligned_sharding(shape, chunk, sharding.mesh)
-    assert list(aligned.mesh.devices.flat) == list(sharding.mesh.devices.flat)
+    here: Any = aligned.mesh
+    there: Any = sharding.mesh
+    assert list(here.devices.flat) == list(there.devices.flat)
     if 0 in shape:
         return
     for index in aligned.devices_indices_map(shape).values():

@@ -92,11 +92,11 @@ class Chooser:
         if read.stored.kind == "key" or (held.dtype == np.uint32 and not ours):
             # Numbers of PRNG keys: they come back as keys, of one dim less.
             found = {"direct": found["direct"]}
-        strategy = self._strategy
-        if strategy == "auto":
+        strategy: Strategy = "direct"
+        if self._strategy == "auto":
             strategy = _best(found, math.prod(shape) * size)
-        if strategy not in found:
-            strategy = "direct"  # of this leaf, nothing can be read another way
+        else:  # if it is possible for this leaf
+            strategy = next((one for one in found if one == self._strategy), strategy)
         own, extent, axis = found[strategy]
         names = processes_of(sharding.mesh, self._devices).names
         ratio = self._ratio(read.stored.path, shape, size)
