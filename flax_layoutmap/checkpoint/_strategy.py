@@ -87,7 +87,9 @@ class Chooser:
         size = np.dtype(held.dtype).itemsize
         if not isinstance(sharding, NamedSharding):
             return self._whole(read, shape, size)
-        found = dict(self._ways(shape, chunk, sharding))
+        found: dict[Strategy, tuple[Any, Extent, int | None]] = dict(
+            self._ways(shape, chunk, sharding)
+        )
         ours = self._stored.is_ours
         if read.stored.kind == "key" or (held.dtype == np.uint32 and not ours):
             # Numbers of PRNG keys: they come back as keys, of one dim less.
