@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -97,8 +97,8 @@ class Chooser:
         strategy: Strategy = "direct"
         if self._strategy == "auto":
             strategy = _best(found, math.prod(shape) * size)
-        else:  # if it is possible for this leaf
-            strategy = next((one for one in found if one == self._strategy), strategy)
+        elif self._strategy in found:  # else it is not possible for this leaf
+            strategy = cast(Strategy, self._strategy)
         own, extent, axis = found[strategy]
         names = processes_of(sharding.mesh, self._devices).names
         ratio = self._ratio(read.stored.path, shape, size)
