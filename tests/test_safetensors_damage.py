@@ -430,6 +430,34 @@ def test_every_dtype_is_read_and_written(name: str, tmp_path: Path) -> None:
     assert Path(again.file).read_bytes()[again.offset :] == values.tobytes()
 
 
+FLOATS = [name for name in DTYPES if name[0] in "FB" and name != "BOOL"]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_every_float_is_cast_to_every_other(name: str, tmp_path: Path) -> None:
+    values = np.array([[0, 0.5, -2], [3, 4, 96]], np.float32)
+    data = values.astype(DTYPES[name]).tobytes()
+    header = {"a": entry([2, 3], 0, len(data), name)}
+    (tmp_path / "model.safetensors").write_bytes(written(header, data))
+    for other in FLOATS:
+        into = {"a": np.zeros((2, 3), DTYPES[other])}
+        found = flm.checkpoint.restore_safetensors(tmp_path, into, dtype="target")
+        assert found["a"].dtype == DTYPES[other]
+        np.testing.assert_array_equal(found["a"].astype(np.float32), values)
+        if other == "F64":
+            continue  # JAX has it only with x64
+        found = flm.checkpoint.restore_safetensors(
+            tmp_path, layout_map=rules(), dtype=DTYPES[other]
+        )
+        assert found["a"].dtype == DTYPES[other]
+        np.testing.assert_array_equal(found["a"].astype(np.float32), values)
+        flm.checkpoint.save_safetensors(
+            tmp_path / "other.safetensors", found, dtype=DTYPES[name], overwrite=True
+        )
+        again = (tmp_path / "other.safetensors").read_bytes()
+        assert again.endswith(data)
+
+
 def test_dtypes_are_those_of_the_package(tmp_path: Path) -> None:
     save_file(
         {
