@@ -143,15 +143,15 @@ def run_row(row: str, kind: str, folder: str) -> None:
     before = resident("VmRSS")
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak begins here
-    read, start = bytes_read(), time.perf_counter()
+    read, start, cpu = bytes_read(), time.perf_counter(), time.process_time()
     made = jax.block_until_ready(load())
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     read = bytes_read() - read
     peak = resident("VmHWM")
     total = sum(
         float(jnp.sum(x[::97, ::89].astype("float32"))) for x in jax.tree.leaves(made)
     )
-    result = {"seconds": seconds, "read": read, "grown": peak - before}
+    result = {"seconds": seconds, "cpu": cpu, "read": read, "grown": peak - before}
     print(json.dumps({**result, "sum": round(total, 3)}))
 
 
@@ -224,22 +224,21 @@ def main() -> int:
         f"{datetime.date.today()}, {os.cpu_count()} CPU cores, "
         f"Python {platform.python_version()}, {versions}; medians of {given.rounds}\n"
     )
-    print("| into | row | seconds | MiB read by calls | peak RSS, MiB more |")
-    print("|---|---|--:|--:|--:|")
+    print("| into | row | seconds | CPU | MiB read by calls | peak RSS, MiB more |")
+    print("|---|---|--:|--:|--:|--:|")
     for kind in KINDS:
         for row in ROWS_OF:
             if (row, kind) not in cells:
-                print(f"| {kind} | {row} | cannot | | |")
+                print(f"| {kind} | {row} | cannot | | | |")
                 continue
             found = cells[row, kind]
-            seconds, read, grown = (
+            seconds, cpu, read, grown = (
                 statistics.median(cell[name] for cell in found)
-                for name in ("seconds", "read", "grown")
+                for name in ("seconds", "cpu", "read", "grown")
             )
             mapped = "mapped" if read < 1 << 26 else f"{read / 2**20:.0f}"
-            print(
-                f"| {kind} | {row} | {seconds:.2f} | {mapped} | {grown / 2**20:.0f} |"
-            )
+            times = f"{seconds:.2f} | {cpu:.2f}"
+            print(f"| {kind} | {row} | {times} | {mapped} | {grown / 2**20:.0f} |")
     print(
         "\nBytes that each of four processes reads ÷ bytes that it needs, as planned: "
     )
