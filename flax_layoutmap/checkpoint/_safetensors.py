@@ -332,4 +332,7 @@ def _made(read: Read, buffers: dict[Index, np.ndarray]) -> Any:
         for index, devices in _indices(read).items()
         for device in devices
     ]
-    return jax.make_array_from_single_device_arrays(result.shape, sharding, arrays)
+    # The dtype is for a process that has no device of this mesh, and so no arrays.
+    return jax.make_array_from_single_device_arrays(
+        result.shape, sharding, arrays, dtype=result.dtype
+    )
