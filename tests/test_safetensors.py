@@ -549,3 +549,23 @@ def test_names_that_make_no_tree(tmp_path: Path, rules: flm.LayoutMap) -> None:
         , unexpected="ignore",
     )  # fmt: skip
     np.testing.assert_array_equal(found["x"], UP)
+
+
+def test_progress_is_shown_on_request(
+    folder: Path, rules: flm.LayoutMap, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = restore(folder, layout_map=rules, dtype={"norm": "float32"}, progress=True)
+    assert "restoring" in capsys.readouterr().err
+    flm.checkpoint.save_safetensors(folder / "again", found, progress=True)
+    assert "saving" in capsys.readouterr().err
+    restore(folder, layout_map=rules, dtype={"norm": "float32"})
+    assert capsys.readouterr().err == ""  # it is no terminal
+
+
+def test_a_mesh_of_some_devices(folder: Path) -> None:
+    some = flm.DeviceMesh("x=4", devices=jax.devices()[4:])
+    layout_map = flm.LayoutMap(some, strict=False)
+    layout_map["up"] = ("x", None)
+    found = restore(folder, layout_map=layout_map, include="mlp")
+    shards.assert_lies(found["mlp"]["up"]["weight"], (("x",), ()), some, UP)
+    shards.assert_lies(found["mlp"]["down"]["weight"], ((), ()), some, DOWN)
