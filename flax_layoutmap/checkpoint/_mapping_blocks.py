@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -267,8 +266,3 @@ def _collapsed(dim: Factors) -> Factors:
         else:
             found.append((size, stride))
     return tuple(found)
-
-
-def dummy(shape: Shape, dtype: Any) -> np.ndarray:
-    """An array of a shape that takes no memory, to plan with."""
-    return np.broadcast_to(np.empty((), dtype), shape)

@@ -20,7 +20,7 @@ from flax_layoutmap._records import Shape
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.checkpoint._leaves import TYPES, mesh_of, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping
-from flax_layoutmap.checkpoint._mapping_blocks import Range, dummy, pieces_of
+from flax_layoutmap.checkpoint._mapping_blocks import Range, pieces_of
 from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._record import rules_of
@@ -258,8 +258,8 @@ def planned_bytes(stored: Stored, group: Sequence[Read]) -> int:
     pieces: dict[str, list[Piece]] = {}
     for read in group:
         for index in _indices(read):
-            shape = tuple(stop - start for start, stop in index)
-            out = dummy(shape, read.result.dtype)
+            # Memory that is never touched takes none.
+            out = _buffer(read, tuple(stop - start for start, stop in index))
             _collect(pieces, read, index, out)
     return sum(bytes_to_read(stored.tensors[name], own) for name, own in pieces.items())
 
