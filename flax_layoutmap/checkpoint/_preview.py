@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import psutil
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._mesh import as_mesh
@@ -239,7 +238,7 @@ def _plan(
         _total([leaf.read for leaf in leaves]),
         sum(leaf.bytes_per_device for leaf in leaves),
         host if host_memory is None else min(host, host_memory),
-        psutil.virtual_memory().available,
+        _host_available(),
         device_available,
     )
 
@@ -285,6 +284,13 @@ def _total(each: Sequence[Mapping[int, float]]) -> dict[int, int]:
         for process, count in one.items():
             sums[process] = sums.get(process, 0.0) + count
     return {process: round(sums[process]) for process in sorted(sums)}
+
+
+def _host_available() -> int:
+    """Bytes of memory that are free on this host."""
+    import psutil  # which Orbax brings
+
+    return psutil.virtual_memory().available
 
 
 def _device_available() -> int | None:
