@@ -212,6 +212,24 @@ def test_a_save_that_nobody_waits_for_is_not_lost_quietly(
     assert_complete(tmp_path / "run", [0])
 
 
+# Python waits for the workers of executors before it says that the main thread ended.
+STUCK = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from flax_layoutmap.checkpoint import _orbax_training
+
+_orbax_training._LAST_SECONDS = 0.5
+future = ThreadPoolExecutor(1).submit(threading.Event().wait)
+_orbax_training._Pending("the save of step 7", future).start()
+"""
+
+
+def test_a_save_that_holds_up_the_end_of_the_program(tmp_path: Path) -> None:
+    ended = run(STUCK, tmp_path / "run")
+    assert ended.code == 1 and "the save of step 7 is lost" in ended.text
+    assert ended.seconds < 60
+
+
 DISK_FULL = """
 with opened() as checkpointer:
     checkpointer.save(0, tree(0))

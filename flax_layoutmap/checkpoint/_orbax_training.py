@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ _STATE, _DATA = "state", "data"
 
 # How long a save may go on after the end of the main thread.
 _LAST_SECONDS = 20.0
+# How often it is asked whether that has come.
+_LOOK_SECONDS = 0.25
 
 # Saves that have not ended well, and that nobody was told of; and who watches them.
 _UNTOLD: set["_Pending"] = set()
@@ -86,6 +89,15 @@ def _named(step: int, base_path: Any, nanoseconds: int) -> Any:
 # --------------------------------------------------------------------- saving
 
 
+def _takes_work(pool: ThreadPoolExecutor) -> bool:
+    """Whether the program is not at its end, where executors refuse new work."""
+    try:
+        pool.submit(int)
+    except RuntimeError:
+        return False
+    return True
+
+
 class _Pending(threading.Thread):
     """Waits for a save, and remembers its failure until somebody is told of it."""
 
@@ -118,7 +130,8 @@ def _guard_the_end() -> None:
 
     Orbax cannot go on when the main thread has ended: a save that is under way then is
     lost, after five minutes and with exit code 0. `atexit` comes too late for that; a
-    thread that is no daemon is waited for.
+    thread that is no daemon is waited for. The main thread may itself wait for Orbax's
+    threads in its end: that no executor takes new work any more is the first sign.
     """
     global _guard
     if _guard is None:
@@ -127,7 +140,10 @@ def _guard_the_end() -> None:
 
 
 def _at_the_end() -> None:
-    threading.main_thread().join()
+    main = threading.main_thread()
+    with ThreadPoolExecutor(1) as pool:
+        while main.is_alive() and _takes_work(pool):
+            main.join(_LOOK_SECONDS)
     until = time.monotonic() + _LAST_SECONDS
     for pending in list(_UNTOLD):
         pending.ended.wait(max(0.0, until - time.monotonic()))
