@@ -14,8 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+import torch  # pyright: ignore[reportMissingImports]
+import transformers  # pyright: ignore[reportMissingImports]
 
 HERE = Path(__file__).parent
 SIZES = {
