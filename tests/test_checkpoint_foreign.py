@@ -14,7 +14,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from shards import assert_lies
 
 import flax_layoutmap as flm
@@ -280,7 +280,8 @@ def test_rename(saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh) -> 
         ({"^model/up/kernel$": ""}, "the name '', which is no path"),
         ({"(": "x"}, "is no pair of a regular expression"),
         ({"(a)": r"\2"}, "is no pair of a regular expression"),
-        (["ab", "c"], "is no pair of a regular expression"),
+        (["ab", "cd"], "is no pair of a regular expression"),
+        ({"^model/up/bias$": "model/up"}, "has 'model/up/kernel'; a leaf has nothing"),
     ],
 )
 def test_rename_that_cannot_be(
@@ -291,17 +292,68 @@ def test_rename_that_cannot_be(
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("pattern", [r"(a+)+$b", r"(.|..)+!", r"(.?){40}!!"])
 def test_a_hostile_pattern_is_stopped(
-    mesh: flm.DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pattern: str,
+    mesh: flm.DeviceMesh,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from flax_layoutmap.checkpoint import _rename
 
-    path = written(tmp_path / "a", {"a" * 40: jnp.ones(2)})
+    path = written(tmp_path / "a", {"a" * 60: jnp.ones(2)})
     monkeypatch.setattr(_rename, "PATIENCE_SECONDS", 1.0)
-    with pytest.raises(flm.CheckpointError, match=r"\(a\+\)\+.* took more than 1 s"):
-        restore(path, layout_map=rules(mesh), rename={r"(a+)+$b": "x"})
+    with pytest.raises(flm.CheckpointError) as caught:
+        restore(path, layout_map=rules(mesh), rename={pattern: "x"})
+    assert f"rename=[{pattern!r}] took more than 1 s" in str(caught.value)
     result = restore(path, layout_map=rules(mesh), rename={r"^((a)+)+$": "x"})
     assert list(result) == ["x"]
+
+
+def test_rename_of_a_checkpoint_without_a_record(
+    mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    tree = {"student": jnp.zeros(2), "teacher": jnp.ones(2)}
+    path = written(tmp_path / "a", tree)
+    swap = [("^student", "teacher"), ("^teacher", "student")]
+    result = restore(path, tree, layout_map=rules(mesh), rename=swap)
+    assert_same(result, {"student": tree["teacher"], "teacher": tree["student"]})
+    away = {"teacher": jnp.full(2, 7.0), "other": jnp.zeros(2)}
+    result = restore(
+        path,
+        away,
+        layout_map=rules(mesh),
+        rename=[("^teacher", "other"), ("^student", "gone")],
+        missing="keep",
+        unexpected="ignore",
+    )
+    assert_same(result, {"teacher": away["teacher"], "other": tree["teacher"]})
+
+
+def test_keys_that_hold_slashes(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    tree = {"a/b": jnp.zeros(2), "a": {"b": jnp.ones(2)}, "c%d": jnp.full(2, 2.0)}
+    path = written(tmp_path / "a", tree)
+    assert_same(restore(path, tree, layout_map=rules(mesh)), tree)
+
+
+def test_two_directories_of_one_step(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    for name in ("ema_100", "model_100", "model_7"):
+        written(tmp_path / name, {"w": jnp.ones(2)})
+    for step in (100, "latest"):
+        with pytest.raises(flm.CheckpointError, match="ema_100 and model_100; pass"):
+            restore(tmp_path, layout_map=rules(mesh), step=step)
+
+
+def test_a_single_array(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    path = written(tmp_path / "a", jnp.ones(4))
+    with pytest.raises(flm.CheckpointError, match="is a single array, which has no"):
+        restore(path, layout_map=rules(mesh))
+
+
+def test_urls(mesh: flm.DeviceMesh, saved: Path) -> None:
+    with pytest.raises(flm.CheckpointError, match="name the step"):
+        restore("gs://bucket/run", layout_map=rules(mesh), step="latest")
+    assert inspect(f"file://{saved}").path == str(saved)
 
 
 def test_missing_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
@@ -688,6 +740,30 @@ def test_restore_finds_a_flipped_bit(
     assert target["model"].up.kernel[...] is before
     if dtype is None:
         restore(saved, verify=False, **options)
+
+
+def test_a_checksum_that_is_missing_is_told(
+    saved: Path, mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(saved, tmp_path / "a")
+    file = copy / "_CHECKPOINT_METADATA"
+    data = json.loads(file.read_text("utf-8"))
+    del data["custom_metadata"]["flax_layoutmap"]["checksums"]["model/up/bias"]
+    file.write_text(json.dumps(data), "utf-8")
+    with pytest.raises(flm.CheckpointError, match="model/up/bias .* no checksum of it"):
+        restore(copy, layout_map=rules(mesh), verify=True)
+
+
+def test_the_mesh_in_context_does_not_matter(saved: Path, mesh: flm.DeviceMesh) -> None:
+    with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))):
+        result = restore(
+            saved,
+            layout_map=rules(mesh),
+            strategy="aligned",
+            dtype={"kernel": jnp.bfloat16},
+            verify=True,
+        )
+    assert_lies(result["model"]["up"]["kernel"], ((), ("model",)), mesh)
 
 
 def test_nothing_to_verify_with(mesh: flm.DeviceMesh, tmp_path: Path) -> None:

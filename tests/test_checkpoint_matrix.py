@@ -247,7 +247,10 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
             edited("state/ocdbt.process_0/d/*", flipped)(case),
             asking(verify=True)(case),
         ),
-        ["{path}", "up/kernel"],
+        [
+            "cannot restore {path}",
+            "up/kernel (32,64): its data are not those that were",
+        ],
     ),
     "the arrays are cut": (
         edited("state/ocdbt.process_0/d/*", cut),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orbax.checkpoint
 import pytest
 from multiprocess import births, launch, whole_line
 
@@ -116,15 +117,26 @@ def test_storage_that_is_not_shared(tmp_path: Path) -> None:
         flm.checkpoint.save(
             tmp_path / str(process), layout_map.place(tree), layout_map=layout_map
         )
+    v1: Any = orbax.checkpoint.v1
+    v1.save(tmp_path / "plain", {"w": np.ones(8, np.float32)})
     ended = launch.run("storage", str(tmp_path), processes=2, devices=4)
     for one in ended:
+        assert "process 1 differs in its checkpoint" in one.answer["other steps"]
+        for case in ("other strategies", "only one verifies"):
+            assert "differs in its strategy, host_memory or verify" in one.answer[case]
+        assert one.answer["other limits"] == "nothing"  # the portions are the same
+        assert (
+            "no device of the processes [1]"
+            in one.answer["a mesh without devices of process 1"]
+        )
         assert (
             "process 1 of 2 do not see what process 0 writes to /proc/self/cwd"
             in one.answer["save"]
         )
         assert "saving /proc/self/cwd/1, not at saving" in one.answer["another path"]
         assert "process 1 differs in its checkpoint" in one.answer["restore"]
-    assert sorted(path.name for path in tmp_path.glob("home*/*")) == ["saved"] * 2
+    left = {path.name for path in tmp_path.glob("home*/*")}
+    assert left == {"saved", "steps"}, "nothing was written"
 
 
 OTHER_MESH = (

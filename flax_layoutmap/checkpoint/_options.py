@@ -96,7 +96,8 @@ def _dtypes(given: Any, target: Any) -> Dtypes:
     if given is None:
         return Dtypes(())
     several = isinstance(given, Mapping) or (
-        isinstance(given, list | tuple) and all(len(pair) == 2 for pair in given)
+        isinstance(given, list | tuple)
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in given)
     )
     if not several:
         return Dtypes(((re.compile(""), _dtype(given, target)),))

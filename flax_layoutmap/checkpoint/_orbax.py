@@ -180,6 +180,11 @@ def read_metadata(path: str, item: str | None = None) -> Metadata:
     own = {} if item is None else {"checkpointable_name": item}
     with translated(f"{path} is no readable checkpoint"), v1.Context():
         read = v1.metadata(path, **own)
+    if hasattr(read.metadata, "shape"):
+        raise CheckpointError(
+            f"the checkpoint {path} is a single array, which has no path for rules to "
+            "match; read it with orbax.checkpoint.v1.load, and save it under a name"
+        )
     # Orbax logs what is wrong with a file, and answers None.
     if not isinstance(read.metadata, dict | list):
         raise CheckpointError(
@@ -260,7 +265,7 @@ def leaves_of(tree: Any, *, escaped: bool) -> dict[str, Any]:
 def read_arrays(
     path: str,
     wanted: Mapping[str, Any],
-    tree: Any = None,
+    tree: Any,
     *,
     item: str | None = None,
     replica_axis: int | None = None,
@@ -273,8 +278,7 @@ def read_arrays(
         wanted: path → what Orbax takes as target of each leaf that it holds: a
             `jax.ShapeDtypeStruct` with sharding, `np.ndarray`, a Python value, or
             `...` to pass over the leaf.
-        tree: the tree that the leaves are of, with paths as `leaves_of` gives them, in
-            their order; None: nested dicts of the parts of the paths.
+        tree: the tree that the leaves are of, in the order of `leaves_of`.
         item: which tree of several in the checkpoint.
         replica_axis: the axis of the mesh, by number, on which all wanted leaves are
             replicated: only the first of the replicas is read, and the others get
@@ -299,14 +303,10 @@ def read_arrays(
         context.multiprocessing.primary_host = own_number
         context.multiprocessing.active_processes = {own_number}
         context.multiprocessing.barrier_sync_key_prefix = f"alone_{own_number}"
-    if tree is None:
-        target = nested(wanted)
-    else:
-        target = jax.tree.unflatten(jax.tree.structure(tree), list(wanted.values()))
+    target = jax.tree.unflatten(jax.tree.structure(tree), list(wanted.values()))
     with translated(f"cannot read the checkpoint {path}"), context:
         read = v1.load(path, target, **own)
-    values = leaves_of(read, escaped=True)
-    return values if tree is None else dict(zip(wanted, values.values(), strict=True))
+    return dict(zip(wanted, jax.tree.leaves(read), strict=True))
 
 
 def chunk_of(held: Any) -> Shape | None:

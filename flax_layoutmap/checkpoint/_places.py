@@ -21,7 +21,7 @@ _SHOWN = 5
 
 def absolute(path: str | os.PathLike[str]) -> str:
     """The absolute path, which Orbax asks for; URLs (`gs://…`) stay as they are."""
-    text = os.fspath(path)
+    text = os.fspath(path).removeprefix("file://")
     return text if is_url(text) else os.path.abspath(os.path.expanduser(text))
 
 
@@ -58,6 +58,11 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
             named.
     """
     if is_url(path):
+        if step == "latest":
+            raise CheckpointError(
+                f'step="latest" looks into a directory, which {path} is not; name the '
+                "step"
+            )
         return Place(path if step is None else f"{path.rstrip('/')}/{step}")
     if step is None and (Path(path) / METADATA_FILE).is_file():
         return Place(path)
@@ -80,7 +85,11 @@ def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
 
 
 def steps_in(path: str) -> dict[int, str]:
-    """Step → name of its directory, for the finished ones in a directory."""
+    """Step → name of its directory, for the finished ones in a directory.
+
+    Raises:
+        CheckpointError: two directories are of one step.
+    """
     found: dict[int, str] = {}
     try:
         entries = os.scandir(path)
@@ -90,7 +99,13 @@ def steps_in(path: str) -> dict[int, str]:
         for entry in entries:
             match = _STEP.fullmatch(entry.name)
             if match and os.path.isfile(os.path.join(entry.path, METADATA_FILE)):
-                found[int(match[1])] = entry.name
+                other = found.setdefault(int(match[1]), entry.name)
+                if other != entry.name:
+                    first, second = sorted([other, entry.name])
+                    raise CheckpointError(
+                        f"{path} has two checkpoints of step {int(match[1])}: {first} "
+                        f"and {second}; pass the path of the one that you want"
+                    )
     return found
 
 

@@ -172,12 +172,13 @@ def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
     """
     if stored.is_ours:
         return stored.leaves
-    return {
-        (name := leaf.path if path not in target and leaf.path in target else path): (
-            _as_keys(leaf, target[name]) if name in target else leaf
-        )
-        for path, leaf in stored.leaves.items()
-    }
+    found: dict[str, Leaf] = {}
+    for path, leaf in stored.leaves.items():
+        is_value = leaf.path == f"{path}/value"
+        is_free = leaf.path in target and leaf.path not in stored.leaves
+        name = leaf.path if is_value and is_free and path not in target else path
+        found[name] = _as_keys(leaf, target[name]) if name in target else leaf
+    return found
 
 
 def _keep(plan: Plan, path: str, value: Any, why: str) -> None:

@@ -18,7 +18,12 @@ from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
 from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._plan import Plan, Read
-from flax_layoutmap.checkpoint._restore import prepared, rules_on
+from flax_layoutmap.checkpoint._restore import (
+    check_processes,
+    prepared,
+    rules_on,
+    same_checkpoint,
+)
 from flax_layoutmap.checkpoint._stored import open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Chooser, Way, check_host_memory
 
@@ -201,7 +206,8 @@ def plan(
         target, include, exclude, rename, dtype, missing, unexpected
     )
     own = mesh_of(target, rules) or as_mesh(mesh)
-    with Agreement(f"planning to restore {where}", own):
+    check_processes(own)
+    with Agreement(f"planning to restore {where}", own) as agreement:
         stored = open_checkpoint(find(where, step), item, options.rename)
         ready = prepared(stored, target, rules, mesh, options)
         ways = ready.ways(Chooser(stored, strategy, devices_per_process))
@@ -210,6 +216,7 @@ def plan(
             problems += check_host_memory(ways, host_memory)
         if problems:
             raise problem_list(f"cannot restore {stored.where}", problems)
+        agreement.add(lambda: {"checkpoint": same_checkpoint(stored)})
     is_here = ready.rules is None or not getattr(ready.rules.mesh, "is_abstract", True)
     free = _device_available() if is_here else None
     return _plan(stored.where, ready.plan, ways, host_memory, free)

@@ -2,13 +2,15 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._flax_internals import no_mesh
 from flax_layoutmap._place import put
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._checksums import mismatches
@@ -22,7 +24,7 @@ from flax_layoutmap.checkpoint._leaves import (
 from flax_layoutmap.checkpoint._plan import Plan, Read
 from flax_layoutmap.checkpoint._stored import Stored
 from flax_layoutmap.checkpoint._strategy import Way
-from flax_layoutmap.checkpoint._verify import not_as_saved
+from flax_layoutmap.checkpoint._verify import not_as_saved, unrecorded
 
 
 def read_leaves(
@@ -48,7 +50,7 @@ def read_leaves(
         CheckpointError: leaves cannot be read, or are not what they should be.
     """
     reader = _Reader(stored, plan, ways, recorded)
-    for paths, axis in _portions(plan, ways, host_memory):
+    for paths, axis in portions(plan, ways, host_memory):
         reader.read(paths, axis)
     for path, read in plan.reads.items():
         if read.stored.is_empty:
@@ -92,6 +94,8 @@ class _Reader:
         if self._recorded is not None:
             for source in mismatches(values, self._recorded):
                 self.problems.append(not_as_saved(stored.by_source[source]))
+            for source in values.keys() - self._recorded.keys():
+                self.problems.append(unrecorded(stored.by_source[source]))
         for path in paths:
             value = values.pop(reads[path].stored.path)
             if path in self._ways and self._ways[path][1].strategy == "aligned":
@@ -109,9 +113,9 @@ class _Reader:
             self.problems.append(f"{read.stored.name}: {error}")
 
 
-def _portions(
+def portions(
     plan: Plan, ways: Mapping[str, tuple[Read, Way]], host_memory: int | None
-) -> Iterator[tuple[list[str], int | None]]:
+) -> list[tuple[list[str], int | None]]:
     """Leaves that are read at a time, and the mesh axis that they are sent along."""
     groups: dict[int | None, list[str]] = {}
     for path, read in plan.reads.items():
@@ -119,17 +123,17 @@ def _portions(
             axis = ways[path][1].replica_axis if path in ways else None
             groups.setdefault(axis, []).append(path)
     limit = math.inf if host_memory is None else host_memory
+    found: list[tuple[list[str], int | None]] = []
     for axis, paths in groups.items():
-        portion: list[str] = []
-        used = 0
+        used = math.inf
         for path in paths:
             host = ways[path][1].host if path in ways else 0
-            if portion and used + host > limit:
-                yield portion, axis
-                portion, used = [], 0
-            portion.append(path)
+            if used + host > limit or used == math.inf:
+                found.append(([], axis))
+                used = 0
+            found[-1][0].append(path)
             used += host
-        yield portion, axis
+    return found
 
 
 def _orbax_target(read: Read, held: Any, way: Way | None, as_stored: bool) -> Any:
@@ -151,7 +155,11 @@ def _is_to_be_cast(value: Any, read: Read) -> bool:
 
 def _laid_out(value: jax.Array, sharding: Any, dtype: Any) -> jax.Array:
     """An array in its final sharding and dtype; what was read is given up for it."""
-    new = _moved_to(sharding, dtype)(value)
+    with no_mesh(), warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="Some donated buffers were not usable"
+        )
+        new = _moved_to(sharding, dtype)(value)
     if not value.is_deleted():
         value.delete()
     return new

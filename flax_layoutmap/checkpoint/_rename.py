@@ -12,11 +12,11 @@ from flax_layoutmap._errors import CheckpointError, closest
 # What a pattern may take, in seconds, on all paths together.
 PATIENCE_SECONDS = 10.0
 
-# Patterns with at most this many unbounded quantifiers, none inside of a group that is
-# repeated itself, cannot take long on a path: at worst the square of its length.
+# At most two quantifiers and no repeated group: such a pattern takes the square of the
+# length of a path, at worst.
 _HARMLESS_QUANTIFIERS = 2
-_UNBOUNDED = re.compile(r"(?<!\\)(?:\\\\)*(?:[*+]|\{\d*,\d*\})")
-_REPEATED_GROUP = re.compile(r"\)(?:[*+?]|\{\d*,?\d*\})")
+_QUANTIFIER = re.compile(r"(?<!\\)(?:\\\\)*(?:[*+?]|\{\d*,?\d*\})")
+_REPEATED_GROUP = re.compile(r"\)(?:[*+?]|\{)")
 
 # Runs in a process of its own, which can be stopped; `re` cannot.
 _CHILD = """
@@ -49,15 +49,23 @@ def checked_rename(given: Any) -> Rename:
     pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
     for pair in pairs:
         try:
+            if not isinstance(pair, list | tuple):
+                raise TypeError(f"it is a {type(pair).__name__}")
             pattern, template = pair
-            # Compiles the template too.
-            re.compile(f"(?:{pattern})|").sub(template, "")
+            _check_template(re.compile(pattern), template)
         except (re.error, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
                 f"rename={pair!r} is no pair of a regular expression and what takes "
                 rf"its place (with \1 for a group): {error}"
             ) from error
     return [(str(pattern), template) for pattern, template in pairs]
+
+
+def _check_template(pattern: re.Pattern[str], template: str) -> None:
+    """Raises what `re` raises for a template with groups that a pattern lacks."""
+    groups = "".join(f"(?P<{name}>)" for name in pattern.groupindex)
+    more = "()" * (pattern.groups - len(pattern.groupindex))
+    re.sub(groups + more, template, "", count=1)
 
 
 def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
@@ -94,6 +102,15 @@ def renamed(paths: Sequence[str], rules: Rename) -> list[str]:
                 f"rename gives {path} the name {new!r}, which is no path"
             )
         names[new] = path
+    for new, path in names.items():
+        parent = new.rpartition("/")[0]
+        while parent:
+            if parent in names:
+                raise CheckpointError(
+                    f"rename gives {names[parent]} the name {parent!r}, below which "
+                    f"{path} has {new!r}; a leaf has nothing below it"
+                )
+            parent = parent.rpartition("/")[0]
     return list(names)
 
 
@@ -132,7 +149,5 @@ def _first(
 
 
 def _is_harmless(pattern: str) -> bool:
-    if len(_UNBOUNDED.findall(pattern)) <= 1:
-        return True
-    few = len(_UNBOUNDED.findall(pattern)) <= _HARMLESS_QUANTIFIERS
+    few = len(_QUANTIFIER.findall(pattern)) <= _HARMLESS_QUANTIFIERS
     return few and not _REPEATED_GROUP.search(pattern)

@@ -9,7 +9,7 @@ import jax
 
 from flax_layoutmap._errors import CheckpointError, MeshError
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap._mesh import as_mesh
+from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._paths import unescape
 from flax_layoutmap._place import settle_metadata
 from flax_layoutmap._processes import Agreement
@@ -30,7 +30,7 @@ from flax_layoutmap.checkpoint._plan import (
     plan_without_target,
 )
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
-from flax_layoutmap.checkpoint._read import read_leaves
+from flax_layoutmap.checkpoint._read import portions, read_leaves
 from flax_layoutmap.checkpoint._record import rules_of
 from flax_layoutmap.checkpoint._selection import Selection
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
@@ -87,11 +87,12 @@ def restore(
             `(r"^params/(.*)", r"\1")`, or a dict of them: other names for the leaves of
             the checkpoint, before anything else. Of each path, the first expression
             that is found in it counts.
-        dtype: a floating-point dtype for all floating-point arrays, or `"target"` for
-            the target's, or pairs of a regular expression and one of these. No other
-            numbers are ever converted.
+        dtype: a floating-point dtype for all floating-point arrays that are read, or
+            `"target"` for the target's, or pairs of a regular expression and one of
+            these. No other numbers are ever converted.
         missing: what to do about leaves that only the target has: `"error"`, `"keep"`
-            its values, or `"init"`: make them, with the function that the target is.
+            its values, where they are, or `"init"`: make them, with the function that
+            the target is.
         unexpected: what to do about leaves that only the checkpoint has: `"error"` or
             `"ignore"`.
         strategy: `"direct"` reads each leaf in the sharding it is to have; `"aligned"`
@@ -116,8 +117,11 @@ def restore(
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
-            the target or the rules.
-        MeshError: the rules have no mesh of devices.
+            the target or the rules. Where an array cannot be read by one process alone,
+            it raises, and the others wait for it until it ends.
+        MeshError: the rules have no mesh of devices, or one without devices of some of
+            the processes.
+        ProcessError: the processes ask for different things.
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
@@ -127,6 +131,7 @@ def restore(
     )
     _check_mesh(rules)
     own = mesh_of(target, rules) or as_mesh(mesh)
+    check_processes(own)
     with Agreement(f"restoring {where}", own) as agreement:
         stored = open_checkpoint(find(where, step), item, options.rename)
         ready = prepared(stored, target, rules, mesh, options)
@@ -144,7 +149,15 @@ def restore(
         if ready.plan.resolution is not None:
             ready.plan.resolution.announce()
         agreement.add(lambda: {"leaves": str(list(ready.plan.reads.items()))})
-        agreement.add(lambda: {"checkpoint": str(stored.custom)})
+        agreement.add(lambda: {"checkpoint": same_checkpoint(stored)})
+        agreement.add(
+            lambda: {
+                "strategy, host_memory or verify": str(
+                    [portions(ready.plan, ways, host_memory), recorded is None]
+                    + [(path, way.strategy) for path, (_, way) in ways.items()]
+                )
+            }
+        )
     total = sum(way.read.get(jax.process_index(), 0) for _, way in ways.values())
     with shown_progress(f"restoring {stored.where}", int(total), progress):
         values = read_leaves(stored, ready.plan, ways, host_memory, recorded)
@@ -186,6 +199,11 @@ class Ready:
         if self.plan.resolution is not None:
             result = settle_metadata(result, self.plan.resolution)
         return result
+
+
+def same_checkpoint(stored: Stored) -> str:
+    """A text that differs where another checkpoint was found."""
+    return str((stored.where, stored.item, list(stored.leaves.items()), stored.custom))
 
 
 def prepared(
@@ -232,6 +250,23 @@ def _check_mesh(rules: RuleSet | None) -> None:
         f"restore needs a mesh of devices, the rules have {have}; pass "
         "mesh=flm.DeviceMesh(...)"
     )
+
+
+def check_processes(mesh: DeviceMesh | None) -> None:
+    """Raises MeshError where a process of the job has no device of the mesh.
+
+    Orbax waits for all processes of a job.
+    """
+    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
+        return
+    there = {device.process_index for device in mesh.devices.flat}
+    absent = sorted(set(range(jax.process_count())) - there)
+    if absent:
+        raise MeshError(
+            f"{mesh!r} has no device of the processes {absent}, and all "
+            f"{jax.process_count()} processes of a job restore together; use a mesh of "
+            "all of them, and relayout the result"
+        )
 
 
 def _check_functions(

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -136,7 +137,8 @@ class Chooser:
         count = math.prod(shape) * size
         held = count * self._ratio(read.stored.path, shape, size)
         devices = getattr(read.sharding, "device_set", ())
-        own = sorted({device.process_index for device in devices}) or [0]
+        own = sorted({device.process_index for device in devices})
+        own = own or list(range(jax.process_count()))  # each reads its own
         each = dict.fromkeys(own, held)
         return Way("direct", read.sharding, None, each, each, count)
 

@@ -110,6 +110,14 @@ def not_as_saved(leaf: Leaf) -> str:
     )
 
 
+def unrecorded(leaf: Leaf) -> str:
+    """What is said of a leaf without a checksum, where others have one."""
+    return (
+        f"{leaf.name}: there is no checksum of it in the metadata, which is damaged; "
+        "restore another checkpoint, or this one with verify=False"
+    )
+
+
 def _problems(
     stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
 ) -> list[str]:
@@ -131,9 +139,7 @@ def _problems(
         return first + _problems(stored, leaves[middle:], recorded)
     found = checksums({leaf.path: values[leaf.path] for leaf in leaves}, alone=True)
     return [
-        not_as_saved(leaf)
-        if leaf.path in recorded
-        else f"{leaf.name}: there is no checksum of it in the metadata"
+        not_as_saved(leaf) if leaf.path in recorded else unrecorded(leaf)
         for leaf in leaves
         if found[leaf.path] != recorded.get(leaf.path)
     ]

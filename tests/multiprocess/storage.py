@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 
+import jax
 import jax.numpy as jnp
 
 import flax_layoutmap as flm
@@ -35,8 +36,33 @@ def said(function: object, *args: object, **options: object) -> str:
     return "nothing"
 
 
+os.mkdir("steps")
+for step in (1, 2) if PROCESS == 0 else (1,):
+    shutil.copytree(os.path.join(FOLDER, "plain"), f"steps/{step}")
+same = os.path.join(FOLDER, "0")
+half = flm.DeviceMesh("x=4", devices=jax.devices()[:4])
+plain = {"layout_map": layout_map, "progress": False}
+
 launch.answer(
     {
+        "other steps": said(
+            flm.checkpoint.restore, f"{HERE}/steps", step="latest", **plain
+        ),
+        "other limits": said(
+            flm.checkpoint.restore, same, host_memory=1000 * (1 + PROCESS), **plain
+        ),
+        "other strategies": said(
+            flm.checkpoint.restore,
+            same,
+            strategy=("aligned", "direct")[PROCESS],
+            **plain,
+        ),
+        "only one verifies": said(
+            flm.checkpoint.restore, same, verify=PROCESS == 1, **plain
+        ),
+        "a mesh without devices of process 1": said(
+            flm.checkpoint.restore, same, layout_map=layout_map.on(half)
+        ),
         "save": said(
             flm.checkpoint.save, f"{HERE}/runs/a", tree, layout_map=layout_map
         ),
