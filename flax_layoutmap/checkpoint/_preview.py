@@ -18,6 +18,7 @@ from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
 from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._plan import Plan, Read
+from flax_layoutmap.checkpoint._reads import total_of
 from flax_layoutmap.checkpoint._restore import (
     check_processes,
     prepared,
@@ -241,8 +242,8 @@ def _plan(
         tuple(plan.kept),
         tuple(plan.made),
         tuple(plan.ignored),
-        _total([leaf.needed for leaf in leaves]),
-        _total([leaf.read for leaf in leaves]),
+        total_of(way.needed for _, way in ways.values()),
+        total_of(way.read for _, way in ways.values()),
         sum(leaf.bytes_per_device for leaf in leaves),
         host if host_memory is None else min(host, host_memory),
         _host_available(),
@@ -283,14 +284,6 @@ def _rules_of(plan: Plan) -> dict[str, str]:
         leaf.path: because(row, resolution.rules, short=True)
         for leaf, row in resolution.rows()
     }
-
-
-def _total(each: Sequence[Mapping[int, float]]) -> dict[int, int]:
-    sums: dict[int, float] = {}
-    for one in each:
-        for process, count in one.items():
-            sums[process] = sums.get(process, 0.0) + count
-    return {process: round(sums[process]) for process in sorted(sums)}
 
 
 def _host_available() -> int:

@@ -11,7 +11,7 @@ Nothing here reads anything: it is arithmetic on shapes.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -22,6 +22,49 @@ AnyMesh = Mesh | AbstractMesh
 
 # Chunks of an array above which shards of irregular form are counted roughly.
 _DENSE_CHUNKS = 1 << 20
+
+
+class PerProcess(Mapping[int, float]):
+    """`process_index` → a number of bytes; thousands of leaves have one each.
+
+    Attributes:
+        names: the `process_index` of each process.
+        counts: its bytes.
+    """
+
+    __slots__ = ("counts", "names")
+
+    def __init__(self, names: tuple[int, ...], counts: np.ndarray) -> None:
+        self.names = names
+        self.counts = counts
+
+    def __getitem__(self, process: int) -> float:
+        try:
+            return float(self.counts[self.names.index(process)])
+        except ValueError:
+            raise KeyError(process) from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def total_of(several: Iterable[PerProcess]) -> dict[int, int]:
+    """Process → the sum, ascending."""
+    by_names: dict[tuple[int, ...], np.ndarray] = {}
+    for one in several:
+        before = by_names.get(one.names)
+        by_names[one.names] = one.counts if before is None else before + one.counts
+    sums: dict[int, float] = {}
+    for names, counts in by_names.items():
+        for process, count in zip(names, counts.tolist(), strict=True):
+            sums[process] = sums.get(process, 0.0) + count
+    return {process: round(sums[process]) for process in sorted(sums)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_layoutmap._errors import CheckpointError, did_you_mean
-from flax_layoutmap._records import show_shape
+from flax_layoutmap._records import Shape, show_shape
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._plan import Read
 from flax_layoutmap.checkpoint._reads import (
     Extent,
+    PerProcess,
     aligned_sharding,
     extent_of,
     processes_of,
@@ -46,8 +47,21 @@ class Way:
     strategy: Strategy
     sharding: Any
     replica_axis: int | None
-    needed: Mapping[int, float]
-    read: Mapping[int, float]
+    needed: PerProcess
+    read: PerProcess
+    host: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """A way, for all leaves of one shape and layout; elements per process."""
+
+    strategy: Strategy
+    sharding: Any
+    replica_axis: int | None
+    names: tuple[int, ...]
+    needed: np.ndarray
+    read: np.ndarray
     host: int
 
 
@@ -76,6 +90,7 @@ class Chooser:
         self._stored = stored
         self._strategy = strategy
         self._devices = devices_per_process
+        self._known: dict[Any, _Chosen] = {}
         self._sizes = _orbax.stored_bytes(stored.where, stored.item) if exact else {}
 
     def way(self, read: Read) -> Way | None:
@@ -88,12 +103,30 @@ class Chooser:
         size = np.dtype(held.dtype).itemsize
         if not isinstance(sharding, NamedSharding):
             return self._whole(read, shape, size)
+        # Numbers of PRNG keys come back as keys, of one dim less.
+        is_key = held.dtype == np.uint32 and not self._stored.is_ours
+        is_key |= read.stored.kind == "key"
+        question = shape, chunk, sharding, size, is_key
+        chosen = self._known.get(question)
+        if chosen is None:  # many leaves are alike
+            chosen = self._known[question] = self._chosen(*question)
+        own_bytes = size * self._ratio(read.stored.path, shape, size)
+        return Way(
+            chosen.strategy,
+            chosen.sharding,
+            chosen.replica_axis,
+            PerProcess(chosen.names, chosen.needed * own_bytes),
+            PerProcess(chosen.names, chosen.read * own_bytes),
+            chosen.host,
+        )
+
+    def _chosen(
+        self, shape: Shape, chunk: Shape, sharding: NamedSharding, size: int, key: bool
+    ) -> _Chosen:
         found: dict[Strategy, tuple[Any, Extent, int | None]] = dict(
             self._ways(shape, chunk, sharding)
         )
-        ours = self._stored.is_ours
-        if read.stored.kind == "key" or (held.dtype == np.uint32 and not ours):
-            # Numbers of PRNG keys: they come back as keys, of one dim less.
+        if key:
             found = {"direct": found["direct"]}
         strategy: Strategy = "direct"
         if self._strategy == "auto":
@@ -102,17 +135,9 @@ class Chooser:
             strategy = cast(Strategy, self._strategy)
         own, extent, axis = found[strategy]
         names = processes_of(sharding.mesh, self._devices).names
-        ratio = self._ratio(read.stored.path, shape, size)
         needed = found["direct"][1].needed
         host = int(max(extent.read.max(), extent.needed.max(), needed.max())) * size
-        return Way(
-            strategy,
-            own,
-            axis,
-            _by_process(names, needed * (size * ratio)),
-            _by_process(names, extent.read * (size * ratio)),
-            host,
-        )
+        return _Chosen(strategy, own, axis, names, needed, extent.read, host)
 
     def _ways(
         self, shape: Any, chunk: Any, sharding: NamedSharding
@@ -139,7 +164,7 @@ class Chooser:
         devices = getattr(read.sharding, "device_set", ())
         own = sorted({device.process_index for device in devices})
         own = own or list(range(jax.process_count()))  # each reads its own
-        each = dict.fromkeys(own, held)
+        each = PerProcess(tuple(own), np.full(len(own), float(held)))
         return Way("direct", read.sharding, None, each, each, count)
 
     def _ratio(self, path: str, shape: Any, size: int) -> float:
@@ -161,10 +186,6 @@ def _best(found: Mapping[Any, tuple[Any, Extent, Any]], size: int) -> Strategy:
         if most * _WORTH < least or (most <= least and total * _WORTH < before):
             best, least = strategy, most
     return best
-
-
-def _by_process(names: tuple[int, ...], counts: np.ndarray) -> dict[int, float]:
-    return dict(zip(names, counts.tolist(), strict=True))
 
 
 def _replica_axis(
