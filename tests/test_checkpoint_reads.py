@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -127,3 +128,31 @@ def test_processes_of_a_mesh_with_devices() -> None:
     found = processes_of(mesh, 3)
     assert found.of_device.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
     assert found.names == (0, 1, 2)
+
+
+def test_bytes_in_a_database_of_several_levels(tmp_path: Path) -> None:
+    """A tree of nodes: names are cut where a node's keys begin alike."""
+    import tensorstore
+
+    from flax_layoutmap.checkpoint._orbax import stored_bytes
+
+    spec = {
+        "driver": "ocdbt",
+        "base": {"driver": "file", "path": f"{tmp_path}/state/"},
+        "config": {"max_decoded_node_bytes": 200, "max_inline_value_bytes": 8},
+    }
+    store = tensorstore.KvStore.open(spec).result()
+    expected: dict[str, int] = {}
+    for at in range(40):
+        name = f"layers.{at % 10}.kernel"
+        content = bytes(20 + at)
+        expected[name] = expected.get(name, 0) + len(content)
+        store.write(f"{name}/c/{at}/0", content).result()
+        store.write(f"{name}/zarr.json", b"{}").result()  # held in the node itself
+    store.write("step/c", b"1").result()
+    base = {"driver": "file", "path": f"{tmp_path}/state/"}
+    opened = tensorstore.KvStore.open(base).result()
+    manifest: Any = tensorstore.ocdbt.dump(opened).result()
+    assert manifest["versions"][-1]["root_height"] > 1
+    assert stored_bytes(str(tmp_path), "state") == {**expected, "step": 0}
+    assert stored_bytes(str(tmp_path / "nothing"), None) == {}

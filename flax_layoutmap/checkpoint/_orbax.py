@@ -350,12 +350,11 @@ def stored_bytes(path: str, item: str | None = None) -> dict[str, int]:
     while below:
         where, prefix = below.pop()
         for entry in tensorstore.ocdbt.dump(base, where).result()["entries"]:
-            key = prefix + entry["key"].decode()
             if "location" in entry:
-                cut = entry.get("subtree_common_prefix_length", 0)
-                below.append((entry["location"], key[: len(prefix) + cut]))
+                common = entry["subtree_common_prefix"].decode()
+                below.append((entry["location"], prefix + common))
             else:
-                name = key.split("/", 1)[0]
+                name = (prefix + entry["key"].decode()).split("/", 1)[0]
                 sizes[name] = sizes.get(name, 0) + _value_bytes(entry)
     return sizes
 
