@@ -67,7 +67,14 @@ def by_hand(
 def cases(draw: st.DrawFn) -> tuple[Any, Any, NamedSharding, int]:
     sizes, names = draw(
         st.sampled_from(
-            [((8,), "a"), ((2, 4), "ab"), ((2, 2, 2), "abc"), ((3, 2), "ab")]
+            [
+                ((1,), "a"),
+                ((1,), "a"),
+                ((8,), "a"),
+                ((2, 4), "ab"),
+                ((2, 2, 2), "abc"),
+                ((3, 2), "ab"),
+            ]
         )
     )
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)

@@ -801,7 +801,10 @@ def test_directories_that_hold_no_steps(tmp_path: Path) -> None:
         Checkpointer(tmp_path / "new").restore()
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="Root may write everywhere, so no directory is read-only for this test.")
+@pytest.mark.skipif(
+    os.geteuid() == 0,
+    reason="Root may write everywhere, so no directory is read-only for this test.",
+)
 def test_a_read_only_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with refused("cannot be written to"):

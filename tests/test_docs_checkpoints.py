@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 from helpers import run_python
 
 PAGE = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs() -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     printed = run_python(

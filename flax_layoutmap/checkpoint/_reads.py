@@ -171,6 +171,7 @@ def _factored(mesh: AnyMesh) -> AnyMesh:
     factors: list[int] = []
     for size in mesh.shape.values():
         factors += _primes(size)
+    factors = factors or [1]  # a mesh without axes is none
     names = tuple(f"part{at}" for at in range(len(factors)))
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices.reshape(factors), names)
@@ -243,7 +244,8 @@ def _blocks(
     order = np.argsort(processes.of_device, kind="stable")
     ends = np.cumsum(np.bincount(processes.of_device, minlength=processes.count))
     for process, own in enumerate(np.split(order, ends[:-1])):
-        rows = np.unique(at[own], axis=0)
+        # NumPy 2.0.0 cannot make rows without columns unique.
+        rows = np.unique(at[own], axis=0) if dims else at[own[:1]]
         count[process] = len(rows)
         combinations = 1
         for dim in range(len(dims)):
