@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._errors import CheckpointError, ResolveError, closest
 from flax_layoutmap._mesh import DeviceMesh
@@ -26,6 +25,7 @@ from flax_layoutmap.checkpoint._leaves import (
 from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._selection import Selection
 from flax_layoutmap.checkpoint._stored import Stored
+from flax_layoutmap.checkpoint._target import own_sharding, shardings_by_path
 
 # Names that look alike are looked for this often; after that it would take too long.
 _HINTS = 50
@@ -88,7 +88,7 @@ def plan_without_target(
     plan = Plan(problems=selection.useless(stored.leaves))
     selected = [path for path in stored.leaves if path in selection]
     _resolve_stored(plan, stored, rules, selection, selected)
-    shardings = _shardings(plan.resolution)
+    shardings = shardings_by_path(plan.resolution)
     for path in selected:
         _add(plan, path, stored.leaves[path], None, shardings.get(path), options)
     plan.ignored = [path for path in stored.leaves if path not in selection]
@@ -139,7 +139,7 @@ def plan_for_target(
     shardings: Mapping[str, Any] = {}
     if rules is not None:
         _resolve_target(plan, stored, tree, rules)
-        shardings = _shardings(plan.resolution)
+        shardings = shardings_by_path(plan.resolution)
     missing = []
     for path, value in target.items():
         if path not in selection:
@@ -230,7 +230,7 @@ def _join(
         plan.problems.append(f"{path}: the {kind} in the target is no array")
         return
     if rules is None:
-        sharding, problem = _own_sharding(leaf, value)
+        sharding, problem = own_sharding(leaf, value)
         if problem is not None:
             plan.problems.append(f"{leaf.name}: {problem}")
             return
@@ -271,28 +271,6 @@ def _as_keys(stored: Leaf, value: Any) -> Leaf:
             data = key_data_shape(name)
             return keys if stored.shape == (*target.shape, *data) else stored
     return stored
-
-
-def _own_sharding(leaf: Leaf, value: Any) -> tuple[Any, str | None]:
-    """The sharding that a leaf of the target has, or what is wrong with it."""
-    if leaf.is_python or leaf.is_numpy:
-        return None, None
-    sharding = value.sharding
-    if sharding is None:
-        return None, "the target has no sharding for it; pass layout_map="
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return None, "the target's sharding has no devices; pass layout_map="
-    try:
-        sharding.shard_shape(leaf.shape)
-    except ValueError as error:
-        return None, f"the target's sharding does not fit it: {error}"
-    return sharding, None
-
-
-def _shardings(resolution: Resolution | None) -> dict[str, NamedSharding]:
-    if resolution is None:
-        return {}
-    return dict(zip(resolution.paths, resolution.sharding_list(), strict=True))
 
 
 def _resolve_stored(

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._errors import CheckpointError, ResolveError, closest
 from flax_layoutmap._paths import Flat, escape
@@ -18,6 +17,7 @@ from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, Source
 from flax_layoutmap.checkpoint._mapping_blocks import whole
 from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._safetensors_file import Stored
+from flax_layoutmap.checkpoint._target import own_sharding, shardings_by_path
 
 # Names that look alike are looked for this often; after that it would take too long.
 _HINTS = 50
@@ -96,7 +96,7 @@ def plan_without_target(
         plan.resolution = resolve(plan.nested(abstract), rules)
     except ResolveError as error:
         plan.problems += error.problems or [str(error)]
-    shardings = _shardings(plan.resolution)
+    shardings = shardings_by_path(plan.resolution)
     for path, tensor in chosen.items():
         recipe = Recipe(
             (whole(tensor.name, tensor.shape),), {tensor.name: tensor.shape}
@@ -152,7 +152,7 @@ def plan_for_target(
             plan.resolution = resolve(tree, rules)
         except ResolveError as error:
             plan.problems += error.problems or [str(error)]
-        shardings = _shardings(plan.resolution)
+        shardings = shardings_by_path(plan.resolution)
     used: set[str] = set()
     for path, own_path, value in zip(paths, flat.paths, flat.leaves, strict=True):
         source = names.source(own_path, path)
@@ -174,7 +174,7 @@ def plan_for_target(
             continue
         sharding = shardings.get(path)
         if rules is None:
-            sharding, problem = _own_sharding(leaf, value)
+            sharding, problem = own_sharding(leaf, value)
             if problem is not None:
                 plan.problems.append(f"{leaf.name}: {problem}")
                 continue
@@ -340,25 +340,3 @@ def _add(
         if result.is_python or result.is_numpy:
             sharding = None
         plan.reads[path] = Read(recipe, held, result, sharding)
-
-
-def _own_sharding(leaf: Leaf, value: Any) -> tuple[Any, str | None]:
-    """The sharding that a leaf of the target has, or what is wrong with it."""
-    if leaf.is_python or leaf.is_numpy:
-        return None, None
-    sharding = value.sharding
-    if sharding is None:
-        return None, "the target has no sharding for it; pass layout_map="
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return None, "the target's sharding has no devices; pass layout_map="
-    try:
-        sharding.shard_shape(leaf.shape)
-    except ValueError as error:
-        return None, f"the target's sharding does not fit it: {error}"
-    return sharding, None
-
-
-def _shardings(resolution: Resolution | None) -> dict[str, NamedSharding]:
-    if resolution is None:
-        return {}
-    return dict(zip(resolution.paths, resolution.sharding_list(), strict=True))

@@ -7,13 +7,16 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._create import give_birth
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, nnx_state
 from flax_layoutmap._paths import is_train_state
 from flax_layoutmap._place import with_leaves
+from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._trace import Traced, trace
+from flax_layoutmap.checkpoint._leaves import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,3 +74,26 @@ def _with_new_objects(tree: Any) -> Any:
     for at, copy in zip(abstract, copies, strict=True):
         nodes[at] = copy
     return jax.tree.unflatten(treedef, nodes)
+
+
+def own_sharding(leaf: Leaf, value: Any) -> tuple[Any, str | None]:
+    """The sharding that a leaf of the target has, or what is wrong with it."""
+    if leaf.is_python or leaf.is_numpy:
+        return None, None
+    sharding = value.sharding
+    if sharding is None:
+        return None, "the target has no sharding for it; pass layout_map="
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return None, "the target's sharding has no devices; pass layout_map="
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        return None, f"the target's sharding does not fit it: {error}"
+    return sharding, None
+
+
+def shardings_by_path(resolution: Resolution | None) -> dict[str, NamedSharding]:
+    """Path → sharding; empty without rules."""
+    if resolution is None:
+        return {}
+    return dict(zip(resolution.paths, resolution.sharding_list(), strict=True))
