@@ -158,7 +158,11 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     ),
     "a leaf that has another name": (
         asking(rename={"up/kernel": "up/kernels"}),
-        ["up/kernel (32,64)", "not in the checkpoint; did you mean 'up/kernels'?"],
+        [
+            "up/kernel (32,64)",
+            "not in the checkpoint; did you mean 'up/kernels'? then "
+            "pass rename={'^up/kernels$': 'up/kernel'}",
+        ],
     ),
     "a leaf that the target does not have": (
         into(lambda: nnx.state(Net())["up"]),

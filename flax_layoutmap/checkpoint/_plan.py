@@ -325,7 +325,10 @@ def _absent(
     problems = []
     for number, path in enumerate(missing):
         near = closest(path, extra) if number < _HINTS else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = ""
+        if near:
+            rename = {f"^{re.escape(near[0])}$": path}
+            hint = f"; did you mean {near[0]!r}? then pass rename={rename}"
         name = f"{path} {show_shape(np.shape(target[path]))}"
         problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
     tops = Counter(path.split("/")[0] for path in leaves)
