@@ -40,6 +40,8 @@ class Agreement:
         what: what comes next, for the message: `"creating the model"`.
         mesh: the mesh, which is itself a part; None, or one without devices, compares
             nothing.
+        patience: seconds that a process whose block raised waits for the others to
+            come and hear of it; None: a minute. Long work takes more.
 
     Raises:
         ProcessError: at the end of the block, on every process.
@@ -49,9 +51,12 @@ class Agreement:
         ...     agreement.add(lambda: {"rules": "(gate|up)/kernel: (None, 'model')"})
     """
 
-    def __init__(self, what: str, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, what: str, mesh: DeviceMesh | None, *, patience: float | None = None
+    ) -> None:
         self._what = what
         self._mesh = mesh
+        self._patience = patience
         self._parts: list[Callable[[], Mapping[str, str]]] = []
 
     def __enter__(self) -> "Agreement":
@@ -78,12 +83,13 @@ class Agreement:
                 name: text for part in self._parts for name, text in part().items()
             }
             word = _word(self._what, mesh, parts)
-            words = _exchange(word, speakers, self._what, gives_up=False)
+            words = _exchange(word, speakers, self._what)
             _compare(words, self._what)
         elif isinstance(error, Exception):
             word = _word(self._what, mesh, {})
             word["error"] = f"{type(error).__name__}: {error}"[:1000]
-            _exchange(word, speakers, self._what, gives_up=True)
+            patience = self._patience or PATIENCE_SECONDS
+            _exchange(word, speakers, self._what, gives_up_after=patience)
 
 
 def digest_of_values(leaves: Iterable[Any]) -> str:
@@ -146,11 +152,15 @@ def _mesh_part(word: Word, usual: Word) -> str:
 
 def _compare(words: Mapping[int, Word], what: str) -> None:
     problems = differences(words)
-    if problems:
-        raise ProcessError(
-            f"the processes disagree before {what}: {'; '.join(problems)}. Build mesh, "
-            "rules, model and global batch from the same values in every process"
-        )
+    if not problems:
+        return
+    said = "; ".join(problems)
+    if len(problems) == sum(bool(word["error"]) for word in words.values()):
+        raise ProcessError(f"not all processes are ready for {what}: {said}")
+    raise ProcessError(
+        f"the processes disagree before {what}: {said}. Build mesh, rules, model and "
+        "global batch from the same values in every process"
+    )
 
 
 def _word(what: str, mesh: DeviceMesh, parts: Mapping[str, str]) -> Word:
@@ -183,9 +193,13 @@ def _speakers(mesh: DeviceMesh) -> dict[int, Any]:
 
 
 def _exchange(
-    word: Word, speakers: Mapping[int, Any], what: str, *, gives_up: bool
+    word: Word,
+    speakers: Mapping[int, Any],
+    what: str,
+    *,
+    gives_up_after: float | None = None,
 ) -> dict[int, Word]:
-    """What each process says. Waits for all of them, or only for a while."""
+    """What each process says. Waits for all of them, or only some seconds."""
     sent = json.dumps(word, ensure_ascii=False).encode()
     assert len(sent) <= _BYTES, f"{len(sent)} bytes do not fit in {_BYTES}"
     row = np.frombuffer(sent.ljust(_BYTES), np.uint8)
@@ -196,8 +210,8 @@ def _exchange(
         target=lambda: heard.append(_gather(row, list(speakers.values()))), daemon=True
     )
     thread.start()
-    thread.join(PATIENCE_SECONDS)
-    if thread.is_alive() and not gives_up:
+    thread.join(gives_up_after or PATIENCE_SECONDS)
+    if thread.is_alive() and gives_up_after is None:
         warn(
             f"process {jax.process_index()} has waited {PATIENCE_SECONDS:.0f} s before "
             f"{what} and goes on waiting: the processes {list(speakers)} of the mesh "
@@ -207,7 +221,7 @@ def _exchange(
     if heard:
         rows = (json.loads(bytes(row).decode(errors="replace")) for row in heard[0])
         return dict(zip(speakers, rows, strict=True))
-    if gives_up:
+    if gives_up_after is not None:
         return {}
     raise ProcessError(
         f"process {jax.process_index()} could not reach the other processes before "

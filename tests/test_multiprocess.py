@@ -119,7 +119,14 @@ def test_storage_that_is_not_shared(tmp_path: Path) -> None:
         )
     v1: Any = orbax.checkpoint.v1
     v1.save(tmp_path / "plain", {"w": np.ones(8, np.float32)})
+    random = np.random.default_rng(0).random(8192, np.float32)
+    v1.save(tmp_path / "large", {"w": random})
     ended = launch.run("storage", str(tmp_path), processes=2, devices=4)
+    well, damaged = (one.answer["damaged for process 1"] for one in ended)
+    assert "not all processes are ready for using what was read" in well
+    assert "process 1 failed: CheckpointError: cannot read the checkpoint" in well
+    assert damaged.startswith("CheckpointError: cannot read the checkpoint")
+    assert "leaf 'w'" in damaged
     for one in ended:
         assert "process 1 differs in its checkpoint" in one.answer["other steps"]
         for case in ("other strategies", "only one verifies"):
@@ -136,7 +143,7 @@ def test_storage_that_is_not_shared(tmp_path: Path) -> None:
         assert "saving /proc/self/cwd/1, not at saving" in one.answer["another path"]
         assert "process 1 differs in its checkpoint" in one.answer["restore"]
     left = {path.name for path in tmp_path.glob("home*/*")}
-    assert left == {"saved", "steps"}, "nothing was written"
+    assert left == {"damaged", "saved", "steps"}, "nothing was written"
 
 
 OTHER_MESH = (

@@ -11,7 +11,9 @@ import numpy as np
 
 from flax_layoutmap._errors import CheckpointError
 from flax_layoutmap._flax_internals import no_mesh
+from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._place import put
+from flax_layoutmap._processes import Agreement
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._checksums import mismatches
 from flax_layoutmap.checkpoint._leaves import (
@@ -26,6 +28,9 @@ from flax_layoutmap.checkpoint._stored import Stored
 from flax_layoutmap.checkpoint._strategy import Way
 from flax_layoutmap.checkpoint._verify import not_as_saved, unrecorded
 
+# A process that cannot read waits this long for the others, which still read.
+_PATIENCE_SECONDS = 1800.0
+
 
 def read_leaves(
     stored: Stored,
@@ -33,8 +38,12 @@ def read_leaves(
     ways: Mapping[str, tuple[Read, Way]],
     host_memory: int | None,
     recorded: Mapping[str, str] | None,
+    mesh: DeviceMesh | None,
 ) -> dict[str, Any]:
     """Reads every leaf of a plan.
+
+    Each process reads by itself, and they agree that all could before the arrays are
+    used; but for those that are sent along a mesh axis, which they read together.
 
     Args:
         stored: the checkpoint.
@@ -42,14 +51,16 @@ def read_leaves(
         ways: path → how it is read.
         host_memory: bytes of arrays to read at a time; None: all at once.
         recorded: path in the checkpoint → checksum, to compare with; None: no.
+        mesh: the mesh whose processes all read.
 
     Returns:
         Path → value, in its sharding.
 
     Raises:
         CheckpointError: leaves cannot be read, or are not what they should be.
+        ProcessError: another process could not read.
     """
-    reader = _Reader(stored, plan, ways, recorded)
+    reader = _Reader(stored, plan, ways, recorded, mesh)
     for paths, axis in portions(plan, ways, host_memory):
         reader.read(paths, axis)
     for path, read in plan.reads.items():
@@ -69,11 +80,12 @@ class _Reader:
         plan: Plan,
         ways: Mapping[str, tuple[Read, Way]],
         recorded: Mapping[str, str] | None,
+        mesh: DeviceMesh | None,
     ) -> None:
         self.made: dict[str, Any] = {}
         self.problems: list[str] = []
         self._stored, self._plan, self._ways = stored, plan, ways
-        self._recorded = recorded
+        self._recorded, self._mesh = recorded, mesh
 
     def read(self, paths: Sequence[str], axis: int | None) -> None:
         """Reads some leaves, which are sent along a mesh axis if one is given."""
@@ -85,9 +97,16 @@ class _Reader:
             way = self._ways[path][1] if path in self._ways else None
             held = stored.held[source]
             targets[source] = _orbax_target(reads[path], held, way, as_stored)
-        values = _orbax.read_arrays(
-            stored.where, targets, stored.tree, item=stored.item, replica_axis=axis
-        )
+        after = f"using what was read of {stored.where}"
+        with Agreement(after, self._mesh, patience=_PATIENCE_SECONDS):
+            values = _orbax.read_arrays(
+                stored.where,
+                targets,
+                stored.tree,
+                item=stored.item,
+                replica_axis=axis,
+                alone=axis is None,
+            )
         values = {
             reads[path].stored.path: values[reads[path].stored.path] for path in paths
         }

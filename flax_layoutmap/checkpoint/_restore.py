@@ -117,11 +117,12 @@ def restore(
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
-            the target or the rules. Where an array cannot be read by one process alone,
-            it raises, and the others wait for it until it ends.
+            the target or the rules.
         MeshError: the rules have no mesh of devices, or one without devices of some of
             the processes.
-        ProcessError: the processes ask for different things.
+        ProcessError: the processes ask for different things, or another one cannot
+            read. (Where arrays are read by one replica and sent, the others wait in
+            Orbax for a process that cannot read, until it ends.)
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
@@ -160,7 +161,7 @@ def restore(
         )
     total = sum(way.read.get(jax.process_index(), 0) for _, way in ways.values())
     with shown_progress(f"restoring {stored.where}", int(total), progress):
-        values = read_leaves(stored, ready.plan, ways, host_memory, recorded)
+        values = read_leaves(stored, ready.plan, ways, host_memory, recorded, own)
     return ready.filled(values)
 
 

@@ -8,6 +8,7 @@ Each process has a directory of its own below the one path `/proc/self/cwd`.
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,12 @@ os.mkdir("steps")
 for step in (1, 2) if PROCESS == 0 else (1,):
     shutil.copytree(os.path.join(FOLDER, "plain"), f"steps/{step}")
 same = os.path.join(FOLDER, "0")
+shutil.copytree(os.path.join(FOLDER, "large"), "damaged")
+if PROCESS == 1:
+    largest = max(Path("damaged").rglob("d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[5_000:15_000] = bytes(10_000)
+    largest.write_bytes(content)
 half = flm.DeviceMesh("x=4", devices=jax.devices()[:4])
 plain = {"layout_map": layout_map, "progress": False}
 
@@ -62,6 +69,9 @@ launch.answer(
         ),
         "a mesh without devices of process 1": said(
             flm.checkpoint.restore, same, layout_map=layout_map.on(half)
+        ),
+        "damaged for process 1": said(
+            flm.checkpoint.restore, f"{HERE}/damaged", **plain
         ),
         "save": said(
             flm.checkpoint.save, f"{HERE}/runs/a", tree, layout_map=layout_map
