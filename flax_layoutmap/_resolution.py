@@ -476,6 +476,17 @@ class Resolution:
             if id(row) in found
         ]
 
+    def columns(self) -> Iterator[tuple[str, Shape, Any, Decision, Role]]:
+        """Path, shape, dtype, decision and role of each leaf; for pictures."""
+        return zip(
+            self.paths,
+            self.shapes,
+            self.dtypes,
+            self._rows,
+            self._roles(),
+            strict=True,
+        )
+
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
         """Warns once about unused rules and large unmatched leaves; for consumers.
 
