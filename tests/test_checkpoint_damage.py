@@ -164,8 +164,8 @@ def test_messages_name_the_leaf_or_the_files(intact: Path, tmp_path: Path) -> No
     shutil.copytree(intact, index)
     (index / "state" / "manifest.ocdbt").unlink()
     text = text_of_error(index)
-    assert f"the checkpoint {index} is damaged" in text
-    assert "_METADATA, manifest.ocdbt or a file below d is missing or cut" in text
+    assert f"the checkpoint {index} is damaged: {index}" in text
+    assert "state/manifest.ocdbt: is missing" in text
 
     strings = tmp_path / "strings"
     shutil.copytree(intact, strings)
@@ -174,6 +174,39 @@ def test_messages_name_the_leaf_or_the_files(intact: Path, tmp_path: Path) -> No
     # What is not asked for need not be whole.
     rest = flm.checkpoint.restore(strings, layout_map=layout_map(), exclude="text")
     assert rest["step"] == 12345678901
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("pattern", [p for p in FILES if p.startswith("state/")])
+def test_inspect_names_the_file(
+    pattern: str, damage: str, intact: Path, tmp_path: Path
+) -> None:
+    """Of the files with arrays, one that is zeroed is found by `verify` only."""
+    refused = 0
+    for number, name in enumerate(files_of(intact, pattern)):
+        copy = tmp_path / str(number)
+        shutil.copytree(intact, copy)
+        DAMAGES[damage](copy / name)
+        try:
+            flm.checkpoint.inspect(copy)
+        except flm.CheckpointError as error:
+            assert f"the checkpoint {copy} " in str(error)
+            assert Path(name).name in str(error)
+            refused += 1
+    every = len(files_of(intact, pattern))
+    if pattern in ("state/_METADATA", "state/manifest.ocdbt", "state/d/*"):
+        assert refused == every
+    elif pattern == "state/ocdbt.process_0/d/*":
+        assert refused == (0 if damage == "zeroed" else 1), "one file has the arrays"
+    elif pattern == "state/ocdbt.process_0/manifest.ocdbt":
+        assert refused == 0
+
+
+def test_a_python_bool_of_plain_orbax(tmp_path: Path) -> None:
+    v1: Any = ocp.v1
+    v1.save(tmp_path / "plain", {"w": np.ones(8, np.float32), "flag": True})
+    with pytest.raises(flm.CheckpointError, match="writes Python bools, which it cann"):
+        flm.checkpoint.inspect(tmp_path / "plain")
 
 
 # -------------------------------------------------------------- our own metadata

@@ -141,7 +141,7 @@ def test_bytes_in_a_database_of_several_levels(tmp_path: Path) -> None:
     """A tree of nodes: names are cut where a node's keys begin alike."""
     import tensorstore
 
-    from flax_layoutmap.checkpoint._orbax import stored_bytes
+    from flax_layoutmap.checkpoint._ocdbt import stored_bytes
 
     spec = {
         "driver": "ocdbt",
@@ -161,5 +161,5 @@ def test_bytes_in_a_database_of_several_levels(tmp_path: Path) -> None:
     opened = tensorstore.KvStore.open(base).result()
     manifest: Any = tensorstore.ocdbt.dump(opened).result()
     assert manifest["versions"][-1]["root_height"] > 1
-    assert stored_bytes(str(tmp_path), "state") == {**expected, "step": 0}
-    assert stored_bytes(str(tmp_path / "nothing"), None) == {}
+    assert stored_bytes(str(tmp_path / "state")) == {**expected, "step": 0}
+    assert stored_bytes(str(tmp_path / "nothing")) == {}

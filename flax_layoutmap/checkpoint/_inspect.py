@@ -9,11 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from flax_layoutmap._errors import CheckpointError
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import Shape, show_shape, show_spec
 from flax_layoutmap._table import human_bytes, text_table
 from flax_layoutmap.checkpoint import _orbax, _record
+from flax_layoutmap.checkpoint._ocdbt import damage_in
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
 from flax_layoutmap.checkpoint._safetensors_file import open_safetensors
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
@@ -128,7 +130,8 @@ def inspect(
 
     Raises:
         CheckpointError: there is none, it is unfinished, or it is damaged; names the
-            file, where one is at fault.
+            file. Of the files with the arrays only their length is looked at; `verify`
+            compares what is in them.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -145,6 +148,9 @@ def inspect(
         return _safetensors(where)
     place = find(where, step, newest=True)
     stored = open_checkpoint(place, item)
+    damage = damage_in(_orbax.folder_of(place.path, stored.item))
+    if damage is not None:
+        raise CheckpointError(f"the checkpoint {place.path} is damaged: {damage}")
     kind: CheckpointKind = "orbax-v1" if stored.is_v1 else "orbax-v0"
     custom = {key: v for key, v in stored.custom.items() if key != _record.KEY}
     return CheckpointInfo(

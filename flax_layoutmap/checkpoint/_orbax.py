@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from flax_layoutmap._errors import CheckpointError, LayoutError, did_you_mean
 from flax_layoutmap._paths import escape, key_of
 from flax_layoutmap._records import Shape
+from flax_layoutmap.checkpoint._ocdbt import damage_in
 from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
     NEW,
@@ -35,8 +36,6 @@ _CHUNK_BYTES = 16 << 20
 
 # What only the v1 API writes, and what every tree of arrays has.
 _V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
-# Keys of a database above which their sizes are not asked for one by one.
-_MOST_KEYS = 200_000
 # What TensorStore counts of the files it reads.
 _COUNTER = "/tensorstore/kvstore/file/bytes_read"
 
@@ -178,8 +177,14 @@ def read_metadata(path: str, item: str | None = None) -> Metadata:
     from orbax.checkpoint import v1
 
     own = {} if item is None else {"checkpointable_name": item}
-    with translated(f"{path} is no readable checkpoint"), v1.Context():
-        read = v1.metadata(path, **own)
+    try:
+        with translated(f"{path} is no readable checkpoint"), v1.Context():
+            read = v1.metadata(path, **own)
+    except CheckpointError as error:
+        damage = damage_in(folder_of(path, item))
+        if damage is None:
+            raise
+        raise CheckpointError(f"the checkpoint {path} is damaged: {damage}") from error
     if hasattr(read.metadata, "shape"):
         raise CheckpointError(
             f"the checkpoint {path} is a single array, which has no path for rules to "
@@ -187,10 +192,11 @@ def read_metadata(path: str, item: str | None = None) -> Metadata:
         )
     # Orbax logs what is wrong with a file, and answers None.
     if not isinstance(read.metadata, dict | list):
+        unknown = "Orbax cannot read it, and has logged why (it writes Python bools, "
+        unknown += "which it cannot read)"
         raise CheckpointError(
-            f"the checkpoint {path} is damaged: in its folder {item or 'state'!r}, "
-            "_METADATA, manifest.ocdbt or a file below d is missing or cut (or it has "
-            "a Python bool, which Orbax writes but cannot read); Orbax has logged which"
+            f"the checkpoint {path} is damaged: "
+            f"{damage_in(folder_of(path, item)) or unknown}"
         )
     custom = read.custom_metadata
     return Metadata(
@@ -199,6 +205,11 @@ def read_metadata(path: str, item: str | None = None) -> Metadata:
         item,
         os.path.exists(os.path.join(path, _V1_FILE)),
     )
+
+
+def folder_of(path: str, item: str | None) -> str:
+    """The folder with the files of a tree."""
+    return os.path.join(path, item) if item else path
 
 
 def _check_readable(path: str) -> None:
@@ -330,35 +341,6 @@ def layout_of(held: Any) -> tuple[dict[str, int], PartitionSpec] | None:
     return sizes, PartitionSpec(*entries)
 
 
-def stored_bytes(path: str, item: str | None = None) -> dict[str, int]:
-    """Name of a leaf (its keys joined by `.`) → bytes it takes in the files.
-
-    Empty where the checkpoint is not of one OCDBT database, or is too large to ask.
-    """
-    folder = os.path.join(path, item) if item else path
-    if is_url(path) or not os.path.isfile(os.path.join(folder, "manifest.ocdbt")):
-        return {}
-    import tensorstore
-
-    base = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
-    manifest = tensorstore.ocdbt.dump(base).result()
-    root = manifest["versions"][-1]["root"]
-    if root["statistics"]["num_keys"] > _MOST_KEYS:
-        return {}
-    sizes: dict[str, int] = {}
-    below = [(root["location"], "")]
-    while below:
-        where, prefix = below.pop()
-        for entry in tensorstore.ocdbt.dump(base, where).result()["entries"]:
-            if "location" in entry:
-                common = entry["subtree_common_prefix"].decode()
-                below.append((entry["location"], prefix + common))
-            else:
-                name = (prefix + entry["key"].decode()).split("/", 1)[0]
-                sizes[name] = sizes.get(name, 0) + _value_bytes(entry)
-    return sizes
-
-
 def bytes_read() -> int:
     """Bytes that TensorStore has read from files since this process started."""
     import tensorstore
@@ -367,13 +349,6 @@ def bytes_read() -> int:
     return sum(
         int(value["value"]) for metric in found for value in metric.get("values", ())
     )
-
-
-def _value_bytes(entry: Mapping[str, Any]) -> int:
-    indirect = entry.get("indirect_value")
-    if indirect is None:
-        return 0  # with the metadata, not in a read of its own
-    return int(indirect.rsplit(":", 1)[1])
 
 
 def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flax_layoutmap._errors import CheckpointError, did_you_mean
 from flax_layoutmap._records import Shape, show_shape
 from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._ocdbt import stored_bytes
 from flax_layoutmap.checkpoint._plan import Read
 from flax_layoutmap.checkpoint._reads import (
     Extent,
@@ -91,7 +92,10 @@ class Chooser:
         self._strategy = strategy
         self._devices = devices_per_process
         self._known: dict[Any, _Chosen] = {}
-        self._sizes = _orbax.stored_bytes(stored.where, stored.item) if exact else {}
+        self._sizes: dict[str, int] = {}
+        if exact:
+            with _orbax.translated(f"the checkpoint {stored.where} is damaged"):
+                self._sizes = stored_bytes(_orbax.folder_of(stored.where, stored.item))
 
     def way(self, read: Read) -> Way | None:
         """How a leaf is read; None where nothing has to be."""
