@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flax_layoutmap._errors import LayoutError, closest
+from flax_layoutmap._fold import Fold, apart, fold, relation
+from flax_layoutmap._leaf_table import Row, fitted, full, path_cell, printable
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import (
@@ -19,8 +21,12 @@ from flax_layoutmap._records import (
     show_spec,
 )
 from flax_layoutmap._rules import Rule, RuleSet
-from flax_layoutmap._serialise import rules_to_json
-from flax_layoutmap._table import human_bytes, markdown_table, text_table
+from flax_layoutmap._serialise import mesh_to_json, rules_to_json
+from flax_layoutmap._table import Grid, as_markdown, human_bytes, human_share
+from flax_layoutmap._terminal import coloured_grid, coloured_lines, wrapped
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Format = Literal["text", "markdown", "json"]
 
@@ -30,13 +36,35 @@ LARGE_SHARE = 0.01
 # Unused rules for which a path that looks alike is looked for; it takes a while.
 _HINTS = 10
 
-_HEADER = ("path", "shape", "dtype", "spec", "rule", "shard", "bytes/device")
-_RIGHT = (False,) * 6 + (True,)
+# So many lines that say the same are made one.
+_MANY = 4
+
 _ROLES: tuple[tuple[Role, str], ...] = (
     ("parameter", "parameters"),
     ("optimizer", "optimizer state"),
     ("other", "other"),
 )
+
+# Reasons that nobody asked for.
+UNMATCHED = {
+    "no rule": "is matched by no rule",
+    "unknown optimizer state": "is optimizer state of an unknown kind",
+}
+
+# Reasons in a few characters.
+_CODES = {
+    "explicit layout": "explicit",
+    "flax metadata": "metadata",
+    "follows kernel": "kernel's",
+    "follows parameter": "follows",
+    "no rule": "none",
+    "not an array": "no array",
+    "own layout": "own",
+    "random state": "random",
+    "unknown optimizer state": "unknown",
+}
+
+_Leaves = Sequence[tuple[ResolvedLeaf, Decision]]
 
 
 class Table(Protocol):
@@ -58,24 +86,34 @@ class Table(Protocol):
     def unused_rules(self) -> tuple[Rule, ...]: ...
 
 
-def report(table: Table, format: Format) -> str:
+def report(
+    table: Table, format: Format, *, folded: bool = True, width: int | None = None
+) -> str:
     """The whole table, then totals and remarks; see `Resolution.report`."""
     if format == "json":
         return json.dumps(to_json(table), indent=1)
-    if format not in ("text", "markdown"):
-        raise LayoutError(
-            f'format must be "text", "markdown" or "json", got {format!r}'
-        )
-    rows = [_table_row(leaf, row, table.rules) for leaf, row in table.rows()]
-    summary = [*_totals(table), *remarks(table)]
     if format == "text":
-        return "\n".join([text_table(_HEADER, rows, _RIGHT), "", *summary])
-    items = "\n".join(f"- {line}" for line in summary)
-    return f"{markdown_table(_HEADER, rows, _RIGHT)}\n\n{items}"
+        grid, lines = _parts(table, folded, width)
+        return "\n".join([grid.text(), "", *lines])
+    if format == "markdown":
+        return as_markdown(*_parts(table, folded, None))
+    raise LayoutError(f'format must be "text", "markdown" or "json", got {format!r}')
+
+
+def coloured(table: Table, width: int, *, folded: bool = True) -> "Iterator[Text]":
+    """The lines of the report for rich; without colours, those of the text."""
+    grid, lines = _parts(table, folded, width)
+    axes = () if table.mesh is None else table.mesh.axis_names
+    yield from coloured_grid(grid, axes)
+    yield from coloured_lines(["", *lines], axes)
 
 
 def remarks(
-    table: Table, *, large_only: bool = False, besides: Sequence[Table] = ()
+    table: Table,
+    *,
+    large_only: bool = False,
+    besides: Sequence[Table] = (),
+    folded: bool = False,
 ) -> list[str]:
     """Unused rules, unmatched leaves, fallbacks: one line each.
 
@@ -84,40 +122,75 @@ def remarks(
         large_only: leave out fallbacks other than of annotations that name no axis of
             the mesh, and leaves with less than 1 % of the bytes.
         besides: others of the same rules: what they use is not unused.
+        folded: whether leaves that are alike share a line.
     """
     # A warning has no hints: they take longer to find than all else.
     lines = _unused(table, besides, hints=not large_only)
     rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     total = (table.totals().total_bytes or 1) if rows else 1
-    for leaf, row in rows:
-        whole = leaf_bytes(leaf.shape, leaf.dtype)
-        is_large = whole > LARGE_SHARE * total
-        if leaf.reason not in UNMATCHED:
-            if not large_only:
-                lines.append(f"fallback: {leaf.path}: {leaf.fallback}")
-            elif row.warns and is_large:
+    found: list[_Remark] = []
+    for some in _folds(rows, folded):
+        leaf, row = rows[some.members[0]]
+        whole = len(some.members) * leaf_bytes(leaf.shape, leaf.dtype)
+        if not large_only:
+            found.append(_remark(some, leaf, whole, total))
+        elif whole > LARGE_SHARE * total:
+            if leaf.reason in UNMATCHED:
+                found.append(_remark(some, leaf, whole, total))
+            elif row.warns:
                 lines.append(
-                    f"annotation: {leaf.path} {show_shape(leaf.shape)}: "
+                    f"annotation: {path_cell(some)} {show_shape(leaf.shape)}: "
                     f"{leaf.fallback}; map the names by Flax's logical_axis_rules, or "
                     "add a rule for it"
                 )
+    return lines + (_together(found, total) if folded else [one.line for one in found])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Remark:
+    """A line about leaves that are alike, and what it shares with others."""
+
+    line: str
+    leaf: str  # the leaves alone
+    about: str  # what is said of them
+    leaves: int
+    bytes: int
+
+
+def _remark(some: Fold, leaf: ResolvedLeaf, whole: int, total: int) -> _Remark:
+    name, count = path_cell(some), len(some.members)
+    if leaf.reason not in UNMATCHED:
+        line = f"fallback: {name}: {leaf.fallback}"
+        return _Remark(line, name, f"fallback: {leaf.fallback}", count, whole)
+    because = f" ({leaf.fallback})" if leaf.fallback else ""
+    them = "it" if count == 1 else "each"
+    share = human_share(whole / total)
+    name += f" {show_shape(leaf.shape)}"
+    return _Remark(
+        f"unmatched: {name} {UNMATCHED[leaf.reason]}{because}, so every device holds "
+        f"{them} in full ({share} of the bytes)",
+        f"{name}, {share}",
+        f"unmatched: every device holds in full what {UNMATCHED[leaf.reason]}{because}",
+        count,
+        whole,
+    )
+
+
+def _together(found: Sequence[_Remark], total: int) -> list[str]:
+    """Lines that say the same of many leaves, as one and a list."""
+    same: dict[str, list[_Remark]] = {}
+    for one in found:
+        same.setdefault(one.about, []).append(one)
+    lines: list[str] = []
+    for about, group in same.items():
+        if len(group) < _MANY:
+            lines += [one.line for one in group]
             continue
-        if large_only and not is_large:
-            continue
-        why = UNMATCHED[leaf.reason]
-        why += f" ({leaf.fallback})" if leaf.fallback else ""
-        lines.append(
-            f"unmatched: {leaf.path} {show_shape(leaf.shape)} {why}, so every device "
-            f"holds it in full ({whole / total:.1%} of the bytes)"
-        )
+        leaves = sum(one.leaves for one in group)
+        share = human_share(sum(one.bytes for one in group) / total)
+        lines.append(f"{about}: {leaves} leaves, {share} of the bytes")
+        lines += [f"  {one.leaf}" for one in group]
     return lines
-
-
-# Reasons that nobody asked for.
-UNMATCHED = {
-    "no rule": "is matched by no rule",
-    "unknown optimizer state": "is optimizer state of an unknown kind",
-}
 
 
 def to_json(table: Table) -> dict[str, Any]:
@@ -127,7 +200,7 @@ def to_json(table: Table) -> dict[str, Any]:
     return {
         "schema": 1,
         "rules": rules_to_json(table.rules),
-        "leaves": [leaf_json(leaf) for leaf in leaves],
+        "leaves": [_leaf_json(leaf, table.mesh) for leaf in leaves],
         "totals": {role: dataclasses.asdict(table.totals(role)) for role, _ in _ROLES},
         "total_bytes": sums.total_bytes,
         "bytes_per_device": sums.bytes_per_device,
@@ -142,34 +215,113 @@ def to_json(table: Table) -> dict[str, Any]:
     }
 
 
-def _table_row(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> list[str]:
-    return [
-        leaf.path,
-        show_shape(leaf.shape),
-        "-" if leaf.dtype is None else str(leaf.dtype),
-        show_spec(row.spec),
-        because(row, rules, short=True),
-        "-" if leaf.shard_shape is None else show_shape(leaf.shard_shape),
-        human_bytes(leaf.bytes_per_device),
-    ]
+def _leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
+    own = leaf.layout.device_mesh
+    return {
+        **leaf_json(leaf),
+        "note": leaf.note,
+        "memory_kind": leaf.layout.memory_kind,
+        "mesh": None if own in (None, mesh) else mesh_to_json(own),
+    }
+
+
+def _parts(table: Table, folded: bool, width: int | None) -> tuple[Grid, list[str]]:
+    """The table, and the lines below it."""
+    leaves = table.rows()
+    folds = _folds(leaves, folded)
+    rows = [_row(found, *leaves[found.members[0]], table) for found in folds]
+    grid = full(rows) if width is None else fitted(rows, width)
+    lines = [*_notes(rows, grid), *_totals(table), *remarks(table, folded=folded)]
+    return grid, wrapped(lines, width)
+
+
+def _folds(leaves: _Leaves, folded: bool) -> list[Fold]:
+    """Leaves as rows: those that are alike in all but the indices in their paths."""
+    paths = [leaf.path for leaf, _ in leaves]
+    if not folded:
+        return apart(paths)
+    known: dict[int, Hashable] = {}
+    keys = []
+    for leaf, row in leaves:
+        # Many leaves share one decision.
+        same = known.get(id(row))
+        if same is None:
+            why = (row.reason, row.rule, row.fallback, row.note)
+            same = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
+            known[id(row)] = same
+        owner = None if row.owner is None else relation(leaf.path, row.owner)
+        keys.append((leaf.shape, leaf.dtype, leaf.role, owner, same))
+    return fold(paths, keys)
+
+
+def _row(found: Fold, leaf: ResolvedLeaf, row: Decision, table: Table) -> Row:
+    if row.owner is not None:
+        owner = found.spell(relation(leaf.path, row.owner))
+        row = dataclasses.replace(row, owner=owner)
+    is_warning = leaf.reason in UNMATCHED or bool(leaf.fallback)
+    return Row(
+        fold=found,
+        shape="-" if leaf.dtype is None else show_shape(leaf.shape),
+        dtype="-" if leaf.dtype is None else str(leaf.dtype),
+        spec=_spec(row, table.mesh),
+        rule=printable(because(row, table.rules, short=True)),
+        code=_code(row),
+        shard="-" if leaf.shard_shape is None else show_shape(leaf.shard_shape),
+        bytes_per_device=len(found.members) * leaf.bytes_per_device,
+        mark="warning" if is_warning else "",
+    )
+
+
+def _spec(row: Decision, mesh: DeviceMesh | None) -> str:
+    spec = show_spec(row.spec)
+    spec += f" {row.memory_kind}" if row.memory_kind else ""
+    return spec + (f" on {row.mesh}" if row.mesh not in (None, mesh) else "")
+
+
+def _code(row: Decision) -> str:
+    """Why, in a few characters."""
+    if row.rule is None:
+        return _CODES.get(row.reason, row.reason)
+    return (
+        f"opt {row.rule + 1}" if row.reason == "optimizer rule" else f"{row.rule + 1}"
+    )
+
+
+def _notes(rows: Sequence[Row], grid: Grid) -> Iterator[str]:
+    """What the table does not say by itself."""
+    cells = [line.cells for line in grid.lines if line.mark != "heading"]
+    at = grid.names.index("rule")
+    cut = {row.rule for row, c in zip(rows, cells, strict=True) if c[at] != row.rule}
+    numbered = [rule for rule in cut if rule[:1].isdigit()]
+    for rule in sorted(numbered, key=lambda rule: int(rule.split(" ")[0])):
+        number, _, pattern = rule.partition(" ")
+        yield f"rule {number}: {pattern}"
+    many = max((len(row.fold.members) for row in rows), default=1)
+    if many > 1:
+        yield f"×{many}: {many} leaves that are alike, with the sum of their bytes"
 
 
 def _totals(table: Table) -> list[str]:
+    roles = [(name, table.totals(role)) for role, name in _ROLES]
+    roles = [(name, sums) for name, sums in roles if sums.leaves]
     lines = []
-    for role, name in _ROLES:
-        sums = table.totals(role)
-        if sums.leaves:
-            leaves = "1 leaf" if sums.leaves == 1 else f"{sums.leaves} leaves"
-            lines.append(
-                f"{name}: {leaves}, {human_bytes(sums.total_bytes)}, "
-                f"{human_bytes(sums.bytes_per_device)} per device"
-            )
+    for name, sums in roles:
+        leaves = "1 leaf" if sums.leaves == 1 else f"{sums.leaves} leaves"
+        line = (
+            f"{name}: {leaves}, {human_bytes(sums.total_bytes)}, "
+            f"{human_bytes(sums.bytes_per_device)} per device"
+        )
+        # Of one role alone, the last line says it.
+        if len(roles) > 1 and sums.total_bytes and table.replicated_share:
+            share = human_share(sums.replicated_bytes / sums.total_bytes)
+            line += f"; {share} replicated"
+        lines.append(line)
     sums = table.totals()
     where = "no mesh" if table.mesh is None else f"mesh {table.mesh}"
+    share = human_share(table.replicated_share)
     lines.append(
         f"{where}: {human_bytes(sums.bytes_per_device)} per device of "
-        f"{human_bytes(sums.total_bytes)}; {table.replicated_share:.1%} of the bytes "
-        "replicated"
+        f"{human_bytes(sums.total_bytes)}; {share} of the bytes replicated"
     )
     return lines
 

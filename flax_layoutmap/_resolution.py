@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import jax
 from jax.sharding import NamedSharding
@@ -33,6 +33,11 @@ from flax_layoutmap._records import (
 from flax_layoutmap._rules import Rule, RuleSet, is_for_outputs
 from flax_layoutmap._serialise import rules_to_json
 from flax_layoutmap._table import human_bytes
+from flax_layoutmap._terminal import show
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
 
 
 class Resolution:
@@ -436,22 +441,62 @@ class Resolution:
 
     # ------------------------------------------------------------------ output
 
-    def report(self, format: Literal["text", "markdown", "json"] = "text") -> str:
+    def report(
+        self,
+        format: Literal["text", "markdown", "json"] = "text",
+        *,
+        fold: bool = True,
+        width: int | None = None,
+    ) -> str:
         """The whole table: path, shape, dtype, spec, rule, shard, bytes, and totals.
 
         Args:
-            format: `"text"` for a terminal, `"markdown"`, or `"json"` (schema 1).
-        """
-        return _report.report(self, format)
+            format: `"text"`, `"markdown"`, or `"json"` (schema 1, which
+                docs/report.md describes).
+            fold: whether leaves that differ in the indices of their paths alone share
+                a row, `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
+            width: at most so many characters in a line of text, by leaving out what
+                can be told from the rest; None for everything.
 
-    def remarks(self, *, large_only: bool = False) -> list[str]:
+        Raises:
+            LayoutError: there is no such format.
+        """
+        return _report.report(self, format, folded=fold, width=width)
+
+    def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
+        """Prints the report as wide as the terminal, with a colour per mesh axis.
+
+        Where the output is no terminal (a pipe, a file), that is `report()`: no colours
+        and nothing left out, or as wide as the environment variable COLUMNS says.
+        `rich.print(resolution)` prints the same.
+
+        Args:
+            file: where to; None for standard output.
+            fold: as for `report`.
+        """
+
+        def lines(width: int) -> "Iterator[Text]":
+            return _report.coloured(self, width, folded=fold)
+
+        def text(width: int | None) -> str:
+            return _report.report(self, "text", folded=fold, width=width)
+
+        show(lines, text, file)
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[Text]":
+        return _report.coloured(self, options.max_width)
+
+    def remarks(self, *, large_only: bool = False, fold: bool = False) -> list[str]:
         """Unused rules, unmatched leaves, fallbacks: one line each.
 
         Args:
             large_only: leave out fallbacks, and unmatched leaves with less than 1 % of
                 the bytes.
+            fold: whether leaves that are alike share a line, as in `report`.
         """
-        return _report.remarks(self, large_only=large_only)
+        return _report.remarks(self, large_only=large_only, folded=fold)
 
     def to_json(self) -> dict[str, Any]:
         """The table as plain JSON values, schema 1."""

@@ -1,19 +1,76 @@
-"""Columns of plain values as text, Markdown or nothing but lines; knows no rules."""
+"""Columns of plain values as text or Markdown; knows no rules."""
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
 
+# What Markdown would read as markup.
+_MARKUP = re.compile(r"[*`<\\]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a Grid.
+
+    Attributes:
+        cells: one text per column; a heading has one text, which spans all of them.
+        mark: what is to be said of it by colour: `""`, `"warning"`, `"heading"`, or
+            a word that the reader of the Grid knows.
+    """
+
+    cells: tuple[str, ...]
+    mark: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """A table before it is written.
+
+    Attributes:
+        names: the header, one per column.
+        right: whether a column is aligned to the right.
+        lines: the lines below the header.
+    """
+
+    names: tuple[str, ...]
+    right: tuple[bool, ...]
+    lines: tuple[Line, ...]
+
+    def widths(self) -> list[int]:
+        """Width of each column, in characters."""
+        rows = [self.names, *(row.cells for row in self.lines if row.mark != "heading")]
+        return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def width(self) -> int:
+        """Width of the whole table, in characters."""
+        widths = self.widths()
+        return sum(widths) + 2 * (len(widths) - 1)
+
+    def padded(self) -> Iterator[tuple[list[str], str]]:
+        """The cells of each line, filled to the width of their columns, and its mark.
+
+        The header (mark `"header"`) and a line below it (mark `"rule"`) come first.
+        """
+        widths = self.widths()
+        yield _pad(self.names, widths, self.right), "header"
+        yield ["─" * width for width in widths], "rule"
+        for line in self.lines:
+            is_heading = line.mark == "heading"
+            cells = line.cells if is_heading else _pad(line.cells, widths, self.right)
+            yield list(cells), line.mark
+
+    def text(self) -> str:
+        """The table with two spaces between columns."""
+        return "\n".join("  ".join(cells).rstrip() for cells, _ in self.padded())
 
 
 def text_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
 ) -> str:
     """Aligns columns with two spaces between them and a line below the header."""
-    widths = _widths(header, rows)
-    lines = [_line(header, widths, right)]
-    lines.append("  ".join("─" * width for width in widths))
-    lines.extend(_line(row, widths, right) for row in rows)
-    return "\n".join(lines)
+    lines = tuple(Line(tuple(row)) for row in rows)
+    return Grid(tuple(header), tuple(right), lines).text()
 
 
 def markdown_table(
@@ -25,6 +82,25 @@ def markdown_table(
     return "\n".join(f"| {' | '.join(row)} |" for row in [list(header), rule, *cells])
 
 
+def as_markdown(grid: Grid, lines: Sequence[str]) -> str:
+    """A table, with paths, specs and rules as code, and a list."""
+    code = [name in ("path", "spec", "rule") for name in grid.names]
+    cells = [
+        [_code(cell) if flag else cell for cell, flag in zip(row, code, strict=True)]
+        for row in (line.cells for line in grid.lines)
+    ]
+    return f"{markdown_table(grid.names, cells, grid.right)}\n\n{markdown_list(lines)}"
+
+
+def markdown_list(lines: Sequence[str]) -> str:
+    """One item per line; an indented line is an item below the one before it."""
+    items = [_MARKUP.sub(r"\\\g<0>", line) for line in lines]
+    return "\n".join(
+        f"  - {item.lstrip()}" if item.startswith("  ") else f"- {item}"
+        for item in items
+    )
+
+
 def human_bytes(count: int | float) -> str:
     """`1536` → `'1.5 KiB'`."""
     value, power = float(count), 0
@@ -33,13 +109,49 @@ def human_bytes(count: int | float) -> str:
     return f"{value:.{min(power, 1)}f} {_UNITS[power]}"
 
 
-def _widths(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
-    return [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
+def human_share(share: float) -> str:
+    """`0.0312` → `'3.1%'`; what is something is never shown as nothing."""
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
-def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    cells = [
+def cut(text: str, width: int) -> str:
+    """A text with its middle left out, where it is too long; the end counts for more.
+
+    >>> cut("4 attention/(query|key|value)/kernel", 20)
+    '4 atten…alue)/kernel'
+    """
+    if len(text) <= width:
+        return text
+    end = (2 * (width - 1)) // 3
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def cut_path(path: str, width: int) -> str:
+    """A path with parts left out, where it is too long; never the end of it.
+
+    >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
+    'opt_state/…/query/kernel'
+    """
+    if len(path) <= width:
+        return path
+    first, *parts = path.split("/")
+    for start, fewest in ((f"{first}/…", 2), ("…", 1)):
+        for at in range(1, len(parts) - fewest + 1):
+            short = "/".join([start, *parts[at:]])
+            if len(short) <= width:
+                return short
+    return f"…{path[max(len(path) - width + 1, 0) :]}"
+
+
+def _code(cell: str) -> str:
+    """A cell as code, with marks around it that it does not hold."""
+    return f"`` {cell} ``" if "`" in cell else f"`{cell}`"
+
+
+def _pad(
+    cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]
+) -> list[str]:
+    return [
         cell.rjust(width) if flag else cell.ljust(width)
-        for cell, width, flag in zip(row, widths, right, strict=True)
+        for cell, width, flag in zip(cells, widths, right, strict=True)
     ]
-    return "  ".join(cells).rstrip()

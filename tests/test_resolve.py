@@ -979,7 +979,7 @@ def test_the_report_as_markdown() -> None:
     assert lines[:3] == [
         "| path | shape | dtype | spec | rule | shard | bytes/device |",
         "| :-- | :-- | :-- | :-- | :-- | :-- | --: |",
-        r"| a | (8,) | float32 | P(data+model) | 1 a\|b | (1,) | 4 B |",
+        r"| `a` | (8,) | float32 | `P(data+model)` | `1 a\|b` | (1,) | 4 B |",
     ]
     assert lines[4] == "- parameters: 1 leaf, 32 B, 4 B per device"
 
@@ -1004,6 +1004,9 @@ def test_the_report_as_json() -> None:
         "bytes_per_device": 12,
         "fallback": None,
         "owner": None,
+        "note": None,
+        "memory_kind": None,
+        "mesh": None,
     }
     assert data["leaves"][0]["dtype"] is None
     assert data["unused_rules"] == ["x"] and data["unmatched"] == ["y"]

@@ -1,0 +1,179 @@
+"""Paths that differ in their indices alone, as one: `layers/{0..79}/mlp/up/kernel`."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Hashable, Sequence
+
+# A whole part (`layers/0`), the end of a name (`layers_0`, `block0`) or what stands
+# between underscores. Escapes in a path (`%2F`, `%25`) hold no index.
+_INDEX = re.compile(r"(?<![0-9%])(0|[1-9][0-9]*)(?=[/_]|$)")
+
+# Names such as `w1`, `w3` or `conv2` are rarely places in a list: fewer than these
+# of them stay apart.
+_GLUED = 4
+
+Indices = tuple[int, ...]
+Relation = tuple[tuple[str, ...], tuple[int | None, ...]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fold:
+    """Leaves that are shown as one.
+
+    Attributes:
+        text: their path, in which `{0..79}` stands for the indices 0 to 79.
+        members: their positions, ascending.
+        slots: the text of each index in the path, from the left.
+        head: how many characters of the text make up its beginning, up to and with
+            the `/` after the last index that stands for several; without such an
+            index, after the last index.
+    """
+
+    text: str
+    members: tuple[int, ...]
+    slots: tuple[str, ...]
+    head: int
+
+    def spell(self, relation: Relation) -> str:
+        """A path that is related to that of every member, with the same indices."""
+        texts, indices = relation
+        slots = self.slots[len(self.slots) - len(indices) :] if indices else ()
+        spelled = [
+            slot if index is None else str(index)
+            for slot, index in zip(slots, indices, strict=True)
+        ]
+        return _join(texts, spelled)
+
+
+def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
+    """Folds the paths that differ in indices alone.
+
+    Args:
+        paths: distinct paths.
+        alike: one value per path; those with unequal ones are not folded.
+
+    Returns:
+        The folds, in the order of their first members.
+
+    >>> [row.text for row in fold(["a/0/w", "a/1/w", "a/2/w", "b"], [0, 0, 0, 0])]
+    ['a/{0..2}/w', 'b']
+    >>> [row.text for row in fold(["a_0", "a_1", "a_2", "a_4"], "xxyx")]
+    ['a_{0,1,4}', 'a_2']
+    """
+    groups: dict[Hashable, dict[Indices, int]] = {}
+    for at, (path, key) in enumerate(zip(paths, alike, strict=True)):
+        pieces = _INDEX.split(path)
+        group = groups.setdefault((tuple(pieces[::2]), key), {})
+        group[tuple(map(int, pieces[1::2]))] = at
+    folds: list[Fold] = []
+    for (texts, _), group in groups.items():  # pyright: ignore[reportGeneralTypeIssues]
+        for box in _boxes(list(group), texts):
+            members = [group[indices] for indices in itertools.product(*box)]
+            folds.append(_fold_of(texts, box, members))
+    return sorted(folds, key=lambda row: row.members[0])
+
+
+def apart(paths: Sequence[str]) -> list[Fold]:
+    """Every path by itself."""
+    pieces = [_INDEX.split(path) for path in paths]
+    return [
+        _fold_of(split[::2], [[int(index)] for index in split[1::2]], [at])
+        for at, split in enumerate(pieces)
+    ]
+
+
+def relation(path: str, other: str) -> Relation:
+    """How another path reads beside this one: which of its indices are the same.
+
+    Indices are compared from the right. Two leaves whose `other` has the same relation
+    to their paths can be folded, and `Fold.spell` writes it for both.
+
+    >>> relation("mu/layers/7/w", "layers/7/w")
+    (('layers/', '/w'), (None,))
+    """
+    mine = _INDEX.split(path)[1::2]
+    pieces = _INDEX.split(other)
+    theirs = pieces[1::2]
+    # An index of the other without a counterpart would have no slot to stand in.
+    if len(theirs) > len(mine):
+        return (other,), ()
+    tail = mine[len(mine) - len(theirs) :]
+    same = [None if a == b else int(b) for a, b in zip(tail, theirs, strict=True)]
+    return tuple(pieces[::2]), tuple(same)
+
+
+def natural_key(path: str) -> tuple[tuple[str | int, ...], ...]:
+    """Sorts `layers/2` before `layers/10`."""
+    pieces = re.split(r"([0-9]+)", path)
+    return tuple(
+        (1, int(piece), piece) if at % 2 else (0, piece)
+        for at, piece in enumerate(pieces)
+    )
+
+
+def spell_indices(indices: Sequence[int]) -> str:
+    """Ascending indices as a shell would write them.
+
+    >>> spell_indices([7]), spell_indices([0, 1, 2, 3, 5]), spell_indices([0, 2, 4, 6])
+    ('7', '{0..3,5}', '{0..6..2}')
+    """
+    if len(indices) == 1:
+        return str(indices[0])
+    step = indices[1] - indices[0]
+    regular = all(b - a == step for a, b in itertools.pairwise(indices))
+    if step > 1 and regular and len(indices) > 3:
+        return f"{{{indices[0]}..{indices[-1]}..{step}}}"
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    texts = [
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+        for run in runs
+    ]
+    return f"{{{','.join(texts)}}}"
+
+
+def _boxes(tuples: list[Indices], texts: Sequence[str]) -> list[list[list[int]]]:
+    """Cuts a set of indices into products of sets, one set per slot."""
+    if not tuples[0]:
+        return [[]]
+    rests: dict[int, list[Indices]] = {}
+    for indices in tuples:
+        rests.setdefault(indices[0], []).append(indices[1:])
+    same: dict[tuple[Indices, ...], list[int]] = {}
+    for first, rest in rests.items():
+        same.setdefault(tuple(sorted(rest)), []).append(first)
+    boxes = []
+    for rest, firsts in same.items():
+        glued = texts[0][-1:] not in ("", "/", "_")
+        choices = (
+            [[at] for at in firsts] if glued and len(firsts) < _GLUED else [firsts]
+        )
+        for box in _boxes(list(rest), texts[1:]):
+            boxes += [[sorted(choice), *box] for choice in choices]
+    return boxes
+
+
+def _fold_of(
+    texts: Sequence[str], box: Sequence[Sequence[int]], members: Sequence[int]
+) -> Fold:
+    slots = tuple(map(spell_indices, box))
+    last = max((at for at, some in enumerate(box) if len(some) > 1), default=-1)
+    last = len(box) - 1 if last < 0 else last
+    head = 0
+    if last >= 0:
+        after = texts[last + 1].find("/")
+        until = _join(texts[: last + 1], slots[: last + 1])
+        head = 0 if after < 0 else len(until) + after + 1
+    return Fold(_join(texts, slots), tuple(sorted(members)), slots, head)
+
+
+def _join(texts: Sequence[str], slots: Sequence[str]) -> str:
+    mixed = itertools.chain.from_iterable(
+        itertools.zip_longest(texts, slots, fillvalue="")
+    )
+    return "".join(mixed)
