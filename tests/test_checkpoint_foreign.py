@@ -602,6 +602,25 @@ def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> 
         restore(tmp_path / "runs", step=3, **options)
 
 
+def test_ten_thousand_steps(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
+    layout_map = rules(mesh)
+    for step in (3, 10_000):
+        tree = {"params": {"kernel": np.full((2, 4), step, np.float32)}}
+        flm.checkpoint.save(tmp_path / str(step), tree, layout_map=layout_map)
+    for step in range(1, 10_000):
+        if step != 3:  # the finished ones are known by this file
+            (tmp_path / str(step)).mkdir()
+            (tmp_path / str(step) / "_CHECKPOINT_METADATA").touch()
+    for step, value in (("latest", 10_000), (3, 3)):
+        result = restore(tmp_path, step=step, layout_map=layout_map)
+        assert (np.asarray(result["params"]["kernel"]) == value).all()
+    info = inspect(tmp_path)
+    assert info.step == 10_000 and len(info.steps) == 10_000
+    text = "has no step 20000; it has 9995 older steps, 9996, .*, 10000"
+    with pytest.raises(flm.CheckpointError, match=text):
+        restore(tmp_path, step=20_000, layout_map=layout_map)
+
+
 def test_several_trees_in_one_checkpoint(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     with ocp.CheckpointManager(tmp_path / "runs") as manager:
         manager.save(

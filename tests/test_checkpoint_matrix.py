@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     ),
     "no index of the arrays": (
         edited("state/d", shutil.rmtree),
-        ["the checkpoint {path} is damaged", "a file below d"],
+        ["the checkpoint {path} is damaged: {path}/state/d/", ": is missing"],
     ),
     "no _CHECKPOINT_METADATA": (
         edited("_CHECKPOINT_METADATA", Path.unlink),

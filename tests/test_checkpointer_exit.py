@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 SIZE = 1 << 22
 
 BEGIN = f"""
-import asyncio, os, resource, signal, sys, threading
+import asyncio, os, resource, signal, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 import flax_layoutmap as flm
@@ -125,7 +125,8 @@ with opened() as checkpointer:
     for step in range(2):
         checkpointer.save(step, tree(step))
     os.kill(os.getpid(), signal.SIGINT)
-    signal.pause()
+    while True:  # a pause could begin after the signal
+        time.sleep(0.05)
 """,
         -signal.SIGINT,
         "KeyboardInterrupt",
@@ -286,7 +287,8 @@ with opened() as checkpointer:
     checkpointer.save(0, tree(0))
     checkpointer.wait()
     print("saved", flush=True)
-    signal.pause()
+    while True:  # a pause could begin after the signal
+        time.sleep(0.05)
 """
 
 
