@@ -563,6 +563,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.slow
 def test_every_dtype_comes_back_bit_for_bit(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=(8, 3)) * 3
     values[0] = [0.0, -0.0, 1.0]

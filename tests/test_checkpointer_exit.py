@@ -169,6 +169,7 @@ with opened(every=1) as checkpointer:
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS, ids=str)
 def test_the_save_under_way_is_finished(tmp_path: Path, end: str) -> None:
     code, expected, phrase = ENDS[end]
@@ -197,6 +198,7 @@ for step in range(2):
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ABANDONED, ids=str)
 def test_a_save_that_nobody_waits_for_is_not_lost_quietly(
     tmp_path: Path, how: str

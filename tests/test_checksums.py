@@ -142,6 +142,7 @@ def test_the_sharding_does_not_matter(dtype: str) -> None:
     assert seen > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bool", "int4", "bfloat16", "float32"])
 def test_devices_give_the_number_of_the_host(
     dtype: str, monkeypatch: pytest.MonkeyPatch

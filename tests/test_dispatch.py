@@ -362,6 +362,7 @@ def test_an_outer_trace_may_not_write(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_allclose(model.layers[0].bias[...], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["route", "long way"])
 def test_interrupts_leave_the_model_whole(way: str, mesh: flm.DeviceMesh) -> None:
     class Many(nnx.Module):

@@ -50,6 +50,7 @@ def load_train_lm() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) -> None:
     done = run_example("train_lm.py", *TINY, f"--checkpoint-dir={tmp_path}")
     assert done.returncode == 0, done.stderr
@@ -64,6 +65,7 @@ def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) ->
     assert (tmp_path / "step-3").is_dir()
 
 
+@pytest.mark.slow
 def test_train_lm_on_one_device_says_so() -> None:
     done = run_example("train_lm.py", *TINY, devices=1)
     assert done.returncode == 0, done.stderr
@@ -73,6 +75,7 @@ def test_train_lm_on_one_device_says_so() -> None:
     assert np.ptp(losses, axis=1).max() < 0.01
 
 
+@pytest.mark.slow
 def test_train_linen_continues_on_another_mesh() -> None:
     done = run_example("train_linen.py", "--steps=6")
     assert done.returncode == 0, done.stderr
@@ -100,6 +103,7 @@ def test_dtensor_tour() -> None:
     assert "hold the same part of an array (4, 2)" in done.stdout
 
 
+@pytest.mark.slow
 def test_port_from_keras_trains_by_rules_of_keras() -> None:
     done = run_example("port_from_keras.py", "--steps=12")
     assert done.returncode == 0, done.stderr
@@ -118,6 +122,7 @@ def test_port_from_keras_trains_by_rules_of_keras() -> None:
     assert "The loss fell." in done.stdout
 
 
+@pytest.mark.slow
 def test_load_hugging_face_reads_its_own_checkpoint_and_one_of_transformers() -> None:
     done = run_example("load_hugging_face.py")
     assert done.returncode == 0, done.stderr

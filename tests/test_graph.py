@@ -543,6 +543,7 @@ def test_modules_with_a_setattr_of_their_own(mesh: flm.DeviceMesh) -> None:
 # ------------------------------------------------------------------- nothing is lost
 
 
+@pytest.mark.slow
 def test_interrupts_come_before_or_after(mesh: flm.DeviceMesh) -> None:
     """Hundreds of them: the model is never half of one and half of the other."""
     layout_map = rules(mesh)

@@ -101,6 +101,7 @@ def test_control_more_of_orbax_is_seen(brought_by_flax: set[str]) -> None:
     assert orbax - brought_by_flax
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [EVERY_NAME, PLAN], ids=["every name", "plan"])
 def test_no_backend_is_started(code: str) -> None:
     done = run(code + BACKEND_HAS_NOT_STARTED)

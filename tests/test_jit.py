@@ -1087,6 +1087,7 @@ def test_jax_may_forget_its_traces(mesh: flm.DeviceMesh) -> None:
     assert step.lower(model, X + 1).compile() is not None and function.count == 2
 
 
+@pytest.mark.slow
 def test_a_model_inside_other_transformations(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
     model = flm.create(make, layout_map)

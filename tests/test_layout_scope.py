@@ -183,6 +183,7 @@ def test_linen(mesh: flm.DeviceMesh, when: str, method: str) -> None:
     assert_lies(made["batch_stats"]["norm"]["mean"], ((),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.parametrize("method", ["init", "init_with_output", "lazy_init"])
 def test_linen_under_jit_is_constrained(kind: str, method: str) -> None:

@@ -604,6 +604,7 @@ def test_compilations_are_seen(compilations: list[float]) -> None:
     assert len(compilations) == 2
 
 
+@pytest.mark.slow
 def test_nothing_drifts_in_a_hundred_steps(
     mesh: flm.DeviceMesh, compilations: list[float], long_ways: list[str]
 ) -> None:

@@ -894,6 +894,7 @@ def axes_of(array: jax.Array) -> set[str]:
     return {axis for entry in spec if entry for axis in np.atleast_1d(entry).tolist()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED_STATE)
 def test_state_sharded_over_data_while_parameters_are_not(
     name: str, mesh: flm.DeviceMesh

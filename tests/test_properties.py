@@ -137,6 +137,7 @@ def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
     return matcher.refine(path, sure, maybe)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     st.lists(PATTERNS.filter(compiles), min_size=1, max_size=4, unique=True),
@@ -299,6 +300,7 @@ def folded(flat: Flat) -> list[str]:
     return [block.folded + name for block in flat.blocks for name in block.names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_leaves", [2, 64])
 @pytest.mark.parametrize("odd", [False, True], ids=["regular", "odd"])
 def test_the_short_way_is_the_long_way(

@@ -13,6 +13,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_quick_start_runs_and_prints_the_report(tmp_path: Path) -> None:
     code = "\n".join(blocks("python"))
     assert code.count("/tmp/flax_layoutmap_quick_start") == 1

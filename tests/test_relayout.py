@@ -211,6 +211,7 @@ def twice(loss: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_gradients_lie_as_the_input(kind: str) -> None:
     mesh = grid(kind)
@@ -289,6 +290,7 @@ def test_gradients_come_back_to_one_device() -> None:
         assert_lies(gradient, PLACES[5], MESH, 2 * X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", ["input", "output", lay(PLACES[1])], ids=str)
 @BOTH_WAYS
 def test_every_transformation(gradient: Any, way: Any) -> None:

@@ -72,6 +72,7 @@ def test_like(way: Any) -> None:
         assert parts(follow(lay(old), lay(other, 0 * X))) == found, (old, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "step"), [(lambda f: f, 2), (jax.jit, 1)], ids=["eagerly", "jit"]
 )

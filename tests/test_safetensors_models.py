@@ -54,6 +54,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "scanned", "flat"),
     [

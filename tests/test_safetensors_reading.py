@@ -139,6 +139,7 @@ def boxes(draw: st.DrawFn, shape: Shape) -> tuple[tuple[int, int], ...]:
     return tuple((low, high) for low, high in ends)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), gap=st.sampled_from([0, 8, 64, 32 << 10]))
 def test_a_slice_of_any_steps_is_numpys(
