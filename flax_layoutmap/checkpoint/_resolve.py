@@ -1,0 +1,75 @@
+"""flm.checkpoint.resolve: what rules say of the leaves that a checkpoint holds."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._resolution import Resolution
+from flax_layoutmap.checkpoint._leaves import problem_list
+from flax_layoutmap.checkpoint._options import checked_options
+from flax_layoutmap.checkpoint._places import absolute, find
+from flax_layoutmap.checkpoint._restore import prepared, rules_on
+from flax_layoutmap.checkpoint._stored import open_checkpoint
+
+
+def resolve(
+    path: str | os.PathLike[str],
+    *,
+    layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    item: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Any = None,
+) -> Resolution:
+    """Decides the layout of every leaf of a checkpoint, without the model's code.
+
+    Reads no array, and needs no devices: the mesh may be abstract.
+
+    Args:
+        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
+        layout_map: the rules; None takes those that the checkpoint was saved with.
+        mesh: the mesh for the rules; None takes theirs, or the one that the checkpoint
+            was saved on, abstract.
+        step: which step of a directory of some.
+        item: which of several trees.
+        include: regular expressions; only leaves that one of them finds.
+        exclude: likewise; leaves that none of them finds.
+        rename: other names for the leaves, as in `restore`.
+
+    Returns:
+        The Resolution: read it with `.report()`, `.explain(path)`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, it was saved without
+            rules and `layout_map` is None, or its leaves do not fit the rules.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
+        >>> found = flm.checkpoint.resolve(path, mesh=flm.DeviceMesh.abstract("data=16"))
+        >>> found["w"].shard_shape
+        (4, 8)
+    """
+    rules = rules_on(layout_map, mesh)
+    options = checked_options(None, include, exclude, rename, None, "error", "error")
+    place = find(absolute(path), step, newest=True)
+    stored = open_checkpoint(place, item, options.rename)
+    if rules is None or rules.mesh is None:
+        mesh = stored.record.mesh if mesh is None else mesh
+        if mesh is None:
+            lacks = "rules" if rules is None else "a mesh"
+            raise CheckpointError(
+                f"{stored.where} was saved without {lacks}; pass "
+                + ("layout_map=" if rules is None else "mesh=")
+            )
+        rules = None if rules is None else rules.on(mesh)
+    plan = prepared(stored, None, rules, mesh, options).plan
+    if plan.problems or plan.resolution is None:
+        raise problem_list(f"cannot lay out {stored.where}", plan.problems)
+    return plan.resolution
