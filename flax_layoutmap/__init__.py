@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from flax_layoutmap._initialize import get_device_count as get_device_count
     from flax_layoutmap._initialize import initialize as initialize
     from flax_layoutmap._initialize import list_devices as list_devices
+    from flax_layoutmap._issues import Issue as Issue
+    from flax_layoutmap._issues import format_issues as format_issues
     from flax_layoutmap._jit import jit as jit
     from flax_layoutmap._layout import TensorLayout as TensorLayout
     from flax_layoutmap._layout_map import LayoutMap as LayoutMap
     from flax_layoutmap._layout_scope import layout_map_scope as layout_map_scope
+    from flax_layoutmap._lint import check as check
+    from flax_layoutmap._lint import lint as lint
     from flax_layoutmap._mesh import DeviceMesh as DeviceMesh
     from flax_layoutmap._pack import pack as pack
     from flax_layoutmap._pack import unpack as unpack
@@ -53,6 +57,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointError": "_errors",
     "DeviceMesh": "_mesh",
+    "Issue": "_issues",
     "LayoutError": "_errors",
     "LayoutMap": "_layout_map",
     "LayoutWarning": "_errors",
@@ -68,6 +73,7 @@ _HOMES = {
     "TensorLayout": "_layout",
     "activation_scope": "_activations",
     "call_with_layout": "_call",
+    "check": "_lint",
     "check_layout": "_fetch",
     "checkpoint": None,
     "copy_to_mesh": "_relayout",
@@ -77,12 +83,14 @@ _HOMES = {
     "distribute_batch": "_batch",
     "distribute_tensor": "_place",
     "fetch_layout": "_fetch",
+    "format_issues": "_issues",
     "get_default_mesh": "_scope",
     "is_distributed": "_fetch",
     "get_device_count": "_initialize",
     "initialize": "_initialize",
     "jit": "_jit",
     "layout_map_scope": "_layout_scope",
+    "lint": "_lint",
     "list_devices": "_initialize",
     "pack": "_pack",
     "pad_batch": "_batch",

@@ -62,7 +62,7 @@ def view_of(pattern: str) -> View:
             elif escaped not in _PLAIN_ESCAPES:
                 return _UNKNOWN  # \1, \x31, \u0031, \N{DIGIT ONE} …
         elif char == "[":
-            end = _class_end(pattern, at)
+            end = class_end(pattern, at)
             if end is None or not _class_is_blind(pattern[at + 1 : end]):
                 return _UNKNOWN
             width = end + 1 - at
@@ -183,7 +183,7 @@ def key_chunks(key: str, chunks: Iterable[str]) -> set[str]:
     }
 
 
-def _class_end(pattern: str, start: int) -> int | None:
+def class_end(pattern: str, start: int) -> int | None:
     """Position of the `]` that closes the class opened at `start`."""
     at = start + 1
     if pattern.startswith("^", at):

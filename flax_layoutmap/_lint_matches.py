@@ -1,0 +1,234 @@
+"""What rules match of a model: nothing, nothing of their own, or more than they say."""
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from flax_layoutmap._errors import closest
+from flax_layoutmap._issues import Issue
+from flax_layoutmap._lint_groups import NUMBER, representatives
+from flax_layoutmap._lint_rules import about, axes_code, key_code, name_of
+from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._rules import Match, Matcher, Rule, is_for_outputs
+
+# Rules that match nothing for which another spelling is looked for, and where.
+_HINTS = 10
+_MOST_PATHS = 2000
+# Above this likeness a path is taken for what the pattern was to be.
+_SURELY_MEANT = 0.8
+
+
+def lint_matches(resolution: Resolution) -> Iterator[Issue]:
+    """Rules that match nothing, decide nothing, or match more than they seem to."""
+    yield from _unused(resolution)
+    yield from _never_decides(resolution)
+    yield from _inside_of_names(resolution)
+    yield from _goes_on(resolution)
+
+
+def _unused(resolution: Resolution) -> Iterator[Issue]:
+    rules = resolution.rules
+    paths: list[str] = []
+    unused = set(map(id, resolution.unused_rules))
+    hints = 0
+    for section in ("rules", "optimizer"):
+        for number, rule in enumerate(getattr(rules, section), start=1):
+            if id(rule) not in unused:
+                continue
+            hint, fix = "", f"del {key_code(section, rule.pattern)}"
+            if hints < _HINTS:
+                hints += 1
+                paths = paths or _paths(resolution)
+                hint, fix = _spelt_otherwise(rules.match, paths, section, rule)
+            yield about(
+                "LM101",
+                "info" if rules.strict is False else "warning",
+                section,
+                number,
+                rule,
+                f" matches no leaf{hint}",
+                fix,
+            )
+
+
+def _paths(resolution: Resolution) -> list[str]:
+    """The paths that the rules see, but for their numbers."""
+    paths = resolution._flat.paths
+    found = (NUMBER.sub("0", paths[at]) for at in representatives(resolution))
+    return sorted(set(itertools.islice(found, _MOST_PATHS)))
+
+
+def _spelt_otherwise(
+    match: Match, paths: Sequence[str], section: str, rule: Rule
+) -> tuple[str, str]:
+    """What the rule may have meant: the end of a message, and a fix."""
+    pattern = rule.pattern
+    old, axes = key_code(section, pattern), axes_code(rule)
+    for mode in get_args(Match):
+        found = _first_match(rule, mode, paths) if mode != match else None
+        if found is not None:
+            wide = f".*{pattern}" + (".*" if match == "fullmatch" else "")
+            return (
+                f" with match={match!r}; with match={mode!r} it would match {found!r}",
+                f"{key_code(section, wide)} = {axes}  # in place of {old}",
+            )
+    for why, other in (
+        ("paths have no 'params/'", re.sub(r"(?:\^|\\A)?params/", "", pattern)),
+        ("a Variable's own 'value' is in no path", re.sub(r"/value\$?$", "", pattern)),
+        ("the parts of a path are joined by '/'", pattern.replace(r"\.", "/")),
+        (
+            "paths are not bracketed",
+            re.sub(r"\\?\[\\?['\"]?|['\"]?\\?\]", "/", pattern),
+        ),
+    ):
+        other = re.sub("/+", "/", other).strip("/")
+        if other != pattern and _compiles(other):
+            if _first_match(Rule(other, None), match, paths) is not None:
+                return f": {why}", f"{key_code(section, other)} = {axes}  # not {old}"
+    parts = pattern.count("/") + 1
+    ends = {"/".join(path.split("/")[-parts:]) for path in paths}
+    near = closest(pattern, sorted(ends))
+    if not near:
+        return "", f"del {old}"
+    hint = f"; the closest path ends in {near[0]!r}"
+    if difflib.SequenceMatcher(None, pattern, near[0]).ratio() < _SURELY_MEANT:
+        return hint, f"del {old}, or make it match"
+    key = key_code(section, near[0].replace("0", r"\d+"))
+    return hint, f"{key} = {axes}  # not {old}"
+
+
+def _first_match(rule: Rule, match: Match, paths: Sequence[str]) -> str | None:
+    matcher = Matcher((rule,), match)
+    return next((path for path in paths if matcher.matching(path)), None)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _never_decides(resolution: Resolution) -> Iterator[Issue]:
+    rules = resolution.rules.rules
+    decided, over = set(), {}
+    for row in resolution._distinct.values():
+        if row.reason not in ("rule", "exact key") or row.rule is None:
+            decided.update(row.matched)  # what came first was no rule
+            continue
+        for at in row.matched:
+            if at == row.rule or rules[at].layout == rules[row.rule].layout:
+                decided.add(at)
+            else:
+                over.setdefault(at, row.rule)
+    for at, winner in over.items():
+        if at not in decided:
+            named = name_of("rules", winner + 1, rules[winner])
+            place = "before" if resolution.rules.overlap == "first" else "behind"
+            yield about(
+                "LM111",
+                "warning",
+                "rules",
+                at + 1,
+                rules[at],
+                f" decides no leaf: all that it matches are decided by others, such as "
+                f"{named} (overlap={resolution.rules.overlap!r})",
+                f"put {rules[at].pattern!r} {place} {rules[winner].pattern!r}, or del "
+                f"{key_code('rules', rules[at].pattern)}",
+            )
+
+
+def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
+    """Rules that match some names as a whole and others in their middle."""
+    rules = resolution.rules
+    if rules.match == "fullmatch":
+        return
+    users: dict[int, set[int]] = {}
+    for key, row in resolution._distinct.items():
+        if row.rule is not None and row.reason == "rule":
+            users.setdefault(row.rule, set()).add(key)
+    by_key: dict[int, dict[str, str]] = {}
+    digits = {at for at in users if _ends_in_a_digit(rules.rules[at].pattern)}
+    whole = {key for at in digits for key in users[at]}
+    paths = resolution._flat.paths
+    for at in range(len(paths)) if whole else representatives(resolution):
+        key, path = id(resolution._rows[at]), paths[at]
+        by_key.setdefault(key, {})[path] = path
+    for at, keys in users.items():
+        rule = rules.rules[at]
+        if rule.layout.is_replicated:
+            continue
+        found = sorted({path for key in keys for path in by_key.get(key, ())})
+        kind = "0-9" if at in digits else "a-z"
+        clean = _cleanly(rule, kind, rules.match)
+        if clean is None:
+            continue
+        inside = [path for path in found if not clean.matching(path)]
+        if not inside or len(inside) == len(found):
+            continue
+        good = next(path for path in found if path not in set(inside))
+        narrow = f"{rule.pattern}(?![0-9])" if at in digits else f"(^|/){rule.pattern}"
+        yield about(
+            "LM113",
+            "warning" if at in digits else "info",
+            "rules",
+            at + 1,
+            rule,
+            f" matches {good!r}, and {inside[0]!r} too, in the middle of a "
+            f"{'number' if at in digits else 'name'}",
+            f"{key_code('rules', narrow)} = {axes_code(rule)}",
+            path=inside[0],
+            leaves=len(inside),
+        )
+
+
+def _goes_on(resolution: Resolution) -> Iterator[Issue]:
+    """Rules written for fullmatch that match paths which go on behind them here."""
+    rules = resolution.rules
+    if rules.match != "search":
+        return
+    written = {
+        at
+        for at, rule in enumerate(rules.rules)
+        if rule.pattern.startswith(".*") and not rule.layout.is_replicated
+        if not is_for_outputs(rule)
+    }
+    told = set()
+    for at in representatives(resolution) if written else ():
+        row, path = resolution._rows[at], resolution._flat.paths[at]
+        if row.rule not in written - told or row.reason != "rule":
+            continue
+        rule = rules.rules[row.rule]
+        if not Matcher((rule,), "fullmatch").matching(path):
+            told.add(row.rule)
+            key = key_code("rules", f"{rule.pattern}$")
+            yield about(
+                "LM010",
+                "info",
+                "rules",
+                row.rule + 1,
+                rule,
+                " begins with '.*', as for match='fullmatch', with which it would not "
+                f"match {path!r}; with match='search' it does",
+                f"{key} = {axes_code(rule)}  # if paths are to end there",
+                path=path,
+            )
+
+
+def _ends_in_a_digit(pattern: str) -> bool:
+    return pattern[-1:].isdigit() and pattern[-2:-1] != "\\"
+
+
+def _cleanly(rule: Rule, kind: str, match: Match) -> Matcher | None:
+    """What matches where no letter (or digit) goes on before or behind it."""
+    letters = "A-Za-z" if kind == "a-z" else kind
+    before = "" if match == "match" else f"(?<![{letters}](?=[{kind}]))"
+    behind = f"(?!(?<=[{letters}])[{kind}])"
+    try:
+        clean = Rule(f"{before}(?:{rule.pattern}){behind}", None)
+    except ValueError:
+        return None  # flags, which stand at the beginning only
+    return Matcher((clean,), match)

@@ -1,0 +1,141 @@
+"""Layouts that look swapped beside those of their siblings.
+
+What the names of layers say: `gate`, `up`, `query` make the features that `down` and
+`out` take apart again. So an axis lies on the out-dims of the first and on the in-dims
+of the second; on the out-dims of both, the features are gathered in between.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from flax_layoutmap._issues import Issue
+from flax_layoutmap._lint_rules import name_of
+from flax_layoutmap._records import show_shape
+from flax_layoutmap._resolution import Resolution
+
+Dims = tuple[tuple[str, ...], ...]
+
+# What a module calls its one matrix.
+_WEIGHTS = {"kernel", "weight", "w", "value", "w_kernel"}
+_COLUMN = re.compile(
+    r"(?:w_?)?(?:q|k|v|query|key|value|gate|up|q_proj|k_proj|v_proj|gate_proj|up_proj|"
+    r"i|i_[01]|1|3|fc_?1|fc_in|c_fc|c_attn|in_proj|qkv|qkv_proj|gate_up_proj)(?:_\d+)?"
+)
+_ROW = re.compile(
+    r"(?:w_?)?(?:o|out|output|down|o_proj|out_proj|down_proj|2|fc_?2|fc_out|c_proj)"
+    r"(?:_\d+)?"
+)
+
+
+@dataclasses.dataclass(slots=True)
+class _Leaf:
+    at: int
+    parent: str
+    module: str
+    name: str
+    dims: Dims
+    rule: int
+
+
+def swapped(resolution: Resolution) -> Iterator[Issue]:
+    """Leaves whose axes lie on other dims than those of their siblings."""
+    leaves = list(_leaves(resolution))
+    parents: dict[str, list[_Leaf]] = {}
+    for leaf in leaves:
+        parents.setdefault(leaf.parent, []).append(leaf)
+    told: set[int] = set()
+    for siblings in parents.values():
+        column = [leaf for leaf in siblings if _COLUMN.fullmatch(leaf.module)]
+        odd = _odd_one(column)
+        if odd is not None and odd[0].rule not in told:
+            told.add(odd[0].rule)
+            yield _issue(resolution, *odd)
+        for leaf in siblings:
+            if leaf.rule not in told and _ROW.fullmatch(leaf.module):
+                other = _column_beside(resolution, leaf, column)
+                if other is not None:
+                    told.add(leaf.rule)
+                    yield _issue(resolution, leaf, other, row=True)
+
+
+def _leaves(resolution: Resolution) -> Iterator[_Leaf]:
+    """The sharded matrices of a model, those of equal layers once."""
+    roles, paths = resolution._roles(), resolution._flat.paths
+    seen = set()
+    for block in resolution._flat.blocks:
+        key = block.folded, block.names
+        if key in seen:
+            continue
+        seen.add(key)
+        for at in range(block.start, block.start + len(block.names)):
+            row = resolution._rows[at]
+            if row.rule is None or row.reason not in ("rule", "exact key"):
+                continue
+            if len(row.dims) < 2 or not any(row.dims) or roles[at] != "parameter":
+                continue
+            *parents, name = paths[at].split("/")
+            module = parents.pop() if name in _WEIGHTS and parents else name
+            yield _Leaf(at, "/".join(parents), module, name, row.dims, row.rule)
+
+
+def _odd_one(column: Sequence[_Leaf]) -> tuple[_Leaf, _Leaf] | None:
+    """The one that lies otherwise than its siblings, and one of these."""
+    kinds: dict[Dims, list[_Leaf]] = {}
+    for leaf in column:
+        kinds.setdefault(leaf.dims, []).append(leaf)
+    if len(kinds) != 2:
+        return None
+    few, many = sorted(kinds.values(), key=len)
+    odd, other = few[-1], many[0]
+    permuted = sorted(odd.dims) == sorted(other.dims)
+    if not permuted or odd.rule == other.rule or odd.name != other.name:
+        return None
+    return odd, other
+
+
+def _column_beside(
+    resolution: Resolution, leaf: _Leaf, column: Sequence[_Leaf]
+) -> _Leaf | None:
+    """A sibling that shards its out-dims by an axis that this has on its own, too."""
+    mesh, batch = resolution.mesh, resolution.rules.batch
+    assert mesh is not None
+    for axis in leaf.dims[-1]:
+        if axis in batch or mesh.axis_sizes[axis] == 1:
+            continue
+        have = [other for other in column if any(axis in dim for dim in other.dims)]
+        # On the in-dims of all: sharded for memory, not for the features.
+        if have and all(axis not in other.dims[0] for other in have):
+            apart = [other for other in have if other.rule != leaf.rule]
+            if apart:
+                return apart[0]
+    return None
+
+
+def _issue(
+    resolution: Resolution, leaf: _Leaf, other: _Leaf, *, row: bool = False
+) -> Issue:
+    paths, rules = resolution._flat.paths, resolution.rules.rules
+    path, shape = resolution.paths[leaf.at], resolution.shapes[leaf.at]
+    if row:
+        dims = (leaf.dims[-1], *leaf.dims[1:-1], leaf.dims[0])
+        why = "both on their out-dims, so that the features are gathered in between"
+    else:
+        dims = other.dims
+        why = "the same axes on other dims"
+    axes = tuple(
+        names[0] if len(names) == 1 else names if names else None for names in dims
+    )
+    mine = name_of("rules", leaf.rule + 1, rules[leaf.rule])
+    theirs = name_of("rules", other.rule + 1, rules[other.rule])
+    return Issue(
+        "LM110",
+        "warning",
+        f"{path} {show_shape(shape)}: {mine} looks swapped beside "
+        f"{paths[other.at]!r}, {theirs}: {why}",
+        f'layout_map.replace("{rules[leaf.rule].pattern}", {axes})',
+        path=path,
+        pattern=rules[leaf.rule].pattern,
+        rule_number=leaf.rule + 1,
+        leaves=1,
+    )
