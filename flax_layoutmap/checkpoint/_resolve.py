@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._resolution import Resolution
+from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.checkpoint._leaves import problem_list
 from flax_layoutmap.checkpoint._options import checked_options
 from flax_layoutmap.checkpoint._places import absolute, find
-from flax_layoutmap.checkpoint._restore import prepared, rules_on
-from flax_layoutmap.checkpoint._stored import open_checkpoint
+from flax_layoutmap.checkpoint._restore import rules_on
+from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
 
 def resolve(
@@ -35,7 +37,8 @@ def resolve(
             was saved on, abstract.
         step: which step of a directory of some.
         item: which of several trees.
-        include: regular expressions; only leaves that one of them finds.
+        include: regular expressions; only leaves that one of them finds, and the
+            parameters that their optimizer state follows.
         exclude: likewise; leaves that none of them finds.
         rename: other names for the leaves, as in `restore`.
 
@@ -43,8 +46,9 @@ def resolve(
         The Resolution: read it with `.report()`, `.explain(path)`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, it was saved without
-            rules and `layout_map` is None, or its leaves do not fit the rules.
+        CheckpointError: there is no such checkpoint, it is damaged, or it was saved
+            without rules (or mesh) and none are given.
+        ResolveError: its leaves do not fit the rules; all of them are listed.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -52,7 +56,8 @@ def resolve(
         >>> layout_map["w"] = ("data", None)
         >>> path = tempfile.mkdtemp() + "/weights"
         >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
-        >>> found = flm.checkpoint.resolve(path, mesh=flm.DeviceMesh.abstract("data=16"))
+        >>> mesh = flm.DeviceMesh.abstract("data=16")
+        >>> found = flm.checkpoint.resolve(path, mesh=mesh)
         >>> found["w"].shard_shape
         (4, 8)
     """
@@ -60,16 +65,27 @@ def resolve(
     options = checked_options(None, include, exclude, rename, None, "error", "error")
     place = find(absolute(path), step, newest=True)
     stored = open_checkpoint(place, item, options.rename)
-    if rules is None or rules.mesh is None:
-        mesh = stored.record.mesh if mesh is None else mesh
-        if mesh is None:
-            lacks = "rules" if rules is None else "a mesh"
-            raise CheckpointError(
-                f"{stored.where} was saved without {lacks}; pass "
-                + ("layout_map=" if rules is None else "mesh=")
-            )
-        rules = None if rules is None else rules.on(mesh)
-    plan = prepared(stored, None, rules, mesh, options).plan
-    if plan.problems or plan.resolution is None:
-        raise problem_list(f"cannot lay out {stored.where}", plan.problems)
-    return plan.resolution
+    problems = options.selection.useless(stored.leaves)
+    if problems:
+        raise problem_list(f"cannot lay out {stored.where}", problems)
+    rules = _rules(stored, rules, mesh)
+    selected = None
+    if not options.selection.is_everything:
+        selected = [path for path in stored.leaves if path in options.selection]
+    return stored.record.resolve(stored.leaves, rules, selected)
+
+
+def _rules(stored: Stored, rules: RuleSet | None, mesh: Any) -> RuleSet:
+    """The rules on a mesh: what is not given comes from the checkpoint."""
+    mesh = stored.record.mesh if mesh is None else as_mesh(mesh)
+    if rules is not None and rules.mesh is not None:
+        return rules
+    lacks = "rules; pass layout_map=" if stored.record.rules is None else ""
+    if rules is not None:
+        lacks = "" if mesh is not None else "a mesh; pass mesh="
+    if lacks:
+        raise CheckpointError(f"{stored.where} was saved without {lacks}")
+    found = stored.record.rule_set(mesh) if rules is None else rules.on(mesh)
+    if found is None or found.mesh is None:
+        raise CheckpointError(f"{stored.where} was saved without a mesh; pass mesh=")
+    return found
