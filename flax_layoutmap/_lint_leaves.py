@@ -9,6 +9,7 @@ from flax_layoutmap._issues import Issue
 from flax_layoutmap._languages import difference
 from flax_layoutmap._lint_groups import Group, groups, suggested, total_of
 from flax_layoutmap._lint_rules import key_code, name_of
+from flax_layoutmap._paths import parameter_keys
 from flax_layoutmap._records import closest_rule, section_of
 from flax_layoutmap._report import LARGE_SHARE
 from flax_layoutmap._resolution import Resolution
@@ -37,14 +38,15 @@ def _unmatched(resolution: Resolution) -> Iterator[Issue]:
     total = total_of(resolution) if found else 1
     if not rules.rules and found:
         size = sum(group.bytes for group in found)
+        count = sum(group.leaves for group in found)
+        leaves = "1 leaf is" if count == 1 else f"{count} leaves are"
         yield Issue(
             "LM102",
             "info",
-            f"there are no rules: {sum(g.leaves for g in found)} leaves, "
-            f"{size / total:.1%} of the bytes, are replicated",
+            f"there are no rules: {leaves} replicated, {size / total:.1%} of the bytes",
             suggested(resolution, found[0].path, resolution.shapes[found[0].at]),
             path=found[0].path,
-            leaves=sum(group.leaves for group in found),
+            leaves=count,
             bytes=size,
         )
         return
@@ -95,7 +97,8 @@ def _clash(
         None if at == dim else names[0] if len(names) == 1 else names or None
         for at, names in enumerate(rule.layout.dims(len(shape)))
     )
-    own = f'layout_map["{"/".join(group.path.split("/")[-2:])}"] = {without}'
+    kept = without if any(without) else None
+    own = f'layout_map["{"/".join(group.path.split("/")[-2:])}"] = {kept}'
     code, what, fix = "LM103", "", f"{own}, or a size of {padded}"
     if size < ways and _HEADS.search(group.path):
         code = "LM108"
@@ -206,12 +209,10 @@ def _state(resolution: Resolution) -> Iterator[Issue]:
 
 
 def _sharded(resolution: Resolution) -> Iterator[str]:
-    """Paths of the parameters that some axis shards."""
-    for path, row, role in zip(
-        resolution.paths, resolution._rows, resolution._roles(), strict=True
-    ):
-        if role == "parameter" and any(row.dims):
-            yield path
+    """What optimizer state calls the parameters that some axis shards."""
+    for at, key in parameter_keys(resolution._flat).items():
+        if any(resolution._rows[at].dims):
+            yield key
 
 
 # ------------------------------------------------------------------- the mesh
@@ -236,16 +237,16 @@ def _axes(resolution: Resolution) -> Iterator[Issue]:
     for axis, size in mesh.axis_sizes.items():
         if size == 1 and axis in written:
             first, more = written[axis][0], len(written[axis]) - 1
-            others = f" and {more} more" if more else ""
+            others, s = (f" and {more} more", "") if more else ("", "s")
             yield Issue(
                 "LM107",
                 "info",
-                f"mesh axis {axis!r} has size 1, so that {first}{others} shard nothing "
-                "over it",
+                f"mesh axis {axis!r} has size 1, so that {first}{others} shard{s} "
+                "nothing over it",
                 f"layout_map.on(mesh), with a mesh whose {axis!r} is larger",
             )
-        elif size > 1 and axis not in used and rules.strict is not False and used:
-            if "parameter" in resolution._roles() and rules.rules:
+        elif size > 1 and axis not in used and axis not in written and rules.rules:
+            if rules.strict is not False and "parameter" in resolution._roles():
                 yield Issue(
                     "LM112",
                     "warning",

@@ -169,8 +169,8 @@ def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
         inside = [path for path in found if not clean.matching(path)]
         if not inside or len(inside) == len(found):
             continue
-        good = next(path for path in found if path not in set(inside))
-        narrow = f"{rule.pattern}(?![0-9])" if at in digits else f"(^|/){rule.pattern}"
+        good = next(path for path in found if clean.matching(path))
+        narrow = _narrower(rule, rules.match, good, inside[0])
         yield about(
             "LM113",
             "warning" if at in digits else "info",
@@ -179,10 +179,22 @@ def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
             rule,
             f" matches {good!r}, and {inside[0]!r} too, in the middle of a "
             f"{'number' if at in digits else 'name'}",
-            f"{key_code('rules', narrow)} = {axes_code(rule)}",
+            f"{key_code('rules', narrow)} = {axes_code(rule)}"
+            if narrow
+            else "write '/', '^' or '$' where a name begins or ends",
             path=inside[0],
             leaves=len(inside),
         )
+
+
+def _narrower(rule: Rule, match: Match, good: str, bad: str) -> str | None:
+    """The pattern with its ends fixed, so that it tells the two paths apart."""
+    inner = f"({rule.pattern})" if "|" in rule.pattern else rule.pattern
+    for pattern in (f"(^|/){inner}", f"{inner}(/|$)", f"(^|/){inner}(/|$)"):
+        matcher = Matcher((Rule(pattern, None),), match)
+        if matcher.matching(good) and not matcher.matching(bad):
+            return pattern
+    return None
 
 
 def _goes_on(resolution: Resolution) -> Iterator[Issue]:

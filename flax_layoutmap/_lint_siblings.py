@@ -47,7 +47,7 @@ def swapped(resolution: Resolution) -> Iterator[Issue]:
     told: set[int] = set()
     for siblings in parents.values():
         column = [leaf for leaf in siblings if _COLUMN.fullmatch(leaf.module)]
-        odd = _odd_one(column)
+        odd = _odd_one(column, resolution.rules.batch)
         if odd is not None and odd[0].rule not in told:
             told.add(odd[0].rule)
             yield _issue(resolution, *odd)
@@ -79,15 +79,21 @@ def _leaves(resolution: Resolution) -> Iterator[_Leaf]:
             yield _Leaf(at, "/".join(parents), module, name, row.dims, row.rule)
 
 
-def _odd_one(column: Sequence[_Leaf]) -> tuple[_Leaf, _Leaf] | None:
+def _odd_one(
+    column: Sequence[_Leaf], batch: Sequence[str]
+) -> tuple[_Leaf, _Leaf] | None:
     """The one that lies otherwise than its siblings, and one of these."""
     kinds: dict[Dims, list[_Leaf]] = {}
     for leaf in column:
         kinds.setdefault(leaf.dims, []).append(leaf)
     if len(kinds) != 2:
         return None
-    few, many = sorted(kinds.values(), key=len)
-    odd, other = few[-1], many[0]
+
+    def likely(dims: Dims) -> tuple[bool, int]:
+        """Features on the in-dims are odd; else what fewer have, and the later."""
+        return any(axis not in batch for axis in dims[0]), -len(kinds[dims])
+
+    odd, other = (kinds[dims][0] for dims in sorted(reversed(kinds), key=likely)[::-1])
     permuted = sorted(odd.dims) == sorted(other.dims)
     if not permuted or odd.rule == other.rule or odd.name != other.name:
         return None

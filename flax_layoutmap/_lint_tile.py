@@ -1,5 +1,6 @@
 """Shards that are smaller than what the hardware computes with at once."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -84,8 +85,8 @@ def _issue(
         "warning",
         f"{path} {show_shape(shape)}{more}: each shard {show_shape(shard)}{because} is "
         f"padded to tiles of {tile[0]} × {tile[1]}, {factor:.1f} times its size: "
-        f"{human_bytes(held * (factor - 1))} per device of nothing",
-        "shard another dim, or over fewer devices: a shard's last two dims should be "
+        f"{human_bytes(held * (factor - 1))} of padding per device",
+        "shard another dim, or over fewer devices, so that two dims of a shard are "
         f"multiples of {tile[0]} and {tile[1]}",
         path=path,
         pattern=rule.pattern if rule else None,
@@ -100,17 +101,14 @@ def _issue(
 def padding(shape: tuple[int, ...], tile: Tile) -> float:
     """Padded elements per element.
 
-    Of the last two dims either may lie along the lanes; the compiler takes the better.
+    The compiler chooses which two dims it lays out in tiles; the best ones are taken.
     """
-    *_, rows, columns = shape
-    size = rows * columns
-    if not size:
+    if not all(shape):
         return 1.0
-    best = min(
-        math.prod(-(-n // t) * t for n, t in zip(pair, tile, strict=True))
-        for pair in ((rows, columns), (columns, rows))
+    return min(
+        math.prod(-(-n // t) * t / n for n, t in zip(pair, tile, strict=True))
+        for pair in itertools.permutations(shape, 2)
     )
-    return best / size
 
 
 def _tpu(itemsize: int) -> Tile:

@@ -83,7 +83,7 @@ def resolve(
         (8, 4)
     """
     rule_set = rule_set_of(rules, "resolve(tree, rules)")
-    tree, params = _made(tree), _made(params)
+    tree, params = abstract_tree(tree), abstract_tree(params)
     if strict is not None and strict != rule_set.strict:
         rule_set = dataclasses.replace(rule_set, strict=strict)
     if params is None and tx is None:
@@ -155,7 +155,7 @@ def rule_set_of(rules: Any, what: str) -> RuleSet:
     return rules.freeze()
 
 
-def _made(tree: Any) -> Any:
+def abstract_tree(tree: Any) -> Any:
     """The tree, or the abstract result of the function that makes it."""
     if not callable(tree) or is_nnx_object(tree) or is_train_state(tree):
         return tree
