@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flax_layoutmap import checkpoint as checkpoint
+    from flax_layoutmap import testing as testing
     from flax_layoutmap._activations import activation_scope as activation_scope
     from flax_layoutmap._batch import distribute_batch as distribute_batch
     from flax_layoutmap._batch import pad_batch as pad_batch
     from flax_layoutmap._call import call_with_layout as call_with_layout
     from flax_layoutmap._create import create as create
     from flax_layoutmap._create import create_optimizer as create_optimizer
+    from flax_layoutmap._diff import ResolutionDiff as ResolutionDiff
     from flax_layoutmap._errors import CheckpointError as CheckpointError
     from flax_layoutmap._errors import LayoutError as LayoutError
     from flax_layoutmap._errors import LayoutWarning as LayoutWarning
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from flax_layoutmap._rules import RuleSet as RuleSet
     from flax_layoutmap._scope import default_mesh as default_mesh
     from flax_layoutmap._scope import get_default_mesh as get_default_mesh
+    from flax_layoutmap._snapshot import LeafChange as LeafChange
 
     __version__: str
 
@@ -61,9 +64,11 @@ _HOMES = {
     "LayoutError": "_errors",
     "LayoutMap": "_layout_map",
     "LayoutWarning": "_errors",
+    "LeafChange": "_snapshot",
     "MeshError": "_errors",
     "ProcessError": "_errors",
     "Resolution": "_resolution",
+    "ResolutionDiff": "_diff",
     "ResolveError": "_errors",
     "ResolvedLeaf": "_records",
     "Rule": "_rules",
@@ -97,6 +102,7 @@ _HOMES = {
     "relayout": "_relayout",
     "relayout_like": "_relayout",
     "resolve": "_resolve",
+    "testing": None,
     "unpack": "_pack",
 }
 

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_layoutmap import _report
+from flax_layoutmap._diff import ResolutionDiff, difference
 from flax_layoutmap._errors import (
     MeshError,
     ResolveError,
@@ -32,6 +33,7 @@ from flax_layoutmap._records import (
 )
 from flax_layoutmap._rules import Rule, RuleSet, is_for_outputs
 from flax_layoutmap._serialise import rules_to_json
+from flax_layoutmap._snapshot import Snapshot, snapshot_of
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap._terminal import show
 
@@ -463,6 +465,27 @@ class Resolution:
         """
         return _report.report(self, format, folded=fold, width=width)
 
+    def diff(self, other: "Resolution") -> ResolutionDiff:
+        """What changes from this Resolution to another, and what the change costs.
+
+        The other may be of other rules, on another mesh (with or without devices), of
+        another tree. Leaves are told apart by their paths.
+
+        Args:
+            other: what it is to be compared with: the later one.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+            >>> layout_map["kernel"] = (None, "model")
+            >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+            >>> now = layout_map.resolve(tree)
+            >>> layout_map.replace("kernel", ("data", "model"))
+            >>> now.diff(layout_map.resolve(tree))
+            ResolutionDiff(1 moved)
+        """
+        return difference(_snapshot(self), _snapshot(other))
+
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
         """Prints the report as wide as the terminal, with a colour per mesh axis.
 
@@ -574,6 +597,13 @@ class Resolution:
             f"{human_bytes(self.bytes_per_device)} of "
             f"{human_bytes(self.total_bytes)} per device)"
         )
+
+
+def _snapshot(resolution: Resolution) -> Snapshot:
+    mesh = resolution.mesh
+    known = mesh is not None and not mesh.is_abstract
+    devices = tuple(mesh.devices.flat) if mesh is not None and known else None
+    return snapshot_of(resolution.to_json(), devices)
 
 
 def _may_be_other(row: Decision) -> bool:

@@ -145,6 +145,8 @@ def cut_path(path: str, width: int) -> str:
 
 def _code(cell: str) -> str:
     """A cell as code, with marks around it that it does not hold."""
+    if not cell:
+        return cell
     return f"`` {cell} ``" if "`" in cell else f"`{cell}`"
 
 

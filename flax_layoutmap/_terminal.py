@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
 _MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
-_WARNINGS = ("unused", "unmatched", "fallback", "no such path")
+_CHANGES = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
+_LINES = {"  - ": "red", "  + ": "green"}
+_WARNINGS = ("unused", "unmatched", "fallback")
 _WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=: )")
 _FOLDED = re.compile(r"\{[\d.,]+\}| ×\d+")
 
@@ -66,7 +68,7 @@ def coloured_lines(lines: Sequence[str], axes: Sequence[str]) -> "Iterator[Text]
 
     styles = axis_styles(axes)
     for line in lines:
-        text = Text(line)
+        text = Text(line, style=_LINES.get(line[:4], ""))
         word = _WORD.match(line)
         if word is not None:
             is_warning = word[0].startswith(_WARNINGS)
@@ -111,9 +113,13 @@ def _cell(
         return _spec(text, styles)
     if name in ("shape", "array"):
         return _dims(text, row["spec"], styles)
-    if name in ("rule", "change"):
-        text.stylize("red" if mark == "warning" else "")
-    if name in ("shard", "dtype"):
+    if name == "rule" and mark == "warning":
+        text.stylize("red")
+    elif name == "" or (name == "change" and "" not in row):
+        text.stylize(_CHANGES.get(mark, ""))
+    elif name == "change":
+        return _spec(text, styles)
+    elif name in ("shard", "dtype"):
         text.stylize("dim")
     return text
 

@@ -23,9 +23,11 @@ CLASSES = [
     "LayoutError",
     "LayoutMap",
     "LayoutWarning",
+    "LeafChange",
     "MeshError",
     "ProcessError",
     "Resolution",
+    "ResolutionDiff",
     "ResolveError",
     "ResolvedLeaf",
     "Rule",
@@ -79,7 +81,8 @@ NAMESPACES = {
         "save",
         "save_safetensors",
         "verify",
-    ]
+    ],
+    "testing": ["assert_covers", "compare", "dump"],
 }
 
 

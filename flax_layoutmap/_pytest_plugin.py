@@ -1,0 +1,82 @@
+"""The pytest plug-in: the fixture `layout_golden` and the flag `--update-layouts`.
+
+pytest loads it in every run where the package is installed, so it imports nothing of
+ours, nor JAX, before the fixture is called.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from flax_layoutmap._resolution import Resolution
+
+_WRITTEN = "layouts written"
+
+
+class LayoutGolden(Protocol):
+    """What the fixture `layout_golden` is."""
+
+    def __call__(
+        self, resolution: "Resolution", path: str | Path | None = None
+    ) -> None: ...
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the flag."""
+    parser.getgroup("flax_layoutmap").addoption(
+        "--update-layouts",
+        action="store_true",
+        help="write the files that layout_golden compares with, where they differ",
+    )
+
+
+@pytest.fixture
+def layout_golden(request: pytest.FixtureRequest) -> LayoutGolden:
+    """Compares a Resolution with a file beside the test, or writes it.
+
+    `layout_golden(resolution)` fails where the layouts are not those of
+    `layouts/<test file>/<test>.json`; a path, relative to the folder of the test file,
+    may be given instead. With `--update-layouts` the file is written.
+    """
+    calls = 0
+
+    def check(resolution: "Resolution", path: str | Path | None = None) -> None:
+        from flax_layoutmap.testing import compare, dump
+
+        nonlocal calls
+        calls += 1
+        if path is None:
+            if calls > 1:
+                raise ValueError(
+                    "layout_golden is called twice in one test: give each call a file "
+                    'of its own, such as layout_golden(resolution, "layouts/pod.json")'
+                )
+            name = re.sub(r"[^\w.=,-]+", "_", request.node.name).strip("_")
+            path = Path("layouts", request.path.stem, f"{name}.json")
+        path = request.path.parent / path
+        if not request.config.getoption("--update-layouts"):
+            compare(resolution, path)
+            return
+        before = path.read_bytes() if path.exists() else None
+        dump(resolution, path)
+        if path.read_bytes() != before:
+            request.node.user_properties.append((_WRITTEN, str(path)))
+
+    return check
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says which files were written; of other processes' tests too."""
+    reports = terminalreporter.stats.values()
+    written = {
+        value
+        for found in reports
+        for report in found
+        for name, value in getattr(report, "user_properties", ())
+        if name == _WRITTEN
+    }
+    for path in sorted(written):
+        terminalreporter.write_line(f"{_WRITTEN}: {path}")

@@ -1,0 +1,9 @@
+"""For test suites: rules that cover a model, and layouts in files that are reviewed.
+
+The fixture `layout_golden` and the flag `--update-layouts` come with the package.
+"""
+
+from flax_layoutmap.testing._covers import assert_covers as assert_covers
+from flax_layoutmap.testing._covers import assert_covers as assert_covers
+from flax_layoutmap.testing._golden import compare as compare
+from flax_layoutmap.testing._golden import dump as dump

@@ -1,0 +1,87 @@
+"""Layouts written to a file that is reviewed, and compared with it."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flax_layoutmap._diff import difference
+from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._snapshot import Snapshot, golden_text, snapshot_of
+
+if TYPE_CHECKING:
+    from flax_layoutmap._resolution import Resolution
+
+# Of the text of a failure, which is read in logs too.
+_WIDTH = 100
+
+
+def dump(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
+    """Writes what a Resolution decided, to be kept beside the code and reviewed.
+
+    The file is JSON: the mesh and the rules, totals, and then one line per leaf, sorted
+    by path. Nothing in it depends on the machine, the time or the order of the tree.
+    Folders that are missing are made.
+
+    Args:
+        resolution: what to write; an abstract mesh is enough.
+        path: the file.
+
+    Example:
+        >>> import tempfile, pathlib, jax
+        >>> import flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+        >>> layout_map["kernel"] = (None, "model")
+        >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "layouts.json"
+        >>> flm.testing.dump(layout_map.resolve(tree), path)
+        >>> flm.testing.compare(layout_map.resolve(tree), path)
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = golden_text(resolution.to_json())
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
+    """Fails where a Resolution is not what `dump` wrote.
+
+    Compared are the mesh, the rules, and of each leaf shape, dtype, layout, the rule or
+    reason that decided, and fallbacks.
+
+    Args:
+        resolution: what there is now.
+        path: the file.
+
+    Raises:
+        AssertionError: something differs, or there is no such file: the text has what
+            moved, what that costs, and how to accept it.
+        LayoutError: the file is none of `dump`'s.
+    """
+    path = Path(path)
+    how = (
+        "to accept this, run pytest with --update-layouts (fixture layout_golden), or "
+        f"call flm.testing.dump(resolution, {str(path)!r})"
+    )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise AssertionError(
+            f"there is no file of layouts {str(path)!r}; {how}"
+        ) from None
+    now = resolution.to_json()
+    if text == golden_text(now):
+        return
+    found = difference(_read(text, path), snapshot_of(now))
+    if not found.is_empty:
+        raise AssertionError(
+            f"the layouts are not those in {str(path)!r}:\n\n"
+            f"{found.report(width=_WIDTH)}\n\n{how}"
+        )
+
+
+def _read(text: str, path: Path) -> Snapshot:
+    try:
+        return snapshot_of(json.loads(text))
+    except ValueError as error:  # a LayoutError too
+        raise LayoutError(f"{str(path)!r} is no file of layouts: {error}") from error
