@@ -75,6 +75,7 @@ NAMESPACES = {
         "inspect",
         "mappings",
         "plan",
+        "reshard",
         "resolve",
         "restore",
         "restore_safetensors",
@@ -82,6 +83,7 @@ NAMESPACES = {
         "save_safetensors",
         "verify",
     ],
+    "draw": ["Drawing", "array", "compare", "mesh", "model"],
     "testing": ["assert_covers", "compare", "dump"],
 }
 

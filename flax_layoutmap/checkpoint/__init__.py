@@ -28,6 +28,7 @@ from flax_layoutmap.checkpoint._inspect import inspect as inspect
 from flax_layoutmap.checkpoint._preview import LeafPlan as LeafPlan
 from flax_layoutmap.checkpoint._preview import RestorePlan as RestorePlan
 from flax_layoutmap.checkpoint._preview import plan as plan
+from flax_layoutmap.checkpoint._reshard import reshard as reshard
 from flax_layoutmap.checkpoint._resolve import resolve as resolve
 from flax_layoutmap.checkpoint._restore import restore as restore
 from flax_layoutmap.checkpoint._safetensors import (
