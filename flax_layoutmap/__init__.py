@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flax_layoutmap import checkpoint as checkpoint
+    from flax_layoutmap import draw as draw
     from flax_layoutmap import testing as testing
     from flax_layoutmap._activations import activation_scope as activation_scope
     from flax_layoutmap._batch import distribute_batch as distribute_batch
@@ -87,6 +88,7 @@ _HOMES = {
     "default_mesh": "_scope",
     "distribute_batch": "_batch",
     "distribute_tensor": "_place",
+    "draw": None,
     "fetch_layout": "_fetch",
     "format_issues": "_issues",
     "get_default_mesh": "_scope",

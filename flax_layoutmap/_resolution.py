@@ -589,6 +589,12 @@ class Resolution:
             if role == "optimizer"
         }
 
+    def _repr_html_(self) -> str:
+        # Its page is large; nothing but a notebook needs what makes it.
+        from flax_layoutmap import draw
+
+        return draw.model(self)._repr_html_() if len(self) else f"<p>{self!r}</p>"
+
     def __repr__(self) -> str:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
         count = "1 leaf" if len(self) == 1 else f"{len(self)} leaves"

@@ -58,7 +58,7 @@ LAYERS = (
     ("_layout", "_flatten"),
     ("_rules", "_metadata", "_optimizer_state", "_fetch"),
     ("_records", "_ownership", "_serialise", "_scope", "_lint_pairs", "_lint_rules"),
-    ("_decide", "_report"),
+    ("_decide", "_report", "draw"),
     ("_resolution", "_roles"),
     ("_resolve", "_lint_groups", "_lint_siblings", "_lint_tile"),
     ("_place", "_arguments", "_lint_leaves", "_lint_matches"),

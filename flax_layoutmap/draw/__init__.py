@@ -1,0 +1,96 @@
+"""Pictures of meshes, of arrays on them, and of whole models.
+
+Each function makes one scene of plain numbers, and a `Drawing` shows it: as text, in
+colours in a terminal, as one HTML file, as PNG, in a notebook. Abstract meshes are
+enough: a picture of 4,096 chips needs none of them.
+
+Example:
+    >>> import flax_layoutmap as flm
+    >>> mesh = flm.DeviceMesh.abstract("data=2,model=2")
+    >>> layout = flm.TensorLayout((None, "model"), mesh)
+    >>> print(flm.draw.array(layout, (64, 256)).text(width=100))
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax_layoutmap.draw import _devices, _model, _placement
+from flax_layoutmap.draw._drawing import Drawing as Drawing
+
+
+def mesh(mesh: Any) -> Drawing:
+    """Draws the devices of a mesh.
+
+    Args:
+        mesh: anything that `DeviceMesh` accepts. A line or a mapping without -1 is
+            drawn as an abstract mesh, whatever devices there are.
+
+    Raises:
+        MeshError: it is no mesh.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.draw.mesh("data=2,model=4")
+        Drawing('mesh data=2,model=4')
+    """
+    return Drawing(_devices.scene(mesh))
+
+
+def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
+    """Draws which device holds which slice of an array.
+
+    The last two dims of the array, and the last two axes of the mesh, are rows and
+    columns; the others are drawn side by side. Equal slices have equal letters and
+    colours. More than 16 rows or columns are cut short.
+
+    Args:
+        x: a `jax.Array`, a `jax.ShapeDtypeStruct` with a sharding, an `nnx.Variable`
+            or a Linen box that holds one; a leaf of a Resolution, `resolution[path]`;
+            or a `TensorLayout` or `NamedSharding` and a shape.
+        shape: global shape, for a layout or a sharding.
+
+    Raises:
+        LayoutError: it is on no mesh, or the shape is missing, or does not divide.
+        MeshError: a layout without a mesh.
+
+    Plain JAX: `jax.debug.visualize_array_sharding(x)`, of 1-D and 2-D arrays.
+    """
+    return Drawing(_placement.scene(x, shape))
+
+
+def model(
+    resolution: _model.Resolved, optimizer: _model.Resolved | None = None
+) -> Drawing:
+    """Draws a whole model: how much of each device every leaf takes, and why.
+
+    As HTML it is a tree-map by bytes per device, coloured by spec, with a table that
+    can be searched, and what `Resolution.explain` says of each leaf. As text and as PNG
+    it is bytes per device by module.
+
+    Args:
+        resolution: a `Resolution` of a model; of a train state or of `{"model": …,
+            "optimizer": …}` it has the optimizer's state too.
+        optimizer: a `Resolution` of the optimizer's state, if it was resolved alone.
+
+    Raises:
+        LayoutError: the Resolution has no leaves.
+    """
+    return Drawing(_model.scene(resolution, optimizer))
+
+
+def compare(
+    before: _model.Resolved,
+    after: _model.Resolved,
+    names: tuple[str, str] = ("before", "after"),
+) -> Drawing:
+    """Draws bytes per device by module of two Resolutions.
+
+    Args:
+        before: the one to compare with.
+        after: the other: of other rules, another mesh, or another model.
+        names: what they are called.
+
+    Raises:
+        LayoutError: neither has leaves.
+    """
+    return Drawing(_model.compared(before, after, names))

@@ -1,0 +1,203 @@
+"""Bytes per device by module: the bars of one Resolution, or of two."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from flax_layoutmap._table import human_bytes
+from flax_layoutmap.draw._scene import Bar, BarScene, Shade, View
+
+Size = tuple[str, int, int]  # path of a leaf, position of its shade, bytes per device
+
+# More bars than these are not read; what is left over is one bar.
+_BARS = 12
+
+# A module is worth a bar of its own when it holds so much of the whole.
+_WORTH = 1 / 50
+
+# Modules are as large as each other from this ratio on.
+_ALIKE = 0.98
+
+# A name with an index is that of a layer where there are so many of them.
+_LAYERS = 3
+
+_NUMBERED = re.compile(r"(.*_)?(0|[1-9]\d*)")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Module:
+    """The bytes per device of all leaves below one path, by shade."""
+
+    path: str
+    after: collections.Counter[int]
+    before: collections.Counter[int]
+    children: "dict[str, Module]" = dataclasses.field(default_factory=dict)
+
+    @property
+    def weight(self) -> int:
+        return max(self.after.total(), self.before.total())
+
+
+def scene(
+    sizes: Sequence[Size], shades: tuple[Shade, ...], views: Sequence[View], where: str
+) -> BarScene:
+    """The bars of one Resolution."""
+    per_device = sum(view.bytes_per_device for view in views)
+    total = sum(view.total_bytes for view in views)
+    replicated = sum(view.replicated_bytes for view in views)
+    share = replicated / total if total else 0.0
+    lines = (
+        f"{where}: {human_bytes(per_device)} per device of {human_bytes(total)}; "
+        f"{share:.1%} of the bytes replicated",
+    )
+    return BarScene(
+        title="Bytes per device by module",
+        lines=lines,
+        shades=shades,
+        bars=bars(sizes),
+        names=("bytes per device",),
+        total=per_device,
+    )
+
+
+def compared(
+    before: Sequence[Size],
+    after: Sequence[Size],
+    shades: tuple[Shade, ...],
+    names: tuple[str, str],
+    meshes: tuple[str, str],
+) -> BarScene:
+    """The bars of two Resolutions, side by side."""
+    sums = [sum(size for _, _, size in sizes) for sizes in (before, after)]
+    lines = tuple(
+        f"{name}: {human_bytes(total)} per device on {mesh}"
+        for name, total, mesh in zip(names, sums, meshes, strict=True)
+    )
+    return BarScene(
+        title=f"Bytes per device by module, {names[0]} and {names[1]}",
+        lines=lines,
+        shades=shades,
+        bars=bars(after, before),
+        names=names,
+        total=sums[1],
+        total_before=sums[0],
+    )
+
+
+def bars(after: Sequence[Size], before: Sequence[Size] = ()) -> tuple[Bar, ...]:
+    """One bar per module, down to where there are enough of them.
+
+    The layers of a model are one module. The largest modules are taken apart first.
+    """
+    root = _modules(after, before)
+    chosen = [module for module in _opened(root) if module.weight]
+    chosen.sort(key=lambda module: -module.weight)
+    many = min(_BARS - 1, sum(_is_large(module, root) for module in chosen))
+    rest = chosen[many:]
+    if len(rest) > 1:
+        others = Module(
+            f"{len(rest)} others",
+            _sum(module.after for module in rest),
+            _sum(module.before for module in rest),
+        )
+        chosen = [*chosen[:many], others]
+    return tuple(
+        Bar(module.path or "(root)", _parts(module.after), _parts(module.before))
+        for module in chosen
+    )
+
+
+def _modules(after: Sequence[Size], before: Sequence[Size]) -> Module:
+    layers = _layer_names(path for path, _, _ in (*after, *before))
+    folded: dict[str, str] = {}
+    root = Module("", collections.Counter(), collections.Counter())
+    for sizes, is_after in ((after, True), (before, False)):
+        sums: dict[str, collections.Counter[int]] = {}
+        for path, shade, size in sizes:
+            above, _, name = path.rpartition("/")
+            if above not in folded:
+                parts = [layers.get(part, part) for part in above.split("/")]
+                folded[above] = "/".join(parts) + ("/" if above else "")
+            key = folded[above] + layers.get(name, name)
+            if key not in sums:
+                sums[key] = collections.Counter()
+            sums[key][shade] += size
+        for path, sizes_by_shade in sums.items():
+            _add(root, path, sizes_by_shade, is_after=is_after)
+    return root
+
+
+def _add(
+    root: Module, path: str, sizes: collections.Counter[int], *, is_after: bool
+) -> None:
+    node, above = root, ""
+    (node.after if is_after else node.before).update(sizes)
+    for part in path.split("/"):
+        above = f"{above}/{part}" if above else part
+        node = node.children.setdefault(
+            part, Module(above, collections.Counter(), collections.Counter())
+        )
+        (node.after if is_after else node.before).update(sizes)
+
+
+def _layer_names(paths: Iterable[str]) -> dict[str, str]:
+    """`3` → `*`, and `layers_3` → `layers_*` where there are several."""
+    stems: dict[str, set[str]] = {}
+    modules = {path.rpartition("/") for path in paths}
+    names = {name for _, _, name in modules}
+    for above in {above for above, _, _ in modules}:
+        names.update(above.split("/"))
+    for part in names:
+        found = _NUMBERED.fullmatch(part)
+        if found is not None:
+            stems.setdefault(found[1] or "", set()).add(part)
+    return {
+        part: f"{stem}*"
+        for stem, parts in stems.items()
+        if not stem or len(parts) >= _LAYERS
+        for part in parts
+    }
+
+
+def _is_large(module: Module, root: Module) -> bool:
+    return module.weight >= root.weight * _WORTH
+
+
+def _opened(root: Module) -> list[Module]:
+    """Modules that hold everything, the largest ones taken apart."""
+    chosen, closed = [_innermost(root)], []
+    while chosen:
+        largest = max(chosen, key=lambda module: module.weight)
+        # What is as large (both moments of an optimizer) is shown alike.
+        peers = [m for m in chosen if m.weight >= largest.weight * _ALIKE]
+        chosen = [module for module in chosen if module not in peers]
+        inner = [_innermost(m) for peer in peers for m in peer.children.values()]
+        large = sum(_is_large(m, root) for m in (*chosen, *closed, *inner))
+        fits = large < _BARS and largest.weight * _BARS >= root.weight
+        whole = [peer for peer in peers if not peer.children]
+        if inner and (fits or not (chosen or closed or whole)):
+            chosen += inner
+            closed += whole
+        else:
+            closed += peers
+    return closed
+
+
+def _innermost(module: Module) -> Module:
+    while len(module.children) == 1:
+        (module,) = module.children.values()
+    return module
+
+
+def _sum(
+    counters: Iterable[collections.Counter[int]],
+) -> collections.Counter[int]:
+    total: collections.Counter[int] = collections.Counter()
+    for counter in counters:
+        total.update(counter)
+    return total
+
+
+def _parts(sizes: collections.Counter[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(pair for pair in sorted(sizes.items()) if pair[1])

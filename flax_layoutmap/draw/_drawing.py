@@ -1,0 +1,111 @@
+"""Drawing: a scene, and the ways to look at it."""
+
+import dataclasses
+import html
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flax_layoutmap._errors import LayoutError
+from flax_layoutmap.draw import _html, _png, _svg, _terminal
+from flax_layoutmap.draw._palette import INK, colour
+from flax_layoutmap.draw._scene import GridScene, ModelScene, Scene
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+# A notebook keeps what it shows; of larger models it shows the folded layers only.
+_IN_NOTEBOOK = 5000
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Drawing:
+    """A picture: as text, in a terminal, as HTML or PNG, in a notebook.
+
+    `print(drawing)` and `rich.print(drawing)` show it in a terminal, a notebook shows
+    it by itself.
+
+    Attributes:
+        scene: what it shows, as plain numbers and words.
+    """
+
+    scene: Scene
+
+    def text(self, width: int | None = None) -> str:
+        """The picture in characters, without colours.
+
+        Args:
+            width: longest line, in characters; None for 80.
+        """
+        return _terminal.plain(self.scene, width or _terminal.WIDTH)
+
+    def html(self) -> str:
+        """The picture as one page, which asks nothing of the network."""
+        if isinstance(self.scene, ModelScene):
+            return _html.model_page(self.scene)
+        return _html.page("grid", self.scene.title, {"body": self._fragment()})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture to a file, in the format that its suffix says.
+
+        Args:
+            path: ends in `.html`, `.png` (by matplotlib, the extra `plot`), `.txt` or
+                `.json` (the scene: plain numbers and words).
+
+        Raises:
+            LayoutError: another suffix, or matplotlib is missing.
+        """
+        target = Path(path)
+        if target.suffix == ".png":
+            _png.save(self.scene, target)
+            return
+        texts: dict[str, Callable[[], str]] = {
+            ".html": self.html,
+            ".txt": lambda: self.text() + "\n",
+            ".json": lambda: json.dumps(dataclasses.asdict(self.scene)) + "\n",
+        }
+        if target.suffix not in texts:
+            raise LayoutError(
+                f"a picture is saved as .html, .png, .txt or .json, got {str(path)!r}"
+            )
+        target.write_text(texts[target.suffix](), encoding="utf-8")
+
+    def _fragment(self) -> str:
+        if isinstance(self.scene, GridScene):
+            return _svg.fragment(self.scene)
+        return f"<pre>{html.escape(self.text(100))}</pre>"
+
+    def _repr_html_(self) -> str:
+        scene = self.scene
+        if not isinstance(scene, ModelScene):
+            return self._fragment()
+        if sum(view.leaves for view in scene.views) > _IN_NOTEBOOK:
+            views = tuple(dataclasses.replace(view, flat=None) for view in scene.views)
+            scene = dataclasses.replace(scene, views=views)
+        return _html.framed(_html.model_page(scene))
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def __repr__(self) -> str:
+        return f"Drawing({self.scene.title!r})"
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[Text]":
+        from rich.text import Text
+
+        def style(span: _terminal.Span) -> str:
+            if span.colour is None:
+                return ""
+            shown = colour(span.colour)
+            return f"{INK} on {shown}" if span.is_paper else shown
+
+        for line in _terminal.lines(self.scene, options.max_width):
+            made = Text(no_wrap=True, overflow="crop")
+            for span in line:
+                made.append(span.text, style(span))
+            yield made

@@ -1,0 +1,203 @@
+"""Leaves in the modules that hold them; repeated layers folded into one."""
+
+import dataclasses
+import operator
+import re
+from collections.abc import Iterable, Sequence
+
+from flax_layoutmap.draw import _treemap
+from flax_layoutmap.draw._scene import Forest, Kind
+
+# Width by height of the two canvases: a screen, and a phone held upright.
+WIDE = 2.0
+TALL = 0.72
+
+# `layers_3` of Linen, `3` of NNX.
+_INDEX = re.compile(r"(?P<stem>(?:.*_)?)(?P<index>0|[1-9]\d*)")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Node:
+    """A module, or a leaf; `like` is equal for those that hold the same."""
+
+    name: str
+    kind: int = -1
+    count: int = 1
+    children: "list[Node]" = dataclasses.field(default_factory=list)
+    like: int = -1
+
+
+def grow(paths: Iterable[str], kinds: Iterable[int]) -> Node:
+    """The tree of these paths; modules with one child are one with it.
+
+    Args:
+        paths: of the leaves, parts joined by `/`.
+        kinds: position of the kind of each leaf.
+    """
+    root = Node("")
+    modules: dict[str, Node] = {"": root}
+
+    def module(path: str) -> Node:
+        found = modules.get(path)
+        if found is None:
+            above, _, name = path.rpartition("/")
+            found = modules[path] = Node(name)
+            module(above).children.append(found)
+        return found
+
+    for path, kind in zip(paths, kinds, strict=True):
+        above, _, name = path.rpartition("/")
+        module(above).children.append(Node(name, kind))
+    for found in modules.values():
+        found.children = _in_order(found.children)
+    return root
+
+
+def _in_order(children: list[Node]) -> list[Node]:
+    """Siblings with an index by their index, from where the first of them stands.
+
+    Keys of a dict are sorted as text, so that layer 10 comes before layer 2.
+    """
+    numbered: dict[str, list[tuple[int, Node]]] = {}
+    order: list[str | Node] = []
+    for child in children:
+        found = _indexed(child.name)
+        if found is None:
+            order.append(child)
+            continue
+        stem, index = found
+        if stem not in numbered:
+            numbered[stem] = []
+            order.append(stem)
+        numbered[stem].append((index, child))
+    if not numbered:
+        return children
+    for alike in numbered.values():
+        alike.sort(key=operator.itemgetter(0))
+    return [
+        child
+        for each in order
+        for child in (
+            [each] if isinstance(each, Node) else [child for _, child in numbered[each]]
+        )
+    ]
+
+
+def _indexed(name: str) -> tuple[str, int] | None:
+    """`layers_3` → `("layers_", 3)`."""
+    if not name[-1:].isdecimal():
+        return None
+    found = _INDEX.fullmatch(name)
+    return None if found is None else (found["stem"], int(found["index"]))
+
+
+def joined(node: Node) -> Node:
+    """The tree with every module that has one child made one with it."""
+    children = [joined(child) if child.children else child for child in node.children]
+    if len(children) == 1 and node.name:
+        (only,) = children
+        name, count = f"{node.name}/{only.name}", node.count * only.count
+        return Node(name, only.kind, count, only.children)
+    return Node(node.name, node.kind, node.count, children)
+
+
+def folded(root: Node, alike: Sequence[int]) -> Node:
+    """The tree with siblings that differ in their index alone made one.
+
+    They are alike when they hold leaves of the same kinds under the same names.
+
+    Args:
+        root: the tree.
+        alike: per kind, the first kind that counts as the same.
+    """
+    known: dict[tuple[object, ...], int] = {}
+    return _folded(root, alike, known)
+
+
+def _folded(
+    node: Node, alike: Sequence[int], known: dict[tuple[object, ...], int]
+) -> Node:
+    """The same; nodes in which nothing is folded stay the objects they are."""
+    groups: dict[tuple[str, int], list[tuple[int, Node]]] = {}
+    order: list[tuple[str, int] | Node] = []
+    for child in node.children:
+        if child.children:
+            child = _folded(child, alike, known)
+        else:
+            child.like = known.setdefault((alike[child.kind],), len(known))
+        found = _indexed(child.name)
+        if found is None:
+            order.append(child)
+            continue
+        stem, index = found
+        key = (stem, child.like)
+        if key not in groups:
+            groups[key] = []
+            order.append(key)
+        groups[key].append((index, child))
+    made = [_merge(*key, groups) if isinstance(key, tuple) else key for key in order]
+    contents = tuple([part for at in made for part in (at.name, at.like, at.count)])
+    like = known.setdefault(contents, len(known))
+    if made != node.children:
+        return Node(node.name, node.kind, 1, made, like)
+    node.like = like
+    return node
+
+
+def _merge(
+    stem: str, like: int, groups: dict[tuple[str, int], list[tuple[int, Node]]]
+) -> Node:
+    alike = groups[stem, like]
+    if len(alike) == 1:
+        return alike[0][1]
+    first = alike[0][1]
+    name = f"{stem}{{{runs(index for index, _ in alike)}}}"
+    return Node(name, first.kind, len(alike), first.children, like)
+
+
+def runs(indices: Iterable[int]) -> str:
+    """Whole numbers as runs.
+
+    >>> runs([0, 1, 2, 3, 5, 7, 8])
+    '0..3,5,7,8'
+    """
+    found: list[list[int]] = []
+    for index in sorted(indices):
+        if found and found[-1][-1] == index - 1:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    pieces = (
+        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
+        for run in found
+    )
+    return ",".join(pieces)
+
+
+def forest(root: Node, kinds: Sequence[Kind]) -> Forest:
+    """The tree as columns, with its tree-maps."""
+    names: list[str] = []
+    parents: list[int] = []
+    own: list[int] = []
+    counts: list[int] = []
+    times: list[int] = []  # how many leaves of the tree a node stands for
+    stack = [(root, -1, 1)]
+    while stack:
+        node, parent, above = stack.pop()
+        at = len(names)
+        names.append(node.name)
+        parents.append(parent)
+        own.append(node.kind)
+        counts.append(node.count)
+        times.append(above * node.count)
+        stack.extend((child, at, times[at]) for child in reversed(node.children))
+    weights = [
+        kinds[kind].bytes_per_device * many if kind >= 0 else 0
+        for kind, many in zip(own, times, strict=True)
+    ]
+    for at in range(len(names) - 1, 0, -1):
+        weights[parents[at]] += weights[at]
+    maps = [_treemap.layout(parents, weights, aspect) for aspect in (WIDE, TALL)]
+    return Forest(
+        tuple(names), tuple(parents), tuple(own), tuple(counts), maps[0], maps[1]
+    )

@@ -1,0 +1,318 @@
+"""A Resolution → the scene of a whole model."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._paths import Role
+from flax_layoutmap._records import (
+    Decision,
+    Shape,
+    because,
+    leaf_bytes,
+    show_shape,
+    show_spec,
+)
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap.draw import _bars, _forest
+from flax_layoutmap.draw._scene import (
+    COLOURS,
+    NEUTRAL,
+    BarScene,
+    Kind,
+    Mark,
+    ModelScene,
+    Shade,
+    View,
+)
+
+Leaf = tuple[str, Shape, Any, Decision, Role]
+
+ROLES: tuple[tuple[Role, str], ...] = (
+    ("parameter", "Parameters"),
+    ("optimizer", "Optimizer state"),
+    ("other", "Other"),
+)
+
+# For so many leaves without a rule the closest rule is looked for one by one; of more
+# than these, those whose paths differ in numbers alone share the words of the first.
+_ASKED = 100
+
+# Nobody reads more remarks than these.
+_REMARKS = 50
+
+_NOTHING = (
+    "there is nothing to draw: the Resolution has no leaves; resolve a model: "
+    "flm.draw.model(layout_map.resolve(model))"
+)
+
+
+class Resolved(Protocol):
+    """What is drawn of a `Resolution`."""
+
+    rules: RuleSet
+
+    def columns(self) -> Iterator[Leaf]: ...
+    def explain(self, path: str) -> str: ...
+    def remarks(self) -> list[str]: ...
+    @property
+    def mesh(self) -> DeviceMesh | None: ...
+
+
+class Kinds:
+    """What leaves have in common, found one leaf after the other."""
+
+    def __init__(self) -> None:
+        self.kinds: list[Kind] = []
+        self.alike: list[int] = []
+        self.shades: list[str] = []
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._first: dict[Kind, int] = {}
+        self._asked = 0
+
+    def of(self, leaf: Leaf, resolution: Resolved) -> int:
+        """The position of the kind of a leaf."""
+        path, shape, dtype, row, _ = leaf
+        key = (
+            shape,
+            dtype,
+            row.spec,
+            row.shard_shape,
+            row.reason,
+            row.rule,
+            row.matched,
+            row.memory_kind,
+            row.fallback,
+            row.note,
+            _tail(path, row.owner),
+            self._path_key(path) if row.reason == "no rule" else "",
+            id(resolution),
+        )
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = len(self.kinds)
+            self._add(leaf, resolution)
+        return found
+
+    def _path_key(self, path: str) -> str:
+        self._asked += 1
+        return path if self._asked <= _ASKED else re.sub(r"\d+", "0", path)
+
+    def _add(self, leaf: Leaf, resolution: Resolved) -> None:
+        path, shape, dtype, row, _ = leaf
+        spec = show_spec(row.spec)
+        if spec not in self.shades:
+            self.shades.append(spec)
+        kind = Kind(
+            shape=show_shape(shape),
+            dtype="-" if dtype is None else str(dtype),
+            shade=self.shades.index(spec),
+            rule=_rule(row, resolution.rules),
+            shard="-" if row.shard_shape is None else show_shape(row.shard_shape),
+            total_bytes=leaf_bytes(shape, dtype),
+            bytes_per_device=leaf_bytes(row.shard_shape or shape, dtype),
+            mark=_mark(row),
+            explain=(),
+        )
+        self.alike.append(self._first.setdefault(kind, len(self.kinds)))
+        text = resolution.explain(path)
+        self.kinds.append(
+            dataclasses.replace(kind, explain=pieces(text, path, row.owner))
+        )
+
+
+def _rule(row: Decision, rules: RuleSet) -> str:
+    # Words that do not name the owner are the same for all layers.
+    if row.reason == "follows parameter":
+        return "follows its parameter"
+    if row.reason == "follows kernel":
+        return "as its kernel"
+    return because(row, rules, short=True)
+
+
+def _mark(row: Decision) -> Mark:
+    if row.reason in ("no rule", "unknown optimizer state"):
+        return "unmatched"
+    return "fallback" if row.fallback else ""
+
+
+def _tail(path: str, owner: str | None) -> int | str | None:
+    """How many of the last parts of a path are the owner's; the owner where none."""
+    if owner is None or path == owner:
+        return None if owner is None else 0
+    return owner.count("/") + 1 if path.endswith(f"/{owner}") else owner
+
+
+def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
+    """What `explain` says of a leaf, with its path taken out where it stands.
+
+    Args:
+        text: the words.
+        path: path of the leaf: the first word.
+        owner: what the leaf follows.
+
+    Returns:
+        Texts and numbers: 0 for the path, n for its last n parts.
+
+    >>> pieces("a/b (8,)\\n  because: follows b", "a/b", "b")
+    (0, ' (8,)\\n  because: follows ', 1)
+    """
+    found: list[str | int] = [0]
+    pending = ""
+    tail = _tail(path, owner)
+    for at, line in enumerate(text.removeprefix(path).split("\n")):
+        pending += "\n" if at else ""
+        start = line.find(f" {owner}") + 1 if "because: " in line else 0
+        if start and isinstance(tail, int) and line.endswith(str(owner)):
+            found += [pending + line[:start], tail]
+            pending = ""
+            continue
+        count = _quoted(line, path)
+        if count is not None:
+            quote, rest = line[2], line[3 + len(_last(path, count)) :]
+            found += [f"{pending}  {quote}", count]
+            pending = rest
+            continue
+        pending += line
+    return (*found, pending) if pending else tuple(found)
+
+
+def _last(path: str, count: int) -> str:
+    return "/".join(path.split("/")[-count:]) if count else path
+
+
+def _quoted(line: str, path: str) -> int | None:
+    """How many last parts of the path a line starts with, as no rule's path."""
+    for count in range(path.count("/") + 1):
+        name = repr(_last(path, count))
+        if name[1:-1] == _last(path, count) and line.startswith(f"  {name} is matched"):
+            return count
+    return None
+
+
+def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene:
+    """The scene of a model and of its optimizer; see `flm.draw.model`."""
+    leaves = [(leaf, resolution) for leaf in resolution.columns()]
+    if optimizer is not None and optimizer is not resolution:
+        # Its own parameters are those of the model, or a copy of them.
+        leaves = [pair for pair in leaves if pair[0][4] != "optimizer"]
+        leaves += [
+            (leaf, optimizer) for leaf in optimizer.columns() if leaf[4] != "parameter"
+        ]
+    if not leaves:
+        raise LayoutError(_NOTHING)
+    kinds = Kinds()
+    of_leaf = [kinds.of(leaf, source) for leaf, source in leaves]
+    shades, ranked = _ranked(kinds, of_leaf)
+    views = []
+    for role, title in ROLES:
+        chosen = [at for at, (leaf, _) in enumerate(leaves) if leaf[4] == role]
+        if chosen:
+            paths = [leaves[at][0][0] for at in chosen]
+            ids = [of_leaf[at] for at in chosen]
+            views.append(_view(title, paths, ids, ranked, kinds.alike))
+    mesh = resolution.mesh
+    sizes = [
+        (leaf[0], ranked[kind].shade, ranked[kind].bytes_per_device)
+        for (leaf, _), kind in zip(leaves, of_leaf, strict=True)
+    ]
+    name = "no mesh" if mesh is None else f"mesh {mesh}"
+    return ModelScene(
+        title=f"Layouts on {name}",
+        mesh="" if mesh is None else str(mesh),
+        devices=0 if mesh is None else mesh.size,
+        shades=shades,
+        kinds=tuple(ranked),
+        views=tuple(views),
+        remarks=_some(resolution.remarks()),
+        bars=_bars.scene(sizes, shades, views, name),
+    )
+
+
+def _ranked(
+    kinds: Kinds, of_leaf: Sequence[int]
+) -> tuple[tuple[Shade, ...], list[Kind]]:
+    """The specs by the bytes that lie so, and the kinds with their new positions."""
+    sums: collections.Counter[int] = collections.Counter()
+    for kind, many in collections.Counter(of_leaf).items():
+        found = kinds.kinds[kind]
+        sums[found.shade] += many * found.bytes_per_device
+    order = sorted(range(len(kinds.shades)), key=lambda at: (-sums[at], at))
+    shades = shaded([(kinds.shades[at], sums[at]) for at in order])
+    ranked = [
+        dataclasses.replace(kind, shade=order.index(kind.shade)) for kind in kinds.kinds
+    ]
+    return shades, ranked
+
+
+def shaded(specs: Sequence[tuple[str, int]]) -> tuple[Shade, ...]:
+    """Gives each spec a colour; what is replicated has none of its own."""
+    made: list[Shade] = []
+    used = 0
+    for text, count in specs:
+        is_replicated = text == "replicated"
+        made.append(Shade(text, NEUTRAL if is_replicated else used % COLOURS, count))
+        used += not is_replicated
+    return tuple(made)
+
+
+def _view(
+    title: str,
+    paths: Sequence[str],
+    of_leaf: Sequence[int],
+    kinds: Sequence[Kind],
+    alike: Sequence[int],
+) -> View:
+    root = _forest.grow(paths, of_leaf)
+    flat = _forest.forest(_forest.joined(root), kinds)
+    folded = _forest.forest(_forest.joined(_forest.folded(root, alike)), kinds)
+    found = [kinds[kind] for kind in of_leaf]
+    return View(
+        title=title,
+        leaves=len(paths),
+        total_bytes=sum(kind.total_bytes for kind in found),
+        bytes_per_device=sum(kind.bytes_per_device for kind in found),
+        replicated_bytes=sum(
+            kind.total_bytes
+            for kind in found
+            if kind.bytes_per_device == kind.total_bytes
+        ),
+        folded=folded,
+        flat=None if len(flat.names) == len(folded.names) else flat,
+    )
+
+
+def _some(remarks: Sequence[str]) -> tuple[str, ...]:
+    more = len(remarks) - _REMARKS
+    if more <= 1:
+        return tuple(remarks)
+    return (*remarks[:_REMARKS], f"and {more:,} more; resolution.remarks() lists all")
+
+
+def compared(before: Resolved, after: Resolved, names: tuple[str, str]) -> BarScene:
+    """The scene of `flm.draw.compare`."""
+    specs: collections.Counter[str] = collections.Counter()
+    listed = []
+    for resolution in (before, after):
+        sizes = [
+            (path, show_spec(row.spec), leaf_bytes(row.shard_shape or shape, dtype))
+            for path, shape, dtype, row, _ in resolution.columns()
+        ]
+        for _, spec, size in sizes:
+            specs[spec] += size
+        listed.append(sizes)
+    if not specs:
+        raise LayoutError(_NOTHING)
+    shades = shaded(specs.most_common())
+    at = {shade.text: position for position, shade in enumerate(shades)}
+    first, second = (
+        [(path, at[spec], size) for path, spec, size in sizes] for sizes in listed
+    )
+    meshes = tuple(
+        "no mesh" if one.mesh is None else str(one.mesh) for one in (before, after)
+    )
+    return _bars.compared(first, second, shades, names, (meshes[0], meshes[1]))

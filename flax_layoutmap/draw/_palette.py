@@ -1,0 +1,38 @@
+"""Colours that people with any kind of colour vision can tell apart.
+
+They are Paul Tol's "light" scheme (Colour Schemes, technical note SRON/EPS/TN/09-002),
+made for cells with dark words in them: every one of them has a contrast of at least 8
+to `INK`. The page of a model has the same in its style sheet, and darker ones for dark
+screens.
+"""
+
+from flax_layoutmap.draw._scene import NEUTRAL
+
+PALETTE = (
+    "#77aadd",
+    "#ee8866",
+    "#eedd88",
+    "#ffaabb",
+    "#99ddff",
+    "#44bb99",
+    "#bbcc33",
+    "#aaaa00",
+)
+GREY = "#dddddd"
+
+# Words on any of them.
+INK = "#14181f"
+
+# One character per colour, for where there are none.
+FILLS = "█▓▒▚▞▄▀▌"
+NEUTRAL_FILL = "░"
+
+
+def colour(number: int) -> str:
+    """The colour of a number in a scene, as `#rrggbb`."""
+    return GREY if number == NEUTRAL else PALETTE[number % len(PALETTE)]
+
+
+def fill(number: int) -> str:
+    """The character that stands for a colour."""
+    return NEUTRAL_FILL if number == NEUTRAL else FILLS[number % len(FILLS)]

@@ -1,0 +1,211 @@
+"""Scenes as PNG, drawn by matplotlib (`pip install flax-layoutmap[plot]`)."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._table import human_bytes
+from flax_layoutmap.draw._palette import INK, colour
+from flax_layoutmap.draw._scene import (
+    NEUTRAL,
+    BarScene,
+    GridScene,
+    ModelScene,
+    Picture,
+    Scene,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_POINTS = 72.0  # points of a scene per inch of paper
+_DOTS = 160  # dots per inch of the PNG
+_QUIET = "#565e6c"
+_HATCH = "#a8adb5"
+_COLUMNS = 4  # of the legend
+_WIDE = 1000.0  # pictures are drawn one above the other from here, in points
+
+
+def save(scene: Scene, path: Path) -> None:
+    """Writes the PNG.
+
+    Raises:
+        LayoutError: matplotlib is not installed.
+    """
+    figure = draw(scene)
+    figure.savefig(path, format="png", dpi=_DOTS, facecolor="white")
+
+
+def draw(scene: Scene) -> "Figure":
+    """The figure; no window and no global state of matplotlib is touched."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise LayoutError(
+            "a PNG is drawn by matplotlib, which is not installed; "
+            "pip install 'flax-layoutmap[plot]', or save as .html or .txt"
+        ) from error
+    if isinstance(scene, GridScene):
+        return _grid_figure(scene, Figure)
+    return _bar_figure(scene.bars if isinstance(scene, ModelScene) else scene, Figure)
+
+
+def _grid_figure(scene: GridScene, make: Any) -> "Figure":
+    between, margin, head = 48.0, 18.0, 34.0 + 16.0 * len(scene.lines)
+    widths = [picture.width for picture in scene.pictures]
+    heights = [picture.height + 24 for picture in scene.pictures]
+    stacked = sum(widths) > _WIDE
+    gaps = between * (len(widths) - 1)
+    inner = max(widths) if stacked else sum(widths) + gaps
+    width = max(inner, 7.4 * len(scene.title)) + 2 * margin
+    height = (sum(heights) + gaps / 2 if stacked else max(heights)) + head + margin
+    figure = make(figsize=(width / _POINTS, height / _POINTS))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set_xlim(0, width)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    _write(axes, margin, 22, scene.title, size=12.5, weight="bold", ha="left")
+    for at, line in enumerate(scene.lines):
+        _write(axes, margin, 42 + 16 * at, line, size=10, color=_QUIET, ha="left")
+    left, top = margin, head
+    for picture in scene.pictures:
+        _write(axes, left, top + 12, picture.title, color=_QUIET, ha="left")
+        _picture(axes, picture, left, top + 24)
+        if stacked:
+            top += picture.height + 24 + between / 2
+        else:
+            left += picture.width + between
+    return figure
+
+
+def _picture(axes: "Axes", picture: Picture, left: float, top: float) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    for box in picture.boxes:
+        axes.add_patch(
+            FancyBboxPatch(
+                (left + box.left, top + box.top),
+                box.width,
+                box.height,
+                boxstyle="round,pad=0,rounding_size=4",
+                linewidth=0,
+                facecolor=colour(box.colour),
+            )
+        )
+        x, y = left + box.left + box.width / 2, top + box.top + box.height / 2
+        y -= 8 * (len(box.lines) - 1)
+        for at, text in enumerate(box.lines):
+            bold = "bold" if at == 0 else "normal"
+            size = 11 if at == 0 else 9
+            _write(axes, x, y + 17 * at, text, size=size, weight=bold)
+    anchors = {"start": "left", "middle": "center", "end": "right"}
+    for label in picture.labels:
+        bold = "bold" if label.strong else "normal"
+        ha = anchors[label.anchor]
+        _write(axes, left + label.left, top + label.top, label.text, weight=bold, ha=ha)
+
+
+def _write(axes: "Axes", x: float, y: float, text: str, **more: Any) -> None:
+    options = {"size": 9.5, "color": INK, "ha": "center", "va": "center", **more}
+    # A `$` in a path is no formula.
+    axes.text(x, y, text, parse_math=False, **options)
+
+
+def _bar_figure(scene: BarScene, make: Any) -> "Figure":
+    rows = max(1, len(scene.bars))
+    head = 0.5 + 0.22 * len(scene.lines)
+    foot = 0.35 + 0.27 * -(-len(scene.shades) // _COLUMNS)
+    inner = rows * (0.62 if len(scene.names) > 1 else 0.40)
+    height = head + inner + foot
+    figure = make(figsize=(9.0, height))
+    longest = max((len(bar.label) for bar in scene.bars), default=0)
+    left = min(0.45, 0.03 + 0.0088 * longest)
+    axes = figure.add_axes((left, foot / height, 0.85 - left, inner / height))
+    axes.set_xlim(0, _bars(axes, scene) or 1)
+    axes.set_ylim(rows - 0.5, -0.5)
+    labels = [bar.label for bar in scene.bars]
+    places = range(len(labels))
+    axes.set_yticks(places, labels, family="monospace", size=9, parse_math=False)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_color("#b4b8bf")
+    _bar_words(figure, scene, height)
+    return figure
+
+
+def _bars(axes: "Axes", scene: BarScene) -> int:
+    """Draws the bars; returns the longest."""
+    several = len(scene.names) > 1
+    longest = 0
+    for at, bar in enumerate(scene.bars):
+        rows = [(bar.parts, 0.0, scene.names[-1])]
+        if several:
+            rows = [(bar.before, -0.2, scene.names[0]), (bar.parts, 0.2, rows[0][2])]
+        for parts, shift, name in rows:
+            total = sum(size for _, size in parts)
+            longest = max(longest, total)
+            _stack(axes, scene, parts, at + shift, 0.34 if several else 0.62)
+            axes.annotate(
+                human_bytes(total) + (f"  {name}" if several else ""),
+                (total, at + shift),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                size=9,
+                color=_QUIET if shift < 0 else INK,
+                parse_math=False,
+            )
+    return longest
+
+
+def _stack(
+    axes: "Axes", scene: BarScene, parts: Any, at: float, thickness: float
+) -> None:
+    start = 0
+    for shade, size in parts:
+        number = scene.shades[shade].colour
+        axes.barh(
+            at,
+            size,
+            thickness,
+            left=start,
+            color=colour(number),
+            # Hatching has the colour of the edge.
+            edgecolor=_HATCH if number == NEUTRAL else "white",
+            linewidth=0 if number == NEUTRAL else 0.8,
+            hatch="////" if number == NEUTRAL else None,
+        )
+        start += size
+
+
+def _bar_words(figure: "Figure", scene: BarScene, height: float) -> None:
+    from matplotlib.patches import Patch
+
+    words: dict[str, Any] = {"va": "center", "parse_math": False}
+    y, title = 1 - 0.28 / height, scene.title
+    figure.text(0.03, y, title, size=13, weight="bold", color=INK, **words)
+    for at, line in enumerate(scene.lines):
+        y = 1 - (0.54 + 0.22 * at) / height
+        figure.text(0.03, y, line, size=10, color=_QUIET, **words)
+    handles = [
+        Patch(
+            facecolor=colour(shade.colour),
+            edgecolor=_HATCH,
+            linewidth=0,
+            hatch="////" if shade.colour == NEUTRAL else None,
+            label=shade.text,
+        )
+        for shade in scene.shades
+    ]
+    figure.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0.02, 0.06 / height),
+        ncols=_COLUMNS,
+        frameon=False,
+        fontsize=9.5,
+        handlelength=1.2,
+    )

@@ -1,0 +1,273 @@
+"""What a picture shows: plain numbers and words.
+
+All geometry is done before a scene is made. A renderer loops over boxes and labels,
+scales them, and chooses type and colours; it adds no geometry of its own. Every scene
+is frozen and turns into JSON as it is (`dataclasses.asdict`).
+
+Lengths in a `Picture` are in points of a screen. Rectangles of a tree-map are whole
+numbers from 0 to `UNIT`, so that a renderer can pack them and stretch them to any
+canvas. Colours are numbers: `NEUTRAL` for what is replicated, 0 and up for the others;
+what they look like is up to the renderer, which takes them modulo its palette.
+"""
+
+import dataclasses
+from typing import Literal
+
+# What the side of a tree-map counts.
+UNIT = 65535
+
+# What a leaf is marked with, where it is not laid out as a rule says.
+Mark = Literal["", "unmatched", "fallback"]
+
+# The colour of what every device holds in full.
+NEUTRAL = -1
+
+# Colours that tell things apart; more than these cannot be told apart by eye.
+COLOURS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle: a slice of an array, or a device.
+
+    Attributes:
+        left: left edge, in points.
+        top: top edge, in points.
+        width: in points.
+        height: in points.
+        colour: number of its colour.
+        group: number of the slice; boxes that hold the same slice have the same.
+        lines: what stands in it, most important first.
+        detail: all there is to say about it.
+    """
+
+    left: float
+    top: float
+    width: float
+    height: float
+    colour: int
+    group: int
+    lines: tuple[str, ...]
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Label:
+    """Words beside the boxes.
+
+    Attributes:
+        left: where they are anchored, in points.
+        top: the middle of the line, in points.
+        text: the words.
+        anchor: what of them is at `left`.
+        strong: whether they name something (an axis), not a place on it.
+    """
+
+    left: float
+    top: float
+    text: str
+    anchor: Literal["start", "middle", "end"] = "middle"
+    strong: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """The same boxes by row and column, for renderers that have only characters.
+
+    Attributes:
+        title: what this grid is of, where there are several.
+        rows: one label per row.
+        columns: one label per column.
+        row_title: what the rows count.
+        column_title: what the columns count.
+        boxes: per row, the positions of its boxes in the picture; None for a gap.
+    """
+
+    title: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    row_title: str
+    column_title: str
+    boxes: tuple[tuple[int | None, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Picture:
+    """Boxes and labels on a canvas of `width` by `height` points."""
+
+    title: str
+    width: float
+    height: float
+    boxes: tuple[Box, ...]
+    labels: tuple[Label, ...]
+    grids: tuple[Grid, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GridScene:
+    """A mesh, or an array and the mesh that it lies on.
+
+    Attributes:
+        title: what it is.
+        lines: what else there is to say, one sentence each.
+        pictures: the array, and the mesh.
+    """
+
+    title: str
+    lines: tuple[str, ...]
+    pictures: tuple[Picture, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shade:
+    """One spec and its colour.
+
+    Attributes:
+        text: the spec, in words.
+        colour: number of its colour.
+        bytes_per_device: what lies so, in bytes of one device.
+    """
+
+    text: str
+    colour: int
+    bytes_per_device: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Kind:
+    """What many leaves have in common.
+
+    Attributes:
+        shape: global shape, as text.
+        dtype: dtype, as text.
+        shade: position of the spec in the list of shades.
+        rule: what decided, as in the report.
+        shard: shape of one device's part, as text.
+        total_bytes: bytes of the global array.
+        bytes_per_device: bytes of one device's part.
+        mark: `"unmatched"`, `"fallback"` or nothing.
+        explain: what `Resolution.explain` says, in pieces. A number stands for the
+            path of the leaf: 0 for all of it, n for its last n parts.
+    """
+
+    shape: str
+    dtype: str
+    shade: int
+    rule: str
+    shard: str
+    total_bytes: int
+    bytes_per_device: int
+    mark: Mark
+    explain: tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forest:
+    """Leaves in the modules that hold them; node 0 holds all, a parent comes first.
+
+    Attributes:
+        names: name of each node within its parent.
+        parents: position of the parent of each node; -1 for node 0.
+        kinds: position of the kind of each leaf; -1 for a module.
+        counts: how many modules a node stands for, within its parent: 1, unless
+            repeated layers were folded into one.
+        wide: rectangles on a wide canvas, four numbers per node: left, top, right,
+            bottom, of `UNIT`.
+        tall: rectangles on a tall canvas.
+    """
+
+    names: tuple[str, ...]
+    parents: tuple[int, ...]
+    kinds: tuple[int, ...]
+    counts: tuple[int, ...]
+    wide: tuple[int, ...]
+    tall: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class View:
+    """The leaves of one role.
+
+    Attributes:
+        title: the role, in words.
+        leaves: number of leaves.
+        total_bytes: bytes of the global arrays.
+        bytes_per_device: bytes of one device.
+        replicated_bytes: bytes of the leaves that every device holds in full.
+        folded: repeated layers folded into one.
+        flat: every leaf by itself; None where nothing was folded.
+    """
+
+    title: str
+    leaves: int
+    total_bytes: int
+    bytes_per_device: int
+    replicated_bytes: int
+    folded: Forest
+    flat: Forest | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bar:
+    """Bytes per device of one module.
+
+    Attributes:
+        label: path of the module; `*` stands for the index of a layer.
+        parts: position of a shade and bytes per device, in the order of the shades.
+        before: the same of the Resolution that this one is compared with.
+    """
+
+    label: str
+    parts: tuple[tuple[int, int], ...]
+    before: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BarScene:
+    """Bytes per device by module, of one Resolution or of two.
+
+    Attributes:
+        title: what it is.
+        lines: what else there is to say.
+        shades: the specs in it.
+        bars: the largest first.
+        names: what `parts` and `before` are called; one name, or two.
+        total: bytes per device of all of it.
+        total_before: the same before; None where nothing is compared.
+    """
+
+    title: str
+    lines: tuple[str, ...]
+    shades: tuple[Shade, ...]
+    bars: tuple[Bar, ...]
+    names: tuple[str, ...]
+    total: int
+    total_before: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelScene:
+    """A whole model: every leaf, and how much of each device it takes.
+
+    Attributes:
+        title: what it is.
+        mesh: the mesh, as text; empty for none.
+        devices: number of devices; 0 without a mesh.
+        shades: the specs in it, by bytes per device, the largest first.
+        kinds: what leaves have in common.
+        views: one per role that has leaves.
+        remarks: unused rules, unmatched leaves, fallbacks: one line each.
+        bars: the same by module, for renderers without room for a tree-map.
+    """
+
+    title: str
+    mesh: str
+    devices: int
+    shades: tuple[Shade, ...]
+    kinds: tuple[Kind, ...]
+    views: tuple[View, ...]
+    remarks: tuple[str, ...]
+    bars: BarScene
+
+
+Scene = GridScene | BarScene | ModelScene
