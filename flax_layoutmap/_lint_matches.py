@@ -227,6 +227,7 @@ def _goes_on(resolution: Resolution) -> Iterator[Issue]:
                 f"match {path!r}; with match='search' it does",
                 f"{key} = {axes_code(rule)}  # if paths are to end there",
                 path=path,
+                leaves=1,
             )
 
 

@@ -1,0 +1,208 @@
+"""Patterns as automata, against `re` itself; how long patterns may take."""
+
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from test_properties import PATTERNS, compiles
+
+from flax_layoutmap import _pattern_cost
+from flax_layoutmap._languages import (
+    Mode,
+    automaton,
+    difference,
+    is_literal,
+    sample,
+    witness,
+)
+from flax_layoutmap._pattern_cost import slow_because
+
+MODES: list[Mode] = ["search", "match", "fullmatch"]
+
+
+def matches(pattern: str, mode: Mode, path: str) -> bool:
+    return getattr(re.compile(pattern), mode)(path) is not None
+
+
+def is_path(text: str) -> bool:
+    return bool(text) and all(text.split("/"))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@settings(max_examples=200)
+@given(PATTERNS)
+def test_witnesses_match(pattern: str) -> None:
+    if not compiles(pattern):
+        return
+    for mode in MODES:
+        found = witness(pattern, mode)
+        if found:
+            assert is_path(found) and matches(pattern, mode, found)
+        elif found == "":
+            for path in PATHS:
+                assert not matches(pattern, mode, path)
+
+
+# What the generated patterns may meet.
+PATHS = [
+    *("a", "b", "0", "7", "9", "ab", "ba", "a0", "_", ".", "-", "a/b", "b/a", "0/a"),
+    *("aa", "a/a", "b/0", "ab/01", "a/b/a", "1/2/7", "a_b", "7.9", "ab01279_/a", "01"),
+]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@settings(max_examples=200)
+@given(PATTERNS, PATTERNS)
+def test_differences_differ(one: str, other: str) -> None:
+    if not compiles(one) or not compiles(other):
+        return
+    for mode in MODES:
+        found = difference(one, mode, other, mode)
+        if found:
+            assert is_path(found)
+            assert matches(one, mode, found) and not matches(other, mode, found)
+        elif found == "":
+            for path in PATHS:
+                assert not matches(one, mode, path) or matches(other, mode, path)
+
+
+def test_the_properties_are_about_something() -> None:
+    """Control: most of what is written by hand is understood."""
+    for pattern in (
+        r"layers/\d+/(gate|up)/kernel",
+        "(^|/)mlp(/|$)",
+        "[^/]+/(?:a|b)?x{2}",
+    ):
+        assert automaton(pattern, "search") is not None
+    for pattern in (
+        "(?!a)b",
+        r"\bword",
+        "(?i)a",
+        r"(a)\1",
+        "a*+",
+        "é",
+        "a{,}",
+        "(?>a)",
+    ):
+        assert automaton(pattern, "search") is None
+        assert witness(pattern, "search") is None
+        assert difference(pattern, "search", "a", "search") is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "mode", "expected"),
+    [
+        ("kernel", "search", "kernel"),
+        ("^/kernel", "search", ""),
+        ("/kernel", "search", "x/kernel"),
+        ("/kernel", "match", ""),
+        ("kernel/", "fullmatch", ""),
+        ("a^b", "search", ""),
+        ("$a", "search", ""),
+        ("a//b", "search", ""),
+        (r"layers/\d+/up", "fullmatch", "layers/0/up"),
+    ],
+)
+def test_witnesses(pattern: str, mode: Mode, expected: str) -> None:
+    found = witness(pattern, mode)
+    assert found is not None and (found == expected or expected and is_path(found))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_within"),
+    [
+        ("mlp/up/kernel", "kernel", True),
+        ("kernel", "mlp/up/kernel", False),
+        ("(gate|up)/kernel", "(up|gate|down)/kernel", True),
+        (r"layers/\d+/kernel", "layers/.*/kernel", True),
+        (r"layers/\d+/kernel", "layers/[0-4]/kernel", False),
+        ("^up$", "up", True),
+        ("up", "^up$", False),
+        ("x?up", "up", True),
+    ],
+)
+def test_what_is_within_what(one: str, other: str, is_within: bool) -> None:
+    assert (difference(one, "search", other, "search") == "") is is_within
+
+
+def test_samples() -> None:
+    assert sample("kernel", "search") == "x/kernel"
+    assert sample("up/", "match") == "up/x"
+    assert sample("kernel", "fullmatch") == "kernel"
+    assert sample("a//b", "search") is None
+    assert sample("(?!a)b", "search") is None
+    assert is_literal("self_attn/q-1") and not is_literal("a.b")
+
+
+# ------------------------------------------------------------------------- cost
+
+QUICK = [
+    "kernel",
+    ".*",
+    r"layers/\d+/(gate|up)/kernel",
+    "([^/]+/)+kernel",
+    "(?:.*/)?(attn|mlp)/(?:.*/)?kernel",
+    r"(layers|blocks)(/|_)\d+/.*(q|k|v|o)(_proj)?/(kernel|bias)$",
+    r"(\d+/)*\w+/(\d+/)*x",
+    ".*a.*b.*c.*d",
+    "(a+b+)+x",
+    r"\w+/\w+/\w+/\w+/\w+/\w+/kernel",
+    "a{3}b{2,5}",
+    "^(?!.*norm).*kernel$",
+    r"(?i)(layers|blocks)/\d+/KERNEL",
+    r"(?P<x>\d+)/(?P=x)/kernel",
+    "(?<!pre)norm/scale",
+]
+SLOW = {
+    "(a+)+x": "each further character doubles",
+    "(a|a)*x": "each further character doubles",
+    "(a|ab|b)*x": "each further character doubles",
+    "(a*)*x": "each further character doubles",
+    r"(\w+_?)+x": "each further character doubles",
+    "(a{1,20}){1,20}x": "each further character doubles",
+    "((a+)b?)*x": "each further character doubles",
+    ".*.*.*.*.*x": "it has 5 repetitions in a row that can read the same text",
+    "a?" * 30 + "a" * 30: "many optional parts",
+    "(a|aa)" * 30 + "x": "many optional parts",
+    "(?i)(a+)+x": "repeats a group, beside look-around",
+    r"(?=x)a*b*c*d*e*": "more than 4 quantifiers",
+    "a" * 3000: "it is 3000 characters long",
+    "(a*b*c*d*e*f*g*h*i*j*k*l*m*n*o*p*q*r*s*t*u*v*w*x*y*z*)*": "",
+}
+
+
+@pytest.mark.parametrize("pattern", QUICK)
+def test_quick_patterns(pattern: str) -> None:
+    assert slow_because(pattern) is None
+
+
+@pytest.mark.parametrize("pattern", SLOW, ids=[p[:20] for p in SLOW])
+def test_slow_patterns(pattern: str) -> None:
+    because = slow_because(pattern)
+    assert because is not None and SLOW[pattern] in because
+
+
+@pytest.mark.parametrize("pattern", QUICK)
+def test_what_is_called_quick_is_quick(pattern: str) -> None:
+    """Not a measurement: what is exponential would not come back at all."""
+    compiled = re.compile(pattern)
+    for text in ("a" * 60, "a/" * 30 + "!", "0" * 60 + "!", "layers/1/" * 8, "ab" * 30):
+        began = time.monotonic()
+        compiled.search(text + "!")
+        assert time.monotonic() - began < 20
+
+
+@settings(max_examples=100)
+@given(PATTERNS)
+def test_any_pattern_is_judged(pattern: str) -> None:
+    if compiles(pattern):
+        assert slow_because(pattern) is None or isinstance(slow_because(pattern), str)
+
+
+def test_what_is_too_complicated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = "(ab?c?d?e?f?)*(gh?)*zz"
+    _pattern_cost.slow_because.cache_clear()
+    monkeypatch.setattr(_pattern_cost, "_MOST_EDGES", 1)
+    assert slow_because(pattern) == "it is too complicated to tell"
+    _pattern_cost.slow_because.cache_clear()
