@@ -148,7 +148,7 @@ def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
         return
     users: dict[int, set[int]] = {}
     for key, row in resolution._distinct.items():
-        if row.rule is not None and row.reason == "rule":
+        if row.rule is not None and row.reason in ("rule", "exact key"):
             users.setdefault(row.rule, set()).add(key)
     by_key: dict[int, dict[str, str]] = {}
     digits = {at for at in users if _ends_in_a_digit(rules.rules[at].pattern)}
