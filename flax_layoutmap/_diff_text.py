@@ -160,7 +160,8 @@ def _totals(diff: Diff) -> Iterator[str]:
     if diff.is_empty:
         yield f"no difference: {diff.unchanged} leaves lie as before, on {diff.mesh[0]}"
     else:
-        yield f"leaves: {', '.join([*told, f'{diff.unchanged} as before'])}"
+        told += [f"{diff.unchanged} as before"] if diff.unchanged else []
+        yield f"leaves: {', '.join(told)}"
     for role, (before, after) in diff.bytes_per_device.items():
         if before or after:
             yield f"{_ROLES[role]}: {_change(before, after)} per device"

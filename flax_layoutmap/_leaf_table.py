@@ -3,12 +3,16 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from flax_layoutmap._fold import Fold
 from flax_layoutmap._table import Grid, Line, cut, cut_path, human_bytes
 
 # Below these widths a column says too little to be worth its place.
 _RULE, _PATH = 16, 16
+
+# Two columns, one, or neither.
+_Shapes = Literal["apart", "merged", "none"]
 
 _CELL = re.compile(r"((?:  )?)(.*?)( ×\d+)?")
 _NUMBER = re.compile(r"float|uint|int|complex")
@@ -81,21 +85,35 @@ def fitted(rows: Sequence[Row], width: int) -> Grid:
     if grid.width() <= width or not rows:
         return grid
     paths = [path_cell(row.fold) for row in rows]
-    for merged, shards in ((False, True), (True, True), (True, False)):
-        found = _cut_rules(rows, paths, width, merged, shards)
+    options: tuple[tuple[_Shapes, bool], ...] = (
+        ("apart", True),
+        ("merged", True),
+        ("merged", False),
+    )
+    for shapes, shards in options:
+        found = _cut_rules(rows, paths, width, shapes, shards)
         if found is not None:
             return found
     folds = [row.fold for row in rows]
     heads, paths = headed(folds, width)
-    found = _cut_rules(rows, paths, width, True, False)
+    found = _cut_rules(rows, paths, width, "merged", False)
     if found is None:
-        codes = [row.code for row in rows]
-        bare = _grid(rows, [""] * len(rows), codes, True, False)
-        room = max(width - bare.width() + len("path"), _PATH)
-        heads, paths = headed(folds, room)
-        paths = [cut_cell(path, room) for path in paths]
-        found = _grid(rows, paths, codes, True, False)
+        heads, found = _shortest(rows, width)
     return with_headings(found, heads)
+
+
+def _shortest(rows: Sequence[Row], width: int) -> tuple[list[str], Grid]:
+    """Rules as numbers; where that is not enough, no shapes and dtypes either."""
+    codes = [row.code for row in rows]
+    room, shapes = 0, "merged"
+    for shapes in get_args(_Shapes)[1:]:
+        bare = _grid(rows, [""] * len(rows), codes, shapes, False)
+        room = width - bare.width() + len("path")
+        if room >= _PATH:
+            break
+    heads, paths = headed([row.fold for row in rows], max(room, _PATH))
+    paths = [cut_cell(path, max(room, _PATH)) for path in paths]
+    return heads, _grid(rows, paths, codes, shapes, False)
 
 
 def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
@@ -171,29 +189,33 @@ def cut_cell(cell: str, width: int) -> str:
 
 
 def _cut_rules(
-    rows: Sequence[Row], paths: Sequence[str], width: int, merged: bool, shards: bool
+    rows: Sequence[Row],
+    paths: Sequence[str],
+    width: int,
+    shapes: _Shapes,
+    shards: bool,
 ) -> Grid | None:
     """The table with the rules in the place that is left, if that is enough."""
-    bare = _grid(rows, paths, ["rule"] * len(rows), merged, shards)
+    bare = _grid(rows, paths, ["rule"] * len(rows), shapes, shards)
     room = width - bare.width() + len("rule")
     widest = max(len(row.rule) for row in rows)
     if room < min(_RULE, widest):
         return None
     rules = [cut(row.rule, room) for row in rows]
-    return _grid(rows, paths, rules, merged, shards)
+    return _grid(rows, paths, rules, shapes, shards)
 
 
 def _grid(
     rows: Sequence[Row],
     paths: Sequence[str],
     rules: Sequence[str],
-    merged: bool = False,
+    shapes: _Shapes = "apart",
     shards: bool = True,
 ) -> Grid:
     columns: list[tuple[str, Sequence[str]]] = [("path", paths)]
-    if merged:
+    if shapes == "merged":
         columns.append(("array", [array(row) for row in rows]))
-    else:
+    elif shapes == "apart":
         columns += [
             ("shape", [row.shape for row in rows]),
             ("dtype", [row.dtype for row in rows]),
@@ -201,7 +223,7 @@ def _grid(
     columns += [("spec", [row.spec for row in rows]), ("rule", rules)]
     if shards:
         columns.append(("shard", [row.shard for row in rows]))
-    count = "per device" if merged else "bytes/device"
+    count = "bytes/device" if shapes == "apart" else "per device"
     columns.append((count, [human_bytes(row.bytes_per_device) for row in rows]))
     names = tuple(name for name, _ in columns)
     right = tuple(name == count for name in names)

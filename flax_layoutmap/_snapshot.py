@@ -122,7 +122,7 @@ class Snapshot:
 
     Attributes:
         rules: the rules, as JSON.
-        mesh: the mesh of the rules; None without one.
+        mesh: the mesh of the rules or, where they have none, of the leaves.
         leaves: path → leaf.
         devices: what tells the devices of the mesh apart, row by row; None where that
             is not known, as for an abstract mesh or a file.
@@ -155,6 +155,8 @@ def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
         leaves = [_leaf(entry, mesh) for entry in data["leaves"]]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LayoutError(f"the layouts are damaged: {error!r}") from error
+    if mesh is None:  # the layouts may have brought one
+        mesh = next((leaf.mesh for leaf in leaves if leaf.mesh is not None), None)
     return Snapshot(rules, mesh, {leaf.path: leaf for leaf in leaves}, devices)
 
 

@@ -2,7 +2,17 @@
 
 import pytest
 
-from flax_layoutmap._table import human_bytes, markdown_table, text_table
+from flax_layoutmap._table import (
+    Grid,
+    Line,
+    as_markdown,
+    cut,
+    cut_path,
+    human_bytes,
+    human_share,
+    markdown_table,
+    text_table,
+)
 
 HEADER = ("name", "bytes")
 ROWS = [("a", "1"), ("long|er", "100")]
@@ -22,12 +32,37 @@ def test_text_has_no_trailing_blanks() -> None:
     assert table.splitlines()[2] == "long"
 
 
+def test_headings_span_the_columns() -> None:
+    lines = (Line(("a much longer heading",), "heading"), Line(("  x", "1")))
+    grid = Grid(("name", "n"), (False, True), lines)
+    assert grid.text().splitlines() == [
+        "name  n",
+        "────  ─",
+        "a much longer heading",
+        "  x   1",
+    ]
+    assert grid.width() == 7
+
+
 def test_markdown() -> None:
     assert markdown_table(HEADER, ROWS, (False, True)).splitlines() == [
         "| name | bytes |",
         "| :-- | --: |",
         "| a | 1 |",
         r"| long\|er | 100 |",
+    ]
+
+
+def test_markdown_keeps_stars_and_underscores() -> None:
+    cells = ("a_b", "1 .*`", "")
+    grid = Grid(("path", "rule", "spec"), (False,) * 3, (Line(cells),))
+    assert as_markdown(grid, ["x: .* _p_ a_b <b>", "  below"]).splitlines() == [
+        "| path | rule | spec |",
+        "| :-- | :-- | :-- |",
+        "| `a_b` | `` 1 .*` `` |  |",
+        "",
+        r"- x: .\* \_p\_ a_b \<b>",
+        "  - below",
     ]
 
 
@@ -51,3 +86,36 @@ def test_no_rows() -> None:
 )
 def test_human_bytes(count: int, text: str) -> None:
     assert human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0, "0.0%"), (1e-9, "<0.1%"), (0.0005, "0.1%"), (0.125, "12.5%"), (1, "100.0%")],
+)
+def test_human_share(share: float, text: str) -> None:
+    assert human_share(share) == text
+
+
+@pytest.mark.parametrize("width", range(1, 40))
+def test_what_is_cut_keeps_its_width_and_its_end(width: int) -> None:
+    text = "4 attention/(query|key|value)/kernel"
+    short = cut(text, width)
+    assert len(short) == min(width, len(text))
+    assert width < 9 or short.endswith("kernel"[-(width // 2) :])
+
+
+@pytest.mark.parametrize(
+    ("width", "short"),
+    [
+        (46, "opt_state/0/mu/layers/7/attention/query/kernel"),
+        (45, "opt_state/…/layers/7/attention/query/kernel"),
+        (24, "opt_state/…/query/kernel"),
+        (23, "…/query/kernel"),
+        (8, "…/kernel"),
+        (4, "…nel"),
+    ],
+)
+def test_a_path_is_never_cut_at_its_end(width: int, short: str) -> None:
+    path = "opt_state/0/mu/layers/7/attention/query/kernel"
+    found = cut_path(path, width)
+    assert found == short and len(found) <= width
