@@ -5,6 +5,7 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 
+from flax_layoutmap._fold import spell_indices
 from flax_layoutmap.draw import _treemap
 from flax_layoutmap.draw._scene import Forest, Kind
 
@@ -35,20 +36,21 @@ def grow(paths: Iterable[str], kinds: Iterable[int]) -> Node:
         kinds: position of the kind of each leaf.
     """
     root = Node("")
-    modules: dict[str, Node] = {"": root}
+    modules: dict[str, Node] = {}
 
-    def module(path: str) -> Node:
-        found = modules.get(path)
-        if found is None:
-            above, _, name = path.rpartition("/")
-            found = modules[path] = Node(name)
-            module(above).children.append(found)
-        return found
+    def add(path: str, kind: int) -> Node:
+        above, slash, name = path.rpartition("/")
+        parent = root
+        # A key may be empty, so that "/w" is not at the top.
+        if slash:
+            parent = modules.get(above) or modules.setdefault(above, add(above, -1))
+        made = Node(name, kind)
+        parent.children.append(made)
+        return made
 
     for path, kind in zip(paths, kinds, strict=True):
-        above, _, name = path.rpartition("/")
-        module(above).children.append(Node(name, kind))
-    for found in modules.values():
+        add(path, kind)
+    for found in (root, *modules.values()):
         found.children = _in_order(found.children)
     return root
 
@@ -92,13 +94,20 @@ def _indexed(name: str) -> tuple[str, int] | None:
 
 
 def joined(node: Node) -> Node:
-    """The tree with every module that has one child made one with it."""
-    children = [joined(child) if child.children else child for child in node.children]
-    if len(children) == 1 and node.name:
-        (only,) = children
+    """The tree with every module below the root that has one child one with it."""
+    children = [
+        _with_its_child(joined(child)) if child.children else child
+        for child in node.children
+    ]
+    return Node(node.name, node.kind, node.count, children)
+
+
+def _with_its_child(node: Node) -> Node:
+    if len(node.children) == 1:
+        (only,) = node.children
         name, count = f"{node.name}/{only.name}", node.count * only.count
         return Node(name, only.kind, count, only.children)
-    return Node(node.name, node.kind, node.count, children)
+    return node
 
 
 def folded(root: Node, alike: Sequence[int]) -> Node:
@@ -151,27 +160,8 @@ def _merge(
     if len(alike) == 1:
         return alike[0][1]
     first = alike[0][1]
-    name = f"{stem}{{{runs(index for index, _ in alike)}}}"
+    name = stem + spell_indices(sorted(index for index, _ in alike))
     return Node(name, first.kind, len(alike), first.children, like)
-
-
-def runs(indices: Iterable[int]) -> str:
-    """Whole numbers as runs.
-
-    >>> runs([0, 1, 2, 3, 5, 7, 8])
-    '0..3,5,7,8'
-    """
-    found: list[list[int]] = []
-    for index in sorted(indices):
-        if found and found[-1][-1] == index - 1:
-            found[-1].append(index)
-        else:
-            found.append([index])
-    pieces = (
-        f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
-        for run in found
-    )
-    return ",".join(pieces)
 
 
 def forest(root: Node, kinds: Sequence[Kind]) -> Forest:

@@ -79,9 +79,11 @@ def picture(
     Args:
         title: what they are of.
         panels: at least one.
-        width: of one cell, in points.
+        width: of one cell, in points, where the labels are no longer.
         height: of one cell, in points.
     """
+    longest = max(len(text) for panel in panels for text in panel.columns)
+    width = max(width, longest * _LETTER + 8)
     boxes: list[Box] = []
     labels: list[Label] = []
     grids: list[Grid] = []

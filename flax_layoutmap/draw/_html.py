@@ -88,6 +88,7 @@ def model_data(scene: ModelScene) -> dict[str, Any]:
                 kind.bytes_per_device,
                 kind.mark,
                 kind.explain,
+                kind.outline,
             ]
             for kind in scene.kinds
         ],

@@ -45,6 +45,9 @@ _ASKED = 100
 # Nobody reads more remarks than these.
 _REMARKS = 50
 
+# Width of the outline of an array, in points.
+_OUTLINE = 170.0
+
 _NOTHING = (
     "there is nothing to draw: the Resolution has no leaves; resolve a model: "
     "flm.draw.model(layout_map.resolve(model))"
@@ -58,7 +61,7 @@ class Resolved(Protocol):
 
     def columns(self) -> Iterator[Leaf]: ...
     def explain(self, path: str) -> str: ...
-    def remarks(self) -> list[str]: ...
+    def remarks(self, *, fold: bool = False) -> list[str]: ...
     @property
     def mesh(self) -> DeviceMesh | None: ...
 
@@ -116,6 +119,7 @@ class Kinds:
             total_bytes=leaf_bytes(shape, dtype),
             bytes_per_device=leaf_bytes(row.shard_shape or shape, dtype),
             mark=_mark(row),
+            outline=_outline(shape, row.shard_shape or shape),
             explain=(),
         )
         self.alike.append(self._first.setdefault(kind, len(self.kinds)))
@@ -132,6 +136,23 @@ def _rule(row: Decision, rules: RuleSet) -> str:
     if row.reason == "follows kernel":
         return "as its kernel"
     return because(row, rules, short=True)
+
+
+def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
+    """An array as it would look, were its sides not too unlike to be drawn."""
+    if not shape or 0 in shape:
+        return ()
+    tall, wide = shape[-2:] if len(shape) > 1 else (1, 5)
+    ratio = min(4.0, max(0.5, wide / tall))
+    width = min(_OUTLINE, _OUTLINE * ratio / 1.4)
+    sides = (width, width / ratio)
+    parts = [own / whole for own, whole in zip(shard, shape, strict=True)][-2:]
+    down, across = parts if len(parts) > 1 else (1.0, *parts)
+    return (
+        *map(round, sides),
+        max(1, round(sides[0] * across)),
+        max(1, round(sides[1] * down)),
+    )
 
 
 def _mark(row: Decision) -> Mark:
@@ -228,7 +249,7 @@ def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene
         shades=shades,
         kinds=tuple(ranked),
         views=tuple(views),
-        remarks=_some(resolution.remarks()),
+        remarks=_some(resolution.remarks(fold=True)),
         bars=_bars.scene(sizes, shades, views, name),
     )
 

@@ -146,6 +146,8 @@ class Kind:
         total_bytes: bytes of the global array.
         bytes_per_device: bytes of one device's part.
         mark: `"unmatched"`, `"fallback"` or nothing.
+        outline: the array and one device's part of it, in points: width and height,
+            then those of the part; of the last two dims. Empty for a scalar.
         explain: what `Resolution.explain` says, in pieces. A number stands for the
             path of the leaf: 0 for all of it, n for its last n parts.
     """
@@ -158,6 +160,7 @@ class Kind:
     total_bytes: int
     bytes_per_device: int
     mark: Mark
+    outline: tuple[int, ...]
     explain: tuple[str | int, ...]
 
 

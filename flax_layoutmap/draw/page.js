@@ -3,7 +3,7 @@
   const $ = (id) => document.getElementById(id);
   const data = JSON.parse($("data").textContent);
   const UNIT = 65535;
-  const [SHAPE, DTYPE, SHADE, RULE, SHARD, TOTAL, BYTES, MARK, EXPLAIN] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
+  const [SHAPE, DTYPE, SHADE, RULE, SHARD, TOTAL, BYTES, MARK, EXPLAIN, OUTLINE] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
 
   // ---------------------------------------------------------------- words
 
@@ -18,6 +18,7 @@
     return share > 0 && share < 0.05 ? "under 0.1%" : `${share.toFixed(1)}%`;
   };
   const number = (count) => count.toLocaleString("en-US");
+  const SVG = "http://www.w3.org/2000/svg";
   const make = (tag, classes = "", text = "") => {
     const element = document.createElement(tag);
     if (classes) element.className = classes;
@@ -173,6 +174,8 @@
     return element;
   };
 
+  const nameOf = (node) => tree.words(node) || (tree.size === 2 ? "(the array)" : '""');
+
   const specCell = (shade) => {
     const element = cell("spec", "");
     element.append(make("span", `swatch ${colourOf(shade)}`), make("span", "mono", data.shades[shade][0]));
@@ -194,7 +197,7 @@
     path.title = tree.paths[node];
     path.style.paddingLeft = `${(tree.depth[node] - 1) * 14}px`;
     path.append(make("span", "twist", isLeaf ? "" : isOpen(node) ? "▾" : "▸"));
-    path.append(make("b", "", tree.words(node) || "(the array)"));
+    path.append(make("b", "", nameOf(node)));
     if (tree.counts[node] > 1) path.append(make("span", "times", `×${number(tree.counts[node])}`));
     row.append(path);
     if (isLeaf) {
@@ -257,15 +260,40 @@
 
   // ---------------------------------------------------------------- the words about a node
 
+  // The array, and in it what one device holds.
+  const outline = (record) => {
+    if (!record[OUTLINE].length) return [];
+    const [width, height, across, down] = record[OUTLINE];
+    const figure = make("figure");
+    const picture = document.createElementNS(SVG, "svg");
+    picture.setAttribute("viewBox", `-1 -1 ${width + 2} ${height + 2}`);
+    picture.setAttribute("width", width + 2);
+    picture.setAttribute("aria-hidden", "true");
+    for (const [classes, w, h] of [["whole", width, height], [`part ${colourOf(record[SHADE])}`, across, down]]) {
+      const side = document.createElementNS(SVG, "rect");
+      side.setAttribute("class", classes);
+      side.setAttribute("width", w);
+      side.setAttribute("height", h);
+      picture.append(side);
+    }
+    const share = record[TOTAL] / (record[BYTES] || 1);
+    const held = share > 1 ? `each device holds 1/${number(Math.round(share))}` : "each device holds all of it";
+    figure.append(picture, make("figcaption", "", `${record[SHAPE]}: ${held}`));
+    return [figure];
+  };
+
   const explain = (node) => {
     const box = $("explain"), kind = tree.kind(node);
     state.shown = node;
-    const made = [make("h2", "", pathOf(node))];
+    const made = kind >= 0 ? [] : [make("h2", "", pathOf(node))];
     if (kind >= 0) {
       if (tree.times[node] > 1) {
-        made.push(make("p", "", `${number(tree.times[node])} leaves alike, ${bytes(tree.bytes[node])} per device together. Of each:`));
+        made.push(make("p", "", `${number(tree.times[node])} leaves alike, ${bytes(tree.bytes[node])} per device together. Each:`));
       }
-      made.push(make("pre", "", explanation(node)));
+      const words = make("pre");
+      words.append(make("b", "", tree.paths[node]), explanation(node).slice(tree.paths[node].length));
+      made.push(words);
+      made.push(...outline(data.kinds[kind]));
     } else {
       const end = tree.ends[node], sums = new Map();
       for (let at = node; at < end; at += 1) {
