@@ -68,7 +68,7 @@ def layout_golden(request: pytest.FixtureRequest) -> LayoutGolden:
     return check
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     """Says which files were written; of other processes' tests too."""
     reports = terminalreporter.stats.values()
     written = {

@@ -33,6 +33,7 @@ from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._metadata import mark_of, mesh_axes
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._serialise import rules_from_json
+from flax_layoutmap._snapshot import snapshot_of
 from flax_layoutmap._statics import WITH_VARS
 from flax_layoutmap._trace import trace
 
@@ -44,6 +45,7 @@ MODULES = [
     "_call",
     "_decide",
     "_devices",
+    "_diff_text",
     "_dtensor_format",
     "_fetch",
     "_layout",
@@ -62,6 +64,7 @@ MODULES = [
     "_scope",
     "_scope_optimizer",
     "_serialise",
+    "_snapshot",
     "_statics",
     "_trace",
 ]
@@ -108,6 +111,12 @@ def zero(rules: dict[str, Any]) -> Any:
     layout_map.optimizer.update(rules)
     state = jax.eval_shape(optax.adam(1.0).init, params)
     return layout_map.resolve({"params": params, "opt_state": state})
+
+
+def unknown_axis() -> Any:
+    data = fit({"w": None}, {"w": struct(8)}).to_json()
+    data["leaves"][0]["spec"] = ["x"]
+    return data
 
 
 def closing_over() -> Any:
@@ -981,6 +990,24 @@ CASES: dict[str, Case] = {
         lambda: fit({}, {}).report("html"),
         flm.LayoutError,
         'format must be "text", "markdown" or "json", got \'html\'',
+    ),
+    "diff: format": Case(
+        lambda: fit({}, {}).diff(fit({}, {})).report("html"),
+        flm.LayoutError,
+        'format must be "text", "markdown" or "json", got \'html\'',
+    ),
+    # ---------------------------------------------------- what others decided
+    "snapshot: schema": Case(
+        lambda: snapshot_of({"schema": 2}),
+        flm.LayoutError,
+        "layouts of schema 2 cannot be read; this is schema 1, what "
+        'resolution.report("json") and flm.testing.dump write',
+    ),
+    "snapshot: axes": Case(
+        lambda: snapshot_of(unknown_axis()),
+        flm.LayoutError,
+        "the layouts are damaged: ValueError(\"'w' lies on axes that the mesh does not "
+        'have")',
     ),
     # --------------------------------------------------------------- JSON
     "json: schema": Case(
