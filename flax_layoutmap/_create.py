@@ -142,6 +142,16 @@ def create_optimizer(
         StructureError: `tx` is no optax transformation, `model` holds something else
             than arrays, or `wrt` selects nothing.
 
+    Example:
+        >>> import optax, flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("model=-1", strict=False)
+        >>> layout_map["kernel"] = (None, "model")
+        >>> model = flm.create(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), layout_map)
+        >>> optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> tuple(optimizer.opt_state[0].mu["kernel"].sharding.spec)
+        (None, 'model')
+
     Plain JAX: `jax.jit(tx.init, out_shardings=…)`; without `out_shardings` the moments
     end on one device.
     """

@@ -44,6 +44,11 @@ def get_device_count(device_type: str | None = None) -> int:
     Raises:
         MeshError: there are no such devices.
 
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.get_device_count() == len(flm.list_devices())
+        True
+
     Plain JAX: `jax.device_count(device_type)`.
     """
     return len(_devices(device_type))
@@ -92,6 +97,16 @@ def initialize(
     Raises:
         ProcessError: what is given does not fit together, no cluster was found, JAX
             has been used already, or the processes do not come together in time.
+
+    Example:
+        In every process, before anything else of JAX, where a cluster (a TPU slice,
+        Slurm, GKE) says which process this is: `flm.initialize()`. By hand:
+
+        >>> import flax_layoutmap as flm
+        >>> flm.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
+        Traceback (most recent call last):
+        ...
+        flax_layoutmap.ProcessError: ...
 
     Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
     """

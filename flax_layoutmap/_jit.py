@@ -124,6 +124,19 @@ def jit(
         ProcessError: at the first call, when the processes were given different
             rules, meshes, states or host batches: each of them passes the whole batch.
 
+    Example:
+        >>> import jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("model=-1")
+        >>> layout_map["kernel"] = (None, "model")
+        >>> @flm.jit(layout_map=layout_map, donate_argnames="params")
+        ... def step(params, x):
+        ...     loss = (x @ params["kernel"]).sum()
+        ...     return {"kernel": params["kernel"] * 0.9}, loss
+        >>> params = layout_map.place({"kernel": jnp.ones((4, 8))})
+        >>> params, loss = step(params, jnp.ones((8, 4)))
+        >>> float(loss), tuple(params["kernel"].sharding.spec)
+        (256.0, (None, 'model'))
+
     Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)` on the
     split state.
     """

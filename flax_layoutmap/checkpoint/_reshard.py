@@ -50,6 +50,17 @@ def reshard(
             checksums), or `to` cannot be written; what is at `path` is not touched.
         MeshError: there is no mesh of devices.
 
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> flm.checkpoint.reshard(path, path + "_new", mesh=flm.DeviceMesh("data=-1"))
+        >>> flm.checkpoint.inspect(path + "_new").leaves[1].path
+        'w'
+
     Plain JAX: `v1.save(to, v1.load(path, target))`, which loses what `save` noted.
     """
     goal = absolute(to)

@@ -124,6 +124,17 @@ def restore(
             read. (Where arrays are read by one replica and sent, the others wait in
             Orbax for a process that cannot read, until it ends.)
 
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> restored = flm.checkpoint.restore(path, layout_map=layout_map)
+        >>> restored["step"], tuple(restored["w"].sharding.spec)
+        (3, ('data',))
+
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
     where, rules = absolute(path), rules_on(layout_map, mesh)

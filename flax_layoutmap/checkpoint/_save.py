@@ -59,6 +59,16 @@ def save(
             writing failed.
         ResolveError: leaves do not fit the rules; nothing was written.
 
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> [leaf.path for leaf in flm.checkpoint.inspect(path).leaves]
+        ['step', 'w']
+
     Plain JAX: `orbax.checkpoint.v1.save(path, tree)`.
     """
     place = _orbax.absolute(path)

@@ -71,6 +71,16 @@ def verify(
         CheckpointError: leaves cannot be read or are not as they were saved (one error
             names all of them), or there are no checksums to compare with.
 
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
+        >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
+        >>> flm.checkpoint.verify(path).leaves
+        2
+
     Plain JAX: none; Orbax restores an array with a flipped bit as it is.
     """
     place = find(absolute(path), step)
