@@ -132,7 +132,7 @@ def restore(
         >>> tree = layout_map.place({"w": jnp.ones((8, 4)), "step": 3})
         >>> flm.checkpoint.save(path, tree, layout_map=layout_map)
         >>> restored = flm.checkpoint.restore(path, layout_map=layout_map)
-        >>> restored["step"], tuple(restored["w"].sharding.spec)
+        >>> int(restored["step"]), tuple(restored["w"].sharding.spec)
         (3, ('data',))
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
