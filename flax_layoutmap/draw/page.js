@@ -8,10 +8,15 @@
   // ---------------------------------------------------------------- words
 
   const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  // As Python rounds: a half goes to the even neighbour.
+  const tenths = (value) => {
+    const below = Math.floor(value * 10), isHalf = value * 10 - below === 0.5;
+    return ((isHalf ? below + (below % 2) : Math.round(value * 10)) / 10).toFixed(1);
+  };
   const bytes = (count) => {
     let power = 0;
     while (count >= 1024 && power < UNITS.length - 1) { count /= 1024; power += 1; }
-    return `${count.toFixed(Math.min(power, 1))} ${UNITS[power]}`;
+    return `${power ? tenths(count) : count} ${UNITS[power]}`;
   };
   const percent = (part, all) => {
     const share = all ? (100 * part) / all : 0;
@@ -323,6 +328,14 @@
 
   // ---------------------------------------------------------------- the map
 
+  // New rows under a pointer that rests say nothing; it has to move.
+  let pointer = "", moved = false;
+  document.addEventListener("mousemove", (event) => {
+    const where = `${event.screenX} ${event.screenY}`;
+    moved = where !== pointer;
+    pointer = where;
+  }, true);
+
   const canvas = $("canvas"), stage = canvas.parentElement, pen = canvas.getContext("2d");
   const isTall = () => matchMedia("(max-width: 560px)").matches;
 
@@ -491,7 +504,7 @@
     const box = canvas.getBoundingClientRect();
     return leafAt(event.clientX - box.left, event.clientY - box.top);
   };
-  canvas.addEventListener("mousemove", (event) => { const node = pointed(event); if (node !== state.shown) explain(node || state.pinned); });
+  canvas.addEventListener("mousemove", (event) => { const node = pointed(event); if (moved && node !== state.shown) explain(node || state.pinned); });
   canvas.addEventListener("mouseleave", () => explain(state.pinned));
   canvas.addEventListener("click", (event) => { const node = pointed(event); if (node) pin(node); });
   canvas.addEventListener("dblclick", (event) => { const node = pointed(event); if (node) zoomInto(node); });
@@ -521,7 +534,10 @@
   const nodeOf = (event) => { const row = event.target.closest(".row"); return row ? Number(row.dataset.node) : 0; };
   const toggle = (node, open = !isOpen(node)) => { if (tree.kind(node) < 0) { setOpen(node, open); paintTable(); } };
   scroll.addEventListener("click", (event) => { const node = nodeOf(event); if (node) { toggle(node); pin(node, { scrollTo: false }); } });
-  scroll.addEventListener("mouseover", (event) => { const node = nodeOf(event); if (node && node !== state.shown) explain(node); });
+  scroll.addEventListener("mousemove", (event) => {
+    const node = nodeOf(event);
+    if (moved && node && node !== state.shown) explain(node);
+  });
   scroll.addEventListener("mouseleave", () => explain(state.pinned));
   scroll.addEventListener("focus", () => { if (scroll.matches(":focus-visible") && !rows.includes(state.pinned) && rows.length) pin(rows[0]); });
   scroll.addEventListener("keydown", (event) => {
