@@ -19,7 +19,7 @@ _MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
 _CHANGES = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
 _LINES = {"  - ": "red", "  + ": "green"}
 _WARNINGS = ("unused", "unmatched", "fallback")
-_WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=: )")
+_WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
 _FOLDED = re.compile(r"\{[\d.,]+\}| ×\d+")
 
 
