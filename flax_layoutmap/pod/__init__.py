@@ -1,0 +1,7 @@
+"""What a step does on a pod slice that is not there: memory, collectives, fit."""
+
+from flax_layoutmap.pod._records import Collective as Collective
+from flax_layoutmap.pod._records import Drift as Drift
+from flax_layoutmap.pod._records import Host as Host
+from flax_layoutmap.pod._records import Memory as Memory
+from flax_layoutmap.pod._records import Reshard as Reshard

@@ -1,0 +1,171 @@
+"""What a plan and a compile find out: plain records, one kind of thing each."""
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+Kind = Literal[
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+]
+KINDS: tuple[Kind, ...] = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective operation of a step.
+
+    Attributes:
+        kind: what it does.
+        axes: the mesh axes it runs over; empty where they were not recognised.
+        bytes: payload of one execution on one device, before the wire factor: the
+            operand of an all-reduce, a reduce-scatter or a permute, the result of an
+            all-gather or an all-to-all.
+        wire_bytes: what one device sends in one execution.
+        executions: how often it runs in one step, loops multiplied.
+        dtype: such as `"bfloat16"`.
+        shape: shape of the payload on one device.
+        path: the argument leaf that it moves, or whose gradient; None for others.
+        source: `"model.py:36 Attention.__call__"`; None where it is not known.
+        over_dcn: whether it crosses slices.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    kind: Kind
+    axes: tuple[str, ...]
+    bytes: int
+    wire_bytes: int
+    executions: int
+    dtype: str
+    shape: tuple[int, ...]
+    path: str | None = None
+    source: str | None = None
+    over_dcn: bool = False
+
+    @property
+    def bytes_per_step(self) -> int:
+        """Payload of all executions, on one device."""
+        return self.bytes * self.executions
+
+    @property
+    def wire_bytes_per_step(self) -> int:
+        """What one device sends in one step."""
+        return self.wire_bytes * self.executions
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Reshard:
+    """A place where a layout or a constraint forces a value to another sharding.
+
+    Attributes:
+        value: what is moved, as the program calls it: `"dot_general"`, a path.
+        before: spec it has, `"P(data, -)"`.
+        after: spec it must have.
+        shape: global shape.
+        dtype: such as `"bfloat16"`.
+        bytes: bytes of one device's part afterwards.
+        executions: how often in one step.
+        path: the argument leaf, or None.
+        source: the line of the program, or None.
+        note: what the compiler says of it, such as an involuntary rematerialization.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    value: str
+    before: str
+    after: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    executions: int = 1
+    path: str | None = None
+    source: str | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        at_rest: role of the arguments (`"parameter"`, `"optimizer"`, `"data"`,
+            `"other"`) → bytes of their shards.
+        padding_bytes: what the tiles of the accelerator add to them; an estimate in a
+            plan.
+        temporary_bytes: what the step needs besides; None where it is not known.
+        peak_bytes: the most that is in use at a time; None where it is not known.
+        limit_bytes: what the compiler allows on the device; None without a topology.
+        note: what the figures leave out.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    at_rest: Mapping[str, int] = _NOTHING
+    padding_bytes: int = 0
+    temporary_bytes: int | None = None
+    peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    note: str = ""
+
+    @property
+    def at_rest_bytes(self) -> int:
+        """Bytes of all arguments, before tile padding."""
+        return sum(self.at_rest.values())
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """The limit less the peak; less what is at rest where no peak is known."""
+        if self.limit_bytes is None:
+            return None
+        used = self.peak_bytes
+        if used is None:
+            used = self.at_rest_bytes + self.padding_bytes
+        return self.limit_bytes - used
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What one host holds and reads.
+
+    Attributes:
+        index: its process index.
+        slice_index: the slice it is in.
+        devices: positions of its devices in the mesh, row by row.
+        holds_bytes: bytes of state on all its devices, copies counted.
+        reads_bytes: distinct bytes of state: what it reads in a restore.
+        data_bytes: distinct bytes of the step's data: its part of each batch.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    index: int
+    slice_index: int
+    devices: tuple[int, ...]
+    holds_bytes: int
+    reads_bytes: int
+    data_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """A leaf of the state that leaves the step in another layout than it came in.
+
+    Attributes:
+        path: path of the leaf in the arguments.
+        before: spec of the argument.
+        after: spec of the result.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    path: str
+    before: str
+    after: str
