@@ -105,14 +105,14 @@ def test_it_opens(show: Any, resolution: flm.Resolution) -> None:
     facts = dict(zip(opened.all("dt"), opened.all("dd"), strict=True))
     assert facts["leaves"] == str(resolution.totals("parameter").leaves) == "62"
     assert facts["mesh"] == "data=2,model=4 8 devices"
-    sums = resolution.totals("parameter")
+    sums, remarks = resolution.totals("parameter"), resolution.remarks(fold=True)
     assert facts["per device"] == human_bytes(sums.bytes_per_device)
     assert facts["in all"] == human_bytes(sums.total_bytes)
     assert opened.all(".row.leaf .path b")[0] == "embed/embedding"
     # Twelve equal layers are one.
     assert "layers/{0..11}" in opened.all(".row.module .path b")
     assert opened.all(".times") == ["×12"]
-    assert opened.text("#remarks summary") == "2 remarks"
+    assert opened.text("#remarks summary") == f"{len(remarks)} remarks"
 
 
 def test_the_table_says_what_the_resolution_says(

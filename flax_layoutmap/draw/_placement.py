@@ -189,7 +189,7 @@ def placed(x: Any, shape: Sequence[int] | None) -> Placed:
         if shape is None:
             raise LayoutError(
                 "flm.draw.array of a layout or a sharding needs the shape of the "
-                f"array: flm.draw.array({type(x).__name__.lower()}, (256, 64))"
+                "array: flm.draw.array(layout, (256, 64))"
             )
         return _on_mesh(TensorLayout(x), tuple(shape), None)
     x = unboxed(x)
@@ -214,7 +214,8 @@ def _on_mesh(layout: TensorLayout, shape: Shape, dtype: Any) -> Placed:
     if mesh is None:
         raise MeshError(
             f"the layout {layout} has no mesh to draw it on; give it one: "
-            'flm.draw.array(layout.on("data=2,model=4"), shape)'
+            'flm.draw.array(layout.on(flm.DeviceMesh.abstract("data=2,model=4")), '
+            "shape)"
         )
     return Placed(layout, mesh, shape, dtype)
 

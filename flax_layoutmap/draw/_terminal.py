@@ -102,11 +102,12 @@ def _block(picture: Picture, grid: Grid, width: int, title: str) -> list[Line]:
     wide = max(len(text) for row in (*texts, grid.columns) for text in row) + 2
     left = max(map(len, (*grid.rows, grid.row_title)))
     left += bool(left)
-    columns = _columns(len(grid.columns), max(1, (width - left - 1) // (wide + 1)))
-    inner = len(columns) * (wide + 1) - 1
+    columns = _columns(len(grid.columns), (width - left - 1) // (wide + 1))
+    sides = [len(_GAP) + 2 if at is None else wide for at in columns]
+    inner = sum(sides) + len(sides) - 1
 
     def ruled(start: str, middle: str, end: str) -> Line:
-        edge = middle.join("─" * wide for _ in columns)
+        edge = middle.join("─" * side for side in sides)
         return [Span(" " * left + start + edge + end)]
 
     head: list[Line] = [[Span(text)] for text in (title, grid.title) if text]
@@ -114,24 +115,29 @@ def _block(picture: Picture, grid: Grid, width: int, title: str) -> list[Line]:
         head.append([Span(" " * (left + 1) + grid.column_title.center(inner))])
     shown = [_GAP if at is None else grid.columns[at] for at in columns]
     if any(shown) or grid.row_title:
-        names = " ".join(name.center(wide) for name in shown)
-        head.append([Span(f"{grid.row_title:>{max(0, left - 1)}}"), Span("  " + names)])
+        names = [name.center(side) for name, side in zip(shown, sides, strict=True)]
+        start = grid.row_title.rjust(max(0, left - 1))
+        head.append(
+            [Span(f"{start}  {' '.join(names)}" if left else f" {' '.join(names)}")]
+        )
     body: list[Line] = []
     for at, (row, label) in enumerate(zip(grid.boxes, grid.rows, strict=True)):
         line = [Span(f"{label:>{max(0, left - 1)}}" + " " * bool(left) + "│")]
-        for column in columns:
+        for column, side in zip(columns, sides, strict=True):
             text = _GAP if column is None else texts[at][column]
             box = None if column is None else row[column]
             colour = None if box is None else picture.boxes[box].colour
-            line += [Span(text.center(wide), colour, True), Span("│")]
+            line += [Span(text.center(side), colour, True), Span("│")]
         body.append(line)
     return [*head, ruled("┌", "┬", "┐"), *body, ruled("└", "┴", "┘")]
 
 
 def _columns(count: int, room: int) -> list[int | None]:
-    if count <= room:
+    """Which columns there is room for; None for those that are left out."""
+    if count <= max(1, room):
         return list(range(count))
-    return [*range(max(1, room - 2)), None, count - 1]
+    # The gap takes less room than a column, but some.
+    return [*range(max(1, room - 2)), None, *([count - 1] if room > 2 else [])]
 
 
 def _width(block: Sequence[Line]) -> int:
@@ -144,9 +150,7 @@ def _beside(blocks: Sequence[Sequence[Line]]) -> Iterator[Line]:
     for at in range(height):
         line: Line = []
         for block, width in zip(blocks, widths, strict=True):
-            # They stand on the same ground.
-            missing = height - len(block)
-            own = block[at - missing] if at >= missing else []
+            own = block[at] if at < len(block) else []
             line += own
             used = sum(len(span.text) for span in own)
             line.append(Span(" " * (width - used + _BETWEEN)))
