@@ -16,7 +16,7 @@ from flax_layoutmap._errors import (
     closest,
     warn,
 )
-from flax_layoutmap._layout import named_sharding
+from flax_layoutmap._layout import TensorLayout, named_sharding
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Flat, Role
 from flax_layoutmap._records import (
@@ -70,6 +70,8 @@ class Resolution:
         "_roles_of",
         "_shardings",
         "_distinct",
+        "_layouts",
+        "_sums",
     )
     rules: RuleSet
     shapes: tuple[Shape, ...]
@@ -85,6 +87,8 @@ class Resolution:
     _roles_of: list[Role] | None
     _shardings: tuple[NamedSharding, ...] | None
     _distinct: dict[int, Decision]  # by id
+    _layouts: dict[Any, TensorLayout]
+    _sums: dict[Role | None, Totals]
 
     def __init__(
         self,
@@ -112,6 +116,8 @@ class Resolution:
         put(self, "_roles_of", None)
         put(self, "_shardings", None)
         put(self, "_distinct", dict(zip(map(id, rows), rows, strict=True)))
+        put(self, "_layouts", {})
+        put(self, "_sums", {})
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Resolution is immutable: cannot set {name!r}")
@@ -169,7 +175,7 @@ class Resolution:
             path=self.paths[at],
             shape=self.shapes[at],
             dtype=self.dtypes[at],
-            layout=layout_of(row),
+            layout=self._layout(row),
             rule=None if row.rule is None else section_of(row, self.rules)[row.rule],
             rule_number=None if row.rule is None else row.rule + 1,
             reason=row.reason,
@@ -182,6 +188,14 @@ class Resolution:
             owner=row.owner,
             note=row.note,
         )
+
+    def _layout(self, row: Decision) -> TensorLayout:
+        """The layout of a decision; equal ones are one object."""
+        key = (row.dims, id(row.mesh), row.memory_kind)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = layout_of(row)
+        return layout
 
     def _roles(self) -> list[Role]:
         roles = self._roles_of
@@ -337,6 +351,12 @@ class Resolution:
 
     def totals(self, role: Role | None = None) -> Totals:
         """Sums in bytes, over all leaves or those of one role."""
+        known = self._sums.get(role)
+        if known is None:
+            known = self._sums[role] = self._sum(role)
+        return known
+
+    def _sum(self, role: Role | None) -> Totals:
         roles = self._roles()
         leaves = total = per_device = replicated = 0
         for at, row in enumerate(self._rows):
