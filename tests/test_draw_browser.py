@@ -156,7 +156,7 @@ def test_optimizer_state_follows_its_parameters(
     show: Any, resolution: flm.Resolution
 ) -> None:
     opened = show(flm.draw.model(resolution))
-    opened.view("Optimizer state")
+    opened.view("Optimizer")
     flat(opened)
     opened.page.locator("#search").fill("mu layers/7/ up/kernel")
     opened.page.locator(".row.leaf").hover()
@@ -170,12 +170,12 @@ def test_a_switch_between_parameters_and_optimizer(
 ) -> None:
     opened = show(flm.draw.model(resolution))
     before = opened.page.locator("#canvas").screenshot()
-    opened.view("Optimizer state")
+    opened.view("Optimizer")
     facts = dict(zip(opened.all("dt"), opened.all("dd"), strict=True))
     assert facts["leaves"] == str(resolution.totals("optimizer").leaves)
     assert opened.page.locator("#canvas").screenshot() != before
     pressed = opened.page.locator("#views [aria-pressed=true]")
-    assert pressed.all_inner_texts() == ["Optimizer state"]
+    assert pressed.all_inner_texts() == ["Optimizer"]
 
 
 def test_search(show: Any, resolution: flm.Resolution) -> None:

@@ -161,7 +161,11 @@ def _layer_names(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _is_large(module: Module, root: Module) -> bool:
-    return module.weight >= root.weight * _WORTH
+    """Whether a module is worth a bar, in one of the Resolutions."""
+    pairs = ((module.after, root.after), (module.before, root.before))
+    return any(
+        own.total() >= all_.total() * _WORTH for own, all_ in pairs if all_.total()
+    )
 
 
 def _opened(root: Module) -> list[Module]:

@@ -34,7 +34,7 @@ Leaf = tuple[str, Shape, Any, Decision, Role]
 
 ROLES: tuple[tuple[Role, str], ...] = (
     ("parameter", "Parameters"),
-    ("optimizer", "Optimizer state"),
+    ("optimizer", "Optimizer"),
     ("other", "Other"),
 )
 

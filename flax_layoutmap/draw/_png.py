@@ -121,7 +121,10 @@ def _bar_figure(scene: BarScene, make: Any) -> "Figure":
     figure = make(figsize=(9.0, height))
     longest = max((len(bar.label) for bar in scene.bars), default=0)
     left = min(0.45, 0.03 + 0.0088 * longest)
-    axes = figure.add_axes((left, foot / height, 0.85 - left, inner / height))
+    # Room for the words at the end of the longest bar.
+    names = max(map(len, scene.names)) + 2 if len(scene.names) > 1 else 0
+    right = 0.86 - 0.0098 * names
+    axes = figure.add_axes((left, foot / height, right - left, inner / height))
     axes.set_xlim(0, _bars(axes, scene) or 1)
     axes.set_ylim(rows - 0.5, -0.5)
     labels = [bar.label for bar in scene.bars]

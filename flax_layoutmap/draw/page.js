@@ -20,7 +20,7 @@
   };
   const percent = (part, all) => {
     const share = all ? (100 * part) / all : 0;
-    return share > 0 && share < 0.05 ? "under 0.1%" : `${share.toFixed(1)}%`;
+    return share > 0 && share < 0.05 ? "< 0.1%" : `${share.toFixed(1)}%`;
   };
   const number = (count) => count.toLocaleString("en-US");
   const SVG = "http://www.w3.org/2000/svg";
