@@ -22,6 +22,8 @@ from flax_layoutmap._rules import (
     check_options,
     make_rules,
 )
+from flax_layoutmap._rules_file import read_rules
+from flax_layoutmap._rules_toml import write_rules
 from flax_layoutmap._serialise import rules_from_json, rules_to_json
 
 _MISSING = object()
@@ -419,6 +421,56 @@ class LayoutMap(_Section):
             RuleError: unknown schema, unknown keys, or values that are no rules.
         """
         return cls.from_rule_set(rules_from_json(data, mesh=mesh))
+
+    @classmethod
+    def from_file(
+        cls, path: Any, *, mesh: Any = None, variant: str | None = None
+    ) -> "LayoutMap":
+        """Reads rules from a TOML or JSON file; `docs/rule_files.md` has the format.
+
+        A file is data: nothing in it is run, and patterns that could take very long to
+        try are refused.
+
+        Args:
+            path: the file; `.toml`, or `.json` (what `to_json` returned, too).
+            mesh: the mesh to put the rules on; None takes that of the file, abstract.
+            variant: which of the file's variants to take.
+
+        Raises:
+            RuleError: the file is damaged, or too large, or has unknown keys, or values
+                that are no rules; one error lists every problem, with its line.
+
+        Example:
+            >>> import flax_layoutmap as flm, pathlib, tempfile
+            >>> path = pathlib.Path(tempfile.mkdtemp()) / "rules.toml"
+            >>> _ = path.write_text('''
+            ... schema = 1
+            ... mesh = "data=2,model=4"
+            ... [rules]
+            ... "(gate|up)/kernel" = ["-", "model"]
+            ... ''')
+            >>> flm.LayoutMap.from_file(path)
+            LayoutMap(DeviceMesh('data=2,model=4', abstract)) {
+              '(gate|up)/kernel': (None, 'model'),
+            }
+        """
+        return cls.from_rule_set(read_rules(path, mesh=mesh, variant=variant))
+
+    def to_file(self, path: Any) -> None:
+        """Writes the rules and options into a TOML or JSON file.
+
+        A TOML file that exists is changed only where it says something else, and its
+        comments stay (which needs `pip install 'flax-layoutmap[toml]'`). The devices of
+        the mesh are not written.
+
+        Args:
+            path: the file; `.toml` or `.json`.
+
+        Raises:
+            RuleError: the file cannot be written, or holds more than these rules
+                (`extends`, variants), or `from_file` would refuse a pattern.
+        """
+        write_rules(self.freeze(), path)
 
     def _bind(self, rule: Rule) -> Rule:
         """Fills the map's mesh into a layout without one; the caller's own stays."""

@@ -21,6 +21,7 @@ LAYERS = (
         "_flax_internals",
         "_fold",
         "_follow",
+        "_generations",
         "_grid",
         "_issues",
         "_jaxprs",
@@ -43,6 +44,7 @@ LAYERS = (
         "_placeholder",
         "_snapshot",
         "_terminal",
+        "_topologies",
     ),
     (
         "_axes",
@@ -58,8 +60,8 @@ LAYERS = (
     ("_layout", "_flatten"),
     ("_rules", "_metadata", "_optimizer_state", "_fetch"),
     ("_records", "_ownership", "_serialise", "_scope", "_lint_pairs", "_lint_rules"),
-    ("_decide", "_report", "draw"),
-    ("_resolution", "_roles"),
+    ("_decide", "_report", "_rules_file", "draw"),
+    ("_resolution", "_roles", "_rules_toml"),
     ("_resolve", "_lint_groups", "_lint_siblings", "_lint_tile"),
     ("_place", "_arguments", "_lint_leaves", "_lint_matches"),
     ("_activations", "_batch", "_call", "_lint", "_pack", "_relayout"),
@@ -73,6 +75,7 @@ LAYERS = (
     ("_route", "_pytest_plugin"),
     ("_dispatch",),
     ("_jit",),
+    ("pod",),
     ("__init__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
