@@ -99,7 +99,7 @@ def create(
             )
         resolution = resolve(traced.abstract, rules)
         resolution.announce()
-        agreement.add(resolution.fingerprints)
+        agreement.add(resolution.fingerprint_lines)
     made, inputs = give_birth(
         traced,
         traced.values_of(resolution.sharding_list()),
@@ -184,7 +184,7 @@ def create_optimizer(
             traced = trace(tx.init, (params,), keep_inputs=False)
         resolution = resolve_state(traced.abstract, rules, owners, tx, params)
         resolution.announce()
-        agreement.add(resolution.fingerprints)
+        agreement.add(resolution.fingerprint_lines)
     made, _ = give_birth(
         traced,
         traced.values_of(resolution.sharding_list()),

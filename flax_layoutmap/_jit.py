@@ -366,6 +366,8 @@ class _Jitted:
                 fingerprints = program.fingerprints
                 agreement.add(lambda: {**fingerprints, **_data_parts(arguments)})
             program.agreed = runs
+            if runs:
+                program.fingerprints = {}
             self._keep(key, program)
         return arguments, program
 

@@ -329,7 +329,7 @@ class _Scope:
             for number, resolution in enumerate([*found, *plans]):
                 group = found if number < len(found) else plans
                 resolution.announce(besides=[f for f in group if f is not resolution])
-                parts = resolution.fingerprints
+                parts = resolution.fingerprint_lines
                 agreement.add(lambda p=parts, n=number: _numbered(p(), n))
         made: dict[int, Any] = {}
         for birth in self._births:
@@ -483,5 +483,5 @@ def _roots(modules: Sequence[Any]) -> list[Any]:
     return [module for module in modules if id(module) not in inner]
 
 
-def _numbered(parts: Mapping[str, str], number: int) -> dict[str, str]:
+def _numbered(parts: Mapping[str, list[str]], number: int) -> dict[str, list[str]]:
     return {f"model {number}: {name}": part for name, part in parts.items()}

@@ -115,7 +115,7 @@ def place(tree: Any, resolution: Resolution) -> Any:
     leaves = flatten(tree).leaves
     _check_movable(leaves, resolution)
     with Agreement("moving a tree", resolution.mesh) as agreement:
-        agreement.add(resolution.fingerprints)
+        agreement.add(resolution.fingerprint_lines)
         agreement.add(lambda: {"values": digest_of_values(leaves)})
         shardings = resolution.sharding_list()
     moved = [

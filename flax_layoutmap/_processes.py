@@ -19,19 +19,26 @@ from flax_layoutmap._mesh import DeviceMesh
 
 # After this long, a process says what it waits for; one that failed waits no longer.
 PATIENCE_SECONDS = 60.0
+# After this long, it gives up: the others will not come.
+LIMIT_SECONDS = 1800.0
+
+# Of a line that differs, so much is told.
+_LINE_CHARACTERS = 300
 
 # What a process says has to fit in here, so that all of them send equally much.
 _BYTES = 4096
 
 Word = dict[str, Any]
+Parts = Mapping[str, str | Sequence[str]]
 
 
 class Agreement:
     """A block that all processes of a mesh enter and must leave with the same parts.
 
-    The block adds parts (name → text that must be equal everywhere). At its end the
-    processes compare them, and those that differ are named, on every process. When the
-    block raises, the others are told instead of being left waiting.
+    The block adds parts (name → text that must be equal everywhere, or lines of it).
+    At its end the processes compare them, and those that differ are named, on every
+    process, with the first line that differs. When the block raises, the others are
+    told instead of being left waiting; one that waits half an hour gives up.
 
     Nothing is exchanged where only this process is on the mesh, or while a function is
     being traced. All processes of the mesh must come here, as to every collective.
@@ -57,12 +64,12 @@ class Agreement:
         self._what = what
         self._mesh = mesh
         self._patience = patience
-        self._parts: list[Callable[[], Mapping[str, str]]] = []
+        self._parts: list[Callable[[], Parts]] = []
 
     def __enter__(self) -> "Agreement":
         return self
 
-    def add(self, parts: Callable[[], Mapping[str, str]]) -> None:
+    def add(self, parts: Callable[[], Parts]) -> None:
         """Adds parts; the function is called only where there is a comparison."""
         self._parts.append(parts)
 
@@ -84,7 +91,11 @@ class Agreement:
             }
             word = _word(self._what, mesh, parts)
             words = _exchange(word, speakers, self._what)
-            _compare(words, self._what)
+            problems = differences(words)
+            if problems:
+                name = _listed(words)
+                where = _first_line(parts, name, words, speakers, self._what)
+                raise _disagreement(problems, words, self._what, where)
         elif isinstance(error, Exception):
             word = _word(self._what, mesh, {})
             word["error"] = f"{type(error).__name__}: {error}"[:1000]
@@ -150,27 +161,84 @@ def _mesh_part(word: Word, usual: Word) -> str:
     return f"mesh ({mine} instead of {theirs})"
 
 
-def _compare(words: Mapping[int, Word], what: str) -> None:
-    problems = differences(words)
-    if not problems:
-        return
+def _disagreement(
+    problems: Sequence[str], words: Mapping[int, Word], what: str, where: str
+) -> ProcessError:
     said = "; ".join(problems)
     if len(problems) == sum(bool(word["error"]) for word in words.values()):
-        raise ProcessError(f"not all processes are ready for {what}: {said}")
-    raise ProcessError(
-        f"the processes disagree before {what}: {said}. Build mesh, rules, model and "
-        "global batch from the same values in every process"
+        return ProcessError(f"not all processes are ready for {what}: {said}")
+    return ProcessError(
+        f"the processes disagree before {what}: {said}{where}. Build mesh, rules, "
+        "model and global batch from the same values in every process"
     )
 
 
-def _word(what: str, mesh: DeviceMesh, parts: Mapping[str, str]) -> Word:
+def _listed(words: Mapping[int, Word]) -> str | None:
+    """The last part that differs and is made of lines in all processes, if any.
+
+    The last one says what the others come to: the table, where the rules differ too.
+    """
+    if any(word["error"] for word in words.values()):
+        return None
+    if len({json.dumps([word["what"], word["mesh"]]) for word in words.values()}) > 1:
+        return None  # which says it all
+    first, *others = words.values()
+    return next(
+        (
+            name
+            for name in reversed(first["parts"])
+            if all(name in word["lines"] for word in words.values())
+            and any(word["parts"][name] != first["parts"][name] for word in others)
+        ),
+        None,
+    )
+
+
+def _first_line(
+    parts: Parts,
+    name: str | None,
+    words: Mapping[int, Word],
+    speakers: Mapping[int, Any],
+    what: str,
+) -> str:
+    """Finds, with all processes, the first line of a part in which they differ."""
+    if name is None:
+        return ""
+    lines = parts[name]
+    most = max(word["lines"][name] for word in words.values())
+    low, high = 0, most  # the first `low` lines agree, the first `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        prefix = _short_hash("\n".join(lines[:middle]))
+        heard = _exchange({"prefix": prefix}, speakers, what)
+        if len({word["prefix"] for word in heard.values()}) == 1:
+            low = middle
+        else:
+            high = middle
+    own = lines[low][:_LINE_CHARACTERS] if low < len(lines) else "nothing"
+    texts = {p: w["line"] for p, w in _exchange({"line": own}, speakers, what).items()}
+    usual = collections.Counter(texts.values()).most_common(1)[0][0]
+    odd = next((p for p, text in texts.items() if text != usual), None)
+    if odd is None:  # they differ beyond what is told of a line
+        return f"; the first difference in the {name} is in {usual!r}"
+    other = next(p for p, text in texts.items() if text == usual)
+    return (
+        f"; the first difference in the {name}: process {odd} has {texts[odd]!r}, "
+        f"where process {other} has {usual!r}"
+    )
+
+
+def _word(what: str, mesh: DeviceMesh, parts: Parts) -> Word:
     order = [device.id for device in mesh.devices.flat]
     return {
         "what": what[:200],
         "mesh": [repr(mesh)[:200], _short_hash(f"{mesh!r} {order}")],
         "parts": {
-            name: _short_hash(text) for name, text in parts.items() if name != "mesh"
+            name: _short_hash(text if isinstance(text, str) else "\n".join(text))
+            for name, text in parts.items()
+            if name != "mesh"
         },
+        "lines": {n: len(t) for n, t in parts.items() if not isinstance(t, str)},
         "error": "",
     }
 
@@ -217,7 +285,13 @@ def _exchange(
             f"{what} and goes on waiting: the processes {list(speakers)} of the mesh "
             "must all come here, and at least one has not"
         )
-        thread.join()
+        thread.join(max(LIMIT_SECONDS - PATIENCE_SECONDS, 0))
+        if thread.is_alive():
+            raise ProcessError(
+                f"process {jax.process_index()} has waited {LIMIT_SECONDS:.0f} s "
+                f"before {what}, and gives up: of the processes {list(speakers)} at "
+                "least one has not come; look at what each one printed last"
+            )
     if heard:
         rows = (json.loads(bytes(row).decode(errors="replace")) for row in heard[0])
         return dict(zip(speakers, rows, strict=True))

@@ -129,7 +129,8 @@ class Program:
         changed_shapes: the outputs before it, abstract.
         returns_objects: whether NNX objects or their Variables are in the result.
         cacheable: whether nothing of an outer trace is inside.
-        fingerprints: of rules, mesh and table; empty where there is one process.
+        fingerprints: lines of rules, mesh and table; empty where there is one process,
+            and once the processes have agreed.
         agreed: whether the processes have compared them.
     """
 
@@ -147,7 +148,7 @@ class Program:
     changed_shapes: list[Any]
     returns_objects: bool
     cacheable: bool
-    fingerprints: Mapping[str, str]
+    fingerprints: Mapping[str, Sequence[str]]
     agreed: bool = False
 
     def inputs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -255,13 +256,13 @@ def make_program(
         layouts = [where for _, where in sorted(change.at(after, stays=False))]
     out = (seen.out_tree, types[seen.count :])
     pinned, asked = pin_results(arguments, wanted, out, job.out_shardings, rules, asked)
-    fingerprints: Mapping[str, str] = {}
+    fingerprints: Mapping[str, Sequence[str]] = {}
     for text in told:
         warn(text)
     if asked.resolution is not None:
         asked.resolution.announce()
         if jax.process_count() > 1:
-            fingerprints = asked.resolution.fingerprints()
+            fingerprints = asked.resolution.fingerprint_lines()
     places = _places(arguments, set(seen.changed))
     program = _from_jaxpr(closed, seen.count, moved, seen.out_tree, pinned, places)
     program.__name__ = job.name

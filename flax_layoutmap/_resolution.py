@@ -30,6 +30,7 @@ from flax_layoutmap._records import (
     leaf_bytes,
     section_of,
     show_shape,
+    show_spec,
 )
 from flax_layoutmap._rules import Rule, RuleSet, is_for_outputs
 from flax_layoutmap._serialise import rules_to_json
@@ -399,20 +400,36 @@ class Resolution:
 
     def fingerprints(self) -> dict[str, str]:
         """Hashes of the parts: `"rules"`, `"mesh"`, `"table"`."""
+        return {
+            name: hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            for name, lines in self.fingerprint_lines().items()
+        }
+
+    def fingerprint_lines(self) -> dict[str, list[str]]:
+        """What the hashes are of: a line for each rule and option, and for each leaf.
+
+        Processes that differ are told the first line in which they do.
+        """
+        rules = rules_to_json(self.rules)
+        mesh = "no mesh"
+        if self.mesh is not None:
+            mesh = f"{self.mesh} {self.mesh.axis_types}"
+        # The mesh is a part of its own, so that a difference is told once.
+        del rules["mesh"]
+        lines = []
+        for name, value in rules.items():
+            if isinstance(value, list):
+                lines += [f"{name} {at}: {v}" for at, v in enumerate(value, start=1)]
+            else:
+                lines.append(f"{name}: {value}")
         table = [
-            (path, shape, str(dtype), str(row.spec), row.memory_kind)
+            f"{path} {show_shape(shape)} {dtype}, {show_spec(row.spec)}"
+            + (f", {row.memory_kind}" if row.memory_kind else "")
             for path, shape, dtype, row in zip(
                 self.paths, self.shapes, self.dtypes, self._rows, strict=True
             )
         ]
-        mesh = None if self.mesh is None else (str(self.mesh), self.mesh.axis_types)
-        # The mesh is a part of its own, so that a difference is told once.
-        rules = {**rules_to_json(self.rules), "mesh": None}
-        parts = {"rules": rules, "mesh": mesh, "table": table}
-        return {
-            name: hashlib.sha256(repr(part).encode()).hexdigest()
-            for name, part in parts.items()
-        }
+        return {"rules": lines, "mesh": [mesh], "table": table}
 
     def explain(self, path: str) -> str:
         """Tells in a few lines why a leaf got its layout, or why it got none.

@@ -4,6 +4,7 @@ The programs are in the folder `multiprocess`; each test starts one of them once
 start costs more than most of what is tested.
 """
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -150,19 +151,50 @@ OTHER_MESH = (
     "process 1 differs in its mesh (DeviceMesh('data=4,model=2') instead of "
     "DeviceMesh('data=2,model=4'))"
 )
+
+
+def first_in(part: str, odd: str, usual: str) -> str:
+    return (
+        f"; the first difference in the {part}: process 1 has {odd!r}, where process 0 "
+        f"has {usual!r}"
+    )
+
+
+RULE = "rules 3: {'pattern': 'scale', 'axes': ['...']}"
+KERNEL = "kernel (8,8) float32, P(-, {})"
 DISAGREEMENTS = {
-    "another_rule": ("creating the model", "process 1 differs in its rules, table"),
+    "another_rule": (
+        "creating the model",
+        "process 1 differs in its rules, table"
+        + first_in("table", KERNEL.format("data"), KERNEL.format("model")),
+    ),
     "another_mesh_shape": ("creating the model", OTHER_MESH),
     "another_device_order": (
         "creating the model",
         "process 1 differs in its mesh (other devices, or another order of them, in "
         "DeviceMesh('data=2,model=4'))",
     ),
-    "another_width": ("creating the model", "process 1 differs in its table"),
-    "another_optimizer": ("creating the optimizer", "process 1 differs in its table"),
+    "another_width": (
+        "creating the model",
+        "process 1 differs in its table"
+        + first_in(
+            "table",
+            "bias (16,) float32, replicated",
+            "bias (8,) float32, replicated",
+        ),
+    ),
+    "another_optimizer": (
+        "creating the optimizer",
+        "process 1 differs in its table"
+        + first_in(
+            "table",
+            "opt_state/0/count () int32, replicated",
+            "opt_state/0/trace/bias (8,) float32, replicated, device",
+        ),
+    ),
     "another_rule_in_jit": (
         "the first call of step",
-        "process 1 differs in its rules",
+        "process 1 differs in its rules" + first_in("rules", RULE, "nothing"),
     ),
     "another_batch_shape": (
         "the first call of step",
@@ -174,7 +206,7 @@ DISAGREEMENTS = {
     ),
     "another_mesh_to_restore_on": (
         "restoring {folder}/saved",
-        f"{OTHER_MESH}, leaves",
+        OTHER_MESH,
     ),
     "other_values": ("moving a tree", "process 1 differs in its values"),
 }
@@ -258,6 +290,22 @@ def test_a_failure_is_told_before_differences() -> None:
         "process 0 failed: KeyError: 'x'"
     ]
     assert _processes.differences({0: failed}) == ["process 0 failed: KeyError: 'x'"]
+
+
+def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(_processes, "_gather", lambda *_: ended.wait(30))
+    monkeypatch.setattr(_processes, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(_processes, "LIMIT_SECONDS", 0.2)
+    speakers = {0: None, 1: None}
+    text = r"waited 0 s before creating the model, and gives up: .* \[0, 1\]"
+    with pytest.warns(flm.LayoutWarning, match="goes on waiting"):
+        with pytest.raises(flm.ProcessError, match=text):
+            _processes._exchange(word(), speakers, "creating the model")
+    # One that failed is not kept from its own error for long.
+    found = _processes._exchange(word(), speakers, "saving", gives_up_after=0.05)
+    assert found == {}
+    ended.set()
 
 
 def test_one_process_compares_nothing(mesh: flm.DeviceMesh) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from flax_layoutmap._errors import CheckpointError, MeshError
 from flax_layoutmap._flatten import flatten
@@ -13,6 +14,7 @@ from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._paths import unescape
 from flax_layoutmap._place import settle_metadata
 from flax_layoutmap._processes import Agreement
+from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
@@ -160,7 +162,9 @@ def restore(
             raise problem_list(f"cannot restore {stored.where}", problems)
         if ready.plan.resolution is not None:
             ready.plan.resolution.announce()
-        agreement.add(lambda: {"leaves": str(list(ready.plan.reads.items()))})
+        agreement.add(
+            lambda: {"leaves": [_line(*item) for item in ready.plan.reads.items()]}
+        )
         agreement.add(lambda: {"checkpoint": same_checkpoint(stored)})
         agreement.add(
             lambda: {
@@ -174,6 +178,16 @@ def restore(
     with shown_progress(f"restoring {stored.where}", int(total), progress):
         values = read_leaves(stored, ready.plan, ways, host_memory, recorded, own)
     return ready.filled(values)
+
+
+def _line(path: str, read: Read) -> str:
+    """What is to come of a leaf, in a line that must be equal in all processes."""
+    where = read.sharding
+    if isinstance(where, NamedSharding):
+        where = f"{show_spec(where.spec)} {where.memory_kind or ''}"
+    stored, result = read.stored, read.result
+    kinds = f"{stored.path} {stored.kind} {stored.dtype} → {result.kind} {result.dtype}"
+    return f"{path} {show_shape(result.shape)}, {where}, {kinds} {read.exactly}"
 
 
 @dataclasses.dataclass

@@ -127,7 +127,7 @@ def prepare(
         if problems:
             raise problem_list(f"cannot save to {place}", problems)
         resolution.announce()
-        agreement.add(resolution.fingerprints)
+        agreement.add(resolution.fingerprint_lines)
     check_shared(place)
     values = {
         leaf.path: _storable(leaf, value)
