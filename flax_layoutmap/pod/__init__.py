@@ -1,5 +1,8 @@
 """What a step does on a pod slice that is not there: memory, collectives, fit."""
 
+from flax_layoutmap._generations import Generation as Generation
+from flax_layoutmap._topologies import Topology as Topology
+from flax_layoutmap._topologies import topology as topology
 from flax_layoutmap.pod._records import Collective as Collective
 from flax_layoutmap.pod._records import Drift as Drift
 from flax_layoutmap.pod._records import Host as Host
