@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
 Kind = Literal[
@@ -19,7 +18,6 @@ KINDS: tuple[Kind, ...] = (
     "all-to-all",
     "collective-permute",
 )
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +108,7 @@ class Memory:
     """
 
     __module__ = "flax_layoutmap.pod"
-    at_rest: Mapping[str, int] = _NOTHING
+    at_rest: Mapping[str, int] = dataclasses.field(default_factory=dict)
     padding_bytes: int = 0
     temporary_bytes: int | None = None
     peak_bytes: int | None = None
