@@ -246,7 +246,11 @@ def _with_comments(text: str, wanted: dict[str, Any]) -> str:
             new.add(item)
         elif key.key in SECTIONS:
             if key.key in wanted:
-                new.append(key, _table(item, wanted[key.key]))
+                table = _table(item, wanted[key.key])
+                new.append(key, table)
+                # Not before: a table that is appended gets an empty line above.
+                for part in ("indent", "comment_ws", "comment"):
+                    setattr(table.trivia, part, getattr(item.trivia, part))
         elif key.key in wanted:
             value = wanted[key.key]
             new.append(key, item if item.unwrap() == value else _other(item, value))
