@@ -1,6 +1,6 @@
 """Makes the pictures of the documentation, in docs/pictures.
 
-    pip install -e '.[plot,browser]'
+    pip install -e '.[test]'
     python docs/make_pictures.py
 
 Needs matplotlib, and for the pages Playwright and a Chromium (Debian's

@@ -10,6 +10,9 @@ import optax
 
 import flax_layoutmap as flm
 
+# A Drawing holds one of several kinds of scenes; the tests know which.
+draw: Any = flm.draw
+
 MESH = flm.DeviceMesh.abstract("data=2,model=4")
 
 BROWSERS = (
@@ -42,7 +45,7 @@ def why_no_browser() -> str | None:
     if importlib.util.find_spec("playwright") is None:
         return (
             "Playwright, which drives the browser, is not installed: "
-            "pip install -e '.[browser]'."
+            "pip install -e '.[test]'."
         )
     if browser_path() is None:
         return (

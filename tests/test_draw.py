@@ -22,7 +22,7 @@ from helpers import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-from pictures import MESH, resolved, rules, struct, transformer
+from pictures import MESH, draw, resolved, rules, struct, transformer
 
 import flax_layoutmap as flm
 from flax_layoutmap.draw import _forest, _grids, _palette, _treemap
@@ -71,7 +71,7 @@ def test_every_device_is_drawn_with_what_it_holds(
             continue
         drawn += 1
         x = flm.relayout(jnp.asarray(values), flm.TensorLayout(axes, on))
-        texts = slices_of(flm.draw.array(x))
+        texts = slices_of(draw.array(x))
         for shard in x.addressable_shards:
             held = eval(texts[shard.device.id], {"x": values})
             np.testing.assert_array_equal(held, shard.data)
@@ -84,11 +84,11 @@ def test_devices_in_another_order() -> None:
     mesh = flm.DeviceMesh((2, 4), ("data", "model"), devices)
     values = np.arange(8.0)
     x = flm.relayout(jnp.asarray(values), flm.TensorLayout(("model",), mesh))
-    texts = slices_of(flm.draw.array(x))
+    texts = slices_of(draw.array(x))
     for shard in x.addressable_shards:
         held = eval(texts[shard.device.id], {"x": values})
         np.testing.assert_array_equal(held, shard.data)
-    first = flm.draw.mesh(mesh).scene.pictures[0].boxes[0]
+    first = draw.mesh(mesh).scene.pictures[0].boxes[0]
     assert first.lines == ("7",)
 
 
@@ -97,13 +97,13 @@ def test_all_ways_to_say_an_array(mesh: flm.DeviceMesh) -> None:
     sharding = layout.sharding()
     x = jax.device_put(jnp.zeros((8, 16)), sharding)
     named = [
-        flm.draw.array(x),
-        flm.draw.array(jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)),
-        flm.draw.array(nnx.Param(x)),
-        flm.draw.array(rules(mesh).resolve({"up": {"kernel": x}})["up/kernel"]),
+        draw.array(x),
+        draw.array(jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)),
+        draw.array(nnx.Param(x)),
+        draw.array(rules(mesh).resolve({"up": {"kernel": x}})["up/kernel"]),
     ]
     assert len({drawing.scene for drawing in named}) == 1
-    bare = [flm.draw.array(layout, (8, 16)), flm.draw.array(sharding, (8, 16))]
+    bare = [draw.array(layout, (8, 16)), draw.array(sharding, (8, 16))]
     assert bare[0] == bare[1]
     assert named[0].scene.title == (
         "array (8,16) float32 as P(-, model) on data=2,model=4"
@@ -112,7 +112,7 @@ def test_all_ways_to_say_an_array(mesh: flm.DeviceMesh) -> None:
 
 
 def test_copies_have_one_letter_and_one_colour() -> None:
-    scene = flm.draw.array(flm.TensorLayout(("model", None), MESH), (8, 8)).scene
+    scene = draw.array(flm.TensorLayout(("model", None), MESH), (8, 8)).scene
     array, devices = scene.pictures
     assert [box.lines for box in array.boxes] == [
         ("A", "on 0, 4"),
@@ -129,7 +129,7 @@ def test_copies_have_one_letter_and_one_colour() -> None:
 
 def test_large_meshes_are_cut_short() -> None:
     mesh = flm.DeviceMesh.abstract("pod=64,data=64,model=64")
-    scene = flm.draw.array(flm.TensorLayout(("data", "model"), mesh), (64, 64)).scene
+    scene = draw.array(flm.TensorLayout(("data", "model"), mesh), (64, 64)).scene
     array, devices = scene.pictures
     assert (len(array.grids), len(devices.grids)) == (1, 7)
     assert array.grids[0].rows[-3:] == ("13:14", "…", "63:64")
@@ -140,7 +140,7 @@ def test_large_meshes_are_cut_short() -> None:
 def test_boxes_do_not_overlap() -> None:
     mesh = flm.DeviceMesh.abstract("pod=3,data=4,model=16")
     layout = flm.TensorLayout(("pod", "data", None, "model"), mesh)
-    for picture in flm.draw.array(layout, (3, 4, 2, 16)).scene.pictures:
+    for picture in draw.array(layout, (3, 4, 2, 16)).scene.pictures:
         taken: list[tuple[float, float, float, float]] = []
         for box in picture.boxes:
             right, bottom = box.left + box.width, box.top + box.height
@@ -153,7 +153,7 @@ def test_boxes_do_not_overlap() -> None:
 
 def test_the_text_of_an_array() -> None:
     layout = flm.TensorLayout(("model", None), MESH)
-    assert flm.draw.array(layout, (256, 64)).text() == TEXT
+    assert draw.array(layout, (256, 64)).text() == TEXT
 
 
 TEXT = """\
@@ -174,7 +174,7 @@ dim 0 on model      0:64              data    0     1     2     3
 
 def test_the_text_of_a_mesh() -> None:
     assert (
-        flm.draw.mesh("data=2,model=2").text()
+        draw.mesh("data=2,model=2").text()
         == """\
 mesh data=2,model=2
 4 devices, abstract
@@ -194,9 +194,9 @@ def test_text_keeps_to_its_width(width: int) -> None:
     mesh = flm.DeviceMesh.abstract("pod=2,data=16,model=32")
     layout = flm.TensorLayout((None, "data", "model"), mesh)
     drawings = [
-        flm.draw.array(layout, (4, 4096, 8192)),
-        flm.draw.mesh(mesh),
-        flm.draw.model(resolved()),
+        draw.array(layout, (4, 4096, 8192)),
+        draw.mesh(mesh),
+        draw.model(resolved()),
     ]
     for drawing in drawings:
         body = drawing.text(width).split("\n\n", 1)[1]
@@ -286,7 +286,7 @@ def spelled(pieces: Any, path: str) -> str:
 @pytest.mark.parametrize("make", MODELS)
 def test_every_leaf_is_explained_as_the_resolution_does(make: Any) -> None:
     resolution = make()
-    scene = flm.draw.model(resolution).scene
+    scene = draw.model(resolution).scene
     seen = []
     for view in scene.views:
         forest = view.flat or view.folded
@@ -304,7 +304,7 @@ def test_every_leaf_is_explained_as_the_resolution_does(make: Any) -> None:
 @pytest.mark.parametrize("make", MODELS)
 def test_sums_are_those_of_the_resolution(make: Any) -> None:
     resolution = make()
-    scene = flm.draw.model(resolution).scene
+    scene = draw.model(resolution).scene
     assert sum(view.bytes_per_device for view in scene.views) == (
         resolution.bytes_per_device
     )
@@ -332,7 +332,7 @@ def test_sums_are_those_of_the_resolution(make: Any) -> None:
 def test_layers_are_folded_where_they_are_alike() -> None:
     params = transformer(6)
     params["layers"]["4"] = {**params["layers"]["4"], "extra": struct(8)}
-    scene = flm.draw.model(rules().resolve(params)).scene
+    scene = draw.model(rules().resolve(params)).scene
     paths = paths_of(scene.views[0].folded)
     assert "layers/{0..3,5}/mlp/up/kernel" in paths
     assert "layers/4/extra" in paths
@@ -343,7 +343,7 @@ def test_layers_are_folded_where_they_are_alike() -> None:
 def test_layers_that_lie_otherwise_are_not_folded() -> None:
     layout_map = rules()
     layout_map["layers/2/norm/scale"] = ("model",)
-    scene = flm.draw.model(layout_map.resolve(transformer(4))).scene
+    scene = draw.model(layout_map.resolve(transformer(4))).scene
     paths = paths_of(scene.views[0].folded)
     assert {"layers/{0,1,3}/norm/scale", "layers/2/norm/scale"} <= set(paths)
 
@@ -351,7 +351,7 @@ def test_layers_that_lie_otherwise_are_not_folded() -> None:
 def test_folds_in_folds_and_linen_names() -> None:
     inner = {str(at): {"w": struct(8)} for at in range(3)}
     tree = {f"stage_{at}": {"blocks": inner} for at in range(4)}
-    scene = flm.draw.model(rules().resolve(tree)).scene
+    scene = draw.model(rules().resolve(tree)).scene
     view = scene.views[0]
     assert paths_of(view.folded)[1:] == ["stage_{0..3}/blocks/{0..2}/w"]
     assert (view.folded.counts[1], view.leaves) == (12, 12)
@@ -361,7 +361,7 @@ def test_an_optimizer_that_was_resolved_alone() -> None:
     params = transformer(2)
     state = jax.eval_shape(optax.adam(1e-3).init, params)
     both = rules().resolve({"params": params, "opt_state": state})
-    drawn = flm.draw.model(rules().resolve(params), both).scene
+    drawn = draw.model(rules().resolve(params), both).scene
     assert [view.title for view in drawn.views] == ["Parameters", "Optimizer"]
     assert [view.leaves for view in drawn.views] == [12, 25]
     assert paths_of(drawn.views[0].folded)[1] == "embed/embedding"
@@ -430,14 +430,14 @@ def test_a_deep_tree() -> None:
     tree: Any = struct(8)
     for _ in range(150):
         tree = {"a": tree, "b": struct(8)}
-    scene = flm.draw.model(rules().resolve(tree)).scene
+    scene = draw.model(rules().resolve(tree)).scene
     assert scene.views[0].leaves == 151
 
 
 def test_many_leaves_without_a_rule_share_words() -> None:
     """Looking for the closest rule is slow, so not every layer is asked about."""
     resolution = rules().resolve(transformer(300))
-    scene = flm.draw.model(resolution).scene
+    scene = draw.model(resolution).scene
     assert len(scene.kinds) < 120
     view = scene.views[0]
     assert paths_of(view.folded).count("layers/{0..299}/norm/scale") == 1
@@ -447,14 +447,14 @@ def test_many_leaves_without_a_rule_share_words() -> None:
 
 
 def test_bars_of_one() -> None:
-    scene = flm.draw.model(resolved()).scene.bars
+    scene = draw.model(resolved()).scene.bars
     labels = [bar.label for bar in scene.bars]
     assert "params/layers/*/mlp/up/kernel" in labels or "params/layers/*/mlp" in labels
     assert len(labels) == len(set(labels)) <= 12
 
 
 def test_both_moments_are_taken_apart_alike() -> None:
-    labels = [bar.label for bar in flm.draw.model(resolved()).scene.bars.bars]
+    labels = [bar.label for bar in draw.model(resolved()).scene.bars.bars]
     mu = {label.split("/mu/")[1] for label in labels if "/mu/" in label}
     nu = {label.split("/nu/")[1] for label in labels if "/nu/" in label}
     assert mu == nu and mu
@@ -465,7 +465,7 @@ def test_before_and_after() -> None:
     after = rules("data=1,model=8")
     after.replace("query/kernel", None)
     after.replace("out/kernel", None)
-    drawing = flm.draw.compare(before, after.resolve(transformer(2)), ("now", "then"))
+    drawing = draw.compare(before, after.resolve(transformer(2)), ("now", "then"))
     scene = drawing.scene
     assert (scene.total_before, scene.total) == (
         before.bytes_per_device,
@@ -488,13 +488,13 @@ def test_modules_that_only_one_has() -> None:
         rules().resolve(transformer(1)),
         rules().resolve({**transformer(1), "head": {"kernel": struct(64, 512)}}),
     )
-    bars = {bar.label: bar for bar in flm.draw.compare(small, large).scene.bars}
+    bars = {bar.label: bar for bar in draw.compare(small, large).scene.bars}
     assert bars["head/kernel"].before == () and bars["head/kernel"].parts
 
 
 def test_the_bars_as_text() -> None:
     tree = {"up": {"kernel": struct(4, 8)}, "norm": struct(16)}
-    text = flm.draw.model(rules().resolve(tree)).text(60)
+    text = draw.model(rules().resolve(tree)).text(60)
     assert (
         text
         == """\
@@ -511,10 +511,10 @@ up/kernel  ██████████████                       32 B
 # ------------------------------------------------------------------ renderers
 
 DRAWINGS = {
-    "mesh": lambda: flm.draw.mesh("data=2,model=4"),
-    "array": lambda: flm.draw.array(flm.TensorLayout(("model",), MESH), (8,)),
-    "model": lambda: flm.draw.model(resolved(3)),
-    "compare": lambda: flm.draw.compare(resolved(2), resolved(3)),
+    "mesh": lambda: draw.mesh("data=2,model=4"),
+    "array": lambda: draw.array(flm.TensorLayout(("model",), MESH), (8,)),
+    "model": lambda: draw.model(resolved(3)),
+    "compare": lambda: draw.compare(resolved(2), resolved(3)),
 }
 
 
@@ -626,10 +626,10 @@ def test_words_of_a_user_are_escaped() -> None:
     mesh = flm.DeviceMesh.abstract({bad: 2})
     layout = flm.TensorLayout((bad,), mesh)
     drawings = [
-        flm.draw.mesh(mesh),
-        flm.draw.array(layout, (8,)),
-        flm.draw.model(rules().resolve({bad: struct(8)})),
-        flm.draw.compare(*[rules().resolve({bad: struct(8)})] * 2),
+        draw.mesh(mesh),
+        draw.array(layout, (8,)),
+        draw.model(rules().resolve({bad: struct(8)})),
+        draw.compare(*[rules().resolve({bad: struct(8)})] * 2),
     ]
     for drawing in drawings:
         for text in (drawing.html(), drawing._repr_html_()):
@@ -641,22 +641,22 @@ def test_notebooks(mesh: flm.DeviceMesh) -> None:
     assert "<svg" in DRAWINGS["array"]()._repr_html_()
     assert "<script" not in DRAWINGS["array"]()._repr_html_()
     resolution = resolved(3)
-    assert resolution._repr_html_() == flm.draw.model(resolution)._repr_html_()
+    assert resolution._repr_html_() == draw.model(resolution)._repr_html_()
     (frame,) = Reader(resolution._repr_html_()).tags
     assert frame[0] == "iframe" and frame[1]["sandbox"] == "allow-scripts"
-    assert frame[1]["srcdoc"] == flm.draw.model(resolution).html()
+    assert frame[1]["srcdoc"] == draw.model(resolution).html()
     assert flm.LayoutMap(mesh).resolve({})._repr_html_().startswith("<p>Resolution(0")
 
 
 def test_notebooks_keep_the_folded_layers_of_a_large_model() -> None:
     large = resolved(1001, optimizer=False)
-    page = flm.draw.model(large).html()
+    page = draw.model(large).html()
     assert len(large._repr_html_()) < len(page) / 3
 
 
 def test_a_large_page_is_small() -> None:
     """30,000 leaves fit in 5 MB; so 3,000 in a tenth of that."""
-    assert len(flm.draw.model(resolved(200)).html()) < 500_000
+    assert len(draw.model(resolved(200)).html()) < 500_000
 
 
 def test_in_a_terminal() -> None:
@@ -724,54 +724,54 @@ NOTHING = (
 )
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (
-        lambda: flm.draw.mesh(None),
+        lambda: draw.mesh(None),
         flm.MeshError,
         'there is no mesh to draw; use flm.draw.mesh("data=2,model=4"), a '
         "flm.DeviceMesh or a jax.sharding.Mesh",
     ),
     (
-        lambda: flm.draw.array(flm.TensorLayout(("model",), MESH)),
+        lambda: draw.array(flm.TensorLayout(("model",), MESH)),
         flm.LayoutError,
         "flm.draw.array of a layout or a sharding needs the shape of the array: "
         "flm.draw.array(layout, (256, 64))",
     ),
     (
-        lambda: flm.draw.array(flm.TensorLayout(("model",)), (8,)),
+        lambda: draw.array(flm.TensorLayout(("model",)), (8,)),
         flm.MeshError,
         "the layout ('model',) has no mesh to draw it on; give it one: "
         'flm.draw.array(layout.on(flm.DeviceMesh.abstract("data=2,model=4")), shape)',
     ),
     (
-        lambda: flm.draw.array(P("model"), (8,)),
+        lambda: draw.array(P("model"), (8,)),
         flm.MeshError,
         "the layout ('model', ...) has no mesh to draw it on; give it one: "
         'flm.draw.array(layout.on(flm.DeviceMesh.abstract("data=2,model=4")), shape)',
     ),
     (
-        lambda: flm.draw.array(np.ones(3)),
+        lambda: draw.array(np.ones(3)),
         flm.LayoutError,
         "flm.draw.array of a ndarray, which says nothing of devices; pass a "
         "jax.Array, a jax.ShapeDtypeStruct with a sharding, a leaf of a Resolution, or "
         "a layout and a shape",
     ),
     (
-        lambda: flm.draw.array(jnp.ones(3), (4,)),
+        lambda: draw.array(jnp.ones(3), (4,)),
         flm.LayoutError,
         "flm.draw.array was given the shape (4,), but the array has (3,); leave it out",
     ),
     (
-        lambda: flm.draw.array(flm.TensorLayout(("model",), MESH), (6,)),
+        lambda: draw.array(flm.TensorLayout(("model",), MESH), (6,)),
         flm.LayoutError,
         "shape (6,): dim 0 of size 6 does not divide by mesh axis 'model' of size 4",
     ),
-    (lambda: flm.draw.model(rules().resolve({})), flm.LayoutError, NOTHING),
+    (lambda: draw.model(rules().resolve({})), flm.LayoutError, NOTHING),
     (
-        lambda: flm.draw.compare(*[rules().resolve({})] * 2),
+        lambda: draw.compare(*[rules().resolve({})] * 2),
         flm.LayoutError,
         NOTHING,
     ),
     (
-        lambda: flm.draw.mesh("x=2").save("picture.gif"),
+        lambda: draw.mesh("x=2").save("picture.gif"),
         flm.LayoutError,
         "a picture is saved as .html, .png, .txt or .json, got 'picture.gif'",
     ),
@@ -787,7 +787,7 @@ def test_mistakes(call: Any, kind: type[Exception], message: str) -> None:
 
 
 def test_one_array_on_one_device() -> None:
-    scene = flm.draw.array(jnp.ones((2, 2))).scene
+    scene = draw.array(jnp.ones((2, 2))).scene
     assert scene.lines == (
         "replicated: each device holds (2,2), 16 B, which is all of it",
     )
@@ -795,7 +795,7 @@ def test_one_array_on_one_device() -> None:
 
 def test_an_array_without_elements() -> None:
     layout = flm.TensorLayout(("model", None), MESH)
-    texts = slices_of(flm.draw.array(layout, (0, 4)))
+    texts = slices_of(draw.array(layout, (0, 4)))
     assert set(texts.values()) == {"x[0:0, :]"}
 
 
@@ -820,5 +820,5 @@ def test_sorted_by_index() -> None:
 
 def test_sharding_of_jax_itself(mesh: flm.DeviceMesh) -> None:
     sharding = NamedSharding(mesh.jax_mesh, P(None, ("data", "model")))
-    drawing = flm.draw.array(sharding, (4, 16))
+    drawing = draw.array(sharding, (4, 16))
     assert "8 slices, 1 device each" in drawing.text()

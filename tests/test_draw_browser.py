@@ -12,7 +12,8 @@ import flax_layoutmap as flm
 from flax_layoutmap._table import human_bytes
 
 REASON = why_no_browser()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+if REASON is not None:
+    pytest.skip(REASON, allow_module_level=True)
 
 WIDTHS = [320, 360, 560, 800, 1100, 1600]
 
