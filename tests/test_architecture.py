@@ -71,12 +71,14 @@ LAYERS = (
     ("_scope_optimizer",),
     ("_layout_scope",),
     ("_layout_map",),
-    ("_program",),
+    ("_program", "testing"),
     ("_route", "_pytest_plugin"),
     ("_dispatch",),
     ("_jit",),
     ("pod",),
     ("__init__",),
+    ("_cli",),
+    ("__main__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 

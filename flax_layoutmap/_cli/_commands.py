@@ -1,0 +1,200 @@
+"""What each command does: one function for each, named as it is; returns its code."""
+
+import dataclasses
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap._cli import _sources
+from flax_layoutmap._cli._sources import UsageError
+from flax_layoutmap._table import human_bytes
+
+_DONE, _FOUND = 0, 1
+
+
+def report(args: Namespace) -> int:
+    resolution = _sources.resolution_of(args)
+    _show(resolution, "json" if args.json else args.format, fold=not args.no_fold)
+    return _DONE
+
+
+def lint(args: Namespace) -> int:
+    has_model = args.model is not None or args.checkpoint is not None
+    found: Any
+    if has_model:
+        found = _sources.resolution_of(args)
+    else:
+        mesh = _sources.mesh_of(args.mesh)
+        found = _sources.rules_of(args.rules, args.variant, mesh)
+        if found is None:
+            raise UsageError("lint needs rules: --rules FILE or MODULE:LAYOUT_MAP")
+    issues = [i for i in flm.lint(found) if i.code not in args.ignore]
+    share = found.replicated_share if has_model else 0.0
+    too_much = args.max_replicated is not None and share > args.max_replicated
+    if args.json:
+        _print_json([dataclasses.asdict(issue) for issue in issues])
+    else:
+        print(flm.format_issues(issues))
+        if too_much:
+            print(
+                f"{share:.1%} of the bytes are replicated, more than "
+                f"--max-replicated {args.max_replicated}"
+            )
+    counted = {"error", "warning"} if args.strict else {"error"}
+    return _FOUND if too_much or any(i.severity in counted for i in issues) else _DONE
+
+
+def explain(args: Namespace) -> int:
+    resolution = _sources.resolution_of(args)
+    text = resolution.explain(args.path)
+    if args.json:
+        leaf = resolution[args.path]
+        _print_json({"path": leaf.path, "reason": leaf.reason, "text": text})
+    else:
+        print(text)
+    return _DONE
+
+
+def diff(args: Namespace) -> int:
+    before = _sources.resolution_of(args)
+    after = _sources.resolution_of(args, "_after")
+    difference = before.diff(after)
+    _show(difference, "json" if args.json else args.format)
+    return _DONE if difference.is_empty else _FOUND
+
+
+def draw(args: Namespace) -> int:
+    resolution = _sources.resolution_of(args)
+    if args.leaf is None:
+        drawing = flm.draw.model(resolution)
+    else:
+        leaf = resolution[args.leaf]
+        drawing = flm.draw.array(leaf.layout, leaf.shape)
+    if args.output is None:
+        from rich.console import Console
+
+        Console().print(drawing)
+    else:
+        drawing.save(args.output)
+        print(f"wrote {args.output}, {human_bytes(os.path.getsize(args.output))}")
+    return _DONE
+
+
+def inspect(args: Namespace) -> int:
+    info = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
+    if not args.json:
+        print(info)
+        return _DONE
+    leaves = [_plain(leaf) for leaf in info.leaves]
+    own = {**_plain(info), "leaves": leaves, "total_bytes": info.total_bytes}
+    own["mesh"] = None if info.mesh is None else dict(info.mesh.axis_sizes)
+    _print_json({"schema": 1, **own})
+    return _DONE
+
+
+def verify(args: Namespace) -> int:
+    where = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
+    if "flax_layoutmap" not in where.kind:
+        raise UsageError(
+            f"{where.path} has no checksums to compare with: it is of the kind "
+            f"{where.kind}, not saved by flax_layoutmap"
+        )
+    try:
+        found = flm.checkpoint.verify(args.checkpoint, step=args.step, item=args.item)
+    except flm.CheckpointError as error:
+        problems = error.problems or [str(error)]
+        if args.json:
+            _print_json({"schema": 1, "path": where.path, "problems": problems})
+        print(error, file=sys.stderr)
+        return _FOUND
+    if args.json:
+        _print_json({"schema": 1, "path": where.path, "problems": [], **_plain(found)})
+    else:
+        print(found)
+    return _DONE
+
+
+def restore(args: Namespace) -> int:
+    chosen: dict[str, Any] = {
+        name: getattr(args, name) for name in ("item", "include", "exclude")
+    }
+    path = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item).path
+    mesh = _sources.mesh_of(args.mesh)
+    rules = _sources.rules_of(args.rules, args.variant, mesh)
+    resolution = flm.checkpoint.resolve(path, layout_map=rules, mesh=mesh, **chosen)
+    layout_map = flm.LayoutMap.from_rule_set(resolution.rules)
+    plan = flm.checkpoint.plan(path, layout_map=layout_map, **chosen)
+    if args.dry_run:
+        print(plan)
+        return _DONE
+    held = resolution.total_bytes
+    if held > plan.host_available:
+        raise UsageError(
+            f"the arrays take {human_bytes(held)}, and this machine has "
+            f"{human_bytes(plan.host_available)} of memory free; do it in parts, with "
+            "--include"
+        )
+    layout_map = layout_map.on(_on_cpu(resolution.mesh))
+    flm.checkpoint.reshard(path, args.to, layout_map=layout_map, **chosen)
+    print(f"wrote {args.to}: {len(plan.leaves)} leaves, {human_bytes(held)}")
+    return _DONE
+
+
+def convert(args: Namespace) -> int:
+    mesh = _sources.mesh_of(args.mesh)
+    rules = _sources.rules_of(args.source, args.variant, mesh)
+    assert rules is not None
+    if os.path.exists(args.output) and not args.overwrite:
+        raise UsageError(f"{args.output} exists; replace it with --overwrite")
+    rules.to_file(args.output)
+    print(f"wrote {args.output}: {len(rules)} rules")
+    return _DONE
+
+
+# ----------------------------------------------------------------------- details
+
+
+def _show(thing: Any, format: str = "text", **options: Any) -> None:
+    """On a terminal in colours and as wide as it is; else as text."""
+    if format != "text":
+        print(thing.report(format, **options))
+    else:
+        thing.show(**options)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1, default=str))
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    """The fields of a record, one level deep."""
+    return {
+        field.name: _simple(getattr(record, field.name))
+        for field in dataclasses.fields(record)
+    }
+
+
+def _simple(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _simple(each) for key, each in value.items()}
+    if isinstance(value, PartitionSpec):
+        return [list(entry) if isinstance(entry, tuple) else entry for entry in value]
+    return value
+
+
+def _on_cpu(mesh: flm.DeviceMesh | None) -> flm.DeviceMesh:
+    """The same mesh, on CPU devices that are made for it."""
+    assert mesh is not None
+    if mesh.size > _sources.MOST_DEVICES:
+        raise UsageError(
+            f"the mesh {mesh} has {mesh.size} devices, more than the "
+            f"{_sources.MOST_DEVICES} that one machine can stand in for"
+        )
+    devices = _sources.cpu_devices(mesh.size)
+    return flm.DeviceMesh(mesh.shape, mesh.axis_names, devices=devices)

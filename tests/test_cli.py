@@ -1,0 +1,370 @@
+"""The command line: every command, its example, its exit codes, what goes where."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_layoutmap as flm
+from flax_layoutmap import _cli
+from flax_layoutmap._cli import _parser
+
+MODEL = """
+import flax_layoutmap as flm
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+
+def make(width: int = 8, layers: int = 1):
+    block = Block(width, rngs=nnx.Rngs(0))
+    return block if layers == 1 else nnx.List(
+        [Block(width, rngs=nnx.Rngs(0)) for _ in range(layers)]
+    )
+
+
+def linen_variables():
+    return linen.Dense(16).init(jax.random.key(0), jnp.ones((1, 8)))
+
+
+def broken():
+    raise RuntimeError("no such config")
+
+
+pairs = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
+layout_map = flm.LayoutMap.from_rules(pairs, "data=2,model=4", strict=False)
+rule_set = layout_map.freeze()
+number = 3
+
+
+def make_rules():
+    return layout_map
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: `my_model.py`, `rules.toml`, and the checkpoint `runs/7`."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "my_model.py").write_text(MODEL)
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["up/kernel"] = (None, "model")
+    layout_map["down/kernel"] = ("model", None)
+    layout_map.to_file(home / "rules.toml")
+
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.up = nnx.Linear(8, 32, rngs=nnx.Rngs(0))
+            self.down = nnx.Linear(32, 8, rngs=nnx.Rngs(1))
+
+    model = flm.create(Block, layout_map)
+    flm.checkpoint.save(home / "runs" / "7", {"model": model}, layout_map=layout_map)
+    return home
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Runs a command in the folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(command: str) -> tuple[int, str, str]:
+        try:
+            code = _cli.main(shlex.split(command))
+        except SystemExit as ended:  # argparse
+            code = int(ended.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    yield run
+    sys.modules.pop("my_model", None)
+
+
+SOURCES = "--model my_model:make --rules rules.toml --mesh data=2,model=4"
+
+
+def test_report(run: Any) -> None:
+    code, out, err = run(f"report {SOURCES}")
+    assert (code, err) == (0, "")
+    assert "up/kernel" in out and "(8,8)" in out and "\x1b" not in out
+    for flags in ("--json", "--format json"):
+        code, out, _ = run(f"report {SOURCES} {flags}")
+        leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+        assert leaves["up/kernel"]["shard_shape"] == [8, 8]
+    assert run(f"report {SOURCES} --format markdown")[1].startswith("| path |")
+
+
+def test_arguments_of_the_factory(run: Any) -> None:
+    own = SOURCES.replace("up", "up")
+    code, out, _ = run(f"report {own} --arg width=16 --arg layers=3 --json")
+    shapes = {leaf["path"]: leaf["shape"] for leaf in json.loads(out)["leaves"]}
+    assert code == 0 and shapes["2/up/kernel"] == [16, 64]
+    folded = run(f"report {own} --arg layers=3")[1]
+    assert "{0..2}/up/kernel" in folded
+    assert "2/up/kernel" in run(f"report {own} --arg layers=3 --no-fold")[1]
+
+
+def test_a_class_gets_rngs(run: Any) -> None:
+    code, out, err = run(
+        "report --model my_model:Block --arg width=8 --rules my_model:layout_map"
+    )
+    assert (code, err) == (0, "") and "down/kernel" in out
+
+
+@pytest.mark.parametrize("rules", ["pairs", "layout_map", "rule_set", "make_rules"])
+def test_rules_of_a_module(rules: str, run: Any) -> None:
+    mesh = "data=2,model=8"
+    code, out, _ = run(
+        f"report --model my_model:make --rules my_model:{rules} --mesh {mesh} --json"
+    )
+    leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+    assert code == 0 and leaves["up/kernel"]["shard_shape"] == [8, 4]
+
+
+def test_an_optimizer(run: Any) -> None:
+    code, out, _ = run(
+        f"report {SOURCES} --optimizer optax:adamw --optimizer-arg "
+        "learning_rate=0.001 --json"
+    )
+    leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+    moment = leaves["optimizer/opt_state/0/mu/up/kernel"]
+    assert code == 0 and moment["role"] == "optimizer"
+    assert moment["shard_shape"] == [8, 8]
+
+
+def test_linen(run: Any) -> None:
+    code, out, err = run(
+        "report --model my_model:linen_variables --rules my_model:layout_map "
+        "--optimizer optax:adam --optimizer-arg learning_rate=0.1 --json"
+    )
+    assert (code, err) == (0, "")
+    roles = {leaf["path"]: leaf["role"] for leaf in json.loads(out)["leaves"]}
+    assert roles["model/params/kernel"] == "parameter"
+    assert roles["optimizer/0/mu/kernel"] == "optimizer"
+
+
+def test_a_checkpoint_needs_no_code(run: Any) -> None:
+    code, out, _ = run("report --checkpoint runs --mesh data=4,model=8 --json")
+    leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+    assert code == 0 and leaves["model/up/kernel"]["shard_shape"] == [8, 4]
+    own = run("report --checkpoint runs/7 --rules runs/7 --json")[1]
+    assert json.loads(own)["leaves"][0]["path"].startswith("model/")
+
+
+def test_lint(run: Any) -> None:
+    code, out, _ = run("lint --rules rules.toml --mesh data=2,model=4")
+    assert (code, out) == (0, "no findings\n")
+    bad = f"lint {SOURCES.replace('model=4', 'model=3')}"
+    code, out, _ = run("lint --model my_model:make --rules my_model:layout_map --json")
+    assert code == 0 and all(issue["severity"] != "error" for issue in json.loads(out))
+    assert run(bad)[0] == 2, "a dim that does not divide"
+    assert run(f"lint {SOURCES} --max-replicated 0.0001")[0] == 1
+
+
+def test_explain(run: Any) -> None:
+    code, out, _ = run(f"explain up/kernel {SOURCES}")
+    assert code == 0 and "rule 1 'up/kernel'" in out
+    code, out, err = run(f"explain up/kernle {SOURCES}")
+    assert (code, out) == (2, "") and "up/kernel" in err and "Traceback" not in err
+    assert "rule 1" in json.loads(run(f"explain up/kernel {SOURCES} --json")[1])["text"]
+
+
+def test_diff(run: Any) -> None:
+    code, out, _ = run(f"diff {SOURCES}")
+    assert code == 0
+    code, out, _ = run(f"diff {SOURCES} --mesh-after data=4,model=2")
+    assert code == 1 and "up/kernel" in out
+    code, out, _ = run(f"diff {SOURCES} --arg-after width=16 --json")
+    assert code == 1 and json.loads(out)
+    code, out, _ = run(f"diff {SOURCES} --checkpoint-after runs/7 --format markdown")
+    assert code == 1 and "model/up/kernel" in out
+
+
+def test_draw(run: Any, folder: Path) -> None:
+    code, out, err = run(f"draw {SOURCES}")
+    assert (code, err) == (0, "") and "up" in out
+    assert run(f"draw {SOURCES} --leaf up/kernel")[0] == 0
+    code, out, _ = run(f"draw {SOURCES} -o page.html")
+    assert code == 0 and "wrote page.html" in out
+    assert "<html" in (folder / "page.html").read_text()
+
+
+def test_inspect(run: Any) -> None:
+    code, out, _ = run("inspect runs")
+    assert code == 0 and "model/up/kernel" in out and "step 7 (1 of 1)" in out
+    data = json.loads(run("inspect runs/7 --json")[1])
+    leaves = {leaf["path"]: leaf for leaf in data["leaves"]}
+    assert leaves["model/up/kernel"]["spec"] == [None, "model"]
+    assert data["mesh"] == {"data": 2, "model": 4} and data["schema"] == 1
+
+
+def test_verify(run: Any, folder: Path) -> None:
+    code, out, _ = run("verify runs/7")
+    assert code == 0 and "4 leaves are as saved" in out
+    assert json.loads(run("verify runs/7 --json")[1])["leaves"] == 4
+    shutil.copytree(folder / "runs" / "7", folder / "other")
+    own = folder / "other" / "_CHECKPOINT_METADATA"
+    data = json.loads(own.read_text())
+    sums = data["custom_metadata"]["flax_layoutmap"]["checksums"]
+    sums["model/up/kernel"] = "0" * len(sums["model/up/kernel"])
+    own.write_text(json.dumps(data))
+    code, out, err = run("verify other")
+    assert (code, out) == (1, "") and "model/up/kernel" in err
+    problems = json.loads(run("verify other --json")[1])["problems"]
+    assert len(problems) == 1 and "model/up/kernel" in problems[0]
+
+
+def test_convert(run: Any, folder: Path) -> None:
+    code, out, _ = run("convert rules.toml again.json --mesh data=1,model=2")
+    assert code == 0 and "2 rules" in out
+    read = flm.LayoutMap.from_file(folder / "again.json")
+    assert read.device_mesh is not None and read.device_mesh.shape == (1, 2)
+    assert list(read) == ["up/kernel", "down/kernel"]
+    code, _, err = run("convert rules.toml again.json")
+    assert code == 2 and "--overwrite" in err
+    assert run("convert runs/7 again.json --overwrite")[0] == 0
+
+
+def in_a_process(*command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs Python on a command line, with the package as it is in this checkout."""
+    own = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=own, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_restore_to_another_mesh(folder: Path) -> None:
+    """In a process of its own, as it makes devices of its own."""
+    own = "restore runs/7 --to resharded --mesh data=4,model=4".split()
+    command = ("-m", "flax_layoutmap", *own)
+    dry = in_a_process(*command, "--dry-run", folder=folder)
+    assert dry.returncode == 0 and "4 leaves to read" in dry.stdout, dry.stderr
+    assert not (folder / "resharded").exists()
+    done = in_a_process(*command, folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("wrote resharded: 4 leaves")
+    before, after = (
+        flm.checkpoint.restore(folder / name, mesh=flm.DeviceMesh("data=2,model=4"))
+        for name in ("runs/7", "resharded")
+    )
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    info = flm.checkpoint.inspect(folder / "resharded")
+    chunks = {leaf.path: leaf.chunk for leaf in info.leaves}
+    assert chunks["model/up/kernel"] == (8, 8)
+    assert info.mesh is not None and info.mesh.axis_sizes == {"data": 4, "model": 4}
+
+
+@pytest.mark.slow
+def test_a_module_that_makes_a_mesh(folder: Path) -> None:
+    """Its devices are not here: those of the CPU stand in for them."""
+    code = "import jax\nassert jax.device_count() == 1\n"
+    code += "from flax_layoutmap._cli import main\n"
+    code += "main(['report', '--model', 'my_model:make', '--rules', 'my_model:pairs', "
+    code += "'--mesh', 'data=2,model=8'])"
+    done = in_a_process("-c", code, folder=folder)
+    assert done.returncode == 0 and "mesh data=2,model=8" in done.stdout, done.stderr
+
+
+EXAMPLES = {
+    name: own.epilog.removeprefix("example:\n  flax-layoutmap ")
+    for name, own in next(
+        iter(_parser.parser()._subparsers._group_actions)  # type: ignore[union-attr]
+    ).choices.items()  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "restore"])
+def test_the_example_of_the_help(name: str, run: Any) -> None:
+    code, _, err = run(EXAMPLES[name])
+    assert (code, err) == (1 if name == "diff" else 0, "")
+
+
+def test_the_page_has_every_example() -> None:
+    page = Path(__file__).parents[1].joinpath("docs/command_line.md").read_text()
+    sections = re.findall(
+        r"^## (\w+)\n.*?```sh\nflax-layoutmap (.*?)\n```", page, re.S | re.M
+    )
+    assert dict(sections) == EXAMPLES
+
+
+def test_help_shows_the_example(run: Any) -> None:
+    for name, example in EXAMPLES.items():
+        code, out, _ = run(f"{name} --help")
+        assert code == 0 and f"flax-layoutmap {example}" in out
+
+
+WRONG = {
+    "report --model my_model:make --mesh data=2": "--model needs rules",
+    "report --model my_model:make --rules my_model:pairs": "the rules have no mesh",
+    "report --model nothing:make --rules rules.toml": "cannot import 'nothing'",
+    "report --model my_model:mke --rules rules.toml": "did you mean 'make'",
+    "report --model my_model --rules rules.toml": "write MODULE:NAME",
+    "report --model my_model:broken --rules rules.toml": "RuntimeError: no such config",
+    "report --model my_model:make --rules my_model:number": "is a int; it must be",
+    "report --model my_model:make --rules nowhere.toml": "nowhere.toml",
+    "report --model my_model:make --rules rules.toml --arg width": "NAME=VALUE",
+    "report --model my_model:make --rules rules.toml --arg depth=2": "depth",
+    "report --model my_model:make --rules rules.toml --mesh data": "data",
+    "report --checkpoint nowhere": "nowhere",
+    "lint --mesh data=2": "lint needs rules",
+    "report --checkpoint runs/7 --rules runs/7 --variant a": "--variant is for rules",
+    "verify nowhere": "nowhere",
+    "convert my_model:layout_map out.yaml": "out.yaml",
+    "restore runs/7 --to new --mesh data=64,model=32": "2048 devices, more than",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_errors_are_short(command: str, run: Any, folder: Path) -> None:
+    code, out, err = run(command)
+    assert (code, out) == (2, "")
+    assert WRONG[command] in err and "Traceback" not in err
+    assert err.startswith(f"flax-layoutmap {command.split()[0]}: ")
+    assert not (folder / "new").exists()
+
+
+def test_a_traceback_where_it_is_asked_for(run: Any) -> None:
+    with pytest.raises(Exception, match="no such config"):
+        run("report --model my_model:broken --rules rules.toml --traceback")
+
+
+def test_usage(run: Any) -> None:
+    assert run("reprot")[0] == 2
+    assert run("report --rules rules.toml")[0] == 2, "neither model nor checkpoint"
+    code, out, _ = run("--help")
+    assert code == 0
+    for name in EXAMPLES:
+        assert f"    {name}" in out
+
+
+@pytest.mark.parametrize("argument", ["--help", "report --help"])
+def test_help_loads_neither_jax_nor_flax(argument: str) -> None:
+    code = (
+        "import sys\nfrom flax_layoutmap._cli import main\n"
+        f"try: main({argument.split()!r})\n"
+        "except SystemExit: pass\n"
+        "sys.exit(any(m in sys.modules for m in ('jax', 'flax', 'numpy', 'rich')))"
+    )
+    done = in_a_process("-c", code, folder=Path.cwd())
+    assert done.returncode == 0 and "usage: flax-layoutmap" in done.stdout
+    control = in_a_process("-c", f"import jax\n{code}", folder=Path.cwd())
+    assert control.returncode == 1
