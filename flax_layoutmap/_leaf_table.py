@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from flax_layoutmap._fold import Fold
-from flax_layoutmap._table import Grid, Line, cut, cut_path, human_bytes
+from flax_layoutmap._table import Grid, Line, cut_path, human_bytes
 
-# Below these widths a column says too little to be worth its place.
-_RULE, _PATH = 16, 16
+# Below these widths a column says too little to be worth its place. Rules are given
+# more of it than shards, and less than it takes to repeat the beginnings of paths.
+_RULE, _SHORT_RULE, _PATH = 26, 16, 16
 
 # Two columns, one, or neither.
 _Shapes = Literal["apart", "merged", "none"]
@@ -91,12 +92,12 @@ def fitted(rows: Sequence[Row], width: int) -> Grid:
         ("merged", False),
     )
     for shapes, shards in options:
-        found = _cut_rules(rows, paths, width, shapes, shards)
+        found = _cut_rules(rows, paths, width, _RULE, shapes, shards)
         if found is not None:
             return found
     folds = [row.fold for row in rows]
     heads, paths = headed(folds, width)
-    found = _cut_rules(rows, paths, width, "merged", False)
+    found = _cut_rules(rows, paths, width, _SHORT_RULE, "merged", False)
     if found is None:
         heads, found = _shortest(rows, width)
     return with_headings(found, heads)
@@ -188,10 +189,31 @@ def cut_cell(cell: str, width: int) -> str:
     return f"{indent}{cut_path(path, width - len(indent) - len(count))}{count}"
 
 
+def cut_rule(rule: str, width: int) -> str:
+    """A cell of rules, cut: its number and its end stay.
+
+    >>> cut_rule("4 attention/(query|key|value)/kernel", 20)
+    '4 …key|value)/kernel'
+    >>> cut_rule("follows layers/7/attention/key/kernel", 20)
+    'follows …/key/kernel'
+    """
+    if len(rule) <= width:
+        return rule
+    first, space, rest = rule.partition(" ")
+    if first == "optimizer":
+        number, space, rest = rest.partition(" ")
+        first = f"optimizer {number}"
+    room = width - len(first) - len(space)
+    if first == "follows":
+        return f"follows {cut_path(rest, room)}"
+    return f"{first}{space}…{rest[max(len(rest) - room + 1, 0) :]}"
+
+
 def _cut_rules(
     rows: Sequence[Row],
     paths: Sequence[str],
     width: int,
+    least: int,
     shapes: _Shapes,
     shards: bool,
 ) -> Grid | None:
@@ -199,9 +221,9 @@ def _cut_rules(
     bare = _grid(rows, paths, ["rule"] * len(rows), shapes, shards)
     room = width - bare.width() + len("rule")
     widest = max(len(row.rule) for row in rows)
-    if room < min(_RULE, widest):
+    if room < min(least, widest):
         return None
-    rules = [cut(row.rule, room) for row in rows]
+    rules = [cut_rule(row.rule, room) for row in rows]
     return _grid(rows, paths, rules, shapes, shards)
 
 

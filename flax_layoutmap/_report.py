@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -63,6 +64,9 @@ _CODES = {
     "random state": "random",
     "unknown optimizer state": "unknown",
 }
+
+# A cell of the column "rule" with the number of one.
+_NUMBERED = re.compile(r"(optimizer |)(\d+) (.*)", re.DOTALL)
 
 _Leaves = Sequence[tuple[ResolvedLeaf, Decision]]
 
@@ -292,10 +296,9 @@ def _notes(rows: Sequence[Row], grid: Grid) -> Iterator[str]:
     cells = [line.cells for line in grid.lines if line.mark != "heading"]
     at = grid.names.index("rule")
     cut = {row.rule for row, c in zip(rows, cells, strict=True) if c[at] != row.rule}
-    numbered = [rule for rule in cut if rule[:1].isdigit()]
-    for rule in sorted(numbered, key=lambda rule: int(rule.split(" ")[0])):
-        number, _, pattern = rule.partition(" ")
-        yield f"rule {number}: {pattern}"
+    found = [match for rule in cut if (match := _NUMBERED.fullmatch(rule))]
+    for match in sorted(found, key=lambda match: (match[1], int(match[2]))):
+        yield f"{match[1]}rule {match[2]}: {match[3]}"
     many = max((len(row.fold.members) for row in rows), default=1)
     if many > 1:
         yield f"×{many}: {many} leaves that are alike, with the sum of their bytes"

@@ -201,6 +201,25 @@ def test_roles_are_not_mixed() -> None:
     assert " follows layers_{0..11}/up/kernel " in follows
 
 
+def test_rules_that_are_cut_are_listed_below() -> None:
+    layout_map = rules()
+    layout_map.optimizer["a_long_name_of_a_module/up/kernel"] = ("data", "model")
+    params = {"a_long_name_of_a_module": layer()}
+    tree = {
+        "params": params,
+        "opt_state": jax.eval_shape(optax.sgd(1, 0.9).init, params),
+    }
+    text = layout_map.resolve(tree).report(width=60)
+    assert " opt 1 " in text and " 2 " in text
+    assert text.split("\n\n")[1].splitlines()[:3] == [
+        "rule 2: up/kernel",
+        "rule 3: attention/(query|key|value)/kernel",
+        "optimizer rule 1: a_long_name_of_a_module/up/kernel",
+    ]
+    # Where there is room, the number and the end of the pattern stay.
+    assert "optimizer 1 …" in layout_map.resolve(tree).report(width=120)
+
+
 def test_memory_kinds_and_other_meshes_are_shown() -> None:
     layout_map = rules()
     layout_map["w"] = flm.TensorLayout(("model",), memory_kind="pinned_host")
