@@ -1,0 +1,69 @@
+"""How often a loop of a lowered program runs."""
+
+from typing import Any
+
+_CONSTANTS = ("stablehlo.constant", "sdy.constant")
+
+
+def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
+    """The rounds of a `stablehlo.while`; None where the program does not tell.
+
+    Args:
+        condition: the block that says whether to go on; `i < n`, as scan writes it.
+        body: the block that is repeated; it adds a constant to `i`.
+        operands: what the loop begins with.
+    """
+    compare = _maker(list(condition.operations)[-1].operation.operands[0])
+    if compare is None or compare.name != "stablehlo.compare":
+        return None
+    if "LT" not in str(compare.attributes["comparison_direction"]):
+        return None
+    at = _position(condition, compare.operands[0])
+    bound = _number(compare.operands[1], condition, operands)
+    if at is None or bound is None:
+        return None
+    start = _constant(operands[at])
+    step = _step(body, at)
+    if start is None or not step:
+        return None
+    return max(0, -(-(bound - start) // step))
+
+
+def _step(body: Any, at: int) -> int | None:
+    """What the body adds to its argument number `at`."""
+    after = _maker(list(body.operations)[-1].operation.operands[at])
+    if after is None or after.name != "stablehlo.add":
+        return None
+    own = body.arguments[at]
+    for one, other in (after.operands, tuple(after.operands)[::-1]):
+        if one == own:
+            return _constant(other)
+    return None
+
+
+def _number(value: Any, block: Any, operands: Any) -> int | None:
+    at = _position(block, value)
+    return _constant(value) if at is None else _constant(operands[at])
+
+
+def _position(block: Any, value: Any) -> int | None:
+    for at, argument in enumerate(block.arguments):
+        if argument == value:
+            return at
+    return None
+
+
+def _maker(value: Any) -> Any:
+    """The operation that makes a value; None for an argument of a block."""
+    owner = value.owner
+    return getattr(owner, "operation", None) if hasattr(owner, "operation") else owner
+
+
+def _constant(value: Any) -> int | None:
+    maker = _maker(value)
+    if getattr(maker, "name", None) not in _CONSTANTS:
+        return None
+    from jaxlib.mlir import ir
+
+    numbers = ir.DenseIntElementsAttr(maker.attributes["value"])
+    return int(numbers[0]) if len(numbers) == 1 else None

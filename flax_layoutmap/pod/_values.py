@@ -1,0 +1,181 @@
+"""The values of a program as a graph, with calls followed: what a plan is read from."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flax_layoutmap.pod._passes import AxisRef, Dims
+
+Shape = tuple[int, ...]
+
+# Bits of an element; `i1` takes a byte in memory.
+_BITS = {"i1": 8, "i2": 8, "ui2": 8, "i4": 4, "ui4": 4, "complex<f32>": 64}
+_BITS["complex<f64>"] = 128
+
+# How a dtype is called in Python.
+_NAMES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "i1": "bool",
+}
+
+# What moves or converts elements and changes none of them.
+MOVES = frozenset(
+    {
+        "stablehlo.transpose",
+        "stablehlo.reshape",
+        "stablehlo.convert",
+        "stablehlo.optimization_barrier",
+        "stablehlo.slice",
+        "stablehlo.dynamic_slice",
+        "sdy.sharding_constraint",
+        "sdy.all_gather",
+        "sdy.all_slice",
+        "sdy.all_to_all",
+        "sdy.collective_permute",
+        "sdy.reshard",
+    }
+)
+
+# Through these an update reaches a parameter, and from them a gradient is found.
+UPDATES = MOVES | {
+    "stablehlo.add",
+    "stablehlo.subtract",
+    "stablehlo.multiply",
+    "stablehlo.divide",
+    "stablehlo.negate",
+    "stablehlo.select",
+    "stablehlo.sqrt",
+    "stablehlo.rsqrt",
+    "stablehlo.power",
+    "stablehlo.maximum",
+    "stablehlo.minimum",
+    "stablehlo.clamp",
+    "stablehlo.abs",
+    "stablehlo.sign",
+    "stablehlo.concatenate",
+    "stablehlo.dynamic_update_slice",
+    "stablehlo.while",
+    "stablehlo.custom_call",
+}
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Value:
+    """One value, in one call of the function that makes it.
+
+    Attributes:
+        name: the operation, or `"argument"`.
+        operands: what it is made from; of a loop, what its body gives.
+        shape: global shape.
+        element: MLIR's name of the element type.
+        dims: mesh axes of each dim.
+        leaf: the argument of the step that it is, or a part of, in any layout.
+        base: the value that it is a transposed or converted copy of; None for itself.
+        order: for each of its dims, that of the base.
+        shared: whether it is used more than once.
+        sums: the all-reduces that it is the sum of, by position in the list of all
+            collectives; empty where something else is in it.
+        index: position of its collective in that list, or None.
+    """
+
+    name: str
+    operands: tuple["Value", ...]
+    shape: Shape
+    element: str
+    dims: Dims
+    leaf: int | None = None
+    base: "Value | None" = None
+    order: tuple[int, ...] = ()
+    shared: bool = False
+    sums: tuple[int, ...] = ()
+    index: int | None = None
+
+    @property
+    def root(self) -> "Value":
+        """The value that it is a copy of, or itself."""
+        return self if self.base is None else self.base
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of one device's part."""
+        if not any(self.dims):
+            return self.shape
+        return tuple(
+            -(-size // parts(axes))
+            for size, axes in zip(self.shape, self.dims, strict=True)
+        )
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of one device's part."""
+        return bytes_of(self.local_shape, self.element)
+
+    def root_dims(self) -> Dims:
+        """The axes of each dim, in the order of the root's dims."""
+        if self.base is None or not self.order:
+            return self.dims
+        found: list[Any] = [()] * len(self.order)
+        for dim, axes in zip(self.order, self.dims, strict=True):
+            found[dim] = axes
+        return tuple(found)
+
+
+def parts(axes: Sequence[AxisRef]) -> int:
+    """Into how many parts axes cut a dim."""
+    return math.prod(size for _, size in axes)
+
+
+def bytes_of(shape: Shape, element: str) -> int:
+    """Bytes of an array."""
+    bits = _BITS.get(element)
+    if bits is None:
+        digits = "".join(c for c in element if c.isdigit())
+        # f8E4M3FN: the first number is the width.
+        bits = 8 if element.startswith("f8") else int(digits or 32)
+        bits = 16 if element in ("bf16", "f16") else bits
+    return -(-math.prod(shape) * bits // 8)
+
+
+def dtype_name(element: str) -> str:
+    """`bf16` → `bfloat16`."""
+    if element in _NAMES:
+        return _NAMES[element]
+    for short, long in (("ui", "uint"), ("i", "int"), ("f8", "float8_")):
+        if element.startswith(short) and element[len(short) :]:
+            return long + element[len(short) :].lower()
+    return element
+
+
+def spec_text(dims: Dims) -> str:
+    """`P(data, -)`, or `replicated`."""
+    if not any(dims):
+        return "replicated"
+    entries = ["+".join(name for name, _ in axes) or "-" for axes in dims]
+    while entries[-1] == "-":
+        entries.pop()
+    return f"P({', '.join(entries)})"
+
+
+def gradients_of(value: Value, seen: set[int]) -> Iterator[Value]:
+    """The sums from which a new value of a parameter is made.
+
+    Args:
+        value: the new value, a result of the step.
+        seen: ids of values that were looked at, which are not looked at again.
+    """
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.index is not None and one.name in ("sdy.all_reduce", "sdy.all_gather"):
+            yield one
+            if one.name == "sdy.all_reduce":
+                continue
+        if one.name in UPDATES:
+            todo += one.operands
