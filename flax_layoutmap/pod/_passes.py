@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError
+from flax_layoutmap.pod._inline import inline_calls
 
 # Decides a sharding for every value.
 _PROPAGATE = "sdy-propagation-pipeline"
@@ -17,6 +18,9 @@ _RESHARD = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},"
     "sdy-reshard-to-collectives)"
 )
+
+# Where there is this pass, propagation goes through calls (jax 0.8.1 has none).
+_THROUGH_CALLS = "sdy-flatten-call-graph"
 
 # Axis names in an attribute; `"x":(2)4` is the part of size 4 of an axis.
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
@@ -51,6 +55,8 @@ def spread(
     with original.context:
         module = original.operation.clone()
         _rewrite(module, ir, arguments or {}, results or {})
+        if not _is_known(passmanager, _THROUGH_CALLS):
+            inline_calls(module, functions(module))
         try:
             manager = passmanager.PassManager.parse(
                 f"builtin.module({_PROPAGATE},{_RESHARD})"
@@ -79,6 +85,14 @@ def _bindings() -> tuple[Any, Any]:
     except ImportError as error:
         raise LayoutError(_NO_PASSES) from error
     return ir, passmanager
+
+
+def _is_known(passmanager: Any, name: str) -> bool:
+    try:
+        passmanager.PassManager.parse(f"builtin.module({name})")
+    except ValueError:
+        return False
+    return True
 
 
 def functions(module: Any) -> dict[str, Any]:
