@@ -26,6 +26,7 @@ from flax_layoutmap._dtensor_format import (
 )
 from flax_layoutmap._errors import MeshError, did_you_mean
 from flax_layoutmap._grid import coords_of, strides_of, whole
+from flax_layoutmap._hybrid import granules_of, hybrid_grid
 from flax_layoutmap._mesh_shape import (
     Shape,
     axis_types_of,
@@ -137,6 +138,56 @@ class DeviceMesh:
             )
         types = axis_types_of(axis_types, len(sizes))
         return cls(AbstractMesh(sizes, names, axis_types=types))
+
+    @classmethod
+    def hybrid(
+        cls,
+        ici: Mapping[str, int] | str,
+        dcn: Mapping[str, int] | str,
+        *,
+        devices: Sequence[Any] | None = None,
+        axis_types: Any = "auto",
+        allow_split_physical_axes: bool = False,
+    ) -> "DeviceMesh":
+        """Makes a mesh over several slices, between which the network is slower.
+
+        The axes of `dcn` come first. An axis that is in both is cut over the slices
+        first, and within each of them then. A slice is what the devices say
+        (`slice_index`, on TPUs); where they say nothing, each process is one.
+
+        Args:
+            ici: axis → size within a slice (over the inter-chip interconnect), or one
+                line, `"fsdp=16,tensor=4"`; one size may be -1.
+            dcn: axis → size over the slices (over the data-centre network); one size
+                may be -1.
+            devices: the devices; None takes all of all processes.
+            axis_types: as for `DeviceMesh`.
+            allow_split_physical_axes: whether a mesh axis may take a part of a physical
+                axis of the slice, where the sizes do not fit otherwise.
+
+        Raises:
+            MeshError: the sizes are not those of the slices, which are listed.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> flm.DeviceMesh.hybrid(ici={"fsdp": -1}, dcn={"data": -1}).axis_names
+            ('data', 'fsdp')
+
+        Plain JAX: `mesh_utils.create_hybrid_device_mesh`, and `jax.sharding.Mesh`.
+        """
+        given = jax.devices() if devices is None else _checked_devices(devices)
+        _, granules = granules_of(given)
+        each = min(map(len, granules.values()))
+        inner, outer = (
+            dict(zip(names, fill(sizes, names, count), strict=True))
+            for (sizes, names), count in (
+                (sizes_and_names(ici, None), each),
+                (sizes_and_names(dcn, None), len(granules)),
+            )
+        )
+        grid, names = hybrid_grid(inner, outer, given, allow_split_physical_axes)
+        types = axis_types_of(axis_types, len(names))
+        return cls(Mesh(grid, names, axis_types=types))
 
     @classmethod
     def from_dtensor(

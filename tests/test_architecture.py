@@ -35,6 +35,7 @@ LAYERS = (
         "_graph",
         "_devices",
         "_dtensor_format",
+        "_hybrid",
         "_initialize",
         "_languages",
         "_mesh_shape",

@@ -222,7 +222,19 @@ def refused() -> dict[str, bool]:
     return {"to the devices of one process": False}
 
 
+def hybrid() -> dict[str, bool]:
+    """A mesh with its slow axis over the processes."""
+    mesh = flm.DeviceMesh.hybrid(ici={"model": -1}, dcn={"data": -1})
+    rows = [{device.process_index for device in row} for row in mesh.devices]
+    layout = flm.TensorLayout(("data", "model"), mesh)
+    array = flm.distribute_tensor(HOST, layout)
+    return {
+        "a row for each process": rows == [{0}, {1}] and mesh.shape == (2, 4),
+        "values on it": holds(array, HOST, layout),
+    }
+
+
 if __name__ == "__main__":
-    checks = (distributed, keys, placed, created, scoped, alone, refused)
+    checks = (distributed, keys, placed, created, scoped, alone, refused, hybrid)
     groups = {f.__name__: f() for f in checks}
     launch.answer(groups)

@@ -1,0 +1,114 @@
+"""Devices of several slices, or processes, ordered for two kinds of network."""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.experimental import mesh_utils
+
+from flax_layoutmap._errors import MeshError
+
+# Of many slices, so many are listed.
+_SHOWN = 8
+
+
+def granules_of(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
+    """The groups of devices between which the network is slow.
+
+    Args:
+        devices: the devices.
+
+    Returns:
+        `"slice"` where the devices know theirs, else `"process"`; and number → devices.
+    """
+    knows = all(getattr(device, "slice_index", None) is not None for device in devices)
+    attribute = "slice_index" if knows else "process_index"
+    found: dict[int, list[Any]] = defaultdict(list)
+    for device in devices:
+        found[getattr(device, attribute)].append(device)
+    return ("slice" if knows else "process"), dict(sorted(found.items()))
+
+
+def hybrid_grid(
+    ici: Mapping[str, int],
+    dcn: Mapping[str, int],
+    devices: Sequence[Any],
+    allow_split_physical_axes: bool,
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The devices as a grid, slow axes first; an axis of both is slow outside.
+
+    Args:
+        ici: axis → size within a slice (or process).
+        dcn: axis → size over the slices.
+        devices: the devices.
+        allow_split_physical_axes: see `DeviceMesh.hybrid`.
+
+    Raises:
+        MeshError: the sizes are not those of the slices.
+    """
+    kind, granules = granules_of(devices)
+    names = tuple(dict.fromkeys((*dcn, *ici)))
+    inner = [ici.get(name, 1) for name in names]
+    outer = [dcn.get(name, 1) for name in names]
+    counts = {len(some) for some in granules.values()}
+    if len(counts) > 1:
+        raise MeshError(
+            f"the {_many(kind)} have different numbers of devices, so they make no "
+            f"mesh: {listed(kind, granules)}"
+        )
+    if math.prod(outer) != len(granules):
+        raise MeshError(
+            f"dcn={dict(dcn)} is for {math.prod(outer)} {_many(kind)}, but there are "
+            f"{len(granules)}: {listed(kind, granules)}"
+        )
+    (each,) = counts
+    if math.prod(inner) != each:
+        raise MeshError(
+            f"ici={dict(ici)} is for {math.prod(inner)} devices in each {kind}, but "
+            f"there are {each}: {listed(kind, granules)}"
+        )
+    try:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            inner,
+            outer,
+            list(devices),
+            process_is_granule=kind == "process",
+            allow_split_physical_axes=allow_split_physical_axes,
+        )
+    except NotImplementedError as error:
+        raise MeshError(
+            f"ici={dict(ici)} does not fit the links of a {kind} without splitting one "
+            "of its physical axes; choose sizes that do, or pass "
+            f"allow_split_physical_axes=True (some axes are slower then): {error}"
+        ) from error
+    return grid, names
+
+
+def listed(kind: str, granules: Mapping[int, Sequence[Any]]) -> str:
+    """`slice 0: 4 devices of the processes 0, 1; …`."""
+    texts = []
+    for number, devices in list(granules.items())[:_SHOWN]:
+        hosts = sorted({device.process_index for device in devices})
+        ids = [device.id for device in devices]
+        text = f"{kind} {number} has {len(devices)} devices ({_run(ids)})"
+        if kind == "slice":
+            text += f" of {len(hosts)} hosts (processes {_run(hosts)})"
+        texts.append(text)
+    if len(granules) > _SHOWN:
+        texts.append(f"… {len(granules) - _SHOWN} more")
+    return "; ".join(texts)
+
+
+def _run(numbers: Sequence[int]) -> str:
+    """`0 to 7`, or the numbers themselves."""
+    low, high = min(numbers), max(numbers)
+    if len(numbers) > 2 and sorted(numbers) == [*range(low, high + 1)]:
+        return f"{low} to {high}"
+    shown = ", ".join(map(str, numbers[:_SHOWN]))
+    return shown if len(numbers) <= _SHOWN else f"{shown}, …"
+
+
+def _many(kind: str) -> str:
+    return {"slice": "slices", "process": "processes"}[kind]
