@@ -305,17 +305,18 @@ def _notes(rows: Sequence[Row], grid: Grid) -> Iterator[str]:
 
 
 def _totals(table: Table) -> list[str]:
-    roles = [(name, table.totals(role)) for role, name in _ROLES]
-    roles = [(name, sums) for name, sums in roles if sums.leaves]
+    roles = [(role, name, table.totals(role)) for role, name in _ROLES]
+    roles = [found for found in roles if found[2].leaves]
     lines = []
-    for name, sums in roles:
+    for role, name, sums in roles:
         leaves = "1 leaf" if sums.leaves == 1 else f"{sums.leaves} leaves"
         line = (
             f"{name}: {leaves}, {human_bytes(sums.total_bytes)}, "
             f"{human_bytes(sums.bytes_per_device)} per device"
         )
-        # Of one role alone, the last line says it.
-        if len(roles) > 1 and sums.total_bytes and table.replicated_share:
+        # Of one role alone, the last line says it; counters are never sharded.
+        several = len(roles) > 1 and role != "other"
+        if several and sums.total_bytes and table.replicated_share:
             share = human_share(sums.replicated_bytes / sums.total_bytes)
             line += f"; {share} replicated"
         lines.append(line)

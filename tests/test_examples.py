@@ -79,7 +79,7 @@ def test_train_lm_on_one_device_says_so() -> None:
 def test_train_linen_continues_on_another_mesh() -> None:
     done = run_example("train_linen.py", "--steps=6")
     assert done.returncode == 0, done.stderr
-    assert "attention_0/query/kernel" in done.stdout
+    assert "attention_{0,1}/query/kernel ×2" in done.stdout  # the report
     assert "mesh data=2,model=4" in done.stdout  # where it began
     assert "restored on data=4,model=2" in done.stdout
     steps, losses = table_of(done.stdout)
