@@ -21,9 +21,13 @@ def granules_of(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
         devices: the devices.
 
     Returns:
-        `"slice"` where the devices know theirs, else `"process"`; and number → devices.
+        `"slice"` where the devices are of several, or are TPUs, else `"process"`; and
+        number → devices.
     """
-    knows = all(getattr(device, "slice_index", None) is not None for device in devices)
+    slices = {getattr(device, "slice_index", None) for device in devices}
+    # CPUs and GPUs of several processes say that all of them are slice 0.
+    is_tpu = devices[0].platform == "tpu"
+    knows = None not in slices and (len(slices) > 1 or is_tpu)
     attribute = "slice_index" if knows else "process_index"
     found: dict[int, list[Any]] = defaultdict(list)
     for device in devices:

@@ -152,8 +152,9 @@ class DeviceMesh:
         """Makes a mesh over several slices, between which the network is slower.
 
         The axes of `dcn` come first. An axis that is in both is cut over the slices
-        first, and within each of them then. A slice is what the devices say
-        (`slice_index`, on TPUs); where they say nothing, each process is one.
+        first, and within each of them then. A slice is what TPUs say
+        (`slice_index`); of devices that are of one slice by name only, as those of CPUs
+        and GPUs are, each process is one.
 
         Args:
             ici: axis → size within a slice (over the inter-chip interconnect), or one

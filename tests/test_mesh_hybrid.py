@@ -67,6 +67,14 @@ def test_several_slices_on_one_host_count_by_slice() -> None:
     assert kind == "slice" and [len(some) for some in found.values()] == [4, 4]
 
 
+def test_one_slice() -> None:
+    one = chips(1, 4)
+    assert granules_of(one)[0] == "process", "not TPUs: the number says nothing"
+    tpus = [dataclasses.replace(chip, platform="tpu") for chip in one]
+    kind, found = granules_of(tpus)
+    assert kind == "slice" and [len(some) for some in found.values()] == [4]
+
+
 @pytest.mark.parametrize(
     ("ici", "dcn", "devices", "text"),
     [
