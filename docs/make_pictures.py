@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 # Name, width and height of the window in points, colour scheme.
-WINDOWS = (
+WINDOWS: tuple[tuple[str, int, int, Any], ...] = (
     ("page", 1280, 860, "light"),
     ("page_dark", 1280, 860, "dark"),
     ("page_phone", 390, 844, "light"),

@@ -1,5 +1,6 @@
 """Models to draw, and a browser to open the pages in."""
 
+import functools
 import importlib.util
 import shutil
 from typing import Any
@@ -87,6 +88,7 @@ def rules(mesh: Any = MESH) -> flm.LayoutMap:
     return layout_map
 
 
+@functools.cache
 def resolved(layers: int = 12, *, optimizer: bool = True) -> flm.Resolution:
     """A model, with the state of Adam."""
     params = transformer(layers)

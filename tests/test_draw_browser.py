@@ -527,7 +527,7 @@ def test_a_notebook_shows_the_page_in_a_frame(
     path.write_text(notebook)
     page.goto(path.as_uri())
     frame = page.frame_locator("iframe")
-    assert frame.locator("h1").inner_text() == "Layouts on mesh data=2,model=4"
+    frame.locator("h1", has_text="Layouts on mesh data=2,model=4").wait_for()
     frame.locator("#search").fill("embed")
     assert frame.locator("#count").inner_text() == "1 of 62 leaves"
     assert troubles == []

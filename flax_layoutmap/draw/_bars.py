@@ -3,10 +3,10 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from flax_layoutmap._table import human_bytes
-from flax_layoutmap.draw._scene import Bar, BarScene, Shade, View
+from flax_layoutmap.draw._scene import Bar, BarScene, Forest, Kind, Shade, View
 
 Size = tuple[str, int, int]  # path of a leaf, position of its shade, bytes per device
 
@@ -21,6 +21,9 @@ _ALIKE = 0.98
 
 # A name with an index is that of a layer where there are so many of them.
 _LAYERS = 3
+
+# The indices of layers that are one: `{0..31}`.
+_FOLDED = re.compile(r"\{[\d,.]+\}")
 
 _NUMBERED = re.compile(r"(.*_)?(0|[1-9]\d*)")
 
@@ -40,9 +43,11 @@ class Module:
 
 
 def scene(
-    sizes: Sequence[Size], shades: tuple[Shade, ...], views: Sequence[View], where: str
+    views: Sequence[View], kinds: Sequence[Kind], shades: tuple[Shade, ...], where: str
 ) -> BarScene:
     """The bars of one Resolution."""
+    # Layers that are alike are counted at once.
+    sizes = [size for view in views for size in _sizes(view.folded, kinds)]
     per_device = sum(view.bytes_per_device for view in views)
     total = sum(view.total_bytes for view in views)
     replicated = sum(view.replicated_bytes for view in views)
@@ -59,6 +64,18 @@ def scene(
         names=("bytes per device",),
         total=per_device,
     )
+
+
+def _sizes(forest: Forest, kinds: Sequence[Kind]) -> Iterator[Size]:
+    paths, times = [""], [1]
+    for at in range(1, len(forest.names)):
+        parent = forest.parents[at]
+        name = _FOLDED.sub("*", forest.names[at])
+        paths.append(f"{paths[parent]}/{name}" if parent else name)
+        times.append(times[parent] * forest.counts[at])
+        if forest.kinds[at] >= 0:
+            kind = kinds[forest.kinds[at]]
+            yield paths[at], kind.shade, kind.bytes_per_device * times[at]
 
 
 def compared(

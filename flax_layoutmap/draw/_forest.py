@@ -19,7 +19,10 @@ _INDEX = re.compile(r"(?P<stem>(?:.*_)?)(?P<index>0|[1-9]\d*)")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A module, or a leaf; `like` is equal for those that hold the same."""
+    """A module, or a leaf; `like` is equal for those that hold the same.
+
+    It is -1 until the tree is folded.
+    """
 
     name: str
     kind: int = -1
@@ -99,14 +102,14 @@ def joined(node: Node) -> Node:
         _with_its_child(joined(child)) if child.children else child
         for child in node.children
     ]
-    return Node(node.name, node.kind, node.count, children)
+    return Node(node.name, node.kind, node.count, children, node.like)
 
 
 def _with_its_child(node: Node) -> Node:
     if len(node.children) == 1:
         (only,) = node.children
         name, count = f"{node.name}/{only.name}", node.count * only.count
-        return Node(name, only.kind, count, only.children)
+        return Node(name, only.kind, count, only.children, only.like)
     return node
 
 
@@ -170,6 +173,7 @@ def forest(root: Node, kinds: Sequence[Kind]) -> Forest:
     parents: list[int] = []
     own: list[int] = []
     counts: list[int] = []
+    likes: list[int] = []
     times: list[int] = []  # how many leaves of the tree a node stands for
     stack = [(root, -1, 1)]
     while stack:
@@ -178,6 +182,7 @@ def forest(root: Node, kinds: Sequence[Kind]) -> Forest:
         names.append(node.name)
         parents.append(parent)
         own.append(node.kind)
+        likes.append(node.like)
         counts.append(node.count)
         times.append(above * node.count)
         stack.extend((child, at, times[at]) for child in reversed(node.children))
@@ -187,7 +192,7 @@ def forest(root: Node, kinds: Sequence[Kind]) -> Forest:
     ]
     for at in range(len(names) - 1, 0, -1):
         weights[parents[at]] += weights[at]
-    maps = [_treemap.layout(parents, weights, aspect) for aspect in (WIDE, TALL)]
+    maps = [_treemap.layout(parents, weights, likes, each) for each in (WIDE, TALL)]
     return Forest(
         tuple(names), tuple(parents), tuple(own), tuple(counts), maps[0], maps[1]
     )

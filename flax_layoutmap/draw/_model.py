@@ -237,10 +237,6 @@ def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene
             ids = [of_leaf[at] for at in chosen]
             views.append(_view(title, paths, ids, ranked, kinds.alike))
     mesh = resolution.mesh
-    sizes = [
-        (leaf[0], ranked[kind].shade, ranked[kind].bytes_per_device)
-        for (leaf, _), kind in zip(leaves, of_leaf, strict=True)
-    ]
     name = "no mesh" if mesh is None else f"mesh {mesh}"
     return ModelScene(
         title=f"Layouts on {name}",
@@ -250,7 +246,7 @@ def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene
         kinds=tuple(ranked),
         views=tuple(views),
         remarks=_some(resolution.remarks(fold=True)),
-        bars=_bars.scene(sizes, shades, views, name),
+        bars=_bars.scene(views, ranked, shades, name),
     )
 
 
@@ -289,8 +285,10 @@ def _view(
     alike: Sequence[int],
 ) -> View:
     root = _forest.grow(paths, of_leaf)
+    # First, since it finds what is alike.
+    fewer = _forest.folded(root, alike)
+    folded = _forest.forest(_forest.joined(fewer), kinds)
     flat = _forest.forest(_forest.joined(root), kinds)
-    folded = _forest.forest(_forest.joined(_forest.folded(root, alike)), kinds)
     found = [kinds[kind] for kind in of_leaf]
     return View(
         title=title,

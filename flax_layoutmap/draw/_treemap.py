@@ -88,14 +88,16 @@ def _fill(
 
 
 def layout(
-    parents: Sequence[int], weights: Sequence[int], aspect: float
+    parents: Sequence[int], weights: Sequence[int], likes: Sequence[int], aspect: float
 ) -> tuple[int, ...]:
     """Rectangles of all nodes of a tree, each within that of its parent.
 
     Args:
-        parents: position of the parent of each node, which comes before it; -1 for the
-            first, which is the root.
+        parents: position of the parent of each node; -1 for the first, which is the
+            root. What is below a node follows it.
         weights: of each node; that of a module is the sum of its own.
+        likes: equal for nodes below which is the same, in proportion; -1 where that is
+            not known.
         aspect: width of the canvas, divided by its height.
 
     Returns:
@@ -103,18 +105,37 @@ def layout(
         weight have no area.
     """
     children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        if parent >= 0 and weights[node] > 0:
+    ends = list(range(1, len(parents) + 1))
+    for node in range(len(parents) - 1, 0, -1):
+        parent = parents[node]
+        ends[parent] = max(ends[parent], ends[node])
+        if weights[node] > 0:
             children.setdefault(parent, []).append(node)
     spaces: list[Rectangle] = [(0.0, 0.0, 0.0, 0.0)] * len(parents)
     spaces[0] = (0.0, 0.0, aspect, 1.0)
-    for node in range(len(parents)):
+    # Equal layers in equal rectangles are cut alike: by kind and sides, the first one.
+    known: dict[tuple[int, float, float], int] = {}
+    node = 0
+    while node < len(parents):
         inner = children.get(node)
         if not inner:
+            node += 1
             continue
-        inner.sort(key=weights.__getitem__, reverse=True)
+        left, top, right, bottom = spaces[node]
+        key = (likes[node], round(right - left, 9), round(bottom - top, 9))
+        first = known.get(key) if likes[node] >= 0 else None
+        if first is not None:
+            across, down = left - spaces[first][0], top - spaces[first][1]
+            for at in range(1, ends[node] - node):
+                a, b, c, d = spaces[first + at]
+                spaces[node + at] = (a + across, b + down, c + across, d + down)
+            node = ends[node]
+            continue
+        known[key] = node
+        inner.sort(key=lambda child: (-weights[child], child))
         found = squarify([weights[child] for child in inner], spaces[node])
         for child, space in zip(inner, found, strict=True):
             spaces[child] = space
+        node += 1
     scaled = np.array(spaces) * (UNIT / aspect, UNIT, UNIT / aspect, UNIT)
     return tuple(np.rint(scaled).clip(0, UNIT).astype(int).ravel().tolist())
