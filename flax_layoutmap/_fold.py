@@ -6,8 +6,9 @@ import re
 from collections.abc import Hashable, Sequence
 
 # A whole part (`layers/0`), the end of a name (`layers_0`, `block0`) or what stands
-# between underscores. Escapes in a path (`%2F`, `%25`) hold no index.
-_INDEX = re.compile(r"(?<![0-9%])(0|[1-9][0-9]*)(?=[/_]|$)")
+# between underscores. Escapes in a path (`%2F`, `%25`) hold no index, and neither do
+# more digits than the places of a list would have.
+_INDEX = re.compile(r"(?<![0-9%])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
 
 # Names such as `w1`, `w3` or `conv2` are rarely places in a list: fewer than these
 # of them stay apart.
@@ -105,11 +106,11 @@ def relation(path: str, other: str) -> Relation:
 
 def natural_key(path: str) -> tuple[tuple[str | int, ...], ...]:
     """Sorts `layers/2` before `layers/10`."""
-    pieces = re.split(r"([0-9]+)", path)
-    return tuple(
-        (1, int(piece), piece) if at % 2 else (0, piece)
-        for at, piece in enumerate(pieces)
-    )
+    key: list[tuple[str | int, ...]] = []
+    for at, piece in enumerate(re.split(r"([0-9]+)", path)):
+        digits = piece.lstrip("0")
+        key.append((1, len(digits), digits, piece) if at % 2 else (0, piece))
+    return tuple(key)
 
 
 def spell_indices(indices: Sequence[int]) -> str:

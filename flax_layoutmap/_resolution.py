@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from flax_layoutmap import _report
 from flax_layoutmap._diff import ResolutionDiff, difference
 from flax_layoutmap._errors import (
+    LayoutError,
     MeshError,
     ResolveError,
     bullet_list,
@@ -511,6 +512,9 @@ class Resolution:
         Args:
             other: what it is to be compared with: the later one.
 
+        Raises:
+            LayoutError: it is no Resolution.
+
         Example:
             >>> import flax_layoutmap as flm
             >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
@@ -521,6 +525,11 @@ class Resolution:
             >>> now.diff(layout_map.resolve(tree))
             ResolutionDiff(1 moved)
         """
+        if not isinstance(other, Resolution):
+            raise LayoutError(
+                f"diff compares two Resolutions, got {type(other).__name__}; resolve "
+                "it first: before.diff(layout_map.resolve(model))"
+            )
         return difference(_snapshot(self), _snapshot(other))
 
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:

@@ -19,6 +19,7 @@ _MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
 _CHANGES = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
 _LINES = {"  - ": "red", "  + ": "green"}
 _WARNINGS = ("unused", "unmatched", "fallback")
+_NARROWEST = 20
 _WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
 _FOLDED = re.compile(r"\{[\d.,]+\}| ×\d+")
 
@@ -37,7 +38,7 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
         indent = line[: len(line) - len(line.lstrip())]
         found += textwrap.wrap(
             line,
-            width,
+            max(width, _NARROWEST),
             subsequent_indent=indent + "  ",
             break_long_words=False,
             break_on_hyphens=False,

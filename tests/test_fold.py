@@ -84,6 +84,7 @@ def test_names_that_end_in_a_digit_are_no_list() -> None:
         ["f32", "f16"],
         ["x/007", "x/008"],  # no numbers that a list would have
         ["conv3x3/w", "conv5x5/w"],
+        ["x/1" + "0" * 5000, "x/2" + "0" * 5000],
     ],
 )
 def test_digits_that_are_no_index(paths: list[str]) -> None:
@@ -124,6 +125,11 @@ def test_apart() -> None:
     assert [row.text for row in rows] == ["layers/0/w", "layers/1/w", "b"]
     assert [row.members for row in rows] == [(0,), (1,), (2,)]
     assert [row.text[: row.head] for row in rows] == ["layers/0/", "layers/1/", ""]
+
+
+def test_long_numbers_are_sorted_too() -> None:
+    long = ["9" * 5000, "1" + "0" * 5000, "2" + "0" * 5000, "007", "7"]
+    assert sorted(long, key=natural_key) == ["007", "7", *long[:3]]
 
 
 def test_sorted_as_people_count() -> None:

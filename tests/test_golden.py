@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +15,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 
 import flax_layoutmap as flm
+from flax_layoutmap._diff import difference
+from flax_layoutmap._snapshot import golden_text, snapshot_of
 
 # What is to be reviewed, as `dump` is to write it: read it when it changes.
 LAYOUTS = Path(__file__).parent / "layouts"
@@ -61,6 +66,35 @@ def test_what_was_written_is_accepted_and_stays_as_it_is(tmp_path: Path) -> None
     assert path.read_bytes() == first
     lines = [line for line in first.decode().splitlines() if '{"path"' in line]
     assert len(lines) == len(rules().resolve(tree()))
+
+
+KEYS = st.text(st.characters(), min_size=1, max_size=6)
+
+
+@given(
+    st.dictionaries(KEYS, st.dictionaries(KEYS, st.sampled_from([(8, 8), (4,), ()]))),
+    st.sampled_from([None, ("data",), ("model", ...), (("model", "data"), ...)]),
+)
+def test_any_names_can_be_written_and_read(
+    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Any
+) -> None:
+    tree = {
+        name: {key: struct(*shape) for key, shape in inner.items()}
+        for name, inner in shapes.items()
+    }
+    layout_map = flm.LayoutMap(
+        flm.DeviceMesh.abstract("data=2,model=2"), indivisible="replicate"
+    )
+    layout_map["."] = flm.Rule(".", layout, rank="skip") if layout else None
+    resolution = layout_map.resolve(tree)
+    data = resolution.to_json()
+    text = golden_text(data)
+    assert text.count('\n    {"path": ') == len(resolution)
+    assert difference(snapshot_of(json.loads(text)), snapshot_of(data)).is_empty
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "layouts.json")
+        flm.testing.dump(resolution, path)
+        flm.testing.compare(layout_map.resolve(tree), path)
 
 
 def test_formatting_is_no_difference(tmp_path: Path) -> None:

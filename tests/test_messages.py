@@ -991,6 +991,12 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         'format must be "text", "markdown" or "json", got \'html\'',
     ),
+    "diff: of what": Case(
+        lambda: fit({}, {}).diff(mapped()),
+        flm.LayoutError,
+        "diff compares two Resolutions, got LayoutMap; resolve it first: "
+        "before.diff(layout_map.resolve(model))",
+    ),
     "diff: format": Case(
         lambda: fit({}, {}).diff(fit({}, {})).report("html"),
         flm.LayoutError,

@@ -14,6 +14,8 @@ import optax
 import pytest
 from flax import nnx
 from helpers import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 import flax_layoutmap as flm
@@ -308,6 +310,34 @@ def test_json_has_what_a_layout_may_have() -> None:
     (leaf,) = layout_map.resolve({"v": struct(8)}).to_json()["leaves"]
     assert leaf["mesh"] == {"axis_names": ["x"], "shape": [2], "axis_types": ["auto"]}
     assert leaf["memory_kind"] is None
+
+
+NAMES = st.sampled_from(["a", "layers_0", "layers_1", "0", "1", "2", "a\n", "x" * 30])
+
+
+@given(
+    st.lists(st.lists(NAMES, min_size=1, max_size=5), min_size=1, max_size=12),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_any_tree_fits_any_width(
+    paths: list[list[str]], width: int, fold: bool
+) -> None:
+    tree: Tree = {}
+    for *folders, name in paths:
+        inner = tree
+        for folder in folders:
+            inner = inner.setdefault(f"{folder}/", {})
+        inner[name] = struct(8, 8)
+    resolution = rules(strict=False).resolve(tree)
+    table, below = resolution.report(fold=fold, width=width).split("\n\n")
+    assert printed(resolution, width, color_system=None).split()
+    # From here on all columns but the path have their room.
+    wide = max(width, 20)
+    longest = max(map(len, re.split(r"[\s]", below)))
+    assert all(len(line) <= max(wide, longest + 2) for line in below.splitlines())
+    for line in table.splitlines()[2:]:
+        assert line == line.rstrip() and line.isprintable()
 
 
 # ------------------------------------------------------------------ on a terminal

@@ -39,8 +39,7 @@ def dump(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = golden_text(resolution.to_json())
-    path.write_text(text, encoding="utf-8", newline="\n")
+    path.write_bytes(_encoded(golden_text(resolution.to_json())))
 
 
 def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
@@ -64,15 +63,15 @@ def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
         f"call flm.testing.dump(resolution, {str(path)!r})"
     )
     try:
-        text = path.read_text(encoding="utf-8")
+        written = path.read_bytes()
     except FileNotFoundError:
         raise AssertionError(
             f"there is no file of layouts {str(path)!r}; {how}"
         ) from None
     now = resolution.to_json()
-    if text == golden_text(now):
+    if written == _encoded(golden_text(now)):
         return
-    found = difference(_read(text, path), snapshot_of(now))
+    found = difference(_read(written, path), snapshot_of(now))
     if not found.is_empty:
         raise AssertionError(
             f"the layouts are not those in {str(path)!r}:\n\n"
@@ -80,8 +79,13 @@ def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
         )
 
 
-def _read(text: str, path: Path) -> Snapshot:
+def _encoded(text: str) -> bytes:
+    # A key of a tree may be any str, also one that is no text.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _read(written: bytes, path: Path) -> Snapshot:
     try:
-        return snapshot_of(json.loads(text))
+        return snapshot_of(json.loads(written.decode("utf-8", "surrogatepass")))
     except ValueError as error:  # a LayoutError too
         raise LayoutError(f"{str(path)!r} is no file of layouts: {error}") from error
