@@ -1,0 +1,205 @@
+"""The text of a compiled program, taken apart: computations, instructions, types.
+
+Only what the reading of collectives needs. Whatever cannot be read gives None, so
+that the caller counts it instead of losing it.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+
+# HLO's name of a type → NumPy's name and bits of an element.
+_TYPES = {
+    "pred": ("bool", 8),
+    **{f"s{n}": (f"int{n}", n) for n in (2, 4, 8, 16, 32, 64)},
+    **{f"u{n}": (f"uint{n}", n) for n in (2, 4, 8, 16, 32, 64)},
+    "bf16": ("bfloat16", 16),
+    **{f"f{n}": (f"float{n}", n) for n in (16, 32, 64)},
+    "c64": ("complex64", 64),
+    "c128": ("complex128", 128),
+}
+_SMALL_FLOAT = re.compile(r"f(\d)e\d+m\d+\w*")
+_ARRAY = re.compile(r"([a-z]\w*)\[([0-9,<=]*)\](?:\{[^{}]*\})?")
+_COMMENT = re.compile(r"/\*.*?\*/")
+_LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*")
+_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """The type of one array: NumPy's name of its dtype, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+# A tuple's type is a tuple of types; tokens and contexts are empty tuples.
+Type = Array | tuple["Type", ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    type: Type
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A line and its number in the text, which tells equal lines apart."""
+
+    number: int
+    text: str
+
+    @property
+    def name(self) -> str | None:
+        """Name of the instruction; None for what is not one."""
+        found = _LINE.match(self.text)
+        return found[2] if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program: its computations by name, and the lines that are in none."""
+
+    computations: dict[str, list[Line]]
+    entry: str | None
+    loose: list[Line]
+    header: str
+
+    @functools.cached_property
+    def by_name(self) -> dict[tuple[str, str], Line]:
+        """Computation and name of an instruction → its line."""
+        return {
+            (computation, line.name): line
+            for computation, lines in self.computations.items()
+            for line in lines
+            if line.name is not None
+        }
+
+    def instruction(self, computation: str, name: str) -> Instruction | None:
+        """One instruction by its name, read; None where it is not there."""
+        line = self.by_name.get((computation, name))
+        return None if line is None else read_line(line.text)
+
+
+def split(text: str) -> Module:
+    """Takes a program apart into its computations; never fails."""
+    computations: dict[str, list[Line]] = {}
+    loose: list[Line] = []
+    entry: str | None = None
+    current: list[Line] | None = None
+    for number, line in enumerate(text.splitlines()):
+        start = line[:1]
+        if start and not start.isspace() and line.rstrip().endswith("{"):
+            found = _HEADER.fullmatch(line)
+            if found:
+                # A name that comes twice (a damaged text) keeps both bodies.
+                current = computations.setdefault(found[2], [])
+                entry = found[2] if found[1] else entry
+                continue
+        if start == "}":
+            current = None
+        elif " = " in line:
+            (loose if current is None else current).append(Line(number, line))
+    return Module(computations, entry, loose, text[: text.find("\n")])
+
+
+def read_line(text: str) -> Instruction | None:
+    """Reads one instruction; None where it has another form."""
+    found = _LINE.fullmatch(text)
+    if found is None:
+        return None
+    rest = found[3]
+    if rest.startswith("("):
+        end = _closing(rest, 0)
+        if end is None:
+            return None
+        written, rest = rest[: end + 1], rest[end + 1 :]
+    else:
+        written, space, rest = rest.partition(" ")
+        if not space:
+            return None
+    kind = read_type(written)
+    opcode = _OPCODE.match(rest)
+    if kind is None or opcode is None:
+        return None
+    end = _closing(rest, opcode.end() - 1)
+    if end is None:
+        return None
+    operands = tuple(_NAME.findall(rest[opcode.end() : end]))
+    attributes = rest[end + 1 :]
+    return Instruction(
+        found[2], kind, opcode[1], operands, attributes, found[1] is not None
+    )
+
+
+def read_type(written: str) -> Type | None:
+    """Reads `bf16[4,8]{1,0}` or a tuple of such; None where it has another form."""
+    written = _COMMENT.sub("", written).strip()
+    if written.startswith("("):
+        if not written.endswith(")"):
+            return None
+        parts = [read_type(part) for part in _parts(written[1:-1])]
+        kept = [part for part in parts if part is not None]
+        return tuple(kept) if len(kept) == len(parts) else None
+    found = _ARRAY.fullmatch(written)
+    if found is None:
+        return None
+    if found[1] in ("token", "opaque"):
+        return ()
+    known = _element(found[1])
+    if known is None:
+        return None
+    shape = tuple(int(size.lstrip("<=")) for size in found[2].split(",") if size)
+    return Array(known[0], shape, math.ceil(math.prod(shape) * known[1] / 8))
+
+
+def arrays_of(kind: Type) -> list[Array]:
+    """The arrays of a type, in order."""
+    if isinstance(kind, Array):
+        return [kind]
+    return [array for part in kind for array in arrays_of(part)]
+
+
+def _element(name: str) -> tuple[str, int] | None:
+    small = _SMALL_FLOAT.fullmatch(name)
+    if small:
+        return f"float{name[1:].replace('e', '_e', 1)}", int(small[1])
+    return _TYPES.get(name)
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for at in range(start, len(text)):
+        if text[at] == "(":
+            depth += 1
+        elif text[at] == ")":
+            depth -= 1
+            if depth == 0:
+                return at
+    return None
+
+
+def _parts(text: str) -> list[str]:
+    """Splits at the commas that are in no bracket."""
+    parts, depth, start = [], 0, 0
+    for at, character in enumerate(text):
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[start:at])
+            start = at + 1
+    return [part for part in (*parts, text[start:]) if part.strip()]
