@@ -390,24 +390,29 @@ def columns_of(tree: Any) -> tuple[list[int], list[int]]:
     return parents, weights
 
 
+def check_areas(parents: list[int], weights: list[int], found: Any) -> None:
+    """Areas are in proportion to weights, and everything is within its parent."""
+    columns = np.array(found).reshape(-1, 4)
+    left, top, right, bottom = columns.T
+    assert columns.min() >= 0 and columns.max() <= UNIT
+    areas = (right - left).astype(float) * (bottom - top)
+    for node, parent in enumerate(parents):
+        if parent < 0:
+            continue
+        # Whole numbers: each side is off by one at most.
+        wanted = UNIT * UNIT * weights[node] / (weights[0] or 1)
+        assert abs(areas[node] - wanted) <= 4.0 * UNIT + 4
+        if weights[node]:
+            assert left[node] >= left[parent] - 1 and right[node] <= right[parent] + 1
+            assert top[node] >= top[parent] - 1 and bottom[node] <= bottom[parent] + 1
+
+
 @given(tree=Tree, aspect=st.floats(0.3, 4))
 def test_areas_are_in_proportion(tree: Any, aspect: float) -> None:
     parents, weights = columns_of(tree)
-    found = np.array(
-        _treemap.layout(parents, weights, [-1] * len(parents), aspect)
-    ).reshape(-1, 4)
-    left, top, right, bottom = found.T
-    assert found.min() >= 0 and found.max() <= UNIT
-    areas = (right - left).astype(float) * (bottom - top)
-    for node, parent in enumerate(parents):
-        if weights[0] and parent >= 0:
-            # Whole numbers: each side is off by one at most.
-            slack = 4.0 * UNIT + 4
-            wanted = UNIT * UNIT * weights[node] / weights[0]
-            assert abs(areas[node] - wanted) <= slack
-        if parent >= 0 and weights[node]:
-            assert left[node] >= left[parent] - 1 and right[node] <= right[parent] + 1
-            assert top[node] >= top[parent] - 1 and bottom[node] <= bottom[parent] + 1
+    nothing_known = [-1] * len(parents)
+    found = _treemap.layout(parents, weights, nothing_known, aspect)
+    check_areas(parents, weights, found)
 
 
 def likes_of(tree: Any) -> list[int]:
@@ -428,9 +433,21 @@ def likes_of(tree: Any) -> list[int]:
 def test_equal_layers_are_cut_alike(tree: Any, times: int, aspect: float) -> None:
     layers = [tree] * times
     parents, weights = columns_of(layers)
-    known = _treemap.layout(parents, weights, likes_of(layers), aspect)
-    anew = _treemap.layout(parents, weights, [-1] * len(parents), aspect)
-    np.testing.assert_allclose(known, anew, atol=1)
+    found = _treemap.layout(parents, weights, likes_of(layers), aspect)
+    check_areas(parents, weights, found)
+
+
+def test_equal_layers_look_alike() -> None:
+    layers = [[3, 2, [1, 1]]] * 16
+    parents, weights = columns_of(layers)
+    found = _treemap.layout(parents, weights, likes_of(layers), 1.0)
+    nodes = np.array(found).reshape(-1, 4)
+    starts = [at for at, parent in enumerate(parents) if parent == 1]
+    first = nodes[starts[0] : starts[1]]
+    for start in starts:
+        shift = np.tile(nodes[start, :2] - first[0, :2], 2)
+        moved = nodes[start : start + len(first)] - shift
+        np.testing.assert_allclose(moved, first, atol=1)
 
 
 @given(weights=st.lists(st.integers(1, 1000), min_size=1, max_size=30))

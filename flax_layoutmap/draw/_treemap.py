@@ -128,7 +128,8 @@ def layout(
             across, down = left - spaces[first][0], top - spaces[first][1]
             for at in range(1, ends[node] - node):
                 a, b, c, d = spaces[first + at]
-                spaces[node + at] = (a + across, b + down, c + across, d + down)
+                if weights[node + at] > 0:
+                    spaces[node + at] = (a + across, b + down, c + across, d + down)
             node = ends[node]
             continue
         known[key] = node
