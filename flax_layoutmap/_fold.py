@@ -14,6 +14,9 @@ _INDEX = re.compile(r"(?<![0-9%])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
 # of them stay apart.
 _GLUED = 4
 
+# More runs of indices than these are not all written out.
+_RUNS = 6
+
 Indices = tuple[int, ...]
 Relation = tuple[tuple[str, ...], tuple[int | None, ...]]
 
@@ -114,7 +117,7 @@ def natural_key(path: str) -> tuple[tuple[str | int, ...], ...]:
 
 
 def spell_indices(indices: Sequence[int]) -> str:
-    """Ascending indices as a shell would write them.
+    """Ascending indices as a shell would write them, but for many runs of them.
 
     >>> spell_indices([7]), spell_indices([0, 1, 2, 3, 5]), spell_indices([0, 2, 4, 6])
     ('7', '{0..3,5}', '{0..6..2}')
@@ -135,6 +138,8 @@ def spell_indices(indices: Sequence[int]) -> str:
         f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run))
         for run in runs
     ]
+    if len(texts) > _RUNS:
+        texts = [*texts[: _RUNS - 3], "…", texts[-1]]
     return f"{{{','.join(texts)}}}"
 
 

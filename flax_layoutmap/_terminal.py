@@ -21,7 +21,7 @@ _LINES = {"  - ": "red", "  + ": "green"}
 _WARNINGS = ("unused", "unmatched", "fallback")
 _NARROWEST = 20
 _WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
-_FOLDED = re.compile(r"\{[\d.,]+\}| ×\d+")
+_FOLDED = re.compile(r"\{[\d.,…]+\}| ×\d+")
 
 
 def axis_styles(axes: Sequence[str]) -> dict[str, str]:
