@@ -8,7 +8,11 @@ Example:
     >>> import flax_layoutmap as flm
     >>> mesh = flm.DeviceMesh.abstract("data=2,model=2")
     >>> layout = flm.TensorLayout((None, "model"), mesh)
-    >>> print(flm.draw.array(layout, (64, 256)).text(width=100))
+    >>> drawing = flm.draw.array(layout, (64, 256))
+    >>> drawing
+    Drawing('array (64,256) as P(-, model) on data=2,model=2')
+    >>> print(drawing.text().splitlines()[1])
+    2 slices, 2 devices each, copied along data
 """
 
 from collections.abc import Sequence
