@@ -2,6 +2,7 @@
 
     python examples/train_lm.py                     # 2 to 3 minutes on two CPU cores
     python examples/train_lm.py --dim 1024 --layers 16 --batch 128 --seq 1024
+    python examples/multi_host/run_here.py          # the same in two processes
 
 It runs on all accelerators that JAX finds, else on 8 virtual CPU devices. Half way it
 saves a checkpoint and goes on. Then it restores the checkpoint on another mesh and on
@@ -175,17 +176,27 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--mesh", help="such as data=2,model=-1")
     parser.add_argument("--other-mesh", help="the mesh to restore on")
     parser.add_argument("--checkpoint-dir", help="where to keep the checkpoint")
+    parser.add_argument("--distributed", action="store_true", help="many processes")
     parser.add_argument("--tolerance", type=float, default=0.01, help="nats per byte")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.distributed and options.checkpoint_dir is None:
+        parser.error("--distributed needs a --checkpoint-dir that all processes see")
+    return options
 
 
 def main() -> int:
     options = read_options()
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", 8)
+    if options.distributed:
+        flm.initialize()  # every process is told, or finds out, which one it is
+    if jax.process_index() > 0:
+        sys.stdout = open(os.devnull, "w")  # process 0 speaks for all
     ways = math.gcd(jax.device_count(), options.heads)
     mesh = flm.DeviceMesh(options.mesh or f"data=-1,model={ways}")
-    others = [flm.DeviceMesh("data=1,model=1", devices=jax.devices()[:1])]
+    others = []
+    if jax.process_count() == 1:
+        others.append(flm.DeviceMesh("data=1,model=1", devices=jax.devices()[:1]))
     if jax.device_count() > 1:
         other_mesh = options.other_mesh or f"data=-1,model={max(1, ways // 2)}"
         others.insert(0, flm.DeviceMesh(other_mesh))

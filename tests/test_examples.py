@@ -66,6 +66,19 @@ def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.multiprocess
+def test_train_lm_in_two_processes() -> None:
+    done = run_example("multi_host/run_here.py", "--", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("layers/0/attention/query/kernel") == 1, "process 0 prints"
+    steps, losses = table_of(done.stdout)
+    assert steps == [3, 4, 5] and losses.shape == (3, 2)
+    assert np.ptp(losses, axis=1).max() < 0.01
+    alone = run_example("train_lm.py", "--distributed")
+    assert alone.returncode == 2 and "needs a --checkpoint-dir" in alone.stderr
+
+
+@pytest.mark.slow
 def test_train_lm_on_one_device_says_so() -> None:
     done = run_example("train_lm.py", *TINY, devices=1)
     assert done.returncode == 0, done.stderr
