@@ -260,7 +260,16 @@ def adafactor() -> flm.Resolution:
     return rules().resolve({"params": params, "opt_state": state})
 
 
-MODELS = [resolved, odd, linen, nnx_model, adafactor]
+def short() -> flm.Resolution:
+    """Names that are parts of the words about them."""
+    params = {name: {"b": struct(8, 8)} for name in ("b", "a", "follows", "because")}
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    layout_map = flm.LayoutMap(MESH)
+    layout_map["a/b"] = (None, "model")
+    return layout_map.resolve({"params": params, "opt_state": state})
+
+
+MODELS = [resolved, odd, linen, nnx_model, adafactor, short]
 
 
 def paths_of(forest: Any) -> list[str]:

@@ -187,9 +187,9 @@ def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
     tail = _tail(path, owner)
     for at, line in enumerate(text.removeprefix(path).split("\n")):
         pending += "\n" if at else ""
-        start = line.find(f" {owner}") + 1 if "because: " in line else 0
-        if start and isinstance(tail, int) and line.endswith(str(owner)):
-            found += [pending + line[:start], tail]
+        follows = line.startswith("  because: ") and line.endswith(f" {owner}")
+        if follows and isinstance(tail, int):
+            found += [pending + line.removesuffix(str(owner)), tail]
             pending = ""
             continue
         count = _quoted(line, path)

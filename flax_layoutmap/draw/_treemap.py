@@ -25,8 +25,8 @@ def squarify(weights: Sequence[float], space: Rectangle) -> list[Rectangle]:
     Returns:
         One rectangle per weight.
 
-    >>> squarify([2, 1, 1], (0, 0, 4, 2))
-    [(0, 0, 2.0, 2.0), (2.0, 0, 4.0, 1.0), (2.0, 1.0, 4.0, 2.0)]
+    >>> squarify([2, 1, 1], (0.0, 0.0, 4.0, 2.0))
+    [(0.0, 0.0, 2.0, 2.0), (2.0, 0.0, 4.0, 1.0), (2.0, 1.0, 4.0, 2.0)]
     """
     placed: list[Rectangle] = []
     left, top, right, bottom = space
