@@ -20,6 +20,7 @@ MOST_DEGREE = 3
 # Ways to match that do not grow with the length: `a?a?a?…` has twice as many with each.
 MOST_CHOICES = 256
 LONGEST_PATTERN = 2_000
+USUAL_PATH = 100
 
 _MOST_PLACES = 120
 _MOST_EDGES = 200_000
@@ -35,54 +36,72 @@ _REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{)")
 _MOST_QUANTIFIERS = 4
 
 
-@functools.lru_cache(maxsize=4096)
 def slow_because(pattern: str) -> str | None:
     """Why a pattern that compiles may take very long on some path; None if it cannot.
 
-    "Cannot": at most a polynomial of degree `MOST_DEGREE` + 2 in the length of the
-    path, times `MOST_CHOICES`.
+    "Cannot": at most `steps_of(pattern)` steps on a path of `USUAL_PATH` characters,
+    and a polynomial of degree `MOST_DEGREE` + 2 in the length of longer ones.
     """
+    return _judged(pattern)[0]
+
+
+def steps_of(pattern: str) -> int:
+    """About how many steps it takes at most, on a path of `USUAL_PATH` characters."""
+    _, degree, choices = _judged(pattern)
+    # As many places where to begin, and where each of the loops may end.
+    return choices * math.comb(USUAL_PATH, degree + 2)
+
+
+@functools.lru_cache(maxsize=4096)
+def _judged(pattern: str) -> tuple[str | None, int, int]:
+    """Why it is slow, the degree of its loops, the ways to read what is no loop."""
     if len(pattern) > LONGEST_PATTERN:
-        return f"it is {len(pattern)} characters long, more than {LONGEST_PATTERN}"
+        text = f"it is {len(pattern)} characters long, more than {LONGEST_PATTERN}"
+        return text, 0, 1
     if not _CHOOSES.search(pattern):
-        return None
+        return None, -1, 1
     try:
         node = parse(pattern)
     except (NotUnderstood, RecursionError):
         return _by_its_looks(pattern)
-    if _choices(node) > MOST_CHOICES:
-        return "it has many optional parts that can read the same text"
+    choices = _choices(node)
+    if choices > MOST_CHOICES:
+        return "it has many optional parts that can read the same text", 0, 1
     loops = list(_loops(node))
     if not loops or (len(loops) == 1 and _is_plain(loops[0][1])):
-        return None
+        return None, len(loops) - 1, choices
     try:
         places = _Places(node)
         if places.doubles():
-            return (
+            text = (
                 "a repetition in it can read one text in several ways, so that each "
                 "further character doubles the time"
             )
+            return text, 0, 1
         degree = places.degree()
     except _TooMuch:
-        return "it is too complicated to tell"
+        return "it is too complicated to tell", 0, 1
     if degree > MOST_DEGREE:
-        return (
+        text = (
             f"it has {degree + 1} repetitions in a row that can read the same text; "
             f"up to {MOST_DEGREE + 1} are allowed"
         )
-    return None
+        return text, 0, 1
+    return None, degree, choices
 
 
-def _by_its_looks(pattern: str) -> str | None:
+def _by_its_looks(pattern: str) -> tuple[str | None, int, int]:
     plain = _GROUP_OPENING.sub("(", pattern)
+    count = len(_QUANTIFIER.findall(plain))
+    text = None
     if _REPEATED_GROUP.search(plain):
-        return "it repeats a group, beside look-around or back-references"
-    if len(_QUANTIFIER.findall(plain)) > _MOST_QUANTIFIERS:
-        return (
+        text = "it repeats a group, beside look-around or back-references"
+    elif count > _MOST_QUANTIFIERS:
+        text = (
             f"it has more than {_MOST_QUANTIFIERS} quantifiers, beside look-around or "
             "back-references"
         )
-    return None
+    return text, count - 1, 1
 
 
 def _loops(node: Node) -> Iterator[Node]:

@@ -5,7 +5,6 @@ what reading and matching it may cost is bounded.
 """
 
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -13,7 +12,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from flax_layoutmap._errors import (
     LayoutError,
@@ -21,27 +20,23 @@ from flax_layoutmap._errors import (
     bullet_list,
     did_you_mean,
 )
-from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._pattern_cost import slow_because
-from flax_layoutmap._rules import RankPolicy, Rule, RuleSet, check_options
-from flax_layoutmap._serialise import mesh_from_json
+from flax_layoutmap._rules import RuleSet, check_options
+from flax_layoutmap._rules_values import mesh_of, rule_of, short, slow_together
 
 SECTIONS = ("rules", "activations", "names", "optimizer")
 OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
-# What stands for None, for any number of dims, and for a layout without axes.
-NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
 
 MOST_BYTES = 1 << 20
 MOST_RULES = 10_000
 MOST_FILES = 16
+MOST_DOTS = 32  # in a line
 # For all patterns of a file and what it extends, to be judged.
 PATIENCE_SECONDS = 10.0
 
 _COMMON = {"mesh", "batch", *OPTIONS, *SECTIONS}
 _FILE_KEYS = {"schema", "extends", "variants", *_COMMON}
 _VARIANT_KEYS = {"mesh_axes", *_COMMON}
-_ENTRY_KEYS = {"axes", "rank", "memory_kind", "mesh"}
 
 
 @dataclasses.dataclass
@@ -153,6 +148,8 @@ def load(path: str) -> Source:
         raise RuleError(f"{path}: larger than {MOST_BYTES} bytes")
     try:
         text = raw.decode("utf-8-sig")
+        if kind == ".toml":
+            _check_dots(text)
         data = (
             tomllib.loads(text)
             if kind == ".toml"
@@ -165,6 +162,13 @@ def load(path: str) -> Source:
     if not isinstance(data, dict):
         raise RuleError(f"{path}: holds a {type(data).__name__}, not a table")
     return Source(path, text, data)
+
+
+def _check_dots(text: str) -> None:
+    """tomllib takes the square of the parts of a dotted key, or more."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.count(".") > MOST_DOTS:
+            raise ValueError(f"line {number} has more than {MOST_DOTS} dots")
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -291,7 +295,7 @@ def _entries(
             if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
                 problems.append(
                     f"{source.path}: {section}, entry {number}: it needs a pattern and "
-                    f"axes, got {_short(entry)}"
+                    f"axes, got {short(entry)}"
                 )
                 continue
             value = {key: entry[key] for key in entry if key != "pattern"}
@@ -299,7 +303,7 @@ def _entries(
     else:
         problems.append(
             f"{source.line(section)}: {section} must be a table of patterns, got "
-            f"{_short(given)}"
+            f"{short(given)}"
         )
 
 
@@ -320,7 +324,7 @@ def _chosen(
             if not isinstance(axes, list) or not all(isinstance(a, str) for a in axes):
                 problems.append(
                     f"{source.line('mesh_axes')}: mesh_axes must be a list of axis "
-                    f"names, got {_short(axes)}"
+                    f"names, got {short(axes)}"
                 )
             elif mesh is not None and set(axes) <= set(mesh.axis_names):
                 chosen.append(name)
@@ -348,22 +352,8 @@ def _mesh_of(
             entry = _Entry(data["mesh"], source, "mesh")
     if entry is None:
         return None
-    made = _caught(entry.where, "mesh", problems, lambda: _mesh(entry.value))
+    made = _caught(entry.where, "mesh", problems, lambda: mesh_of(entry.value))
     return made if isinstance(made, DeviceMesh) else None
-
-
-def _mesh(value: Any) -> DeviceMesh | None:
-    if value is None or isinstance(value, str):
-        return None if value is None else DeviceMesh.abstract(value)
-    if not isinstance(value, dict) or set(value) - {
-        "axis_names",
-        "shape",
-        "axis_types",
-    }:
-        raise RuleError(f'write it as "data=2,model=4", got {_short(value)}')
-    if not {"axis_names", "shape"} <= set(value):
-        raise RuleError(f"it needs axis_names and shape, got {_short(value)}")
-    return mesh_from_json({"axis_types": "auto", **value})
 
 
 def _built(
@@ -384,7 +374,7 @@ def _built(
                     entry.where,
                     f"{name}, {pattern!r}",
                     problems,
-                    lambda p=pattern, e=entry: _rule(p, e.value, mesh, moved),
+                    lambda p=pattern, e=entry: rule_of(p, e.value, mesh, moved),
                 )
             )
         sections[name] = tuple(made)
@@ -400,6 +390,10 @@ def _built(
     batch = _caught(where, "batch", problems, lambda: _batch(document, mesh, moved))
     if problems:
         return None
+    too_slow = slow_together(sections)
+    if too_slow is not None:
+        problems.append(too_slow)
+        return None
     return RuleSet(mesh=mesh, batch=batch, **options, **sections)
 
 
@@ -413,65 +407,6 @@ def _caught(where: str, what: str, problems: list[str], make: Callable[[], Any])
         return None
 
 
-def _rule(pattern: str, value: Any, mesh: DeviceMesh | None, moved: bool) -> Rule:
-    given = value if isinstance(value, dict) else {"axes": value}
-    for key in given:
-        if key not in _ENTRY_KEYS:
-            near = difflib.get_close_matches(key, sorted(_ENTRY_KEYS), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else _QUOTES
-            raise RuleError(f"unknown key {key!r}{hint}")
-    if "axes" not in given:
-        raise RuleError('it has no axes; write axes = ["-", "model"]')
-    rank = given.get("rank", "error")
-    if rank not in get_args(RankPolicy):
-        raise RuleError(
-            f'rank must be "error" or "skip", got {_short(rank)}'
-            f"{did_you_mean(str(rank), get_args(RankPolicy))}"
-        )
-    kind = given.get("memory_kind")
-    if not isinstance(kind, str | None):
-        raise RuleError(f"memory_kind must be a name, got {_short(kind)}")
-    own = _mesh(given["mesh"]) if "mesh" in given and not moved else mesh
-    layout = TensorLayout(_axes(given["axes"]), own, memory_kind=kind)
-    rule = Rule(pattern, layout, rank=rank)
-    slow = slow_because(pattern)
-    if slow is not None:
-        raise RuleError(
-            f"the pattern may take very long to try: {slow}; write it without a "
-            "repetition inside of a repetition"
-        )
-    return rule
-
-
-# `up.kernel = …` is a table `up` to TOML.
-_QUOTES = "; a pattern with a '.' in it needs quotes"
-
-
-def _axes(value: Any) -> Any:
-    """The axes of a layout: `"-"` is None, `"..."` any number of dims."""
-    if value == REPLICATED:
-        return None
-    if not isinstance(value, list):
-        raise RuleError(
-            f'axes must be a list such as ["-", "model"], or "replicated", got '
-            f"{_short(value)}"
-        )
-    dims: list[Any] = []
-    for dim in value:
-        if isinstance(dim, list) and all(isinstance(axis, str) for axis in dim):
-            dims.append(tuple(dim))
-        elif dim is None or dim == NOTHING:
-            dims.append(None)
-        elif isinstance(dim, str):
-            dims.append(... if dim == ANY_DIMS else dim)
-        else:
-            raise RuleError(
-                f"a dim is an axis, a list of axes, {NOTHING!r} (not sharded) or "
-                f"{ANY_DIMS!r} (any number of dims), got {_short(dim)}"
-            )
-    return tuple(dims)
-
-
 def _batch(
     document: _Document, mesh: DeviceMesh | None, moved: bool
 ) -> tuple[str, ...]:
@@ -481,7 +416,7 @@ def _batch(
         return first
     given = [entry.value] if isinstance(entry.value, str) else entry.value
     if not isinstance(given, list) or not all(isinstance(a, str) for a in given):
-        raise RuleError(f"batch must be a list of axis names, got {_short(given)}")
+        raise RuleError(f"batch must be a list of axis names, got {short(given)}")
     if mesh is None:
         return tuple(given)
     known = tuple(axis for axis in given if axis in mesh.axis_names)
@@ -494,8 +429,3 @@ def _batch(
                 f"{did_you_mean(axis, mesh.axis_names)}"
             )
     return known
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else f"{text[:76]} …"

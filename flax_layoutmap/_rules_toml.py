@@ -11,15 +11,12 @@ from flax_layoutmap._errors import RuleError, bullet_list
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._pattern_cost import slow_because
 from flax_layoutmap._rules import Rule, RuleSet
-from flax_layoutmap._rules_file import (
+from flax_layoutmap._rules_file import MOST_RULES, OPTIONS, SECTIONS, Source, load
+from flax_layoutmap._rules_values import (
     ANY_DIMS,
-    MOST_RULES,
     NOTHING,
-    OPTIONS,
     REPLICATED,
-    SECTIONS,
-    Source,
-    load,
+    slow_together,
 )
 from flax_layoutmap._serialise import mesh_to_json, rules_to_json
 
@@ -82,7 +79,7 @@ def _mode_of(path: str) -> int:
 
 def _check_that_it_reads(rules: RuleSet, path: str) -> None:
     """Raises for what `read_rules` would refuse, or read otherwise."""
-    problems = []
+    problems: list[str] = []
     for section in SECTIONS:
         for number, rule in enumerate(getattr(rules, section), start=1):
             where = f"{section}, rule {number} {rule.pattern!r}"
@@ -92,7 +89,10 @@ def _check_that_it_reads(rules: RuleSet, path: str) -> None:
             for axis in rule.layout.axis_names:
                 if axis in (NOTHING, ANY_DIMS):
                     problems.append(f"{where}: an axis {axis!r} has a meaning in files")
-    if sum(len(getattr(rules, section)) for section in SECTIONS) > MOST_RULES:
+    sections = {section: getattr(rules, section) for section in SECTIONS}
+    if not problems:
+        problems += filter(None, [slow_together(sections)])
+    if sum(map(len, sections.values())) > MOST_RULES:
         problems.append(f"more than {MOST_RULES} rules")
     if problems:
         raise RuleError(

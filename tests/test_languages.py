@@ -16,7 +16,7 @@ from flax_layoutmap._languages import (
     sample,
     witness,
 )
-from flax_layoutmap._pattern_cost import slow_because
+from flax_layoutmap._pattern_cost import slow_because, steps_of
 
 MODES: list[Mode] = ["search", "match", "fullmatch"]
 
@@ -200,9 +200,18 @@ def test_any_pattern_is_judged(pattern: str) -> None:
         assert slow_because(pattern) is None or isinstance(slow_because(pattern), str)
 
 
+def test_steps() -> None:
+    found = [
+        steps_of(p) for p in ("up/kernel", "up/.*", "(up|u)/.*", ".*a.*", ".*a.*b.*")
+    ]
+    assert found == sorted(found) and len(set(found)) == len(found)
+    assert steps_of("up/kernel") == 100
+    assert steps_of("(?i)a*b*c*") == steps_of(".*a.*b.*")
+
+
 def test_what_is_too_complicated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = "(ab?c?d?e?f?)*(gh?)*zz"
-    _pattern_cost.slow_because.cache_clear()
+    _pattern_cost._judged.cache_clear()
     monkeypatch.setattr(_pattern_cost, "_MOST_EDGES", 1)
     assert slow_because(pattern) == "it is too complicated to tell"
-    _pattern_cost.slow_because.cache_clear()
+    _pattern_cost._judged.cache_clear()

@@ -667,6 +667,23 @@ def test_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_what_is_slow_together(tmp_path: Path) -> None:
+    """Each alone may be slow; many of them are refused, when written too."""
+    patterns = [f".*a.*b.*c.*{number}" for number in range(20)]
+    lines = "".join(f'"{pattern}" = []\n' for pattern in patterns)
+    text = refused(tmp_path, f"schema = 1\n[rules]\n{lines}")
+    assert "together the patterns may take 1.5e+09 steps on a path of 100 char" in text
+    layout_map = flm.LayoutMap.from_rules(dict.fromkeys(patterns))
+    with pytest.raises(flm.RuleError, match="together the patterns may take"):
+        layout_map.to_file(tmp_path / "other.toml")
+    assert len(read(tmp_path, "schema = 1\n[rules]\n" + lines[:40])) == 2
+
+
+def test_dots(tmp_path: Path) -> None:
+    text = "schema = 1\n" + "a." * 33 + "b = 1\n"
+    assert "is no TOML: line 2 has more than 32 dots" in refused(tmp_path, text)
+
+
 def test_cycles(tmp_path: Path) -> None:
     write(tmp_path, "schema = 1\nextends = 'rules.toml'\n", "a.toml")
     assert "a.toml" in refused(tmp_path, "schema = 1\nextends = 'a.toml'\n")
