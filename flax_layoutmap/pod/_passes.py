@@ -192,7 +192,9 @@ def sharding_text(spec: Sequence[Any], ndim: int) -> str:
 
 def argument_attributes(function: Any) -> list[Any]:
     """The attributes of each argument of a function."""
-    return _attributes(function, "arg_attrs", len(function.regions[0].blocks[0].arguments))
+    return _attributes(
+        function, "arg_attrs", len(function.regions[0].blocks[0].arguments)
+    )
 
 
 def result_attributes(function: Any, count: int) -> list[Any]:

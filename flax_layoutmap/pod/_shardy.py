@@ -8,14 +8,15 @@ and equal gathers of one value are one gather.
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import manual_collective
 from flax_layoutmap.pod._passes import AxisRef, Dims, Shardings, functions, mesh_sizes
 from flax_layoutmap.pod._records import Kind
-from flax_layoutmap.pod._values import MOVES, Value, parts
+from flax_layoutmap.pod._sources import source_line
+from flax_layoutmap.pod._values import MOVES, UNIFORM, Value, dtype_name, parts
 
 Scope = tuple[int, ...]  # the loops around an operation, by number
 
@@ -202,6 +203,9 @@ class _Walk:
             self._product(name, op, operands, values[0], place)
         elif name == "stablehlo.add":
             values[0].sums = self._added(operands)
+        elif name in UNIFORM or name == "stablehlo.broadcast_in_dim":
+            whole = operands[:1] and operands[0].shape and not operands[0].is_uniform
+            values[0].is_uniform = not whole
         elif name in MOVES:
             for at, value in enumerate(values):
                 self._copy(name, op, operands, value, at)
@@ -213,9 +217,7 @@ class _Walk:
         env = dict(zip(block.arguments, operands, strict=True))
         return self._block(block, _Place(env, place.times, place.scope))
 
-    def _loop(
-        self, op: Any, operands: tuple[Value, ...], place: _Place
-    ) -> list[Value]:
+    def _loop(self, op: Any, operands: tuple[Value, ...], place: _Place) -> list[Value]:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
@@ -301,9 +303,7 @@ class _Walk:
     def _scattered(self, op: Any, axes: Sequence[AxisRef]) -> tuple[AxisRef, ...]:
         """The axes over which every user takes its own slice of the sum."""
         users = [use.owner for use in op.results[0].uses]
-        if not users or any(
-            user.operation.name != "sdy.all_slice" for user in users
-        ):
+        if not users or any(user.operation.name != "sdy.all_slice" for user in users):
             return ()
         sliced = self.shardings.axes_in(users[0].operation.attributes["slicing_axes"])
         return tuple(axis for axis in axes if axis in sliced)
@@ -329,7 +329,8 @@ class _Walk:
         dims = self.shardings.of(op.attributes["out_sharding"])
         value = self._value(name, op.results[0], dims, (operand,))
         value.leaf, value.base, value.order = operand.leaf, operand.root, operand.order
-        if name == "sdy.all_slice":
+        value.is_uniform = operand.is_uniform
+        if name == "sdy.all_slice" or value.is_uniform:
             value.sums, value.shared = operand.sums, operand.shared
             return value
         key = (place.scope, id(value.root), value.root_dims(), value.element)
@@ -354,7 +355,7 @@ class _Walk:
         before = operand
         if earlier is not None:
             before, only = earlier.before, only and earlier.gathers_only
-        location = str(op.location)
+        location = _location(op)
         move = Move(before, value, place.times, location, only)
         self.found.moves[id(value)] = move
 
@@ -389,7 +390,7 @@ class _Walk:
             shape,
             value.element,
             place.times,
-            str(op.location),
+            _location(op),
             place.scope,
             leaf,
         )
@@ -419,14 +420,18 @@ class _Walk:
         """What of its operand a copy still is."""
         source = operands[at] if name == "stablehlo.optimization_barrier" else None
         source = operands[0] if source is None else source
-        value.leaf = source.leaf
+        value.leaf, value.is_uniform = source.leaf, source.is_uniform
         if source.sums and "slice" not in name:
             value.sums, value.shared = source.sums, source.shared
         order = source.order or tuple(range(len(source.shape)))
         if name == "stablehlo.transpose":
             moved = [int(dim) for dim in op.attributes["permutation"]]
             order = tuple(order[dim] for dim in moved)
-        elif name in ("stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"):
+        elif name in (
+            "stablehlo.reshape",
+            "stablehlo.slice",
+            "stablehlo.dynamic_slice",
+        ):
             given = tuple(
                 str(op.attributes[key]) for key in _ATTRIBUTES if key in op.attributes
             )
@@ -464,6 +469,21 @@ def _rest(place: _Place) -> tuple[int, Scope]:
     return place.times, place.scope
 
 
+def _location(op: Any) -> str:
+    """Where a collective comes from: of one that moves a value, where that is used.
+
+    The pass that adds it says where the value was made.
+    """
+    if op.name in _MOVING:
+        for use in op.results[0].uses:
+            user = use.owner.operation
+            if user.name not in (*_MOVING, *_ENDS, "sdy.all_slice"):
+                text = str(user.location)
+                if source_line(text) is not None:
+                    return text
+    return str(op.location)
+
+
 def _is_shared(result: Any) -> bool:
     uses = iter(result.uses)
     next(uses, None)
@@ -471,7 +491,7 @@ def _is_shared(result: Any) -> bool:
 
 
 def _changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
-    """The axes that a value changes, or loses, on the way from one sharding to another."""
+    """The axes that a value changes, or loses, from one sharding to another."""
     if name == "sdy.all_gather":
         left = collections.Counter(axis for axes in after for axis in axes)
         gone = collections.Counter(axis for axes in before for axis in axes) - left
@@ -501,3 +521,27 @@ def _feature_size(op: Any, kernel: Value) -> int:
 
     numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     return kernel.local_shape[numbers.kernel_output_feature_dimension]
+
+
+def listing(module: Any) -> Iterator[tuple[str, str, str, Dims]]:
+    """Every array in a module: its operation, its place, its type, its axes."""
+    shardings = Shardings(mesh_sizes(module))
+
+    def walk(block: Any) -> Iterator[tuple[str, str, str, Dims]]:
+        for op in block.operations:
+            operation = op.operation
+            for result, dims in zip(
+                operation.results, shardings.per_value(operation), strict=False
+            ):
+                shape, element = _shape_of(result.type)
+                sizes = ",".join(map(str, shape))
+                kind = f"{dtype_name(element)}[{sizes}]"
+                name = operation.name.rpartition(".")[2]
+                yield name, str(operation.location), kind, dims
+            for region in operation.regions:
+                for inner in region.blocks:
+                    yield from walk(inner)
+
+    for function in functions(module).values():
+        for block in function.regions[0].blocks:
+            yield from walk(block)

@@ -22,6 +22,9 @@ _NAMES = {
     "i1": "bool",
 }
 
+# Every device makes these by itself, in any layout.
+UNIFORM = frozenset({"stablehlo.constant", "sdy.constant", "stablehlo.iota"})
+
 # What moves or converts elements and changes none of them.
 MOVES = frozenset(
     {
@@ -80,6 +83,8 @@ class Value:
         sums: the all-reduces that it is the sum of, by position in the list of all
             collectives; empty where something else is in it.
         index: position of its collective in that list, or None.
+        is_uniform: whether every device can make any part of it by itself, such as
+            zeros.
     """
 
     name: str
@@ -93,6 +98,7 @@ class Value:
     shared: bool = False
     sums: tuple[int, ...] = ()
     index: int | None = None
+    is_uniform: bool = False
 
     @property
     def root(self) -> "Value":
@@ -177,5 +183,12 @@ def gradients_of(value: Value, seen: set[int]) -> Iterator[Value]:
             yield one
             if one.name == "sdy.all_reduce":
                 continue
-        if one.name in UPDATES:
+        if one.name in UPDATES or _is_reshape(one):
             todo += one.operands
+
+
+def _is_reshape(value: Value) -> bool:
+    """Whether a broadcast only adds dims of size 1."""
+    return value.name == "stablehlo.broadcast_in_dim" and math.prod(
+        value.shape
+    ) == math.prod(value.operands[0].shape)

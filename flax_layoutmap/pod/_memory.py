@@ -1,0 +1,66 @@
+"""Bytes of the arguments of a step on one device, by what they are."""
+
+import itertools
+from collections.abc import Sequence
+
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._abstract_call import Leaf
+from flax_layoutmap.pod._records import Memory
+from flax_layoutmap.pod._values import Value
+
+_ROLES = ("parameter", "optimizer", "data", "other")
+
+# A TPU lays out the two fastest dims in tiles of 8 rows (of 4 bytes) and 128 lanes; one
+# or few rows take a smaller tile, and nothing takes less than 512 bytes.
+_ROWS, _LANES, _LEAST = 8, 128, 512
+
+
+def memory_of(
+    arguments: Sequence[Value], leaves: Sequence[Leaf], topology: Topology | None
+) -> Memory:
+    """What is at rest between steps, by shard arithmetic.
+
+    Args:
+        arguments: the arguments, with their shardings.
+        leaves: what each of them is.
+        topology: where it is, for the limit; None where that is not known.
+    """
+    sums = dict.fromkeys(_ROLES, 0)
+    padding = 0
+    for value, leaf in zip(arguments, leaves, strict=True):
+        size = value.local_bytes
+        sums[leaf.role] += size
+        padding += max(0, tiled_bytes(value) - size)
+    return Memory(
+        at_rest={role: size for role, size in sums.items() if size},
+        padding_bytes=padding,
+        limit_bytes=None if topology is None else topology.generation.hbm_limit_bytes,
+        note="a plan does not know what the step needs besides, such as activations",
+    )
+
+
+def tiled_bytes(value: Value) -> int:
+    """Bytes of one device's part in the tiles of a TPU; the compiler's best choice."""
+    size = value.local_bytes
+    shape = [n for n in value.local_shape if n > 1]
+    if not size or not shape:
+        return max(size, _LEAST) if size else 0
+    count = 1
+    for n in shape:
+        count *= n
+    item = max(1, size // count)
+    rows = _ROWS * max(1, 4 // item)
+    if len(shape) == 1:
+        return max(_LEAST, -(-shape[0] // _LANES) * _LANES * item)
+    best = min(
+        _padded_rows(row, rows) / row * (-(-lane // _LANES) * _LANES) / lane
+        for row, lane in itertools.permutations(shape, 2)
+    )
+    return max(_LEAST, round(size * best))
+
+
+def _padded_rows(count: int, rows: int) -> int:
+    """Few rows take the next power of two, many a multiple of the tile."""
+    if count >= rows:
+        return -(-count // rows) * rows
+    return 1 << (count - 1).bit_length()

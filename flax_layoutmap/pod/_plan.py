@@ -1,0 +1,369 @@
+"""plan: what a step does on a mesh of any size, in about a second, without devices."""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flax_layoutmap._errors import LayoutError, MeshError
+from flax_layoutmap._jit import _Jitted
+from flax_layoutmap._mesh import DeviceMesh, as_mesh
+from flax_layoutmap._resolve import rule_set_of
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap._topologies import topology as topology_of
+from flax_layoutmap.pod._abstract_call import Lowered, lower_step
+from flax_layoutmap.pod._hosts import hosts_of
+from flax_layoutmap.pod._links import dcn_axes, seconds_bound
+from flax_layoutmap.pod._memory import memory_of
+from flax_layoutmap.pod._passes import Dims, sharding_text, spread
+from flax_layoutmap.pod._records import Collective, Drift, Reshard
+from flax_layoutmap.pod._report import PodReport
+from flax_layoutmap.pod._shardy import Found, Spread, listing, read
+from flax_layoutmap.pod._sources import operation_name, source_line
+from flax_layoutmap.pod._values import (
+    bytes_of,
+    dtype_name,
+    gradients_of,
+    parts,
+    spec_text,
+)
+from flax_layoutmap.pod._warnings import warnings_of
+
+
+def plan(
+    step: Any,
+    *args: Any,
+    mesh: Any = None,
+    layout_map: Any = None,
+    topology: Any = None,
+    slices: int | None = None,
+    donate_argnames: str | Iterable[str] = (),
+    platform: str = "tpu",
+    **kwargs: Any,
+) -> PodReport:
+    """Says which collectives a step runs on a mesh, and what it holds, in a second.
+
+    The step is traced and lowered for a mesh without devices, and laid out by Shardy's
+    own passes; nothing is compiled and nothing is allocated, whatever the size of the
+    model or of the mesh. What the compiler does afterwards (its own memory, fusions,
+    overlap) is not in it: `flm.pod.compile` says that.
+
+    Args:
+        step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, NNX objects with either
+            (`nnx.eval_shape(make)`). State is laid out by the rules, data over the
+            `batch` axes, as `flm.jit` does it.
+        mesh: as a line, `"fsdp=16,tensor=4"`, or anything that `DeviceMesh` accepts;
+            devices are not needed. With a topology one size may be -1. None takes that
+            of the rules.
+        layout_map: the rules; None takes those of a function of `flm.jit`. A function
+            of `jax.jit` needs none where its arguments have shardings.
+        topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`: adds the limit of
+            memory, the hosts, and the least time on the links.
+        slices: how many slices of it.
+        donate_argnames: arguments that are given away, where `step` is a function.
+        platform: `"tpu"`, `"cuda"` or `"cpu"`: what to lower for.
+        **kwargs: arguments of the step by name.
+
+    Returns:
+        The report.
+
+    Raises:
+        LayoutError: the step needs real values, has no rules, or this jaxlib lacks the
+            passes.
+        MeshError: there is no mesh, or it does not fill the topology.
+        RuleError: a rule names an axis that the mesh does not have.
+        ResolveError: the arguments do not fit the rules on this mesh.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(batch="data")
+        >>> layout_map["up"] = (None, "model")
+        >>> layout_map["down"] = ("model", None)
+        >>> def step(params, x):
+        ...     return ((x @ params["up"]) @ params["down"]).sum()
+        >>> params = {"up": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
+        >>> params["down"] = jax.ShapeDtypeStruct((256, 64), jnp.bfloat16)
+        >>> x = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
+        >>> mesh = "data=256,model=16"
+        >>> report = flm.pod.plan(step, params, x, mesh=mesh, layout_map=layout_map)
+        >>> report.expect(axis="model", kinds={"all-reduce"}, small_bytes=0)
+        >>> report.memory.at_rest["parameter"]
+        4096
+    """
+    start = time.perf_counter()
+    where = None if topology is None else topology_of(topology, slices=slices)
+    if topology is None and slices is not None:
+        raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
+    rules, own = _rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
+    lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform)
+    made = _Plan(lowered, own, where)
+    return made.report(spread(lowered.lowered), start)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """A lowered step, to be laid out as often as one likes."""
+
+    lowered: Lowered
+    mesh: DeviceMesh
+    topology: Topology | None
+
+    def with_layout(self, layout_map: Any) -> PodReport:
+        """The report for other rules; the program is not lowered again."""
+        start = time.perf_counter()
+        given = rule_set_of(layout_map, "with_layout")
+        if given.mesh is not None and given.mesh.axis_sizes != self.mesh.axis_sizes:
+            raise LayoutError(
+                f"the plan is for the mesh {self.mesh}, and these rules are for "
+                f"{given.mesh}; plan again for another mesh: flm.pod.plan(step, …)"
+            )
+        specs = self.lowered.shardings_for(given.on(self.mesh))
+        original = read_shapes(self.lowered)
+        arguments = {
+            at: sharding_text(tuple(spec), len(original[at]))
+            for at, spec in specs.items()
+        }
+        results = {
+            result: arguments[at]
+            for result, at in self.lowered.pairs.items()
+            if at in arguments
+        }
+        return self.report(spread(self.lowered.lowered, arguments, results), start)
+
+    def report(self, module: Any, start: float) -> PodReport:
+        """The report from a module that was laid out."""
+        found = read(module)
+        leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
+        _name_gradients(found, self.lowered)
+        crosses = dcn_axes(sizes, self.topology)
+        merged = [one for one in found.collectives if one.into is None]
+        collectives_ = tuple(_record(one, self.lowered, crosses) for one in merged)
+        memory = memory_of(found.arguments, leaves, self.topology)
+        fits, compute, bound = None, None, {}
+        if self.topology is not None:
+            compute = found.flops / self.topology.generation.flops
+            bound = seconds_bound(collectives_, sizes, self.topology)
+            if (memory.headroom_bytes or 0) < 0:
+                fits = False
+        return PodReport(
+            engine="plan",
+            step=self.lowered.name,
+            mesh=self.mesh,
+            topology=self.topology,
+            fits=fits,
+            memory=memory,
+            collectives=collectives_,
+            reshards=_reshards(found, self.lowered),
+            hosts=hosts_of(found.arguments, leaves, sizes, self.topology),
+            flops_per_device=found.flops,
+            flops_total=found.flops_whole,
+            compute_seconds=compute,
+            seconds_bound=bound,
+            drift=_drift(found, self.lowered),
+            unrecognised=dict(found.unrecognised),
+            warnings=tuple(warnings_of(found, self.lowered)),
+            took_seconds=time.perf_counter() - start,
+            replan=self.with_layout,
+            values=functools.partial(_values, module),
+        )
+
+
+def _rules_and_mesh(
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: Any,
+    layout_map: Any,
+    topology: Topology | None,
+) -> tuple[RuleSet | None, DeviceMesh]:
+    """The rules on an abstract mesh, and that mesh."""
+    if layout_map is None and isinstance(step, _Jitted):
+        layout_map = step._layout_map
+    rules = None if layout_map is None else rule_set_of(layout_map, "plan(layout_map=)")
+    own = _abstract_mesh(mesh, topology)
+    if own is None and rules is not None and rules.mesh is not None:
+        own = _abstract_mesh(rules.mesh, topology)
+    if own is None and rules is None:
+        own = _mesh_of_arguments(args, kwargs)
+    if own is None:
+        raise MeshError(
+            'plan needs a mesh: pass mesh="fsdp=16,tensor=4", or rules that have one'
+        )
+    if topology is not None and own.size != topology.devices:
+        raise MeshError(
+            f"the mesh {own} has {own.size} devices, and {topology} has "
+            f"{topology.devices}; change a size, or write -1 for one of them"
+        )
+    return None if rules is None else rules.on(own), own
+
+
+def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
+    """A mesh without devices; a size of -1 takes what the topology has left."""
+    if mesh is None:
+        return None
+    if isinstance(mesh, str | Mapping):
+        sizes = dict(mesh) if isinstance(mesh, Mapping) else _sizes_of(mesh)
+        if -1 in sizes.values() and topology is not None:
+            rest = topology.devices // max(
+                1, math.prod(size for size in sizes.values() if size != -1)
+            )
+            sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
+        return DeviceMesh.abstract(sizes)
+    given = as_mesh(mesh)
+    assert given is not None
+    if given.is_abstract:
+        return given
+    return DeviceMesh.abstract(
+        given.shape, given.axis_names, axis_types=given.axis_types
+    )
+
+
+def _sizes_of(line: str) -> dict[str, int]:
+    """`"fsdp=16,tensor=-1"` as a mapping; DeviceMesh refuses what is no such line."""
+    found = re.findall(r"([^,=\s]+)\s*=\s*(-?\d+)", line)
+    if not found or line.count("=") != len(found):
+        return DeviceMesh.abstract(line).axis_sizes
+    return {name: int(size) for name, size in found}
+
+
+def _mesh_of_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> DeviceMesh | None:
+    """The mesh that shardings of the arguments are on."""
+    import jax
+    from jax.sharding import NamedSharding
+
+    for leaf in jax.tree.leaves((args, kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            return _abstract_mesh(sharding.mesh, None)
+    return None
+
+
+# ------------------------------------------------------------------------ records
+
+
+def read_shapes(lowered: Lowered) -> list[tuple[int, ...]]:
+    """The shape of each argument of a lowered program."""
+    module = lowered.lowered.compiler_ir("stablehlo").operation
+    for op in module.regions[0].blocks[0].operations:
+        if op.operation.name == "func.func" and "main" in str(
+            op.attributes["sym_name"]
+        ):
+            block = op.regions[0].blocks[0]
+            return [tuple(argument.type.shape) for argument in block.arguments]
+    return []
+
+
+def _name_gradients(found: Spread, lowered: Lowered) -> None:
+    """Gives the sums of gradients the paths of their parameters."""
+    order = {"parameter": 0, "optimizer": 1}
+    pairs = sorted(
+        lowered.pairs.items(),
+        key=lambda pair: order.get(lowered.leaves[pair[1]].role, 2),
+    )
+    seen: set[int] = set()
+    for result, argument in pairs:
+        if lowered.leaves[argument].role not in order:
+            continue
+        for value in gradients_of(found.results[result], seen):
+            for at in value.sums or (() if value.index is None else (value.index,)):
+                one = found.collectives[at]
+                if one.leaf is None:
+                    one.leaf = argument
+
+
+def _record(one: Found, lowered: Lowered, crosses: frozenset[str]) -> Collective:
+    size = bytes_of(one.shape, one.element)
+    n = parts(one.axes)
+    axes = tuple(dict.fromkeys(name for name, _ in one.axes))
+    return Collective(
+        kind=one.kind,
+        axes=axes,
+        bytes=size,
+        wire_bytes=wire_bytes(one.kind, size, n),
+        executions=one.executions,
+        dtype=dtype_name(one.element),
+        shape=one.shape,
+        path=None if one.leaf is None else lowered.leaves[one.leaf].path,
+        source=source_line(one.location),
+        over_dcn=not crosses.isdisjoint(axes),
+    )
+
+
+def wire_bytes(kind: str, size: int, devices: int) -> int:
+    """Bytes that a device sends in one collective, by the usual ring algorithms.
+
+    Args:
+        kind: of the collective.
+        size: bytes of its payload, as `Collective.bytes` says.
+        devices: in one group.
+    """
+    if kind == "collective-permute":
+        return size
+    factor = 2 if kind == "all-reduce" else 1
+    return factor * size * (devices - 1) // devices
+
+
+def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:
+    """What changes its sharding, without parameters that are gathered to be used."""
+    records = []
+    for move in found.moves.values():
+        leaf = move.before.leaf
+        if leaf is not None and move.gathers_only:
+            if lowered.leaves[leaf].role == "parameter":
+                continue
+        name = operation_name(move.location) or move.before.name.rpartition(".")[2]
+        records.append(
+            Reshard(
+                value=name,
+                before=spec_text(move.before.dims),
+                after=spec_text(move.after.dims),
+                shape=move.after.shape,
+                dtype=dtype_name(move.after.element),
+                bytes=move.after.local_bytes,
+                executions=move.executions,
+                path=None if leaf is None else lowered.leaves[leaf].path,
+                source=source_line(move.location),
+            )
+        )
+    return tuple(sorted(records, key=lambda one: -one.bytes * one.executions))
+
+
+def _drift(found: Spread, lowered: Lowered) -> tuple[Drift, ...]:
+    records = []
+    for result, argument in sorted(lowered.pairs.items()):
+        leaf = lowered.leaves[argument]
+        before, after = found.arguments[argument], found.results[result]
+        if leaf.role == "data" or _plain(before.dims) == _plain(after.dims):
+            continue
+        records.append(
+            Drift(
+                path=leaf.path,
+                before=spec_text(before.dims),
+                after=spec_text(after.dims),
+            )
+        )
+    return tuple(records)
+
+
+def _plain(dims: Dims) -> Dims:
+    """Without axes of a single device, which are of no consequence."""
+    return tuple(tuple(axis for axis in axes if axis[1] > 1) for axes in dims)
+
+
+def _values(module: Any, pattern: str) -> list[tuple[str, str, str]]:
+    """Operations, their types, and how they are laid out; equal ones once."""
+    found: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for name, location, type_text, dims in listing(module):
+        source = source_line(location)
+        text = f"{operation_name(location) or name} {source or ''}".strip()
+        if re.search(pattern, text):
+            found[text, type_text, spec_text(dims)] += 1
+    return list(found)

@@ -1,0 +1,307 @@
+"""PodReport: what a plan or a compile says, and what a test may ask of it."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from flax_layoutmap._errors import LayoutError, bullet_list, did_you_mean
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._table import human_bytes
+from flax_layoutmap._terminal import show
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod import _report_text
+from flax_layoutmap.pod._records import (
+    KINDS,
+    Collective,
+    Drift,
+    Host,
+    Kind,
+    Memory,
+    Reshard,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+Engine = Literal["plan", "compile"]
+Format = Literal["text", "markdown", "json"]
+
+# Below this many bytes on the wire in a step, `expect` and `forbid` look away: the mean
+# of a loss, the norm of gradients.
+_SMALL = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PodReport:
+    """What a step does on a mesh: collectives, memory, reshards, fit.
+
+    Made by `flm.pod.plan` and `flm.pod.compile`.
+
+    Attributes:
+        engine: who says so: `"plan"` (Shardy's passes) or `"compile"` (the compiler).
+        step: name of the step.
+        mesh: the mesh, without devices.
+        topology: the slices that it is on, or None.
+        fits: whether the compiler accepts it; of a plan, False where what is at rest is
+            too much already, else None.
+        memory: bytes on one device.
+        collectives: in the order of the program.
+        reshards: values that a layout or a constraint forces to another sharding;
+            parameters that are gathered for use are among the collectives only.
+        hosts: what each host holds and reads; empty without a topology.
+        flops_per_device: operations of the matrix products of a step, on one device.
+        flops_total: the same if no device did the work of another.
+        compute_seconds: the least time for them; None without a topology.
+        seconds_bound: axes (`"fsdp"`) → least time of their collectives, bandwidth
+            alone: no latency, no overlap.
+        drift: state that leaves the step in another layout than it came in.
+        unrecognised: what could not be read in the program → how often.
+        warnings: what is worth a look.
+        took_seconds: how long it took to find out.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    engine: Engine
+    step: str
+    mesh: DeviceMesh
+    topology: Topology | None = None
+    fits: bool | None = None
+    memory: Memory = dataclasses.field(default_factory=Memory)
+    collectives: tuple[Collective, ...] = ()
+    reshards: tuple[Reshard, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    flops_per_device: int = 0
+    flops_total: int = 0
+    compute_seconds: float | None = None
+    seconds_bound: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    drift: tuple[Drift, ...] = ()
+    unrecognised: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    took_seconds: float = 0.0
+    replan: "Callable[[Any], PodReport] | None" = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+    values: "Callable[[str], list[tuple[str, str, str]]] | None" = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+
+    # ------------------------------------------------------------------- output
+
+    def report(self, format: Format = "text", *, width: int | None = None) -> str:
+        """Writes the report.
+
+        Args:
+            format: `"text"`, `"markdown"`, or `"json"` (schema 1).
+            width: of the text, in characters; None for as wide as it gets.
+
+        Raises:
+            LayoutError: there is no such format.
+        """
+        if format == "json":
+            return json.dumps(self.to_json(), indent=1)
+        if format == "text":
+            return _report_text.as_text(self, width)
+        if format == "markdown":
+            return _report_text.as_markdown(self)
+        raise LayoutError(
+            f'format must be "text", "markdown" or "json", got {format!r}'
+        )
+
+    def show(self, file: IO[str] | None = None) -> None:
+        """Prints the report, in colours on a terminal.
+
+        Args:
+            file: where to; None for standard output.
+        """
+        show(
+            lambda width: _report_text.coloured(self, width),
+            lambda width: self.report(width=width),
+            file,
+        )
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterable[Text]":
+        return _report_text.coloured(self, options.max_width)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON values, schema 1."""
+        return {"schema": 1, **_report_text.as_json(self)}
+
+    # ---------------------------------------------------------------- questions
+
+    def wire_bytes(self, axis: str | None = None, kind: Kind | None = None) -> int:
+        """Bytes that one device sends in a step.
+
+        Args:
+            axis: over this mesh axis only.
+            kind: by collectives of this kind only.
+
+        Raises:
+            LayoutError: there is no such axis or kind.
+        """
+        found = self._found(axis=axis, kind=kind)
+        return sum(one.wire_bytes_per_step for one in found)
+
+    def expect(
+        self, *, axis: str, kinds: Collection[Kind], small_bytes: int = _SMALL
+    ) -> None:
+        """Asserts that exactly these kinds of collectives run over an axis.
+
+        Args:
+            axis: a mesh axis.
+            kinds: such as `{"all-reduce"}`; `set()` for none.
+            small_bytes: collectives that send less than this in a step do not count.
+
+        Raises:
+            AssertionError: other kinds run over it, or one of them does not.
+            LayoutError: there is no such axis or kind.
+        """
+        for kind in kinds:
+            _check_kind(kind)
+        every = self._found(axis=axis)
+        large = [one for one in every if one.wire_bytes_per_step >= small_bytes]
+        found = {one.kind for one in large}
+        if found == set(kinds):
+            return
+        other = [one for one in large if one.kind not in set(kinds)]
+        missing = sorted(set(kinds) - found)
+        lines = _report_text.lines_of(other)
+        lines += [f"{kind}: expected, and none runs over it" for kind in missing]
+        wanted = ", ".join(sorted(kinds)) or "no collectives"
+        raise AssertionError(
+            f"over axis {axis!r} of mesh {self.mesh} {self.step} was expected to run "
+            f"{wanted}:\n{bullet_list(lines)}"
+        )
+
+    def forbid(
+        self,
+        *,
+        path: str | None = None,
+        kind: Kind | None = None,
+        axis: str | None = None,
+        source: str | None = None,
+        small_bytes: int = 0,
+    ) -> None:
+        """Asserts that no collective is like this.
+
+        Args:
+            path: regex, searched in the path of the leaf that is moved.
+            kind: such as `"all-gather"`.
+            axis: a mesh axis.
+            source: regex, searched in the line that it comes from.
+            small_bytes: collectives that send less than this in a step do not count.
+
+        Raises:
+            AssertionError: there is one; all are listed.
+            LayoutError: nothing is forbidden, or there is no such axis or kind.
+        """
+        if not (path or kind or axis or source):
+            raise LayoutError(
+                'forbid what? pass path="embed", kind="all-gather", axis="tensor" or '
+                'source="model.py:36"'
+            )
+        found = [
+            one
+            for one in self._found(axis=axis, kind=kind)
+            if one.wire_bytes_per_step >= small_bytes
+            and _matches(path, one.path)
+            and _matches(source, one.source)
+        ]
+        if found:
+            said = {"path": path, "kind": kind, "axis": axis, "source": source}
+            what = ", ".join(f"{key}={value!r}" for key, value in said.items() if value)
+            raise AssertionError(
+                f"{self.step} on mesh {self.mesh} was to have no collective with "
+                f"{what}:\n{bullet_list(_report_text.lines_of(found))}"
+            )
+
+    def compare(self, other: "PodReport") -> str:
+        """Says what another report has more or less of, in a table.
+
+        Args:
+            other: of another layout, mesh, or engine.
+        """
+        return _report_text.comparison(self, other)
+
+    def with_layout(self, layout_map: Any) -> "PodReport":
+        """Plans the same step with other rules; it is not traced again.
+
+        Constraints inside of the model stay as they were traced: rules for activations
+        and names have no effect here.
+
+        Args:
+            layout_map: other rules; their mesh must have the same axes, or none.
+
+        Raises:
+            LayoutError: this report is none of a plan, or the mesh is another.
+            ResolveError: the step's arguments do not fit the rules.
+        """
+        if self.replan is None:
+            raise LayoutError(
+                f"a report of {self.engine!r} has no program to lay out again; use "
+                "flm.pod.plan(step, …).with_layout(layout_map)"
+            )
+        return self.replan(layout_map)
+
+    def shardings(self, pattern: str = "") -> list[tuple[str, str, str]]:
+        """Shardings of the values in the program, by operation.
+
+        Args:
+            pattern: regex, searched in `"dot_general model.py:36 Attention.__call__"`.
+
+        Returns:
+            For each operation: what it is and where it comes from, its type, its spec.
+
+        Raises:
+            LayoutError: this report is none of a plan.
+        """
+        if self.values is None:
+            raise LayoutError(
+                f"a report of {self.engine!r} has no shardings of values; use "
+                "flm.pod.plan(step, …).shardings()"
+            )
+        return self.values(pattern)
+
+    def _found(
+        self, *, axis: str | None = None, kind: Kind | None = None
+    ) -> list[Collective]:
+        names = self.mesh.axis_names
+        if axis is not None and axis not in names:
+            raise LayoutError(
+                f"the mesh {self.mesh} has no axis {axis!r}{did_you_mean(axis, names)}"
+            )
+        if kind is not None:
+            _check_kind(kind)
+        return [
+            one
+            for one in self.collectives
+            if (axis is None or axis in one.axes) and kind in (None, one.kind)
+        ]
+
+    def __repr__(self) -> str:
+        sent = human_bytes(self.wire_bytes())
+        return (
+            f"<PodReport of {self.engine}: {self.step} on {self.mesh}, "
+            f"{len(self.collectives)} collectives, {sent} sent per device>"
+        )
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise LayoutError(
+            f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
+            f"are {', '.join(KINDS)}"
+        )
+
+
+def _matches(pattern: str | None, text: str | None) -> bool:
+    if pattern is None:
+        return True
+    return text is not None and re.search(pattern, text) is not None

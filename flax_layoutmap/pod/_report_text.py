@@ -1,0 +1,408 @@
+"""A PodReport as text, Markdown, colours or plain JSON values."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from flax_layoutmap._fold import fold
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._serialise import mesh_to_json
+from flax_layoutmap._table import (
+    Grid,
+    Line,
+    cut,
+    cut_path,
+    human_bytes,
+    human_share,
+    markdown_list,
+    markdown_table,
+)
+from flax_layoutmap._terminal import coloured_grid, coloured_lines, wrapped
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._records import Collective, Drift, Host, Memory, Reshard
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+# Rows of the second table; the others are in the JSON form.
+_ROWS = 20
+# Narrower than this a cell says nothing any more.
+_CELL = 16
+
+
+class Report(Protocol):
+    """What of a PodReport is shown."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def step(self) -> str: ...
+    @property
+    def mesh(self) -> DeviceMesh: ...
+    @property
+    def topology(self) -> Topology | None: ...
+    @property
+    def fits(self) -> bool | None: ...
+    @property
+    def memory(self) -> Memory: ...
+    @property
+    def collectives(self) -> tuple[Collective, ...]: ...
+    @property
+    def reshards(self) -> tuple[Reshard, ...]: ...
+    @property
+    def hosts(self) -> tuple[Host, ...]: ...
+    @property
+    def flops_per_device(self) -> int: ...
+    @property
+    def flops_total(self) -> int: ...
+    @property
+    def compute_seconds(self) -> float | None: ...
+    @property
+    def seconds_bound(self) -> Mapping[str, float]: ...
+    @property
+    def drift(self) -> tuple[Drift, ...]: ...
+    @property
+    def unrecognised(self) -> Mapping[str, int]: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+    @property
+    def took_seconds(self) -> float: ...
+
+
+def as_text(report: Report, width: int | None) -> str:
+    """Title, two tables, remarks."""
+    parts = [title(report), "", _by_axis(report).text()]
+    largest, more = _largest(report, width)
+    if largest.lines:
+        parts += ["", largest.text()]
+        parts += [more] if more else []
+    return "\n".join([*parts, "", *wrapped(remarks(report), width)])
+
+
+def as_markdown(report: Report) -> str:
+    """The same as Markdown."""
+    parts = [f"**{title(report)}**"]
+    largest, more = _largest(report, None)
+    for grid in (_by_axis(report), largest):
+        if grid.lines:
+            rows = [line.cells for line in grid.lines]
+            parts.append(markdown_table(grid.names, rows, grid.right))
+    lines = [more] if more else []
+    return "\n\n".join([*parts, markdown_list([*lines, *remarks(report)])])
+
+
+def coloured(report: Report, width: int) -> "Iterator[Text]":
+    """The lines of the text for rich; without colours, those of the text."""
+    axes = report.mesh.axis_names
+    yield from coloured_lines([title(report), ""], axes)
+    yield from coloured_grid(_by_axis(report), axes)
+    largest, more = _largest(report, width)
+    if largest.lines:
+        yield from coloured_lines([""], axes)
+        yield from coloured_grid(largest, axes)
+        yield from coloured_lines([more] if more else [], axes)
+    yield from coloured_lines(["", *wrapped(remarks(report), width)], axes)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Plain JSON values."""
+    memory = report.memory
+    topology = report.topology
+    return {
+        "engine": report.engine,
+        "step": report.step,
+        "mesh": mesh_to_json(report.mesh),
+        "topology": None if topology is None else str(topology),
+        "fits": report.fits,
+        "memory": {
+            **dataclasses.asdict(memory),
+            "at_rest": dict(memory.at_rest),
+            "at_rest_bytes": memory.at_rest_bytes,
+            "headroom_bytes": memory.headroom_bytes,
+        },
+        "collectives": [
+            {**dataclasses.asdict(one), "axes": list(one.axes), "shape": [*one.shape]}
+            for one in report.collectives
+        ],
+        "reshards": [
+            {**dataclasses.asdict(one), "shape": [*one.shape]}
+            for one in report.reshards
+        ],
+        "hosts": [
+            {**dataclasses.asdict(one), "devices": [*one.devices]}
+            for one in report.hosts
+        ],
+        "flops_per_device": report.flops_per_device,
+        "flops_total": report.flops_total,
+        "compute_seconds": report.compute_seconds,
+        "seconds_bound": dict(report.seconds_bound),
+        "drift": [dataclasses.asdict(one) for one in report.drift],
+        "unrecognised": dict(report.unrecognised),
+        "warnings": list(report.warnings),
+        "took_seconds": report.took_seconds,
+    }
+
+
+def title(report: Report) -> str:
+    """Whose report it is."""
+    where = f" ({report.topology})" if report.topology is not None else ""
+    return (
+        f"{report.engine} of {report.step} on mesh {report.mesh}{where}: "
+        f"{report.mesh.size} devices"
+    )
+
+
+# ------------------------------------------------------------------------- tables
+
+
+def _by_axis(report: Report) -> Grid:
+    """One line per axes and kind, what is sent most first."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    by_axes: dict[str, int] = {}
+    for one in report.collectives:
+        axes = axes_text(one)
+        row = sums.setdefault((axes, one.kind), [0, 0, 0])
+        row[0] += one.executions
+        row[1] += one.bytes_per_step
+        row[2] += one.wire_bytes_per_step
+        by_axes[axes] = by_axes.get(axes, 0) + one.wire_bytes_per_step
+    order = sorted(sums, key=lambda key: (-by_axes[key[0]], key[0], -sums[key][2]))
+    lines, last = [], None
+    for axes, kind in order:
+        times, payload, sent = sums[axes, kind]
+        bound = report.seconds_bound.get(axes.removesuffix(" (DCN)"))
+        seconds = "" if bound is None or axes == last else seconds_text(bound)
+        cells = (axes, kind, str(times), human_bytes(payload), human_bytes(sent))
+        lines.append(Line((*cells, seconds)))
+        last = axes
+    names = ("axes", "kind", "times", "payload", "sent/device", "at least")
+    right = (False, False, True, True, True, True)
+    if not report.seconds_bound:
+        lines = [Line(line.cells[:-1]) for line in lines]
+        return Grid(names[:-1], right[:-1], tuple(lines))
+    return Grid(names, right, tuple(lines))
+
+
+def _largest(report: Report, width: int | None) -> tuple[Grid, str]:
+    """What is sent most, leaf by leaf or line by line; and what is left out."""
+    rows = grouped(report.collectives)
+    names = ("path", "axes", "kind", "source", "times", "sent/device")
+    right = (False, False, False, False, True, True)
+    shown = [
+        (row.path, row.axes, row.kind, row.source, str(row.times), row.sent_text)
+        for row in rows[:_ROWS]
+    ]
+    grid = Grid(names, right, tuple(Line(cells) for cells in shown))
+    more = ""
+    if len(rows) > _ROWS:
+        rest = sum(row.sent for row in rows[_ROWS:])
+        more = f"… and {len(rows) - _ROWS} more, {human_bytes(rest)}"
+    if width is None or grid.width() <= width:
+        return grid, more
+    bare = grid.width() - sum(grid.widths()[at] for at in (0, 3))
+    room = max((width - bare) // 2, _CELL)
+    fitted = [(cut_path(c[0], room), *c[1:3], cut(c[3], room), *c[4:]) for c in shown]
+    return Grid(names, right, tuple(Line(cells) for cells in fitted)), more
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """Collectives that are alike, over all layers."""
+
+    path: str
+    axes: str
+    kind: str
+    source: str
+    times: int
+    sent: int
+
+    @property
+    def sent_text(self) -> str:
+        return human_bytes(self.sent)
+
+
+def grouped(collectives: Sequence[Collective]) -> list[Row]:
+    """One row for those of one path, source, kind and axes; layers are folded."""
+    sums: dict[tuple[str, str, str, str], list[int]] = {}
+    for one in collectives:
+        source = one.source or ""
+        key = (one.path or "-", axes_text(one), one.kind, source)
+        row = sums.setdefault(key, [0, 0])
+        row[0] += one.executions
+        row[1] += one.wire_bytes_per_step
+    alike: dict[tuple[Any, ...], dict[str, list[int]]] = {}
+    for (path, *rest), row in sums.items():
+        alike.setdefault((*rest, *row), {})[path] = row
+    found = []
+    for (axes, kind, source, times, sent), members in alike.items():
+        for some in fold(list(members), [0] * len(members)):
+            count = len(some.members)
+            text = some.text if count == 1 else f"{some.text} ×{count}"
+            found.append(Row(text, axes, kind, source, times * count, sent * count))
+    return sorted(found, key=lambda row: (-row.sent, row.path, row.kind, row.source))
+
+
+def lines_of(collectives: Sequence[Collective]) -> list[str]:
+    """Collectives as lines of a message."""
+    return [
+        f"{row.kind} over {row.axes} of {row.path}"
+        + (f" at {row.source}" if row.source else "")
+        + f": {row.times} times, {row.sent_text} sent per device in a step"
+        for row in grouped(collectives)
+    ]
+
+
+def axes_text(one: Collective) -> str:
+    """`fsdp`, `data+fsdp`, `data (DCN)`; `?` where they were not recognised."""
+    text = "+".join(one.axes) or "?"
+    return f"{text} (DCN)" if one.over_dcn else text
+
+
+def seconds_text(seconds: float) -> str:
+    """`0.0123` → `12 ms`."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e6:.2g} µs"
+
+
+# ------------------------------------------------------------------------ remarks
+
+
+def remarks(report: Report) -> list[str]:
+    """What the tables do not say."""
+    lines = [*_memory(report), *_compute(report)]
+    if not report.collectives:
+        lines.append("collectives: none")
+    elif report.seconds_bound:
+        lines.append("at least: by bandwidth alone; no latency, no overlap")
+    lines += [_reshard(one) for one in report.reshards]
+    lines += [
+        f"drift: {d.path} came as {d.before}, left as {d.after}" for d in report.drift
+    ]
+    if report.drift:
+        lines.append(
+            "drift: each step moves this state back; give jit out_shardings, or use "
+            "flm.jit, which keeps it"
+        )
+    for what, times in report.unrecognised.items():
+        lines.append(f"unrecognised: {what}, {times} times: not in the figures above")
+    lines += [f"warning: {text}" for text in report.warnings]
+    if report.hosts:
+        lines.append(_hosts(report.hosts))
+    lines.append(f"took {report.took_seconds:.1f} s")
+    return lines
+
+
+def _memory(report: Report) -> Iterator[str]:
+    memory = report.memory
+    parts = [f"{role} {human_bytes(size)}" for role, size in memory.at_rest.items()]
+    padding = (
+        f"; tiles of a TPU add {human_bytes(memory.padding_bytes)}"
+        if memory.padding_bytes
+        else ""
+    )
+    whole = human_bytes(memory.at_rest_bytes)
+    listed = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+    yield f"at rest: {whole} per device{listed}{padding}"
+    if memory.temporary_bytes is not None:
+        yield f"temporary: {human_bytes(memory.temporary_bytes)} per device"
+    if memory.peak_bytes is not None:
+        yield f"peak: {human_bytes(memory.peak_bytes)} per device"
+    if memory.limit_bytes is not None:
+        head = memory.headroom_bytes or 0
+        said = (
+            f"{human_bytes(head)} left" if head >= 0 else f"{human_bytes(-head)} short"
+        )
+        verdict = {True: "it fits", False: "it does not fit"}.get(
+            report.fits if report.fits is not None else 2, "whether it fits is open"
+        )
+        limit = human_bytes(memory.limit_bytes)
+        yield f"limit: {limit} per device, {said}; {verdict}"
+    if memory.note:
+        yield f"memory: {memory.note}"
+
+
+def _compute(report: Report) -> Iterator[str]:
+    if not report.flops_per_device:
+        return
+    seconds = report.compute_seconds
+    bound = "" if seconds is None else f", at least {seconds_text(seconds)}"
+    even = report.flops_total / report.mesh.size
+    ratio = report.flops_per_device / even if even else 1.0
+    text = (
+        f"matrix products: {report.flops_per_device:.3g} operations per device{bound}"
+    )
+    if ratio > 1.005:
+        text += (
+            f"; {ratio:.2f} times an even share: devices along some axis do the same "
+            "work"
+        )
+    yield text
+
+
+def _reshard(one: Reshard) -> str:
+    where = f" at {one.source}" if one.source else ""
+    name = one.path or one.value
+    shape = ",".join(map(str, one.shape))
+    note = f"; {one.note}" if one.note else ""
+    times = "once" if one.executions == 1 else f"{one.executions} times"
+    return (
+        f"reshard: {name} [{shape}]{where}: {one.before} → {one.after}, {times}, "
+        f"{human_bytes(one.bytes)} per device each{note}"
+    )
+
+
+def _hosts(hosts: Sequence[Host]) -> str:
+    reads = [host.reads_bytes for host in hosts]
+    holds = [host.holds_bytes for host in hosts]
+    data = [host.data_bytes for host in hosts]
+    return (
+        f"hosts: {len(hosts)} with {len(hosts[0].devices)} devices each; a host holds "
+        f"{_range(holds)} of state, reads {_range(reads)} of it in a restore and "
+        f"{_range(data)} of data in a step (devices in the order of the mesh)"
+    )
+
+
+def _range(sizes: Sequence[int]) -> str:
+    low, high = human_bytes(min(sizes)), human_bytes(max(sizes))
+    return low if low == high else f"{low} to {high}"
+
+
+def comparison(first: Report, second: Report) -> str:
+    """Two reports side by side."""
+    names = ("", title(first), title(second), "change")
+    rows = [
+        ("at rest", first.memory.at_rest_bytes, second.memory.at_rest_bytes),
+        ("operations", first.flops_per_device, second.flops_per_device),
+    ]
+    sums: list[dict[tuple[str, str], int]] = []
+    for report in (first, second):
+        own: dict[tuple[str, str], int] = {}
+        for one in report.collectives:
+            key = (axes_text(one), one.kind)
+            own[key] = own.get(key, 0) + one.wire_bytes_per_step
+        sums.append(own)
+    for key in sorted({*sums[0], *sums[1]}):
+        rows.append((" ".join(key), sums[0].get(key, 0), sums[1].get(key, 0)))
+    rows.append(("all collectives", sum(sums[0].values()), sum(sums[1].values())))
+    lines = []
+    for name, before, after in rows:
+        show = (lambda n: f"{n:.3g}") if name == "operations" else human_bytes
+        lines.append(Line((name, show(before), show(after), _change(before, after))))
+    head = [f"1: {names[1]}", f"2: {names[2]}", ""]
+    grid = Grid(
+        ("per device", "1", "2", "change"), (False, True, True, True), tuple(lines)
+    )
+    return "\n".join([*head, grid.text()])
+
+
+def _change(before: int, after: int) -> str:
+    if before == after:
+        return "same"
+    if not before:
+        return "new"
+    if not after:
+        return "gone"
+    share = (after - before) / before
+    return f"{'+' if share > 0 else '-'}{human_share(abs(share))}"
