@@ -126,7 +126,8 @@ def check(
             f"{type(resolution).__name__}; make one: layout_map.resolve(model)"
         )
     if level not in SEVERITIES:
-        raise RuleError(f"level must be one of {SEVERITIES}, got {level!r}")
+        hint = did_you_mean(str(level), SEVERITIES)
+        raise RuleError(f"level must be one of {SEVERITIES}, got {level!r}{hint}")
     found = problems(resolution, max_replicated, ignore, level)
     if found:
         count = "1 problem" if len(found) == 1 else f"{len(found)} problems"

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,8 @@ MODULES = [
     "_fetch",
     "_layout",
     "_layout_map",
+    "_lint",
+    "_lint_tile",
     "_mesh",
     "_mesh_layout",
     "_mesh_shape",
@@ -1433,6 +1435,44 @@ CASES: dict[str, Case] = {
         lambda: flm.default_mesh(None).__enter__(),
         flm.MeshError,
         "default_mesh takes a mesh, got None; use flm.DeviceMesh(...)",
+    ),
+    "lint: neither rules nor a Resolution": Case(
+        lambda: flm.lint(3),
+        flm.RuleError,
+        "lint(x) needs a LayoutMap or a RuleSet, got 3; make one of a list of pairs "
+        "with flm.LayoutMap.from_rules(pairs, mesh)",
+    ),
+    "lint: no tile": Case(
+        lambda: flm.lint(fit({"w": None}, {"w": struct(8, 8)}), tile=(8, 0)),
+        flm.LayoutError,
+        'tile must be (rows, columns), such as (8, 128), or "tpu", got (8, 0)',
+    ),
+    "check: no Resolution": Case(
+        lambda: flm.check(cast(Any, mapped())),
+        flm.RuleError,
+        "check(resolution) needs a Resolution, got a LayoutMap; make one: "
+        "layout_map.resolve(model)",
+    ),
+    "check: no level": Case(
+        lambda: flm.check(fit({}, {"w": struct(8)}), level=cast(Any, "warn")),
+        flm.RuleError,
+        "level must be one of ('error', 'warning', 'info'), got 'warn'; did you mean "
+        "'warning'?",
+    ),
+    "check: no code": Case(
+        lambda: flm.check(fit({}, {"w": struct(8)}), ignore=["LM999"]),
+        flm.RuleError,
+        "there is no code LM999; did you mean 'LM109'?",
+    ),
+    "check: too much is replicated": Case(
+        lambda: flm.check(
+            fit({"w": (None, "model")}, {"w": struct(8, 8), "v": struct(8, 8)})
+        ),
+        flm.ResolveError,
+        "1 problem in the layout:\n  - replicated: every device of mesh data=2,model=4 "
+        "holds 50.0% of the bytes in full, more than max_replicated=2.0%; the largest:"
+        "\n      v (8,8): 50.0%, no rule\n    fix: layout_map[\"v\"] = (None, 'model')"
+        "  # or None: replicated, on purpose",
     ),
 }
 
