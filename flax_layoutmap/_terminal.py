@@ -114,8 +114,9 @@ def _cell(
         return _spec(text, styles)
     if name in ("shape", "array"):
         return _dims(text, row["spec"], styles)
-    if name == "rule" and mark == "warning":
-        text.stylize("red")
+    if name == "rule":
+        is_dim = text.plain.startswith("follows ")
+        text.stylize("red" if mark == "warning" else "dim" if is_dim else "")
     elif name == "" or (name == "change" and "" not in row):
         text.stylize(_CHANGES.get(mark, ""))
     elif name == "change":
