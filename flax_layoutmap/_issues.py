@@ -94,6 +94,11 @@ def format_issues(issues: Iterable[Issue]) -> str:
 
     Args:
         issues: what `flm.lint` returned.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> print(flm.format_issues(flm.lint({"up/kernel": (None, "model")})))
+        no findings
     """
     issues = tuple(issues)
     if not issues:

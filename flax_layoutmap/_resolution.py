@@ -516,7 +516,7 @@ class Resolution:
             LayoutError: it is no Resolution.
 
         Example:
-            >>> import flax_layoutmap as flm
+            >>> import jax, flax_layoutmap as flm
             >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
             >>> layout_map["kernel"] = (None, "model")
             >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}

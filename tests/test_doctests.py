@@ -7,6 +7,7 @@ so its finder passes over them in the files that define them.
 import doctest
 import importlib
 import inspect
+import operator
 import pkgutil
 import re
 from pathlib import Path
@@ -45,6 +46,28 @@ def test_example(example: doctest.DocTest) -> None:
     example.globs = dict(example.globs)
     results = runner.run(example, out=printed.append, clear_globs=False)
     assert results.failed == 0, "".join(printed)
+
+
+NAMESPACES = ("", "checkpoint", "draw", "pod", "testing")
+
+
+def public_functions() -> list[str]:
+    """Dotted names of the functions that users call, below `flax_layoutmap`."""
+    found = []
+    for space in NAMESPACES:
+        module = importlib.import_module(f"flax_layoutmap.{space}".rstrip("."))
+        names = [name for name in dir(module) if not name.startswith("_")]
+        for name in getattr(module, "__all__", names):
+            value = getattr(module, name)
+            if inspect.isfunction(value) and "flax_layoutmap" in value.__module__:
+                found.append(f"{space}.{name}".lstrip("."))
+    return found
+
+
+@pytest.mark.parametrize("name", public_functions())
+def test_every_public_function_has_an_example(name: str) -> None:
+    value = operator.attrgetter(name)(flm)
+    assert ">>> " in (inspect.getdoc(value) or "")
 
 
 def test_no_example_is_passed_over() -> None:

@@ -57,6 +57,13 @@ def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
         LayoutError: it is on no mesh, or the shape is missing, or does not divide.
         MeshError: a layout without a mesh.
 
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh.abstract("data=2,model=4")
+        >>> drawing = flm.draw.array(flm.TensorLayout(("model", None), mesh), (8, 4))
+        >>> print(drawing.text().splitlines()[1])
+        4 slices, 2 devices each, copied along data
+
     Plain JAX: `jax.debug.visualize_array_sharding(x)`, of 1-D and 2-D arrays.
     """
     return Drawing(_placement.scene(x, shape))
@@ -78,6 +85,15 @@ def model(
 
     Raises:
         LayoutError: the Resolution has no leaves.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+        >>> layout_map["kernel"] = (None, "model")
+        >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")}
+        >>> drawing = flm.draw.model(layout_map.resolve(tree))
+        >>> drawing.html().startswith("<!doctype html>")
+        True
     """
     return Drawing(_model.scene(resolution, optimizer))
 
@@ -96,5 +112,15 @@ def compare(
 
     Raises:
         LayoutError: neither has leaves.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+        >>> layout_map["kernel"] = (None, "model")
+        >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")}
+        >>> before = layout_map.resolve(tree)
+        >>> after = before.on(flm.DeviceMesh.abstract("data=4,model=2"))
+        >>> print(flm.draw.compare(before, after).text().splitlines()[0])
+        Bytes per device by module, before and after
     """
     return Drawing(_model.compared(before, after, names))

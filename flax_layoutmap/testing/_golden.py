@@ -56,6 +56,16 @@ def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
         AssertionError: something differs, or there is no such file: the text has what
             moved, what that costs, and how to accept it.
         LayoutError: the file is none of `dump`'s.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+        >>> layout_map["kernel"] = (None, "model")
+        >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")}
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp() + "/layouts.json"
+        >>> flm.testing.dump(layout_map.resolve(tree), path)
+        >>> flm.testing.compare(layout_map.resolve(tree), path)
     """
     path = Path(path)
     how = (
