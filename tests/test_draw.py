@@ -215,8 +215,8 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([Block(rngs) for _ in range(3)])
-        self.head = nnx.LoRA(
-            8, 2, 8, base_module=nnx.Linear(8, 8, rngs=rngs), rngs=rngs
+        self.adapted = nnx.List(
+            [nnx.LoRALinear(8, 8, lora_rank=2, rngs=rngs) for _ in range(3)]
         )
 
 
@@ -250,7 +250,7 @@ def linen() -> flm.Resolution:
 
 def nnx_model() -> flm.Resolution:
     layout_map = rules()
-    layout_map["head/.*kernel"] = (None, "model")
+    layout_map["adapted/.*kernel"] = (None, "model")
     return layout_map.resolve(lambda: Model(nnx.Rngs(0)))
 
 
@@ -269,7 +269,15 @@ def short() -> flm.Resolution:
     return layout_map.resolve({"params": params, "opt_state": state})
 
 
-MODELS = [resolved, odd, linen, nnx_model, adafactor, short]
+def quantised() -> flm.Resolution:
+    """Kernels with scales that follow them."""
+    block = {"up": {"kernel": struct(8, 16), "scale": struct(1, 16)}}
+    layout_map = flm.LayoutMap(MESH)
+    layout_map["up/kernel"] = (None, "model")
+    return layout_map.resolve({"layers": {str(at): block for at in range(3)}})
+
+
+MODELS = [quantised, resolved, odd, linen, nnx_model, adafactor, short]
 
 
 def paths_of(forest: Any) -> list[str]:
@@ -282,14 +290,13 @@ def paths_of(forest: Any) -> list[str]:
 def spelled(pieces: Any, path: str) -> str:
     """What the script of the page makes of the pieces."""
     parts = path.split("/")
-    return "".join(
-        piece
-        if isinstance(piece, str)
-        else path
-        if piece == 0
-        else "/".join(parts[-piece:])
-        for piece in pieces
-    )
+
+    def said(piece: str | int) -> str:
+        if isinstance(piece, str) or piece == 0:
+            return path if piece == 0 else str(piece)
+        return "/".join(parts[-piece:] if piece > 0 else parts[:-piece])
+
+    return "".join(map(said, pieces))
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -347,6 +354,13 @@ def test_layers_are_folded_where_they_are_alike() -> None:
     assert "layers/4/extra" in paths
     counts = dict(zip(paths, scene.views[0].folded.counts, strict=True))
     assert counts["layers/{0..3,5}"] == 5
+
+
+def test_layers_with_lora_are_folded() -> None:
+    scene = draw.model(nnx_model()).scene
+    paths = paths_of(scene.views[0].folded)
+    assert "adapted/{0..2}/lora/lora_a" in paths
+    assert len(scene.kinds) < len(nnx_model())
 
 
 def test_layers_that_lie_otherwise_are_not_folded() -> None:

@@ -166,6 +166,20 @@ def test_optimizer_state_follows_its_parameters(
     assert "follows layers/7/mlp/up/kernel" in opened.explained()
 
 
+def test_what_follows_a_kernel_beside_it(show: Any) -> None:
+    layer = {"kernel": struct(8, 16), "lora": {"lora_a": struct(8, 2)}}
+    layer["lora"]["lora_b"] = struct(2, 16)
+    layout_map = flm.LayoutMap(MESH)
+    layout_map["kernel"] = (None, "model")
+    small = layout_map.resolve({str(at): layer for at in range(3)})
+    opened = show(flm.draw.model(small))
+    flat(opened)
+    opened.page.locator("#search").fill("2/lora lora_b")
+    opened.page.locator(".row.leaf").hover()
+    assert opened.explained() == small.explain("2/lora/lora_b")
+    assert "from the layout of 2/kernel" in opened.explained()
+
+
 def test_a_switch_between_parameters_and_optimizer(
     show: Any, resolution: flm.Resolution
 ) -> None:

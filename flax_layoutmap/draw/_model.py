@@ -54,6 +54,10 @@ _NOTHING = (
 )
 
 
+# What stands before the path of an owner.
+_FOLLOWS = ("  because: follows ", "  because: from the layout of ")
+
+
 class Resolved(Protocol):
     """What is drawn of a `Resolution`."""
 
@@ -91,7 +95,7 @@ class Kinds:
             row.memory_kind,
             row.fallback,
             row.note,
-            _tail(path, row.owner),
+            _owner(path, row.owner),
             self._path_key(path) if row.reason == "no rule" else "",
             id(resolution),
         )
@@ -161,11 +165,25 @@ def _mark(row: Decision) -> Mark:
     return "fallback" if row.fallback else ""
 
 
-def _tail(path: str, owner: str | None) -> int | str | None:
-    """How many of the last parts of a path are the owner's; the owner where none."""
+def _owner(path: str, owner: str | None) -> tuple[str | int, ...]:
+    """What a leaf follows, said by parts of its own path, as in `Kind.explain`.
+
+    >>> _owner("mu/0/up/kernel", "0/up/kernel"), _owner("0/up/lora_a", "0/up/kernel")
+    ((3,), (-2, '/kernel'))
+    """
     if owner is None or path == owner:
-        return None if owner is None else 0
-    return owner.count("/") + 1 if path.endswith(f"/{owner}") else owner
+        return () if owner is None else (0,)
+    parts = owner.split("/")
+    if path.endswith(f"/{owner}"):
+        return (len(parts),)
+    same = 0
+    for own, other in zip(path.split("/"), parts, strict=False):
+        if own != other:
+            break
+        same += 1
+    if not same:
+        return (owner,)
+    return (-same, "".join(f"/{part}" for part in parts[same:]))
 
 
 def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
@@ -184,13 +202,13 @@ def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
     """
     found: list[str | int] = [0]
     pending = ""
-    tail = _tail(path, owner)
+    named = _owner(path, owner)
     for at, line in enumerate(text.removeprefix(path).split("\n")):
         pending += "\n" if at else ""
-        follows = line.startswith("  because: ") and line.endswith(f" {owner}")
-        if follows and isinstance(tail, int):
-            found += [pending + line.removesuffix(str(owner)), tail]
-            pending = ""
+        start = next((s for s in _FOLLOWS if line.startswith(f"{s}{owner}")), None)
+        if start is not None:
+            found += [pending + start, *named]
+            pending = line.removeprefix(f"{start}{owner}")
             continue
         count = _quoted(line, path)
         if count is not None:

@@ -149,7 +149,8 @@ class Kind:
         outline: the array and one device's part of it, in points: width and height,
             then those of the part; of the last two dims. Empty for a scalar.
         explain: what `Resolution.explain` says, in pieces. A number stands for the
-            path of the leaf: 0 for all of it, n for its last n parts.
+            path of the leaf: 0 for all of it, n for its last n parts, -n for its
+            first n.
     """
 
     shape: str

@@ -121,7 +121,7 @@
   const explanation = (node) => {
     const path = tree.paths[node], parts = path.split("/");
     return data.kinds[tree.kind(node)][EXPLAIN]
-      .map((piece) => (piece === 0 ? path : typeof piece === "number" ? parts.slice(-piece).join("/") : piece))
+      .map((piece) => (typeof piece === "string" ? piece : piece === 0 ? path : (piece > 0 ? parts.slice(-piece) : parts.slice(0, -piece)).join("/")))
       .join("");
   };
 
