@@ -9,6 +9,7 @@ No device, no TPU library, no weights: the models are shapes, the meshes are nam
 
 import argparse
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ class Config:
     kv_heads: int
     hidden: int
     vocab: int = 128256
-    dtype: jnp.dtype = jnp.bfloat16
+    dtype: Any = jnp.bfloat16
 
 
 CONFIGS = {
@@ -92,7 +93,7 @@ class Block(nnx.Module):
         self.gate = linear(config.dim, config.hidden)
         self.up = linear(config.dim, config.hidden)
         self.down = linear(config.hidden, config.dim)
-        kinds = {"dtype": config.dtype, "param_dtype": config.dtype}
+        kinds: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.dtype}
         self.norm1 = nnx.RMSNorm(config.dim, **kinds, rngs=rngs)
         self.norm2 = nnx.RMSNorm(config.dim, **kinds, rngs=rngs)
 
@@ -105,7 +106,8 @@ class Block(nnx.Module):
 
 class Decoder(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        kinds = {"dtype": config.dtype, "param_dtype": config.dtype, "rngs": rngs}
+        dtype = config.dtype
+        kinds: dict[str, Any] = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
         self.embed = nnx.Embed(config.vocab, config.dim, **kinds)
         self.norm = nnx.RMSNorm(config.dim, **kinds)
         self.head = nnx.Linear(config.dim, config.vocab, use_bias=False, **kinds)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flax_layoutmap import checkpoint as checkpoint
     from flax_layoutmap import draw as draw
+    from flax_layoutmap import pod as pod
     from flax_layoutmap import testing as testing
     from flax_layoutmap._activations import activation_scope as activation_scope
     from flax_layoutmap._batch import distribute_batch as distribute_batch
@@ -101,6 +102,7 @@ _HOMES = {
     "list_devices": "_initialize",
     "pack": "_pack",
     "pad_batch": "_batch",
+    "pod": None,
     "relayout": "_relayout",
     "relayout_like": "_relayout",
     "resolve": "_resolve",

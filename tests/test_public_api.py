@@ -84,6 +84,18 @@ NAMESPACES = {
         "verify",
     ],
     "draw": ["Drawing", "array", "compare", "mesh", "model"],
+    "pod": [
+        "Collective",
+        "Drift",
+        "Generation",
+        "Host",
+        "Memory",
+        "PodReport",
+        "Reshard",
+        "Topology",
+        "compile",
+        "plan",
+    ],
     "testing": ["assert_covers", "compare", "dump"],
 }
 

@@ -185,7 +185,8 @@ def lower_step(
             return _again(step, rules).prepared(args, kwargs, platform)
         if callable(getattr(step, "trace", None)):
             return _lower_jitted(step, args, kwargs, rules, platform)
-        fun = getattr(step, "__wrapped__", None) if _is_nnx_jit(step) else step
+        # nnx.jit wraps the user's function; its own options do not count here.
+        fun: Any = step.__wrapped__ if _is_nnx_jit(step) else step
         if rules is None:
             raise LayoutError(
                 "plan needs rules for a step that is no function of jax.jit; pass "
@@ -218,7 +219,7 @@ def _again(step: _Jitted, rules: RuleSet | None) -> _OnAbstractMesh:
 
 
 def _is_nnx_jit(step: Any) -> bool:
-    return type(step).__module__.startswith("flax.")
+    return type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
 
 
 def _split_leaves(argument: Argument, rules: RuleSet, mesh: DeviceMesh) -> list[Any]:

@@ -16,7 +16,7 @@ def dcn_axes(sizes: Mapping[str, int], topology: Topology | None) -> frozenset[s
     if topology is None or topology.slices == 1:
         return frozenset()
     stride, found = 1, []
-    for name, size in reversed(sizes.items()):
+    for name, size in reversed(list(sizes.items())):
         stride *= size
         if size > 1 and stride > topology.devices_per_slice:
             found.append(name)

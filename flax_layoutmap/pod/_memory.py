@@ -8,7 +8,7 @@ from flax_layoutmap.pod._abstract_call import Leaf
 from flax_layoutmap.pod._records import Memory
 from flax_layoutmap.pod._values import Value
 
-_ROLES = ("parameter", "optimizer", "data", "other")
+_ROLES: tuple[str, ...] = ("parameter", "optimizer", "data", "other")
 
 # A TPU lays out the two fastest dims in tiles of 8 rows (of 4 bytes) and 128 lanes; one
 # or few rows take a smaller tile, and nothing takes less than 512 bytes.
@@ -25,7 +25,7 @@ def memory_of(
         leaves: what each of them is.
         topology: where it is, for the limit; None where that is not known.
     """
-    sums = dict.fromkeys(_ROLES, 0)
+    sums: dict[str, int] = dict.fromkeys(_ROLES, 0)
     padding = 0
     for value, leaf in zip(arguments, leaves, strict=True):
         size = value.local_bytes

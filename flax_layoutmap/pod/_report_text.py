@@ -314,9 +314,9 @@ def _memory(report: Report) -> Iterator[str]:
         said = (
             f"{human_bytes(head)} left" if head >= 0 else f"{human_bytes(-head)} short"
         )
-        verdict = {True: "it fits", False: "it does not fit"}.get(
-            report.fits if report.fits is not None else 2, "whether it fits is open"
-        )
+        verdict = "whether it fits is open"
+        if report.fits is not None:
+            verdict = "it fits" if report.fits else "it does not fit"
         limit = human_bytes(memory.limit_bytes)
         yield f"limit: {limit} per device, {said}; {verdict}"
     if memory.note:
