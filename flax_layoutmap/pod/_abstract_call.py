@@ -183,10 +183,11 @@ def lower_step(
     try:
         if isinstance(step, _Jitted):
             return _again(step, rules).prepared(args, kwargs, platform)
-        if callable(getattr(step, "trace", None)):
+        is_nnx = _is_nnx_jit(step)
+        if not is_nnx and callable(getattr(step, "trace", None)):
             return _lower_jitted(step, args, kwargs, rules, platform)
         # nnx.jit wraps the user's function; its own options do not count here.
-        fun: Any = step.__wrapped__ if _is_nnx_jit(step) else step
+        fun: Any = step.__wrapped__ if is_nnx else step
         if rules is None:
             raise LayoutError(
                 "plan needs rules for a step that is no function of jax.jit; pass "

@@ -277,21 +277,26 @@ def remarks(report: Report) -> list[str]:
     elif report.seconds_bound:
         lines.append("at least: by bandwidth alone; no latency, no overlap")
     lines += [_reshard(one) for one in report.reshards]
-    lines += [
-        f"drift: {d.path} came as {d.before}, left as {d.after}" for d in report.drift
-    ]
+    lines += _drifts(report.drift)
     if report.drift:
         lines.append(
             "drift: each step moves this state back; give jit out_shardings, or use "
             "flm.jit, which keeps it"
         )
     for what, times in report.unrecognised.items():
-        lines.append(f"unrecognised: {what}, {times} times: not in the figures above")
+        lines.append(f"unrecognised: {what} ({times})")
     lines += [f"warning: {text}" for text in report.warnings]
     if report.hosts:
         lines.append(_hosts(report.hosts))
     lines.append(f"took {report.took_seconds:.1f} s")
     return lines
+
+
+def _drifts(drift: Sequence[Drift]) -> Iterator[str]:
+    keys = [(one.before, one.after) for one in drift]
+    for some in fold([one.path for one in drift], keys):
+        before, after = keys[some.members[0]]
+        yield f"drift: {some.text} came as {before}, left as {after}"
 
 
 def _memory(report: Report) -> Iterator[str]:

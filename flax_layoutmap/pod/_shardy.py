@@ -221,7 +221,7 @@ class _Walk:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
-            self.found.unrecognised["loop whose length is not in the program"] += 1
+            self.found.unrecognised["loop of unknown length, counted as one round"] += 1
         self.loops += 1
         dims = self.shardings.per_value(op)
         ends = list(body.operations)[-1].operation.operands
@@ -366,7 +366,8 @@ class _Walk:
         values = [self._value(name, result, None, operands) for result in op.results]
         kind, axes = manual_collective(name, op, self.found.sizes)
         if kind is None:
-            self.found.unrecognised[name] += 1
+            what = f"{name} over devices that are no mesh axes, not counted"
+            self.found.unrecognised[what] += 1
             return values
         for operand, value in zip(operands, values, strict=True):
             whole = value if kind in ("all-gather", "all-to-all") else operand
