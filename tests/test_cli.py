@@ -1,5 +1,6 @@
 """The command line: every command, its example, its exit codes, what goes where."""
 
+import importlib.util
 import json
 import os
 import re
@@ -55,6 +56,14 @@ number = 3
 
 def make_rules():
     return layout_map
+
+
+def step(model, x):
+    return model.down(model.up(x)).sum()
+
+
+def arguments(batch: int = 64):
+    return make(), jnp.ones((batch, 8))
 """
 
 
@@ -206,6 +215,19 @@ def test_draw(run: Any, folder: Path) -> None:
     assert "<html" in (folder / "page.html").read_text()
 
 
+def test_plan(run: Any) -> None:
+    own = "plan my_model:step --args my_model:arguments --rules rules.toml"
+    code, out, err = run(f"{own} --mesh data=2,model=4")
+    assert (code, err) == (0, "") and "all-reduce" in out
+    code, out, _ = run(f"{own} --mesh data=2,model=4 --arg batch=128 --json")
+    kinds = {entry["kind"] for entry in json.loads(out)["collectives"]}
+    assert code == 0 and "all-reduce" in kinds
+    code, out, _ = run(f"{own} --mesh data=-1,model=4 --topology v5e:4x4")
+    assert code == 0 and "v5e" in out
+    code, _, err = run(f"{own} --mesh data=3,model=5 --topology v5e:4x4")
+    assert code == 2 and "16" in err
+
+
 def test_inspect(run: Any) -> None:
     code, out, _ = run("inspect runs")
     assert code == 0 and "model/up/kernel" in out and "step 7 (1 of 1)" in out
@@ -292,7 +314,9 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "restore"])
+@pytest.mark.parametrize(
+    "name", [name for name in EXAMPLES if name not in ("restore", "compile")]
+)
 def test_the_example_of_the_help(name: str, run: Any) -> None:
     code, _, err = run(EXAMPLES[name])
     assert (code, err) == (1 if name == "diff" else 0, "")
@@ -304,6 +328,15 @@ def test_the_page_has_every_example() -> None:
         r"^## (\w+)\n.*?```sh\nflax-layoutmap (.*?)\n```", page, re.S | re.M
     )
     assert dict(sections) == EXAMPLES
+
+
+def test_compile(run: Any) -> None:
+    """Without libtpu it says how to get it; with it, the example runs."""
+    code, out, err = run(EXAMPLES["compile"])
+    if importlib.util.find_spec("libtpu") is None:
+        assert (code, out) == (2, "") and "flax-layoutmap[tpu-aot]" in err
+    else:
+        assert code == 0 and "v5e" in out, err
 
 
 def test_help_shows_the_example(run: Any) -> None:

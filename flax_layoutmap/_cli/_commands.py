@@ -86,6 +86,22 @@ def draw(args: Namespace) -> int:
     return _DONE
 
 
+def plan(args: Namespace) -> int:
+    step, arguments, options = _sources.step_of(args)
+    return _shown(flm.pod.plan(step, *arguments, **options), args)
+
+
+def compile(args: Namespace) -> int:
+    step, arguments, options = _sources.step_of(args)
+    found = flm.pod.compile(step, *arguments, **options, timeout=args.timeout)
+    return _shown(found, args)
+
+
+def _shown(report: Any, args: Namespace) -> int:
+    _show(report, "json" if args.json else args.format)
+    return _FOUND if report.fits is False else _DONE
+
+
 def inspect(args: Namespace) -> int:
     info = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item)
     if not args.json:

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for add in (
         *(_report, _lint, _explain, _diff, _draw),
-        *(_inspect, _verify, _restore, _convert),
+        *(_plan, _compile, _inspect, _verify, _restore, _convert),
     ):
         add(commands)
     return top
@@ -169,6 +169,39 @@ def _draw(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
 
 
+def _plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    own = _command(commands)(
+        "plan",
+        "Shows which collectives a step runs, and what it holds, in about a second, "
+        "for a mesh or a topology that is not here.",
+        "flax-layoutmap plan my_model:step --args my_model:arguments "
+        "--rules rules.toml --mesh data=16,model=16",
+    )
+    _add_step(own)
+    own.add_argument("--topology", metavar="NAME", help="such as v5p:4x4x4")
+
+
+def _compile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    own = _command(commands)(
+        "compile",
+        "Compiles a step for TPU slices that are not here (needs libtpu): whether it "
+        "fits, and what the compiler made of it.",
+        "flax-layoutmap compile my_model:step --args my_model:arguments "
+        "--rules rules.toml --topology v5e:2x4 --mesh data=2,model=4",
+    )
+    _add_step(own)
+    own.add_argument(
+        "--topology", metavar="NAME", required=True, help="such as v5p:4x4x4"
+    )
+    own.add_argument(
+        "--timeout",
+        type=float,
+        default=900.0,
+        metavar="SECONDS",
+        help="after which the compiler is ended (default: 900)",
+    )
+
+
 def _inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     own = _command(commands)(
         "inspect",
@@ -273,6 +306,40 @@ def _add_sources(own: argparse.ArgumentParser, *, model_required: bool = True) -
     group.add_argument("--step", metavar="N", help="of a directory of steps")
     group.add_argument("--item", metavar="NAME", help="of a checkpoint with several")
     _add_rules(own)
+
+
+def _add_step(own: argparse.ArgumentParser) -> None:
+    """A step, its arguments, and where it is to run."""
+    own.add_argument("step", metavar="MODULE:FUNCTION", help="the step")
+    own.add_argument(
+        "--args",
+        required=True,
+        metavar="MODULE:FACTORY",
+        help="a function that makes the tuple of its arguments; it is only traced",
+    )
+    own.add_argument(
+        "--arg",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="an argument of that function; may be repeated",
+    )
+    own.add_argument(
+        "--donate",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="an argument of the step that is given away; may be repeated",
+    )
+    own.add_argument("--slices", type=int, metavar="N", help="of the topology")
+    _add_rules(own)
+    own.add_argument(
+        "--format",
+        choices=("text", "markdown", "json"),
+        default="text",
+        help="of the output (default: text)",
+    )
+    _add_json(own)
 
 
 def _add_rules(own: argparse.ArgumentParser) -> None:

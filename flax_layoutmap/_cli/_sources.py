@@ -54,6 +54,25 @@ def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
     return _with_optimizer(rules, make, tx)
 
 
+def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A step, its abstract arguments, and where it is to run."""
+    from flax import nnx
+
+    step = named(args.step, "STEP")
+    arguments = nnx.eval_shape(factory(args.args, args.arg, "--args"))
+    if not isinstance(arguments, tuple | list):
+        arguments = (arguments,)
+    options: dict[str, Any] = {
+        "mesh": args.mesh,
+        "layout_map": rules_of(args.rules, args.variant),
+        "topology": args.topology,
+        "slices": args.slices,
+    }
+    if args.donate:
+        options["donate_argnames"] = args.donate
+    return step, tuple(arguments), options
+
+
 def rules_of(
     text: str | None, variant: str | None = None, mesh: flm.DeviceMesh | None = None
 ) -> flm.LayoutMap | None:
