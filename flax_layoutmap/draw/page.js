@@ -306,7 +306,8 @@
         if (inner >= 0) sums.set(data.kinds[inner][SHADE], (sums.get(data.kinds[inner][SHADE]) || 0) + tree.bytes[at]);
       }
       const leaves = tree.leaves[node];
-      made.push(make("p", "", `${number(leaves)} ${leaves === 1 ? "leaf" : "leaves"}: ${bytes(tree.bytes[node])} per device (${percent(tree.bytes[node], tree.bytes[0])} of all shown), ${bytes(tree.total[node])} in all`));
+      const share = node ? ` (${percent(tree.bytes[node], tree.bytes[0])} of all shown)` : "";
+      made.push(make("p", "", `${number(leaves)} ${leaves === 1 ? "leaf" : "leaves"}: ${bytes(tree.bytes[node])} per device${share}, ${bytes(tree.total[node])} in all`));
       const items = make("ul");
       [...sums].sort((a, b) => b[1] - a[1]).forEach(([shade, sum]) => {
         const item = make("li");
@@ -363,7 +364,7 @@
   const nameIn = (node, room) => {
     const parts = tree.paths[node].slice(tree.root ? tree.paths[tree.root].length + 1 : 0).split("/");
     const ends = parts.slice(0, -1).map((_, at) => parts.slice(at).join("/"));
-    return [...ends, ...parts.slice(-2)].find((text) => text && fits(text, room)) || "";
+    return [...ends, parts.at(-2) || parts[0]].find((text) => text && fits(text, room)) || "";
   };
 
   const write = (node, left, top, width, height) => {
@@ -411,6 +412,7 @@
       const inset = wide > 3 && high > 3 ? 1 : 0;
       pen.fillStyle = colours[shade]; pen.fillRect(left, top, wide - inset, high - inset);
       if (data.shades[shade][1] < 0 && wide > 6 && high > 6) stripes(left, top, wide - inset, high - inset, hatch);
+      if (pen.globalAlpha < 1) continue;
       pen.fillStyle = ink; write(node, left, top, wide, high);
     }
     pen.globalAlpha = 1;
