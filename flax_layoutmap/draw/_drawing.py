@@ -30,6 +30,19 @@ class Drawing:
 
     Attributes:
         scene: what it shows, as plain numbers and words.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> print(flm.draw.mesh("model=2").text(width=40))
+        mesh model=2
+        2 devices, abstract
+        <BLANKLINE>
+        devices
+          model
+          0   1
+        ┌───┬───┐
+        │ 0 │ 1 │
+        └───┴───┘
     """
 
     scene: Scene
