@@ -194,8 +194,8 @@ def test_a_gather_that_is_written_several_times_counts_once() -> None:
 
 def test_branches_are_noted() -> None:
     assert program("8b_two_v5e").notes == (
-        "conditional takes one of 2 branches; all of them are counted",
-        "conditional.1 takes one of 2 branches; all of them are counted",
+        "each device takes one branch of conditional, conditional.1; all branches are "
+        "counted",
     )
     assert program("8b_v5e").notes == ()
 

@@ -134,7 +134,7 @@ class _Reader:
         self.found: list[_Found] = []
         self.trouble: dict[int, str] = {}
         self.loops: dict[str, None] = {}
-        self.notes: dict[str, None] = {}
+        self.branching: dict[str, None] = {}
         self.idle = 0
         self.active = _active(self.module)
 
@@ -152,9 +152,13 @@ class _Reader:
             self.seen[line.number] = line
             self.trouble[line.number] = f"not reached: {_short(line.text)}"
         unread = (*self.loops, *(self.trouble[at] for at in sorted(self.trouble)))
-        return Program(
-            tuple(collectives), unread, repeated, self.idle, tuple(self.notes)
-        )
+        return Program(tuple(collectives), unread, repeated, self.idle, self.notes())
+
+    def notes(self) -> tuple[str, ...]:
+        if not self.branching:
+            return ()
+        names = ", ".join(self.branching)
+        return (f"each device takes one branch of {names}; all branches are counted",)
 
     def walk(self, computation: str, executions: int, above: tuple[str, ...]) -> None:
         """Follows everything that a computation calls."""
@@ -200,10 +204,7 @@ class _Reader:
             if name in self.active
         ]
         if instruction.opcode == "conditional" and names:
-            self.notes[
-                f"{instruction.name} takes one of {len(names)} branches; all of them "
-                "are counted"
-            ] = None
+            self.branching[instruction.name] = None
         return names
 
     def visit(

@@ -1,0 +1,382 @@
+"""Compiling for TPUs that are not there, in a process that may die.
+
+The TPU compiler ends its process on some shapes, faults with another JAX, and hangs
+where it asks the cloud for metadata. It is therefore never loaded here.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flax_layoutmap._errors import LayoutError, MeshError
+from flax_layoutmap._topologies import Topology
+
+_CHILD = Path(__file__).with_name("_child.py")
+_PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
+# Without these the library asks the cloud for metadata, logs to files, and says
+# nothing of reshards that it makes the hard way.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_STDERR_LOG_LEVEL": "1",
+    "TPU_MIN_LOG_LEVEL": "1",
+}
+_TOO_LARGE = re.compile(
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+)
+_ROOM = "make room, or set TMPDIR to a folder with more"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_REMATERIALISED = re.compile(
+    r"Involuntary full rematerialization\. .*? for HLO operation (.*)"
+)
+_NO_SPACE = re.compile("no space left on device|disk quota exceeded", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What the compiler said.
+
+    Attributes:
+        text: the program after all optimisations; None where it does not fit.
+        memory: bytes on one device, by kind: `"arguments"`, `"temporary"`, `"peak"`.
+        too_large: bytes that it needs and bytes there are, where it does not fit.
+        slice_of: slice of each place of the mesh, row by row; empty where the compiler
+            did not come so far.
+        seconds: time that it took to compile.
+        warnings: what the user should know.
+    """
+
+    text: str | None
+    memory: Mapping[str, int]
+    too_large: tuple[int, int] | None
+    slice_of: tuple[int, ...]
+    seconds: float
+    warnings: tuple[str, ...]
+
+
+def compile_for(
+    code: bytes,
+    topology: Topology,
+    sizes: Sequence[int],
+    *,
+    timeout: float,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """Compiles a lowered module for a topology, in a child process.
+
+    Args:
+        code: bytecode of the module, lowered for a mesh of these sizes.
+        topology: the slices.
+        sizes: sizes of the mesh axes; the first ones go over the slices.
+        timeout: seconds after which the child is ended; waiting for another compile
+            on this machine is part of it.
+        options: options of the XLA compiler.
+
+    Raises:
+        LayoutError: libtpu is missing, or the child died, hung or failed.
+        MeshError: the mesh does not fill the slices.
+    """
+    within, between = split_over_slices(sizes, topology)
+    warning = check_libtpu()
+    name, told = topology.compiler_arguments()
+    request = {
+        "topology": name,
+        "options": told,
+        "within": within,
+        "between": between,
+        "compiler_options": dict(options or {}),
+    }
+    ends = time.monotonic() + timeout
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="flax_layoutmap_", ignore_cleanup_errors=True
+        ) as folder:
+            with only_one(ends, timeout):
+                path = Path(folder)
+                (path / "module.mlirbc").write_bytes(code)
+                asked = json.dumps(request)
+                (path / "request.json").write_text(asked, encoding="utf-8")
+                code_of_exit, said = _run(path, ends)
+                return _understood(
+                    path, code_of_exit, said, str(topology), timeout, warning
+                )
+    except OSError as error:
+        raise LayoutError(
+            f"flm.pod.compile cannot work in the temporary folder: {error}; {_ROOM}"
+        ) from error
+
+
+def split_over_slices(
+    sizes: Sequence[int], topology: Topology
+) -> tuple[list[int], list[int]]:
+    """Sizes of the mesh axes inside one slice, and over the slices.
+
+    Raises:
+        MeshError: the mesh does not fill the topology, or its first axes do not go
+            over whole slices.
+    """
+    count = math.prod(sizes)
+    grid = "×".join(map(str, sizes))
+    if count != topology.devices:
+        raise MeshError(
+            f"the mesh {grid} has {count:,} devices, and {topology} has "
+            f"{topology.devices:,}; change a size, let one be -1, or take another "
+            "topology"
+        )
+    between, left = [], topology.slices
+    for size in sizes:
+        part = math.gcd(left, size)
+        between.append(part)
+        left //= part
+        if part < size:
+            break
+    if left != 1:
+        raise MeshError(
+            f"the mesh {grid} does not lie on {topology}: the first axes go over the "
+            f"{topology.slices} slices; put an axis of size {topology.slices} first"
+        )
+    between += [1] * (len(sizes) - len(between))
+    within = [size // part for size, part in zip(sizes, between, strict=True)]
+    return within, between
+
+
+def check_libtpu() -> str | None:
+    """Whether there is a TPU library; a warning where it is not the one JAX pins.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    pinned = wanted_libtpu()
+    if os.environ.get("TPU_LIBRARY_PATH"):
+        if not Path(os.environ["TPU_LIBRARY_PATH"]).is_file():
+            raise LayoutError(
+                f"TPU_LIBRARY_PATH is {os.environ['TPU_LIBRARY_PATH']!r}, and there is "
+                "no such file; unset it to use the installed libtpu"
+            )
+        return None
+    try:
+        found = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        version = f"=={pinned}.*" if pinned else ""
+        raise LayoutError(
+            "flm.pod.compile needs libtpu, and it is not installed: pip install "
+            f"'libtpu{version}' (Linux on x86-64, 200 MB; no TPU is needed), or "
+            "'flax-layoutmap[tpu-aot]' for the newest JAX; flm.pod.plan needs none"
+        ) from None
+    if pinned and found != pinned and not found.startswith(f"{pinned}."):
+        return (
+            f"libtpu {found} is not the one that this JAX pins, {pinned}.*; another "
+            f"may fail or die: pip install 'libtpu=={pinned}.*'"
+        )
+    return None
+
+
+def wanted_libtpu() -> str | None:
+    """The libtpu that the installed JAX pins, such as `"0.0.42"`."""
+    for line in importlib.metadata.requires("jax") or []:
+        found = _PIN.match(line)
+        if found:
+            return found[1]
+    return None
+
+
+@contextlib.contextmanager
+def only_one(ends: float, timeout: float) -> Iterator[None]:
+    """Keeps other compiles of this user on this machine waiting.
+
+    One takes 1 to 11 GB and both of two cores. The lock is given back by the system
+    when a process ends, however it ends.
+
+    Raises:
+        LayoutError: the other one takes too long.
+    """
+    import fcntl
+
+    user = os.getuid()
+    path = Path(tempfile.gettempdir()) / f"flax_layoutmap_compile_{user}.lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    handle = os.open(path, flags, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= ends:
+                    raise LayoutError(
+                        f"another flm.pod.compile was still running after {timeout:g} "
+                        "seconds; one runs at a time on a machine: wait for it, or "
+                        "pass a larger timeout"
+                    ) from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _environment() -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        # A job's own cluster and flags are not the child's.
+        if name not in ("LIBTPU_INIT_ARGS", "TPU_PROCESS_BOUNDS", "XLA_FLAGS")
+    }
+    if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):
+        # On a TPU VM the library's lock guards the chips; elsewhere there are none.
+        kept["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    return kept | _ENVIRONMENT
+
+
+def _run(folder: Path, ends: float) -> tuple[int | None, str]:
+    """Runs the child; its exit code (None: it was ended here) and what it said."""
+    with (folder / "stderr.txt").open("wb") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-P", str(_CHILD), str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            env=_environment(),
+            start_new_session=True,
+        )
+        try:
+            code = child.wait(max(0.0, ends - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if child.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+    return code, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
+
+
+def _understood(
+    folder: Path,
+    code: int | None,
+    said: str,
+    topology: str,
+    timeout: float,
+    warning: str | None,
+) -> Compiled:
+    """What a child that ended has found; raises where it found nothing."""
+    result = folder / "result.json"
+    if not result.is_file():
+        raise LayoutError(_how_it_ended(code, said, topology, timeout, warning))
+    answer = json.loads(result.read_text(encoding="utf-8"))
+    error = answer.get("error")
+    too_large = _too_large(error or "")
+    if error is not None and _NO_SPACE.search(error):
+        raise LayoutError(f"the compiler found no space on the disk; {_ROOM}")
+    if error is not None and too_large is None:
+        raise LayoutError(_why_it_failed(error, answer["stage"], topology, warning))
+    text = folder / "program.txt"
+    notes = [warning] if warning else []
+    if "mesh_note" in answer:
+        notes.append(
+            "the devices are in the order of their numbers, because JAX finds no "
+            f"order along the links: {answer['mesh_note']}"
+        )
+    if "text_error" in answer:
+        notes.append(
+            f"the program was read from a dump: {_first_line(answer['text_error'])}"
+        )
+    notes += rematerialised(said)
+    return Compiled(
+        text=text.read_text(encoding="utf-8") if error is None else None,
+        memory=answer.get("memory", {}),
+        too_large=too_large,
+        slice_of=tuple(answer.get("slice_of", ())),
+        seconds=float(answer.get("seconds", 0.0)),
+        warnings=tuple(notes),
+    )
+
+
+def rematerialised(said: str) -> list[str]:
+    """The reshards that the compiler says it does by copying the whole array."""
+    found = {}
+    for line in said.splitlines():
+        warned = _REMATERIALISED.search(line)
+        if warned:
+            name = re.search(r'op_name="([^"]*)"', warned[1])
+            kind = re.search(r"= ([a-z]\w*\[[\d,]*\])", warned[1])
+            what = name[1] if name else warned[1].split(" ")[0]
+            shape = f" {kind[1]}" if kind else ""
+            found[
+                f"involuntary rematerialization of {what}{shape}: the compiler makes "
+                "the whole array on every device to change its sharding"
+            ] = None
+    return list(found)
+
+
+def _too_large(error: str) -> tuple[int, int] | None:
+    found = _TOO_LARGE.search(error)
+    if found is None:
+        return None
+    needed = float(found[1]) * _UNITS[found[2]]
+    there = float(found[3]) * _UNITS[found[4]]
+    return round(needed), round(there)
+
+
+def _how_it_ended(
+    code: int | None, said: str, topology: str, timeout: float, warning: str | None
+) -> str:
+    if code is None:
+        text = (
+            f"the compiler did not finish for {topology} in {timeout:g} seconds, and "
+            "was ended; pass a larger timeout. A model whose layers are unrolled takes "
+            "2 to 4 times as long as a scan over them"
+        )
+    elif _NO_SPACE.search(said):
+        text = f"the compiler found no space on the disk; {_ROOM}"
+    elif code < 0:
+        name = signal.Signals(-code).name
+        text = f"the compiler died for {topology}, by {name}"
+        if name == "SIGKILL":
+            text += " (out of memory, if nobody killed it)"
+    else:
+        text = f"the compiler ended for {topology}, with exit code {code}"
+    return _with_last_words(text, said, warning)
+
+
+def _with_last_words(text: str, said: str, warning: str | None) -> str:
+    lines = [line for line in said.splitlines() if line.strip()]
+    fatal = [
+        line for line in lines if re.match(r"(F\d{4} |.*Error\b|.*Check fail)", line)
+    ]
+    last = (fatal or lines)[-3:]
+    if warning:
+        text += f". {warning}"
+    return "\n  ".join([f"{text}. Its last words:" if last else text, *last])
+
+
+def _why_it_failed(error: str, stage: str, topology: str, warning: str | None) -> str:
+    where = {
+        "topology": "the TPU library does not make",
+        "mesh": "no mesh on",
+        "compile": "the compiler refuses the program for",
+        "memory": "no memory figures of the program for",
+        "text": "no text of the program for",
+    }
+    text = f"{where.get(stage, stage)} {topology}: {error.strip()}"
+    return f"{text}\n  {warning}" if warning else text
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""

@@ -1,0 +1,194 @@
+"""The child process of `flm.pod.compile`: one program in, the compiler's word out.
+
+It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package:
+only JAX and the TPU library, which may end the process at any moment. The folder has
+`request.json` and `module.mlirbc`; what is found goes to `program.txt` and, last and
+whole, to `result.json`.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_FIGURES = {
+    "arguments": "argument_size_in_bytes",
+    "outputs": "output_size_in_bytes",
+    "donated": "alias_size_in_bytes",
+    "temporary": "temp_size_in_bytes",
+    "code": "generated_code_size_in_bytes",
+    "peak": "peak_memory_in_bytes",
+}
+# What JAX and the compiler raise. Anything else ends the process, with a trace that
+# the parent shows.
+_FAILURES = (
+    AssertionError,
+    ImportError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def main(folder: Path) -> None:
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    answer: dict[str, Any] = {"stage": "topology"}
+    try:
+        _answer(folder, request, answer)
+    except _FAILURES as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+    _write(folder / "result.json", json.dumps(answer))
+
+
+def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> None:
+    import numpy as np
+    from jax.experimental import topologies
+
+    found = topologies.get_topology_desc(
+        request["topology"], "tpu", **_tuples(request["options"])
+    )
+    answer["stage"] = "mesh"
+    devices = _grid(found.devices, request, answer)
+    flat = list(np.asarray(devices, dtype=object).flat)
+    answer["libtpu"] = str(getattr(flat[0].client, "platform_version", ""))
+    answer["slice_of"] = [getattr(device, "slice_index", 0) for device in flat]
+    answer["process_of"] = [device.process_index for device in flat]
+    answer["stage"] = "compile"
+    started = time.perf_counter()
+    code = (folder / "module.mlirbc").read_bytes()
+    executable = _compiled(code, flat, request["compiler_options"])
+    answer["seconds"] = time.perf_counter() - started
+    answer["stage"] = "memory"
+    stats = executable.get_compiled_memory_stats()
+    answer["memory"] = {
+        key: int(getattr(stats, name))
+        for key, name in _FIGURES.items()
+        if hasattr(stats, name)
+    }
+    answer["stage"] = "text"
+    try:
+        text = executable.hlo_modules()[0].to_string()
+    except _FAILURES as error:
+        answer["text_error"] = f"{type(error).__name__}: {error}"
+        text = _dumped(folder, code, flat, request["compiler_options"])
+    _write(folder / "program.txt", text)
+    answer["stage"] = "done"
+
+
+def _end_with_the_parent() -> None:
+    """Ends this process when the one that waits for it is gone."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _tuples(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in options.items()
+    }
+
+
+def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
+    """The devices in the order of the mesh, neighbours on the links where it goes."""
+    import numpy as np
+    from jax.experimental import mesh_utils
+
+    within, between = request["within"], request["between"]
+    shape = [size * times for size, times in zip(within, between, strict=True)]
+    try:
+        if request["options"].get("num_slices", 1) > 1:
+            return mesh_utils.create_hybrid_device_mesh(
+                within, between, devices, allow_split_physical_axes=True
+            )
+        return mesh_utils.create_device_mesh(
+            shape, devices, allow_split_physical_axes=True
+        )
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        # Which devices are neighbours changes the cost, and no collective's axes.
+        answer["mesh_note"] = f"{type(error).__name__}: {error}"
+        return np.array(list(devices), dtype=object).reshape(shape)
+
+
+def _compiled(code: bytes, devices: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Compiles a lowered module for devices that are not there.
+
+    `jax.jit` lowers for the devices it is going to run on; a module that was lowered
+    for a mesh without devices goes to the compiler by the client's own interface.
+    """
+    import numpy as np
+    from jax.interpreters import mlir
+    from jaxlib import xla_client
+    from jaxlib.mlir import ir
+
+    with mlir.make_ir_context():
+        module = ir.Module.parse(code)
+        arguments, results = _laid_out(module)
+    made = xla_client.CompileOptions()
+    made.num_replicas = 1
+    made.num_partitions = len(devices)
+    made.device_assignment = xla_client.DeviceAssignment.create(
+        np.array([[device.id for device in devices]])
+    )
+    made.env_option_overrides = list(options.items())
+    build = made.executable_build_options
+    build.num_replicas = 1
+    build.num_partitions = len(devices)
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = True
+    build.allow_spmd_sharding_propagation_to_parameters = [not own for own in arguments]
+    build.allow_spmd_sharding_propagation_to_output = [not own for own in results]
+    where = xla_client.DeviceList(tuple(devices))
+    return devices[0].client.compile(module, where, made)
+
+
+def _laid_out(module: Any) -> tuple[list[bool], list[bool]]:
+    """Whether each argument, and each result, of a module has a sharding."""
+    for op in module.body.operations:
+        if op.operation.name == "func.func" and '"main"' in str(op.sym_name):
+            kind = op.type
+            return (
+                _with_sharding(op, "arg_attrs", len(kind.inputs)),
+                _with_sharding(op, "res_attrs", len(kind.results)),
+            )
+    raise ValueError("the module has no function main")
+
+
+def _with_sharding(op: Any, name: str, count: int) -> list[bool]:
+    if name not in op.attributes:
+        return [False] * count
+    return ["sdy.sharding" in one for one in op.attributes[name]]
+
+
+def _dumped(
+    folder: Path, code: bytes, devices: Sequence[Any], options: dict[str, Any]
+) -> str:
+    """The text as the compiler dumps it, where jaxlib cannot print the program."""
+    dump = folder / "dump"
+    dump.mkdir()
+    more = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    _compiled(code, devices, options | more)
+    (path,) = dump.glob("*.after_optimizations.txt")
+    return path.read_text(encoding="utf-8")
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file that is whole or not there."""
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    # The library's own threads are not waited for.
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,187 @@
+"""compile: the TPU compiler's own word on a step, for slices that are not there."""
+
+import collections
+import dataclasses
+import io
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._table import human_bytes
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap._topologies import topology as topology_of
+from flax_layoutmap.pod._abstract_call import Lowered, lower_step
+from flax_layoutmap.pod._aot import (
+    Compiled,
+    check_libtpu,
+    compile_for,
+    split_over_slices,
+)
+from flax_layoutmap.pod._hlo import read_program
+from flax_layoutmap.pod._links import seconds_bound
+from flax_layoutmap.pod._passes import spread
+from flax_layoutmap.pod._plan import _Plan, _rules_and_mesh
+from flax_layoutmap.pod._records import Memory
+from flax_layoutmap.pod._report import PodReport
+
+_PARAMETER = re.compile(r" parameter\((\d+)\).*?op_name=\"((?:[^\"\\]|\\.)*)\"")
+
+
+def compile(
+    step: Any,
+    *args: Any,
+    topology: Any,
+    slices: int | None = None,
+    mesh: Any = None,
+    layout_map: Any = None,
+    donate_argnames: str | Iterable[str] = (),
+    timeout: float = 900.0,
+    compiler_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> PodReport:
+    """Compiles a step for TPU slices that are not there, and says what came out.
+
+    The step is lowered here, as for `flm.pod.plan`, and compiled by libtpu in another
+    process, which may die or hang without harm. What that gives beyond a plan: whether
+    the step fits, with the peak of memory as the compiler sees it; the collectives as
+    they will run, after the compiler has merged, moved and split them; the traffic
+    between slices; and its warnings. Hosts, reshards, drift and operations are the
+    plan's. One compile runs at a time on a machine.
+
+    Args:
+        step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
+        *args: its arguments, as for `flm.pod.plan`.
+        topology: as for `flm.pod.topology`, such as `"v5p:4x4x4"`.
+        slices: how many slices of it. The first axes of the mesh go over them.
+        mesh: as for `flm.pod.plan`; one size may be -1.
+        layout_map: the rules, as for `flm.pod.plan`.
+        donate_argnames: arguments that are given away, where `step` is a function.
+        timeout: seconds after which the compiler is ended, with the wait for another
+            compile. A scan over layers takes one or two minutes on two cores.
+        compiler_options: options of XLA by name, such as
+            `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller budget of memory.
+        **kwargs: arguments of the step by name.
+
+    Returns:
+        The report. Where the step does not fit, `fits` is False, and the collectives
+        are those of the plan.
+
+    Raises:
+        LayoutError: libtpu is missing; the compiler refused the step, died, or did not
+            finish in time; the step needs real values, or has no rules.
+        MeshError: there is no such topology, or the mesh does not fill it.
+        RuleError: a rule names an axis that the mesh does not have.
+        ResolveError: the arguments do not fit the rules on this mesh.
+
+    Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
+    `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.
+    """
+    start = time.perf_counter()
+    where = topology_of(topology, slices=slices)
+    check_libtpu()
+    rules, own = _rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
+    split_over_slices(own.shape, where)
+    lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu")
+    planned = _planned(_Plan(lowered, own, where), start)
+    done = compile_for(
+        bytecode(lowered.lowered),
+        where,
+        own.shape,
+        timeout=timeout,
+        options=compiler_options,
+    )
+    report = _too_large(planned, done) if done.text is None else planned
+    if done.text is not None:
+        report = _compiled(planned, done, done.text, lowered, where)
+    return dataclasses.replace(report, took_seconds=time.perf_counter() - start)
+
+
+def bytecode(lowered: Any) -> bytes:
+    """A lowered module as bytes, for a process with the same jaxlib."""
+    made = io.BytesIO()
+    lowered.compiler_ir("stablehlo").operation.write_bytecode(made)
+    return made.getvalue()
+
+
+def _planned(made: _Plan, start: float) -> PodReport:
+    """The plan's report; as much of it as there is where Shardy refuses."""
+    try:
+        planned = made.report(spread(made.lowered.lowered), start)
+    except LayoutError as error:
+        planned = PodReport(
+            engine="compile",
+            step=made.lowered.name,
+            mesh=made.mesh,
+            topology=made.topology,
+            warnings=(f"without a plan: {error}",),
+        )
+    return dataclasses.replace(planned, engine="compile", replan=None, values=None)
+
+
+def _too_large(planned: PodReport, done: Compiled) -> PodReport:
+    assert done.too_large is not None
+    needed, there = done.too_large
+    memory = dataclasses.replace(
+        planned.memory,
+        peak_bytes=needed,
+        limit_bytes=there,
+        note="the compiler's figures: arguments, results and temporaries together",
+    )
+    said = (
+        f"does not fit: the step needs {human_bytes(needed)} on a device, and the "
+        f"compiler allows {human_bytes(there)} ({human_bytes(needed - there)} too "
+        "much); shard more, take a smaller batch per device, or rematerialise. The "
+        "collectives are the plan's"
+    )
+    warnings = (said, *planned.warnings, *done.warnings)
+    return dataclasses.replace(planned, fits=False, memory=memory, warnings=warnings)
+
+
+def _compiled(
+    planned: PodReport, done: Compiled, text: str, lowered: Lowered, where: Topology
+) -> PodReport:
+    sizes = planned.mesh.axis_sizes
+    program = read_program(
+        text,
+        sizes.keys(),
+        sizes.values(),
+        slice_of=done.slice_of if where.slices > 1 else (),
+        paths=paths_of(text, [leaf.path for leaf in lowered.leaves]),
+    )
+    return dataclasses.replace(
+        planned,
+        fits=True,
+        memory=_memory(planned.memory, done),
+        collectives=program.collectives,
+        seconds_bound=seconds_bound(program.collectives, sizes, where),
+        unrecognised=dict(collections.Counter(program.unrecognised)),
+        warnings=(*planned.warnings, *done.warnings, *program.notes),
+    )
+
+
+def _memory(planned: Memory, done: Compiled) -> Memory:
+    found = done.memory
+    at_rest = planned.at_rest_bytes
+    return dataclasses.replace(
+        planned,
+        padding_bytes=max(0, found.get("arguments", at_rest) - at_rest),
+        temporary_bytes=found.get("temporary"),
+        peak_bytes=found.get("peak"),
+        note=(
+            "the compiler's figures; the runtime, other programs and host buffers "
+            "come on top. Temporaries share memory, so that the peak may be less "
+            "than the sum"
+        ),
+    )
+
+
+def paths_of(text: str, paths: list[str]) -> dict[str, str]:
+    """What a program calls its arguments → their paths, by position."""
+    entry = text[text.find("\nENTRY ") :]
+    return {
+        name.replace("\\'", "'"): paths[int(at)]
+        for at, name in _PARAMETER.findall(entry)
+        if int(at) < len(paths)
+    }

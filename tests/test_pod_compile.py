@@ -1,0 +1,532 @@
+"""The compiler's word: the child process and its deaths; libtpu where it is."""
+
+import ast
+import glob
+import importlib.metadata
+import json
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import flax_layoutmap as flm
+from flax_layoutmap._topologies import topology
+from flax_layoutmap.pod import _aot
+from flax_layoutmap.pod._aot import (
+    Compiled,
+    check_libtpu,
+    compile_for,
+    only_one,
+    rematerialised,
+    split_over_slices,
+    wanted_libtpu,
+)
+from flax_layoutmap.pod._compile import paths_of
+
+needs_libtpu = pytest.mark.skipif(
+    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
+    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
+    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
+)
+V5E = topology("v5e:2x2")
+ROOM = "make room, or set TMPDIR to a folder with more"
+
+
+# ------------------------------------------------------- a child that is not libtpu's
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no test waits for a compile of somebody else's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Puts another program in the place of the child; libtpu seems to be there."""
+
+    def put(body: str) -> None:
+        path = tmp_path / "child.py"
+        head = """\
+            import json, os, signal, sys, time
+            from pathlib import Path
+            folder = Path(sys.argv[1])
+            request = json.loads((folder / "request.json").read_text())
+            def answer(**values):
+                (folder / "result.json").write_text(json.dumps(values))
+            """
+        path.write_text(textwrap.dedent(head) + textwrap.dedent(body))
+        monkeypatch.setattr(_aot, "_CHILD", path)
+
+    pretend_libtpu(monkeypatch, f"{wanted_libtpu()}.1")
+    return put
+
+
+def pretend_libtpu(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    real = importlib.metadata.version
+
+    def found(name: str) -> str:
+        if name != "libtpu":
+            return real(name)
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(importlib.metadata, "version", found)
+
+
+def run(timeout: float = 60.0, **options: Any) -> Compiled:
+    return compile_for(b"code", V5E, (2, 2), timeout=timeout, **options)
+
+
+def refused(timeout: float = 60.0) -> str:
+    with pytest.raises(flm.LayoutError) as caught:
+        run(timeout)
+    return str(caught.value)
+
+
+def test_what_the_child_is_told_and_says(child: Callable[[str], None]) -> None:
+    child("""
+        assert (folder / "module.mlirbc").read_bytes() == b"code"
+        assert os.environ["JAX_PLATFORMS"] == "cpu"
+        (folder / "program.txt").write_text(json.dumps(request))
+        answer(memory={"peak": 7}, slice_of=[0, 0, 0, 0], seconds=1.5)
+    """)
+    found = run(options={"xla_option": True})
+    assert json.loads(found.text or "") == {
+        "topology": "v5e:2x2",
+        "options": {"chips_per_host_bounds": [2, 2, 1], "wrap": [False, False, False]},
+        "within": [2, 2],
+        "between": [1, 1],
+        "compiler_options": {"xla_option": True},
+    }
+    assert (found.memory, found.seconds) == ({"peak": 7}, 1.5)
+    assert (found.slice_of, found.warnings, found.too_large) == ((0, 0, 0, 0), (), None)
+    left = [path.name for path in Path(tempfile.gettempdir()).iterdir()]
+    assert not [name for name in left if not name.endswith((".lock", ".py"))]
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("print('F1122 Check failed: x <= 16', flush=True); os.abort()", "SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV"),
+    ],
+)
+def test_a_child_that_dies(child: Callable[[str], None], body: str, name: str) -> None:
+    child(body)
+    text = refused()
+    assert text.startswith(f"the compiler died for v5e:2x2, by {name}")
+    assert ("F1122 Check failed: x <= 16" in text) == (name == "SIGABRT")
+
+
+def test_a_child_that_is_killed(child: Callable[[str], None]) -> None:
+    child("os.kill(os.getpid(), signal.SIGKILL)")
+    assert refused() == (
+        "the compiler died for v5e:2x2, by SIGKILL (out of memory, if nobody killed it)"
+    )
+
+
+def test_a_child_that_hangs(child: Callable[[str], None]) -> None:
+    child("""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.fork()  # a process of its own must not be left behind
+        (Path(sys.argv[0]).parent / f"pid{os.getpid()}").write_text("")
+        print("waiting for metadata", flush=True)
+        time.sleep(600)
+    """)
+    text = refused(timeout=2.0)
+    assert text == (
+        "the compiler did not finish for v5e:2x2 in 2 seconds, and was ended; pass a "
+        "larger timeout. A model whose layers are unrolled takes 2 to 4 times as long "
+        "as a scan over them. Its last words:\n  waiting for metadata\n  waiting for "
+        "metadata"
+    )
+    started = glob.glob(f"{tempfile.gettempdir()}/pid*")
+    assert len(started) == 2
+    for path in started:
+        state = Path("/proc") / path.rpartition("pid")[2] / "status"
+        assert not state.exists() or "zombie" in state.read_text()
+
+
+def test_a_child_that_gives_up(child: Callable[[str], None]) -> None:
+    child("print('ImportError: no jax', file=sys.stderr); sys.exit(3)")
+    assert refused() == (
+        "the compiler ended for v5e:2x2, with exit code 3. Its last words:\n"
+        "  ImportError: no jax"
+    )
+
+
+def test_a_refusal(child: Callable[[str], None]) -> None:
+    child("answer(stage='compile', error='RuntimeError: INVALID_ARGUMENT: no')")
+    assert refused() == (
+        "the compiler refuses the program for v5e:2x2: RuntimeError: "
+        "INVALID_ARGUMENT: no"
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "answer(stage='text', error='OSError: [Errno 28] No space left on device')",
+        "print('OSError: [Errno 28] No space left on device'); sys.exit(1)",
+    ],
+)
+def test_no_space_for_the_child(child: Callable[[str], None], body: str) -> None:
+    child(body)
+    text = refused()
+    assert text.startswith(f"the compiler found no space on the disk; {ROOM}")
+
+
+def test_no_temporary_folder(
+    child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child("answer()")
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere/at/all")
+    text = refused()
+    assert text.startswith("flm.pod.compile cannot work in the temporary folder: ")
+    assert text.endswith(f"; {ROOM}")
+
+
+OUT_OF_MEMORY = (
+    "JaxRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory "
+    "required for HLO temporaries (49.73G) exceeds available HBM (15.75G)."
+)
+
+
+def test_what_does_not_fit(child: Callable[[str], None]) -> None:
+    child(f"answer(stage='compile', error={OUT_OF_MEMORY!r}, slice_of=[0] * 4)")
+    found = run()
+    assert found.text is None
+    assert found.too_large == (round(49.73 * 2**30), round(15.75 * 2**30))
+
+
+def test_notes_of_the_child(child: Callable[[str], None]) -> None:
+    child("""
+        (folder / "program.txt").write_text("HloModule m")
+        answer(mesh_note="NotImplementedError: no", text_error="INTERNAL: no\\nmore")
+    """)
+    assert run().warnings == (
+        "the devices are in the order of their numbers, because JAX finds no order "
+        "along the links: NotImplementedError: no",
+        "the program was read from a dump: INTERNAL: no",
+    )
+
+
+def test_one_at_a_time(child: Callable[[str], None]) -> None:
+    child("answer(seconds=1.0); (folder / 'program.txt').write_text('HloModule m')")
+    with only_one(0.0, 1.0):
+        assert refused(timeout=0.2) == (
+            "another flm.pod.compile was still running after 0.2 seconds; one runs at "
+            "a time on a machine: wait for it, or pass a larger timeout"
+        )
+    assert run().text == "HloModule m"
+
+
+def test_the_childs_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--x")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("HOME", "/somewhere")
+    monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
+    monkeypatch.setattr(glob, "glob", lambda pattern: [])
+    found = _aot._environment()
+    assert found["HOME"] == "/somewhere" and found["TPU_SKIP_MDS_QUERY"] == "1"
+    assert not {"LIBTPU_INIT_ARGS", "XLA_FLAGS"} & set(found)
+    assert found["ALLOW_MULTIPLE_LIBTPU_LOAD"] == "1"
+    # Never where there are chips: the library's lock guards them.
+    monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/accel0"])
+    assert "ALLOW_MULTIPLE_LIBTPU_LOAD" not in _aot._environment()
+
+
+# ---------------------------------------------------------------------------- libtpu
+
+
+def test_the_pin_is_that_of_the_installed_jax() -> None:
+    wanted = wanted_libtpu()
+    assert wanted is not None and wanted.startswith("0.0.")
+
+
+def test_no_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_libtpu(monkeypatch, None)
+    assert refused() == (
+        "flm.pod.compile needs libtpu, and it is not installed: pip install "
+        f"'libtpu=={wanted_libtpu()}.*' (Linux on x86-64, 200 MB; no TPU is needed), "
+        "or 'flax-layoutmap[tpu-aot]' for the newest JAX; flm.pod.plan needs none"
+    )
+
+
+def test_another_libtpu(
+    child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_libtpu(monkeypatch, "0.0.10")
+    said = (
+        f"libtpu 0.0.10 is not the one that this JAX pins, {wanted_libtpu()}.*; "
+        f"another may fail or die: pip install 'libtpu=={wanted_libtpu()}.*'"
+    )
+    assert check_libtpu() == said
+    child("(folder / 'program.txt').write_text('HloModule m'); answer()")
+    assert run().warnings == (said,)
+    child("os.kill(os.getpid(), signal.SIGSEGV)")
+    assert refused() == f"the compiler died for v5e:2x2, by SIGSEGV. {said}"
+
+
+def test_a_library_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_libtpu(monkeypatch, None)
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "/nowhere/libtpu.so")
+    assert refused() == (
+        "TPU_LIBRARY_PATH is '/nowhere/libtpu.so', and there is no such file; unset it "
+        "to use the installed libtpu"
+    )
+    (tmp_path / "libtpu.so").write_bytes(b"")
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
+    assert check_libtpu() is None
+
+
+# ------------------------------------------------------------------- mesh and messages
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slices", "within", "between"),
+    [
+        ((2, 2), 1, [2, 2], [1, 1]),
+        ((2, 2, 2), 2, [1, 2, 2], [2, 1, 1]),
+        ((8,), 2, [4], [2]),
+        ((1, 2, 4), 2, [1, 1, 4], [1, 2, 1]),
+        ((4, 2), 2, [2, 2], [2, 1]),
+        ((2, 2, 4), 4, [1, 1, 4], [2, 2, 1]),
+    ],
+)
+def test_the_first_axes_go_over_the_slices(
+    sizes: tuple[int, ...], slices: int, within: list[int], between: list[int]
+) -> None:
+    where = topology("v5e:2x2", slices=slices)
+    assert split_over_slices(sizes, where) == (within, between)
+
+
+def test_a_mesh_that_does_not_fill_the_slices() -> None:
+    with pytest.raises(flm.MeshError) as caught:
+        split_over_slices((2, 4), V5E)
+    assert str(caught.value) == (
+        "the mesh 2×4 has 8 devices, and v5e:2x2 has 4; change a size, let one be -1, "
+        "or take another topology"
+    )
+
+
+def test_a_mesh_that_does_not_go_over_whole_slices() -> None:
+    with pytest.raises(flm.MeshError) as caught:
+        split_over_slices((4, 6), topology("v5e:2x2", slices=6))
+    assert str(caught.value) == (
+        "the mesh 4×6 does not lie on 6 × v5e:2x2: the first axes go over the 6 "
+        "slices; put an axis of size 6 first"
+    )
+
+
+INVOLUNTARY = (
+    "W0822 10:11:12.1 1 spmd_partitioner.cc:656] [SPMD] Involuntary full "
+    "rematerialization. The compiler cannot go from sharding {devices=[2,1,2]0,1,2,3} "
+    "to {devices=[1,4,1]0,1,2,3} efficiently for HLO operation %add.2 = f32[8,16,4]"
+    "{2,1,0} add(%a, %b), sharding={devices=[2,1,2]0,1,2,3}, "
+    'metadata={op_name="jit(f1)/add" stack_frame_id=2}. As the last resort …'
+)
+
+
+def test_involuntary_rematerialisation_is_found() -> None:
+    said = f"noise\n{INVOLUNTARY}\n{INVOLUNTARY}\nmore noise"
+    assert rematerialised(said) == [
+        "involuntary rematerialization of jit(f1)/add f32[8,16,4]: the compiler makes "
+        "the whole array on every device to change its sharding"
+    ]
+    assert rematerialised("nothing of the kind") == []
+
+
+def test_arguments_by_position() -> None:
+    text = (
+        '%inner {\n  %p.9 = f32[] parameter(0), metadata={op_name="no"}\n}\n'
+        "\nENTRY %main {\n"
+        "  %p.1 = f32[2]{0} parameter(1), metadata={op_name=\"state[0][\\'b\\']\"}\n"
+        '  %p.0 = f32[2]{0} parameter(0), metadata={op_name="a"}\n}\n'
+    )
+    assert paths_of(text, ["w/a", "w/b"]) == {"a": "w/a", "state[0]['b']": "w/b"}
+
+
+def test_every_message_has_a_case() -> None:
+    source = Path(_aot.__file__).read_text(encoding="utf-8")
+    raised = [node for node in ast.walk(ast.parse(source)) if type(node) is ast.Raise]
+    # Each has a test of its text above; a new one changes this count.
+    assert len(raised) == 9
+
+
+# --------------------------------------------------------------------- the whole of it
+
+LAYERS = flm.LayoutMap(batch="data")
+LAYERS["up"] = (None, "model")
+LAYERS["down"] = ("model", None)
+
+
+def step(params: Any, x: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+        return ((x @ params["up"]) @ params["down"]).astype(jnp.float32).sum()
+
+    gradients = jax.grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - g, params, gradients)
+
+
+def arguments(width: int = 512) -> tuple[Any, Any]:
+    struct = jax.ShapeDtypeStruct
+    params = {
+        "up": struct((256, width), jnp.bfloat16),
+        "down": struct((width, 256), jnp.bfloat16),
+    }
+    return params, struct((64, 256), jnp.bfloat16)
+
+
+def compiled(topology: str, mesh: str, width: int = 512, **options: Any) -> Any:
+    return flm.pod.compile(
+        step,
+        *arguments(width),
+        topology=topology,
+        mesh=mesh,
+        layout_map=LAYERS,
+        donate_argnames="params",
+        **options,
+    )
+
+
+PROGRAM = """\
+HloModule jit_step, num_partitions=4
+
+ENTRY %main (p: bf16[256,256]) -> bf16[256,256] {
+  %p = bf16[256,256]{1,0} parameter(0), metadata={op_name="inputs[0]"}
+  %r = bf16[32,256]{1,0} all-reduce(%p), replica_groups=[2,2]<=[4]
+  ROOT %g = bf16[256,256]{1,0} brand-new(%r), replica_groups=[2,2]<=[4]
+}
+"""
+
+
+def test_a_report(child: Callable[[str], None]) -> None:
+    figures = {"arguments": 300_000, "temporary": 1000, "peak": 400_000}
+    child(f"""
+        assert (folder / "module.mlirbc").stat().st_size > 500
+        (folder / "program.txt").write_text({PROGRAM!r})
+        answer(memory={figures!r}, slice_of=[0] * 4, seconds=1.0)
+    """)
+    report = compiled("v5e:2x2", "data=2,model=-1")
+    assert (report.engine, report.fits) == ("compile", True)
+    assert str(report.topology) == "v5e:2x2"
+    assert report.memory.peak_bytes == 400_000
+    assert report.memory.temporary_bytes == 1000
+    at_rest = 2 * 256 * 256 * 2 + 32 * 256 * 2
+    assert report.memory.at_rest_bytes == at_rest
+    assert report.memory.padding_bytes == 300_000 - at_rest
+    assert [(one.kind, one.axes) for one in report.collectives] == [
+        ("all-reduce", ("model",))
+    ]
+    assert sum(report.unrecognised.values()) == 1
+    report.expect(axis="model", kinds={"all-reduce"}, small_bytes=0)
+    assert report.flops_per_device > 0 and len(report.hosts) == 1
+    assert "compile of step" in report.report()
+
+
+def test_a_report_of_what_does_not_fit(child: Callable[[str], None]) -> None:
+    child(f"answer(stage='compile', error={OUT_OF_MEMORY!r}, slice_of=[0] * 4)")
+    report = compiled("v5e:2x2", "data=2,model=2")
+    assert report.fits is False
+    assert report.memory.headroom_bytes is not None
+    assert report.memory.headroom_bytes < 0
+    assert report.warnings[0] == (
+        "does not fit: the step needs 49.7 GiB on a device, and the compiler allows "
+        "15.8 GiB (34.0 GiB too much); shard more, take a smaller batch per device, or "
+        "rematerialise. The collectives are the plan's"
+    )
+    assert report.collectives
+
+
+def test_bad_input_is_refused_before_the_compiler_starts(
+    child: Callable[[str], None],
+) -> None:
+    child("raise SystemExit('started')")
+    with pytest.raises(flm.MeshError, match="there is no slice v5e:3x3"):
+        compiled("v5e:3x3", "data=2,model=2")
+    with pytest.raises(flm.MeshError, match="has 8 devices, and v5e:2x2 has 4"):
+        compiled("v5e:2x2", "data=2,model=4")
+    with pytest.raises(flm.RuleError, match="model"):
+        compiled("v5e:2x2", "data=4")
+
+
+# -------------------------------------------------------------------- the real library
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "slices", "mesh"),
+    [
+        ("v5e:2x2", 1, "data=2,model=2"),
+        ("v5p:2x2x1", 1, "data=2,model=2"),
+        ("v5p:2x2x1", 2, "data=2,model=4"),
+        ("tpu7x:2x2x1", 1, "data=2,model=4"),
+    ],
+)
+def test_compiled_as_planned(name: str, slices: int, mesh: str) -> None:
+    report = compiled(name, mesh, slices=slices)
+    planned = flm.pod.plan(
+        step,
+        *arguments(),
+        topology=name,
+        slices=slices,
+        mesh=mesh,
+        layout_map=LAYERS,
+        donate_argnames="params",
+    )
+    assert report.fits is True and not report.unrecognised
+    assert report.memory.peak_bytes is not None
+    assert report.memory.at_rest_bytes <= report.memory.peak_bytes
+    # The arguments are what the plan says, tiles included.
+    added = report.memory.padding_bytes - planned.memory.padding_bytes
+    assert abs(added) <= 0.02 * planned.memory.at_rest_bytes
+    for axis in ("data", "model"):
+        sent, expected = report.wire_bytes(axis=axis), planned.wire_bytes(axis=axis)
+        assert expected / 2 <= sent <= expected * 1.05
+    assert any(one.over_dcn for one in report.collectives) == (slices > 1)
+
+
+@needs_libtpu
+def test_compiled_does_not_fit() -> None:
+    report = compiled("v5e:2x2", "data=2,model=2", 2**26)
+    assert report.fits is False
+    assert report.memory.limit_bytes == round(15.75 * 2**30)
+    assert report.memory.peak_bytes > report.memory.limit_bytes
+
+
+@needs_libtpu
+def test_a_smaller_budget_of_memory() -> None:
+    report = compiled(
+        "v5e:2x2",
+        "data=2,model=2",
+        2**20,
+        compiler_options={"xla_tpu_max_hbm_size_mib": 500},
+    )
+    assert report.fits is False and report.memory.limit_bytes == 500 * 2**20
+
+
+@needs_libtpu
+def test_an_option_that_does_not_exist() -> None:
+    with pytest.raises(flm.LayoutError, match="the compiler refuses the program"):
+        compiled("v5e:2x2", "data=2,model=2", compiler_options={"xla_nonsense": 1})
+
+
+def test_the_child_imports_nothing_of_the_package() -> None:
+    source = Path(_aot.__file__).with_name("_child.py").read_text(encoding="utf-8")
+    imported = [
+        getattr(node, "module", None) or node.names[0].name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    assert "jaxlib" in imported and not [
+        name for name in imported if name.startswith("flax_layoutmap")
+    ]
