@@ -66,10 +66,16 @@ def _spelt_otherwise(
     """What the rule may have meant: the end of a message, and a fix."""
     pattern = rule.pattern
     old, axes = key_code(section, pattern), axes_code(rule)
+
+    def fits(other: str) -> bool:
+        if other == pattern or not _compiles(other):
+            return False
+        return _first_match(Rule(other, None), match, paths) is not None
+
     for mode in get_args(Match):
         found = _first_match(rule, mode, paths) if mode != match else None
         if found is not None:
-            wide = f".*{pattern}" + (".*" if match == "fullmatch" else "")
+            wide = next(filter(fits, _wider(pattern)), pattern)
             return (
                 f" with match={match!r}; with match={mode!r} it would match {found!r}",
                 f"{key_code(section, wide)} = {axes}  # in place of {old}",
@@ -84,9 +90,8 @@ def _spelt_otherwise(
         ),
     ):
         other = re.sub("/+", "/", other).strip("/")
-        if other != pattern and _compiles(other):
-            if _first_match(Rule(other, None), match, paths) is not None:
-                return f": {why}", f"{key_code(section, other)} = {axes}  # not {old}"
+        if fits(other):
+            return f": {why}", f"{key_code(section, other)} = {axes}  # not {old}"
     parts = pattern.count("/") + 1
     ends = {"/".join(path.split("/")[-parts:]) for path in paths}
     near = closest(pattern, sorted(ends))
@@ -97,6 +102,16 @@ def _spelt_otherwise(
         return hint, f"del {old}, or make it match"
     key = key_code(section, near[0].replace("0", r"\d+"))
     return hint, f"{key} = {axes}  # not {old}"
+
+
+def _wider(pattern: str) -> tuple[str, ...]:
+    """The same for a way of matching that is narrower than `search`."""
+    flags = re.match(r"(?:\(\?[aiLmsux]+\))?", pattern)
+    assert flags is not None
+    rest = pattern[flags.end() :]
+    ends = ((".*", ""), ("", ".*"), (".*", ".*"))
+    rest = f"({rest})" if "|" in rest else rest
+    return tuple(f"{flags[0]}{before}{rest}{after}" for before, after in ends)
 
 
 def _first_match(rule: Rule, match: Match, paths: Sequence[str]) -> str | None:
@@ -159,7 +174,7 @@ def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
         by_key.setdefault(key, {})[path] = path
     for at, keys in users.items():
         rule = rules.rules[at]
-        if rule.layout.is_replicated:
+        if rule.layout.is_replicated or not _begins_or_ends_a_name(rule.pattern):
             continue
         found = sorted({path for key in keys for path in by_key.get(key, ())})
         kind = "0-9" if at in digits else "a-z"
@@ -229,6 +244,11 @@ def _goes_on(resolution: Resolution) -> Iterator[Issue]:
                 path=path,
                 leaves=1,
             )
+
+
+def _begins_or_ends_a_name(pattern: str) -> bool:
+    ends = pattern[:1], pattern[-1:] if pattern[-2:-1] != "\\" else ""
+    return any(end.isalnum() for end in ends)
 
 
 def _ends_in_a_digit(pattern: str) -> bool:

@@ -6,6 +6,7 @@ of the second; on the out-dims of both, the features are gathered in between.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -109,13 +110,27 @@ def _column_beside(
     for axis in leaf.dims[-1]:
         if axis in batch or mesh.axis_sizes[axis] == 1:
             continue
-        have = [other for other in column if any(axis in dim for dim in other.dims)]
+        have = [
+            other
+            for other in column
+            if any(axis in dim for dim in other.dims) and _fit(resolution, other, leaf)
+        ]
         # On the in-dims of all: sharded for memory, not for the features.
         if have and all(axis not in other.dims[0] for other in have):
             apart = [other for other in have if other.rule != leaf.rule]
             if apart:
                 return apart[0]
     return None
+
+
+def _fit(resolution: Resolution, first: _Leaf, second: _Leaf) -> bool:
+    """Whether a matrix may take apart the features that another one makes."""
+    one, two = resolution.shapes[first.at], resolution.shapes[second.at]
+    # Gate and up may be one matrix, and keys and values have fewer heads.
+    features, taken = math.prod(one[1:]), math.prod(two[:-1])
+    if not features or not taken or one[0] != two[-1]:
+        return False
+    return features % taken == 0 or taken % features == 0
 
 
 def _issue(

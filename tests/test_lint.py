@@ -557,6 +557,9 @@ def test_a_model_in_good_order_has_no_findings() -> None:
 
 def test_a_fully_sharded_model_looks_swapped_to_nobody() -> None:
     tree = {"gate": kernel(64, 256), "o": kernel(64, 64), "q": kernel(64, 64), **MLP}
+    alike = {"w1": struct(8, 16), "w2": struct(8, 16)}  # w2 is not what follows w1
+    both = [("w1", ("data", "model")), ("w2", ("data", "model"))]
+    assert "LM110" not in [issue.code for issue in on(alike, both)]
     for rules in (
         [("kernel", ("model", None))],
         [("(up|gate|q)/kernel", ("data", "model")), ("kernel", ("model", "data"))],
@@ -577,7 +580,7 @@ def test_rules_for_a_part_are_no_warning() -> None:
     [
         ("up/kernel", {"match": "fullmatch"},
          "with match='fullmatch'; with match='search' it would match 'layers_0/up/kern",
-         'layout_map[".*up/kernel.*"] = None'),
+         'layout_map[".*up/kernel"] = None'),
         ("params/layers_0/up", {}, "paths have no 'params/'",
          'layout_map["layers_0/up"] = None'),
         ("up/kernel/value", {}, "a Variable's own 'value' is in no path",
@@ -586,6 +589,8 @@ def test_rules_for_a_part_are_no_warning() -> None:
          'layout_map["up/kernel"] = None'),
         (r"\['up'\]\['kernel'\]", {}, "paths are not bracketed",
          'layout_map["up/kernel"] = None'),
+        ("(?i)UP/|zz", {"match": "fullmatch"}, "with match='search' it would match",
+         'layout_map["(?i).*(UP/|zz).*"] = None'),
         ("xyz", {}, " matches no leaf", 'del layout_map["xyz"]'),
     ],
 )  # fmt: skip
