@@ -256,8 +256,9 @@ def test_no_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_libtpu(monkeypatch, None)
     assert refused() == (
         "flm.pod.compile needs libtpu, and it is not installed: pip install "
-        f"'libtpu=={wanted_libtpu()}.*' (Linux on x86-64, 200 MB; no TPU is needed), "
-        "or 'flax-layoutmap[tpu-aot]' for the newest JAX; flm.pod.plan needs none"
+        "'flax-layoutmap[tpu-aot]', which takes the one that this JAX pins, "
+        f"{wanted_libtpu()}.* (Linux on x86-64, 200 MB; no TPU is needed); flm.pod.plan "
+        "needs none"
     )
 
 

@@ -174,11 +174,11 @@ def check_libtpu() -> str | None:
     try:
         found = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
-        version = f"=={pinned}.*" if pinned else ""
         raise LayoutError(
             "flm.pod.compile needs libtpu, and it is not installed: pip install "
-            f"'libtpu{version}' (Linux on x86-64, 200 MB; no TPU is needed), or "
-            "'flax-layoutmap[tpu-aot]' for the newest JAX; flm.pod.plan needs none"
+            "'flax-layoutmap[tpu-aot]', which takes the one that this JAX pins, "
+            f"{pinned}.* (Linux on x86-64, 200 MB; no TPU is needed); flm.pod.plan "
+            "needs none"
         ) from None
     if pinned and found != pinned and not found.startswith(f"{pinned}."):
         return (
