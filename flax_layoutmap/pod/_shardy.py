@@ -424,6 +424,8 @@ class _Walk:
         value.leaf, value.is_uniform = source.leaf, source.is_uniform
         if source.sums and "slice" not in name:
             value.sums, value.shared = source.sums, source.shared
+        if name == "stablehlo.optimization_barrier":
+            return  # nothing is shared across: so jax.checkpoint does not keep it
         order = source.order or tuple(range(len(source.shape)))
         if name == "stablehlo.transpose":
             moved = [int(dim) for dim in op.attributes["permutation"]]

@@ -29,10 +29,10 @@ def warnings_of(found: Spread, lowered: Lowered) -> Iterator[str]:
     if large:
         shapes = ", ".join(show_shape(shape) for shape, _ in large[:4])
         size = human_bytes(sum(size for _, size in large))
+        arrays = "1 array" if len(large) == 1 else f"{len(large)} arrays"
         yield (
-            f"{lowered.name} closes over {len(large)} arrays ({shapes}; {size}): they "
-            "are constants of the program, and every device holds them in full; pass "
-            "them as arguments"
+            f"{lowered.name} closes over {arrays} ({shapes}; {size}): constants of the "
+            "program, which every device holds in full; pass them as arguments"
         )
     kept = [
         at
