@@ -21,6 +21,7 @@ from flax_layoutmap._flax_internals import (
     is_nnx_object,
     nnx_state,
 )
+from flax_layoutmap._fold import fold
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import same_grid
 from flax_layoutmap._metadata import mark_of
@@ -380,16 +381,23 @@ def _live_layouts(
 
 
 def _raise_problems(resolution: Resolution) -> None:
-    problems = [
-        f"{path or 'the leaf'} {show_shape(shape)}: {row.problem}"
+    found = {
+        path or "the leaf": f"{show_shape(shape)}: {row.problem}"
         for path, shape, row in zip(
             resolution.paths, resolution.shapes, resolution._rows, strict=True
         )
         if row.problem
-    ]
-    if problems:
-        count = f"{len(problems)} leaves do" if len(problems) > 1 else "1 leaf does"
+    }
+    if found:
+        count = f"{len(found)} leaves do" if len(found) > 1 else "1 leaf does"
         mesh = "" if resolution.mesh is None else f" on mesh {resolution.mesh}"
+        texts = list(found.values())
+        # The same in every layer is told once.
+        lines = []
+        for some in fold(list(found), texts):
+            times = f" ×{len(some.members)}" if len(some.members) > 1 else ""
+            lines.append(f"{some.text}{times} {texts[some.members[0]]}")
         raise ResolveError(
-            f"{count} not fit the rules{mesh}:\n{bullet_list(problems)}", problems
+            f"{count} not fit the rules{mesh}:\n{bullet_list(lines)}",
+            [f"{path} {text}" for path, text in found.items()],
         )

@@ -1131,3 +1131,18 @@ def test_keras_spelling_of_an_output_rule_is_no_unused_rule() -> None:
     # A parameter that is called so is matched as any other.
     tree = {"dense": {"output": jax.ShapeDtypeStruct((4, 4), "float32")}}
     assert layout_map.resolve(tree)["dense/output"].rule_number == 2
+
+
+def test_equal_problems_of_layers_are_told_once(mesh: flm.DeviceMesh) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["kernel"] = (None, "model")
+    kernel = jax.ShapeDtypeStruct((8, 10), jnp.float32)
+    tree = {"layers": {str(at): {"kernel": kernel} for at in range(24)}}
+    with pytest.raises(flm.ResolveError) as caught:
+        layout_map.resolve(tree)
+    text = str(caught.value)
+    assert text.startswith("24 leaves do not fit the rules on mesh data=2,model=4:\n")
+    assert text.count("\n") == 1
+    assert "  - layers/{0..23}/kernel ×24 (8,10): rule 1 'kernel'" in text
+    assert len(caught.value.problems) == 24
+    assert caught.value.problems[7].startswith("layers/15/kernel (8,10): rule 1")
