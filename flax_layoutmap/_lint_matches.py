@@ -14,7 +14,7 @@ from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Match, Matcher, Rule, is_for_outputs
 
 # Rules that match nothing for which another spelling is looked for, and where.
-_HINTS = 10
+_HINTS = 5
 _MOST_PATHS = 2000
 # Above this likeness a path is taken for what the pattern was to be.
 _SURELY_MEANT = 0.8
