@@ -14,6 +14,8 @@ from flax_layoutmap._table import human_bytes
 REASON = why_no_browser()
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
+# Pages do not depend on the versions of JAX and Flax; one run of them is enough.
+pytestmark = pytest.mark.slow
 
 WIDTHS = [320, 360, 560, 800, 1100, 1600]
 
