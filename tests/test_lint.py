@@ -1,9 +1,11 @@
 """Lint: each code is provoked, and stays quiet where nothing is wrong."""
 
 import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -765,3 +767,36 @@ def test_meshes_that_are_none(meshes: Any, kind: Any, message: str) -> None:
     with pytest.raises(kind) as caught:
         flm.testing.assert_covers(MLP, mapped(MLP_RULES), meshes)
     assert message in str(caught.value)
+
+
+# -------------------------------------------------------------- our own examples
+
+
+@pytest.fixture
+def load_example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a script of `examples/`; some import another."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    return importlib.import_module
+
+
+@pytest.mark.parametrize(
+    "name", ["train_lm", "train_linen", "load_hugging_face", "port_from_keras"]
+)
+def test_the_examples_have_no_findings(
+    name: str, load_example: Callable[[str], Any]
+) -> None:
+    module = load_example(name)
+    for mesh in ("data=2,model=4", "data=8,model=1"):
+        layout_map = module.layout_map_for(flm.DeviceMesh.abstract(mesh))
+        assert [str(issue) for issue in flm.lint(layout_map)] == []
+
+
+def test_the_language_model_is_covered(load_example: Callable[[str], Any]) -> None:
+    module = load_example("train_lm")
+
+    def make() -> nnx.Module:
+        return module.LanguageModel(64, 2, 4, rngs=nnx.Rngs(0))
+
+    layout_map = module.layout_map_for(None)
+    assert flm.lint(layout_map.on(MESH).resolve(make)) == ()
+    flm.testing.assert_covers(make, layout_map, ["data=2,model=4", "data=8,model=2"])
