@@ -205,8 +205,8 @@ def test_nothing_is_counted_for_what_every_device_makes_itself() -> None:
         zeros = jax.lax.with_sharding_constraint(jnp.zeros((8, 16)), P("data"))
         return jax.lax.with_sharding_constraint(zeros, P()), params["w"] * 1
 
-    mesh = flm.DeviceMesh.abstract(MESH)
-    with jax.sharding.use_abstract_mesh(mesh.jax_mesh):
+    mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+    with jax.sharding.use_abstract_mesh(mesh):
         report = plan(step, {"w": struct(8)}, layout_map=rules(w=("data",)))
     assert report.collectives == ()
 
@@ -411,8 +411,8 @@ def test_state_that_leaves_in_another_layout() -> None:
         moved = jax.lax.with_sharding_constraint(params["up"] * 2, P("model", None))
         return {"up": moved, "down": params["down"] + x.sum()}
 
-    mesh = flm.DeviceMesh.abstract(MESH)
-    with jax.sharding.use_abstract_mesh(mesh.jax_mesh):
+    mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+    with jax.sharding.use_abstract_mesh(mesh):
         report = plan(step, PARAMS, X, layout_map=rules(**MEGATRON))
     (drift,) = report.drift
     assert drift == flm.pod.Drift(
