@@ -33,7 +33,9 @@ class Group:
     def named(self, resolution: Resolution) -> str:
         """`layers/0/up/kernel (64,256) and 79 more alike`."""
         more = f" and {self.leaves - 1} more alike" if self.leaves > 1 else ""
-        return f"{self.path} {show_shape(resolution.shapes[self.at])}{more}"
+        return (
+            f"{self.path or 'the leaf'} {show_shape(resolution.shapes[self.at])}{more}"
+        )
 
     @property
     def whole(self) -> str:
@@ -70,7 +72,7 @@ def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
     """A rule for a leaf, as code: its largest dim that divides, on an axis."""
     parts = NUMBER.sub(r"\\d+", path).split("/")
     quote = "r" if "\\" in "/".join(parts[-2:]) else ""
-    key = f'layout_map[{quote}"{"/".join(parts[-2:])}"]'
+    key = f'layout_map[{quote}"{"/".join(parts[-2:]) or ".*"}"]'
     mesh, best = resolution.mesh, None
     if mesh is not None:
         sizes = mesh.axis_sizes

@@ -609,6 +609,14 @@ def test_a_dead_rule_is_told_of_once() -> None:
     assert [issue.code for issue in found] == ["LM006"]
 
 
+def test_trees_of_nothing_and_of_one_leaf() -> None:
+    assert alone([]) == flm.lint([]) == flm.lint({}) == on({}, []) == ()
+    assert on({"step": 3.0, "name": "text"}, [(".*", None)], strict=False) == ()
+    _, issue, _ = on(struct(8), [("a", ("data",))])
+    assert issue.message.startswith("the leaf (8,): matched by no rule")
+    assert issue.fix.startswith("layout_map[\".*\"] = ('model',)")
+
+
 def test_unused_optimizer_rules() -> None:
     (issue,) = training(adam(), {"upp": ("data", "model")})
     assert (issue.code, issue.section, issue.rule_number) == ("LM101", "optimizer", 1)
