@@ -27,7 +27,6 @@ from flax_layoutmap.pod._aot import (
     split_over_slices,
     wanted_libtpu,
 )
-from flax_layoutmap.pod._compile import paths_of
 
 needs_libtpu = pytest.mark.skipif(
     "libtpu" not in {one.name for one in importlib.metadata.distributions()},
@@ -355,16 +354,6 @@ def test_involuntary_rematerialisation_is_found() -> None:
         "the whole array on every device to change its sharding"
     ]
     assert rematerialised("nothing of the kind") == []
-
-
-def test_arguments_by_position() -> None:
-    text = (
-        '%inner {\n  %p.9 = f32[] parameter(0), metadata={op_name="no"}\n}\n'
-        "\nENTRY %main {\n"
-        "  %p.1 = f32[2]{0} parameter(1), metadata={op_name=\"state[0][\\'b\\']\"}\n"
-        '  %p.0 = f32[2]{0} parameter(0), metadata={op_name="a"}\n}\n'
-    )
-    assert paths_of(text, ["w/a", "w/b"]) == {"a": "w/a", "state[0]['b']": "w/b"}
 
 
 def test_every_message_has_a_case() -> None:

@@ -208,14 +208,41 @@ def test_source_lines() -> None:
     assert not any("site-packages" in source for source in sources if source)
 
 
-def test_parameter_paths() -> None:
-    called = "state[0]['embed'].value"
-    found = read_program(
-        sample("70b_tpu7x"), NAMES, (1, 16, 8), paths={called: "embed/embedding"}
-    )
-    assert [one.kind for one in found.collectives if one.path == "embed/embedding"] == [
-        "all-gather"
+def arguments_of(name: str) -> list[str]:
+    """What a program calls its arguments, in order."""
+    text = sample(name).partition("\nENTRY ")[2]
+    called = dict(re.findall(r' parameter\((\d+)\).*?op_name="([^"]*)"', text))
+    names = [called[str(at)] for at in range(len(called))]
+    return [
+        name.replace("\\'", "'").replace("']['", "/").removesuffix("'].value")
+        for name in names
     ]
+
+
+# Each kernel is gathered forward and backward; on the TPU two are once more.
+KERNELS = ("attn/wq", "attn/wk", "attn/wv", "attn/wo", "mlp/gate", "mlp/up", "mlp/down")
+TWICE = {f"state[0]['layers/{name}": 2 for name in KERNELS} | {"state[0]['head": 1}
+MORE = {"state[0]['layers/attn/wq": 3, "state[0]['layers/attn/wk": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "gathers"), [("1b_cpu", TWICE), ("1b_v5e_plain", TWICE | MORE)]
+)
+def test_parameter_paths(name: str, gathers: dict[str, int]) -> None:
+    # The TPU compiler renames some arguments; their order stays.
+    names = arguments_of("1b_cpu")
+    found = read_program(sample(name), NAMES, (1, 4, 4), paths=names)
+    paths = [one.path for one in found.collectives if one.path]
+    assert collections.Counter(paths) == gathers
+    every = [one for one in found.collectives if one.kind == "all-gather"]
+    assert [one.path for one in every if one.axes != FSDP] == [None]
+
+
+def test_paths_through_collective_matrix_products() -> None:
+    names = arguments_of("1b_cpu")
+    found = read_program(sample("1b_v5e"), NAMES, (1, 4, 4), paths=names)
+    moved = {one.path for one in found.collectives if one.kind == "collective-permute"}
+    assert {f"state[0]['layers/{name}" for name in ("mlp/up", "mlp/gate")} <= moved
 
 
 def test_a_mesh_of_another_size_is_said() -> None:

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import io
-import re
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,8 +24,6 @@ from flax_layoutmap.pod._passes import spread
 from flax_layoutmap.pod._plan import _Plan, _rules_and_mesh
 from flax_layoutmap.pod._records import Memory
 from flax_layoutmap.pod._report import PodReport
-
-_PARAMETER = re.compile(r" parameter\((\d+)\).*?op_name=\"((?:[^\"\\]|\\.)*)\"")
 
 
 def compile(
@@ -148,7 +145,7 @@ def _compiled(
         sizes.keys(),
         sizes.values(),
         slice_of=done.slice_of if where.slices > 1 else (),
-        paths=paths_of(text, [leaf.path for leaf in lowered.leaves]),
+        paths=[leaf.path for leaf in lowered.leaves],
     )
     return dataclasses.replace(
         planned,
@@ -175,13 +172,3 @@ def _memory(planned: Memory, done: Compiled) -> Memory:
             "than the sum"
         ),
     )
-
-
-def paths_of(text: str, paths: list[str]) -> dict[str, str]:
-    """What a program calls its arguments → their paths, by position."""
-    entry = text[text.find("\nENTRY ") :]
-    return {
-        name.replace("\\'", "'"): paths[int(at)]
-        for at, name in _PARAMETER.findall(entry)
-        if int(at) < len(paths)
-    }

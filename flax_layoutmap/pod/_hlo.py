@@ -9,13 +9,14 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from flax_layoutmap.pod._hlo_frames import Frames
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
 from flax_layoutmap.pod._hlo_loops import trips
+from flax_layoutmap.pod._hlo_origin import Call, origin
 from flax_layoutmap.pod._hlo_text import (
     Array,
     Instruction,
@@ -92,7 +93,7 @@ def read_program(
     sizes: Iterable[int],
     *,
     slice_of: Iterable[int] = (),
-    paths: Mapping[str, str] | None = None,
+    paths: Sequence[str] = (),
 ) -> Program:
     """Reads the collectives of a compiled program, by mesh axis.
 
@@ -101,7 +102,7 @@ def read_program(
         names: names of the mesh axes.
         sizes: their sizes.
         slice_of: slice of each place of the mesh, row by row; empty for one slice.
-        paths: what the program calls an argument → path of the leaf.
+        paths: path of the leaf that each argument of the program is, in order.
     """
     sizes, slices = tuple(sizes), tuple(slice_of)
     found = _PARTITIONS.search(text[: text.find("\n")])
@@ -111,7 +112,7 @@ def read_program(
     if slices and partitions != count and partitions * len(set(slices)) != count:
         partitions = count
     grid = Grid(tuple(names), sizes, slices, partitions)
-    return _Reader(text, grid, paths or {}).read()
+    return _Reader(text, grid, paths).read()
 
 
 @dataclasses.dataclass(slots=True)
@@ -122,10 +123,11 @@ class _Found:
     instruction: Instruction
     home: str
     executions: int
+    calls: tuple[Call, ...]
 
 
 class _Reader:
-    def __init__(self, text: str, grid: Grid, paths: Mapping[str, str]) -> None:
+    def __init__(self, text: str, grid: Grid, paths: Sequence[str]) -> None:
         self.module: Module = split(text)
         self.frames = Frames(text)
         self.grid = grid
@@ -140,7 +142,7 @@ class _Reader:
 
     def read(self) -> Program:
         if self.module.entry is not None:
-            self.walk(self.module.entry, 1, ())
+            self.walk(self.module.entry, 1, (), ())
         collectives, repeated = [], 0
         for group in _operations(self.found):
             best = min(group, key=lambda found: found.executions)
@@ -160,7 +162,13 @@ class _Reader:
         names = ", ".join(self.branching)
         return (f"each device takes one branch of {names}; all branches are counted",)
 
-    def walk(self, computation: str, executions: int, above: tuple[str, ...]) -> None:
+    def walk(
+        self,
+        computation: str,
+        executions: int,
+        above: tuple[str, ...],
+        calls: tuple[Call, ...],
+    ) -> None:
         """Follows everything that a computation calls."""
         if computation in above:
             self.loops[f"{computation} calls itself; its inner calls are left out"] = (
@@ -176,14 +184,15 @@ class _Reader:
                 continue
             if _communicates(line.text, instruction):
                 self.seen[line.number] = line
-                self.visit(line, instruction, computation, executions)
+                self.visit(_Found(line, instruction, computation, executions, calls))
             times = executions
             if instruction.opcode == "while":
                 times *= self.trips_of(computation, instruction)
             elif _END.search(instruction.opcode):
                 continue
             for called in self.called(instruction):
-                self.walk(called, times, above)
+                call = (computation, instruction)
+                self.walk(called, times, above, (*calls, call))
 
     def trips_of(self, computation: str, instruction: Instruction) -> int:
         count = trips(self.module, computation, instruction)
@@ -207,9 +216,8 @@ class _Reader:
             self.branching[instruction.name] = None
         return names
 
-    def visit(
-        self, line: Line, instruction: Instruction, home: str, executions: int
-    ) -> None:
+    def visit(self, found: _Found) -> None:
+        line, instruction, home = found.line, found.instruction, found.home
         opcode = instruction.opcode
         if _END.search(opcode):
             start = instruction.operands[0] if instruction.operands else ""
@@ -224,7 +232,7 @@ class _Reader:
         elif opcode == "recv":
             self.trouble[line.number] = f"its send is not there: {_short(line.text)}"
         elif opcode == "send" or opcode.removesuffix("-start") in _KINDS:
-            self.found.append(_Found(line, instruction, home, executions))
+            self.found.append(found)
         else:
             self.trouble[line.number] = f"unknown form: {_short(line.text)}"
 
@@ -310,10 +318,8 @@ class _Reader:
         members: int,
         over_dcn: bool,
     ) -> Collective:
-        attributes = found.instruction.attributes
         size = sum(array.bytes for array in arrays)
-        name = _OP_NAME.search(attributes)
-        called = name[1].replace("\\'", "'").replace('\\"', '"') if name else ""
+        path, source = self.whence(found)
         return Collective(
             kind=kind,
             axes=axes,
@@ -322,10 +328,37 @@ class _Reader:
             executions=found.executions,
             dtype=arrays[0].dtype,
             shape=arrays[0].shape,
-            path=self.paths.get(called),
-            source=self.frames.source(attributes),
+            path=path,
+            source=source,
             over_dcn=over_dcn,
         )
+
+    def whence(self, found: _Found) -> tuple[str | None, str | None]:
+        """The leaf that is moved, and the line that the operation comes from."""
+        own = found.instruction
+        came = origin(self.module, found.home, own, found.calls)
+        at = came.argument
+        if at is None:
+            name = _OP_NAME.search(own.attributes)
+            at = None if name is None else self.arguments.get(name[1])
+        path = self.paths[at] if at is not None and at < len(self.paths) else None
+        for attributes in (own.attributes, *came.attributes):
+            source = self.frames.source(attributes)
+            if source is not None:
+                return path, source
+        return path, None
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, int]:
+        """What the program calls an argument → its position, where one has the name."""
+        found: dict[str, list[int]] = collections.defaultdict(list)
+        entry = self.module.entry or ""
+        for line in self.module.computations.get(entry, []):
+            number = self.module.parameter_number(entry, line.name or "")
+            name = _OP_NAME.search(line.text)
+            if number is not None and name is not None:
+                found[name[1]].append(number)
+        return {name: at[0] for name, at in found.items() if len(at) == 1}
 
     def scatters(self, home: str) -> bool:
         """Whether a fusion is a reduce-scatter: an all-reduce that keeps a slice."""

@@ -25,6 +25,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+_PARAMETER = re.compile(r" parameter\((\d+)\)")
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
@@ -86,10 +87,30 @@ class Module:
             if line.name is not None
         }
 
+    @functools.cached_property
+    def _read(self) -> dict[tuple[str, str], Instruction | None]:
+        return {}
+
     def instruction(self, computation: str, name: str) -> Instruction | None:
         """One instruction by its name, read; None where it is not there."""
+        key = (computation, name)
+        if key not in self._read:
+            line = self.by_name.get(key)
+            self._read[key] = None if line is None else read_line(line.text)
+        return self._read[key]
+
+    def root(self, computation: str) -> str | None:
+        """Name of what a computation gives back."""
+        for line in reversed(self.computations.get(computation, [])):
+            if line.text.lstrip().startswith("ROOT "):
+                return line.name
+        return None
+
+    def parameter_number(self, computation: str, name: str) -> int | None:
+        """Which operand of its callers a parameter stands for."""
         line = self.by_name.get((computation, name))
-        return None if line is None else read_line(line.text)
+        found = None if line is None else _PARAMETER.search(line.text)
+        return int(found[1]) if found else None
 
 
 def split(text: str) -> Module:
