@@ -272,11 +272,17 @@ def _exchange(
     assert len(sent) <= _BYTES, f"{len(sent)} bytes do not fit in {_BYTES}"
     row = np.frombuffer(sent.ljust(_BYTES), np.uint8)
     heard: list[np.ndarray] = []
+    failed: list[Exception] = []
+
+    def talk() -> None:
+        try:
+            heard.append(_gather(row, list(speakers.values())))
+        except Exception as error:  # broad: those of the runtime have no common kind
+            failed.append(error)
+
     # A thread of its own is out of reach of the caller's mesh, transfer guard and other
     # settings, and can be left behind when nobody answers.
-    thread = threading.Thread(
-        target=lambda: heard.append(_gather(row, list(speakers.values()))), daemon=True
-    )
+    thread = threading.Thread(target=talk, daemon=True)
     thread.start()
     thread.join(gives_up_after or PATIENCE_SECONDS)
     if thread.is_alive() and gives_up_after is None:
@@ -299,8 +305,9 @@ def _exchange(
         return {}
     raise ProcessError(
         f"process {jax.process_index()} could not reach the other processes before "
-        f"{what}; its thread's error is printed above"
-    )
+        f"{what}: one of them has ended (look at what each printed last), or the "
+        f"network between them fails: {failed[0]}"
+    ) from failed[0]
 
 
 def _gather(row: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
