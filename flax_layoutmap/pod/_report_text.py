@@ -409,5 +409,7 @@ def _change(before: int, after: int) -> str:
         return "new"
     if not after:
         return "gone"
+    if after >= 10 * before:
+        return f"{after / before:.3g} times"
     share = (after - before) / before
     return f"{'+' if share > 0 else '-'}{human_share(abs(share))}"
