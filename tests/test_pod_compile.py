@@ -496,6 +496,59 @@ def test_compiled_as_planned(name: str, slices: int, mesh: str) -> None:
     assert any(one.over_dcn for one in report.collectives) == (slices > 1)
 
 
+def block(x: jax.Array, layer: Any) -> jax.Array:
+    return x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+
+
+def deep(scanned: bool) -> Callable[..., Any]:
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            if scanned:
+                x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, params)
+            else:
+                for at in range(4):
+                    x = block(x, jax.tree.map(lambda leaf, at=at: leaf[at], params))
+            return (x.astype(jnp.float32) ** 2).mean()
+
+        gradients = jax.grad(loss, argnums=(0, 1))(params, x)
+        return jax.tree.map(lambda w, g: w - g, params, gradients[0]), gradients[1]
+
+    return step
+
+
+@needs_libtpu
+def test_a_scan_counts_as_its_layers() -> None:
+    layout_map = flm.LayoutMap(batch="data")
+    layout_map["up"] = (None, None, "model")
+    layout_map["down"] = (None, "model", None)
+    struct = jax.ShapeDtypeStruct
+    params = {
+        "up": struct((4, 256, 512), jnp.bfloat16),
+        "down": struct((4, 512, 256), jnp.bfloat16),
+    }
+    reports = [
+        flm.pod.compile(
+            deep(scanned),
+            params,
+            struct((64, 256), jnp.bfloat16),
+            topology="v5e:2x2",
+            mesh="data=2,model=2",
+            layout_map=layout_map,
+        )
+        for scanned in (True, False)
+    ]
+    for axis in ("data", "model"):
+        scan, unrolled = (report.wire_bytes(axis=axis) for report in reports)
+        assert scan == unrolled > 0
+    counts = [
+        sum(one.executions for one in report.collectives if one.axes == ("model",))
+        for report in reports
+    ]
+    # One forward and one backward in each layer; the compiler merges none of them.
+    assert counts == [8, 8]
+    assert reports[0].flops_per_device == reports[1].flops_per_device
+
+
 @needs_libtpu
 def test_compiled_does_not_fit() -> None:
     report = compiled("v5e:2x2", "data=2,model=2", 2**26)
