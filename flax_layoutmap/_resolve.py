@@ -395,8 +395,9 @@ def _raise_problems(resolution: Resolution) -> None:
         # The same in every layer is told once.
         lines = []
         for some in fold(list(found), texts):
-            times = f" ×{len(some.members)}" if len(some.members) > 1 else ""
-            lines.append(f"{some.text}{times} {texts[some.members[0]]}")
+            first, count_alike = some.members[0], len(some.members)
+            times = f" ×{count_alike}" if count_alike > 1 else ""
+            lines.append(f"{some.text}{times} {texts[first]}")
         raise ResolveError(
             f"{count} not fit the rules{mesh}:\n{bullet_list(lines)}",
             [f"{path} {text}" for path, text in found.items()],
