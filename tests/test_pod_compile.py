@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
 from flax_layoutmap._topologies import topology
@@ -108,6 +110,7 @@ def test_what_the_child_is_told_and_says(child: Callable[[str], None]) -> None:
     }
     assert (found.memory, found.seconds) == ({"peak": 7}, 1.5)
     assert (found.slice_of, found.warnings, found.too_large) == ((0, 0, 0, 0), (), None)
+    assert found.rematerialised == ()
     left = [path.name for path in Path(tempfile.gettempdir()).iterdir()]
     assert not [name for name in left if not name.endswith((".lock", ".py"))]
 
@@ -349,10 +352,7 @@ INVOLUNTARY = (
 
 def test_involuntary_rematerialisation_is_found() -> None:
     said = f"noise\n{INVOLUNTARY}\n{INVOLUNTARY}\nmore noise"
-    assert rematerialised(said) == [
-        "involuntary rematerialization of jit(f1)/add f32[8,16,4]: the compiler makes "
-        "the whole array on every device to change its sharding"
-    ]
+    assert rematerialised(said) == [("jit(f1)/add", "f32[8,16,4]")]
     assert rematerialised("nothing of the kind") == []
 
 
@@ -555,6 +555,24 @@ def test_compiled_does_not_fit() -> None:
     assert report.fits is False
     assert report.memory.limit_bytes == round(15.75 * 2**30)
     assert report.memory.peak_bytes > report.memory.limit_bytes
+
+
+@needs_libtpu
+def test_involuntary_rematerialisation_and_its_line() -> None:
+    mesh = AbstractMesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    before, after = P("y", None, "x"), P(None, ("x", "y"), None)
+
+    def turned(a: jax.Array) -> jax.Array:
+        made = jnp.sin(a)
+        return jax.lax.with_sharding_constraint(made + 1, NamedSharding(mesh, after))
+
+    given = NamedSharding(mesh, before)
+    a = jax.ShapeDtypeStruct((8, 16, 4), jnp.float32, sharding=given)
+    report = flm.pod.compile(jax.jit(turned), a, topology="v5e:2x4", mesh=mesh)
+    warned = [text for text in report.warnings if text.startswith("involuntary")]
+    assert len(warned) == 1 and "test_pod_compile.py:" in warned[0]
+    assert [one.kind for one in report.collectives] == ["all-gather"]
+    assert report.reshards
 
 
 @needs_libtpu

@@ -60,6 +60,8 @@ class Compiled:
         slice_of: slice of each place of the mesh, row by row; empty where the compiler
             did not come so far.
         seconds: time that it took to compile.
+        rematerialised: name and type of what the compiler makes whole on every device
+            to change its sharding, because it knows no better way.
         warnings: what the user should know.
     """
 
@@ -68,6 +70,7 @@ class Compiled:
     too_large: tuple[int, int] | None
     slice_of: tuple[int, ...]
     seconds: float
+    rematerialised: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
 
 
@@ -297,31 +300,27 @@ def _understood(
         notes.append(
             f"the program was read from a dump: {_first_line(answer['text_error'])}"
         )
-    notes += rematerialised(said)
     return Compiled(
         text=text.read_text(encoding="utf-8") if error is None else None,
         memory=answer.get("memory", {}),
         too_large=too_large,
         slice_of=tuple(answer.get("slice_of", ())),
         seconds=float(answer.get("seconds", 0.0)),
+        rematerialised=tuple(rematerialised(said)),
         warnings=tuple(notes),
     )
 
 
-def rematerialised(said: str) -> list[str]:
-    """The reshards that the compiler says it does by copying the whole array."""
-    found = {}
+def rematerialised(said: str) -> list[tuple[str, str]]:
+    """The reshards that the compiler says it does by way of the whole array."""
+    found: dict[tuple[str, str], None] = {}
     for line in said.splitlines():
         warned = _REMATERIALISED.search(line)
         if warned:
             name = re.search(r'op_name="([^"]*)"', warned[1])
             kind = re.search(r"= ([a-z]\w*\[[\d,]*\])", warned[1])
-            what = name[1] if name else warned[1].split(" ")[0]
-            shape = f" {kind[1]}" if kind else ""
-            found[
-                f"involuntary rematerialization of {what}{shape}: the compiler makes "
-                "the whole array on every device to change its sharding"
-            ] = None
+            called = name[1] if name else warned[1].split(" ")[0]
+            found[called, kind[1] if kind else ""] = None
     return list(found)
 
 

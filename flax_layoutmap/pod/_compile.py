@@ -19,6 +19,7 @@ from flax_layoutmap.pod._aot import (
     split_over_slices,
 )
 from flax_layoutmap.pod._hlo import read_program
+from flax_layoutmap.pod._hlo_frames import Frames
 from flax_layoutmap.pod._links import seconds_bound
 from flax_layoutmap.pod._passes import spread
 from flax_layoutmap.pod._plan import _Plan, _rules_and_mesh
@@ -132,7 +133,7 @@ def _too_large(planned: PodReport, done: Compiled) -> PodReport:
         "much); shard more, take a smaller batch per device, or rematerialise. The "
         "collectives are the plan's"
     )
-    warnings = (said, *planned.warnings, *done.warnings)
+    warnings = (said, *planned.warnings, *done.warnings, *_whole(done))
     return dataclasses.replace(planned, fits=False, memory=memory, warnings=warnings)
 
 
@@ -154,7 +155,12 @@ def _compiled(
         collectives=program.collectives,
         seconds_bound=seconds_bound(program.collectives, sizes, where),
         unrecognised=dict(collections.Counter(program.unrecognised)),
-        warnings=(*planned.warnings, *done.warnings, *program.notes),
+        warnings=(
+            *planned.warnings,
+            *done.warnings,
+            *_whole(done),
+            *program.notes,
+        ),
     )
 
 
@@ -172,3 +178,21 @@ def _memory(planned: Memory, done: Compiled) -> Memory:
             "than the sum"
         ),
     )
+
+
+def _whole(done: Compiled) -> list[str]:
+    """A warning for each array that is made whole on the way to another sharding."""
+    text = done.text or ""
+    frames = Frames(text)
+    warnings = []
+    for name, kind in done.rematerialised:
+        at = text.find(f'op_name="{name}"')
+        line = text[at : text.find("\n", at)] if at >= 0 else ""
+        source = frames.source(line)
+        warnings.append(
+            f"involuntary rematerialization of {name} {kind}"
+            + (f" at {source}" if source else "")
+            + ": the compiler makes the whole array on every device to change its "
+            "sharding; see the reshards, and constrain it in two steps or not at all"
+        )
+    return warnings
