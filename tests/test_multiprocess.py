@@ -84,17 +84,27 @@ def test_what_is_born_in_four_processes_is_what_one_makes() -> None:
     assert together == both([alone])
 
 
-@pytest.mark.parametrize(("savers", "readers"), [(1, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("savers", "readers", "strategies"),
+    [
+        (1, 4, ["direct", "aligned", "broadcast", "auto"]),
+        (4, 2, ["aligned", "auto"]),
+        (2, 1, ["aligned", "auto"]),
+    ],
+    ids=["1-4", "4-2", "2-1"],
+)
 def test_saved_by_some_processes_and_restored_by_others(
-    savers: int, readers: int, tmp_path: Path
+    savers: int, readers: int, strategies: list[str], tmp_path: Path
 ) -> None:
-    """Every strategy onto five meshes: the values, and the bytes that were planned."""
+    """Onto five meshes: the values, and the bytes that were planned."""
     path = str(tmp_path / "a")
     launch.run("restores", "save", path, processes=savers, devices=8 // savers)
     ended = launch.run(
-        "restores", "restore", path, processes=readers, devices=8 // readers
+        *("restores", "restore", path, *strategies),
+        processes=readers,
+        devices=8 // readers,
     )
-    assert len(ended[0].answer) == 20
+    assert len(ended[0].answer) == 5 * len(strategies)
     for number, one in enumerate(ended):
         for case, found in one.answer.items():
             assert not found["wrong"], (number, case)

@@ -1,6 +1,6 @@
 """Saves a tree, or restores it onto other meshes with each strategy, and tells both.
 
-`python -m multiprocess.restores save PATH` or `… restore PATH`.
+`python -m multiprocess.restores save PATH` or `… restore PATH STRATEGY …`.
 """
 
 import sys
@@ -80,7 +80,7 @@ def save(path: str) -> None:
     flm.checkpoint.save(path, tree, layout_map=layout_map)
 
 
-def restore(path: str) -> dict[str, Any]:
+def restore(path: str, strategies: list[str]) -> dict[str, Any]:
     """Target and strategy → bytes needed, planned and read, and what is wrong."""
     import jax
     import numpy as np
@@ -96,7 +96,7 @@ def restore(path: str) -> dict[str, Any]:
             mesh = flm.DeviceMesh(wanted["mesh"], axis_types=kinds)
         layout_map = flm.LayoutMap(mesh, strict=False)
         layout_map.update(wanted["rules"])
-        for strategy in ("direct", "aligned", "broadcast", "auto"):
+        for strategy in strategies:
             plan = flm.checkpoint.plan(path, layout_map=layout_map, strategy=strategy)
             before = _orbax.bytes_read()
             tree = flm.checkpoint.restore(
@@ -134,4 +134,4 @@ if __name__ == "__main__":
         save(sys.argv[2])
         answer("saved")
     else:
-        answer(restore(sys.argv[2]))
+        answer(restore(sys.argv[2], sys.argv[3:]))
