@@ -595,3 +595,53 @@ def test_lowered_modules_are_not_changed() -> None:
     assert dataclasses.replace(first, took_seconds=0.0) == dataclasses.replace(
         report.with_layout(other), took_seconds=0.0
     )
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_numbers_among_the_arguments_of_jax_jit(static: bool) -> None:
+    def step(params: Any, rate: Any, x: Any) -> Any:
+        return (x @ params["up"]) * rate
+
+    jitted = jax.jit(step, static_argnums=(1,) if static else ())
+    report = plan(jitted, PARAMS, 3, X, layout_map=rules(**MEGATRON))
+    wanted = {"parameter": 16 * 8 * 4, "data": 4 * 16 * 4 + (0 if static else 4)}
+    assert report.memory.at_rest == wanted
+
+
+def test_arguments_by_name_and_both_branches_of_a_cond() -> None:
+    def step(params: Any, *, x: Any) -> Any:
+        def both() -> Any:
+            return (x @ params["up"]) @ params["down"]
+
+        return jax.lax.cond(x.sum() > 0, both, lambda: x)
+
+    report = plan(step, PARAMS, x=X, layout_map=rules(**MEGATRON))
+    assert kinds(report) == {
+        ("all-reduce", ("data",), None): 1,
+        ("all-reduce", ("model",), None): 1,
+    }
+
+
+def test_explicit_axes_and_another_platform() -> None:
+    wanted = kinds(plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON)))
+    cuda = plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON), platform="cuda")
+    assert kinds(cuda) == wanted
+    mesh = flm.DeviceMesh.abstract(MESH, axis_types="explicit")
+
+    def step(params: Any, x: Any) -> Any:
+        return jax.nn.relu(x @ params["up"]).sum()
+
+    explicit = plan(step, PARAMS, X, layout_map=rules(**MEGATRON), mesh=mesh)
+    assert kinds(explicit) == {("all-reduce", ("data", "model"), None): 1}
+
+
+def test_what_shardy_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON))
+    monkeypatch.setattr(
+        "flax_layoutmap.pod._plan.sharding_text",
+        lambda *_: '#sdy.sharding<@mesh, [{"nowhere"}, {}]>',
+    )
+    with pytest.raises(flm.LayoutError) as caught:
+        report.with_layout(rules(**FULLY))
+    assert str(caught.value).startswith("Shardy does not lay this program out: ")
+    assert str(caught.value).endswith('unknown axis name: "nowhere"')

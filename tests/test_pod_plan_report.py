@@ -3,6 +3,9 @@
 import importlib.util
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +438,20 @@ def test_as_the_tpu_compiler_counts() -> None:
     assert found.memory.at_rest["optimizer"] == pytest.approx(
         2 * found.memory.at_rest["parameter"], rel=1e-3
     )
+
+
+@pytest.mark.slow
+def test_the_example_runs() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--model=1B"],
+        env={**environment, "JAX_PLATFORMS": "cpu", "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for where in ("v5e:4x4", "v5p:4x4x4", "2 × v6e:16x16"):
+        assert f"({where})" in done.stdout
+    assert "data (DCN)" in done.stdout
+    assert "warning" not in done.stdout + done.stderr.lower()

@@ -326,8 +326,8 @@ def _lower_jitted(
     arguments: list[Argument] = []
     values: list[tuple[Slot, Any]] = []
     for slot, value in slots:
-        if not any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
-            values.append((slot, value))  # a constant, or nothing to lay out
+        if not all(map(_is_array_or_number, jax.tree.leaves(value))):
+            values.append((slot, value))  # static: nothing to lay out
             continue
         argument = take_apart(slot, value, is_state=False, is_donated=False)
         if rules is not None:
@@ -337,10 +337,13 @@ def _lower_jitted(
         values.append((slot, plain))
     traced = call_with(step.trace, signature, values)
     lowered = traced.lower(lowering_platforms=(platform,))
-    names = list(signature.parameters)
-    kept = _kept(lowered, names)
+    infos = jax.tree.leaves(lowered.args_info)
+    if sum(len(one.leaves) for one in arguments) > len(infos):
+        # Numbers that are static; which they are, only jax.jit knows.
+        arguments = [one for one in arguments if any(map(_is_array, one.raw))]
+    kept = _kept(lowered, [one.slot.parameter for one in arguments])
     every = _described_leaves(arguments)
-    donated = [info.donated for info in jax.tree.leaves(lowered.args_info)]
+    donated = [info.donated for info in infos]
     place = {leaf: at for at, leaf in enumerate(kept)}
     known = [(one.treedef, one.leaves) for one in arguments]
     pairs = {
@@ -364,6 +367,14 @@ def _lower_jitted(
     leaves = [dataclasses.replace(every[at], is_donated=donated[at]) for at in kept]
     name = getattr(step, "__name__", "the step")
     return Lowered(name, lowered, leaves, pairs, shardings_for, _constants(traced))
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")
+
+
+def _is_array_or_number(leaf: Any) -> bool:
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
 def _lay_out(argument: Argument, rules: RuleSet) -> None:

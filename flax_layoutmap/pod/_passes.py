@@ -67,7 +67,7 @@ def spread(
             manager.run(module)
         except ir.MLIRError as error:
             raise LayoutError(
-                f"Shardy does not lay this program out: {str(error).splitlines()[0]}"
+                f"Shardy does not lay this program out: {_reason(str(error))}"
             ) from error
     return module
 
@@ -85,6 +85,14 @@ def _bindings() -> tuple[Any, Any]:
     except ImportError as error:
         raise LayoutError(_NO_PASSES) from error
     return ir, passmanager
+
+
+def _reason(text: str) -> str:
+    """What of a failure of MLIR says something."""
+    for line in text.splitlines():
+        if "error:" in line and not line.rstrip().endswith(":"):
+            return line.partition("error:")[2].strip()[:200]
+    return text.partition("\n")[0]
 
 
 def _is_known(passmanager: Any, name: str) -> bool:
