@@ -2,6 +2,11 @@
 
 import argparse
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # It has no name at run time.
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 ABOUT = """Shows, checks and compares how rules lay out a model, with no devices.
 
@@ -44,7 +49,9 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
+def _command(
+    commands: "Commands",
+) -> Callable[[str, str, str], argparse.ArgumentParser]:
     """A function that adds a command, with an example at the end of its help."""
 
     def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
@@ -63,11 +70,7 @@ def _command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"):
     return add
 
 
-Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
-Adder = Callable[[Commands], None]
-
-
-def _report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _report(commands: "Commands") -> None:
     own = _command(commands)(
         "report",
         "Shows every leaf with its layout, the rule that chose it, and the totals.",
@@ -75,13 +78,7 @@ def _report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "--mesh data=2,model=4",
     )
     _add_sources(own)
-    own.add_argument(
-        "--format",
-        choices=("text", "markdown", "json"),
-        default="text",
-        help="of the output (default: text)",
-    )
-    _add_json(own)
+    _add_format(own)
     own.add_argument(
         "--no-fold",
         action="store_true",
@@ -89,7 +86,7 @@ def _report(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )
 
 
-def _lint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _lint(commands: "Commands") -> None:
     own = _command(commands)(
         "lint",
         "Looks for rules that do not do what they seem to, and for layouts that cost.",
@@ -115,7 +112,7 @@ def _lint(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
 
 
-def _explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _explain(commands: "Commands") -> None:
     own = _command(commands)(
         "explain",
         "Tells why one leaf got its layout, or why it got none.",
@@ -127,7 +124,7 @@ def _explain(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     _add_json(own)
 
 
-def _diff(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _diff(commands: "Commands") -> None:
     own = _command(commands)(
         "diff",
         "Shows what changes, and what it costs, under other rules, on another mesh, or "
@@ -143,16 +140,10 @@ def _diff(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     after.add_argument("--rules-after", metavar="RULES")
     after.add_argument("--mesh-after", metavar="MESH")
     after.add_argument("--variant-after", metavar="NAME")
-    own.add_argument(
-        "--format",
-        choices=("text", "markdown", "json"),
-        default="text",
-        help="of the output (default: text)",
-    )
-    _add_json(own)
+    _add_format(own)
 
 
-def _draw(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _draw(commands: "Commands") -> None:
     own = _command(commands)(
         "draw",
         "Draws the model, or one leaf over the mesh: in the terminal, or into a file.",
@@ -169,7 +160,7 @@ def _draw(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     )
 
 
-def _plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _plan(commands: "Commands") -> None:
     own = _command(commands)(
         "plan",
         "Shows which collectives a step runs, and what it holds, in about a second, "
@@ -181,7 +172,7 @@ def _plan(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     own.add_argument("--topology", metavar="NAME", help="such as v5p:4x4x4")
 
 
-def _compile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _compile(commands: "Commands") -> None:
     own = _command(commands)(
         "compile",
         "Compiles a step for TPU slices that are not here (needs libtpu): whether it "
@@ -202,7 +193,7 @@ def _compile(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
 
 
-def _inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _inspect(commands: "Commands") -> None:
     own = _command(commands)(
         "inspect",
         "Describes a checkpoint of Orbax, of this library, or of safetensors.",
@@ -212,7 +203,7 @@ def _inspect(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     _add_json(own)
 
 
-def _verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _verify(commands: "Commands") -> None:
     own = _command(commands)(
         "verify",
         "Reads all of a checkpoint and compares it with its checksums.",
@@ -222,7 +213,7 @@ def _verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     _add_json(own)
 
 
-def _restore(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _restore(commands: "Commands") -> None:
     own = _command(commands)(
         "restore",
         "Writes a checkpoint anew, in the pieces that another mesh or rules need.",
@@ -248,7 +239,7 @@ def _restore(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     )
 
 
-def _convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _convert(commands: "Commands") -> None:
     own = _command(commands)(
         "convert",
         "Writes rules in another format.",
@@ -333,13 +324,7 @@ def _add_step(own: argparse.ArgumentParser) -> None:
     )
     own.add_argument("--slices", type=int, metavar="N", help="of the topology")
     _add_rules(own)
-    own.add_argument(
-        "--format",
-        choices=("text", "markdown", "json"),
-        default="text",
-        help="of the output (default: text)",
-    )
-    _add_json(own)
+    _add_format(own)
 
 
 def _add_rules(own: argparse.ArgumentParser) -> None:
@@ -362,6 +347,16 @@ def _add_checkpoint(own: argparse.ArgumentParser) -> None:
     own.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory")
     own.add_argument("--step", metavar="N", help="of a directory of steps")
     own.add_argument("--item", metavar="NAME", help="of a checkpoint with several")
+
+
+def _add_format(own: argparse.ArgumentParser) -> None:
+    own.add_argument(
+        "--format",
+        choices=("text", "markdown", "json"),
+        default="text",
+        help="of the output (default: text)",
+    )
+    _add_json(own)
 
 
 def _add_json(own: argparse.ArgumentParser) -> None:
