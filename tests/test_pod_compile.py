@@ -220,6 +220,34 @@ def test_what_does_not_fit(child: Callable[[str], None]) -> None:
     assert found.too_large == (round(49.73 * 2**30), round(15.75 * 2**30))
 
 
+# As libtpu 0.0.30 says it.
+LISTED = """JaxRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran \
+out of memory in memory space hbm. Used 32.00G of 15.75G hbm. Exceeded hbm capacity by \
+16.25G.
+
+  Largest program allocations in hbm:
+
+  1. Size: 16.00G
+     Operator: op_name="jit(step)/dot_general" source_file="a/train.py" source_line=37 x
+     Shape: bf16[33554432,256]{1,0:T(8,128)(2,1)}
+     Unpadded size: 16.00G
+     ==========================
+
+  2. Size: 512B
+     Shape: s32[16]{0:T(128)}
+"""
+
+
+def test_what_does_not_fit_and_why(child: Callable[[str], None]) -> None:
+    child(f"answer(stage='compile', error={LISTED!r}, slice_of=[0] * 4)")
+    found = run()
+    assert found.too_large == (32 * 2**30, round(15.75 * 2**30))
+    assert found.warnings == (
+        "large: bf16[33554432,256], 16.00 GiB, made by jit(step)/dot_general at "
+        "train.py:37",
+    )
+
+
 def test_notes_of_the_child(child: Callable[[str], None]) -> None:
     child("""
         (folder / "program.txt").write_text("HloModule m")

@@ -219,6 +219,15 @@ def arguments_of(name: str) -> list[str]:
     ]
 
 
+def test_source_lines_of_older_versions() -> None:
+    metadata = 'metadata={op_name="x" source_file="/a/b/model.py" source_line=36}'
+    assert only(entry(f"{REDUCED}{WHOLE}, {metadata}")).source == "model.py:36"
+    # Where a collective has none, the nearest on the way back.
+    line = f"%q = f32[8,4] negate(%p), {metadata}"
+    below = f"{REDUCED}{WHOLE}".replace("%p", "%q")
+    assert only(entry(line, below)).source == "model.py:36"
+
+
 # Each kernel is gathered forward and backward; on the TPU two are once more.
 KERNELS = ("attn/wq", "attn/wk", "attn/wv", "attn/wo", "mlp/gate", "mlp/up", "mlp/down")
 TWICE = {f"state[0]['layers/{name}": 2 for name in KERNELS} | {"state[0]['head": 1}

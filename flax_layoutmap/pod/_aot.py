@@ -24,6 +24,7 @@ from typing import Any
 
 from flax_layoutmap._errors import LayoutError, MeshError
 from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._hlo_frames import Frames
 
 _CHILD = Path(__file__).with_name("_child.py")
 _PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
@@ -38,8 +39,15 @@ _ENVIRONMENT = {
     "TPU_STDERR_LOG_LEVEL": "1",
     "TPU_MIN_LOG_LEVEL": "1",
 }
-_TOO_LARGE = re.compile(
-    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+_SIZE = r"([\d.]+)([KMGT]?)"
+_TOO_LARGE = (
+    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    # libtpu 0.0.30, with a list of what is large.
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm\. Exceeded hbm capacity"),
+)
+_ALLOCATION = re.compile(
+    r"Size: (\S+)\n\s*Operator: op_name=\"([^\"]*)\"(?: (source_file.*))?\n"
+    r"\s*Shape: ([a-z]\w*\[[\d,]*\])"
 )
 _ROOM = "make room, or set TMPDIR to a folder with more"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -290,7 +298,7 @@ def _understood(
     if error is not None and too_large is None:
         raise LayoutError(_why_it_failed(error, answer["stage"], topology, warning))
     text = folder / "program.txt"
-    notes = [warning] if warning else []
+    notes = [*([warning] if warning else []), *_largest(error or "")]
     if "mesh_note" in answer:
         notes.append(
             "the devices are in the order of their numbers, because JAX finds no "
@@ -325,12 +333,24 @@ def rematerialised(said: str) -> list[tuple[str, str]]:
 
 
 def _too_large(error: str) -> tuple[int, int] | None:
-    found = _TOO_LARGE.search(error)
-    if found is None:
-        return None
-    needed = float(found[1]) * _UNITS[found[2]]
-    there = float(found[3]) * _UNITS[found[4]]
-    return round(needed), round(there)
+    for form in _TOO_LARGE:
+        found = form.search(error)
+        if found:
+            needed = float(found[1]) * _UNITS[found[2]]
+            there = float(found[3]) * _UNITS[found[4]]
+            return round(needed), round(there)
+    return None
+
+
+def _largest(error: str) -> list[str]:
+    """The largest arrays of a program that does not fit, where the compiler lists."""
+    lines = []
+    for size, name, where, shape in _ALLOCATION.findall(error)[:3]:
+        source = Frames("").source(where)
+        at = f" at {source}" if source else ""
+        plain = re.sub("([KMGT]?)B?$", r" \1iB", size).replace(" iB", " B")
+        lines.append(f"large: {shape}, {plain}, made by {name}{at}")
+    return lines
 
 
 def _how_it_ended(

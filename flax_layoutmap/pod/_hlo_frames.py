@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 _PAIRS = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+# What older versions write in its place; it has no function.
+_LINE = re.compile(r'\bsource_file="([^"]+)" source_line=(\d+)')
 # Frames of these are not the user's own.
 _LIBRARIES = re.compile(r"(site-packages|dist-packages|flax_layoutmap)[/\\]")
 
@@ -20,6 +22,9 @@ class Frames:
 
     def source(self, attributes: str) -> str | None:
         """`"model.py:36 Attention.__call__"`: the innermost frame of the user."""
+        line = _LINE.search(attributes)
+        if line:
+            return f"{_file_name(line[1])}:{line[2]}"
         found = _FRAME.search(attributes)
         at = int(found[1]) if found else 0
         innermost: str | None = None
@@ -31,14 +36,19 @@ class Frames:
             file = self._files.get(place.get("file_name_id", 0))
             if file is not None:
                 function = self._functions.get(place.get("function_name_id", 0), "")
-                name = re.split(r"[/\\]", file)[-1]
-                written = f"{name}:{place.get('line', 0)} {function}".rstrip()
+                written = (
+                    f"{_file_name(file)}:{place.get('line', 0)} {function}".rstrip()
+                )
                 innermost = innermost or written
                 if not _LIBRARIES.search(file):
                     return written
             # Printed one too high: 1 says that there is no parent.
             at = frame.get("parent_frame_id", 1) - 1
         return innermost
+
+
+def _file_name(path: str) -> str:
+    return re.split(r"[/\\]", path)[-1]
 
 
 def _rows(text: str, table: str) -> list[tuple[int, str]]:
