@@ -540,7 +540,7 @@ class Resolution:
         `rich.print(resolution)` prints the same.
 
         Args:
-            file: where to; None for standard output.
+            file: where to; None for standard output, and then process 0 alone prints.
             fold: as for `report`.
         """
 

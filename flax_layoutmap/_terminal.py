@@ -86,13 +86,18 @@ def show(
 ) -> None:
     """Prints on a terminal in colour and as wide as it; else as plain text.
 
+    In a job of several processes, process 0 prints for all.
+
     Args:
         lines: what to print in colour, from a width.
         text: the same without, from a width or None for as wide as it gets.
-        file: where to; None for standard output.
+        file: where to, in every process; None for standard output.
     """
+    import jax
     from rich.console import Console
 
+    if file is None and jax.distributed.is_initialized() and jax.process_index() > 0:
+        return
     console = Console(file=file)
     if console.is_terminal or console.is_jupyter:
         for line in lines(console.width):

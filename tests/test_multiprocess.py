@@ -70,7 +70,7 @@ def test_host_values_become_global_arrays() -> None:
             if not holds
         ]
         assert not wrong, f"process {process}\n{one}"
-    assert sum(len(checks) for checks in ended[0].answer.values()) == 43
+    assert sum(len(checks) for checks in ended[0].answer.values()) == 45
 
 
 @pytest.mark.slow

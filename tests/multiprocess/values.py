@@ -3,6 +3,8 @@
 Each process answers with check → whether it is so; a check raises where it cannot say.
 """
 
+import contextlib
+import io
 from typing import Any
 
 import jax
@@ -234,7 +236,21 @@ def hybrid() -> dict[str, bool]:
     }
 
 
+def reported() -> dict[str, bool]:
+    """Process 0 prints a report, every process writes its file."""
+    resolution = rules(MESH).resolve({"kernel": HOST})
+    printed, written = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        resolution.show()
+    resolution.show(written)
+    return {
+        "printed by process 0": bool(printed.getvalue()) == (jax.process_index() == 0),
+        "written by all": "kernel" in written.getvalue(),
+    }
+
+
 if __name__ == "__main__":
-    checks = (distributed, keys, placed, created, scoped, alone, refused, hybrid)
+    checks = (distributed, keys, placed, created, scoped, alone, refused)
+    checks += (hybrid, reported)
     groups = {f.__name__: f() for f in checks}
     launch.answer(groups)
