@@ -103,6 +103,29 @@ def test_fully_sharded_parameters_are_gathered_and_their_gradients_scattered() -
     assert report.reshards == ()
 
 
+def payload(collectives: Any) -> Counter[Any]:
+    """Bytes in a step by kind and axes, as XLA for CPUs does it.
+
+    It sums all of a gradient and takes its slice.
+    """
+    found: Counter[Any] = Counter()
+    for one in collectives:
+        kind = "all-reduce" if one.kind == "reduce-scatter" else one.kind
+        found[kind, one.axes] += one.bytes_per_step
+    return found
+
+
+def compiled(step: Any, params: Any, layout_map: Any, mesh: flm.DeviceMesh) -> Any:
+    """The collectives in the program for 8 CPU devices."""
+    on_mesh = layout_map.on(mesh)
+    arrays = on_mesh.place(jax.tree.map(lambda s: jnp.ones(s.shape), params))
+    jitted = flm.jit(step, layout_map=on_mesh, donate_argnames="params")
+    program = jitted.lower(arrays, jnp.ones(LARGE.shape)).compile()
+    found = read_program(program.as_text(), mesh.axis_names, mesh.shape)
+    assert not found.unrecognised
+    return found.collectives
+
+
 @pytest.mark.parametrize(
     "layouts",
     [MEGATRON, FULLY, {"up": None, "down": None}],
@@ -112,25 +135,19 @@ def test_the_compiler_agrees(layouts: dict[str, Any], mesh: flm.DeviceMesh) -> N
     """Same axes, kinds and payloads as in the program for 8 CPU devices."""
     layout_map = rules(**layouts)
     # Donated, so that it is state, also where no rule shards it.
-    options: dict[str, Any] = {"donate_argnames": "params"}
-    report = plan(sgd, PARAMS, LARGE, layout_map=layout_map, **options)
-    on_mesh = layout_map.on(mesh)
-    compiled = flm.jit(sgd, layout_map=on_mesh, **options).lower(
-        on_mesh.place(jax.tree.map(lambda s: jnp.ones(s.shape), PARAMS)),
-        jnp.ones(LARGE.shape),
-    )
-    program = read_program(compiled.compile().as_text(), ("data", "model"), (2, 4))
-    assert not program.unrecognised
-    # XLA for CPUs sums all of a gradient and takes its slice.
-    plain = {"reduce-scatter": "all-reduce"}
+    report = plan(sgd, PARAMS, LARGE, layout_map=layout_map, donate_argnames="params")
+    wanted = payload(compiled(sgd, PARAMS, layout_map, mesh))
+    assert wanted and payload(report.collectives) == wanted
 
-    def payload(collectives: Any) -> Counter[Any]:
-        found: Counter[Any] = Counter()
-        for one in collectives:
-            found[plain.get(one.kind, one.kind), one.axes] += one.bytes_per_step
-        return found
 
-    assert payload(report.collectives) == payload(program.collectives)
+@pytest.mark.parametrize("scanned", [True, False])
+def test_the_compiler_agrees_on_layers(scanned: bool, mesh: flm.DeviceMesh) -> None:
+    step, params = layered(scanned)
+    layout_map = rules(w=(None, "data", "model"), v=(None, "model", "data"))
+    report = plan(step, params, LARGE, layout_map=layout_map, donate_argnames="params")
+    wanted = payload(compiled(step, params, layout_map, mesh))
+    assert wanted["all-gather", ("data",)]
+    assert payload(report.collectives) == wanted
 
 
 def layered(scanned: bool, count: int = 6) -> tuple[Any, Any]:

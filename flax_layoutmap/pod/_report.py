@@ -61,6 +61,8 @@ class PodReport:
         unrecognised: what could not be read in the program → how often.
         warnings: what is worth a look.
         took_seconds: how long it took to find out.
+        replan: what `with_layout` calls; None but for a plan.
+        values: what `shardings` calls; None but for a plan.
     """
 
     __module__ = "flax_layoutmap.pod"
