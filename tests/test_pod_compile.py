@@ -4,6 +4,10 @@ import ast
 import glob
 import importlib.metadata
 import json
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 import textwrap
 import time
@@ -161,6 +165,45 @@ def test_a_child_that_hangs(child: Callable[[str], None]) -> None:
             time.sleep(0.05)
         else:
             raise AssertionError(f"{path} is still running")
+
+
+CHILD = """
+import runpy, sys, threading, time
+from pathlib import Path
+folder = Path(sys.argv[2])
+ends = runpy.run_path(sys.argv[1])["_end_with_the_parent"]
+threading.Thread(target=ends, args=[folder], daemon=True).start()
+time.sleep(0.2)
+(folder / "started").touch()
+time.sleep(600)
+"""
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]])
+print(child.pid, flush=True)
+while not os.path.exists(sys.argv[3] + "/started"):
+    time.sleep(0.02)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_child_whose_parent_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    code = Path(_aot.__file__).with_name("_child.py")
+    command = [sys.executable, "-c", PARENT, CHILD, str(code), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        for _ in range(600):
+            if not runs(child):
+                break
+            time.sleep(0.05)
+        else:
+            os.kill(child, signal.SIGKILL)
+            raise AssertionError("it goes on without its parent")
+    assert parent.wait() == -signal.SIGKILL
+    assert not folder.exists()
 
 
 def runs(process: int) -> bool:

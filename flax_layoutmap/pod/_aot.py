@@ -348,8 +348,8 @@ def _largest(error: str) -> list[str]:
     for size, name, where, shape in _ALLOCATION.findall(error)[:3]:
         source = Frames("").source(where)
         at = f" at {source}" if source else ""
-        plain = re.sub("([KMGT]?)B?$", r" \1iB", size).replace(" iB", " B")
-        lines.append(f"large: {shape}, {plain}, made by {name}{at}")
+        written = f"{size[:-1]} {size[-1]}iB" if size[-1] in "KMGT" else size
+        lines.append(f"large: {shape}, {written}, made by {name}{at}")
     return lines
 
 

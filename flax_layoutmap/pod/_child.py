@@ -8,6 +8,7 @@ whole, to `result.json`.
 
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ _FAILURES = (
 
 
 def main(folder: Path) -> None:
-    threading.Thread(target=_end_with_the_parent, daemon=True).start()
+    threading.Thread(target=_end_with_the_parent, args=[folder], daemon=True).start()
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     answer: dict[str, Any] = {"stage": "topology"}
     try:
@@ -82,11 +83,12 @@ def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> No
     answer["stage"] = "done"
 
 
-def _end_with_the_parent() -> None:
+def _end_with_the_parent(folder: Path) -> None:
     """Ends this process when the one that waits for it is gone."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

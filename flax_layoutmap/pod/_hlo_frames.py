@@ -1,14 +1,17 @@
 """The Python line that an instruction of a compiled program comes from."""
 
+import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 _PAIRS = re.compile(r"(\w+)=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 # What older versions write in its place; it has no function.
 _LINE = re.compile(r'\bsource_file="([^"]+)" source_line=(\d+)')
 # Frames of these are not the user's own.
-_LIBRARIES = re.compile(r"(site-packages|dist-packages|flax_layoutmap)[/\\]")
+_LIBRARIES = re.compile(r"(?:site|dist)-packages[/\\]")
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class Frames:
@@ -40,7 +43,7 @@ class Frames:
                     f"{_file_name(file)}:{place.get('line', 0)} {function}".rstrip()
                 )
                 innermost = innermost or written
-                if not _LIBRARIES.search(file):
+                if not _LIBRARIES.search(file) and not file.startswith(_OURS):
                     return written
             # Printed one too high: 1 says that there is no parent.
             at = frame.get("parent_frame_id", 1) - 1
