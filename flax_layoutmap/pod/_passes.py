@@ -201,24 +201,6 @@ def sharding_text(spec: Sequence[Any], ndim: int) -> str:
     return f"#sdy.sharding<@mesh, [{', '.join(dims)}]>"
 
 
-def argument_attributes(function: Any) -> list[Any]:
-    """The attributes of each argument of a function."""
-    return _attributes(
-        function, "arg_attrs", len(function.regions[0].blocks[0].arguments)
-    )
-
-
-def result_attributes(function: Any, count: int) -> list[Any]:
-    """The attributes of each result of a function."""
-    return _attributes(function, "res_attrs", count)
-
-
-def _attributes(function: Any, name: str, count: int) -> list[Any]:
-    if name not in function.attributes:
-        return [{}] * count
-    return list(function.attributes[name])
-
-
 def _rewrite(
     module: Any, ir: Any, arguments: Mapping[int, str], results: Mapping[int, str]
 ) -> None:

@@ -17,6 +17,7 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap._topologies import topology as topology_of
 from flax_layoutmap.pod._abstract_call import Lowered, lower_step
+from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._hosts import hosts_of
 from flax_layoutmap.pod._links import dcn_axes, seconds_bound
 from flax_layoutmap.pod._memory import memory_of
@@ -295,20 +296,6 @@ def _record(one: Found, lowered: Lowered, crosses: frozenset[str]) -> Collective
         source=source_line(one.location),
         over_dcn=not crosses.isdisjoint(axes),
     )
-
-
-def wire_bytes(kind: str, size: int, devices: int) -> int:
-    """Bytes that a device sends in one collective, by the usual ring algorithms.
-
-    Args:
-        kind: of the collective.
-        size: bytes of its payload, as `Collective.bytes` says.
-        devices: in one group.
-    """
-    if kind == "collective-permute":
-        return size
-    factor = 2 if kind == "all-reduce" else 1
-    return factor * size * (devices - 1) // devices
 
 
 def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:

@@ -13,19 +13,22 @@ from typing import Any
 
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import manual_collective
+from flax_layoutmap.pod._operations import (
+    ENDS,
+    MOVING,
+    changed_axes,
+    contracted,
+    feature_size,
+    is_shared,
+    location_of,
+    shape_of,
+)
 from flax_layoutmap.pod._passes import AxisRef, Dims, Shardings, functions, mesh_sizes
 from flax_layoutmap.pod._records import Kind
-from flax_layoutmap.pod._sources import source_line
 from flax_layoutmap.pod._values import MOVES, UNIFORM, Value, dtype_name, parts
 
 Scope = tuple[int, ...]  # the loops around an operation, by number
 
-_MOVING: dict[str, Kind] = {
-    "sdy.all_gather": "all-gather",
-    "sdy.all_to_all": "all-to-all",
-    "sdy.collective_permute": "collective-permute",
-}
-_ENDS = ("func.return", "stablehlo.return", "sdy.return")
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 # In these a computation of its own stands in the place of a call.
 _INLINE = ("sdy.named_computation", "stablehlo.composite")
@@ -165,11 +168,11 @@ class _Walk:
             name = operation.name
             self.found.operations += 1
             operands = tuple(place.env[one] for one in operation.operands)
-            if name in _ENDS:
+            if name in ENDS:
                 return list(operands)
             values = self._operation(name, operation, operands, place)
             for result, value in zip(operation.results, values, strict=True):
-                if value.sums and not value.shared and _is_shared(result):
+                if value.sums and not value.shared and is_shared(result):
                     value.shared = True
                 place.env[result] = value
         return []
@@ -179,7 +182,7 @@ class _Walk:
     ) -> Sequence[Value]:
         if name == "sdy.all_reduce":
             return [self._all_reduce(op, operands[0], place)]
-        if name in _MOVING or name == "sdy.all_slice":
+        if name in MOVING or name == "sdy.all_slice":
             return [self._move(name, op, operands[0], place)]
         if name == "func.call":
             callee = self.functions[str(op.attributes["callee"]).lstrip("@").strip('"')]
@@ -297,7 +300,7 @@ class _Walk:
             self._add("all-reduce", rest, shape, value, op, place, leaf)
             value.sums = (*value.sums, len(self.found.collectives) - 1)
         value.index = value.sums[0] if value.sums else None
-        value.shared = not scatters and _is_shared(op.results[0])
+        value.shared = not scatters and is_shared(op.results[0])
         return value
 
     def _scattered(self, op: Any, axes: Sequence[AxisRef]) -> tuple[AxisRef, ...]:
@@ -338,9 +341,9 @@ class _Walk:
         if known is not None:
             value.index = known.index
             return value
-        axes = _changed_axes(name, operand.dims, dims)
+        axes = changed_axes(name, operand.dims, dims)
         if parts(axes) > 1:
-            kind = _MOVING[name]
+            kind = MOVING[name]
             self._add(kind, axes, value.local_shape, value, op, place, value.leaf)
             value.index = len(self.found.collectives) - 1
             self._note_move(name, op, operand, value, place)
@@ -355,7 +358,7 @@ class _Walk:
         before = operand
         if earlier is not None:
             before, only = earlier.before, only and earlier.gathers_only
-        location = _location(op)
+        location = location_of(op)
         move = Move(before, value, place.times, location, only)
         self.found.moves[id(value)] = move
 
@@ -391,7 +394,7 @@ class _Walk:
             shape,
             value.element,
             place.times,
-            _location(op),
+            location_of(op),
             place.scope,
             leaf,
         )
@@ -409,7 +412,7 @@ class _Walk:
         kind = result.type
         known = self.types.get(kind)
         if known is None:
-            known = self.types[kind] = _shape_of(kind)
+            known = self.types[kind] = shape_of(kind)
         shape, element = known
         if dims is None or len(dims) != len(shape):
             dims = ((),) * len(shape)
@@ -456,12 +459,12 @@ class _Walk:
         """Adds the operations of a matrix product, or of a convolution."""
         if name == "stablehlo.convolution":
             kernel = operands[1]
-            out = _feature_size(op, kernel)
+            out = feature_size(op, kernel)
             local = math.prod(kernel.local_shape) // max(1, out)
             whole = math.prod(kernel.shape) // max(1, out)
         else:
             left = operands[0]
-            dims = _contracted(op)
+            dims = contracted(op)
             local = math.prod(left.local_shape[dim] for dim in dims)
             whole = math.prod(left.shape[dim] for dim in dims)
         self.found.flops += 2 * place.times * math.prod(value.local_shape) * local
@@ -470,60 +473,6 @@ class _Walk:
 
 def _rest(place: _Place) -> tuple[int, Scope]:
     return place.times, place.scope
-
-
-def _location(op: Any) -> str:
-    """Where a collective comes from: of one that moves a value, where that is used.
-
-    The pass that adds it says where the value was made.
-    """
-    if op.name in _MOVING:
-        for use in op.results[0].uses:
-            user = use.owner.operation
-            if user.name not in (*_MOVING, *_ENDS, "sdy.all_slice"):
-                text = str(user.location)
-                if source_line(text) is not None:
-                    return text
-    return str(op.location)
-
-
-def _is_shared(result: Any) -> bool:
-    uses = iter(result.uses)
-    next(uses, None)
-    return next(uses, None) is not None
-
-
-def _changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
-    """The axes that a value changes, or loses, from one sharding to another."""
-    if name == "sdy.all_gather":
-        left = collections.Counter(axis for axes in after for axis in axes)
-        gone = collections.Counter(axis for axes in before for axis in axes) - left
-        return tuple(gone.elements())
-    pairs = list(zip(before, after, strict=True))
-    moved = [axis for old, new in pairs for axis in old if axis not in new]
-    if not moved:  # the same axes in another order
-        moved = [axis for old, new in pairs if old != new for axis in old]
-    return tuple(dict.fromkeys(moved))
-
-
-def _shape_of(kind: Any) -> tuple[tuple[int, ...], str]:
-    if not hasattr(kind, "shape"):  # a token
-        return (), str(kind)
-    return tuple(kind.shape), str(kind.element_type)
-
-
-def _contracted(op: Any) -> Sequence[int]:
-    from jaxlib.mlir.dialects import stablehlo
-
-    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    return numbers.lhs_contracting_dimensions
-
-
-def _feature_size(op: Any, kernel: Value) -> int:
-    from jaxlib.mlir.dialects import stablehlo
-
-    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
-    return kernel.local_shape[numbers.kernel_output_feature_dimension]
 
 
 def listing(module: Any) -> Iterator[tuple[str, str, str, Dims]]:
@@ -536,7 +485,7 @@ def listing(module: Any) -> Iterator[tuple[str, str, str, Dims]]:
             for result, dims in zip(
                 operation.results, shardings.per_value(operation), strict=False
             ):
-                shape, element = _shape_of(result.type)
+                shape, element = shape_of(result.type)
                 sizes = ",".join(map(str, shape))
                 kind = f"{dtype_name(element)}[{sizes}]"
                 name = operation.name.rpartition(".")[2]

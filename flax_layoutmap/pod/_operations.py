@@ -1,0 +1,75 @@
+"""What single operations of a laid-out module say, through jaxlib's bindings."""
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+from flax_layoutmap.pod._passes import AxisRef, Dims
+from flax_layoutmap.pod._records import Kind
+from flax_layoutmap.pod._sources import source_line
+from flax_layoutmap.pod._values import Value
+
+MOVING: dict[str, Kind] = {
+    "sdy.all_gather": "all-gather",
+    "sdy.all_to_all": "all-to-all",
+    "sdy.collective_permute": "collective-permute",
+}
+ENDS = ("func.return", "stablehlo.return", "sdy.return")
+
+
+def location_of(op: Any) -> str:
+    """Where a collective comes from: of one that moves a value, where that is used.
+
+    The pass that adds it says where the value was made.
+    """
+    if op.name in MOVING:
+        for use in op.results[0].uses:
+            user = use.owner.operation
+            if user.name not in (*MOVING, *ENDS, "sdy.all_slice"):
+                text = str(user.location)
+                if source_line(text) is not None:
+                    return text
+    return str(op.location)
+
+
+def is_shared(result: Any) -> bool:
+    """Whether a value is used more than once."""
+    uses = iter(result.uses)
+    next(uses, None)
+    return next(uses, None) is not None
+
+
+def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
+    """The axes that a value changes, or loses, from one sharding to another."""
+    if name == "sdy.all_gather":
+        left = collections.Counter(axis for axes in after for axis in axes)
+        gone = collections.Counter(axis for axes in before for axis in axes) - left
+        return tuple(gone.elements())
+    pairs = list(zip(before, after, strict=True))
+    moved = [axis for old, new in pairs for axis in old if axis not in new]
+    if not moved:  # the same axes in another order
+        moved = [axis for old, new in pairs if old != new for axis in old]
+    return tuple(dict.fromkeys(moved))
+
+
+def shape_of(kind: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and name of the element type, of the type of a value."""
+    if not hasattr(kind, "shape"):  # a token
+        return (), str(kind)
+    return tuple(kind.shape), str(kind.element_type)
+
+
+def contracted(op: Any) -> Sequence[int]:
+    """The dims of the first operand that a matrix product sums over."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    return numbers.lhs_contracting_dimensions
+
+
+def feature_size(op: Any, kernel: Value) -> int:
+    """Output features of a convolution, on one device."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    return kernel.local_shape[numbers.kernel_output_feature_dimension]
