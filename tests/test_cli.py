@@ -48,6 +48,14 @@ def broken():
     raise RuntimeError("no such config")
 
 
+def nothing():
+    return ()
+
+
+def ends_the_program():
+    raise SystemExit(0)
+
+
 pairs = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
 layout_map = flm.LayoutMap.from_rules(pairs, "data=2,model=4", strict=False)
 rule_set = layout_map.freeze()
@@ -358,7 +366,17 @@ WRONG = {
     "report --model my_model:make --rules rules.toml --arg depth=2": "depth",
     "report --model my_model:make --rules rules.toml --mesh data": "data",
     "report --checkpoint nowhere": "nowhere",
+    "report --model my_model:ends_the_program --rules rules.toml": "SystemExit: 0",
+    "report --model my_model:make --rules r.yaml": "or a file (.toml, .json)",
     "lint --mesh data=2": "lint needs rules",
+    "lint --rules rules.toml --ignore LM131": "there is no code LM131",
+    "lint --rules rules.toml --max-replicated 0.1": "needs --model or --checkpoint",
+    "plan my_model:make --args my_model:linen_variables --rules rules.toml "
+    "--mesh data=2,model=4 --arg width=2": "linen_variables",
+    "plan my_model:ends_the_program --args my_model:nothing --rules rules.toml "
+    "--mesh data=2,model=4": "SystemExit: 0",
+    "plan my_model:broken --args my_model:make --rules rules.toml "
+    "--mesh data=2,model=4": "TypeError: too many positional arguments (--traceback",
     "report --checkpoint runs/7 --rules runs/7 --variant a": "--variant is for rules",
     "verify nowhere": "nowhere",
     "convert my_model:layout_map out.yaml": "out.yaml",
@@ -373,6 +391,42 @@ def test_errors_are_short(command: str, run: Any, folder: Path) -> None:
     assert WRONG[command] in err and "Traceback" not in err
     assert err.startswith(f"flax-layoutmap {command.split()[0]}: ")
     assert not (folder / "new").exists()
+
+
+def _program(command: str, folder: Path, **options: Any) -> Any:
+    root = str(Path(flm.__file__).parents[1])
+    given = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    given.update(options.pop("env", {}))
+    return subprocess.run(
+        [sys.executable, "-m", "flax_layoutmap", *shlex.split(command)],
+        **{"cwd": folder, "env": given, "stderr": subprocess.PIPE, **options},
+    )
+
+
+@pytest.mark.parametrize("command", ["report", "draw"])
+def test_nobody_reads_on(command: str, folder: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    ended = _program(f"{command} {SOURCES}", folder, stdout=write)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_an_output_that_knows_ascii_alone(folder: Path) -> None:
+    ended = _program(
+        f"explain up/kernel {SOURCES}",
+        folder,
+        stdout=subprocess.PIPE,
+        env={"PYTHONIOENCODING": "ascii"},
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert rb"\u2192" in ended.stdout
+
+
+def test_json_with_too_much_replicated(run: Any) -> None:
+    code, out, err = run(f"lint {SOURCES} --max-replicated 0.0001 --json")
+    assert code == 1 and isinstance(json.loads(out), list)
+    assert "more than --max-replicated 0.0001" in err
 
 
 def test_a_traceback_where_it_is_asked_for(run: Any) -> None:

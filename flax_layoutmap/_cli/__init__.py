@@ -3,14 +3,16 @@
 Only the parser is here at the start: `--help` imports neither JAX nor Flax.
 """
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 from flax_layoutmap._cli._parser import parser
 
-# What a command found, and what kept it from looking.
-FOUND, FAILED = 1, 2
+# What a command found, what kept it from looking, and (as for a program that SIGPIPE
+# ends) that nobody reads on.
+FOUND, FAILED, UNREAD = 1, 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0: done, and nothing is wrong. 1: done, and something was found (a finding of
         `lint`, a difference, a checkpoint that is not as saved). 2: it could not be
-        done; the reason is on stderr.
+        done; the reason is on stderr. 141: nobody reads on (`| head`).
     """
     args = parser().parse_args(argv)
     # Nothing here computes on an accelerator, which a training run may hold.
@@ -32,18 +34,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flax_layoutmap._cli._sources import UsageError
     from flax_layoutmap._errors import LayoutError
 
+    _any_encoding()
     try:
-        return int(getattr(_commands, args.command)(args))
+        code = int(getattr(_commands, args.command)(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
     except (UsageError, LayoutError, OSError, KeyError, AssertionError) as error:
         if args.traceback:
             raise
         text = error.args[0] if isinstance(error, KeyError) else error
-        print(f"flax-layoutmap {args.command}: {text}", file=sys.stderr)
-        return FAILED
+        return _failed(args.command, str(text))
+    except (Exception, SystemExit) as error:  # broad: a step is the user's code
+        if args.traceback:
+            raise
+        text = f"{type(error).__name__}: {error} (--traceback shows where)"
+        return _failed(args.command, text)
     except KeyboardInterrupt:
         return 130
     finally:
         sys.path.remove(os.getcwd())
+
+
+def _failed(command: str, text: str) -> int:
+    print(f"flax-layoutmap {command}: {text}", file=sys.stderr)
+    return FAILED
+
+
+def _any_encoding() -> None:
+    """What an output cannot show (ASCII has no arrows) is escaped, not an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def run() -> None:

@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec
 import flax_layoutmap as flm
 from flax_layoutmap._cli import _sources
 from flax_layoutmap._cli._sources import UsageError
+from flax_layoutmap._errors import did_you_mean
+from flax_layoutmap._issues import CODES
 from flax_layoutmap._table import human_bytes
 
 _DONE, _FOUND = 0, 1
@@ -26,6 +28,11 @@ def report(args: Namespace) -> int:
 
 def lint(args: Namespace) -> int:
     has_model = args.model is not None or args.checkpoint is not None
+    for code in args.ignore:
+        if code not in CODES:
+            raise UsageError(f"there is no code {code}{did_you_mean(code, CODES)}")
+    if args.max_replicated is not None and not has_model:
+        raise UsageError("--max-replicated needs --model or --checkpoint")
     found: Any
     if has_model:
         found = _sources.resolution_of(args)
@@ -41,11 +48,12 @@ def lint(args: Namespace) -> int:
         _print_json([dataclasses.asdict(issue) for issue in issues])
     else:
         print(flm.format_issues(issues))
-        if too_much:
-            print(
-                f"{share:.1%} of the bytes are replicated, more than "
-                f"--max-replicated {args.max_replicated}"
-            )
+    if too_much:
+        print(
+            f"{share:.1%} of the bytes are replicated, more than "
+            f"--max-replicated {args.max_replicated}",
+            file=sys.stderr if args.json else sys.stdout,
+        )
     counted = {"error", "warning"} if args.strict else {"error"}
     return _FOUND if too_much or any(i.severity in counted for i in issues) else _DONE
 
@@ -79,7 +87,10 @@ def draw(args: Namespace) -> int:
     if args.output is None:
         from rich.console import Console
 
-        Console().print(drawing)
+        try:
+            Console().print(drawing)
+        except SystemExit as ended:  # what rich makes of a pipe that nobody reads
+            raise BrokenPipeError from ended
     else:
         drawing.save(args.output)
         print(f"wrote {args.output}, {human_bytes(os.path.getsize(args.output))}")

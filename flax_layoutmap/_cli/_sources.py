@@ -151,8 +151,9 @@ def named(text: str, flag: str) -> Any:
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
+        file = ", or a file (.toml, .json)" if flag == "--rules" else ""
         raise UsageError(
-            f"{flag} {text}: write MODULE:NAME, such as my_package.models:make"
+            f"{flag} {text}: write MODULE:NAME, such as my_package.models:make{file}"
         )
     found = _imported(module_name, f"{flag} {text}")
     for part in name.split("."):
@@ -174,7 +175,8 @@ def _imported(name: str, what: str) -> Any:
         needs = _NEEDS.search(str(error))
         if needs is None or int(needs[1]) > MOST_DEVICES:
             raise
-    except Exception as error:  # broad: it is the user's code, which may do anything
+    # Broad: it is the user's code, which may do anything, and may end the program.
+    except (Exception, SystemExit) as error:
         raise UsageError(
             f"{what}: cannot import {name!r}: {type(error).__name__}: {error}"
         ) from error
@@ -213,7 +215,8 @@ def _called(function: Callable[..., Any], flag: str, **arguments: Any) -> Any:
         return function(**arguments)
     except flm.LayoutError:
         raise
-    except Exception as error:  # broad: it is the user's code, which may do anything
+    # Broad: it is the user's code, which may do anything, and may end the program.
+    except (Exception, SystemExit) as error:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
