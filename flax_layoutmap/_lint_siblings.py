@@ -35,8 +35,10 @@ class _Leaf:
     parent: str
     module: str
     name: str
+    shape: tuple[int, ...]
     dims: Dims
     rule: int
+    stacked: int = 0  # leading dims that were left out
 
 
 def swapped(resolution: Resolution) -> Iterator[Issue]:
@@ -46,7 +48,8 @@ def swapped(resolution: Resolution) -> Iterator[Issue]:
     for leaf in leaves:
         parents.setdefault(leaf.parent, []).append(leaf)
     told: set[int] = set()
-    for siblings in parents.values():
+    for together in parents.values():
+        siblings = _of_one_layer(together)
         column = [leaf for leaf in siblings if _COLUMN.fullmatch(leaf.module)]
         odd = _odd_one(column, resolution.rules.batch)
         if odd is not None and odd[0].rule not in told:
@@ -77,7 +80,32 @@ def _leaves(resolution: Resolution) -> Iterator[_Leaf]:
                 continue
             *parents, name = paths[at].split("/")
             module = parents.pop() if name in _WEIGHTS and parents else name
-            yield _Leaf(at, "/".join(parents), module, name, row.dims, row.rule)
+            shape, where = resolution.shapes[at], "/".join(parents)
+            yield _Leaf(at, where, module, name, shape, row.dims, row.rule)
+
+
+def _of_one_layer(siblings: Sequence[_Leaf]) -> list[_Leaf]:
+    """Columns and rows, without leading dims that all have: layers, or experts."""
+    found = [
+        leaf
+        for leaf in siblings
+        if _COLUMN.fullmatch(leaf.module) or _ROW.fullmatch(leaf.module)
+    ]
+    # The in-dim of all columns is as long too, so a row has to have it as well.
+    while any(_ROW.fullmatch(leaf.module) for leaf in found) and len(found) > 1:
+        first = {(leaf.shape[0], leaf.dims[0]) for leaf in found}
+        if len(first) > 1 or min(len(leaf.shape) for leaf in found) < 3:
+            break
+        found = [
+            dataclasses.replace(
+                leaf,
+                shape=leaf.shape[1:],
+                dims=leaf.dims[1:],
+                stacked=leaf.stacked + 1,
+            )
+            for leaf in found
+        ]
+    return found
 
 
 def _odd_one(
@@ -113,7 +141,7 @@ def _column_beside(
         have = [
             other
             for other in column
-            if any(axis in dim for dim in other.dims) and _fit(resolution, other, leaf)
+            if any(axis in dim for dim in other.dims) and _fit(other.shape, leaf.shape)
         ]
         # On the in-dims of all: sharded for memory, not for the features.
         if have and all(axis not in other.dims[0] for other in have):
@@ -123,9 +151,8 @@ def _column_beside(
     return None
 
 
-def _fit(resolution: Resolution, first: _Leaf, second: _Leaf) -> bool:
+def _fit(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
     """Whether a matrix may take apart the features that another one makes."""
-    one, two = resolution.shapes[first.at], resolution.shapes[second.at]
     # Gate and up may be one matrix, and keys and values have fewer heads.
     features, taken = math.prod(one[1:]), math.prod(two[:-1])
     if not features or not taken or one[0] != two[-1]:
@@ -144,6 +171,7 @@ def _issue(
     else:
         dims = other.dims
         why = "the same axes on other dims"
+    dims = (*resolution._rows[leaf.at].dims[: leaf.stacked], *dims)
     axes = tuple(
         names[0] if len(names) == 1 else names if names else None for names in dims
     )

@@ -402,6 +402,21 @@ CASES: dict[str, Case] = {
             [("(q|k|v)/", (None, "model")), ("o/", ("model", None))],
         ),
     ),
+    "LM110, of stacked layers": Case(
+        lambda: on(
+            {"up": kernel(3, 8, 64, 256), "down": kernel(3, 8, 256, 64)},
+            [("kernel", (..., "model")), ("up", (..., "model"))],
+            overlap="last",
+        ),
+        "LM110 warning: down/kernel (3,8,256,64): rule 1 'kernel' → (..., 'model') "
+        "looks swapped beside 'up/kernel', rule 2 'up' → (..., 'model'): both on their "
+        "out-dims, so that the features are gathered in between\n"
+        "  fix: layout_map.replace(\"kernel\", (None, None, 'model', None))",
+        lambda: on(
+            {"up": kernel(3, 8, 64, 256), "down": kernel(3, 8, 256, 64)},
+            [("up", (..., "model")), ("down", (..., "model", None))],
+        ),
+    ),
     "LM111": Case(
         lambda: on(LAYERS, [*MLP_RULES, ("up", ("model", None))]),
         "LM111 warning: rule 3 'up' → ('model', None) decides no leaf: all that it "
@@ -569,6 +584,15 @@ def test_a_fully_sharded_model_looks_swapped_to_nobody() -> None:
         [("(up|gate|q)/kernel", (None, "data")), ("(down|o)/kernel", (None, "data"))],
     ):
         assert "LM110" not in [issue.code for issue in on(tree, rules)]
+
+
+def test_heads_are_no_stacked_layers() -> None:
+    query = {name: kernel(64, 4, 16) for name in ("query", "key", "value")}
+    alike = ("(query|key|value)", ("data", "model", None))
+    assert "LM110" not in [issue.code for issue in on(query, [alike])]
+    last = ("value", ("data", None, "model"))
+    (issue,) = [issue for issue in on(query, [last, alike]) if issue.code == "LM110"]
+    assert issue.path == "value/kernel", "what fewer have"
 
 
 def test_rules_for_a_part_are_no_warning() -> None:
