@@ -619,6 +619,7 @@ def test_ids_of_one_slice_are_places_of_the_mesh() -> None:
         f"%x = quaternion[8,4] all-reduce(%p), {WHOLE}",
         f"%x = f32[8,4 all-reduce(%p), {WHOLE}",
         f"%x = f32[8,4] all-reduce(%p, {WHOLE}",
+        f"%x = f32[8,4] negate(%p)  %y = f32[8,4] all-reduce(%x), {WHOLE}",
     ],
 )
 def test_unknown_forms_are_listed(line: str) -> None:
@@ -630,6 +631,7 @@ def test_names_are_not_mistaken_for_operations() -> None:
     found = read(
         entry(
             '%x = f32[8,4] add(%p, %p), metadata={op_name="jit(f)/ all-reduce(x)"}',
+            '%y = f32[8,4] add(%p, %p), metadata={op_name="y = all-reduce(x)"}',
             '%all-reduce.1 = f32[8,4] custom-call(%p), custom_call_target="Sharding"',
         )
     )

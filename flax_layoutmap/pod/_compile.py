@@ -73,6 +73,16 @@ def compile(
         RuleError: a rule names an axis that the mesh does not have.
         ResolveError: the arguments do not fit the rules on this mesh.
 
+    Example:
+        >>> import jax, jax.numpy as jnp, flax_layoutmap as flm
+        >>> x = jax.ShapeDtypeStruct((6, 6), jnp.float32)
+        >>> flm.pod.compile(jnp.sin, x, topology="v5e:3x3", mesh="data=9")
+        Traceback (most recent call last):
+        flax_layoutmap.MeshError: there is no slice v5e:3x3: slices of two dims come in
+        few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
+
+        `docs/pod_compile.md` shows a report.
+
     Plain JAX: `jax.jit(step).lower(…).compile()` with shardings over the devices of
     `jax.experimental.topologies.get_topology_desc`, in a process that libtpu may end.
     """

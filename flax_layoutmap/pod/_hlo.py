@@ -64,6 +64,7 @@ _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _TRANSFER = re.compile(_ATTRIBUTE.format("_xla_megascale_transfer_type"))
 _RENDEZVOUS = re.compile(_ATTRIBUTE.format("_xla_host_transfer_rendezvous"))
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 
 
@@ -177,7 +178,7 @@ class _Reader:
             return
         above = (*above, computation)
         for line in self.active[computation]:
-            instruction = read_line(line.text)
+            instruction = _read_alone(line.text)
             if instruction is None:
                 self.seen[line.number] = line
                 self.trouble[line.number] = f"cannot be read: {_short(line.text)}"
@@ -253,7 +254,7 @@ class _Reader:
     def unreached(self) -> Iterator[Line]:
         for line in self.lines():
             if line.number not in self.seen and _may_communicate(line.text):
-                instruction = read_line(line.text)
+                instruction = _read_alone(line.text)
                 if instruction is None or _communicates(line.text, instruction):
                     yield line
 
@@ -430,6 +431,18 @@ def _active(module: Module) -> dict[str, list[Line]]:
         ]
         for name in active
     }
+
+
+def _read_alone(text: str) -> Instruction | None:
+    """Reads a line; None where another operation that communicates is on it too."""
+    instruction = read_line(text)
+    if instruction is None:
+        return None
+    # A quote that does not end may hide anything.
+    whole = text.count('"') % 2 == 0
+    named = _COMMUNICATES.findall(_QUOTED.sub('""', text) if whole else text)
+    own = _COMMUNICATES.match(f" {instruction.opcode}(") is not None
+    return instruction if len(named) <= own else None
 
 
 def _may_communicate(text: str) -> bool:

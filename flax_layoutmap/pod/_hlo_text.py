@@ -20,7 +20,9 @@ _TYPES = {
     "c128": ("complex128", 128),
 }
 _SMALL_FLOAT = re.compile(r"f(\d)e\d+m\d+\w*")
-_ARRAY = re.compile(r"([a-z]\w*)\[([0-9,<=]*)\](?:\{[^{}]*\})?")
+_ARRAY = re.compile(
+    r"([a-z]\w*)\[((?:<?=?[0-9]{1,18}(?:,<?=?[0-9]{1,18})*)?)\](?:\{[^{}]*\})?"
+)
 _COMMENT = re.compile(r"/\*.*?\*/")
 _LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*")
@@ -127,10 +129,12 @@ def split(text: str) -> Module:
                 # A name that comes twice (a damaged text) keeps both bodies.
                 current = computations.setdefault(found[2], [])
                 entry = found[2] if found[1] else entry
+                if " = " in line:
+                    loose.append(Line(number, line))
                 continue
         if start == "}":
             current = None
-        elif " = " in line:
+        if " = " in line:
             (loose if current is None else current).append(Line(number, line))
     return Module(computations, entry, loose, text[: text.find("\n")])
 
