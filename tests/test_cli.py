@@ -378,7 +378,12 @@ WRONG = {
     "plan my_model:broken --args my_model:make --rules rules.toml "
     "--mesh data=2,model=4": "TypeError: too many positional arguments (--traceback",
     "report --checkpoint runs/7 --rules runs/7 --variant a": "--variant is for rules",
+    "report --checkpoint runs/7 --arg width=2": "--arg is for --model",
+    "report --checkpoint runs/7 --optimizer optax:sgd": "--optimizer is for --model",
+    "report --model my_model:make --rules rules.toml --mesh data=2,model=4 "
+    "--optimizer-arg learning_rate=1": "--optimizer-arg needs --optimizer",
     "verify nowhere": "nowhere",
+    "restore runs/7 --to runs": "runs exists; write to another path",
     "convert my_model:layout_map out.yaml": "out.yaml",
     "restore runs/7 --to new --mesh data=64,model=32": "2048 devices, more than",
 }

@@ -151,6 +151,8 @@ def restore(args: Namespace) -> int:
     chosen: dict[str, Any] = {
         name: getattr(args, name) for name in ("item", "include", "exclude")
     }
+    if os.path.lexists(args.to) and not args.dry_run:
+        raise UsageError(f"{args.to} exists; write to another path, with --to")
     path = flm.checkpoint.inspect(args.checkpoint, step=args.step, item=args.item).path
     mesh = _sources.mesh_of(args.mesh)
     rules = _sources.rules_of(args.rules, args.variant, mesh)

@@ -30,6 +30,7 @@ def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
         args: the arguments.
         after: `"_after"` for the second of two: what it does not give is as before.
     """
+    _check_used(args)
     model = _given(args, "model", after)
     checkpoint = _given(args, "checkpoint", after)
     if after and (args.model_after or args.checkpoint_after):  # one of them, not both
@@ -193,6 +194,18 @@ def cpu_devices(count: int) -> Sequence[Any]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
     return jax.devices()
+
+
+def _check_used(args: Namespace) -> None:
+    """What nothing would read is a mistake."""
+    if args.model is None and getattr(args, "model_after", None) is None:
+        for name in ("arg", "optimizer"):
+            if getattr(args, name):
+                raise UsageError(
+                    f"--{name} is for --model; a checkpoint holds all that there is"
+                )
+    if args.optimizer_arg and args.optimizer is None:
+        raise UsageError("--optimizer-arg needs --optimizer, such as optax:adamw")
 
 
 def _given(args: Namespace, name: str, after: str) -> Any:
