@@ -35,6 +35,7 @@ MOST_DOTS = 32  # in a line
 PATIENCE_SECONDS = 10.0
 
 _COMMON = {"mesh", "batch", *OPTIONS, *SECTIONS}
+_SUFFIXES = (".toml", ".json")
 _FILE_KEYS = {"schema", "extends", "variants", *_COMMON}
 _VARIANT_KEYS = {"mesh_axes", *_COMMON}
 
@@ -135,10 +136,12 @@ def load(path: str) -> Source:
         RuleError: it is no file of rules, too large, or damaged.
     """
     kind = os.path.splitext(path)[1].lower()
-    if kind not in (".toml", ".json"):
+    if kind not in _SUFFIXES:
         raise RuleError(
             f"{path}: a file of rules ends in .toml or .json, this one in {kind!r}"
         )
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise RuleError(f"{path}: is no file")  # reading a pipe would never end
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)
@@ -213,6 +216,10 @@ def _gather(
         bases = []
     for base in bases:
         beside = os.path.join(os.path.dirname(path), base)
+        if base.endswith(_SUFFIXES) and not os.path.exists(beside):
+            raise RuleError(
+                f"{source.line('extends')}: extends {base!r}, but there is no {beside}"
+            )
         _gather(beside, document, problems, [*above, real], seen)
     _merge(source, source.data, document, problems)
     variants = source.data.get("variants", {})

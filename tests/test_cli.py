@@ -84,6 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout_map["up/kernel"] = (None, "model")
     layout_map["down/kernel"] = ("model", None)
     layout_map.to_file(home / "rules.toml")
+    (home / "extends.toml").write_text('schema = 1\nextends = "no.toml"\n')
 
     class Block(nnx.Module):
         def __init__(self) -> None:
@@ -190,7 +191,9 @@ def test_lint(run: Any) -> None:
     assert (code, out) == (0, "no findings\n")
     bad = f"lint {SOURCES.replace('model=4', 'model=3')}"
     code, out, _ = run("lint --model my_model:make --rules my_model:layout_map --json")
-    assert code == 0 and all(issue["severity"] != "error" for issue in json.loads(out))
+    assert code == 0 and all(
+        i["severity"] != "error" for i in json.loads(out)["issues"]
+    )
     assert run(bad)[0] == 2, "a dim that does not divide"
     assert run(f"lint {SOURCES} --max-replicated 0.0001")[0] == 1
 
@@ -314,6 +317,23 @@ def test_a_module_that_makes_a_mesh(folder: Path) -> None:
     assert done.returncode == 0 and "mesh data=2,model=8" in done.stdout, done.stderr
 
 
+def test_json_of_every_command(run: Any, folder: Path) -> None:
+    """All of it is one object with the number of its schema."""
+    commands = [
+        *(f"report {SOURCES}", f"lint {SOURCES}", f"explain up/kernel {SOURCES}"),
+        *(f"diff {SOURCES} --arg-after width=16", f"draw {SOURCES}"),
+        *("inspect runs", "verify runs/7", "convert rules.toml every.json"),
+        "restore runs/7 --to nowhere --mesh data=4,model=2 --dry-run",
+        "plan my_model:step --args my_model:arguments --rules rules.toml",
+    ]
+    assert {c.split()[0] for c in commands} == EXAMPLES.keys() - {"compile"}
+    for command in commands:
+        code, out, err = run(f"{command} --json")
+        assert code == (1 if command.startswith("diff") else 0), err
+        assert json.loads(out)["schema"] == 1, command
+    assert not (folder / "nowhere").exists()
+
+
 EXAMPLES = {
     name: own.epilog.removeprefix("example:\n  flax-layoutmap ")
     for name, own in next(
@@ -369,6 +389,9 @@ WRONG = {
     "report --model my_model:ends_the_program --rules rules.toml": "SystemExit: 0",
     "report --model my_model:make --rules r.yaml": "or a file (.toml, .json)",
     "lint --mesh data=2": "lint needs rules",
+    "report --model my_model:make --rules rules.toml --step 3": "is for --checkpoint",
+    "lint --model my_model:make --rules rules.toml --max-replicated 2": "from 0 to 1",
+    "lint --rules extends.toml": "extends.toml:2: extends 'no.toml', but there is no",
     "lint --rules rules.toml --ignore LM131": "there is no code LM131",
     "lint --rules rules.toml --max-replicated 0.1": "needs --model or --checkpoint",
     "plan my_model:make --args my_model:linen_variables --rules rules.toml "
@@ -430,7 +453,7 @@ def test_an_output_that_knows_ascii_alone(folder: Path) -> None:
 
 def test_json_with_too_much_replicated(run: Any) -> None:
     code, out, err = run(f"lint {SOURCES} --max-replicated 0.0001 --json")
-    assert code == 1 and isinstance(json.loads(out), list)
+    assert code == 1 and json.loads(out)["issues"]
     assert "more than --max-replicated 0.0001" in err
 
 

@@ -571,7 +571,7 @@ up.kernel = ["model"]
         ("a = 1\na = 2", "rules.toml: is no TOML: Cannot overwrite a value"),
         (HEAD + '[rules]\n"a" = ["x"]\n"a" = ["x"]', "is no TOML: Cannot overwrite"),
         ("schema = 1\nextends = 3", "rules.toml:2: extends must be a file or a list"),
-        ("schema = 1\nextends = 'no.toml'", "no.toml: cannot be read: No such file"),
+        ("schema = 1\nextends = 'no.toml'", "rules.toml:2: extends 'no.toml', but"),
         ("schema = 1\nextends = 'x.py'", "x.py: a file of rules ends in .toml or"),
         ("schema = 1\nextends = 'rules.toml'", "rules.toml: extends itself: "),
         ("schema = 1\nvariants = 3", "rules.toml:2: variants must be tables"),
@@ -627,7 +627,7 @@ def test_no_text_and_no_file(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(flm.RuleError, match="is no TOML: 'utf-8' codec"):
         flm.LayoutMap.from_file(path)
-    with pytest.raises(flm.RuleError, match="cannot be read: Is a directory"):
+    with pytest.raises(flm.RuleError, match="x.toml: is no file"):
         (tmp_path / "x.toml").mkdir()
         flm.LayoutMap.from_file(tmp_path / "x.toml")
     path.write_bytes(b"\xef\xbb\xbfschema = 1\r\n")  # as some editors write it
@@ -704,3 +704,9 @@ def test_hostile_files_come_back(tmp_path: Path) -> None:
     text = refused(tmp_path, "schema = 1\n[rules]\n" + "\n".join(lines))
     assert text.startswith("200 problems in ")
     assert time.monotonic() - began < 60
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(flm.RuleError, match=r"pipe.toml: is no file"):
+        flm.LayoutMap.from_file(tmp_path / "pipe.toml")

@@ -33,6 +33,8 @@ def lint(args: Namespace) -> int:
             raise UsageError(f"there is no code {code}{did_you_mean(code, CODES)}")
     if args.max_replicated is not None and not has_model:
         raise UsageError("--max-replicated needs --model or --checkpoint")
+    if args.max_replicated is not None and not 0 <= args.max_replicated <= 1:
+        raise UsageError(f"--max-replicated {args.max_replicated} is not from 0 to 1")
     found: Any
     if has_model:
         found = _sources.resolution_of(args)
@@ -45,7 +47,8 @@ def lint(args: Namespace) -> int:
     share = found.replicated_share if has_model else 0.0
     too_much = args.max_replicated is not None and share > args.max_replicated
     if args.json:
-        _print_json([dataclasses.asdict(issue) for issue in issues])
+        found_json = [dataclasses.asdict(issue) for issue in issues]
+        _print_json({"issues": found_json, "replicated_share": share})
     else:
         print(flm.format_issues(issues))
     if too_much:
@@ -84,7 +87,9 @@ def draw(args: Namespace) -> int:
     else:
         leaf = resolution[args.leaf]
         drawing = flm.draw.array(leaf.layout, leaf.shape)
-    if args.output is None:
+    if args.json:
+        _print_json(dataclasses.asdict(drawing.scene))
+    elif args.output is None:
         from rich.console import Console
 
         try:
@@ -121,7 +126,7 @@ def inspect(args: Namespace) -> int:
     leaves = [_plain(leaf) for leaf in info.leaves]
     own = {**_plain(info), "leaves": leaves, "total_bytes": info.total_bytes}
     own["mesh"] = None if info.mesh is None else dict(info.mesh.axis_sizes)
-    _print_json({"schema": 1, **own})
+    _print_json(own)
     return _DONE
 
 
@@ -137,11 +142,11 @@ def verify(args: Namespace) -> int:
     except flm.CheckpointError as error:
         problems = error.problems or [str(error)]
         if args.json:
-            _print_json({"schema": 1, "path": where.path, "problems": problems})
+            _print_json({"path": where.path, "problems": problems})
         print(error, file=sys.stderr)
         return _FOUND
     if args.json:
-        _print_json({"schema": 1, "path": where.path, "problems": [], **_plain(found)})
+        _print_json({"path": where.path, "problems": [], **_plain(found)})
     else:
         print(found)
     return _DONE
@@ -159,8 +164,9 @@ def restore(args: Namespace) -> int:
     resolution = flm.checkpoint.resolve(path, layout_map=rules, mesh=mesh, **chosen)
     layout_map = flm.LayoutMap.from_rule_set(resolution.rules)
     plan = flm.checkpoint.plan(path, layout_map=layout_map, **chosen)
+    done = {"to": args.to, "plan": _plan_json(plan), "written": not args.dry_run}
     if args.dry_run:
-        print(plan)
+        _print_json(done) if args.json else print(plan)
         return _DONE
     held = resolution.total_bytes
     if held > plan.host_available:
@@ -171,7 +177,10 @@ def restore(args: Namespace) -> int:
         )
     layout_map = layout_map.on(_on_cpu(resolution.mesh))
     flm.checkpoint.reshard(path, args.to, layout_map=layout_map, **chosen)
-    print(f"wrote {args.to}: {len(plan.leaves)} leaves, {human_bytes(held)}")
+    if args.json:
+        _print_json(done)
+    else:
+        print(f"wrote {args.to}: {len(plan.leaves)} leaves, {human_bytes(held)}")
     return _DONE
 
 
@@ -182,7 +191,10 @@ def convert(args: Namespace) -> int:
     if os.path.exists(args.output) and not args.overwrite:
         raise UsageError(f"{args.output} exists; replace it with --overwrite")
     rules.to_file(args.output)
-    print(f"wrote {args.output}: {len(rules)} rules")
+    if args.json:
+        _print_json({"output": args.output, "rules": len(rules)})
+    else:
+        print(f"wrote {args.output}: {len(rules)} rules")
     return _DONE
 
 
@@ -197,8 +209,8 @@ def _show(thing: Any, format: str = "text", **options: Any) -> None:
         thing.show(**options)
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1, default=str))
+def _print_json(values: Mapping[str, Any]) -> None:
+    print(json.dumps({"schema": 1, **values}, indent=1, default=str))
 
 
 def _plain(record: Any) -> dict[str, Any]:
@@ -207,6 +219,10 @@ def _plain(record: Any) -> dict[str, Any]:
         field.name: _simple(getattr(record, field.name))
         for field in dataclasses.fields(record)
     }
+
+
+def _plan_json(plan: flm.checkpoint.RestorePlan) -> dict[str, Any]:
+    return {**_plain(plan), "leaves": [_plain(leaf) for leaf in plan.leaves]}
 
 
 def _simple(value: Any) -> Any:

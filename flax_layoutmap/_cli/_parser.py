@@ -158,6 +158,7 @@ def _draw(commands: "Commands") -> None:
         metavar="FILE",
         help="write to a file: .html (one page, no network), .png, .txt or .json",
     )
+    _add_json(own)
 
 
 def _plan(commands: "Commands") -> None:
@@ -237,6 +238,7 @@ def _restore(commands: "Commands") -> None:
     own.add_argument(
         "--dry-run", action="store_true", help="show the plan, and write nothing"
     )
+    _add_json(own)
 
 
 def _convert(commands: "Commands") -> None:
@@ -256,6 +258,7 @@ def _convert(commands: "Commands") -> None:
     own.add_argument(
         "--overwrite", action="store_true", help="replace a file that is there"
     )
+    _add_json(own)
 
 
 # ------------------------------------------------------------------------- parts

@@ -204,6 +204,10 @@ def _check_used(args: Namespace) -> None:
                 raise UsageError(
                     f"--{name} is for --model; a checkpoint holds all that there is"
                 )
+    if args.checkpoint is None and getattr(args, "checkpoint_after", None) is None:
+        for name in ("step", "item"):
+            if getattr(args, name):
+                raise UsageError(f"--{name} is for --checkpoint")
     if args.optimizer_arg and args.optimizer is None:
         raise UsageError("--optimizer-arg needs --optimizer, such as optax:adamw")
 
