@@ -24,6 +24,8 @@ SIZE = 1 << 22
 
 BEGIN = f"""
 import asyncio, os, resource, signal, sys, threading, time
+# A job in the background of a shell is started with SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_num_cpu_devices", 2)
 import flax_layoutmap as flm
@@ -125,7 +127,7 @@ with opened() as checkpointer:
     for step in range(2):
         checkpointer.save(step, tree(step))
     os.kill(os.getpid(), signal.SIGINT)
-    while True:  # a pause could begin after the signal
+    while True:  # not a pause: it could begin after the signal
         time.sleep(0.05)
 """,
         -signal.SIGINT,
@@ -289,7 +291,7 @@ with opened() as checkpointer:
     checkpointer.save(0, tree(0))
     checkpointer.wait()
     print("saved", flush=True)
-    while True:  # a pause could begin after the signal
+    while True:  # not a pause: it could begin after the signal
         time.sleep(0.05)
 """
 

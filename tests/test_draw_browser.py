@@ -50,7 +50,7 @@ class Opened:
         self.page.locator("#views button", has_text=name).click()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop is in the way of other modules' tests
 def browser() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 

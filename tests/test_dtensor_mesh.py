@@ -478,7 +478,7 @@ MEMBERS_OF_DTENSOR = """
     shape size strides to_string unravel_index
 """
 MEMBERS_OF_OURS = """
-    abstract axis_names axis_sizes axis_types backend_mesh devices from_dtensor
+    abstract axis_names axis_sizes axis_types backend_mesh devices hybrid from_dtensor
     is_abstract jax_mesh
 """
 

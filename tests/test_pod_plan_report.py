@@ -153,7 +153,8 @@ def test_narrow_text_keeps_the_ends_of_paths() -> None:
     assert any("…" in line and "kernel" in line for line in lines)
 
 
-def test_colours_and_text_say_the_same() -> None:
+def test_colours_and_text_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     console = Console(file=io.StringIO(), width=200, color_system=None)
     console.print(report())
     printed = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
