@@ -26,7 +26,7 @@ LIMIT_SECONDS = 1800.0
 _LINE_CHARACTERS = 300
 
 # What a process says has to fit in here, so that all of them send equally much.
-_BYTES = 4096
+_BYTES = 8192
 
 Word = dict[str, Any]
 Parts = Mapping[str, str | Sequence[str]]
@@ -47,8 +47,9 @@ class Agreement:
         what: what comes next, for the message: `"creating the model"`.
         mesh: the mesh, which is itself a part; None, or one without devices, compares
             nothing.
-        patience: seconds that a process whose block raised waits for the others to
-            come and hear of it; None: a minute. Long work takes more.
+        patience: seconds until a process says that it waits, and that one whose block
+            raised waits for the others to come and hear of it; None: a minute. Long
+            work takes more.
 
     Raises:
         ProcessError: at the end of the block, on every process.
@@ -90,7 +91,7 @@ class Agreement:
                 name: text for part in self._parts for name, text in part().items()
             }
             word = _word(self._what, mesh, parts)
-            words = _exchange(word, speakers, self._what)
+            words = _exchange(word, speakers, self._what, patience=self._patience)
             problems = differences(words)
             if problems:
                 name = _listed(words)
@@ -266,6 +267,7 @@ def _exchange(
     what: str,
     *,
     gives_up_after: float | None = None,
+    patience: float | None = None,
 ) -> dict[int, Word]:
     """What each process says. Waits for all of them, or only some seconds."""
     sent = json.dumps(word, ensure_ascii=False).encode()
@@ -284,17 +286,19 @@ def _exchange(
     # settings, and can be left behind when nobody answers.
     thread = threading.Thread(target=talk, daemon=True)
     thread.start()
-    thread.join(gives_up_after or PATIENCE_SECONDS)
+    patience = patience or PATIENCE_SECONDS
+    limit = max(LIMIT_SECONDS, 4 * patience)
+    thread.join(gives_up_after or patience)
     if thread.is_alive() and gives_up_after is None:
         warn(
-            f"process {jax.process_index()} has waited {PATIENCE_SECONDS:.0f} s before "
+            f"process {jax.process_index()} has waited {patience:.0f} s before "
             f"{what} and goes on waiting: the processes {list(speakers)} of the mesh "
             "must all come here, and at least one has not"
         )
-        thread.join(max(LIMIT_SECONDS - PATIENCE_SECONDS, 0))
+        thread.join(limit - patience)
         if thread.is_alive():
             raise ProcessError(
-                f"process {jax.process_index()} has waited {LIMIT_SECONDS:.0f} s "
+                f"process {jax.process_index()} has waited {limit:.0f} s "
                 f"before {what}, and gives up: of the processes {list(speakers)} at "
                 "least one has not come; look at what each one printed last"
             )

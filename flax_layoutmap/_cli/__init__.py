@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     # Nothing here computes on an accelerator, which a training run may hold.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does, for --model and --rules
+    here = os.getcwd()
+    sys.path.insert(0, here)  # as `python -m` does, for --model and --rules
     from flax_layoutmap._cli import _commands
     from flax_layoutmap._cli._sources import UsageError
     from flax_layoutmap._errors import LayoutError
@@ -55,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        sys.path.remove(os.getcwd())
+        if here in sys.path:  # the user's code may have changed it
+            sys.path.remove(here)
 
 
 def _failed(command: str, text: str) -> int:
