@@ -319,7 +319,7 @@ def _is_known(var: Any, values: Mapping[Any, Any]) -> bool:
 def _known(var: Any, values: Mapping[Any, Any], sharding: Any) -> Any:
     """A value that needs no program."""
     value = var.val if isinstance(var, Literal) else values[var]
-    if isinstance(var, Literal):
+    if isinstance(var, Literal) or isinstance(value, np.ndarray):
         aval: Any = var.aval
         value = jax.numpy.asarray(value, aval.dtype)
     return value if sharding is None else put(value, sharding)

@@ -30,12 +30,21 @@ class Call:
     """
 
     def __init__(
-        self, cut: Cut, inputs: Sequence[Any], shardings: Sequence[Any], of: Jaxpr
+        self,
+        cut: Cut,
+        inputs: Sequence[Any],
+        shardings: Sequence[Any],
+        of: Jaxpr,
+        place: Any = None,
     ) -> None:
-        """Takes a cut of the jaxpr `of`; a sharding may be None for any."""
+        """Takes a cut of the jaxpr `of`; a sharding may be None for any.
+
+        Inputs that lie nowhere yet are taken as if they came in the sharding `place`.
+        """
         self.inputs = list(inputs)
         self._cut, self._of, self._shardings = cut, of, tuple(shardings)
-        self._key = (cut.structure(), self._shardings, *map(_place_of, self.inputs))
+        self._places = [_place_of(value) or place for value in self.inputs]
+        self._key = (cut.structure(), self._shardings, *self._places)
 
     def jitted(self) -> Any:
         """The cut as a function."""
@@ -47,6 +56,12 @@ class Call:
                 return eval_jaxpr(part, [], *inputs)
 
         return jax.jit(born, out_shardings=list(self._shardings))
+
+    def lowered(self) -> Any:
+        """The cut as a program, not compiled yet."""
+        pairs = zip(self.inputs, self._places, strict=True)
+        inputs = [_placed(value, place) for value, place in pairs]
+        return self.jitted().lower(*inputs)
 
     def traced(self) -> list[Any]:
         """The results, inside of a trace."""
@@ -95,11 +110,20 @@ def prepare(calls: Iterable[Call]) -> dict[Any, Any]:
 
 def _compile(calls: Sequence[Call]) -> list[Any]:
     with no_mesh():
-        lowered = [call.jitted().lower(*call.inputs) for call in calls]
+        lowered = [call.lowered() for call in calls]
     if len(lowered) < 2:
         return [one.compile() for one in lowered]
     with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda one: one.compile(), lowered))
+
+
+def _placed(value: Any, place: Any) -> Any:
+    """What a program is lowered for: a value, or one that lies nowhere yet, there."""
+    if place is None or _place_of(value) is not None:
+        return value
+    aval: Any = jax.typeof(value)
+    weak = aval.weak_type
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place, weak_type=weak)
 
 
 def _place_of(value: Any) -> Any:

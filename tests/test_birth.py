@@ -380,6 +380,29 @@ def test_programs_are_shared_whatever_mesh_is_in_context(
     assert bits(kernels[0]) == bits(kernels[1])
 
 
+def test_counters_of_keys_need_no_program(
+    mesh: flm.DeviceMesh, programs: list[int]
+) -> None:
+    def make() -> dict[str, Any]:
+        most = np.uint32(2**32 - 1)
+        rngs = nnx.Rngs(0)
+        keys = [rngs(), rngs(), rngs(), jax.random.fold_in(rngs(), most)]
+        count = jnp.full((), most, jnp.uint32) + np.uint32(3)
+        small = jnp.full((4,), 100, jnp.int8) + np.int8(100)
+        return {
+            "w": [jax.random.normal(key, (8, 16)) for key in keys],
+            "count": [count, small, small * np.int8(3)],
+            "rngs": rngs.default.count[...],
+        }
+
+    made = flm.create(make, rules(mesh))
+    assert bits(made) == bits(jax.jit(make)())
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made))
+    assert_lies(made["count"][1], ((),), mesh, np.full(4, -56, np.int8))
+    # Of a seed, of a number and a key (given or counted), and the normals.
+    assert len(_compiled._PROGRAMS) == 3
+
+
 def test_what_differs_has_its_own_program(
     mesh: flm.DeviceMesh, programs: list[int]
 ) -> None:
