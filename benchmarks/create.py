@@ -11,6 +11,7 @@ this file says more.
 import argparse
 import contextlib
 import datetime
+import functools
 import hashlib
 import json
 import os
@@ -136,13 +137,21 @@ class Row:
         """The constructor."""
         return Decoder(self._layers, self._scanned, nnx.Rngs(0), annotate)
 
+    @functools.cached_property
+    def abstract(self) -> Any:
+        """The graphdef and the abstract State of the model."""
+        return nnx.split(nnx.eval_shape(self.make))
+
+    @functools.cached_property
     def shardings(self) -> Any:
         """Shardings for the State of the model, as one would write them by hand."""
-        abstract = nnx.eval_shape(self.make)
-        return self.layout_map.shardings(nnx.state(abstract))
+        return self.layout_map.shardings(self.abstract[1])
 
     def model(self, row: str) -> Callable[[], Any]:
-        """How the row makes the model; what comes before the clock is done here."""
+        """How the row makes the model, from the constructor and the rules.
+
+        All of that is inside of the clock: the shardings too, which take a trace.
+        """
         if row in (OURS, OURS_WARM):
             return lambda: flm.create(self.make, self.layout_map)
         if row == OURS_SCOPE:
@@ -151,18 +160,19 @@ class Row:
             return self.make
         if row == FLAX:
             return self._flax
-        shardings = self.shardings()
         if row == MOVED:
-            return lambda: jax.device_put(nnx.state(self.make()), shardings)
+            return lambda: jax.device_put(nnx.state(self.make()), self.shardings)
         if row == NNX_JIT:
-            return nnx.jit(lambda: self._constrained(shardings))
-        made = jax.jit(lambda: nnx.state(self.make()), out_shardings=shardings)
-
-        def jitted() -> Any:
-            graphdef = nnx.graphdef(nnx.eval_shape(self.make))
-            return nnx.merge(graphdef, made())
-
-        return jitted
+            jitted = functools.cache(
+                lambda: nnx.jit(functools.partial(self._constrained, self.shardings))
+            )
+            return lambda: jitted()()
+        program = functools.cache(
+            lambda: jax.jit(
+                lambda: nnx.state(self.make()), out_shardings=self.shardings
+            )
+        )
+        return lambda: nnx.merge(self.abstract[0], program()())
 
     def _scope(self) -> Any:
         with flm.layout_map_scope(self.layout_map):

@@ -104,7 +104,10 @@ _ON_HOST: dict[str, Callable[..., Any]] = {
 
 def _on_host(eqn: JaxprEqn, values: Mapping[Any, Any]) -> np.ndarray | None:
     """The result of whole numbers of the host; None where that needs a program."""
-    read = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+    # A literal is of a type of its own in some versions of JAX.
+    read = [
+        np.asarray(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars
+    ]
     aval: Any = eqn.outvars[0].aval
     name = eqn.primitive.name
     if not all(isinstance(value, np.ndarray | np.generic | int) for value in read):
