@@ -5,6 +5,7 @@ import glob
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def test_what_the_child_is_told_and_says(child: Callable[[str], None]) -> None:
     child("""
         assert (folder / "module.mlirbc").read_bytes() == b"code"
         assert os.environ["JAX_PLATFORMS"] == "cpu"
+        assert os.environ["TMPDIR"] == str(folder)
         (folder / "program.txt").write_text(json.dumps(request))
         answer(memory={"peak": 7}, slice_of=[0, 0, 0, 0], seconds=1.5)
     """)
@@ -238,6 +240,29 @@ def test_no_space_for_the_child(child: Callable[[str], None], body: str) -> None
     child(body)
     text = refused()
     assert text.startswith(f"the compiler found no space on the disk; {ROOM}")
+
+
+def test_a_full_disk(child: Callable[[str], None]) -> None:
+    # The device that is always full, in the place of the text of the program.
+    code = Path(_aot.__file__).with_name("_child.py")
+    child(f"""
+        import runpy
+        write = runpy.run_path({str(code)!r})["_write"]
+        (folder / "program.part").symlink_to("/dev/full")
+        write(folder / "program.txt", "HloModule m")
+    """)
+    text = refused()
+    assert text.startswith(f"the compiler found no space on the disk; {ROOM}. Its last")
+    assert "[Errno 28] No space left on device" in text
+
+
+def test_a_disk_too_full_for_last_words(
+    child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child("sys.exit(1)")
+    full = shutil.disk_usage("/")._replace(free=4096)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    assert refused().startswith(f"the compiler found no space on the disk; {ROOM}")
 
 
 def test_no_temporary_folder(
@@ -661,6 +686,52 @@ def test_a_smaller_budget_of_memory() -> None:
 def test_an_option_that_does_not_exist() -> None:
     with pytest.raises(flm.LayoutError, match="the compiler refuses the program"):
         compiled("v5e:2x2", "data=2,model=2", compiler_options={"xla_nonsense": 1})
+
+
+@pytest.fixture
+def around_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Runs something before the real child does what it does."""
+
+    def put(before: str) -> None:
+        path = tmp_path / "around.py"
+        code = str(Path(_aot.__file__).with_name("_child.py"))
+        lines = ("import os, resource, runpy, signal, sys, threading, time", before)
+        path.write_text(
+            "\n".join((*lines, f"runpy.run_path({code!r}, None, '__main__')"))
+        )
+        monkeypatch.setattr(_aot, "_CHILD", path)
+
+    return put
+
+
+@needs_libtpu
+def test_the_compiler_runs_out_of_disk(around_the_child: Callable[[str], None]) -> None:
+    around_the_child("resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))")
+    with pytest.raises(flm.LayoutError) as caught:
+        compiled("v5e:2x2", "data=2,model=2")
+    assert str(caught.value) == f"the compiler found no space on the disk; {ROOM}"
+
+
+@needs_libtpu
+def test_the_compiler_is_killed_and_hangs(
+    around_the_child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # While it makes the topology, or compiles.
+    around_the_child(
+        "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+    )
+    with pytest.raises(flm.LayoutError, match="^the compiler died for .*, by SIGKILL"):
+        compiled("v5e:2x2", "data=2,model=2")
+    around_the_child("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+    with pytest.raises(flm.LayoutError, match="did not finish for v5e:2x2 in 3 sec"):
+        compiled("v5e:2x2", "data=2,model=2", timeout=3.0)
+    # Nothing is left behind, and nothing that keeps the next one waiting.
+    around_the_child("")
+    assert compiled("v5e:2x2", "data=2,model=2").fits is True
+    left = {path.suffix for path in Path(tempfile.gettempdir()).iterdir()}
+    assert left == {".lock", ".py"}
 
 
 def test_the_child_imports_nothing_of_the_package() -> None:

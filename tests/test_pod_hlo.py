@@ -228,9 +228,13 @@ def test_source_lines_of_older_versions() -> None:
     assert only(entry(line, below)).source == "model.py:36"
 
 
-# Each kernel is gathered forward and backward; on the TPU two are once more.
+# Each kernel is gathered forward and backward; on the TPU two are once more. What is
+# looked up in the table is summed.
 KERNELS = ("attn/wq", "attn/wk", "attn/wv", "attn/wo", "mlp/gate", "mlp/up", "mlp/down")
-TWICE = {f"state[0]['layers/{name}": 2 for name in KERNELS} | {"state[0]['head": 1}
+TWICE = {f"state[0]['layers/{name}": 2 for name in KERNELS} | {
+    "state[0]['head": 1,
+    "state[0]['embed": 1,
+}
 MORE = {"state[0]['layers/attn/wq": 3, "state[0]['layers/attn/wk": 3}
 
 

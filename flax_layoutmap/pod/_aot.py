@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,7 +55,11 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REMATERIALISED = re.compile(
     r"Involuntary full rematerialization\. .*? for HLO operation (.*)"
 )
-_NO_SPACE = re.compile("no space left on device|disk quota exceeded", re.IGNORECASE)
+_NO_SPACE = re.compile(
+    "no space left on device|disk quota exceeded|file too large", re.IGNORECASE
+)
+# A folder with less than this is full; last words do not get into it either.
+_LEAST_SPACE = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +268,8 @@ def _run(folder: Path, ends: float) -> tuple[int | None, str]:
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            env=_environment(),
+            # Its library writes logs where it is told not to: they go with the folder.
+            env=_environment() | {"TMPDIR": str(folder)},
             start_new_session=True,
         )
         try:
@@ -289,6 +295,8 @@ def _understood(
     """What a child that ended has found; raises where it found nothing."""
     result = folder / "result.json"
     if not result.is_file():
+        if shutil.disk_usage(folder).free < _LEAST_SPACE:
+            said += "\nNo space left on device"
         raise LayoutError(_how_it_ended(code, said, topology, timeout, warning))
     answer = json.loads(result.read_text(encoding="utf-8"))
     error = answer.get("error")

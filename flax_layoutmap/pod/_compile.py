@@ -157,6 +157,7 @@ def _compiled(
         sizes.values(),
         slice_of=done.slice_of if where.slices > 1 else (),
         paths=[leaf.path for leaf in lowered.leaves],
+        results=_state_results(lowered),
     )
     return dataclasses.replace(
         planned,
@@ -172,6 +173,19 @@ def _compiled(
             *program.notes,
         ),
     )
+
+
+def _state_results(lowered: Lowered) -> dict[int, str]:
+    """Results that are new state → their paths, the parameters first.
+
+    What an optimizer sums for its own state it sums for a parameter.
+    """
+    order = {"parameter": 0, "optimizer": 1}
+    leaves = {result: lowered.leaves[at] for result, at in lowered.pairs.items()}
+    ranked = sorted(leaves, key=lambda result: order.get(leaves[result].role, 2))
+    return {
+        result: leaves[result].path for result in ranked if leaves[result].role in order
+    }
 
 
 def _memory(planned: Memory, done: Compiled) -> Memory:

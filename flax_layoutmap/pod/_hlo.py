@@ -9,14 +9,20 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from flax_layoutmap.pod._hlo_frames import Frames
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
+from flax_layoutmap.pod._hlo_lines import (
+    REFERENCE,
+    active,
+    communicates,
+    may_communicate,
+    read_alone,
+)
 from flax_layoutmap.pod._hlo_loops import trips
-from flax_layoutmap.pod._hlo_origin import Call, origin
+from flax_layoutmap.pod._hlo_origin import Call
 from flax_layoutmap.pod._hlo_text import (
     Array,
     Instruction,
@@ -24,9 +30,9 @@ from flax_layoutmap.pod._hlo_text import (
     Module,
     Type,
     arrays_of,
-    read_line,
     split,
 )
+from flax_layoutmap.pod._hlo_whence import Whence
 from flax_layoutmap.pod._records import Collective, Kind
 
 _KINDS: dict[str, Kind] = {
@@ -45,26 +51,12 @@ _BETWEEN_SLICES: dict[str, Kind] = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "collective-permute",
 }
-_COMMUNICATES = re.compile(
-    r"[\s)}](?:(?:all|collective|reduce-scatter|ragged)(?:-[a-z]+)*|send|recv)\("
-)
-# Kernels that are called by name and, by that name, communicate.
-_CALLS_OUT = re.compile(
-    r'custom_call_target="[^"]*(?:all_?reduce|all_?gather|all_?to_?all|'
-    r'reduce_?scatter|collective_?permute|ragged|remote)[^"]*"',
-    re.IGNORECASE,
-)
-# Whatever its name, what has groups or pairs of devices communicates.
-_GROUPED = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
 _END = re.compile(r"-(done|update)$")
-_REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
 _ATTRIBUTE = '{}="?([^",}}]+)'
 _CHAIN = re.compile(_ATTRIBUTE.format("chain_id"))
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _TRANSFER = re.compile(_ATTRIBUTE.format("_xla_megascale_transfer_type"))
 _RENDEZVOUS = re.compile(_ATTRIBUTE.format("_xla_host_transfer_rendezvous"))
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 
 
@@ -73,7 +65,8 @@ class Program:
     """What a compiled program communicates.
 
     Attributes:
-        collectives: one record for each operation and place that it is called from.
+        collectives: one record for each operation and place that it is called from;
+            one for each leaf where an operation was made of those of several.
         unrecognised: what was seen and not read, as text; each is one line of the
             program or one loop whose length is not known.
         repeated: lines that belong to an operation that another line stands for.
@@ -95,6 +88,7 @@ def read_program(
     *,
     slice_of: Iterable[int] = (),
     paths: Sequence[str] = (),
+    results: Mapping[int, str] | None = None,
 ) -> Program:
     """Reads the collectives of a compiled program, by mesh axis.
 
@@ -104,6 +98,8 @@ def read_program(
         sizes: their sizes.
         slice_of: slice of each place of the mesh, row by row; empty for one slice.
         paths: path of the leaf that each argument of the program is, in order.
+        results: position of a result → path of the leaf that it becomes: what is summed
+            for it gets this path. The first ones come first.
     """
     sizes, slices = tuple(sizes), tuple(slice_of)
     found = _PARTITIONS.search(text[: text.find("\n")])
@@ -113,7 +109,9 @@ def read_program(
     if slices and partitions != count and partitions * len(set(slices)) != count:
         partitions = count
     grid = Grid(tuple(names), sizes, slices, partitions)
-    return _Reader(text, grid, paths).read()
+    module = split(text)
+    whence = Whence(module, text, paths, results or {})
+    return _Reader(module, grid, whence).read()
 
 
 @dataclasses.dataclass(slots=True)
@@ -128,29 +126,27 @@ class _Found:
 
 
 class _Reader:
-    def __init__(self, text: str, grid: Grid, paths: Sequence[str]) -> None:
-        self.module: Module = split(text)
-        self.frames = Frames(text)
+    def __init__(self, module: Module, grid: Grid, whence: Whence) -> None:
+        self.module = module
         self.grid = grid
-        self.paths = paths
+        self.whence = whence
         self.seen: dict[int, Line] = {}
         self.found: list[_Found] = []
         self.trouble: dict[int, str] = {}
         self.loops: dict[str, None] = {}
         self.branching: dict[str, None] = {}
         self.idle = 0
-        self.active = _active(self.module)
+        self.active = active(module)
 
     def read(self) -> Program:
         if self.module.entry is not None:
             self.walk(self.module.entry, 1, (), ())
-        collectives, repeated = [], 0
+        collectives: list[Collective] = []
+        repeated = 0
         for group in _operations(self.found):
             best = min(group, key=lambda found: found.executions)
             repeated += len({found.line.number for found in group}) - 1
-            made = self.collective(best)
-            if made is not None:
-                collectives.append(made)
+            collectives += self.collective(best)
         for line in self.unreached():
             self.seen[line.number] = line
             self.trouble[line.number] = f"not reached: {_short(line.text)}"
@@ -178,12 +174,12 @@ class _Reader:
             return
         above = (*above, computation)
         for line in self.active[computation]:
-            instruction = _read_alone(line.text)
+            instruction = read_alone(line.text)
             if instruction is None:
                 self.seen[line.number] = line
                 self.trouble[line.number] = f"cannot be read: {_short(line.text)}"
                 continue
-            if _communicates(line.text, instruction):
+            if communicates(line.text, instruction):
                 self.seen[line.number] = line
                 self.visit(_Found(line, instruction, computation, executions, calls))
             times = executions
@@ -208,7 +204,7 @@ class _Reader:
     def called(self, instruction: Instruction) -> list[str]:
         names = [
             name
-            for key, written in _REFERENCE.findall(instruction.attributes)
+            for key, written in REFERENCE.findall(instruction.attributes)
             if key != "control_predecessors"
             for name in re.findall(r"%([\w.\-]+)", written)
             if name in self.active
@@ -253,13 +249,13 @@ class _Reader:
 
     def unreached(self) -> Iterator[Line]:
         for line in self.lines():
-            if line.number not in self.seen and _may_communicate(line.text):
-                instruction = _read_alone(line.text)
-                if instruction is None or _communicates(line.text, instruction):
+            if line.number not in self.seen and may_communicate(line.text):
+                instruction = read_alone(line.text)
+                if instruction is None or communicates(line.text, instruction):
                     yield line
 
-    def collective(self, found: _Found) -> Collective | None:
-        """The record of one operation; None, and a reason kept, where it has none."""
+    def collective(self, found: _Found) -> list[Collective]:
+        """The records of one operation; a reason is kept where it has none."""
         if found.instruction.opcode == "send":
             made = self.between_slices(found)
         else:
@@ -267,10 +263,10 @@ class _Reader:
         if isinstance(made, str):
             at = found.line
             self.trouble[at.number] = f"{made}: {_short(at.text)}"
-            return None
+            return []
         return made
 
-    def within(self, found: _Found) -> Collective | str | None:
+    def within(self, found: _Found) -> list[Collective] | str:
         instruction = found.instruction
         kind = _KINDS[instruction.opcode.removesuffix("-start")]
         arrays = _payload(kind, instruction)
@@ -287,7 +283,7 @@ class _Reader:
             return "its groups are not of this mesh"
         if not axes:
             self.idle += 1
-            return None
+            return []
         if kind == "all-reduce" and self.scatters(found.home):
             kind = "reduce-scatter"
         elif kind == "reduce-scatter":
@@ -295,7 +291,7 @@ class _Reader:
         crosses = self.grid.crosses(groups)
         return self.record(found, kind, axes, arrays, groups.shape[1], crosses)
 
-    def between_slices(self, found: _Found) -> Collective | str:
+    def between_slices(self, found: _Found) -> list[Collective] | str:
         transfer = _TRANSFER.search(found.line.text)
         sent_as = transfer[1] if transfer else ""
         kind = _BETWEEN_SLICES.get(sent_as)
@@ -318,48 +314,33 @@ class _Reader:
         arrays: list[Array],
         members: int,
         over_dcn: bool,
-    ) -> Collective:
-        size = sum(array.bytes for array in arrays)
-        path, source = self.whence(found)
-        return Collective(
-            kind=kind,
-            axes=axes,
-            bytes=size,
-            wire_bytes=wire_bytes(kind, size, members),
-            executions=found.executions,
-            dtype=arrays[0].dtype,
-            shape=arrays[0].shape,
-            path=path,
-            source=source,
-            over_dcn=over_dcn,
-        )
-
-    def whence(self, found: _Found) -> tuple[str | None, str | None]:
-        """The leaf that is moved, and the line that the operation comes from."""
+    ) -> list[Collective]:
+        """One record for each leaf that the operation moves, most often one."""
         own = found.instruction
-        came = origin(self.module, found.home, own, found.calls)
-        at = came.argument
-        if at is None:
-            name = _OP_NAME.search(own.attributes)
-            at = None if name is None else self.arguments.get(name[1])
-        path = self.paths[at] if at is not None and at < len(self.paths) else None
-        for attributes in (own.attributes, *came.attributes):
-            source = self.frames.source(attributes)
-            if source is not None:
-                return path, source
-        return path, None
-
-    @functools.cached_property
-    def arguments(self) -> dict[str, int]:
-        """What the program calls an argument → its position, where one has the name."""
-        found: dict[str, list[int]] = collections.defaultdict(list)
-        entry = self.module.entry or ""
-        for line in self.module.computations.get(entry, []):
-            number = self.module.parameter_number(entry, line.name or "")
-            name = _OP_NAME.search(line.text)
-            if number is not None and name is not None:
-                found[name[1]].append(number)
-        return {name: at[0] for name, at in found.items() if len(at) == 1}
+        paths, source = self.whence(found.home, own, found.calls)
+        parts = {paths[0]: arrays}
+        if len(set(paths)) > 1 and len(paths) == len(arrays):
+            parts = collections.defaultdict(list)
+            for path, array in zip(paths, arrays, strict=True):
+                parts[path].append(array)
+        records = []
+        for path, these in parts.items():
+            size = sum(array.bytes for array in these)
+            records.append(
+                Collective(
+                    kind=kind,
+                    axes=axes,
+                    bytes=size,
+                    wire_bytes=wire_bytes(kind, size, members),
+                    executions=found.executions,
+                    dtype=these[0].dtype,
+                    shape=these[0].shape,
+                    path=path,
+                    source=source,
+                    over_dcn=over_dcn,
+                )
+            )
+        return records
 
     def scatters(self, home: str) -> bool:
         """Whether a fusion is a reduce-scatter: an all-reduce that keeps a slice."""
@@ -392,71 +373,6 @@ def _operations(found: Iterable[_Found]) -> Iterable[list[_Found]]:
             key = (one.instruction.opcode, chain[1], channel[1])
         groups[key].append(one)
     return groups.values()
-
-
-def _active(module: Module) -> dict[str, list[Line]]:
-    """Computations that communicate or call one that does → the lines that matter."""
-    names = set(module.computations)
-    calls: dict[str, dict[int, set[str]]] = {}
-    own: dict[str, set[int]] = {}
-    callers: dict[str, set[str]] = collections.defaultdict(set)
-    for name, lines in module.computations.items():
-        own[name] = {line.number for line in lines if _may_communicate(line.text)}
-        calls[name] = {}
-        for line in lines:
-            if "=%" in line.text or "={%" in line.text:
-                targets = {
-                    target
-                    for _, written in _REFERENCE.findall(line.text)
-                    for target in re.findall(r"%([\w.\-]+)", written)
-                } & names
-                if targets:
-                    calls[name][line.number] = targets
-                for target in targets:
-                    callers[target].add(name)
-    active: set[str] = set()
-    waiting = [name for name, numbers in own.items() if numbers]
-    while waiting:
-        name = waiting.pop()
-        if name not in active:
-            active.add(name)
-            waiting += callers[name]
-    if module.entry is not None:
-        active.add(module.entry)
-    return {
-        name: [
-            line
-            for line in module.computations[name]
-            if line.number in own[name] or calls[name].get(line.number, set()) & active
-        ]
-        for name in active
-    }
-
-
-def _read_alone(text: str) -> Instruction | None:
-    """Reads a line; None where another operation that communicates is on it too."""
-    instruction = read_line(text)
-    if instruction is None:
-        return None
-    # A quote that does not end may hide anything.
-    whole = text.count('"') % 2 == 0
-    named = _COMMUNICATES.findall(_QUOTED.sub('""', text) if whole else text)
-    own = _COMMUNICATES.match(f" {instruction.opcode}(") is not None
-    return instruction if len(named) <= own else None
-
-
-def _may_communicate(text: str) -> bool:
-    patterns = (_COMMUNICATES, _CALLS_OUT, _GROUPED)
-    return any(pattern.search(text) for pattern in patterns)
-
-
-def _communicates(text: str, instruction: Instruction) -> bool:
-    """Whether a line that was read is one that moves data between devices."""
-    opcode = instruction.opcode
-    if opcode == "custom-call":
-        return bool(_CALLS_OUT.search(text))
-    named = _COMMUNICATES.match(f" {opcode}(")
-    return bool(named or _GROUPED.search(instruction.attributes))
 
 
 def _payload(kind: Kind, instruction: Instruction) -> list[Array]:

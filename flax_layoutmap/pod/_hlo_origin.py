@@ -1,7 +1,7 @@
 """Where the operand of a collective comes from: an argument of the program, or a line.
 
 The value is followed backwards through everything that only moves it: copies, slices,
-fusions of such, loops that carry it, other collectives.
+fusions of such, loops that carry it, other collectives, the look-up of its rows.
 """
 
 import dataclasses
@@ -13,21 +13,21 @@ from flax_layoutmap.pod._hlo_text import Instruction, Module
 # The place of a call: the computation that it is in, and the calling instruction.
 Call = tuple[str, Instruction]
 
-_MOVES = frozenset(
+MOVES = frozenset(
     (
         *("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"),
         *("transpose", "slice", "slice-start", "slice-done", "dynamic-slice"),
         *("all-gather", "all-gather-start", "all-gather-done", "all-to-all"),
         *("collective-permute", "collective-permute-start"),
-        *("collective-permute-done", "optimization-barrier", "async-done"),
+        *("collective-permute-done", "opt-barrier", "async-done"),
         *("async-update", "call-done", "bitcast-convert", "reduce-precision"),
     )
 )
-_CALLS = frozenset(("fusion", "call", "call-start", "async-start"))
-_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
-_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+CALLS = frozenset(("fusion", "call", "call-start", "async-start"))
+CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _STEPS = 400
 
 
@@ -95,15 +95,31 @@ class _Walk:
             return self.out(current)
         if opcode == "while":
             return operands[0] if operands and self.carried(current) else None
-        if opcode in _CALLS:
+        if opcode in CALLS:
             return self.into(current)
+        if opcode == "gather":
+            return operands[0] if operands else None
+        if opcode == "select":
+            return self.unmasked(operands)
         # The parts of one array, put together again after they were moved apart.
         joins = '"ConcatBitcast"' in current.attributes
-        return operands[0] if operands and (opcode in _MOVES or joins) else None
+        return operands[0] if operands and (opcode in MOVES or joins) else None
+
+    def unmasked(self, operands: Sequence[str]) -> str | None:
+        """What is kept where a mask has it; None where there are two such values.
+
+        Each device looks up what it has of a table, and puts zeros for the rest.
+        """
+        given = []
+        for name in operands[1:]:
+            made = self.module.instruction(self.where, name)
+            if made is None or made.opcode != "broadcast":
+                given.append(name)
+        return given[0] if len(given) == 1 else None
 
     def into(self, call: Instruction) -> str | None:
         """The root of what is called."""
-        called = _CALLED.search(call.attributes)
+        called = CALLED.search(call.attributes)
         root = None if called is None else self.module.root(called[1])
         if called is None or root is None or len(self.calls) > 64:
             return None
@@ -119,7 +135,7 @@ class _Walk:
         inner = self.where
         self.where, call = self.calls.pop()
         if call.opcode == "conditional":
-            branches = _BRANCHES.search(call.attributes)
+            branches = BRANCHES.search(call.attributes)
             names = [] if branches is None else branches[1].split(",")
             plain = [name.strip().lstrip("%") for name in names]
             number = plain.index(inner) + 1 if inner in plain else -1
@@ -127,7 +143,7 @@ class _Walk:
 
     def carried(self, loop: Instruction) -> bool:
         """Whether a loop gives back the element that is followed as it got it."""
-        body = _BODY.search(loop.attributes)
+        body = BODY.search(loop.attributes)
         root = None if body is None else self.module.root(body[1])
         if body is None or root is None or not self.wanted:
             return False
