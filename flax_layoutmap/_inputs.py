@@ -104,7 +104,7 @@ def place_data(argument: Argument, rules: RuleSet | None) -> None:
                 continue
         elif isinstance(leaf, _ABSTRACT) and getattr(leaf, "sharding", 0) is not None:
             continue
-        argument.leaves[at] = _split(argument, at, leaf, rules, mesh)
+        argument.leaves[at] = split_leaf(argument, at, leaf, rules, mesh)
     if problems:
         raise LayoutError(
             f"{len(problems)} arrays are not on the mesh of the rules, {mesh}:\n"
@@ -113,10 +113,12 @@ def place_data(argument: Argument, rules: RuleSet | None) -> None:
         )
 
 
-def _split(
+def split_leaf(
     argument: Argument, at: int, leaf: Any, rules: RuleSet, mesh: DeviceMesh
 ) -> Any:
     """A host array over the batch axes; scalars and PRNG keys are replicated.
+
+    Of a `jax.ShapeDtypeStruct`, one with that sharding.
 
     Old-style keys too: a plain array of two or four uint32, of `jax.random.PRNGKey`.
     """

@@ -151,7 +151,7 @@ def jit(
             donate_argnames=donate_argnames,
             donate_argnums=donate_argnums,
         )
-    return _Jitted(
+    return Jitted(
         fun,
         layout_map,
         in_shardings,
@@ -161,8 +161,11 @@ def jit(
     )
 
 
-class _Jitted:
+class Jitted:
     """The function that `jit` returns."""
+
+    # How data gets to where it belongs; other than this where nothing will run.
+    _place_data = staticmethod(place_data)
 
     def __init__(
         self,
@@ -316,6 +319,43 @@ class _Jitted:
 
         return self._with_program(args, kwargs, rules, use)
 
+    def without_running(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rules: RuleSet,
+        place: Callable[[Argument, RuleSet | None], None],
+        use: Callable[[Job, list[Argument], Program], Any],
+    ) -> Any:
+        """Makes the program of a call for a mesh that need not be there, and uses it.
+
+        The seam for `flm.pod`: the same function, options and treatment of arguments as
+        in a call, and nothing of it is kept here.
+
+        Args:
+            args: arguments; abstract or not.
+            kwargs: those by name.
+            rules: instead of this function's own; their mesh may be abstract.
+            place: gives the leaves of an argument that is data their shardings.
+            use: takes what was compiled for, the arguments and the program.
+        """
+        job = self._job
+        made = Jitted(
+            job.fun,
+            rules,
+            job.in_shardings,
+            job.out_shardings,
+            (self._static, ()),
+            (self._donated, ()),
+        )
+        made._place_data = place
+        return made._with_program(args, kwargs, rules, functools.partial(use, job))
+
+    @property
+    def layout_map(self) -> Any:
+        """What it was made with."""
+        return self._layout_map
+
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
         return sum(program.jitted._cache_size() for program in self._programs.values())
@@ -378,7 +418,7 @@ class _Jitted:
             argument.make_state()
         if not argument.is_state:
             if self._job.in_sharding(slot) is None:
-                place_data(argument, rules)
+                self._place_data(argument, rules)
             note_pins(argument)
         return argument
 

@@ -381,12 +381,12 @@ def test_tiles_as_the_compiler_pads(
     shape: tuple[int, ...], element: str, factor: float
 ) -> None:
     """Argument bytes of libtpu 0.0.42 for arrays of these shapes, as measured."""
-    value = Value("argument", (), shape, element, ((),) * len(shape))
+    value = Value("argument", shape, element, ((),) * len(shape))
     assert tiled_bytes(value) / value.local_bytes == pytest.approx(factor, rel=1e-3)
 
 
 def test_a_scalar_takes_512_bytes() -> None:
-    assert tiled_bytes(Value("argument", (), (), "f32", ())) == 512
+    assert tiled_bytes(Value("argument", (), "f32", ())) == 512
 
 
 @pytest.mark.parametrize(

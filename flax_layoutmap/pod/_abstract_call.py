@@ -1,25 +1,24 @@
 """A step lowered without devices: its arguments on an abstract mesh, by the rules."""
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
-from flax_layoutmap._arguments import Argument, Slot, call_with, slots_of, take_apart
+from flax_layoutmap._arguments import Argument, call_with, slots_of, take_apart
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap._inputs import _split, holds_parameters
-from flax_layoutmap._jit import _Jitted
-from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._inputs import holds_parameters
+from flax_layoutmap._jit import Jitted, jit
 from flax_layoutmap._paths import Roots
-from flax_layoutmap._program import Program, mesh_context
-from flax_layoutmap._resolve import resolve, rule_set_of
+from flax_layoutmap._program import Job, Program, mesh_context
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._shardings import abstract
+from flax_layoutmap.pod._state import Layouts, split_data
 
 # What a step asks for that needs the values of its arguments.
 _NEEDS_VALUES = (
@@ -54,8 +53,8 @@ class Lowered:
         lowered: as `jax.jit(...).lower` gives it.
         leaves: one per argument of the program that is used, in order.
         pairs: position of a result → that of the argument that it is the new value of.
-        shardings_for: rules → the spec of each argument, by position; those that the
-            rules do not decide are left out.
+        kept: position of each argument over the leaves of the step's arguments.
+        layouts: where these lie under other rules.
         constants: shape and bytes of each array that the step closes over.
     """
 
@@ -63,100 +62,15 @@ class Lowered:
     lowered: Any
     leaves: list[Leaf]
     pairs: dict[int, int]
-    shardings_for: Callable[[RuleSet], dict[int, Any]]
+    kept: list[int]
+    layouts: Layouts
     constants: list[tuple[tuple[int, ...], int]]
 
-
-class _OnAbstractMesh(_Jitted):
-    """`flm.jit` of a step that is only ever lowered."""
-
-    def _rules(self) -> RuleSet | None:
-        return rule_set_of(self._layout_map, "plan(layout_map=)")
-
-    def _argument(self, slot: Slot, value: Any, rules: RuleSet | None) -> Argument:
-        argument = super()._argument(slot, value, rules)
-        if not argument.is_state and rules is not None and rules.mesh is not None:
-            if self._job.in_sharding(slot) is None:
-                argument.leaves = _split_leaves(argument, rules, rules.mesh)
-        return argument
-
-    def prepared(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], platform: str
-    ) -> Lowered:
-        rules = self._rules()
-        assert rules is not None
-
-        def lower(arguments: list[Argument], program: Program) -> Lowered:
-            leaves = [leaf for one in arguments for leaf in one.leaves]
-            avals = [
-                abstract(leaf, wanted or getattr(leaf, "sharding", None))
-                for leaf, wanted in zip(leaves, program.wanted, strict=True)
-            ]
-            inputs = program.inputs(avals)
-            with mesh_context(rules, leaves):
-                traced = program.jitted.trace(*inputs)
-                lowered = traced.lower(lowering_platforms=(platform,))
-            order = jax.tree.leaves(program.inputs(range(len(leaves))))
-            kept = [order[at] for at in _kept(lowered, ["inputs"], variadic=True)]
-            return self._described(arguments, program, traced, lowered, kept)
-
-        return self._with_program(args, kwargs, rules, lower)
-
-    def _described(
-        self,
-        arguments: list[Argument],
-        program: Program,
-        traced: Any,
-        lowered: Any,
-        kept: list[int],
-    ) -> Lowered:
-        """What is known of a lowered program.
-
-        Args:
-            arguments: the arguments.
-            program: what they were traced to.
-            traced: the trace.
-            lowered: the lowered program.
-            kept: positions, over the leaves of all arguments, of its arguments.
-        """
-        leaves = _described_leaves(arguments)
-        gives_away = set(program.gives_away)
-        place = {leaf: at for at, leaf in enumerate(kept)}
-        pairs: dict[int, int] = {}
-        if program.change is None:
-            state = (*program.changed, *program.nested)
-            pairs = {r: place[at] for r, at in enumerate(state) if at in place}
-        start = len(program.changed_shapes)
-        plain = jax.tree.unflatten(program.out_tree, program.out_shapes)
-        known = [(one.treedef, one.leaves) for one in arguments]
-        for result, leaf in same_trees(plain, known).items():
-            if leaf in place:
-                pairs.setdefault(start + result, place[leaf])
-
-        def shardings_for(rules: RuleSet) -> dict[int, Any]:
-            trees = {one.name: one.value for one in arguments if one.is_state}
-            found = iter(resolve(Roots(trees), rules).sharding_list())
-            specs: dict[int, Any] = {}
-            start = 0
-            for one in arguments:
-                for at in range(start, start + len(one.leaves)):
-                    spec = next(found).spec if one.is_state else None
-                    if spec is not None and at in place:
-                        specs[place[at]] = spec
-                start += len(one.leaves)
-            return specs
-
-        return Lowered(
-            self._job.name,
-            lowered,
-            [
-                dataclasses.replace(leaves[at], is_donated=at in gives_away)
-                for at in kept
-            ],
-            pairs,
-            shardings_for,
-            _constants(traced),
-        )
+    def specs_under(self, rules: RuleSet) -> dict[int, Any]:
+        """Position → spec of the arguments that the rules decide."""
+        every = self.layouts.under(rules)
+        found = {at: every[leaf] for at, leaf in enumerate(self.kept)}
+        return {at: one.spec for at, one in found.items() if one is not None}
 
 
 def lower_step(
@@ -181,20 +95,20 @@ def lower_step(
         LayoutError: the step needs real values, or has no rules.
     """
     try:
-        if isinstance(step, _Jitted):
-            return _again(step, rules).prepared(args, kwargs, platform)
         is_nnx = _is_nnx_jit(step)
-        if not is_nnx and callable(getattr(step, "trace", None)):
-            return _lower_jitted(step, args, kwargs, rules, platform)
-        # nnx.jit wraps the user's function; its own options do not count here.
-        fun: Any = step.__wrapped__ if is_nnx else step
+        if not isinstance(step, Jitted):
+            if not is_nnx and callable(getattr(step, "trace", None)):
+                return _lower_jitted(step, args, kwargs, rules, platform)
+            # nnx.jit wraps the user's function; its own options do not count here.
+            fun: Any = step.__wrapped__ if is_nnx else step
+            step = jit(fun, layout_map=rules, donate_argnames=donated)
         if rules is None:
             raise LayoutError(
                 "plan needs rules for a step that is no function of jax.jit; pass "
                 "layout_map=layout_map"
             )
-        made = _OnAbstractMesh(fun, rules, None, None, ((), ()), (donated, ()))
-        return made.prepared(args, kwargs, platform)
+        use = functools.partial(_lower_program, rules, platform)
+        return step.without_running(args, kwargs, rules, split_data, use)
     except _NEEDS_VALUES as error:
         name = getattr(step, "__name__", "the step")
         raise LayoutError(
@@ -204,48 +118,62 @@ def lower_step(
         ) from error
 
 
-def _again(step: _Jitted, rules: RuleSet | None) -> _OnAbstractMesh:
-    """The same function with the same options, to be lowered only."""
-    made = _OnAbstractMesh.__new__(_OnAbstractMesh)
-    _OnAbstractMesh.__init__(
-        made,
-        step._job.fun,
-        rules,
-        step._job.in_shardings,
-        step._job.out_shardings,
-        (step._static, ()),
-        (step._donated, ()),
+def _lower_program(
+    rules: RuleSet,
+    platform: str,
+    job: Job,
+    arguments: list[Argument],
+    program: Program,
+) -> Lowered:
+    """Lowers what `flm.jit` would run."""
+    leaves = [leaf for one in arguments for leaf in one.leaves]
+    avals = [
+        abstract(leaf, wanted or getattr(leaf, "sharding", None))
+        for leaf, wanted in zip(leaves, program.wanted, strict=True)
+    ]
+    with mesh_context(rules, leaves):
+        traced = program.jitted.trace(*program.inputs(avals))
+        lowered = traced.lower(lowering_platforms=(platform,))
+    order = jax.tree.leaves(program.inputs(range(len(leaves))))
+    kept = [order[at] for at in _kept(lowered, ["inputs"], variadic=True)]
+    place = {leaf: at for at, leaf in enumerate(kept)}
+    pairs: dict[int, int] = {}
+    if program.change is None:
+        state = (*program.changed, *program.nested)
+        pairs = {r: place[at] for r, at in enumerate(state) if at in place}
+    start = len(program.changed_shapes)
+    plain = jax.tree.unflatten(program.out_tree, program.out_shapes)
+    for result, leaf in same_trees(plain, arguments).items():
+        if leaf in place:
+            pairs.setdefault(start + result, place[leaf])
+    fixed = [one.name for one in arguments if job.in_sharding(one.slot) is not None]
+    gives_away = set(program.gives_away)
+    return Lowered(
+        job.name,
+        lowered,
+        _leaves(arguments, kept, [at in gives_away for at in kept]),
+        pairs,
+        kept,
+        Layouts(arguments, fixed),
+        _constants(traced),
     )
-    return made
 
 
 def _is_nnx_jit(step: Any) -> bool:
     return type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
 
 
-def _split_leaves(argument: Argument, rules: RuleSet, mesh: DeviceMesh) -> list[Any]:
-    """Data over the batch axes; what has a sharding keeps its spec."""
-    found = []
-    for at, leaf in enumerate(argument.leaves):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(
-            mesh.axis_names
-        ):
-            jax_mesh: Any = mesh.jax_mesh
-            own = NamedSharding(jax_mesh, sharding.spec)
-            found.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own))
-        elif isinstance(leaf, bool | int | float | complex):
-            found.append(leaf)
-        else:
-            dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-            plain = jax.ShapeDtypeStruct(leaf.shape, dtype)
-            found.append(_split(argument, at, plain, rules, mesh))
-    return found
+def _leaves(
+    arguments: Sequence[Argument], kept: Sequence[int], donated: Sequence[bool]
+) -> list[Leaf]:
+    """What the arguments of a program are.
 
-
-def _described_leaves(arguments: Sequence[Argument]) -> list[Leaf]:
-    """Path and role of every leaf."""
-    found: list[Leaf] = []
+    Args:
+        arguments: the arguments of the step.
+        kept: positions, over their leaves, of those of the program.
+        donated: of each of these, whether it is given away.
+    """
+    every: list[tuple[str, str]] = []
     for one in arguments:
         flat = flatten(Roots({one.name: one.value}))
         paths = flat.full_paths()
@@ -254,10 +182,8 @@ def _described_leaves(arguments: Sequence[Argument]) -> list[Leaf]:
             for section in flat.sections:
                 for at in range(section.start, section.stop):
                     roles[at] = _role(section.role, one.leaves[at])
-        found += [
-            Leaf(path, role, False) for path, role in zip(paths, roles, strict=True)
-        ]
-    return found
+        every += zip(paths, roles, strict=True)
+    return [Leaf(*every[at], gone) for at, gone in zip(kept, donated, strict=True)]
 
 
 def _role(role: str, leaf: Any) -> str:
@@ -323,50 +249,41 @@ def _lower_jitted(
     """A function of `jax.jit`: as it is, with its arguments where the rules say."""
     signature = inspect.signature(step)
     slots = slots_of(signature.bind(*args, **kwargs))
-    arguments: list[Argument] = []
-    values: list[tuple[Slot, Any]] = []
-    for slot, value in slots:
-        if not all(map(_is_array_or_number, jax.tree.leaves(value))):
-            values.append((slot, value))  # static: nothing to lay out
-            continue
-        argument = take_apart(slot, value, is_state=False, is_donated=False)
-        if rules is not None:
-            _lay_out(argument, rules)
-        arguments.append(argument)
-        plain = jax.tree.unflatten(jax.tree.structure(value), argument.leaves)
-        values.append((slot, plain))
+    # What holds something else is static: nothing to lay out.
+    arguments = {
+        slot: take_apart(slot, value, is_state=False, is_donated=False)
+        for slot, value in slots
+        if all(map(_is_array_or_number, jax.tree.leaves(value)))
+    }
+    if rules is not None:
+        _lay_out(list(arguments.values()), rules)
+    values = [
+        (slot, arguments[slot].plain() if slot in arguments else value)
+        for slot, value in slots
+    ]
     traced = call_with(step.trace, signature, values)
     lowered = traced.lower(lowering_platforms=(platform,))
     infos = jax.tree.leaves(lowered.args_info)
-    if sum(len(one.leaves) for one in arguments) > len(infos):
+    taken = list(arguments.values())
+    if sum(len(one.leaves) for one in taken) > len(infos):
         # Numbers that are static; which they are, only jax.jit knows.
-        arguments = [one for one in arguments if any(map(_is_array, one.raw))]
-    kept = _kept(lowered, [one.slot.parameter for one in arguments])
-    every = _described_leaves(arguments)
-    donated = [info.donated for info in infos]
+        taken = [one for one in taken if any(map(_is_array, one.raw))]
+    kept = _kept(lowered, [one.slot.parameter for one in taken])
     place = {leaf: at for at, leaf in enumerate(kept)}
-    known = [(one.treedef, one.leaves) for one in arguments]
     pairs = {
         result: place[leaf]
-        for result, leaf in same_trees(lowered.out_info, known).items()
+        for result, leaf in same_trees(lowered.out_info, taken).items()
         if leaf in place
     }
-
-    def shardings_for(other: RuleSet) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        start = 0
-        for one in arguments:
-            if one.is_state:
-                tree = resolve(Roots({one.name: one.value}), other)
-                for at, sharding in enumerate(tree.sharding_list(), start):
-                    if at in place:
-                        found[place[at]] = sharding.spec
-            start += len(one.leaves)
-        return found
-
-    leaves = [dataclasses.replace(every[at], is_donated=donated[at]) for at in kept]
-    name = getattr(step, "__name__", "the step")
-    return Lowered(name, lowered, leaves, pairs, shardings_for, _constants(traced))
+    return Lowered(
+        getattr(step, "__name__", "the step"),
+        lowered,
+        _leaves(taken, kept, [infos[at].donated for at in kept]),
+        pairs,
+        kept,
+        Layouts(taken),
+        _constants(traced),
+    )
 
 
 def _is_array(leaf: Any) -> bool:
@@ -377,34 +294,27 @@ def _is_array_or_number(leaf: Any) -> bool:
     return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
-def _lay_out(argument: Argument, rules: RuleSet) -> None:
-    """Gives the leaves of an argument the shardings of the rules."""
-    if not argument.is_state and holds_parameters(argument, rules):
-        argument.make_state()
-    mesh = rules.mesh
-    assert mesh is not None
-    if not argument.is_state:
-        argument.leaves = _split_leaves(argument, rules, mesh)
-        return
-    found = resolve(Roots({argument.name: argument.value}), rules).sharding_list()
-    argument.leaves = [
-        abstract(leaf, sharding)
-        for leaf, sharding in zip(argument.leaves, found, strict=True)
-    ]
+def _lay_out(arguments: Sequence[Argument], rules: RuleSet) -> None:
+    """Gives the leaves of arguments the shardings of the rules."""
+    for one in arguments:
+        if not one.is_state and holds_parameters(one, rules):
+            one.make_state()
+    shardings = iter(Layouts(arguments).under(rules))
+    for one in arguments:
+        one.leaves = [abstract(leaf, next(shardings)) for leaf in one.leaves]
 
 
-def same_trees(
-    result: Any, known: Sequence[tuple[Any, Sequence[Any]]]
-) -> dict[int, int]:
+def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
     """Finds the trees of the arguments in a result, from the outside in.
 
     Args:
         result: a tree of shapes.
-        known: structure and leaves of each argument.
+        arguments: the arguments.
 
     Returns:
         Position of a leaf of the result → that over the leaves of all arguments.
     """
+    known = [(one.treedef, one.leaves) for one in arguments]
     starts, total = [], 0
     for _, leaves in known:
         starts.append(total)

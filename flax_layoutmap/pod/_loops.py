@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from flax_layoutmap.pod._operations import last_of, maker_of
+
 _CONSTANTS = ("stablehlo.constant", "sdy.constant")
 
 
@@ -13,7 +15,7 @@ def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
         body: the block that is repeated; it adds a constant to `i`.
         operands: what the loop begins with.
     """
-    compare = _maker(list(condition.operations)[-1].operation.operands[0])
+    compare = maker_of(last_of(condition).operands[0])
     if compare is None or compare.name != "stablehlo.compare":
         return None
     if "LT" not in str(compare.attributes["comparison_direction"]):
@@ -31,7 +33,7 @@ def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
 
 def _step(body: Any, at: int) -> int | None:
     """What the body adds to its argument number `at`."""
-    after = _maker(list(body.operations)[-1].operation.operands[at])
+    after = maker_of(last_of(body).operands[at])
     if after is None or after.name != "stablehlo.add":
         return None
     own = body.arguments[at]
@@ -53,14 +55,8 @@ def _position(block: Any, value: Any) -> int | None:
     return None
 
 
-def _maker(value: Any) -> Any:
-    """The operation that makes a value; None for an argument of a block."""
-    owner = value.owner
-    return getattr(owner, "operation", None) if hasattr(owner, "operation") else owner
-
-
 def _constant(value: Any) -> int | None:
-    maker = _maker(value)
+    maker = maker_of(value)
     if getattr(maker, "name", None) not in _CONSTANTS:
         return None
     from jaxlib.mlir import ir

@@ -17,6 +17,17 @@ MOVING: dict[str, Kind] = {
 ENDS = ("func.return", "stablehlo.return", "sdy.return")
 
 
+def last_of(block: Any) -> Any:
+    """The operation that ends a block."""
+    operations = block.operations
+    return operations[len(operations) - 1].operation
+
+
+def maker_of(value: Any) -> Any:
+    """The operation that makes a value; None for an argument of a block."""
+    return getattr(value.owner, "operation", None)
+
+
 def location_of(op: Any) -> str:
     """Where a collective comes from: of one that moves a value, where that is used.
 

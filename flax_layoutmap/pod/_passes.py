@@ -4,6 +4,7 @@ Nothing is compiled, and no device is needed. The names of the passes are no sta
 interface of jaxlib, so that they are looked for before they are used.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,9 +19,13 @@ _RESHARD = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},"
     "sdy-reshard-to-collectives)"
 )
-
-# Where there is this pass, propagation goes through calls (jax 0.8.1 has none).
-_THROUGH_CALLS = "sdy-flatten-call-graph"
+# In that pipeline, the passes before this one see that an argument has a sharding, but
+# not which.
+_FIRST_OF_LAYOUT = "sdy-user-priority-propagate"
+# Stands in the text of a pipeline, and is no pass that can be asked for.
+_NO_PASS = re.compile(r"\bsdy-save-module,?")
+# What these name is laid out as one before that.
+_GROUP = "sdy.sharding_group"
 
 # Axis names in an attribute; `"x":(2)4` is the part of size 4 of an axis.
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
@@ -29,50 +34,133 @@ _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 AxisRef = tuple[str, int]
 # The axes of each dim of an array.
 Dims = tuple[tuple[AxisRef, ...], ...]
+# Position of an argument of a program → its spec.
+Specs = Mapping[int, Sequence[Any]]
+# Position of a result → that of an argument.
+Pairs = Mapping[int, int]
 
 
-def spread(
-    lowered: Any,
-    arguments: Mapping[int, str] | None = None,
-    results: Mapping[int, str] | None = None,
-) -> Any:
-    """Runs the passes on a copy of a lowered module.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A lowered program without its calls, as far as it is the same in every layout.
 
-    Args:
+    Attributes:
         lowered: what `jax.jit(...).trace(...).lower(...)` gives.
-        arguments: position of an argument → its sharding as `sharding_text` writes it,
-            instead of the one it was lowered with.
-        results: the same for results.
+        module: a copy of its module, on which the first passes have run.
+        rest: the other passes.
+        sizes: axis name → size, of the mesh that it was lowered for.
+        has_groups: whether arguments may be laid out by what they are alike with.
+    """
 
-    Returns:
-        The module: every value with its sharding, and `sdy` collectives between them.
+    lowered: Any
+    module: Any
+    rest: str
+    sizes: dict[str, int]
+    has_groups: bool
+
+    def spread(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
+        """Lays a copy of the program out.
+
+        Args:
+            specs: position of an argument → its spec, instead of the sharding that it
+                was lowered with.
+            pairs: position of a result → that of the argument that it is the new value
+                of; where both were lowered with one sharding, it follows.
+
+        Returns:
+            The module: every value with its sharding, and `sdy` collectives between
+            them.
+
+        Raises:
+            LayoutError: a spec names an axis that the program's mesh does not have, or
+                the passes refuse the program.
+        """
+        if not specs:
+            module = self.module.clone()
+            _run(self.rest, module)
+            return module
+        texts = {at: _checked(spec, self.sizes) for at, spec in specs.items()}
+        module, rest = self.module, self.rest
+        if self.has_groups or not _have_shardings(module, specs):
+            module, rest = _without_calls(self.lowered)[0], f"{_PROPAGATE},{_RESHARD}"
+        module = module.clone()
+        _rewrite(module, texts, pairs or {})
+        _run(rest, module)
+        return module
+
+
+def prepare(lowered: Any) -> Prepared:
+    """Runs the passes that do not depend on a layout, on a copy of a lowered module.
 
     Raises:
         LayoutError: this jaxlib has no such passes, or they refuse the program.
     """
-    ir, passmanager = _bindings()
+    module, names = _without_calls(lowered)
+    sizes = mesh_sizes(module)
+    with module.context:
+        first, rest = _halves()
+    _run(first, module)
+    return Prepared(lowered, module, rest, sizes, _GROUP in names)
+
+
+def spread(lowered: Any) -> Any:
+    """A lowered program as it was lowered, laid out; see `Prepared.spread`."""
+    return prepare(lowered).spread()
+
+
+def _without_calls(lowered: Any) -> tuple[Any, set[str]]:
+    """A copy of a lowered module without its calls, and the operations in it."""
+    ir, _ = _bindings()
     original = lowered.compiler_ir("stablehlo")
     with original.context:
         module = original.operation.clone()
-        _rewrite(module, ir, arguments or {}, results or {})
-        if not _is_known(passmanager, _THROUGH_CALLS):
-            inline_calls(module, functions(module))
-        try:
-            manager = passmanager.PassManager.parse(
-                f"builtin.module({_PROPAGATE},{_RESHARD})"
-            )
-        except ValueError as error:
-            raise LayoutError(_NO_PASSES) from error
-        # Once is enough; between all passes it takes two thirds of the time.
-        manager.enable_verifier(False)
+        names = inline_calls(functions(module))
         try:
             module.verify()
+        except ir.MLIRError as error:
+            raise _refusal(error) from error
+    return module, names
+
+
+def _halves() -> tuple[str, str]:
+    """The passes up to the first that decides a layout, and the others."""
+    _, passmanager = _bindings()
+    whole = f"{_PROPAGATE},{_RESHARD}"
+    try:
+        text = str(passmanager.PassManager.parse(f"builtin.module({whole})"))
+    except ValueError as error:
+        raise LayoutError(_NO_PASSES) from error
+    text = _NO_PASS.sub("", text.removeprefix("builtin.module(").removesuffix(")"))
+    first, found, rest = text.partition(_FIRST_OF_LAYOUT)
+    halves = first.rstrip(","), found + rest
+    if not found or not all(map(_is_known, halves)):
+        return "", whole  # another jaxlib's pipeline, which is left whole
+    return halves
+
+
+def _is_known(passes: str) -> bool:
+    _, passmanager = _bindings()
+    try:
+        passmanager.PassManager.parse(f"builtin.module({passes})")
+    except ValueError:
+        return False
+    return True
+
+
+def _run(passes: str, module: Any) -> None:
+    ir, passmanager = _bindings()
+    with module.context:
+        manager = passmanager.PassManager.parse(f"builtin.module({passes})")
+        # The program was verified; between all passes it takes two thirds of the time.
+        manager.enable_verifier(False)
+        try:
             manager.run(module)
         except ir.MLIRError as error:
-            raise LayoutError(
-                f"Shardy does not lay this program out: {_reason(str(error))}"
-            ) from error
-    return module
+            raise _refusal(error) from error
+
+
+def _refusal(error: Exception) -> LayoutError:
+    return LayoutError(f"Shardy does not lay this program out: {_reason(str(error))}")
 
 
 _NO_PASSES = (
@@ -98,14 +186,6 @@ def _reason(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def _is_known(passmanager: Any, name: str) -> bool:
-    try:
-        passmanager.PassManager.parse(f"builtin.module({name})")
-    except ValueError:
-        return False
-    return True
-
-
 def functions(module: Any) -> dict[str, Any]:
     """The functions of a module by name; the step itself is `main`."""
     found = {}
@@ -117,17 +197,23 @@ def functions(module: Any) -> dict[str, Any]:
 
 def mesh_sizes(module: Any) -> dict[str, int]:
     """Axis name → size, of the mesh that the program was lowered for."""
+    return _mesh(module)[1]
+
+
+def _mesh(module: Any) -> tuple[str, dict[str, int]]:
+    """Name and axes of the first mesh that has any."""
+    from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
+    name = "mesh"
     for op in module.regions[0].blocks[0].operations:
         if op.operation.name == "sdy.mesh":
-            axes = sdy.MeshAttr(op.attributes["mesh"]).axes
-            found = {}
-            for axis in map(sdy.MeshAxisAttr, axes):
-                found[axis.name] = axis.size
+            name = ir.StringAttr(op.attributes["sym_name"]).value
+            axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(op.attributes["mesh"]).axes)
+            found = {axis.name: axis.size for axis in axes}
             if found:
-                return found
-    return {}
+                return name, found
+    return name, {}
 
 
 class Shardings:
@@ -187,33 +273,80 @@ class Shardings:
         return axis.name, sdy.SubAxisInfoAttr(part).size
 
 
-def sharding_text(spec: Sequence[Any], ndim: int) -> str:
+def sharding_text(spec: Sequence[Any], ndim: int, mesh: str = "mesh") -> str:
     """A PartitionSpec as the attribute of an argument.
 
-    >>> sharding_text(("data", None, ("x", "y")), 3)
-    '#sdy.sharding<@mesh, [{"data"}, {}, {"x", "y"}]>'
+    >>> sharding_text(("data", None, ("x", "y")), 4)
+    '#sdy.sharding<@mesh, [{"data"}, {}, {"x", "y"}, {}]>'
     """
     entries = [*spec, *[None] * (ndim - len(spec))]
-    dims = []
-    for entry in entries:
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        dims.append("{" + ", ".join(f'"{axis}"' for axis in axes) + "}")
-    return f"#sdy.sharding<@mesh, [{', '.join(dims)}]>"
+    dims = ["{" + ", ".join(f'"{axis}"' for axis in _axes(e)) + "}" for e in entries]
+    return f"#sdy.sharding<@{mesh}, [{', '.join(dims)}]>"
 
 
-def _rewrite(
-    module: Any, ir: Any, arguments: Mapping[int, str], results: Mapping[int, str]
-) -> None:
-    if not arguments and not results:
-        return
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry
+
+
+def _have_shardings(module: Any, positions: Specs) -> bool:
+    if not positions:
+        return True
     main = functions(module)["main"]
-    for name, changes in (("arg_attrs", arguments), ("res_attrs", results)):
-        if not changes or name not in main.attributes:
-            continue
-        entries = []
-        for at, entry in enumerate(main.attributes[name]):
-            own = {named.name: named.attr for named in entry}
-            if at in changes:
-                own["sdy.sharding"] = ir.Attribute.parse(changes[at])
-            entries.append(ir.DictAttr.get(own))
-        main.attributes[name] = ir.ArrayAttr.get(entries)
+    if "arg_attrs" not in main.attributes:
+        return False
+    attributes = main.attributes["arg_attrs"]
+    return all("sdy.sharding" in attributes[at] for at in positions)
+
+
+def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
+    """Gives arguments, and the results that go with them, other shardings."""
+    ir, _ = _bindings()
+    main, name = functions(module)["main"], _mesh(module)[0]
+    kinds = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).inputs
+    known: dict[str, Any] = {}
+    with module.context:
+        before, after = _attributes(main, "arg_attrs"), _attributes(main, "res_attrs")
+        before = before or [ir.DictAttr.get({}) for _ in kinds]
+        own = {at: _sharding_in(before[at]) for at in specs}
+        for at, spec in specs.items():
+            text = sharding_text(spec, len(kinds[at].shape), name)
+            if text not in known:
+                known[text] = ir.Attribute.parse(text)
+            before[at] = _with_sharding(before[at], known[text])
+        for result, at in pairs.items():
+            if at in specs and after:
+                given = _sharding_in(after[result])
+                if given is not None and given == own[at]:
+                    new = _sharding_in(before[at])
+                    after[result] = _with_sharding(after[result], new)
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(before)
+        if after:
+            main.attributes["res_attrs"] = ir.ArrayAttr.get(after)
+
+
+def _attributes(main: Any, where: str) -> list[Any]:
+    """One dict of attributes for each argument, or result, of a function."""
+    return list(main.attributes[where]) if where in main.attributes else []
+
+
+def _sharding_in(attributes: Any) -> Any:
+    return attributes["sdy.sharding"] if "sdy.sharding" in attributes else None
+
+
+def _with_sharding(attributes: Any, sharding: Any) -> Any:
+    from jaxlib.mlir import ir
+
+    own = {named.name: named.attr for named in attributes}
+    return ir.DictAttr.get({**own, "sdy.sharding": sharding})
+
+
+def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """A spec without axes of a single device, which the passes take out first."""
+    for axis in {axis for entry in spec for axis in _axes(entry)} - set(sizes):
+        raise LayoutError(
+            f"the rules name the axis {axis!r}, and the step was traced for a mesh of "
+            f"{', '.join(sizes) or 'no axes'}; plan again with these rules: "
+            "flm.pod.plan(step, …, layout_map=layout_map)"
+        )
+    return [tuple(axis for axis in _axes(entry) if sizes[axis] > 1) for entry in spec]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError, MeshError
-from flax_layoutmap._jit import _Jitted
+from flax_layoutmap._jit import Jitted
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolve import rule_set_of
 from flax_layoutmap._rules import RuleSet
@@ -21,7 +21,7 @@ from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._hosts import hosts_of
 from flax_layoutmap.pod._links import dcn_axes, seconds_bound
 from flax_layoutmap.pod._memory import memory_of
-from flax_layoutmap.pod._passes import Dims, sharding_text, spread
+from flax_layoutmap.pod._passes import Dims, Prepared, prepare
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._shardy import Found, Spread, listing, read
@@ -29,7 +29,6 @@ from flax_layoutmap.pod._sources import operation_name, source_line
 from flax_layoutmap.pod._values import (
     bytes_of,
     dtype_name,
-    gradients_of,
     parts,
     spec_text,
 )
@@ -103,8 +102,8 @@ def plan(
         raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
     rules, own = _rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform)
-    made = _Plan(lowered, own, where)
-    return made.report(spread(lowered.lowered), start)
+    prepared = prepare(lowered.lowered)
+    return _Plan(lowered, own, where, prepared).report(prepared.spread(), start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,6 +113,7 @@ class _Plan:
     lowered: Lowered
     mesh: DeviceMesh
     topology: Topology | None
+    prepared: Prepared | None = None
 
     def with_layout(self, layout_map: Any) -> PodReport:
         """The report for other rules; the program is not lowered again."""
@@ -124,18 +124,9 @@ class _Plan:
                 f"the plan is for the mesh {self.mesh}, and these rules are for "
                 f"{given.mesh}; plan again for another mesh: flm.pod.plan(step, …)"
             )
-        specs = self.lowered.shardings_for(given.on(self.mesh))
-        original = read_shapes(self.lowered)
-        arguments = {
-            at: sharding_text(tuple(spec), len(original[at]))
-            for at, spec in specs.items()
-        }
-        results = {
-            result: arguments[at]
-            for result, at in self.lowered.pairs.items()
-            if at in arguments
-        }
-        return self.report(spread(self.lowered.lowered, arguments, results), start)
+        specs = self.lowered.specs_under(given.on(self.mesh))
+        prepared = self.prepared or prepare(self.lowered.lowered)
+        return self.report(prepared.spread(specs, self.lowered.pairs), start)
 
     def report(self, module: Any, start: float) -> PodReport:
         """The report from a module that was laid out."""
@@ -184,8 +175,8 @@ def _rules_and_mesh(
     topology: Topology | None,
 ) -> tuple[RuleSet | None, DeviceMesh]:
     """The rules on an abstract mesh, and that mesh."""
-    if layout_map is None and isinstance(step, _Jitted):
-        layout_map = step._layout_map
+    if layout_map is None and isinstance(step, Jitted):
+        layout_map = step.layout_map
     rules = None if layout_map is None else rule_set_of(layout_map, "plan(layout_map=)")
     own = _abstract_mesh(mesh, topology)
     if own is None and rules is not None and rules.mesh is not None:
@@ -250,18 +241,6 @@ def _mesh_of_arguments(
 # ------------------------------------------------------------------------ records
 
 
-def read_shapes(lowered: Lowered) -> list[tuple[int, ...]]:
-    """The shape of each argument of a lowered program."""
-    module = lowered.lowered.compiler_ir("stablehlo").operation
-    for op in module.regions[0].blocks[0].operations:
-        if op.operation.name == "func.func" and "main" in str(
-            op.attributes["sym_name"]
-        ):
-            block = op.regions[0].blocks[0]
-            return [tuple(argument.type.shape) for argument in block.arguments]
-    return []
-
-
 def _name_gradients(found: Spread, lowered: Lowered) -> None:
     """Gives the sums of gradients the paths of their parameters."""
     order = {"parameter": 0, "optimizer": 1}
@@ -269,11 +248,11 @@ def _name_gradients(found: Spread, lowered: Lowered) -> None:
         lowered.pairs.items(),
         key=lambda pair: order.get(lowered.leaves[pair[1]].role, 2),
     )
-    seen: set[int] = set()
+    seen: set[Any] = set()
     for result, argument in pairs:
         if lowered.leaves[argument].role not in order:
             continue
-        for value in gradients_of(found.results[result], seen):
+        for value in found.gradients_of(result, seen):
             for at in value.sums or (() if value.index is None else (value.index,)):
                 one = found.collectives[at]
                 if one.leaf is None:

@@ -1,6 +1,6 @@
 """Reads a module that Shardy has laid out: collectives, reshards, matrix products.
 
-Calls are followed and loops multiplied. Two things are counted as the compiler does
+Loops are multiplied. Two things are counted as the compiler does
 them, not as they are written: a chain of additions of all-reduces is one all-reduce,
 and equal gathers of one value are one gather.
 """
@@ -8,30 +8,29 @@ and equal gathers of one value are one gather.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import manual_collective
 from flax_layoutmap.pod._operations import (
-    ENDS,
     MOVING,
     changed_axes,
     contracted,
     feature_size,
     is_shared,
+    last_of,
     location_of,
+    maker_of,
     shape_of,
 )
 from flax_layoutmap.pod._passes import AxisRef, Dims, Shardings, functions, mesh_sizes
 from flax_layoutmap.pod._records import Kind
-from flax_layoutmap.pod._values import MOVES, UNIFORM, Value, dtype_name, parts
+from flax_layoutmap.pod._values import Value, dtype_name, parts
 
 Scope = tuple[int, ...]  # the loops around an operation, by number
 
-_BRANCHES = ("stablehlo.case", "stablehlo.if")
-# In these a computation of its own stands in the place of a call.
-_INLINE = ("sdy.named_computation", "stablehlo.composite")
 # What an operation inside of shard_map says for itself.
 _MANUAL = (
     "stablehlo.all_reduce",
@@ -41,8 +40,6 @@ _MANUAL = (
     "stablehlo.collective_permute",
     "stablehlo.collective_broadcast",
 )
-# Attributes that tell two operations of one name apart.
-_ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,7 +93,9 @@ class Spread:
         flops: of matrix products and convolutions, on one device.
         flops_whole: the same on all devices if none did another's work.
         unrecognised: what could not be counted → how often it stands in the program.
-        operations: how many operations there are, calls followed.
+        operations: how many operations there are.
+        gradients_of: position of a result → the sums that it is made from; and what was
+            looked at before, which is not again.
     """
 
     sizes: dict[str, int]
@@ -110,6 +109,7 @@ class Spread:
         default_factory=collections.Counter
     )
     operations: int = 0
+    gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()
 
 
 def read(module: Any) -> Spread:
@@ -117,178 +117,140 @@ def read(module: Any) -> Spread:
     return _Walk(module).run()
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
     """Where in the program the walk is."""
 
-    env: dict[Any, Value]
     times: int
     scope: Scope
 
 
 class _Walk:
-    """One walk through a module, along its calls."""
+    """One walk through a module, from loop to loop."""
 
     def __init__(self, module: Any) -> None:
-        self.functions = functions(module)
+        self.main = functions(module)["main"]
         sizes = mesh_sizes(module)
         self.shardings = Shardings(sizes)
+        self.values = Dataflow(self.shardings)
         self.found = Spread(sizes, [])
         self.loops = 0
         self.gathered: dict[Any, Value] = {}
-        self.copies: dict[Any, Value] = {}
-        self.types: dict[Any, tuple[tuple[int, ...], str]] = {}
+        self.handlers: dict[str, Callable[[Any, _Place], None]] = {
+            "sdy.all_reduce": self._all_reduce,
+            "sdy.all_slice": self._move,
+            **dict.fromkeys(MOVING, self._move),
+            "stablehlo.add": self._add_sums,
+            "stablehlo.dot_general": self._product,
+            "stablehlo.convolution": self._product,
+            "stablehlo.while": self._loop,
+            "stablehlo.case": self._branches,
+            "stablehlo.if": self._branches,
+            "sdy.manual_computation": self._manual,
+            "sdy.named_computation": self._named,
+            **dict.fromkeys(_MANUAL, self._own_collective),
+        }
 
     def run(self) -> Spread:
-        main = self.functions["main"]
-        block = main.regions[0].blocks[0]
+        block = self.main.regions[0].blocks[0]
         attributes: Sequence[Any] = ()
-        if "arg_attrs" in main.attributes:
-            attributes = list(main.attributes["arg_attrs"])
-        env: dict[Any, Value] = {}
+        if "arg_attrs" in self.main.attributes:
+            attributes = list(self.main.attributes["arg_attrs"])
         for at, argument in enumerate(block.arguments):
             own = attributes[at] if at < len(attributes) else {}
             dims = None
             if "sdy.sharding" in own:
                 dims = self.shardings.of(own["sdy.sharding"])
-            value = self._value("argument", argument, dims)
+            value = self.values.new("argument", argument, dims)
             value.leaf = at
-            env[argument] = value
-            self.found.arguments.append(value)
-        place = _Place(env, 1, ())
-        self.found.results = self._block(block, place)
+            self.found.arguments.append(self.values.say(argument, value))
+        self._block(block, _Place(1, ()))
+        ends = last_of(block).operands
+        self.found.results = [*self.values.every(ends)]
+        self.found.gradients_of = lambda at, seen: self.values.gradients_of(
+            ends[at], seen
+        )
         return self.found
 
     # ------------------------------------------------------------------- blocks
 
-    def _block(self, block: Any, place: _Place) -> list[Value]:
-        """Walks through a block; what it returns."""
+    def _block(self, block: Any, place: _Place) -> None:
+        """Walks through a block; of most operations nothing is read here."""
+        handlers, count = self.handlers, 0
         for op in block.operations:
             operation = op.operation
-            name = operation.name
-            self.found.operations += 1
-            operands = tuple(place.env[one] for one in operation.operands)
-            if name in ENDS:
-                return list(operands)
-            values = self._operation(name, operation, operands, place)
-            for result, value in zip(operation.results, values, strict=True):
-                if value.sums and not value.shared and is_shared(result):
-                    value.shared = True
-                place.env[result] = value
-        return []
+            count += 1
+            handler = handlers.get(operation.name)
+            if handler is not None:
+                handler(operation, place)
+        self.found.operations += count
 
-    def _operation(
-        self, name: str, op: Any, operands: tuple[Value, ...], place: _Place
-    ) -> Sequence[Value]:
-        if name == "sdy.all_reduce":
-            return [self._all_reduce(op, operands[0], place)]
-        if name in MOVING or name == "sdy.all_slice":
-            return [self._move(name, op, operands[0], place)]
-        if name == "func.call":
-            callee = self.functions[str(op.attributes["callee"]).lstrip("@").strip('"')]
-            return self._inside(callee.regions[0].blocks[0], operands, place)
-        if name == "stablehlo.while":
-            return self._loop(op, operands, place)
-        if name in _BRANCHES:
-            return self._branches(name, op, place)
-        if name == "sdy.manual_computation":
-            return self._manual(op, operands, place)
-        if name in _INLINE and len(op.regions) and len(op.regions[0].blocks):
-            return self._inside(op.regions[0].blocks[0], operands, place)
-        if name in _MANUAL:
-            return self._own_collective(name, op, operands, place)
-        dims = self.shardings.per_value(op)
-        values = [
-            self._value(name, result, dims[at] if at < len(dims) else None, operands)
-            for at, result in enumerate(op.results)
-        ]
-        if name in ("stablehlo.dot_general", "stablehlo.convolution"):
-            self._product(name, op, operands, values[0], place)
-        elif name == "stablehlo.add":
-            values[0].sums = self._added(operands)
-        elif name in UNIFORM or name == "stablehlo.broadcast_in_dim":
-            whole = operands[:1] and operands[0].shape and not operands[0].is_uniform
-            values[0].is_uniform = not whole
-        elif name in MOVES:
-            for at, value in enumerate(values):
-                self._copy(name, op, operands, value, at)
-        return values
-
-    def _inside(
-        self, block: Any, operands: Sequence[Value], place: _Place
-    ) -> list[Value]:
-        env = dict(zip(block.arguments, operands, strict=True))
-        return self._block(block, _Place(env, place.times, place.scope))
-
-    def _loop(self, op: Any, operands: tuple[Value, ...], place: _Place) -> list[Value]:
+    def _loop(self, op: Any, place: _Place) -> None:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
             self.found.unrecognised["loop of unknown length, counted as one round"] += 1
         self.loops += 1
         dims = self.shardings.per_value(op)
-        ends = list(body.operations)[-1].operation.operands
-        env = dict(place.env)
+        values, ends = self.values, last_of(body).operands
+        same = [
+            end == argument for end, argument in zip(ends, body.arguments, strict=True)
+        ]
         for at, argument in enumerate(body.arguments):
-            if ends[at] == argument:  # the same in every round
-                env[argument] = operands[at]
+            if same[at]:  # in every round
+                values.say(argument, values.of(op.operands[at]))
             else:
                 own = dims[at] if at < len(dims) else None
-                env[argument] = self._value("loop", argument, own)
-        inner = _Place(env, place.times * (count or 1), (*place.scope, self.loops))
-        after = self._block(body, inner)
-        values = []
+                values.say(argument, values.new("loop", argument, own))
+        self._block(
+            body, _Place(place.times * (count or 1), (*place.scope, self.loops))
+        )
         for at, result in enumerate(op.results):
-            if ends[at] == body.arguments[at]:
-                values.append(operands[at])
-            else:
-                own = dims[at] if at < len(dims) else None
-                parents = (after[at], operands[at])
-                values.append(self._value("stablehlo.while", result, own, parents))
-        return values
+            if same[at]:
+                values.say(result, values.of(op.operands[at]), (op.operands[at],))
+                continue
+            own = dims[at] if at < len(dims) else None
+            made = values.new("stablehlo.while", result, own)
+            values.say(result, made, (ends[at], op.operands[at]))
 
-    def _branches(self, name: str, op: Any, place: _Place) -> list[Value]:
+    def _branches(self, op: Any, place: _Place) -> None:
         """Every branch is counted: which one runs is not in the program."""
+        blocks = [region.blocks[0] for region in op.regions]
+        for block in blocks:
+            self._block(block, place)
         dims = self.shardings.per_value(op)
-        every = [
-            self._block(region.blocks[0], _Place(dict(place.env), *_rest(place)))
-            for region in op.regions
-        ]
-        return [
-            self._value(
-                name,
-                result,
-                dims[at] if at < len(dims) else None,
-                tuple(values[at] for values in every),
-            )
-            for at, result in enumerate(op.results)
-        ]
+        for at, result in enumerate(op.results):
+            ends = [last_of(block).operands[at] for block in blocks]
+            own = dims[at] if at < len(dims) else None
+            self.values.say(result, self.values.new(op.name, result, own), ends)
 
-    def _manual(
-        self, op: Any, operands: tuple[Value, ...], place: _Place
-    ) -> list[Value]:
-        """The body of a shard_map: its shapes are those of single devices."""
+    def _named(self, op: Any, place: _Place) -> None:
+        """A computation that stands in the place of a call."""
         block = op.regions[0].blocks[0]
-        env = dict(place.env)
-        for argument, operand in zip(block.arguments, operands, strict=True):
-            value = self._value("manual", argument, None, (operand,))
-            value.leaf = operand.leaf
-            env[argument] = value
-        inside = self._block(block, _Place(env, *_rest(place)))
-        return [
-            self._value("manual", result, None, (value,))
-            for result, value in zip(op.results, inside, strict=True)
-        ]
+        for argument, operand in zip(block.arguments, op.operands, strict=True):
+            self.values.say(argument, self.values.of(operand))
+        self._block(block, place)
+        for result, end in zip(op.results, last_of(block).operands, strict=True):
+            self.values.say(result, self.values.of(end), (end,))
+
+    def _manual(self, op: Any, place: _Place) -> None:
+        """The body of a shard_map: its shapes are those of single devices."""
+        block, values = op.regions[0].blocks[0], self.values
+        for argument, operand in zip(block.arguments, op.operands, strict=True):
+            value = values.say(argument, values.new("manual", argument))
+            value.leaf = values.of(operand).leaf
+        self._block(block, place)
+        for result, end in zip(op.results, last_of(block).operands, strict=True):
+            values.say(result, values.new("manual", result), (end,))
 
     # -------------------------------------------------------------- collectives
 
-    def _all_reduce(self, op: Any, operand: Value, place: _Place) -> Value:
+    def _all_reduce(self, op: Any, place: _Place) -> None:
         axes = self.shardings.axes_in(op.attributes["reduction_axes"])
-        dims = self.shardings.of(op.attributes["out_sharding"])
-        value = self._value("sdy.all_reduce", op.results[0], dims, (operand,))
+        value = self._moved(op)
         if parts(axes) == 1:
-            return value
-        leaf = operand.operands[0].leaf if operand.name == "stablehlo.gather" else None
+            return
+        leaf = _gathered_from(op, self.values)
         scatters = self._scattered(op, axes)
         rest = tuple(axis for axis in axes if axis not in scatters)
         shape = value.local_shape
@@ -300,8 +262,13 @@ class _Walk:
             self._add("all-reduce", rest, shape, value, op, place, leaf)
             value.sums = (*value.sums, len(self.found.collectives) - 1)
         value.index = value.sums[0] if value.sums else None
-        value.shared = not scatters and is_shared(op.results[0])
-        return value
+        value.shared = is_shared(op.results[0])
+
+    def _moved(self, op: Any) -> Value:
+        """The result of an operation that moves its operand."""
+        dims = self.shardings.of(op.attributes["out_sharding"])
+        result = op.results[0]
+        return self.values.say(result, self.values.new(op.name, result, dims))
 
     def _scattered(self, op: Any, axes: Sequence[AxisRef]) -> tuple[AxisRef, ...]:
         """The axes over which every user takes its own slice of the sum."""
@@ -311,9 +278,19 @@ class _Walk:
         sliced = self.shardings.axes_in(users[0].operation.attributes["slicing_axes"])
         return tuple(axis for axis in axes if axis in sliced)
 
-    def _added(self, operands: tuple[Value, ...]) -> tuple[int, ...]:
+    def _add_sums(self, op: Any, place: _Place) -> None:
         """A sum of all-reduces is one all-reduce of a sum."""
-        first, second = (() if one.shared else one.sums for one in operands)
+        operands = [self.values.with_sums(one) for one in op.operands]
+        if any(operands):
+            value = self.values.of(op.results[0])
+            sums = [() if one is None or one.shared else one.sums for one in operands]
+            value.sums = self._added(*sums)
+            value.shared = bool(value.sums) and is_shared(op.results[0])
+
+    def _added(
+        self, first: tuple[int, ...], second: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """The sums in a sum; those of the second become one with those of the first."""
         if not first or not second:
             return first or second
         if first == second or len(first) != len(second):
@@ -328,55 +305,52 @@ class _Walk:
             other.into = at
         return first
 
-    def _move(self, name: str, op: Any, operand: Value, place: _Place) -> Value:
-        dims = self.shardings.of(op.attributes["out_sharding"])
-        value = self._value(name, op.results[0], dims, (operand,))
+    def _move(self, op: Any, place: _Place) -> None:
+        name, operand = op.name, self.values.of(op.operands[0])
+        value = self._moved(op)
         value.leaf, value.base, value.order = operand.leaf, operand.root, operand.order
         value.is_uniform = operand.is_uniform
         if name == "sdy.all_slice" or value.is_uniform:
-            value.sums, value.shared = operand.sums, operand.shared
-            return value
+            value.sums = operand.sums
+            value.shared = operand.shared or (
+                bool(operand.sums) and is_shared(op.results[0])
+            )
+            return
         key = (place.scope, id(value.root), value.root_dims(), value.element)
         known = self.gathered.get(key) if name == "sdy.all_gather" else None
         if known is not None:
             value.index = known.index
-            return value
-        axes = changed_axes(name, operand.dims, dims)
+            return
+        axes = changed_axes(name, operand.dims, value.dims)
         if parts(axes) > 1:
             kind = MOVING[name]
             self._add(kind, axes, value.local_shape, value, op, place, value.leaf)
             value.index = len(self.found.collectives) - 1
-            self._note_move(name, op, operand, value, place)
+            self._note_move(op, operand, value, place)
         self.gathered[key] = value
-        return value
 
-    def _note_move(
-        self, name: str, op: Any, operand: Value, value: Value, place: _Place
-    ) -> None:
+    def _note_move(self, op: Any, operand: Value, value: Value, place: _Place) -> None:
         earlier = self.found.moves.pop(id(operand), None)
-        only = name == "sdy.all_gather"
+        only = op.name == "sdy.all_gather"
         before = operand
         if earlier is not None:
             before, only = earlier.before, only and earlier.gathers_only
-        location = location_of(op)
-        move = Move(before, value, place.times, location, only)
+        move = Move(before, value, place.times, location_of(op), only)
         self.found.moves[id(value)] = move
 
-    def _own_collective(
-        self, name: str, op: Any, operands: tuple[Value, ...], place: _Place
-    ) -> list[Value]:
+    def _own_collective(self, op: Any, place: _Place) -> None:
         """A collective that the program itself asks for, inside of a shard_map."""
-        values = [self._value(name, result, None, operands) for result in op.results]
+        name, operands = op.name, self.values.every(op.operands)
+        values = self.values.results(op)
         kind, axes = manual_collective(name, op, self.found.sizes)
         if kind is None:
             what = f"{name} over devices that are no mesh axes, not counted"
             self.found.unrecognised[what] += 1
-            return values
+            return
         for operand, value in zip(operands, values, strict=True):
             whole = value if kind in ("all-gather", "all-to-all") else operand
             if parts(axes) > 1:
                 self._add(kind, axes, whole.shape, value, op, place, operand.leaf)
-        return values
 
     def _add(
         self,
@@ -400,79 +374,31 @@ class _Walk:
         )
         self.found.collectives.append(found)
 
-    # ------------------------------------------------------------------- values
+    # ----------------------------------------------------------------- products
 
-    def _value(
-        self,
-        name: str,
-        result: Any,
-        dims: Dims | None,
-        operands: tuple[Value, ...] = (),
-    ) -> Value:
-        kind = result.type
-        known = self.types.get(kind)
-        if known is None:
-            known = self.types[kind] = shape_of(kind)
-        shape, element = known
-        if dims is None or len(dims) != len(shape):
-            dims = ((),) * len(shape)
-        return Value(name, operands, shape, element, dims)
-
-    def _copy(
-        self, name: str, op: Any, operands: tuple[Value, ...], value: Value, at: int
-    ) -> None:
-        """What of its operand a copy still is."""
-        source = operands[at] if name == "stablehlo.optimization_barrier" else None
-        source = operands[0] if source is None else source
-        value.leaf, value.is_uniform = source.leaf, source.is_uniform
-        if source.sums and "slice" not in name:
-            value.sums, value.shared = source.sums, source.shared
-        if name == "stablehlo.optimization_barrier":
-            return  # nothing is shared across: so jax.checkpoint does not keep it
-        order = source.order or tuple(range(len(source.shape)))
-        if name == "stablehlo.transpose":
-            moved = [int(dim) for dim in op.attributes["permutation"]]
-            order = tuple(order[dim] for dim in moved)
-        elif name in (
-            "stablehlo.reshape",
-            "stablehlo.slice",
-            "stablehlo.dynamic_slice",
-        ):
-            given = tuple(
-                str(op.attributes[key]) for key in _ATTRIBUTES if key in op.attributes
-            )
-            roots = tuple((id(one.root), one.order) for one in operands)
-            key = (name, value.shape, value.dims, roots, given)
-            first = self.copies.setdefault(key, value)
-            value.base = None if first is value else first
-            return
-        value.base, value.order = source.root, order
-
-    def _product(
-        self,
-        name: str,
-        op: Any,
-        operands: tuple[Value, ...],
-        value: Value,
-        place: _Place,
-    ) -> None:
+    def _product(self, op: Any, place: _Place) -> None:
         """Adds the operations of a matrix product, or of a convolution."""
-        if name == "stablehlo.convolution":
-            kernel = operands[1]
+        value = self.values.of(op.results[0])
+        if op.name == "stablehlo.convolution":
+            kernel = self.values.of(op.operands[1])
             out = feature_size(op, kernel)
             local = math.prod(kernel.local_shape) // max(1, out)
             whole = math.prod(kernel.shape) // max(1, out)
         else:
-            left = operands[0]
-            dims = contracted(op)
-            local = math.prod(left.local_shape[dim] for dim in dims)
+            left = self.values.of(op.operands[0])
+            dims, local_shape = contracted(op), left.local_shape
+            local = math.prod(local_shape[dim] for dim in dims)
             whole = math.prod(left.shape[dim] for dim in dims)
         self.found.flops += 2 * place.times * math.prod(value.local_shape) * local
         self.found.flops_whole += 2 * place.times * math.prod(value.shape) * whole
 
 
-def _rest(place: _Place) -> tuple[int, Scope]:
-    return place.times, place.scope
+def _gathered_from(op: Any, values: Dataflow) -> int | None:
+    """The argument from which a `gather` took what is summed here: an embedding."""
+    maker = maker_of(op.operands[0])
+    if maker is None or maker.name != "stablehlo.gather":
+        return None
+    return values.of(maker.operands[0]).leaf
 
 
 def listing(module: Any) -> Iterator[tuple[str, str, str, Dims]]:

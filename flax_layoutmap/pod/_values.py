@@ -1,8 +1,8 @@
-"""The values of a program as a graph, with calls followed: what a plan is read from."""
+"""A value of a program: what it is a copy, a part or a sum of."""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flax_layoutmap.pod._passes import AxisRef, Dims
@@ -68,11 +68,10 @@ UPDATES = MOVES | {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
-    """One value, in one call of the function that makes it.
+    """One value.
 
     Attributes:
         name: the operation, or `"argument"`.
-        operands: what it is made from; of a loop, what its body gives.
         shape: global shape.
         element: MLIR's name of the element type.
         dims: mesh axes of each dim.
@@ -88,7 +87,6 @@ class Value:
     """
 
     name: str
-    operands: tuple["Value", ...]
     shape: Shape
     element: str
     dims: Dims
@@ -164,31 +162,3 @@ def spec_text(dims: Dims) -> str:
     while entries[-1] == "-":
         entries.pop()
     return f"P({', '.join(entries)})"
-
-
-def gradients_of(value: Value, seen: set[int]) -> Iterator[Value]:
-    """The sums from which a new value of a parameter is made.
-
-    Args:
-        value: the new value, a result of the step.
-        seen: ids of values that were looked at, which are not looked at again.
-    """
-    todo = [value]
-    while todo:
-        one = todo.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if one.index is not None and one.name in ("sdy.all_reduce", "sdy.all_gather"):
-            yield one
-            if one.name == "sdy.all_reduce":
-                continue
-        if one.name in UPDATES or _is_reshape(one):
-            todo += one.operands
-
-
-def _is_reshape(value: Value) -> bool:
-    """Whether a broadcast only adds dims of size 1."""
-    return value.name == "stablehlo.broadcast_in_dim" and math.prod(
-        value.shape
-    ) == math.prod(value.operands[0].shape)

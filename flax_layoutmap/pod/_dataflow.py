@@ -1,0 +1,166 @@
+"""The values of a laid-out program, each made when something asks for it.
+
+What a plan reads is a small part of a program: collectives, matrix products, and where
+their operands come from. The rest is not looked at.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from flax_layoutmap.pod._operations import is_shared, maker_of, shape_of
+from flax_layoutmap.pod._passes import Dims, Shardings
+from flax_layoutmap.pod._values import MOVES, UNIFORM, UPDATES, Value
+
+# Attributes that tell two operations of one name apart.
+_ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
+# What is read of these depends on their first operand.
+_FOLLOWED = MOVES | {"stablehlo.broadcast_in_dim"}
+_CUTS = frozenset({"stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"})
+_BARRIER = "stablehlo.optimization_barrier"
+
+
+class Dataflow:
+    """The values of one module.
+
+    Attributes:
+        shardings: reads its shardings.
+    """
+
+    def __init__(self, shardings: Shardings) -> None:
+        self.shardings = shardings
+        self._known: dict[Any, Value] = {}
+        self._sources: dict[Any, Sequence[Any]] = {}
+        self._copies: dict[Any, Value] = {}
+        self._types: dict[Any, tuple[tuple[int, ...], str]] = {}
+
+    def of(self, value: Any) -> Value:
+        """The value that an operation makes, or that a block was said to begin with."""
+        found = self._known.get(value)
+        if found is not None:
+            return found
+        # As a loop: a chain of copies may be longer than Python's stack.
+        chain, one = [], value
+        while one not in self._known:
+            op = maker_of(one)
+            if op is None:  # of a block that nothing is read of
+                self.say(one, self.new("unknown", one))
+                break
+            chain.append(op)
+            if op.name not in _FOLLOWED or not len(op.operands):
+                break
+            one = op.operands[0]
+        for op in reversed(chain):
+            self._make(op)
+        return self._known[value]
+
+    def every(self, values: Iterable[Any]) -> tuple[Value, ...]:
+        """The same for several."""
+        return tuple(map(self.of, values))
+
+    def with_sums(self, value: Any) -> Value | None:
+        """The same where it may be a sum of all-reduces; else it is not made."""
+        found = self._known.get(value)
+        if found is None:
+            op = maker_of(value)
+            if op is not None and op.name in MOVES:
+                found = self.of(value)
+        return found if found is not None and found.sums else None
+
+    def say(self, value: Any, made: Value, sources: Sequence[Any] = ()) -> Value:
+        """Says what a value is, and what it is made from where no operands tell."""
+        self._known[value] = made
+        if sources:
+            self._sources[value] = sources
+        return made
+
+    def new(self, name: str, result: Any, dims: Dims | None = None) -> Value:
+        """A value of the type of a result, laid out so; None is replicated."""
+        kind = result.type
+        known = self._types.get(kind)
+        if known is None:
+            known = self._types[kind] = shape_of(kind)
+        shape, element = known
+        if dims is None or len(dims) != len(shape):
+            dims = ((),) * len(shape)
+        return Value(name, shape, element, dims)
+
+    def results(self, op: Any) -> list[Value]:
+        """A new value for each result of an operation, as its sharding says."""
+        dims, name = self.shardings.per_value(op), op.name
+        values = []
+        for at, result in enumerate(op.results):
+            made = self.new(name, result, dims[at] if at < len(dims) else None)
+            values.append(made)
+            self._known[result] = made
+        return values
+
+    def gradients_of(self, value: Any, seen: set[Any]) -> Iterator[Value]:
+        """The sums from which a new value of a parameter is made.
+
+        Args:
+            value: the new value, a result of the step.
+            seen: values that were looked at, which are not looked at again.
+        """
+        todo = [value]
+        while todo:
+            one = todo.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            known, op = self._known.get(one), maker_of(one)
+            if known is not None and known.index is not None:
+                if known.name in ("sdy.all_reduce", "sdy.all_gather"):
+                    yield known
+                if known.name == "sdy.all_reduce":
+                    continue
+            if one in self._sources:
+                todo += self._sources[one]
+            elif op is not None and (op.name in UPDATES or _is_reshape(op)):
+                todo += op.operands
+
+    def _make(self, op: Any) -> None:
+        name = op.name
+        values = self.results(op)
+        if name in UNIFORM:
+            values[0].is_uniform = True
+        elif name == "stablehlo.broadcast_in_dim":
+            source = self.of(op.operands[0])
+            values[0].is_uniform = not source.shape or source.is_uniform
+        elif name in MOVES:
+            for at, value in enumerate(values):
+                source = self.of(op.operands[at if name == _BARRIER else 0])
+                self._copy(name, op, source, value)
+                if value.sums and not value.shared:
+                    value.shared = is_shared(op.results[at])
+
+    def _copy(self, name: str, op: Any, source: Value, value: Value) -> None:
+        """What of its operand a copy still is."""
+        value.leaf, value.is_uniform = source.leaf, source.is_uniform
+        if source.sums and "slice" not in name:
+            value.sums, value.shared = source.sums, source.shared
+        if name == _BARRIER:
+            return  # nothing is shared across: so jax.checkpoint does not keep it
+        if name in _CUTS:
+            given = tuple(
+                str(op.attributes[key]) for key in _ATTRIBUTES if key in op.attributes
+            )
+            operands = self.every(op.operands)
+            roots = tuple((id(one.root), one.order) for one in operands)
+            key = (name, value.shape, value.dims, roots, given)
+            first = self._copies.setdefault(key, value)
+            value.base = None if first is value else first
+            return
+        order = source.order or tuple(range(len(source.shape)))
+        if name == "stablehlo.transpose":
+            moved = [int(dim) for dim in op.attributes["permutation"]]
+            order = tuple(order[dim] for dim in moved)
+        value.base, value.order = source.root, order
+
+
+def _is_reshape(op: Any) -> bool:
+    """Whether a broadcast only adds dims of size 1."""
+    if op.name != "stablehlo.broadcast_in_dim":
+        return False
+    before, after = (shape_of(one.type)[0] for one in (op.operands[0], op.results[0]))
+    return math.prod(before) == math.prod(after)

@@ -1,0 +1,130 @@
+"""The arguments of a step laid out by one rule set after another.
+
+What does not depend on the rules (paths, shapes, which parameter a moment belongs to)
+is found once.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from flax_layoutmap._arguments import Argument
+from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._flatten import flatten
+from flax_layoutmap._inputs import holds_parameters, split_leaf
+from flax_layoutmap._ownership import find_origins
+from flax_layoutmap._paths import Roots
+from flax_layoutmap._resolve import decide_all
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._shardings import abstract
+
+
+class Layouts:
+    """Where the leaves of all arguments lie, under any rules."""
+
+    def __init__(
+        self, arguments: Sequence[Argument], fixed: Sequence[str] = ()
+    ) -> None:
+        """Flattens the state.
+
+        Args:
+            arguments: the arguments.
+            fixed: names of those that the user lays out.
+        """
+        self.parts = [_without_values(one) for one in arguments]
+        self.fixed = set(fixed)
+        own = [one for one in arguments if one.is_state and one.name not in fixed]
+        self.names = {one.name for one in own}
+        tree = Roots({one.name: one.value for one in own})
+        leaves = [leaf for one in own for leaf in one.leaves]
+        self.shapes = [tuple(leaf.shape) for leaf in leaves]
+        self.dtypes = [leaf.dtype for leaf in leaves]
+        flat = flatten(tree)
+        self.origins = find_origins(tree, flat, self.shapes, self.dtypes, None)
+        self.flat = dataclasses.replace(
+            flat,
+            blocks=[],  # folded for other rules than those that will be asked
+            leaves=[_struct(leaf) for leaf in flat.leaves],
+            sections=[dataclasses.replace(part, node=None) for part in flat.sections],
+        )
+
+    def under(self, rules: RuleSet) -> list[NamedSharding | None]:
+        """One sharding per leaf; None where the rules have no say.
+
+        Raises:
+            LayoutError: a batch does not divide, or the rules shard what was data.
+            ResolveError: the state does not fit the rules.
+        """
+        state = decide_all(
+            self.flat, rules, self.shapes, self.dtypes, None, self.origins
+        )
+        shardings = iter(state.sharding_list())
+        found: list[NamedSharding | None] = []
+        for one in self.parts:
+            if one.name in self.names:
+                found += [next(shardings) for _ in one.leaves]
+            elif one.name in self.fixed:
+                found += [None] * len(one.leaves)
+            else:
+                _check_still_data(one, rules)
+                found += [leaf.sharding for leaf in _with_shardings(one, rules)]
+        return found
+
+
+def _without_values(argument: Argument) -> Argument:
+    """The argument without its arrays, which a report would keep alive."""
+    raw = list(map(_struct, argument.raw))
+    value = None if argument.is_state else jax.tree.unflatten(argument.treedef, raw)
+    return dataclasses.replace(argument, value=value, nodes=[], raw=raw, leaves=raw)
+
+
+def _struct(leaf: Any) -> Any:
+    """A leaf without its values; where it lies is kept."""
+    return abstract(leaf, getattr(leaf, "sharding", None))
+
+
+def split_data(argument: Argument, rules: RuleSet | None) -> None:
+    """Splits an argument that is data over the batch axes; changes its leaves.
+
+    What has a sharding on axes of the mesh keeps its spec.
+    """
+    if rules is not None and rules.mesh is not None:
+        leaves = zip(argument.leaves, _with_shardings(argument, rules), strict=True)
+        argument.leaves = [
+            leaf if isinstance(leaf, bool | int | float | complex) else made
+            for leaf, made in leaves
+        ]
+
+
+def _with_shardings(argument: Argument, rules: RuleSet) -> list[jax.ShapeDtypeStruct]:
+    mesh = rules.mesh
+    assert mesh is not None
+    jax_mesh: Any = mesh.jax_mesh
+    found = []
+    for at, leaf in enumerate(argument.raw):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(leaf, bool | int | float | complex):
+            found.append(jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf)))
+            continue
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        plain = jax.ShapeDtypeStruct(leaf.shape, dtype)
+        if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(
+            mesh.axis_names
+        ):
+            own = NamedSharding(jax_mesh, sharding.spec)
+            found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=own))
+        else:
+            found.append(split_leaf(argument, at, plain, rules, mesh))
+    return found
+
+
+def _check_still_data(argument: Argument, rules: RuleSet) -> None:
+    if holds_parameters(argument, rules):
+        raise LayoutError(
+            f"these rules shard leaves of {argument.name!r}, which the plan took for "
+            "data, as its own rules shard none of them: plan again with these rules, "
+            f"or say that it is state, donate_argnames={argument.name!r}"
+        )
