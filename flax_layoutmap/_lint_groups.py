@@ -56,7 +56,9 @@ def groups(
     if not keys:
         return []
     found: dict[Any, Group] = {}
+    sizes: dict[Any, int] = {}  # leaves of one decision have one shape
     roles, paths = resolution._roles(), resolution.paths
+    dtypes = resolution.dtypes
     for at, row in enumerate(resolution._rows):
         if id(row) in keys and (role is None or roles[at] == role):
             key = id(row), NUMBER.sub("0", paths[at])
@@ -64,7 +66,10 @@ def groups(
             if group is None:
                 group = found[key] = Group(row, at, paths[at])
             group.leaves += 1
-            group.bytes += leaf_bytes(resolution.shapes[at], resolution.dtypes[at])
+            sized = id(row), dtypes[at]
+            if sized not in sizes:
+                sizes[sized] = leaf_bytes(resolution.shapes[at], dtypes[at])
+            group.bytes += sizes[sized]
     return list(found.values())
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from flax_layoutmap._issues import Issue
 from flax_layoutmap._languages import difference
+from flax_layoutmap._lint_about import key_code, name_of
 from flax_layoutmap._lint_groups import Group, groups, suggested, total_of
-from flax_layoutmap._lint_rules import key_code, name_of
+from flax_layoutmap._lint_rules import axis_users
 from flax_layoutmap._paths import parameter_keys
 from flax_layoutmap._records import closest_rule, section_of
 from flax_layoutmap._report import LARGE_SHARE
@@ -221,22 +222,17 @@ def _sharded(resolution: Resolution) -> Iterator[str]:
 def _axes(resolution: Resolution) -> Iterator[Issue]:
     rules, mesh = resolution.rules, resolution.mesh
     assert mesh is not None
-    written: dict[str, list[str]] = {}
-    for section in ("rules", "activations", "names", "optimizer"):
-        for number, rule in enumerate(getattr(rules, section), start=1):
-            for axis in rule.layout.axis_names:
-                written.setdefault(axis, []).append(name_of(section, number, rule))
+    written = axis_users(rules)
     used = {a for row in resolution._distinct.values() for dim in row.dims for a in dim}
     used |= set(rules.batch)
     used |= {
         axis
-        for section in (rules.activations, rules.names)
-        for rule in section
-        for axis in rule.layout.axis_names
+        for axis, users in written.items()
+        if any(section in ("activations", "names") for section, _, _ in users)
     }
     for axis, size in mesh.axis_sizes.items():
         if size == 1 and axis in written:
-            first, more = written[axis][0], len(written[axis]) - 1
+            first, more = name_of(*written[axis][0]), len(written[axis]) - 1
             others, s = (f" and {more} more", "") if more else ("", "s")
             yield Issue(
                 "LM107",

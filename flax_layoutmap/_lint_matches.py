@@ -3,19 +3,22 @@
 import difflib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
-from flax_layoutmap._errors import closest
 from flax_layoutmap._issues import Issue
+from flax_layoutmap._lint_about import about, axes_code, key_code, name_of
 from flax_layoutmap._lint_groups import NUMBER, representatives
-from flax_layoutmap._lint_rules import about, axes_code, key_code, name_of
 from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._rules import Match, Matcher, Rule, is_for_outputs
+from flax_layoutmap._rules import Match, Matcher, Rule, first_match, is_for_outputs
 
 # Rules that match nothing for which another spelling is looked for, and where.
 _HINTS = 5
 _MOST_PATHS = 2000
+# Below this likeness a path is none that the pattern was to match.
+_ALIKE = 0.4
+# Two neighbours of which the second goes on with what the first is part of.
+_GOES_ON = {"a-z": re.compile("[A-Za-z][a-z]"), "0-9": re.compile("[0-9][0-9]")}
 # Above this likeness a path is taken for what the pattern was to be.
 _SURELY_MEANT = 0.8
 
@@ -93,15 +96,31 @@ def _spelt_otherwise(
         if fits(other):
             return f": {why}", f"{key_code(section, other)} = {axes}  # not {old}"
     parts = pattern.count("/") + 1
-    ends = {"/".join(path.split("/")[-parts:]) for path in paths}
-    near = closest(pattern, sorted(ends))
-    if not near:
+    near = _closest(pattern, {"/".join(path.split("/")[-parts:]) for path in paths})
+    if near is None:
         return "", f"del {old}"
-    hint = f"; the closest path ends in {near[0]!r}"
-    if difflib.SequenceMatcher(None, pattern, near[0]).ratio() < _SURELY_MEANT:
+    hint = f"; the closest path ends in {near!r}"
+    if difflib.SequenceMatcher(None, pattern, near).ratio() < _SURELY_MEANT:
         return hint, f"del {old}, or make it match"
-    key = key_code(section, near[0].replace("0", r"\d+"))
+    key = key_code(section, near.replace("0", r"\d+"))
     return hint, f"{key} = {axes}  # not {old}"
+
+
+def _closest(pattern: str, ends: Iterable[str]) -> str | None:
+    """What `difflib.get_close_matches` finds first, with fewer of its comparisons."""
+    matcher = difflib.SequenceMatcher(b=pattern)
+    bounds = []
+    for end in ends:
+        matcher.set_seq1(end)
+        bound = min(matcher.real_quick_ratio(), matcher.quick_ratio())
+        bounds.append((bound, end))
+    best = _ALIKE, ""
+    for bound, end in sorted(bounds, reverse=True):
+        if bound < best[0]:
+            break  # the others can be no better
+        matcher.set_seq1(end)
+        best = max(best, (matcher.ratio(), end))
+    return best[1] or None
 
 
 def _wider(pattern: str) -> tuple[str, ...]:
@@ -178,10 +197,11 @@ def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
             continue
         found = sorted({path for key in keys for path in by_key.get(key, ())})
         kind = "0-9" if at in digits else "a-z"
-        clean = _cleanly(rule, kind, rules.match)
+        likely = [path for path in found if _cuts(rule, kind, rules.match, path)]
+        clean = _cleanly(rule, kind, rules.match) if likely else None
         if clean is None:
             continue
-        inside = [path for path in found if not clean.matching(path)]
+        inside = [path for path in likely if not clean.matching(path)]
         if not inside or len(inside) == len(found):
             continue
         good = next(path for path in found if clean.matching(path))
@@ -253,6 +273,17 @@ def _begins_or_ends_a_name(pattern: str) -> bool:
 
 def _ends_in_a_digit(pattern: str) -> bool:
     return pattern[-1:].isdigit() and pattern[-2:-1] != "\\"
+
+
+def _cuts(rule: Rule, kind: str, match: Match, path: str) -> bool:
+    """Whether the first match begins or ends where a letter (or digit) goes on."""
+    span = first_match(rule, match, path)
+    begin, end = span or (0, len(path))  # decided by its exact key
+    pairs = [path[end - 1 : end + 1] if end else ""]
+    if match != "match":
+        pairs.append(path[begin - 1 : begin + 1] if begin else "")
+    goes_on = _GOES_ON[kind]
+    return any(goes_on.fullmatch(pair) is not None for pair in pairs)
 
 
 def _cleanly(rule: Rule, kind: str, match: Match) -> Matcher | None:

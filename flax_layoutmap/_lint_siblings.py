@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from flax_layoutmap._issues import Issue
-from flax_layoutmap._lint_rules import name_of
+from flax_layoutmap._lint_about import name_of
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
 

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from flax_layoutmap._languages import Node, NotUnderstood, parse
+from flax_layoutmap._pattern_tree import PLACE, Node, NotUnderstood, parse
 
 # Loops in a row that can share one text: the time grows with this power of the length.
 MOST_DEGREE = 3
@@ -42,7 +42,7 @@ def slow_because(pattern: str) -> str | None:
     "Cannot": at most `steps_of(pattern)` steps on a path of `USUAL_PATH` characters,
     and a polynomial of degree `MOST_DEGREE` + 2 in the length of longer ones.
     """
-    return _judged(pattern)[0]
+    return None if _is_quick(pattern) else _judged(pattern)[0]
 
 
 def steps_of(pattern: str) -> int:
@@ -50,6 +50,26 @@ def steps_of(pattern: str) -> int:
     _, degree, choices = _judged(pattern)
     # As many places where to begin, and where each of the loops may end.
     return choices * math.comb(USUAL_PATH, degree + 2)
+
+
+def _is_quick(pattern: str) -> bool:
+    """Whether it is, as most are: a few repetitions, none of them inside another."""
+    if len(pattern) > LONGEST_PATTERN:
+        return False
+    if not _CHOOSES.search(pattern):
+        return True
+    try:
+        node = parse(pattern)
+    except (NotUnderstood, RecursionError):
+        return False
+    loops = list(_loops(node))
+    # A repetition that is read in one way cannot double, nor can several in a row.
+    return (
+        len(loops) <= MOST_DEGREE + 1
+        and all(_is_plain(loop[1]) for loop in loops)
+        and len(pattern) <= _MOST_PLACES
+        and _choices(node) <= MOST_CHOICES
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,12 +139,14 @@ def _is_plain(node: Node) -> bool:
     """Whether there is one way to read it."""
     if node[0] == "cat":
         return all(map(_is_plain, node[1]))
-    return node[0] in ("set", "start", "end")
+    return node[0] in ("text", "set", "start", "end")
 
 
 def _first(node: Node) -> tuple[int, bool]:
     """Characters that a match may begin with, and whether it may be empty."""
     kind = node[0]
+    if kind == "text":
+        return 1 << PLACE[node[1][0]], False
     if kind == "set":
         return node[1], False
     if kind == "alt":
@@ -203,6 +225,10 @@ class _Places:
             for part in node[1]:
                 start = self._build(part, start)
             return start
+        if kind == "text":
+            for char in node[1]:
+                start = self._build(("set", 1 << PLACE[char]), start)
+            return start
         begin, end = self._state(), self._state()
         self._free[start].append(begin)
         if kind == "set":
@@ -246,22 +272,29 @@ class _Places:
     @functools.cached_property
     def group_of(self) -> dict[int, int]:
         """Place → number of the loop (strongly connected places) that it is in."""
-        reach = [self._reach(place) for place in range(len(self.masks))]
-        groups: dict[int, int] = {}
-        for place, found in enumerate(reach):
-            if place in found:
-                same = min(o for o in found if place in reach[o])
-                groups[place] = same
-        return groups
+        reach = self._reach
+        return {
+            place: min(
+                o for o, more in enumerate(reach) if found >> o & more >> place & 1
+            )
+            for place, found in enumerate(reach)
+            if found >> place & 1
+        }
 
-    def _reach(self, place: int) -> set[int]:
-        found, queue = set(), [place]
-        while queue:
-            for other in self.after[queue.pop()]:
-                if other not in found:
-                    found.add(other)
-                    queue.append(other)
-        return found
+    @functools.cached_property
+    def _reach(self) -> list[int]:
+        """The places that each one leads to, as bits."""
+        reach = [0] * len(self.masks)
+        changed = True
+        while changed:
+            changed = False
+            for place in reversed(range(len(reach))):
+                found = reach[place]
+                for other in self.after[place]:
+                    found |= reach[other] | 1 << other
+                changed = changed or found != reach[place]
+                reach[place] = found
+        return reach
 
     def _walk(
         self, start: tuple[int, ...], within: list[set[int]]
@@ -311,7 +344,7 @@ class _Places:
         shares = {
             (a, b)
             for a, b in itertools.permutations(groups, 2)
-            if b in self._reach(a)
+            if self._reach[a] >> b & 1
             if any(
                 (p, q, q) in self._walk((p, p, q), [inside[a], everything, inside[b]])
                 for p in inside[a]

@@ -380,6 +380,12 @@ def reaching_the_end(rules: Sequence[Rule], match: Match, path: str) -> tuple[in
     )
 
 
+def first_match(rule: Rule, match: Match, path: str) -> tuple[int, int] | None:
+    """Where in a path its pattern begins and ends to match; None if it does not."""
+    found = getattr(rule._compiled, match)(path)
+    return None if found is None else found.span()
+
+
 def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
     """Makes Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
 

@@ -5,17 +5,20 @@ import time
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_properties import PATTERNS, compiles
 
-from flax_layoutmap import _pattern_cost
+from flax_layoutmap import Rule, _pattern_cost
 from flax_layoutmap._languages import (
     Mode,
     automaton,
     difference,
     is_literal,
+    other_sample,
     sample,
     witness,
 )
+from flax_layoutmap._lint_examples import _FEW, Examples
 from flax_layoutmap._pattern_cost import slow_because, steps_of
 
 MODES: list[Mode] = ["search", "match", "fullmatch"]
@@ -215,3 +218,55 @@ def test_what_is_too_complicated_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_pattern_cost, "_MOST_EDGES", 1)
     assert slow_because(pattern) == "it is too complicated to tell"
     _pattern_cost._judged.cache_clear()
+
+
+# ------------------------------------------------------- what saves lint the automata
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@settings(max_examples=300)
+@given(PATTERNS)
+def test_what_is_quick_at_a_glance_is_quick(pattern: str) -> None:
+    if compiles(pattern) and _pattern_cost._is_quick(pattern):
+        assert _pattern_cost._judged(pattern)[0] is None
+
+
+def test_most_patterns_are_quick_at_a_glance() -> None:
+    """Control: and those that are not are looked at."""
+    for pattern in (r"layers/\d+/(gate|up)/kernel", ".*/mlp/.*", "a/b", "[^/]+/x$"):
+        assert _pattern_cost._is_quick(pattern)
+    for pattern in ("(a+)+b", "(a|a)*", ".*.*.*.*.*.*x", "(?=a)(b+)+"):
+        assert not _pattern_cost._is_quick(pattern) and slow_because(pattern)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@settings(max_examples=50)
+@given(st.lists(PATTERNS.filter(compiles), max_size=30, unique=True))
+def test_examples_find_the_rules_that_match(patterns: list[str]) -> None:
+    """By texts that each rule must hold, once there are many."""
+    many = [f"layers/{number}/kernel" for number in range(_FEW)]
+    rules = [Rule(pattern, None) for pattern in dict.fromkeys([*patterns, *many])]
+    for mode in MODES:
+        examples = Examples(rules, mode)
+        for path in [*PATHS, "model/layers/7/kernel", "layers/12/kernel", "kernel"]:
+            expected = [
+                at for at, r in enumerate(rules) if matches(r.pattern, mode, path)
+            ]
+            assert list(examples.matching(path)) == expected
+
+
+def test_an_exact_key_decides_alone() -> None:
+    rules = [Rule("a/.*", None), Rule("a/b", None), Rule("c/d", None, rank="skip")]
+    examples = Examples(rules, "search")
+    assert examples.deciding("a/b") == (1,)
+    assert examples.deciding("c/d") == (2,)
+    assert examples.deciding("a/bb") == (0, 1)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@settings(max_examples=200)
+@given(PATTERNS)
+def test_another_sample_is_a_path(pattern: str) -> None:
+    for mode in MODES:
+        found = other_sample(pattern, mode) if compiles(pattern) else None
+        assert found is None or is_path(found)

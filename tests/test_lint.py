@@ -832,3 +832,35 @@ def test_the_language_model_is_covered(load_example: Callable[[str], Any]) -> No
     layout_map = module.layout_map_for(None)
     assert flm.lint(layout_map.on(MESH).resolve(make)) == ()
     flm.testing.assert_covers(make, layout_map, ["data=2,model=4", "data=8,model=2"])
+
+
+# ------------------------------------------------------------ many rules at once
+
+
+def test_findings_of_a_rule_set_are_kept_with_it() -> None:
+    rules = mapped([("^/up/kernel", (None, "model"))]).freeze()
+    assert flm.lint(rules)[0] is flm.lint(rules)[0]
+    assert flm.lint(dataclasses.replace(rules, match="match")) != ()
+
+
+def test_many_rules_are_told_what_one_is() -> None:
+    """Rules are found by their texts once they are many; the findings are the same."""
+    fill = [(f"other_{n}/layers/[0-9]+/kernel", (None, "model")) for n in range(60)]
+    some = [("mlp/.*", None), ("mlp/up/kernel_.*", (None, "model")), ("/x$", None)]
+    few = [issue.message for issue in alone(some)]
+    many = [issue.message for issue in alone([*some, *fill])]
+    assert few and few == many
+
+
+def test_rules_in_another_ones_shadow_by_its_text_alone() -> None:
+    for narrow in ("mlp/up/kernel/x.*", r"\d+/mlp/up/kernel", "a?/up/kernel(_.*)?"):
+        found = alone([(".*up/kernel.*", None), (narrow, (None, "model"))])
+        assert "LM007" in [issue.code for issue in found], narrow
+
+
+def test_the_rank_of_a_rule_that_matches_nothing_is_no_clash() -> None:
+    rules = flm.RuleSet(
+        (flm.Rule("^/up/kernel", (None, "model")),),
+        optimizer=(flm.Rule("down/kernel", (None, None, "model")),),
+    )
+    assert [issue.code for issue in flm.lint(rules)] == ["LM006"]

@@ -1,0 +1,218 @@
+"""Lint of patterns: those that no path can match, and those that others override."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from flax_layoutmap._issues import Issue
+from flax_layoutmap._languages import difference, is_literal, other_sample
+from flax_layoutmap._lint_about import about, axes_code, key_code, name_of
+from flax_layoutmap._lint_examples import Examples
+from flax_layoutmap._rules import Match, Rule, RuleSet, first_match, is_for_outputs
+
+# What was written for `search`, where it means "begins a part"; at the start of a path
+# there is no slash.
+_PART_START = re.compile(r"\((?:\?:)?(?:\^\|/|/\|\^)\)")
+_ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(?:\^|\$|\\A|\\Z)")
+_LINEN = re.compile(r"(?:\^|\\A)params/")
+
+
+def lint_patterns(rules: RuleSet, section: str, examples: Examples) -> Iterator[Issue]:
+    """The findings about the patterns of one section."""
+    for number, rule in enumerate(examples.rules, start=1):
+        if is_for_outputs(rule):
+            continue
+        example, met = examples.of(number - 1)
+        if example == "":
+            yield _dead(rules, section, number, rule)
+            continue
+        if _LINEN.match(rule.pattern):
+            short = _LINEN.sub("^", rule.pattern)
+            yield about(
+                "LM006",
+                "warning",
+                section,
+                number,
+                rule,
+                " begins with 'params/', which is no part of the paths of Linen's "
+                "parameters",
+                f"{key_code(section, short)} = {axes_code(rule)}",
+            )
+        yield from _written_for_another_mode(rules, section, number, rule, example)
+        yield from _meets_others(rules, section, number - 1, met, examples)
+
+
+def _dead(rules: RuleSet, section: str, number: int, rule: Rule) -> Issue:
+    anchored = _ANCHOR.search(rule.pattern) is not None
+    free = re.sub(r"(?<!\\)[\^$]|\\A|\\Z", "", rule.pattern)
+    begins = free.startswith("/")
+    if begins:
+        why, free = "no path begins with '/'", free.lstrip("/")
+    elif free.endswith("/"):
+        why, free = "no path ends with '/'", free.rstrip("/")
+    elif anchored:
+        why = "^ holds only where a path begins, and $ only where it ends"
+    else:
+        why = "the parts of a path are not empty"
+    if begins and rules.match != "search":
+        free = f".*/{free}"
+    free = re.sub("/+", "/", free)
+    code = "LM006" if anchored or begins else "LM005"
+    return about(
+        code,
+        "error",
+        section,
+        number,
+        rule,
+        f" can match no path (match={rules.match!r}): {why}",
+        f"{key_code(section, free)} = {axes_code(rule)}",
+    )
+
+
+def _written_for_another_mode(
+    rules: RuleSet, section: str, number: int, rule: Rule, example: str | None
+) -> Iterator[Issue]:
+    pattern, key = rule.pattern, key_code(section, rule.pattern)
+    if rules.match == "search":
+        # A leading ".*" does nothing here; fullmatch needs it, and ends with the path.
+        if not pattern.startswith(".*") or rule.layout.is_replicated:
+            return
+        longer = _going_on(rule, example)
+        if longer:
+            fix = key_code(section, f"{pattern}$")
+            yield about(
+                "LM010",
+                "info",
+                section,
+                number,
+                rule,
+                " begins with '.*', which match='search' does not need: with "
+                "match='fullmatch', for which such patterns are written, it would not "
+                f"match {longer!r}, as it does now",
+                f"{fix} = {axes_code(rule)}  # if the path is to end there",
+            )
+    elif _PART_START.match(pattern):
+        free = _PART_START.sub("(.*/)?", pattern, count=1)
+        yield about(
+            "LM010",
+            "warning",
+            section,
+            number,
+            rule,
+            f" is written for match='search': with match={rules.match!r} it begins "
+            "where the path begins, and no path begins with '/'",
+            f"{key_code(section, free)} = {axes_code(rule)}  # in place of {key}",
+        )
+
+
+def _going_on(rule: Rule, example: str | None) -> str | None:
+    """A path that a pattern which begins with `.*` matches, but not as a whole."""
+    pattern = rule.pattern
+    if pattern.endswith(".*") and "|" not in pattern and pattern[-3:-2] != "\\":
+        return None
+    # What comes behind a path has no part in its match, but where there is an anchor.
+    for whole in (example[1:], example) if example else ():
+        if whole[:1] in ("", "/") or _ANCHOR.search(pattern):
+            continue
+        if first_match(rule, "fullmatch", whole) is not None:
+            char = next((char for char in "xkernalbiup_" if char not in pattern), "x")
+            if first_match(rule, "fullmatch", whole + char) is None:
+                return whole + char
+    return difference(pattern, "search", pattern, "fullmatch")
+
+
+def _meets_others(
+    rules: RuleSet, section: str, at: int, met: Sequence[int], examples: Examples
+) -> Iterator[Issue]:
+    """Others that match every path that this rule matches.
+
+    Args:
+        rules: the rules.
+        section: the section.
+        at: position of the rule.
+        met: positions of those that match one of its paths.
+        examples: the section.
+    """
+    own, mode = examples.rules, rules.match
+    rule = own[at]
+    literal = is_literal(rule.pattern)
+    if literal and (mode == "fullmatch" or rules.overlap == "error"):
+        return  # it may be a whole path, whose exact key wins
+    likely = [
+        other_at
+        for other_at in met
+        if other_at != at and own[other_at].layout != rule.layout
+        if not is_for_outputs(own[other_at])
+        if rules.overlap == "error" or (other_at > at) == (rules.overlap == "last")
+    ]
+    if not likely:
+        return
+    further = other_sample(rule.pattern, mode)
+    kept = examples.among(further, [at, *likely]) if further else ()
+    if at in kept:
+        likely = [other_at for other_at in likely if other_at in kept]
+    for other_at in likely:
+        if _covers(own[other_at], rule, mode):
+            issue = _clash(rules, section, at, other_at, literal)
+            if issue is not None:
+                yield issue
+                return
+
+
+def _covers(other: Rule, rule: Rule, mode: Match) -> bool:
+    """Whether a rule matches every path that another one matches."""
+    if mode == "search":
+        core = other.pattern.removeprefix(".*")
+        core = core if core.endswith("\\.*") else core.removesuffix(".*")
+        if is_literal(core) and any(core in text for text in rule.view.texts):
+            return True
+    return difference(rule.pattern, mode, other.pattern, mode) == ""
+
+
+def _clash(
+    rules: RuleSet, section: str, at: int, other_at: int, literal: bool
+) -> Issue | None:
+    own = getattr(rules, section)
+    rule, other = own[at], own[other_at]
+    ranks = rule.layout.rank, other.layout.rank
+    apart = None not in ranks and ranks[0] != ranks[1]
+    if other.rank == "skip" and ranks[0] != ranks[1]:
+        return None  # it may pass over the leaves of this one
+    if rules.overlap == "error" and rule.rank == "skip" and apart:
+        return None
+    named = name_of(section, other_at + 1, other)
+    key = key_code(section, other.pattern)
+    skip = f'layout_map.add(flm.Rule({other.pattern!r}, {axes_code(other)}, rank="skip"'
+    if apart:
+        return about(
+            "LM009",
+            "info" if literal else "error",
+            section,
+            at + 1,
+            rule,
+            f" is for arrays of {ranks[0]} dims, but {named}, which matches every path "
+            f"that it matches, is for {ranks[1]}",
+            f"del {key}; {skip}))",
+        )
+    if rules.overlap == "error":
+        return about(
+            "LM008",
+            "error",
+            section,
+            at + 1,
+            rule,
+            f" clashes with {named}, which matches every path that it matches",
+            f'make {other.pattern!r} narrower, or use overlap="first" with the narrow '
+            "rule in front",
+        )
+    behind = "behind" if rules.overlap == "last" else "in front of"
+    whole = f", but for a leaf whose whole path is {rule.pattern!r}" if literal else ""
+    return about(
+        "LM007",
+        "info" if literal else "warning",
+        section,
+        at + 1,
+        rule,
+        f" decides nothing{whole}: {named} matches every path that it matches, and "
+        f"wins (overlap={rules.overlap!r})",
+        f"put {rule.pattern!r} {behind} {other.pattern!r}",
+    )
