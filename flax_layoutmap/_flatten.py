@@ -5,6 +5,7 @@ them (in C++), and equal sub-structures are named once. What that does not under
 is walked node by node (`_walk`).
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import jax
 from flax import nnx
 from flax.nnx import OptState, RngState
 
+from flax_layoutmap._errors import StructureError
 from flax_layoutmap._flax_internals import is_nnx_object, nnx_state
 from flax_layoutmap._paths import (
     LAYOUT_METADATA,
@@ -44,8 +46,44 @@ def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
         fold: makes parts of paths that are to be one question equal; see `Folding`.
 
     Raises:
-        StructureError: two leaves would have one path, or a node cannot be flattened.
+        StructureError: two leaves would have one path, a node cannot be flattened, or
+            the tree is nested deeper than Python can follow.
     """
+    try:
+        return _flatten(tree, fold)
+    except (RecursionError, SystemError):  # the latter of JAX's own flattening
+        depth, path = _deepest(tree)
+        limit = sys.getrecursionlimit()
+        if 3 * depth < limit:
+            raise  # it is not the tree
+        raise StructureError(
+            f"the tree is nested {depth} levels deep, at {path}, which is more than "
+            f"Python's recursion limit of {limit} allows for; make it flatter, or call "
+            f"sys.setrecursionlimit({10 * depth}) before"
+        ) from None
+
+
+def _deepest(tree: Any) -> tuple[int, str]:
+    """How many containers are in one another, and where that path begins."""
+    depth, first = 0, ""
+    stack: list[tuple[Any, int, str]] = [(tree, 0, "")]
+    while stack:
+        node, level, path = stack.pop()
+        node = node.raw_mapping if type(node) is nnx.State else node
+        items: Any = ()
+        if isinstance(node, Mapping):
+            items = node.items()
+        elif isinstance(node, list | tuple):
+            items = enumerate(node)
+        if level > depth:
+            depth, first = level, path
+        for key, child in items:
+            below = f"{path}{escape(key)}/" if level < 3 else path
+            stack.append((child, level + 1, below))
+    return depth, repr(f"{first}…")
+
+
+def _flatten(tree: Any, fold: Callable[[str], str]) -> Flat:
     flat = _flatten_repeats(tree, fold)
     if flat is not None:
         return flat
@@ -226,7 +264,11 @@ class _Repeats:
             if columns == own:
                 return memory
         block = jax.tree.unflatten(treedef, self.flat.leaves[start:stop])
-        memory = self.memory.of(block)
+        try:
+            memory = self.memory.of(block)
+        except RecursionError:
+            self.columns = None  # so deep that it is not recognised next time
+            return None
         if len(seen) < _SHAPES:
             seen.append((own, memory))
         return memory

@@ -14,6 +14,8 @@ from flax_layoutmap._rules import Match, Matcher, Rule, first_match, is_for_outp
 
 # Rules that match nothing for which another spelling is looked for, and where.
 _HINTS = 5
+# More than these are rules for other models: no spelling mends that.
+_MANY = 40
 _MOST_PATHS = 2000
 # Below this likeness a path is none that the pattern was to match.
 _ALIKE = 0.4
@@ -35,14 +37,14 @@ def _unused(resolution: Resolution) -> Iterator[Issue]:
     rules = resolution.rules
     paths: list[str] = []
     unused = set(map(id, resolution.unused_rules))
-    hints = 0
+    hints = _HINTS if len(unused) <= _MANY else 1
     for section in ("rules", "optimizer"):
         for number, rule in enumerate(getattr(rules, section), start=1):
             if id(rule) not in unused:
                 continue
             hint, fix = "", f"del {key_code(section, rule.pattern)}"
-            if hints < _HINTS:
-                hints += 1
+            if hints:
+                hints -= 1
                 paths = paths or _paths(resolution)
                 hint, fix = _spelt_otherwise(rules.match, paths, section, rule)
             yield about(

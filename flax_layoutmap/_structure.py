@@ -31,8 +31,8 @@ class Structure:
         """Whether a tree has this structure."""
         try:
             return bool(self._root == tree)
-        except (TypeError, ValueError):  # metadata that cannot be compared
-            return False
+        except (TypeError, ValueError, RecursionError):
+            return False  # metadata that cannot be compared, or very deep trees
 
 
 def structure_of(tree: Any) -> Structure | None:
@@ -42,8 +42,8 @@ def structure_of(tree: Any) -> Structure | None:
     except UnknownNodeError:
         root = _ByTreedef.of(tree)
         return None if root is None else Structure(root)
-    except (TypeError, ValueError):  # metadata that cannot be compared
-        return None
+    except (TypeError, ValueError, RecursionError):
+        return None  # metadata that cannot be compared, or a very deep tree
 
 
 class UnknownNodeError(Exception):

@@ -41,18 +41,19 @@ def grow(paths: Iterable[str], kinds: Iterable[int]) -> Node:
     root = Node("")
     modules: dict[str, Node] = {}
 
-    def add(path: str, kind: int) -> Node:
-        above, slash, name = path.rpartition("/")
-        parent = root
-        # A key may be empty, so that "/w" is not at the top.
-        if slash:
-            parent = modules.get(above) or modules.setdefault(above, add(above, -1))
-        made = Node(name, kind)
-        parent.children.append(made)
-        return made
-
     for path, kind in zip(paths, kinds, strict=True):
-        add(path, kind)
+        new = [path]
+        # A key may be empty, so that "/w" is not at the top.
+        above, slash, _ = path.rpartition("/")
+        while slash and above not in modules:
+            new.append(above)
+            above, slash, _ = above.rpartition("/")
+        parent = modules[above] if slash else root
+        for module in reversed(new[1:]):
+            made = modules[module] = Node(module.rpartition("/")[2])
+            parent.children.append(made)
+            parent = made
+        parent.children.append(Node(path.rpartition("/")[2], kind))
     for found in (root, *modules.values()):
         found.children = _in_order(found.children)
     return root
@@ -98,11 +99,22 @@ def _indexed(name: str) -> tuple[str, int] | None:
 
 def joined(node: Node) -> Node:
     """The tree with every module below the root that has one child one with it."""
-    children = [
-        _with_its_child(joined(child)) if child.children else child
-        for child in node.children
-    ]
-    return Node(node.name, node.kind, node.count, children, node.like)
+    made: dict[int, Node] = {}
+    for each in _from_below(node):
+        children = [
+            _with_its_child(made[id(child)]) if child.children else child
+            for child in each.children
+        ]
+        made[id(each)] = Node(each.name, each.kind, each.count, children, each.like)
+    return made[id(node)]
+
+
+def _from_below(root: Node) -> list[Node]:
+    """The root and all modules, each behind what is in it; however deep they are."""
+    found = [root]
+    for node in found:
+        found += [child for child in node.children if child.children]
+    return found[::-1]
 
 
 def _with_its_child(node: Node) -> Node:
@@ -123,18 +135,24 @@ def folded(root: Node, alike: Sequence[int]) -> Node:
         alike: per kind, the first kind that counts as the same.
     """
     known: dict[tuple[object, ...], int] = {}
-    return _folded(root, alike, known)
+    made: dict[int, Node] = {}
+    for node in _from_below(root):
+        made[id(node)] = _folded(node, alike, known, made)
+    return made[id(root)]
 
 
 def _folded(
-    node: Node, alike: Sequence[int], known: dict[tuple[object, ...], int]
+    node: Node,
+    alike: Sequence[int],
+    known: dict[tuple[object, ...], int],
+    inner: dict[int, Node],
 ) -> Node:
-    """The same; nodes in which nothing is folded stay the objects they are."""
+    """One node, after those in it; it stays the object it is if nothing is folded."""
     groups: dict[tuple[str, int], list[tuple[int, Node]]] = {}
     order: list[tuple[str, int] | Node] = []
     for child in node.children:
         if child.children:
-            child = _folded(child, alike, known)
+            child = inner[id(child)]
         else:
             child.like = known.setdefault((alike[child.kind],), len(known))
         found = _indexed(child.name)
