@@ -1,9 +1,11 @@
 """A step lowered without devices: its arguments on an abstract mesh, by the rules."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +14,11 @@ import numpy as np
 from flax_layoutmap._arguments import Argument, call_with, slots_of, take_apart
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._flatten import flatten
+from flax_layoutmap._flax_internals import is_nnx_object
 from flax_layoutmap._inputs import holds_parameters
+from flax_layoutmap._jaxprs import every
 from flax_layoutmap._jit import Jitted, jit
+from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Roots
 from flax_layoutmap._program import Job, Program, mesh_context
 from flax_layoutmap._rules import RuleSet
@@ -56,6 +61,9 @@ class Lowered:
         kept: position of each argument over the leaves of the step's arguments.
         layouts: where these lie under other rules.
         constants: shape and bytes of each array that the step closes over.
+        wanted: position of each argument → the spec that the rules gave it, where the
+            step may have said another.
+        notes: what of its arguments is worth a look.
     """
 
     name: str
@@ -65,6 +73,8 @@ class Lowered:
     kept: list[int]
     layouts: Layouts
     constants: list[tuple[tuple[int, ...], int]]
+    wanted: dict[int, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def specs_under(self, rules: RuleSet) -> dict[int, Any]:
         """Position → spec of the arguments that the rules decide."""
@@ -80,6 +90,7 @@ def lower_step(
     rules: RuleSet | None,
     donated: Any,
     platform: str,
+    mesh: DeviceMesh | None = None,
 ) -> Lowered:
     """Lowers a step without devices.
 
@@ -90,31 +101,105 @@ def lower_step(
         rules: the rules, on an abstract mesh; None only for a function of `jax.jit`.
         donated: names of arguments whose buffers are given away, for a function.
         platform: what to lower for.
+        mesh: the mesh; None takes that of the rules.
 
     Raises:
-        LayoutError: the step needs real values, or has no rules.
+        LayoutError: the step needs real values, has no rules, or uses what JAX does not
+            lower without devices.
     """
+    name = getattr(step, "__name__", "the step")
+    if rules is not None and mesh is None:
+        mesh = rules.mesh
+    call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
     try:
-        is_nnx = _is_nnx_jit(step)
-        if not isinstance(step, Jitted):
-            if not is_nnx and callable(getattr(step, "trace", None)):
-                return _lower_jitted(step, args, kwargs, rules, platform)
-            # nnx.jit wraps the user's function; its own options do not count here.
-            fun: Any = step.__wrapped__ if is_nnx else step
-            step = jit(fun, layout_map=rules, donate_argnames=donated)
-        if rules is None:
-            raise LayoutError(
-                "plan needs rules for a step that is no function of jax.jit; pass "
-                "layout_map=layout_map"
-            )
-        use = functools.partial(_lower_program, rules, platform)
-        return step.without_running(args, kwargs, rules, split_data, use)
+        return _in_its_mesh(call, mesh)
     except _NEEDS_VALUES as error:
-        name = getattr(step, "__name__", "the step")
         raise LayoutError(
             f"{name} needs the values of its arguments, and a plan has none: "
             f"{str(error).splitlines()[0]}; use jax.lax.cond, jnp.where or a shape "
             "instead, or make the argument static (flm.jit(static_argnames=…))"
+        ) from error
+    except TypeError as error:
+        if "ShapeDtypeStruct" not in str(error):
+            raise
+        raise LayoutError(
+            f"{name} uses a jax.ShapeDtypeStruct that is none of its arguments "
+            f"({error}), such as a model in its closure; pass that as an argument"
+        ) from error
+
+
+def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh | None) -> Lowered:
+    """Calls; again with the mesh as context where the step needs one and has none.
+
+    So it is where its constraints name axes alone, as under `jax.set_mesh`.
+    """
+    try:
+        return call()
+    except (RuntimeError, ValueError) as error:
+        context: Any = jax.sharding.get_abstract_mesh()
+        lacks_mesh = "mesh" in str(error) and "empty" in str(error)
+        if isinstance(error, LayoutError) or context.axis_names or mesh is None:
+            raise
+        if not lacks_mesh:
+            raise
+    jax_mesh: Any = mesh.jax_mesh
+    with jax.sharding.use_abstract_mesh(jax_mesh):
+        return call()
+
+
+def _lower_step(
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rules: RuleSet | None,
+    donated: Any,
+    platform: str,
+) -> Lowered:
+    _check_step(step)
+    is_nnx = _is_nnx_jit(step)
+    if not isinstance(step, Jitted):
+        if not is_nnx and callable(getattr(step, "trace", None)):
+            return _lower_jitted(step, args, kwargs, rules, platform)
+        # nnx.jit wraps the user's function; its own options do not count here.
+        fun: Any = step.__wrapped__ if is_nnx else step
+        step = jit(fun, layout_map=rules, donate_argnames=donated)
+    if rules is None:
+        raise LayoutError(
+            "plan needs rules for a step that is no function of jax.jit; pass "
+            "layout_map=layout_map"
+        )
+    use = functools.partial(_lower_program, rules, platform)
+    return step.without_running(args, kwargs, rules, split_data, use)
+
+
+def _check_step(step: Any) -> None:
+    owner = getattr(step, "__self__", step)
+    if is_nnx_object(owner):
+        kind = type(owner).__name__
+        raise LayoutError(
+            f"the step is a module ({kind}), whose arrays would be constants of the "
+            "program; pass it as an argument: "
+            "flm.pod.plan(lambda model, x: model(x), model, x, …)"
+        )
+
+
+def _lower(traced: Any, platform: str, name: str) -> Any:
+    """Lowers for a platform.
+
+    Raises:
+        LayoutError: the step calls back into Python.
+    """
+    try:
+        return traced.lower(lowering_platforms=(platform,))
+    except ValueError as error:
+        names = {eqn.primitive.name for eqn in every(traced.jaxpr.eqns)}
+        calls = sorted(one for one in names if "callback" in one or "debug" in one)
+        if not calls or not re.search("AbstractMesh|backend", str(error)):
+            raise
+        raise LayoutError(
+            f"{name} calls back into Python ({', '.join(calls)}: jax.debug.print, "
+            "jax.pure_callback and the like), which JAX lowers only where the devices "
+            "are; leave it out of what is planned"
         ) from error
 
 
@@ -133,7 +218,7 @@ def _lower_program(
     ]
     with mesh_context(rules, leaves):
         traced = program.jitted.trace(*program.inputs(avals))
-        lowered = traced.lower(lowering_platforms=(platform,))
+        lowered = _lower(traced, platform, job.name)
     order = jax.tree.leaves(program.inputs(range(len(leaves))))
     kept = [order[at] for at in _kept(lowered, ["inputs"], variadic=True)]
     place = {leaf: at for at, leaf in enumerate(kept)}
@@ -156,6 +241,7 @@ def _lower_program(
         kept,
         Layouts(arguments, fixed),
         _constants(traced),
+        notes=_notes(arguments),
     )
 
 
@@ -187,12 +273,12 @@ def _leaves(
 
 
 def _role(role: str, leaf: Any) -> str:
-    """Counters and random state among the parameters are no parameters."""
-    if role == "parameter" and not jax.numpy.issubdtype(
-        getattr(leaf, "dtype", np.int32), np.inexact
-    ):
-        return "other"
-    return role
+    """Counters and random state are no parameters; quantised matrices are."""
+    dtype = getattr(leaf, "dtype", np.int32)
+    is_key = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
+    if role != "parameter" or jax.numpy.issubdtype(dtype, np.inexact):
+        return role
+    return "other" if is_key or np.ndim(leaf) < 2 else role
 
 
 def _kept(lowered: Any, names: Sequence[str], *, variadic: bool = False) -> list[int]:
@@ -261,8 +347,10 @@ def _lower_jitted(
         (slot, arguments[slot].plain() if slot in arguments else value)
         for slot, value in slots
     ]
-    traced = call_with(step.trace, signature, values)
-    lowered = traced.lower(lowering_platforms=(platform,))
+    leaves = [leaf for one in arguments.values() for leaf in one.leaves]
+    with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
+        traced = call_with(step.trace, signature, values)
+        lowered = _lower(traced, platform, getattr(step, "__name__", "the step"))
     infos = jax.tree.leaves(lowered.args_info)
     taken = list(arguments.values())
     if sum(len(one.leaves) for one in taken) > len(infos):
@@ -283,6 +371,29 @@ def _lower_jitted(
         kept,
         Layouts(taken),
         _constants(traced),
+        {} if rules is None else _specs(taken, kept),
+        () if rules is None else _notes(taken),
+    )
+
+
+def _specs(arguments: Sequence[Argument], kept: Sequence[int]) -> dict[int, Any]:
+    """Position of each argument of a program → the spec that its leaf was given."""
+    leaves = [leaf for one in arguments for leaf in one.leaves]
+    found = {
+        at: getattr(leaves[leaf], "sharding", None) for at, leaf in enumerate(kept)
+    }
+    return {at: one.spec for at, one in found.items() if one is not None}
+
+
+def _notes(arguments: Sequence[Argument]) -> tuple[str, ...]:
+    """Whether what is meant as state was taken for data."""
+    containers = [one.name for one in arguments if one.is_container and one.leaves]
+    if any(one.is_state for one in arguments) or len(arguments) < 2 or not containers:
+        return ()
+    return (
+        f"no rule shards a leaf of {', '.join(containers)}, so that every argument is "
+        "data, split over the batch axes; say what is state: "
+        f'donate_argnames="{containers[0]}"',
     )
 
 

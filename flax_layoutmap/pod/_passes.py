@@ -11,6 +11,7 @@ from typing import Any
 
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap.pod._inline import inline_calls
+from flax_layoutmap.pod._stand_ins import replace_chlo
 
 # Decides a sharding for every value.
 _PROPAGATE = "sdy-propagation-pipeline"
@@ -115,6 +116,8 @@ def _without_calls(lowered: Any) -> tuple[Any, set[str]]:
     with original.context:
         module = original.operation.clone()
         names = inline_calls(functions(module))
+        if any(name.startswith("chlo.") for name in names):
+            replace_chlo(functions(module)["main"].regions[0].blocks[0])
         try:
             module.verify()
         except ir.MLIRError as error:

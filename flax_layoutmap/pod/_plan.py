@@ -9,7 +9,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap._errors import LayoutError, MeshError
+from jax.sharding import AxisType
+
+from flax_layoutmap._errors import LayoutError, MeshError, did_you_mean
 from flax_layoutmap._jit import Jitted
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolve import rule_set_of
@@ -33,6 +35,8 @@ from flax_layoutmap.pod._values import (
     spec_text,
 )
 from flax_layoutmap.pod._warnings import warnings_of
+
+_PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 
 
 def plan(
@@ -67,15 +71,15 @@ def plan(
             memory, the hosts, and the least time on the links.
         slices: how many slices of it.
         donate_argnames: arguments that are given away, where `step` is a function.
-        platform: `"tpu"`, `"cuda"` or `"cpu"`: what to lower for.
+        platform: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`: what to lower for.
         **kwargs: arguments of the step by name.
 
     Returns:
         The report.
 
     Raises:
-        LayoutError: the step needs real values, has no rules, or this jaxlib lacks the
-            passes.
+        LayoutError: the step needs real values, calls back into Python, or has no
+            rules; there is no such platform; or this jaxlib lacks the passes.
         MeshError: there is no mesh, or it does not fill the topology.
         RuleError: a rule names an axis that the mesh does not have.
         ResolveError: the arguments do not fit the rules on this mesh.
@@ -97,11 +101,17 @@ def plan(
         4096
     """
     start = time.perf_counter()
+    platform = "cuda" if platform == "gpu" else platform
+    if platform not in _PLATFORMS:
+        raise LayoutError(
+            f"there is no platform {platform!r}{did_you_mean(platform, _PLATFORMS)}; "
+            f"they are {', '.join(_PLATFORMS)}"
+        )
     where = None if topology is None else topology_of(topology, slices=slices)
     if topology is None and slices is not None:
         raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
     rules, own = _rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
-    lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform)
+    lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, own)
     prepared = prepare(lowered.lowered)
     return _Plan(lowered, own, where, prepared).report(prepared.spread(), start)
 
@@ -119,6 +129,12 @@ class _Plan:
         """The report for other rules; the program is not lowered again."""
         start = time.perf_counter()
         given = rule_set_of(layout_map, "with_layout")
+        if AxisType.Explicit in self.mesh.axis_types:
+            raise LayoutError(
+                f"the axes of {self.mesh} are explicit: layouts are part of the types "
+                "that the step was traced with; plan again with these rules: "
+                "flm.pod.plan(step, …, layout_map=layout_map)"
+            )
         if given.mesh is not None and given.mesh.axis_sizes != self.mesh.axis_sizes:
             raise LayoutError(
                 f"the plan is for the mesh {self.mesh}, and these rules are for "
@@ -126,7 +142,10 @@ class _Plan:
             )
         specs = self.lowered.specs_under(given.on(self.mesh))
         prepared = self.prepared or prepare(self.lowered.lowered)
-        return self.report(prepared.spread(specs, self.lowered.pairs), start)
+        module = prepared.spread(specs, self.lowered.pairs)
+        # What in_shardings said instead of the first rules is of no matter now.
+        lowered = dataclasses.replace(self.lowered, wanted={})
+        return dataclasses.replace(self, lowered=lowered).report(module, start)
 
     def report(self, module: Any, start: float) -> PodReport:
         """The report from a module that was laid out."""
@@ -159,10 +178,11 @@ class _Plan:
             seconds_bound=bound,
             drift=_drift(found, self.lowered),
             unrecognised=dict(found.unrecognised),
-            warnings=tuple(warnings_of(found, self.lowered)),
+            warnings=tuple(warnings_of(found, self.lowered, self.mesh)),
             took_seconds=time.perf_counter() - start,
             replan=self.with_layout,
             values=functools.partial(_values, module),
+            paths=tuple(leaf.path for leaf in leaves),
         )
 
 
@@ -201,27 +221,35 @@ def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
         return None
     if isinstance(mesh, str | Mapping):
         sizes = dict(mesh) if isinstance(mesh, Mapping) else _sizes_of(mesh)
-        if -1 in sizes.values() and topology is not None:
-            rest = topology.devices // max(
-                1, math.prod(size for size in sizes.values() if size != -1)
+        if topology is not None and list(sizes.values()).count(-1) == 1:
+            rest, left = divmod(
+                topology.devices,
+                math.prod(size for size in sizes.values() if size != -1) or 1,
             )
+            if left:
+                raise MeshError(
+                    f"the mesh {_line(sizes)} does not fill {topology}, which has "
+                    f"{topology.devices} devices; change a size"
+                )
             sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
         return DeviceMesh.abstract(sizes)
     given = as_mesh(mesh)
     assert given is not None
-    if given.is_abstract:
-        return given
-    return DeviceMesh.abstract(
-        given.shape, given.axis_names, axis_types=given.axis_types
-    )
+    jax_mesh: Any = given.jax_mesh
+    # That of devices, as a shard_map over them compares the kind of device, too.
+    return given if given.is_abstract else as_mesh(jax_mesh.abstract_mesh)
 
 
 def _sizes_of(line: str) -> dict[str, int]:
     """`"fsdp=16,tensor=-1"` as a mapping; DeviceMesh refuses what is no such line."""
     found = re.findall(r"([^,=\s]+)\s*=\s*(-?\d+)", line)
-    if not found or line.count("=") != len(found):
+    if not found or line.count("=") != len(found) or len(dict(found)) != len(found):
         return DeviceMesh.abstract(line).axis_sizes
     return {name: int(size) for name, size in found}
+
+
+def _line(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _mesh_of_arguments(

@@ -63,6 +63,7 @@ class PodReport:
         took_seconds: how long it took to find out.
         replan: what `with_layout` calls; None but for a plan.
         values: what `shardings` calls; None but for a plan.
+        paths: every leaf of the arguments, so that `forbid` knows a path that is none.
     """
 
     __module__ = "flax_layoutmap.pod"
@@ -89,6 +90,7 @@ class PodReport:
     values: "Callable[[str], list[tuple[str, str, str]]] | None" = dataclasses.field(
         default=None, repr=False, compare=False
     )
+    paths: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     # ------------------------------------------------------------------- output
 
@@ -152,7 +154,7 @@ class PodReport:
         return sum(one.wire_bytes_per_step for one in found)
 
     def expect(
-        self, *, axis: str, kinds: Collection[Kind], small_bytes: int = _SMALL
+        self, *, axis: str, kinds: Collection[Kind] | Kind, small_bytes: int = _SMALL
     ) -> None:
         """Asserts that exactly these kinds of collectives run over an axis.
 
@@ -165,6 +167,7 @@ class PodReport:
             AssertionError: other kinds run over it, or one of them does not.
             LayoutError: there is no such axis or kind.
         """
+        kinds = [kinds] if isinstance(kinds, str) else kinds
         for kind in kinds:
             _check_kind(kind)
         every = self._found(axis=axis)
@@ -202,12 +205,20 @@ class PodReport:
 
         Raises:
             AssertionError: there is one; all are listed.
-            LayoutError: nothing is forbidden, or there is no such axis or kind.
+            LayoutError: nothing is forbidden, or there is no such axis, kind or leaf.
         """
         if not (path or kind or axis or source):
             raise LayoutError(
                 'forbid what? pass path="embed", kind="all-gather", axis="tensor" or '
                 'source="model.py:36"'
+            )
+        _check_pattern("source", source)
+        _check_pattern("path", path)
+        if path and self.paths and not any(re.search(path, one) for one in self.paths):
+            parts = {part for one in self.paths for part in (one, *one.split("/"))}
+            raise LayoutError(
+                f"no leaf of the arguments of {self.step} is like {path!r}"
+                f"{did_you_mean(path, parts)}, so that nothing would be forbidden"
             )
         found = [
             one
@@ -229,7 +240,15 @@ class PodReport:
 
         Args:
             other: of another layout, mesh, or engine.
+
+        Raises:
+            LayoutError: it is no report.
         """
+        if not isinstance(other, PodReport):
+            raise LayoutError(
+                f"compare needs another report, got {other!r}; make one with "
+                "report.with_layout(layout_map) or flm.pod.plan(step, …)"
+            )
         return _report_text.comparison(self, other)
 
     def with_layout(self, layout_map: Any) -> "PodReport":
@@ -262,8 +281,9 @@ class PodReport:
             For each operation: what it is and where it comes from, its type, its spec.
 
         Raises:
-            LayoutError: this report is none of a plan.
+            LayoutError: this report is none of a plan, or the regex is none.
         """
+        _check_pattern("pattern", pattern)
         if self.values is None:
             raise LayoutError(
                 f"a report of {self.engine!r} has no shardings of values; use "
@@ -301,6 +321,16 @@ def _check_kind(kind: str) -> None:
             f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
             f"are {', '.join(KINDS)}"
         )
+
+
+def _check_pattern(name: str, pattern: str | None) -> None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise LayoutError(
+            f"{name}={pattern!r} is no regular expression: {error}; write a literal "
+            "bracket as \\(, or use re.escape"
+        ) from error
 
 
 def _matches(pattern: str | None, text: str | None) -> bool:

@@ -1,5 +1,6 @@
 """A PodReport as text, Markdown, colours or plain JSON values."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -276,7 +277,7 @@ def remarks(report: Report) -> list[str]:
         lines.append("collectives: none")
     elif report.seconds_bound:
         lines.append("at least: by bandwidth alone; no latency, no overlap")
-    lines += [_reshard(one) for one in report.reshards]
+    lines += _reshards(report.reshards)
     lines += _drifts(report.drift)
     if report.drift:
         lines.append(
@@ -346,9 +347,27 @@ def _compute(report: Report) -> Iterator[str]:
     yield text
 
 
-def _reshard(one: Reshard) -> str:
+def _reshards(reshards: Sequence[Reshard]) -> Iterator[str]:
+    """Those that are alike, as in every layer, are one line."""
+    count = collections.Counter(reshards)
+    alike: dict[Any, list[Reshard]] = {}
+    for one, times in count.items():
+        key = (dataclasses.replace(one, path=None), one.path is None, times)
+        alike.setdefault(key, []).append(one)
+    rows = []
+    for (_, _, times), members in alike.items():
+        one = members[0]
+        paths = [member.path or one.value for member in members]
+        for some in fold(paths, [0] * len(paths)):
+            number = times * len(some.members)
+            rows.append(_reshard(one, some.text + (f" ×{number}" * (number > 1))))
+    yield from rows[:_ROWS]
+    if len(rows) > _ROWS:
+        yield f"reshard: … and {len(rows) - _ROWS} more, which to_json() lists"
+
+
+def _reshard(one: Reshard, name: str) -> str:
     where = f" at {one.source}" if one.source else ""
-    name = one.path or one.value
     shape = ",".join(map(str, one.shape))
     note = f"; {one.note}" if one.note else ""
     times = "once" if one.executions == 1 else f"{one.executions} times"

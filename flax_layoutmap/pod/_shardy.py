@@ -31,6 +31,8 @@ from flax_layoutmap.pod._values import Value, dtype_name, parts
 
 Scope = tuple[int, ...]  # the loops around an operation, by number
 
+# Operations of other compilers, some of which Shardy knows.
+_NO_RULE = ("stablehlo.custom_call", "chlo.")
 # What an operation inside of shard_map says for itself.
 _MANUAL = (
     "stablehlo.all_reduce",
@@ -180,9 +182,12 @@ class _Walk:
         for op in block.operations:
             operation = op.operation
             count += 1
-            handler = handlers.get(operation.name)
+            name = operation.name
+            handler = handlers.get(name)
             if handler is not None:
                 handler(operation, place)
+            elif name.startswith(_NO_RULE):
+                self._without_rule(operation)
         self.found.operations += count
 
     def _loop(self, op: Any, place: _Place) -> None:
@@ -373,6 +378,17 @@ class _Walk:
             leaf,
         )
         self.found.collectives.append(found)
+
+    def _without_rule(self, op: Any) -> None:
+        """What Shardy may have no rule for: then it is made whole on every device."""
+        operands = self.values.every(op.operands)
+        sharded = any(parts(axes) > 1 for one in operands for axes in one.dims)
+        if not sharded or "sdy.sharding" in op.attributes:
+            return
+        name = op.name
+        if "call_target_name" in op.attributes:
+            name = str(op.attributes["call_target_name"]).strip('"')
+        self.found.unrecognised[f"{name} of sharded arrays, not counted"] += 1
 
     # ----------------------------------------------------------------- products
 

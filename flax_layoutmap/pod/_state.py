@@ -15,8 +15,11 @@ from flax_layoutmap._arguments import Argument
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._inputs import holds_parameters, split_leaf
+from flax_layoutmap._layout import TensorLayout
+from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._ownership import find_origins
 from flax_layoutmap._paths import Roots
+from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._resolve import decide_all
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._shardings import abstract
@@ -61,6 +64,8 @@ class Layouts:
         state = decide_all(
             self.flat, rules, self.shapes, self.dtypes, None, self.origins
         )
+        if self.names:
+            state.announce()
         shardings = iter(state.sharding_list())
         found: list[NamedSharding | None] = []
         for one in self.parts:
@@ -115,10 +120,24 @@ def _with_shardings(argument: Argument, rules: RuleSet) -> list[jax.ShapeDtypeSt
             mesh.axis_names
         ):
             own = NamedSharding(jax_mesh, sharding.spec)
+            _check_divides(argument, at, own)
             found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=own))
         else:
             found.append(split_leaf(argument, at, plain, rules, mesh))
     return found
+
+
+def _check_divides(argument: Argument, at: int, own: NamedSharding) -> None:
+    layout, shape = TensorLayout(own), argument.raw[at].shape
+    try:
+        layout.shard_shape(shape)
+    except LayoutError as error:
+        raise LayoutError(
+            f"{argument.path(at)} {show_shape(shape)} has the sharding "
+            f"{show_spec(own.spec)} of its own, which does not fit the mesh "
+            f"{DeviceMesh(own.mesh)}: {error}; pass its shape alone, "
+            "jax.ShapeDtypeStruct(x.shape, x.dtype)"
+        ) from error
 
 
 def _check_still_data(argument: Argument, rules: RuleSet) -> None:

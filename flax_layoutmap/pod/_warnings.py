@@ -3,10 +3,13 @@
 import re
 from collections.abc import Iterator
 
-from flax_layoutmap._records import show_shape
+from flax_layoutmap._layout import dim_axes
+from flax_layoutmap._mesh import DeviceMesh
+from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap.pod._abstract_call import Lowered
 from flax_layoutmap.pod._shardy import Spread
+from flax_layoutmap.pod._values import parts, spec_text
 
 # Arrays in a closure below this are tables of constants.
 _CLOSED_OVER = 1 << 20
@@ -18,13 +21,61 @@ _UNDONATED = 1 << 20
 _INDEX = re.compile(r"(?<=/)\d+(?=/)")
 
 
-def warnings_of(found: Spread, lowered: Lowered) -> Iterator[str]:
+def warnings_of(found: Spread, lowered: Lowered, mesh: DeviceMesh) -> Iterator[str]:
     """One text per finding.
 
     Args:
         found: what was read from the program.
         lowered: the program.
+        mesh: the mesh.
     """
+    yield from lowered.notes
+    yield from _unsharded(found, mesh)
+    yield from _overruled(found, lowered)
+    yield from _closed_over(lowered)
+    yield from _undonated(found, lowered)
+    layers = _layers(lowered)
+    if layers > _DEEP:
+        yield (
+            f"{layers} layers stand one after the other in the program, "
+            f"{found.operations} operations: with nnx.scan the compiler takes a half "
+            "to a quarter of the time, and a fifth of the memory"
+        )
+
+
+def _unsharded(found: Spread, mesh: DeviceMesh) -> Iterator[str]:
+    values = found.arguments
+    if mesh.size == 1 or not values or found.collectives:
+        return
+    if not any(parts(axes) > 1 for value in values for axes in value.dims):
+        yield (
+            f"no argument is sharded over {mesh}, so that every device does the whole "
+            "step; pass layout_map=layout_map, or arguments with shardings"
+        )
+
+
+def _overruled(found: Spread, lowered: Lowered) -> Iterator[str]:
+    """Where in_shardings of jax.jit say another layout than the rules."""
+    gone = []
+    for at, spec in lowered.wanted.items():
+        value = found.arguments[at]
+        entries = [dim_axes(entry) for entry in spec]
+        entries += [()] * (len(value.dims) - len(entries))
+        wanted = [[a for a in axes if found.sizes.get(a, 1) > 1] for axes in entries]
+        own = [[name for name, size in axes if size > 1] for axes in value.dims]
+        if own != wanted:
+            where = lowered.leaves[at].path, spec_text(value.dims), show_spec(spec)
+            gone.append(where)
+    if gone:
+        path, own, spec = gone[0]
+        yield (
+            f"{lowered.name} has in_shardings of its own, which count here and not the "
+            f"rules: {len(gone)} leaves, such as {path}, which is {own}, and {spec} by "
+            "the rules; a call would refuse arrays that lie by the rules"
+        )
+
+
+def _closed_over(lowered: Lowered) -> Iterator[str]:
     large = [one for one in lowered.constants if one[1] >= _CLOSED_OVER]
     if large:
         shapes = ", ".join(show_shape(shape) for shape, _ in large[:4])
@@ -34,6 +85,9 @@ def warnings_of(found: Spread, lowered: Lowered) -> Iterator[str]:
             f"{lowered.name} closes over {arrays} ({shapes}; {size}): constants of the "
             "program, which every device holds in full; pass them as arguments"
         )
+
+
+def _undonated(found: Spread, lowered: Lowered) -> Iterator[str]:
     kept = [
         at
         for at in lowered.pairs.values()
@@ -45,13 +99,6 @@ def warnings_of(found: Spread, lowered: Lowered) -> Iterator[str]:
             f"{len(kept)} leaves of state, such as {lowered.leaves[kept[0]].path}, are "
             f"not donated: old and new are held at the same time, {human_bytes(size)} "
             "more per device; use donate_argnames"
-        )
-    layers = _layers(lowered)
-    if layers > _DEEP:
-        yield (
-            f"{layers} layers stand one after the other in the program, "
-            f"{found.operations} operations: with nnx.scan the compiler takes a half "
-            "to a quarter of the time, and a fifth of the memory"
         )
 
 

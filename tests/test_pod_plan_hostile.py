@@ -1,0 +1,619 @@
+"""flm.pod.plan with what users bring: other libraries, other shapes, and mistakes."""
+
+import threading
+import warnings
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap.pod._hlo import read_program
+
+P = PartitionSpec
+MESH = "data=2,model=4"
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rules(batch: Any = "data", **layouts: Any) -> flm.LayoutMap:
+    made = flm.LayoutMap(batch=batch)
+    made.update(layouts)
+    return made
+
+
+MEGATRON = {"up": (None, "model"), "down": ("model", None)}
+FULLY = {"up": ("data", "model"), "down": ("model", "data")}
+PARAMS = {"up": struct(16, 32), "down": struct(32, 16)}
+X = struct(512, 16)
+SQUARE = {"w": struct(16, 16)}
+ROWS = {"w": ("model", None)}
+
+
+def loss_of(params: Any, x: Any) -> Any:
+    return ((jax.nn.relu(x @ params["up"]) @ params["down"]) ** 2).mean()
+
+
+def sgd(params: Any, x: Any) -> Any:
+    loss, gradients = jax.value_and_grad(loss_of)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+
+def plan(step: Any, *args: Any, **options: Any) -> flm.pod.PodReport:
+    return flm.pod.plan(step, *args, **{"mesh": MESH, **options})
+
+
+def kinds(report: flm.pod.PodReport) -> Counter[tuple[Any, ...]]:
+    found: Counter[tuple[Any, ...]] = Counter()
+    for one in report.collectives:
+        found[one.kind, one.axes, one.path] += one.executions
+    return found
+
+
+# --------------------------------------------------------- steps of many kinds
+
+
+def linen_step() -> tuple[Any, tuple[Any, ...], Any]:
+    class Mlp(nn.Module):
+        @nn.compact
+        def __call__(self, x: Any) -> Any:
+            x = nn.relu(nn.Dense(32, use_bias=False, name="up")(x))
+            return nn.Dense(16, use_bias=False, name="down")(x)
+
+    def make() -> Any:
+        model: Any = Mlp()
+        params = model.init(jax.random.key(0), jnp.ones((8, 16)))["params"]
+        return TrainState.create(
+            apply_fn=model.apply, params=params, tx=optax.adamw(1e-3)
+        )
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            return (state.apply_fn({"params": params}, x) ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value
+
+    return step, (jax.eval_shape(make), X), FULLY
+
+
+def accumulating_step() -> tuple[Any, tuple[Any, ...], Any]:
+    tx = optax.MultiSteps(optax.adam(1e-3), 4)
+
+    def step(state: Any, x: Any) -> Any:
+        params, opt_state = state["params"], state["opt_state"]
+        loss, gradients = jax.value_and_grad(loss_of)(params, x)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return {"params": params, "opt_state": opt_state}, loss
+
+    state = {"params": PARAMS, "opt_state": jax.eval_shape(tx.init, PARAMS)}
+    return step, (state, X), FULLY
+
+
+def custom_vjp_step() -> tuple[Any, tuple[Any, ...], Any]:
+    @jax.custom_vjp
+    def product(x: Any, w: Any) -> Any:
+        return x @ w
+
+    product.defvjp(
+        lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g)
+    )
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(state: Any) -> Any:
+            hidden = jax.nn.relu(product(x, state["up"]))
+            return (product(hidden, state["down"]) ** 2).mean()
+
+        gradients = jax.grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - g, state, gradients)
+
+    return step, (PARAMS, X), MEGATRON
+
+
+def shard_map_step(mesh: Any) -> tuple[Any, tuple[Any, ...], Any]:
+    def inside(x: Any, w: Any) -> Any:
+        return jax.lax.psum(x @ w, "model")
+
+    def step(state: Any, x: Any) -> Any:
+        product = jax.shard_map(
+            inside,
+            mesh=mesh,
+            in_specs=(P("data", "model"), P("model", None)),
+            out_specs=P("data", None),
+        )
+
+        def loss(state: Any) -> Any:
+            return (product(x, state["w"]) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, state, jax.grad(loss)(state))
+
+    return step, (SQUARE, X), ROWS
+
+
+def for_step() -> tuple[Any, tuple[Any, ...], Any]:
+    def step(state: Any, x: Any) -> Any:
+        return jax.lax.fori_loop(0, 7, lambda _, y: jnp.tanh(y @ state["w"]), x)
+
+    return step, (SQUARE, X), ROWS
+
+
+def while_step() -> tuple[Any, tuple[Any, ...], Any]:
+    def step(state: Any, x: Any) -> Any:
+        def body(carry: Any) -> Any:
+            return jnp.tanh(carry[0] @ state["w"]), carry[1] + 1
+
+        return jax.lax.while_loop(lambda carry: carry[1] < 5, body, (x, 0))[0]
+
+    return step, (SQUARE, X), ROWS
+
+
+STEPS = {
+    "a Linen TrainState": linen_step,
+    "optax.MultiSteps": accumulating_step,
+    "custom_vjp": custom_vjp_step,
+    "shard_map": shard_map_step,
+    "fori_loop": for_step,
+    "while_loop": while_step,
+}
+
+
+def payload(collectives: Any) -> Counter[Any]:
+    """Bytes in a step by kind and axes, as XLA for CPUs does it.
+
+    It sums all of a gradient and takes its slice.
+    """
+    found: Counter[Any] = Counter()
+    for one in collectives:
+        kind = "all-reduce" if one.kind == "reduce-scatter" else one.kind
+        found[kind, one.axes] += one.bytes_per_step
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_compiler_agrees(name: str, mesh: flm.DeviceMesh) -> None:
+    """Same axes, kinds and payloads as in the program for 8 CPU devices."""
+    make: Any = STEPS[name]
+    jax_mesh: Any = mesh.jax_mesh
+    step, args, layouts = make(jax_mesh) if name == "shard_map" else make()
+    layout_map = rules(**layouts)
+    report = flm.pod.plan(
+        step, *args, mesh=mesh, layout_map=layout_map, donate_argnames="state"
+    )
+    assert not report.unrecognised and report.drift == ()
+    jitted = flm.jit(step, layout_map=layout_map.on(mesh), donate_argnames="state")
+    text = jitted.lower(*args).compile().as_text()
+    found = read_program(text, mesh.axis_names, mesh.shape)
+    assert not found.unrecognised
+    wanted = payload(found.collectives)
+    assert wanted and payload(report.collectives) == wanted
+
+
+def test_paths_of_gradients_that_are_summed_in_a_branch() -> None:
+    step, args, _ = accumulating_step()
+    report = plan(step, *args, layout_map=rules(**MEGATRON), donate_argnames="state")
+    found = kinds(report)
+    for path in ("state/params/up", "state/params/down"):
+        assert found["all-reduce", ("data",), path] == 1
+
+
+def test_operations_that_shardy_has_no_rule_for() -> None:
+    """CHLO is lowered before XLA lays a program out, and not before a plan does."""
+
+    def step(params: Any, x: Any) -> Any:
+        hidden = jax.nn.gelu(x @ params["up"], approximate=False)  # chlo.erfc
+        squares = jnp.square(hidden @ params["down"])  # chlo.square
+        return jax.lax.top_k(squares, 2)[0].sum()
+
+    report = plan(step, PARAMS, X, layout_map=rules(**MEGATRON))
+    assert kinds(report) == {
+        ("all-reduce", ("model",), None): 1,
+        ("all-reduce", ("data",), None): 1,
+    }
+    assert not report.unrecognised and report.reshards == ()
+
+
+def test_operations_of_others_are_said() -> None:
+    def step(params: Any, x: Any) -> Any:
+        sizes = jnp.full((4,), 128)
+        return jax.lax.ragged_dot(x, params["experts"], sizes).sum()
+
+    layout = rules(experts=("model", None, None))
+    report = plan(step, {"experts": struct(4, 16, 8)}, X, layout_map=layout)
+    (what,) = report.unrecognised
+    assert what.endswith("of sharded arrays, not counted") and "ragged" in what
+
+
+def test_a_loop_whose_condition_is_carried() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def body(carry: Any) -> Any:
+            y = jnp.tanh(carry[1] @ params["w"])
+            return y.sum() > 0, y
+
+        return jax.lax.while_loop(lambda carry: carry[0], body, (True, x))[1]
+
+    report = plan(step, SQUARE, X, layout_map=rules(**ROWS))
+    assert report.unrecognised == {"loop of unknown length, counted as one round": 1}
+
+
+def test_parameters_and_state_of_an_optimizer_apart_in_jax_jit() -> None:
+    tx = optax.adafactor(1e-3)
+
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        gradients = jax.grad(loss_of)(params, x)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    args = (PARAMS, jax.eval_shape(tx.init, PARAMS), X)
+    options = {"layout_map": rules(**MEGATRON)}
+    names = ("params", "opt_state")
+    plain = plan(step, *args, donate_argnames=names, **options)
+    jitted = plan(jax.jit(step, donate_argnums=(0, 1)), *args, **options)
+    assert jitted.memory == plain.memory
+    assert kinds(jitted) == kinds(plain)
+
+
+def test_constraints_that_name_axes_alone() -> None:
+    """As under jax.set_mesh, which needs devices."""
+
+    def step(params: Any, x: Any) -> Any:
+        hidden = jax.lax.with_sharding_constraint(x @ params["up"], P("data", None))
+        return (hidden @ params["down"]).sum()
+
+    for one in (step, jax.jit(step)):
+        report = plan(one, PARAMS, X, layout_map=rules(**MEGATRON))
+        assert {one.kind for one in report.collectives} == {"all-gather", "all-reduce"}
+
+
+def test_another_mesh_in_context() -> None:
+    other = flm.DeviceMesh.abstract("rows=8")
+    wanted = kinds(plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON)))
+    other_mesh: Any = other.jax_mesh
+    with jax.sharding.use_abstract_mesh(other_mesh):
+        for step in (sgd, jax.jit(sgd)):
+            found = plan(step, PARAMS, X, layout_map=rules(**MEGATRON))
+            assert kinds(found) == wanted
+
+
+def test_a_step_that_is_running(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(**MEGATRON).on(mesh)
+    step = flm.jit(sgd, layout_map=layout_map, donate_argnames="params")
+    arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), PARAMS)
+    x = np.ones((512, 16), np.float32)
+    params, _ = step(layout_map.place(arrays), x)
+    before = flm.pod.plan(step, params, x)
+    assert kinds(before) == kinds(plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON)))
+    params, _ = step(params, x)
+    assert step._cache_size() == 1
+    larger = flm.pod.plan(step, params, x, mesh="data=16,model=2")
+    assert larger.memory.at_rest["data"] == 512 * 16 * 4 // 16
+
+
+def test_quantised_matrices_are_parameters_and_keys_are_not() -> None:
+    def step(state: Any, x: Any) -> Any:
+        return (x @ state["w"].astype(x.dtype)).sum()
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    for dtype in (jnp.int8, jnp.int4, jnp.float8_e4m3fn):
+        state = {
+            "w": struct(16, 32, dtype=dtype),
+            "key": key,
+            "step": struct(dtype=int),
+        }
+        report = plan(step, state, X, layout_map=rules(w=("data", "model")))
+        size = 16 * 32 // 8 // (2 if dtype == jnp.int4 else 1)
+        assert report.memory.at_rest["parameter"] == size
+        assert report.reshards == ()
+
+
+def test_in_several_threads() -> None:
+    layout_map, other = rules(**MEGATRON), rules(**FULLY)
+    first = plan(sgd, PARAMS, X, layout_map=layout_map)
+    wanted = [first.collectives, first.with_layout(other).collectives]
+    found: list[Any] = []
+
+    def work() -> None:
+        report = plan(sgd, PARAMS, X, layout_map=layout_map)
+        found.append([report.collectives, first.with_layout(other).collectives])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [wanted] * 4
+
+
+def test_a_step_that_returns_nothing_and_one_without_arguments() -> None:
+    def nothing(params: Any, x: Any) -> None:
+        jnp.sin(x @ params["up"])
+
+    for step in (nothing, jax.jit(nothing)):
+        report = plan(step, PARAMS, X, layout_map=rules(**MEGATRON))
+        assert report.collectives == () and report.memory.at_rest == {}
+    assert plan(lambda: jnp.ones(8).sum(), layout_map=rules()).flops_total == 0
+
+
+def test_what_the_step_itself_raises_is_raised() -> None:
+    with pytest.raises(KeyError, match="upp"):
+        plan(lambda params, x: x @ params["upp"], PARAMS, X, layout_map=rules())
+
+
+# -------------------------------------------------------------- other rules
+
+
+def timeless(report: flm.pod.PodReport) -> dict[str, Any]:
+    data = report.to_json()
+    del data["took_seconds"]
+    return data
+
+
+@pytest.mark.parametrize("mesh", [MESH, "data=1,model=4", "data=8,model=1"])
+def test_other_rules_are_as_a_plan_of_them(mesh: str) -> None:
+    step, args, _ = linen_step()
+    options = {"mesh": mesh, "donate_argnames": "state"}
+    every = [
+        rules(**MEGATRON),
+        rules(**FULLY),
+        rules(up=None, down=None),
+        rules(batch=("data", "model"), **FULLY),
+    ]
+    first = plan(step, *args, layout_map=every[0], **options)
+    for other in every:
+        wanted = plan(step, *args, layout_map=other, **options)
+        assert timeless(first.with_layout(other)) == timeless(wanted)
+
+
+def test_other_rules_leave_what_jit_was_told() -> None:
+    """in_shardings, out_shardings, and results that nobody lays out."""
+    jitted = jax.jit(sgd)
+    first = plan(jitted, PARAMS, X, layout_map=rules(**MEGATRON))
+    again = first.with_layout(rules(**FULLY))
+    wanted = plan(jitted, PARAMS, X, layout_map=rules(**FULLY))
+    assert timeless(again) == timeless(wanted)
+    fixed = flm.jit(
+        lambda params, x: loss_of(params, x),
+        layout_map=rules(**MEGATRON),
+        in_shardings={"params": {"up": (None, "model"), "down": P()}},
+    )
+    report = plan(fixed, PARAMS, X)
+    same = report.with_layout(rules(**FULLY))
+    assert same.memory == report.memory and kinds(same) == kinds(report)
+
+
+def test_other_rules_that_match_nothing_are_told() -> None:
+    report = plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON))
+    with pytest.warns(flm.LayoutWarning, match="unused: rule 1 'upp' matches no leaf"):
+        report.with_layout(rules(upp=(None, "model")))
+
+
+def test_layouts_that_are_alike_by_order() -> None:
+    """Arguments that the program says are alike are laid out as one."""
+
+    def step(params: Any, x: Any) -> Any:
+        from jax.experimental.shard_alike import shard_alike
+
+        up, down = shard_alike(params["up"], params["down"].T)
+        return ((x @ up) @ down.T).sum()
+
+    first = plan(step, PARAMS, X, layout_map=rules(**MEGATRON))
+    for other in (rules(**FULLY), rules(up=("model", None))):
+        with warnings.catch_warnings(action="ignore", category=flm.LayoutWarning):
+            wanted = plan(step, PARAMS, X, layout_map=other)
+            assert timeless(first.with_layout(other)) == timeless(wanted)
+
+
+# ------------------------------------------------------------------ warnings
+
+
+def test_rules_that_shard_nothing_make_everything_data() -> None:
+    report = plan(sgd, PARAMS, X, layout_map=rules(upp=(None, "model")))
+    assert report.warnings == (
+        "no rule shards a leaf of params, so that every argument is data, split over "
+        'the batch axes; say what is state: donate_argnames="params"',
+    )
+    none = rules(up=None, down=None)
+    told = plan(sgd, PARAMS, X, layout_map=none, donate_argnames="params")
+    assert told.warnings == ()
+
+
+def test_nothing_is_sharded() -> None:
+    (warning,) = plan(jax.jit(sgd), PARAMS, X).warnings
+    assert warning == (
+        "no argument is sharded over data=2,model=4, so that every device does the "
+        "whole step; pass layout_map=layout_map, or arguments with shardings"
+    )
+
+
+def test_in_shardings_that_are_not_those_of_the_rules() -> None:
+    jax_mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+    own = {name: NamedSharding(jax_mesh, P("model")) for name in PARAMS}
+    jitted = jax.jit(sgd, in_shardings=(own, NamedSharding(jax_mesh, P("data"))))
+    (warning,) = plan(jitted, PARAMS, X, layout_map=rules(**MEGATRON)).warnings
+    assert warning == (
+        "sgd has in_shardings of its own, which count here and not the rules: 1 "
+        "leaves, such as params/up, which is P(model), and P(-, model) by the rules; "
+        "a call would refuse arrays that lie by the rules"
+    )
+    good = rules(up=("model", None), down=("model", None))
+    assert plan(jitted, PARAMS, X, layout_map=good).warnings == ()
+
+
+def test_the_same_reshard_in_every_layer_is_one_line() -> None:
+    def step(params: Any, x: Any) -> Any:
+        for layer in params["layers"]:
+            x = jnp.tanh(x @ layer["w"])
+        return x.sum()
+
+    params = {"layers": [{"w": struct(16, 16)} for _ in range(30)]}
+    report = plan(step, params, X, layout_map=rules(w=("data", "model")))
+    assert len(report.reshards) == 29
+    lines = [one for one in report.report().splitlines() if one.startswith("reshard")]
+    assert len(lines) == 1 and "dot_general ×29 [512,16]" in lines[0]
+
+
+# ------------------------------------------------------------------ bad input
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.up(x)
+
+
+def calls_back(params: Any, x: Any) -> Any:
+    jax.debug.print("loss {}", x.sum())
+    return x @ params["up"]
+
+
+def planned(**options: Any) -> Any:
+    return lambda: plan(sgd, PARAMS, X, **{"layout_map": rules(**MEGATRON), **options})
+
+
+def asked(question: Any) -> Any:
+    return lambda: question(planned()())
+
+
+NET: Any = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+BAD: list[tuple[Any, type[Exception], str]] = [
+    (
+        planned(platform="nonsense"),
+        flm.LayoutError,
+        "there is no platform 'nonsense'; they are tpu, cuda, rocm, cpu",
+    ),
+    (
+        planned(platform="cud"),
+        flm.LayoutError,
+        "there is no platform 'cud'; did you mean 'cuda'?; they are tpu, cuda, rocm, "
+        "cpu",
+    ),
+    (
+        planned(mesh="data=2,data=4"),
+        flm.MeshError,
+        "axis names must differ, got ('data', 'data')",
+    ),
+    (
+        planned(mesh="data=3,model=-1", topology="v5e:2x4"),
+        flm.MeshError,
+        "the mesh data=3,model=-1 does not fill v5e:2x4, which has 8 devices; change a "
+        "size",
+    ),
+    (
+        planned(mesh={"data": -1, "model": -1}, topology="v5e:2x4"),
+        flm.MeshError,
+        "an abstract mesh has no devices to compute -1 from: (-1, -1); write the size",
+    ),
+    (
+        planned(topology="v5p:3x3x3"),
+        flm.MeshError,
+        "there is no slice v5p:3x3x3: each dim is a multiple of 4, unless the slice is "
+        "smaller than 4x4x4. The nearest: v5p:2x4x4, v5p:2x2x4, v5p:4x4x4",
+    ),
+    (
+        lambda: plan(calls_back, PARAMS, X, layout_map=rules(**MEGATRON)),
+        flm.LayoutError,
+        "calls_back calls back into Python (",
+    ),
+    (
+        lambda: plan(NET, X, layout_map=rules(up=(None, "model"))),
+        flm.LayoutError,
+        "the step is a module (Net), whose arrays would be constants of the program; "
+        "pass it as an argument: flm.pod.plan(lambda model, x: model(x), model, x, …)",
+    ),
+    (
+        lambda: plan(lambda x: NET(x), X, layout_map=rules(up=(None, "model"))),
+        flm.LayoutError,
+        "<lambda> uses a jax.ShapeDtypeStruct that is none of its arguments (",
+    ),
+    (
+        lambda: plan(
+            sgd,
+            PARAMS,
+            jax.ShapeDtypeStruct(
+                (6, 16), jnp.float32, sharding=NamedSharding(SMALL, P("data"))
+            ),
+            layout_map=rules(**MEGATRON),
+            mesh="data=4,model=4",
+        ),
+        flm.LayoutError,
+        "x (6,16) has the sharding P(data) of its own, which does not fit the mesh "
+        "data=4,model=4: shape (6, 16): dim 0 of size 6 does not divide by mesh axis "
+        "'data' of size 4; pass its shape alone, jax.ShapeDtypeStruct(x.shape, "
+        "x.dtype)",
+    ),
+    (
+        lambda: plan(sgd, PARAMS, X, layout_map=rules()).with_layout(rules(**MEGATRON)),
+        flm.LayoutError,
+        "these rules shard leaves of 'params', which the plan took for data, as its "
+        "own rules shard none of them: plan again with these rules, or say that it is "
+        "state, donate_argnames='params'",
+    ),
+    (
+        lambda: plan(
+            lambda params, x: (x @ params["up"]).sum(),
+            PARAMS,
+            X,
+            layout_map=rules(**MEGATRON),
+            mesh=flm.DeviceMesh.abstract(MESH, axis_types="explicit"),
+        ).with_layout(rules()),
+        flm.LayoutError,
+        "the axes of data=2,model=4 are explicit: layouts are part of the types that "
+        "the step was traced with; plan again with these rules: flm.pod.plan(step, …, "
+        "layout_map=layout_map)",
+    ),
+    (
+        asked(lambda report: report.forbid(path="embedding")),
+        flm.LayoutError,
+        "no leaf of the arguments of sgd is like 'embedding', so that nothing would be "
+        "forbidden",
+    ),
+    (
+        asked(lambda report: report.forbid(path="dwn", kind="all-gather")),
+        flm.LayoutError,
+        "no leaf of the arguments of sgd is like 'dwn'; did you mean 'down'?, so that "
+        "nothing would be forbidden",
+    ),
+    (
+        asked(lambda report: report.forbid(source="(")),
+        flm.LayoutError,
+        "source='(' is no regular expression: ",
+    ),
+    (
+        asked(lambda report: report.shardings("[")),
+        flm.LayoutError,
+        "pattern='[' is no regular expression: ",
+    ),
+    (
+        asked(lambda report: report.compare(3)),
+        flm.LayoutError,
+        "compare needs another report, got 3; make one with "
+        "report.with_layout(layout_map) or flm.pod.plan(step, …)",
+    ),
+]
+SMALL: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD)
+def test_messages(call: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    said = str(caught.value)
+    assert said.startswith(message) if message[-1] in "( " else said == message
+
+
+def test_one_kind_may_be_written_without_a_set() -> None:
+    report = planned()()
+    report.expect(axis="model", kinds="all-reduce", small_bytes=0)
+    assert kinds(planned(platform="gpu")()) == kinds(report)
