@@ -7,6 +7,7 @@ batch axes. One spelling for equal placements keeps one compiled program for the
 import collections
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from flax_layoutmap._announce import announce
 from flax_layoutmap._arguments import Argument
 from flax_layoutmap._decide import fits
 from flax_layoutmap._errors import (
@@ -27,11 +29,13 @@ from flax_layoutmap._errors import (
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
 from flax_layoutmap._mesh import DeviceMesh, same_grid
-from flax_layoutmap._paths import Roots
+from flax_layoutmap._paths import Flat, Roots
 from flax_layoutmap._place import put
-from flax_layoutmap._records import show_shape, show_spec
+from flax_layoutmap._records import closest_rule, show_shape, show_spec
 from flax_layoutmap._rules import RuleSet
 
+# What Flax calls the matrices of its layers; a batch has none that is called so.
+_PARAMETER = re.compile(r"(?:^|/)(?:kernel|embedding)$")
 _ABSTRACT = (Tracer, bool, int, float, complex, jax.ShapeDtypeStruct)
 
 
@@ -46,10 +50,42 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
         flat = flatten(Roots({argument.name: argument.value}))
     except StructureError:
         return False  # without paths no rule can mean it
-    return any(
+    found = any(
         _is_sharded(rules, path, np.ndim(leaf))
         for path, leaf in zip(flat.paths, flat.leaves, strict=True)
     )
+    if not found:
+        _tell_of_parameters(argument.name, flat, rules)
+    return found
+
+
+def _tell_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
+    """Warns once where an argument looks like parameters and no rule matches any.
+
+    As after a renaming: it would silently be split like a batch.
+
+    Raises:
+        ResolveError: the rule set is strict.
+    """
+    if rules.strict is False or all(rule.layout.is_replicated for rule in rules.rules):
+        return
+    missed = [
+        at
+        for at, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True))
+        if np.ndim(leaf) > 1 and _PARAMETER.search(path) and not rules.matching(path)
+    ]
+    if not missed:
+        return
+    path, shape = flat.paths[missed[0]], np.shape(flat.leaves[missed[0]])
+    near = closest_rule(path, rules.rules)
+    hint = f"; the closest is rule {near[0]} {near[1].pattern!r}" if near else ""
+    more = f", and {len(missed) - 1} more like it" if len(missed) > 1 else ""
+    text = (
+        f"no rule matches {path} {show_shape(shape)} in the argument {name!r}{more}"
+        f"{hint}; as no rule shards anything in it, it is taken for data, and what is "
+        f"on no mesh is split over the batch axes {rules.batch}"
+    )
+    announce(rules, [text])
 
 
 def _is_sharded(rules: RuleSet, path: str, ndim: int) -> bool:

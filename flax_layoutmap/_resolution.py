@@ -8,15 +8,14 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_layoutmap import _report
+from flax_layoutmap._announce import announce
 from flax_layoutmap._diff import ResolutionDiff, difference
 from flax_layoutmap._errors import (
     LayoutError,
     MeshError,
-    ResolveError,
-    bullet_list,
     closest,
-    warn,
 )
+from flax_layoutmap._explain import explain, leaf_line, rule_lines
 from flax_layoutmap._layout import TensorLayout, named_sharding
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Flat, Role
@@ -25,16 +24,11 @@ from flax_layoutmap._records import (
     ResolvedLeaf,
     Shape,
     Totals,
-    because,
-    closest_rule,
     layout_of,
     leaf_bytes,
     section_of,
-    show_shape,
-    show_spec,
 )
 from flax_layoutmap._rules import Rule, RuleSet, is_for_outputs
-from flax_layoutmap._serialise import rules_to_json
 from flax_layoutmap._snapshot import Snapshot, snapshot_of
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap._terminal import show
@@ -411,26 +405,15 @@ class Resolution:
 
         Processes that differ are told the first line in which they do.
         """
-        rules = rules_to_json(self.rules)
-        mesh = "no mesh"
-        if self.mesh is not None:
-            mesh = f"{self.mesh} {self.mesh.axis_types}"
-        # The mesh is a part of its own, so that a difference is told once.
-        del rules["mesh"]
-        lines = []
-        for name, value in rules.items():
-            if isinstance(value, list):
-                lines += [f"{name} {at}: {v}" for at, v in enumerate(value, start=1)]
-            else:
-                lines.append(f"{name}: {value}")
-        table = [
-            f"{path} {show_shape(shape)} {dtype}, {show_spec(row.spec)}"
-            + (f", {row.memory_kind}" if row.memory_kind else "")
-            for path, shape, dtype, row in zip(
-                self.paths, self.shapes, self.dtypes, self._rows, strict=True
-            )
-        ]
-        return {"rules": lines, "mesh": [mesh], "table": table}
+        return {
+            **rule_lines(self.rules),
+            "table": [
+                leaf_line(path, shape, dtype, row)
+                for path, shape, dtype, row in zip(
+                    self.paths, self.shapes, self.dtypes, self._rows, strict=True
+                )
+            ],
+        }
 
     def explain(self, path: str) -> str:
         """Tells in a few lines why a leaf got its layout, or why it got none.
@@ -442,42 +425,7 @@ class Resolution:
             KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
-        leaf, row = self.leaf(at), self._rows[at]
-        lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
-        note = f": {row.note}" if row.note else ""
-        lines.append(f"  because: {because(row, self.rules)}{note}")
-        section = section_of(row, self.rules)
-        for other in row.matched:
-            rule = section[other]
-            text = f"rule {other + 1} {rule.pattern!r} → {rule.layout}"
-            if row.rule is None:
-                lines.append(f"  {text} matches its path, but does not apply")
-            elif other != row.rule:
-                same = rule.layout == section[row.rule].layout
-                effect = "which agrees" if same else "overridden"
-                lines.append(f"  also matched by {text}, {effect}")
-        if row.fallback:
-            lines.append(f"  fallback: {row.fallback}")
-        if row.reason == "no rule":
-            lines.append(f"  {self._near_miss(at)}")
-        if row.shard_shape is not None:
-            per_device = human_bytes(leaf.bytes_per_device)
-            lines.append(
-                f"  each device holds {show_shape(row.shard_shape)}, {per_device}"
-            )
-        return "\n".join(lines)
-
-    def _near_miss(self, at: int) -> str:
-        if not self.rules.rules:
-            return "there are no rules"
-        path = self._flat.paths[at]
-        near = closest_rule(path, self.rules.rules)
-        if near is None:
-            return f"{path!r} is matched by no rule, and none comes close"
-        number, rule = near
-        return (
-            f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
-        )
+        return explain(self.leaf(at), self._rows[at], self._flat.paths[at], self.rules)
 
     # ------------------------------------------------------------------ output
 
@@ -612,18 +560,8 @@ class Resolution:
         """
         if self.rules.strict is False or self._announced:
             return
-        remarks = _report.remarks(self, large_only=True, besides=besides)
-        if self.rules.strict and remarks:
-            count = "1 finding" if len(remarks) == 1 else f"{len(remarks)} findings"
-            raise ResolveError(f"strict: {count}\n{bullet_list(remarks)}", remarks)
+        announce(self.rules, _report.remarks(self, large_only=True, besides=besides))
         object.__setattr__(self, "_announced", True)
-        key = tuple(remarks)
-        if remarks and key not in self.rules._warned:
-            self.rules._warned.add(key)
-            warn(
-                f"{bullet_list(remarks, limit=10)}\n  (a rule None says that a leaf is "
-                "to be replicated; strict=False is quiet, strict=True raises)"
-            )
 
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
         """Optimizer-state path → the parameter and the dims it came from."""

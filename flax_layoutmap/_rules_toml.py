@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import tempfile
 from typing import Any
 
 from flax_layoutmap._errors import RuleError, bullet_list
@@ -19,6 +18,7 @@ from flax_layoutmap._rules_values import (
     slow_together,
 )
 from flax_layoutmap._serialise import mesh_to_json, rules_to_json
+from flax_layoutmap._whole_file import write_whole
 
 # What a LayoutMap has where a file says nothing. The way of matching is always written.
 _DEFAULTS = {"unmatched": "replicate", "indivisible": "error", "strict": None}
@@ -49,32 +49,10 @@ def write_rules(rules: RuleSet, path: Any) -> None:
         raise RuleError(
             f"{path}: a pattern holds what is no text: {error.object!r}"
         ) from error
-    _replace(path, raw)
-
-
-def _replace(path: str, raw: bytes) -> None:
-    """Writes beside the file first, so that it is never half written."""
-    folder, name = os.path.split(os.path.abspath(path))
     try:
-        handle, beside = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(raw)
-            os.chmod(beside, _mode_of(path))
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+        write_whole(path, raw)
     except OSError as error:
         raise RuleError(f"{path}: cannot be written: {error.strerror}") from error
-
-
-def _mode_of(path: str) -> int:
-    if os.path.exists(path):
-        return os.stat(path).st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
 
 
 def _check_that_it_reads(rules: RuleSet, path: str) -> None:

@@ -887,3 +887,56 @@ def test_sharding_of_jax_itself(mesh: flm.DeviceMesh) -> None:
     sharding = NamedSharding(mesh.jax_mesh, P(None, ("data", "model")))
     drawing = draw.array(sharding, (4, 16))
     assert "8 slices, 1 device each" in drawing.text()
+
+
+# ------------------------------------------------------------ more specs than colours
+
+
+def with_many_specs(count: int) -> flm.Resolution:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("a=2,b=2,c=2"))
+    axes = ["a", "b", "c", ("a", "b"), ("b", "a"), ("a", "c"), ("c", "a"), None]
+    pairs = [
+        (x, y) for x in axes for y in axes if x and (not y or set(x).isdisjoint(y))
+    ]
+    tree = {}
+    for number, pair in enumerate(pairs[:count]):
+        layout_map[f"w{number}$"] = pair
+        tree[f"w{number}"] = struct(64, 64)
+    return layout_map.resolve(tree)
+
+
+def test_more_specs_than_colours_have_patterns() -> None:
+    resolution = with_many_specs(12)
+    drawing = draw.model(resolution)
+    numbers = [shade.colour for shade in drawing.scene.shades]
+    assert sorted(numbers) == list(range(12))
+    looks = {(_palette.colour(n), _palette.hatch(n)) for n in numbers}
+    assert len(looks) == 12
+    assert [_palette.hatch(n) for n in (0, 7)] == [None, None]
+    # Without colours, each has a character of its own.
+    assert len({_palette.fill(n) for n in numbers}) == 12
+    assert all(_palette.fill(n) in drawing.text() for n in numbers[:10])
+
+
+def test_deep_trees_are_drawn() -> None:
+    tree: Any = struct(8, 8)
+    for level in range(800):
+        tree = {f"m{level}": tree}
+    layout_map = flm.LayoutMap(MESH)
+    layout_map["m0$"] = ("data", "model")
+    drawing = draw.model(layout_map.resolve({"one": tree, "two": struct(8, 8)}))
+    (view,) = drawing.scene.views
+    assert [len(name.split("/")) for name in view.folded.names] == [1, 801, 1]
+
+
+def test_pictures_are_written_as_a_whole(tmp_path: Path) -> None:
+    drawing = draw.mesh("x=2")
+    target = tmp_path / "real.txt"
+    target.write_text("old")
+    target.chmod(0o640)
+    (tmp_path / "link.txt").symlink_to(target)
+    drawing.save(tmp_path / "link.txt")
+    assert (tmp_path / "link.txt").is_symlink()
+    assert target.read_text() == drawing.text() + "\n"
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.txt", "real.txt"]

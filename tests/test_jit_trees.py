@@ -362,3 +362,56 @@ def test_what_is_no_layout_map() -> None:
     for given in ({"w": None}, 3, flm.LayoutMap, nnx.Rngs(0)):
         with refuses(flm.RuleError, "jit(layout_map=) needs a LayoutMap or a RuleSet"):
             flm.jit(lambda x: x, layout_map=given)
+
+
+# ------------------------------------------------- parameters that no rule matches
+
+RENAMED = {"up": {"kernel": jnp.ones((8, 16))}, "down": {"kernel": jnp.ones((16, 8))}}
+
+
+def renamed_rules(**options: Any) -> flm.LayoutMap:
+    """As after `up` and `down` were called so."""
+    layout_map = flm.LayoutMap(grid(), **options)
+    layout_map["ffn_up/kernel"] = (None, "model")
+    return layout_map
+
+
+@pytest.mark.parametrize("tree", [RENAMED, {"params": RENAMED}])
+def test_parameters_that_no_rule_matches_are_told_of(tree: Any) -> None:
+    @flm.jit(layout_map=renamed_rules())
+    def total(params: Any) -> Any:
+        return sum(map(jnp.sum, jax.tree.leaves(params)))
+
+    with pytest.warns(flm.LayoutWarning) as caught:
+        total(tree)
+        total(tree)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "  - no rule matches down/kernel (16,8) in the argument 'params', and 1 more "
+        "like it; the closest is rule 1 'ffn_up/kernel'; as no rule shards anything in "
+        "it, it is taken for data, and what is on no mesh is split over the batch axes "
+        "('data',)\n  (a rule None says that a leaf is to be replicated; strict=False "
+        "is quiet, strict=True raises)"
+    )
+
+
+def test_parameters_that_no_rule_matches_are_an_error_where_it_is_strict() -> None:
+    total = flm.jit(lambda params: params, layout_map=renamed_rules(strict=True))
+    with refuses(
+        flm.ResolveError, "strict: 1 finding\n  - no rule matches down/kernel"
+    ):
+        total(RENAMED)
+
+
+@pytest.mark.filterwarnings("error::flax_layoutmap.LayoutWarning")
+def test_data_is_not_told_of() -> None:
+    """Nor what a rule replicates, nor anything where the user asked for quiet."""
+    batch = {"tokens": X, "labels": {"w": X}}
+    replicated = renamed_rules()
+    replicated[".*"] = None
+    for layout_map, tree in (
+        (renamed_rules(), batch),
+        (renamed_rules(strict=False), RENAMED),
+        (replicated, RENAMED),
+    ):
+        flm.jit(lambda tree: jax.tree.map(jnp.sum, tree), layout_map=layout_map)(tree)

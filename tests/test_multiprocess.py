@@ -60,8 +60,8 @@ def test_the_whole_line_under_two_processes(tmp_path: Path) -> None:
     np.testing.assert_allclose(alone, got["uninterrupted"], rtol=1e-5)
 
 
-def test_host_values_become_global_arrays() -> None:
-    ended = launch.run("values", processes=2, devices=4)
+def test_host_values_become_global_arrays(tmp_path: Path) -> None:
+    ended = launch.run("values", str(tmp_path), processes=2, devices=4)
     for process, one in enumerate(ended):
         wrong = [
             f"{group}: {check}"
@@ -70,7 +70,10 @@ def test_host_values_become_global_arrays() -> None:
             if not holds
         ]
         assert not wrong, f"process {process}\n{one}"
-    assert sum(len(checks) for checks in ended[0].answer.values()) == 45
+    assert sum(len(checks) for checks in ended[0].answer.values()) == 51
+    # Nothing that was written beside a file is left.
+    names = ["a.html", "a.json", "a.txt", "layouts.json", "rules.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
 
 
 @pytest.mark.slow

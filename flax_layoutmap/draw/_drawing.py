@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._whole_file import write_whole
 from flax_layoutmap.draw import _html, _png, _svg, _terminal
 from flax_layoutmap.draw._palette import INK, colour
 from flax_layoutmap.draw._scene import GridScene, ModelScene, Scene
@@ -64,6 +65,8 @@ class Drawing:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture to a file, in the format that its suffix says.
 
+        In a job of several processes, each that calls it writes; they may share a path.
+
         Args:
             path: ends in `.html`, `.png` (by matplotlib, the extra `plot`), `.txt` or
                 `.json` (the scene: plain numbers and words).
@@ -71,20 +74,19 @@ class Drawing:
         Raises:
             LayoutError: another suffix, or matplotlib is missing.
         """
-        target = Path(path)
-        if target.suffix == ".png":
-            _png.save(self.scene, target)
-            return
-        texts: dict[str, Callable[[], str]] = {
+        suffix = Path(path).suffix
+        content: dict[str, Callable[[], str | bytes]] = {
             ".html": self.html,
+            ".png": lambda: _png.png(self.scene),
             ".txt": lambda: self.text() + "\n",
             ".json": lambda: json.dumps(dataclasses.asdict(self.scene)) + "\n",
         }
-        if target.suffix not in texts:
+        if suffix not in content:
             raise LayoutError(
                 f"a picture is saved as .html, .png, .txt or .json, got {str(path)!r}"
             )
-        target.write_text(texts[target.suffix](), encoding="utf-8")
+        made = content[suffix]()
+        write_whole(path, made.encode() if isinstance(made, str) else made)
 
     def _fragment(self) -> str:
         if isinstance(self.scene, GridScene):

@@ -21,7 +21,6 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.draw import _bars, _forest
 from flax_layoutmap.draw._explained import owner_pieces, pieces
 from flax_layoutmap.draw._scene import (
-    COLOURS,
     NEUTRAL,
     BarScene,
     Kind,
@@ -214,12 +213,12 @@ def _ranked(
 
 
 def shaded(specs: Sequence[tuple[str, int]]) -> tuple[Shade, ...]:
-    """Gives each spec a colour; what is replicated has none of its own."""
+    """Gives each spec a colour, or one with a pattern; what is replicated has none."""
     made: list[Shade] = []
     used = 0
     for text, count in specs:
         is_replicated = text == "replicated"
-        made.append(Shade(text, NEUTRAL if is_replicated else used % COLOURS, count))
+        made.append(Shade(text, NEUTRAL if is_replicated else used, count))
         used += not is_replicated
     return tuple(made)
 

@@ -18,19 +18,28 @@ PALETTE = (
     "#bbcc33",
     "#aaaa00",
 )
+# Of those that come a second, third or fourth time.
+_HATCHES = (None, "....", "----", "xxxx")
 GREY = "#dddddd"
 
 # Words on any of them.
 INK = "#14181f"
 
-# One character per colour, for where there are none.
-FILLS = "█▓▒▚▞▄▀▌"
+# One character per colour, for where there are none; as many again for the second time.
+FILLS = "█▓▒▚▞▄▀▌▙▜▟▛▐▂▆╬"
 NEUTRAL_FILL = "░"
 
 
 def colour(number: int) -> str:
     """The colour of a number in a scene, as `#rrggbb`."""
     return GREY if number == NEUTRAL else PALETTE[number % len(PALETTE)]
+
+
+def hatch(number: int) -> str | None:
+    """The pattern that tells a colour from its namesakes, as matplotlib writes it."""
+    if number == NEUTRAL:
+        return "////"
+    return _HATCHES[min(number // len(PALETTE), len(_HATCHES) - 1)]
 
 
 def fill(number: int) -> str:

@@ -1,11 +1,11 @@
 """Scenes as PNG, drawn by matplotlib (`pip install flax-layoutmap[plot]`)."""
 
-from pathlib import Path
+import io
 from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._table import human_bytes
-from flax_layoutmap.draw._palette import INK, colour
+from flax_layoutmap.draw._palette import INK, colour, hatch
 from flax_layoutmap.draw._scene import (
     NEUTRAL,
     BarScene,
@@ -23,18 +23,20 @@ _POINTS = 72.0  # points of a scene per inch of paper
 _DOTS = 160  # dots per inch of the PNG
 _QUIET = "#565e6c"
 _HATCH = "#a8adb5"
+_DARK_HATCH = "#4a505a"
 _COLUMNS = 4  # of the legend
 _WIDE = 1000.0  # pictures are drawn one above the other from here, in points
 
 
-def save(scene: Scene, path: Path) -> None:
-    """Writes the PNG.
+def png(scene: Scene) -> bytes:
+    """The content of the file.
 
     Raises:
         LayoutError: matplotlib is not installed.
     """
-    figure = draw(scene)
-    figure.savefig(path, format="png", dpi=_DOTS, facecolor="white")
+    made = io.BytesIO()
+    draw(scene).savefig(made, format="png", dpi=_DOTS, facecolor="white")
+    return made.getvalue()
 
 
 def draw(scene: Scene) -> "Figure":
@@ -164,6 +166,10 @@ def _bars(axes: "Axes", scene: BarScene) -> int:
     return longest
 
 
+def _edge(number: int) -> str:
+    return _HATCH if number == NEUTRAL else _DARK_HATCH
+
+
 def _stack(
     axes: "Axes", scene: BarScene, parts: Any, at: float, thickness: float
 ) -> None:
@@ -177,9 +183,9 @@ def _stack(
             left=start,
             color=colour(number),
             # Hatching has the colour of the edge.
-            edgecolor=_HATCH if number == NEUTRAL else "white",
-            linewidth=0 if number == NEUTRAL else 0.8,
-            hatch="////" if number == NEUTRAL else None,
+            edgecolor=_edge(number) if hatch(number) else "white",
+            linewidth=0 if hatch(number) else 0.8,
+            hatch=hatch(number),
         )
         start += size
 
@@ -196,9 +202,9 @@ def _bar_words(figure: "Figure", scene: BarScene, height: float) -> None:
     handles = [
         Patch(
             facecolor=colour(shade.colour),
-            edgecolor=_HATCH,
+            edgecolor=_edge(shade.colour),
             linewidth=0,
-            hatch="////" if shade.colour == NEUTRAL else None,
+            hatch=hatch(shade.colour),
             label=shade.text,
         )
         for shade in scene.shades

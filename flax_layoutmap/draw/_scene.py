@@ -124,7 +124,7 @@ class Shade:
 
     Attributes:
         text: the spec, in words.
-        colour: number of its colour.
+        colour: number of its colour; from `COLOURS` on they come again, with a pattern.
         bytes_per_device: what lies so, in bytes of one device.
     """
 

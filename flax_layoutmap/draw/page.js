@@ -30,9 +30,12 @@
     if (text !== "") element.textContent = text;
     return element;
   };
+  // Colours come again after so many, with a pattern.
+  const COLOURS = 8;
+  const againOf = (shade) => Math.min(3, Math.floor(Math.max(0, data.shades[shade][1]) / COLOURS));
   const colourOf = (shade) => {
     const colour = data.shades[shade][1];
-    return colour < 0 ? "neutral" : `c${colour}`;
+    return colour < 0 ? "neutral" : `c${colour % COLOURS} again${againOf(shade)}`;
   };
 
   // ---------------------------------------------------------------- trees
@@ -360,11 +363,17 @@
 
   const fits = (text, width) => pen.measureText(text).width <= width;
 
+  // At least four characters of what is too long.
+  const begun = (text, room) => {
+    for (let end = text.length - 1; end >= 4; end -= 1) if (fits(`${text.slice(0, end)}…`, room)) return `${text.slice(0, end)}…`;
+    return "";
+  };
   // As much of the end of a path as fits; "kernel" alone says less than its module.
   const nameIn = (node, room) => {
     const parts = tree.paths[node].slice(tree.root ? tree.paths[tree.root].length + 1 : 0).split("/");
     const ends = parts.slice(0, -1).map((_, at) => parts.slice(at).join("/"));
-    return [...ends, parts.at(-2) || parts[0]].find((text) => text && fits(text, room)) || "";
+    const last = parts.at(-2) || parts[0];
+    return [...ends, last].find((text) => text && fits(text, room)) || begun(last, room);
   };
 
   const write = (node, left, top, width, height) => {
@@ -395,8 +404,9 @@
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     const style = getComputedStyle(document.documentElement);
     const css = (name) => style.getPropertyValue(name).trim();
-    const colours = data.shades.map(([, colour]) => css(colour < 0 ? "--neutral" : `--c${colour}`));
+    const colours = data.shades.map(([, colour]) => css(colour < 0 ? "--neutral" : `--c${colour % COLOURS}`));
     const gap = css("--gap"), ink = css("--on"), hatch = css("--hatch");
+    const patterns = [null, ...[1, 2, 3].map((again) => pattern(again))];
     fonts = { name: `600 13px ${css("--sans")}`, more: `12px ${css("--sans")}` };
     pen.fillStyle = gap; pen.fillRect(0, 0, width, height);
     pen.textBaseline = "top";
@@ -413,6 +423,7 @@
       pen.fillStyle = colours[shade]; pen.fillRect(left, top, wide - inset, high - inset);
       if (data.shades[shade][1] < 0 && wide > 6 && high > 6) stripes(left, top, wide - inset, high - inset, hatch);
       if (pen.globalAlpha < 1) continue;
+      if (againOf(shade) && inset) { pen.fillStyle = patterns[againOf(shade)]; pen.fillRect(left, top, wide - inset, high - inset); }
       pen.fillStyle = ink; write(node, left, top, wide, high);
     }
     pen.globalAlpha = 1;
@@ -430,6 +441,18 @@
       pen.fillStyle = css("--quiet"); pen.font = fonts.name; pen.fillText("no bytes", 12, 12);
     }
     crumbs(); halo(state.shown);
+  };
+
+  // Dots, lines, or a grid.
+  const pattern = (again) => {
+    const tile = make("canvas"), size = 8;
+    tile.width = tile.height = size;
+    const dot = tile.getContext("2d");
+    dot.fillStyle = "rgb(0 0 0 / 32%)";
+    if (again === 1) dot.fillRect(3, 3, 2, 2);
+    if (again > 1) dot.fillRect(0, 3, size, 1);
+    if (again > 2) dot.fillRect(3, 0, 1, size);
+    return pen.createPattern(tile, "repeat");
   };
 
   const stripes = (left, top, wide, high, colour) => {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from flax_layoutmap._diff import difference
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._snapshot import Snapshot, golden_text, snapshot_of
+from flax_layoutmap._whole_file import write_whole
 
 if TYPE_CHECKING:
     from flax_layoutmap._resolution import Resolution
@@ -21,7 +22,8 @@ def dump(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
 
     The file is JSON: the mesh and the rules, totals, and then one line per leaf, sorted
     by path. Nothing in it depends on the machine, the time or the order of the tree.
-    Folders that are missing are made.
+    Folders that are missing are made. In a job of several processes, each that calls it
+    writes; they may share a path.
 
     Args:
         resolution: what to write; an abstract mesh is enough.
@@ -39,7 +41,7 @@ def dump(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(_encoded(golden_text(resolution.to_json())))
+    write_whole(path, _encoded(golden_text(resolution.to_json())))
 
 
 def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:

@@ -5,6 +5,9 @@ Each process answers with check → whether it is so; a check raises where it ca
 
 import contextlib
 import io
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -249,8 +252,42 @@ def reported() -> dict[str, bool]:
     }
 
 
+def looked_at() -> dict[str, bool]:
+    """Lint, pictures and files: each process may ask; a path may be shared by all."""
+    layout_map = rules(MESH)
+    layout_map["renamed/kernel_of_old"] = ("data", None)
+    resolution = layout_map.resolve({"kernel": HOST, "bias": HOST[0]})
+    first = jax.process_index() == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        placed = layout_map.place({"kernel": HOST, "bias": HOST[0]})
+    shared = Path(sys.argv[1])
+    checks = {
+        "process 0 warns of an unused rule": bool(caught) == first,
+        "lint": [issue.code for issue in flm.lint(resolution)] == ["LM101"],
+        "check": flm.check(resolution) is resolution,
+        "an array of all devices": all(
+            f"{device.id}" in flm.draw.array(placed["kernel"]).text(200)
+            for device in MESH.devices.flat
+        ),
+    }
+    for name in ("a.html", "a.txt", "a.json", "layouts.json", "rules.toml"):
+        path = shared / name
+        if name == "layouts.json":
+            flm.testing.dump(resolution, path)
+            flm.testing.compare(resolution, path)
+        elif name == "rules.toml":
+            layout_map.to_file(path)
+            read = flm.LayoutMap.from_file(path, mesh=MESH)
+            checks[name] = read.freeze().rules == layout_map.freeze().rules
+        else:
+            flm.draw.model(resolution).save(path)
+    checks["a whole page"] = (shared / "a.html").read_text().endswith("</html>\n")
+    return checks
+
+
 if __name__ == "__main__":
     checks = (distributed, keys, placed, created, scoped, alone, refused)
-    checks += (hybrid, reported)
+    checks += (hybrid, reported, looked_at)
     groups = {f.__name__: f() for f in checks}
     launch.answer(groups)
