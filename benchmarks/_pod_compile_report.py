@@ -241,14 +241,20 @@ def _experts_targets(row: Row) -> Iterator[tuple[str, list[str]]]:
         f"{_named(row)}: all bytes within 1.5 times: {ratio:.2f} times",
         [] if 1 / 1.5 <= ratio <= 1.5 else [f"{planned:,} planned, {compiled:,}"],
     )
-    orders = [
-        [one[0] for one in sorted(axes, key=lambda one: -one[1])],
-        [one[0] for one in sorted(axes, key=lambda one: -one[2])],
-    ]
+    orders = [_ranked(row["plan"]), _ranked(row["compile"])]
     yield (
-        f"{_named(row)}: axes in the same order of bytes",
-        [] if orders[0] == orders[1] else [f"{orders[0]} planned, {orders[1]}"],
+        f"{_named(row)}: mesh axes in the same order of bytes, {', '.join(orders[0])}",
+        [] if orders[0] == orders[1] else [f"compiled: {', '.join(orders[1])}"],
     )
+
+
+def _ranked(said: Mapping[str, Any]) -> list[str]:
+    """The mesh axes, the one with most bytes first."""
+    sums: dict[str, int] = {}
+    for axes, sent in _sent(said).items():
+        for axis in axes.split("+"):
+            sums[axis] = sums.get(axis, 0) + sent
+    return sorted(sums, key=lambda axis: -sums[axis])
 
 
 def _named(row: Row) -> str:

@@ -530,6 +530,40 @@ def test_a_report(child: Callable[[str], None]) -> None:
     assert "compile of step" in report.report()
 
 
+SUMMED = """\
+HloModule jit_step, num_partitions=4
+
+ENTRY %main (p: bf16[256,256], q: bf16[256,256]) -> (bf16[256,256], bf16[256,256]) {
+  %p = bf16[256,256]{1,0} parameter(0)
+  %q = bf16[256,256]{1,0} parameter(1)
+  %g = bf16[256,256]{1,0} all-reduce(%p), replica_groups=[2,2]<=[4]
+  %h = bf16[256,256]{1,0} negate(%g)
+  %r = bf16[256,256]{1,0} all-reduce(%h), replica_groups=[2,2]<=[4]
+  %s = bf16[256,256]{1,0} subtract(%q, %r)
+  ROOT %o = (bf16[256,256], bf16[256,256]) tuple(%p, %s)
+}
+"""
+
+
+def test_a_sum_has_the_path_of_its_parameter(child: Callable[[str], None]) -> None:
+    child(f"""
+        (folder / "program.txt").write_text({SUMMED!r})
+        answer(memory={{}}, slice_of=[0] * 4, seconds=1.0)
+    """)
+    report = compiled("v5e:2x2", "data=2,model=2")
+    # The results are the parameters in the order of their names.
+    assert [one.path for one in report.collectives] == ["params/down", "params/up"]
+    # A step that gives back no state has sums, and none is a parameter's.
+    report = flm.pod.compile(
+        lambda params, x: (x @ params["up"]).sum(),
+        *arguments(),
+        topology="v5e:2x2",
+        mesh="data=2,model=2",
+        layout_map=LAYERS,
+    )
+    assert [one.path for one in report.collectives][1:] == [None]
+
+
 def test_a_report_of_what_does_not_fit(child: Callable[[str], None]) -> None:
     child(f"answer(stage='compile', error={OUT_OF_MEMORY!r}, slice_of=[0] * 4)")
     report = compiled("v5e:2x2", "data=2,model=2")
