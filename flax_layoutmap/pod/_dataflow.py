@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap.pod._operations import is_shared, maker_of, shape_of
-from flax_layoutmap.pod._passes import Dims, Shardings
+from flax_layoutmap.pod._attributes import Attributes, Dims
+from flax_layoutmap.pod._operations import is_shared, maker_of
 from flax_layoutmap.pod._values import MOVES, UNIFORM, UPDATES, Value
 
 # Attributes that tell two operations of one name apart.
@@ -24,15 +24,14 @@ class Dataflow:
     """The values of one module.
 
     Attributes:
-        shardings: reads its shardings.
+        attributes: reads its operations.
     """
 
-    def __init__(self, shardings: Shardings) -> None:
-        self.shardings = shardings
+    def __init__(self, attributes: Attributes) -> None:
+        self.attributes = attributes
         self._known: dict[Any, Value] = {}
         self._sources: dict[Any, Sequence[Any]] = {}
         self._copies: dict[Any, Value] = {}
-        self._types: dict[Any, tuple[tuple[int, ...], str]] = {}
 
     def of(self, value: Any) -> Value:
         """The value that an operation makes, or that a block was said to begin with."""
@@ -76,18 +75,14 @@ class Dataflow:
 
     def new(self, name: str, result: Any, dims: Dims | None = None) -> Value:
         """A value of the type of a result, laid out so; None is replicated."""
-        kind = result.type
-        known = self._types.get(kind)
-        if known is None:
-            known = self._types[kind] = shape_of(kind)
-        shape, element = known
+        shape, element = self.attributes.type_of(result)
         if dims is None or len(dims) != len(shape):
             dims = ((),) * len(shape)
         return Value(name, shape, element, dims)
 
     def results(self, op: Any) -> list[Value]:
         """A new value for each result of an operation, as its sharding says."""
-        dims, name = self.shardings.per_value(op), op.name
+        dims, name = self.attributes.per_value(op), op.name
         values = []
         for at, result in enumerate(op.results):
             made = self.new(name, result, dims[at] if at < len(dims) else None)
@@ -116,7 +111,7 @@ class Dataflow:
                     continue
             if one in self._sources:
                 todo += self._sources[one]
-            elif op is not None and (op.name in UPDATES or _is_reshape(op)):
+            elif op is not None and (op.name in UPDATES or self._is_reshape(op)):
                 todo += op.operands
 
     def _make(self, op: Any) -> None:
@@ -157,10 +152,10 @@ class Dataflow:
             order = tuple(order[dim] for dim in moved)
         value.base, value.order = source.root, order
 
-
-def _is_reshape(op: Any) -> bool:
-    """Whether a broadcast only adds dims of size 1."""
-    if op.name != "stablehlo.broadcast_in_dim":
-        return False
-    before, after = (shape_of(one.type)[0] for one in (op.operands[0], op.results[0]))
-    return math.prod(before) == math.prod(after)
+    def _is_reshape(self, op: Any) -> bool:
+        """Whether a broadcast only adds dims of size 1."""
+        if op.name != "stablehlo.broadcast_in_dim":
+            return False
+        ends = (op.operands[0], op.results[0])
+        before, after = (self.attributes.type_of(value)[0] for value in ends)
+        return math.prod(before) == math.prod(after)

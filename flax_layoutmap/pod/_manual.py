@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_layoutmap.pod._passes import AxisRef
+from flax_layoutmap.pod._attributes import AxisRef
 from flax_layoutmap.pod._records import Kind
 
 _KINDS: dict[str, Kind] = {

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap.pod._passes import AxisRef, Dims
+from flax_layoutmap.pod._attributes import Attributes, AxisRef, Dims
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._sources import source_line
 from flax_layoutmap.pod._values import Value
@@ -28,7 +28,7 @@ def maker_of(value: Any) -> Any:
     return getattr(value.owner, "operation", None)
 
 
-def location_of(op: Any) -> str:
+def location_of(op: Any, attributes: Attributes) -> str:
     """Where a collective comes from: of one that moves a value, where that is used.
 
     The pass that adds it says where the value was made.
@@ -37,10 +37,10 @@ def location_of(op: Any) -> str:
         for use in op.results[0].uses:
             user = use.owner.operation
             if user.name not in (*MOVING, *ENDS, "sdy.all_slice"):
-                text = str(user.location)
+                text = attributes.location(user)
                 if source_line(text) is not None:
                     return text
-    return str(op.location)
+    return attributes.location(op)
 
 
 def is_shared(result: Any) -> bool:
@@ -61,13 +61,6 @@ def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
     if not moved:  # the same axes in another order
         moved = [axis for old, new in pairs if old != new for axis in old]
     return tuple(dict.fromkeys(moved))
-
-
-def shape_of(kind: Any) -> tuple[tuple[int, ...], str]:
-    """Shape and name of the element type, of the type of a value."""
-    if not hasattr(kind, "shape"):  # a token
-        return (), str(kind)
-    return tuple(kind.shape), str(kind.element_type)
 
 
 def contracted(op: Any) -> Sequence[int]:

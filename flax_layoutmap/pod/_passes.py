@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError
+from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
 from flax_layoutmap.pod._inline import inline_calls
 from flax_layoutmap.pod._stand_ins import replace_chlo
 
@@ -28,13 +29,6 @@ _NO_PASS = re.compile(r"\bsdy-save-module,?")
 # What these name is laid out as one before that.
 _GROUP = "sdy.sharding_group"
 
-# Axis names in an attribute; `"x":(2)4` is the part of size 4 of an axis.
-_AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
-
-# An axis of the mesh, or a part of one, with its size in devices.
-AxisRef = tuple[str, int]
-# The axes of each dim of an array.
-Dims = tuple[tuple[AxisRef, ...], ...]
 # Position of an argument of a program → its spec.
 Specs = Mapping[int, Sequence[Any]]
 # Position of a result → that of an argument.
@@ -51,6 +45,8 @@ class Prepared:
         rest: the other passes.
         sizes: axis name → size, of the mesh that it was lowered for.
         has_groups: whether arguments may be laid out by what they are alike with.
+        attributes: what was read of its operations, to be read once.
+        changed: what was written on its arguments and results.
     """
 
     lowered: Any
@@ -58,6 +54,8 @@ class Prepared:
     rest: str
     sizes: dict[str, int]
     has_groups: bool
+    attributes: Attributes
+    changed: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def spread(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
         """Lays a copy of the program out.
@@ -85,7 +83,7 @@ class Prepared:
         if self.has_groups or not _have_shardings(module, specs):
             module, rest = _without_calls(self.lowered)[0], f"{_PROPAGATE},{_RESHARD}"
         module = module.clone()
-        _rewrite(module, texts, pairs or {})
+        _rewrite(module, texts, pairs or {}, self.changed)
         _run(rest, module)
         return module
 
@@ -101,7 +99,8 @@ def prepare(lowered: Any) -> Prepared:
     with module.context:
         first, rest = _halves()
     _run(first, module)
-    return Prepared(lowered, module, rest, sizes, _GROUP in names)
+    attributes = Attributes(mesh_sizes(module))
+    return Prepared(lowered, module, rest, sizes, _GROUP in names, attributes)
 
 
 def spread(lowered: Any) -> Any:
@@ -189,93 +188,6 @@ def _reason(text: str) -> str:
     return text.partition("\n")[0]
 
 
-def functions(module: Any) -> dict[str, Any]:
-    """The functions of a module by name; the step itself is `main`."""
-    found = {}
-    for op in module.regions[0].blocks[0].operations:
-        if op.operation.name == "func.func":
-            found[str(op.attributes["sym_name"]).strip('"')] = op
-    return found
-
-
-def mesh_sizes(module: Any) -> dict[str, int]:
-    """Axis name → size, of the mesh that the program was lowered for."""
-    return _mesh(module)[1]
-
-
-def _mesh(module: Any) -> tuple[str, dict[str, int]]:
-    """Name and axes of the first mesh that has any."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import sdy
-
-    name = "mesh"
-    for op in module.regions[0].blocks[0].operations:
-        if op.operation.name == "sdy.mesh":
-            name = ir.StringAttr(op.attributes["sym_name"]).value
-            axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(op.attributes["mesh"]).axes)
-            found = {axis.name: axis.size for axis in axes}
-            if found:
-                return name, found
-    return name, {}
-
-
-class Shardings:
-    """Reads the sharding attributes of one module; equal ones once."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        self.sizes = sizes
-        self._known: dict[Any, Any] = {}
-
-    def of(self, attribute: Any) -> Dims:
-        """The axes of each dim, from one sharding."""
-        found = self._known.get(attribute)
-        if found is None:
-            from jaxlib.mlir.dialects import sdy
-
-            dims = sdy.TensorShardingAttr(attribute).dimension_shardings
-            found = tuple(
-                tuple(self._axis(axis) for axis in sdy.DimensionShardingAttr(dim).axes)
-                for dim in dims
-            )
-            self._known[attribute] = found
-        return found
-
-    def per_value(self, op: Any) -> Sequence[Dims]:
-        """The axes of each dim, of each result of an operation; none if not said."""
-        if "sdy.sharding" not in op.attributes:
-            return ()
-        attribute = op.attributes["sdy.sharding"]
-        found = self._known.get(attribute)
-        if found is None:
-            from jaxlib.mlir.dialects import sdy
-
-            per_value = sdy.TensorShardingPerValueAttr(attribute).shardings
-            found = [self.of(sharding) for sharding in per_value]
-            self._known[attribute] = found
-        return found
-
-    def axes_in(self, attribute: Any) -> tuple[AxisRef, ...]:
-        """The axes that an attribute names, in its order."""
-        found = self._known.get(attribute)
-        if found is None:
-            named = _AXIS.findall(str(attribute))
-            found = tuple(
-                (name, int(size) if size else self.sizes.get(name, 1))
-                for name, _, size in named
-            )
-            self._known[attribute] = found
-        return found
-
-    def _axis(self, attribute: Any) -> AxisRef:
-        from jaxlib.mlir.dialects import sdy
-
-        axis = sdy.AxisRefAttr(attribute)
-        part = axis.sub_axis_info
-        if part is None:
-            return axis.name, self.sizes.get(axis.name, 1)
-        return axis.name, sdy.SubAxisInfoAttr(part).size
-
-
 def sharding_text(spec: Sequence[Any], ndim: int, mesh: str = "mesh") -> str:
     """A PartitionSpec as the attribute of an argument.
 
@@ -302,27 +214,31 @@ def _have_shardings(module: Any, positions: Specs) -> bool:
     return all("sdy.sharding" in attributes[at] for at in positions)
 
 
-def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
-    """Gives arguments, and the results that go with them, other shardings."""
+def _rewrite(module: Any, specs: Specs, pairs: Pairs, known: dict[Any, Any]) -> None:
+    """Gives arguments, and the results that go with them, other shardings.
+
+    Args:
+        module: a module, which is changed.
+        specs: position of an argument → its spec.
+        pairs: position of a result → that of an argument.
+        known: what was written before, in modules of this program.
+    """
     ir, _ = _bindings()
-    main, name = functions(module)["main"], _mesh(module)[0]
+    main, name = functions(module)["main"], mesh_of(module)[0]
     kinds = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).inputs
-    known: dict[str, Any] = {}
     with module.context:
         before, after = _attributes(main, "arg_attrs"), _attributes(main, "res_attrs")
         before = before or [ir.DictAttr.get({}) for _ in kinds]
+        new: dict[int, str] = {}
         own = {at: _sharding_in(before[at]) for at in specs}
         for at, spec in specs.items():
-            text = sharding_text(spec, len(kinds[at].shape), name)
-            if text not in known:
-                known[text] = ir.Attribute.parse(text)
-            before[at] = _with_sharding(before[at], known[text])
+            new[at] = sharding_text(spec, len(kinds[at].shape), name)
+            before[at] = _with_sharding(before[at], new[at], known)
         for result, at in pairs.items():
             if at in specs and after:
                 given = _sharding_in(after[result])
                 if given is not None and given == own[at]:
-                    new = _sharding_in(before[at])
-                    after[result] = _with_sharding(after[result], new)
+                    after[result] = _with_sharding(after[result], new[at], known)
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(before)
         if after:
             main.attributes["res_attrs"] = ir.ArrayAttr.get(after)
@@ -337,11 +253,16 @@ def _sharding_in(attributes: Any) -> Any:
     return attributes["sdy.sharding"] if "sdy.sharding" in attributes else None
 
 
-def _with_sharding(attributes: Any, sharding: Any) -> Any:
+def _with_sharding(attributes: Any, sharding: str, known: dict[Any, Any]) -> Any:
     from jaxlib.mlir import ir
 
-    own = {named.name: named.attr for named in attributes}
-    return ir.DictAttr.get({**own, "sdy.sharding": sharding})
+    found = known.get((attributes, sharding))
+    if found is None:
+        own = {named.name: named.attr for named in attributes}
+        parsed = known.setdefault(sharding, ir.Attribute.parse(sharding))
+        found = ir.DictAttr.get({**own, "sdy.sharding": parsed})
+        known[attributes, sharding] = found
+    return found
 
 
 def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:

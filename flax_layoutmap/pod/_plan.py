@@ -19,11 +19,12 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap._topologies import topology as topology_of
 from flax_layoutmap.pod._abstract_call import Lowered, lower_step
+from flax_layoutmap.pod._attributes import Dims
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._hosts import hosts_of
 from flax_layoutmap.pod._links import dcn_axes, seconds_bound
 from flax_layoutmap.pod._memory import memory_of
-from flax_layoutmap.pod._passes import Dims, Prepared, prepare
+from flax_layoutmap.pod._passes import Prepared, prepare
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._shardy import Found, Spread, listing, read
@@ -149,7 +150,8 @@ class _Plan:
 
     def report(self, module: Any, start: float) -> PodReport:
         """The report from a module that was laid out."""
-        found = read(module)
+        known = None if self.prepared is None else self.prepared.attributes
+        found = read(module, known)
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         _name_gradients(found, self.lowered)
         crosses = dcn_axes(sizes, self.topology)

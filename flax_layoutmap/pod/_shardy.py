@@ -11,6 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from flax_layoutmap.pod._attributes import (
+    Attributes,
+    AxisRef,
+    Dims,
+    functions,
+    mesh_sizes,
+)
 from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import manual_collective
@@ -23,9 +30,7 @@ from flax_layoutmap.pod._operations import (
     last_of,
     location_of,
     maker_of,
-    shape_of,
 )
-from flax_layoutmap.pod._passes import AxisRef, Dims, Shardings, functions, mesh_sizes
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._values import Value, dtype_name, parts
 
@@ -114,9 +119,14 @@ class Spread:
     gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()
 
 
-def read(module: Any) -> Spread:
-    """Walks through a module that `spread` made."""
-    return _Walk(module).run()
+def read(module: Any, attributes: Attributes | None = None) -> Spread:
+    """Walks through a module that `spread` made.
+
+    Args:
+        module: the module.
+        attributes: what reads its operations, and has read others of this program.
+    """
+    return _Walk(module, attributes or Attributes(mesh_sizes(module))).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,12 +140,11 @@ class _Place:
 class _Walk:
     """One walk through a module, from loop to loop."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, attributes: Attributes) -> None:
         self.main = functions(module)["main"]
-        sizes = mesh_sizes(module)
-        self.shardings = Shardings(sizes)
-        self.values = Dataflow(self.shardings)
-        self.found = Spread(sizes, [])
+        self.attributes = attributes
+        self.values = Dataflow(attributes)
+        self.found = Spread(mesh_sizes(module), [])
         self.loops = 0
         self.gathered: dict[Any, Value] = {}
         self.handlers: dict[str, Callable[[Any, _Place], None]] = {
@@ -155,14 +164,14 @@ class _Walk:
 
     def run(self) -> Spread:
         block = self.main.regions[0].blocks[0]
-        attributes: Sequence[Any] = ()
+        given: Sequence[Any] = ()
         if "arg_attrs" in self.main.attributes:
-            attributes = list(self.main.attributes["arg_attrs"])
+            given = list(self.main.attributes["arg_attrs"])
         for at, argument in enumerate(block.arguments):
-            own = attributes[at] if at < len(attributes) else {}
+            own = given[at] if at < len(given) else {}
             dims = None
             if "sdy.sharding" in own:
-                dims = self.shardings.of(own["sdy.sharding"])
+                dims = self.attributes.of(own["sdy.sharding"])
             value = self.values.new("argument", argument, dims)
             value.leaf = at
             self.found.arguments.append(self.values.say(argument, value))
@@ -196,7 +205,7 @@ class _Walk:
         if count is None:
             self.found.unrecognised["loop of unknown length, counted as one round"] += 1
         self.loops += 1
-        dims = self.shardings.per_value(op)
+        dims = self.attributes.per_value(op)
         values, ends = self.values, last_of(body).operands
         same = [
             end == argument for end, argument in zip(ends, body.arguments, strict=True)
@@ -223,7 +232,7 @@ class _Walk:
         blocks = [region.blocks[0] for region in op.regions]
         for block in blocks:
             self._block(block, place)
-        dims = self.shardings.per_value(op)
+        dims = self.attributes.per_value(op)
         for at, result in enumerate(op.results):
             ends = [last_of(block).operands[at] for block in blocks]
             own = dims[at] if at < len(dims) else None
@@ -251,7 +260,7 @@ class _Walk:
     # -------------------------------------------------------------- collectives
 
     def _all_reduce(self, op: Any, place: _Place) -> None:
-        axes = self.shardings.axes_in(op.attributes["reduction_axes"])
+        axes = self.attributes.axes_in(op.attributes["reduction_axes"])
         value = self._moved(op)
         if parts(axes) == 1:
             return
@@ -271,7 +280,7 @@ class _Walk:
 
     def _moved(self, op: Any) -> Value:
         """The result of an operation that moves its operand."""
-        dims = self.shardings.of(op.attributes["out_sharding"])
+        dims = self.attributes.of(op.attributes["out_sharding"])
         result = op.results[0]
         return self.values.say(result, self.values.new(op.name, result, dims))
 
@@ -280,7 +289,7 @@ class _Walk:
         users = [use.owner for use in op.results[0].uses]
         if not users or any(user.operation.name != "sdy.all_slice" for user in users):
             return ()
-        sliced = self.shardings.axes_in(users[0].operation.attributes["slicing_axes"])
+        sliced = self.attributes.axes_in(users[0].operation.attributes["slicing_axes"])
         return tuple(axis for axis in axes if axis in sliced)
 
     def _add_sums(self, op: Any, place: _Place) -> None:
@@ -340,7 +349,7 @@ class _Walk:
         before = operand
         if earlier is not None:
             before, only = earlier.before, only and earlier.gathers_only
-        move = Move(before, value, place.times, location_of(op), only)
+        move = Move(before, value, place.times, location_of(op, self.attributes), only)
         self.found.moves[id(value)] = move
 
     def _own_collective(self, op: Any, place: _Place) -> None:
@@ -373,7 +382,7 @@ class _Walk:
             shape,
             value.element,
             place.times,
-            location_of(op),
+            location_of(op, self.attributes),
             place.scope,
             leaf,
         )
@@ -419,19 +428,19 @@ def _gathered_from(op: Any, values: Dataflow) -> int | None:
 
 def listing(module: Any) -> Iterator[tuple[str, str, str, Dims]]:
     """Every array in a module: its operation, its place, its type, its axes."""
-    shardings = Shardings(mesh_sizes(module))
+    attributes = Attributes(mesh_sizes(module))
 
     def walk(block: Any) -> Iterator[tuple[str, str, str, Dims]]:
         for op in block.operations:
             operation = op.operation
             for result, dims in zip(
-                operation.results, shardings.per_value(operation), strict=False
+                operation.results, attributes.per_value(operation), strict=False
             ):
-                shape, element = shape_of(result.type)
+                shape, element = attributes.type_of(result)
                 sizes = ",".join(map(str, shape))
                 kind = f"{dtype_name(element)}[{sizes}]"
                 name = operation.name.rpartition(".")[2]
-                yield name, str(operation.location), kind, dims
+                yield name, attributes.location(operation), kind, dims
             for region in operation.regions:
                 for inner in region.blocks:
                     yield from walk(inner)

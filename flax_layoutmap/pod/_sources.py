@@ -27,6 +27,7 @@ def _others() -> tuple[str, ...]:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def source_line(location: str) -> str | None:
     """The user's line in a location of MLIR; the innermost one where none is his.
 

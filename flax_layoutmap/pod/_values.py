@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap.pod._passes import AxisRef, Dims
+from flax_layoutmap.pod._attributes import AxisRef, Dims
 
 Shape = tuple[int, ...]
 

@@ -114,6 +114,20 @@ def blank() -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "step": 0}
 
 
+def check_plan(layout_map: flm.LayoutMap, state: dict[str, Any]) -> None:
+    """One process alone plans the step; the others know nothing of it."""
+    model, optimizer = state["model"], state["optimizer"]
+    report = flm.pod.plan(make_step(layout_map), model, optimizer, batch(0))
+    report.expect(axis="model", kinds={"all-reduce"}, small_bytes=0)
+    parts = [
+        leaf.addressable_shards[0].data.nbytes
+        for leaf in jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
+    ]
+    at_rest = report.memory.at_rest
+    assert sum(parts) == sum(at_rest.values()) - at_rest["data"], at_rest
+    print(report)
+
+
 def shards(state: dict[str, Any], layout_map: flm.LayoutMap) -> dict[str, list[Any]]:
     """Path → [place on the mesh, part of the array, checksum] of each shard here."""
     mesh = layout_map.device_mesh
@@ -149,6 +163,8 @@ def main(folder: str) -> None:
     if process == 0:
         print(first.resolve(make).report())
     state = begin(first)
+    if process == 0:
+        check_plan(first, state)
     born = shards(state, first)
     before = train(first, state, 3)
     path = Path(folder, "checkpoint")
