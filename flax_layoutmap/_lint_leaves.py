@@ -12,7 +12,7 @@ from flax_layoutmap._lint_groups import Group, groups, suggested, total_of
 from flax_layoutmap._lint_rules import axis_users
 from flax_layoutmap._paths import parameter_keys
 from flax_layoutmap._records import closest_rule, section_of
-from flax_layoutmap._report import LARGE_SHARE
+from flax_layoutmap._report import LARGE_SHARE, is_large
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Rule
 from flax_layoutmap._table import human_bytes
@@ -52,16 +52,19 @@ def _unmatched(resolution: Resolution) -> Iterator[Issue]:
         )
         return
     for group in found:
-        if group.bytes < LARGE_SHARE * total:
+        if not is_large(group.bytes, total, resolution.bytes_per_device or 1):
             continue
+        held = group.bytes / (resolution.bytes_per_device or 1)
+        share = f"{group.bytes / total:.1%} of the bytes"
+        if group.bytes <= LARGE_SHARE * total:  # but much on each of many devices
+            share += f", {held:.1%} of what each device holds"
         near = closest_rule(group.path, rules.rules)
         hint = f"; the closest is rule {near[0]} {near[1].pattern!r}" if near else ""
         yield Issue(
             "LM102",
             "warning",
             f"{group.named(resolution)}: matched by no rule, so that every device "
-            f"holds {group.whole} in full ({group.bytes / total:.1%} of the bytes)"
-            f"{hint}",
+            f"holds {group.whole} in full ({share}){hint}",
             suggested(resolution, group.path, resolution.shapes[group.at]),
             **group.where,
         )

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
 
 Format = Literal["text", "markdown", "json"]
 
-# An unmatched leaf is worth a warning when it holds this share of the bytes.
+# Unmatched leaves that are alike are worth a warning when they hold this share of the
+# bytes, or that share of what each device holds: the first is small on many devices.
 LARGE_SHARE = 0.01
+_LARGE_HELD = 0.1
 
 # Unused rules for which a path that looks alike is looked for; it takes a while.
 _HINTS = 10
@@ -124,7 +126,8 @@ def remarks(
     Args:
         table: the Resolution.
         large_only: leave out fallbacks other than of annotations that name no axis of
-            the mesh, and leaves with less than 1 % of the bytes.
+            the mesh, and leaves that are few, of their kind: with less than 1 % of the
+            bytes and 10 % of what a device holds. Those that are alike share a line.
         besides: others of the same rules: what they use is not unused.
         folded: whether leaves that are alike share a line.
     """
@@ -132,15 +135,16 @@ def remarks(
     lines = _unused(table, besides, hints=not large_only)
     rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     total = (table.totals().total_bytes or 1) if rows else 1
+    held = (table.totals().bytes_per_device or 1) if rows else 1
     found: list[_Remark] = []
-    for some in _folds(rows, folded):
+    for some in _folds(rows, folded or large_only):
         leaf, row = rows[some.members[0]]
         whole = len(some.members) * leaf_bytes(leaf.shape, leaf.dtype)
         if not large_only:
-            found.append(_remark(some, leaf, whole, total))
-        elif whole > LARGE_SHARE * total:
+            found.append(_remark(some, leaf, whole, total, held))
+        elif is_large(whole, total, held):
             if leaf.reason in UNMATCHED:
-                found.append(_remark(some, leaf, whole, total))
+                found.append(_remark(some, leaf, whole, total, held))
             elif row.warns:
                 lines.append(
                     f"annotation: {path_cell(some)} {show_shape(leaf.shape)}: "
@@ -161,19 +165,28 @@ class _Remark:
     bytes: int
 
 
-def _remark(some: Fold, leaf: ResolvedLeaf, whole: int, total: int) -> _Remark:
+def is_large(whole: int, total: int, held: int) -> bool:
+    """Whether so many bytes are worth a warning where no rule places them."""
+    return whole > LARGE_SHARE * total or whole > _LARGE_HELD * held
+
+
+def _remark(
+    some: Fold, leaf: ResolvedLeaf, whole: int, total: int, held: int
+) -> _Remark:
     name, count = path_cell(some), len(some.members)
     if leaf.reason not in UNMATCHED:
         line = f"fallback: {name}: {leaf.fallback}"
         return _Remark(line, name, f"fallback: {leaf.fallback}", count, whole)
     because = f" ({leaf.fallback})" if leaf.fallback else ""
     them = "it" if count == 1 else "each"
-    share = human_share(whole / total)
+    share = f"{human_share(whole / total)} of the bytes"
+    if whole <= LARGE_SHARE * total and is_large(whole, total, held):
+        share += f", {human_share(whole / held)} of what each device holds"
     name += f" {show_shape(leaf.shape)}"
     return _Remark(
         f"unmatched: {name} {UNMATCHED[leaf.reason]}{because}, so every device holds "
-        f"{them} in full ({share} of the bytes)",
-        f"{name}, {share}",
+        f"{them} in full ({share})",
+        f"{name}, {share.removesuffix(' of the bytes')}",
         f"unmatched: every device holds in full what {UNMATCHED[leaf.reason]}{because}",
         count,
         whole,

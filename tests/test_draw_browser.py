@@ -488,6 +488,37 @@ def test_a_model_of_ten_thousand_leaves(show: Any) -> None:
     assert opened.all(".row .path b")[-1] == "norm/scale"
 
 
+def test_more_specs_than_colours_have_patterns(show: Any) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("a=2,b=2,c=2"))
+    axes = [(x, y) for x in "abc" for y in ("abc".replace(x, "") + " ")]
+    tree = {}
+    for number, (first, second) in enumerate(axes):
+        layout_map[f"w{number}$"] = (first, None if second == " " else second)
+        tree[f"w{number}"] = struct(64, 64)
+    opened = show(flm.draw.model(layout_map.resolve(tree)))
+    swatches = opened.page.locator("#legend .swatch")
+    looks = {
+        swatches.nth(at).evaluate(
+            "e => { const s = getComputedStyle(e);"
+            " return s.backgroundColor + s.backgroundImage; }"
+        )
+        for at in range(len(axes))
+    }
+    assert len(axes) == len(looks) == 9
+    # And in the map: the first and the ninth differ in some point.
+    same = opened.page.evaluate(
+        """() => {
+          const canvas = document.getElementById("canvas"), seen = new Set();
+          const pen = canvas.getContext("2d");
+          const all = pen.getImageData(0, 0, canvas.width, canvas.height).data;
+          for (let at = 0; at < all.length; at += 4)
+            seen.add(all.slice(at, at + 3).join());
+          return seen.size;
+        }"""
+    )
+    assert same > 9
+
+
 def test_leaves_without_bytes(show: Any) -> None:
     drawing = flm.draw.model(flm.LayoutMap(MESH).resolve({"w": struct(0, 8)}))
     opened = show(drawing)

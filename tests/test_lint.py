@@ -864,3 +864,42 @@ def test_the_rank_of_a_rule_that_matches_nothing_is_no_clash() -> None:
         optimizer=(flm.Rule("down/kernel", (None, None, "model")),),
     )
     assert [issue.code for issue in flm.lint(rules)] == ["LM006"]
+
+
+# ------------------------------------- much on each device, little of all the bytes
+
+
+def on_a_pod(**more: Any) -> flm.Resolution:
+    """120 layers, each less than 1 % of the bytes, on 512 devices."""
+    layer = {"gate": kernel(4096, 8192), "up": kernel(4096, 8192), **more}
+    tree = {"layers": {str(number): layer for number in range(120)}}
+    layout_map = mapped([("(gate|up)/kernel", ("data", "model"))], "data=64,model=8")
+    return layout_map.resolve(tree)
+
+
+def test_many_small_leaves_that_no_rule_matches_are_warned_of() -> None:
+    """As where one of several names in a pattern was changed."""
+    resolution = on_a_pod(wide=kernel(4096, 8192))
+    with pytest.warns(flm.LayoutWarning) as caught:
+        resolution.announce()
+    (warning,) = caught
+    assert str(warning.message).startswith(
+        "  - unmatched: layers/{0..119}/wide/kernel ×120 (4096,8192) is matched by no "
+        "rule, so every device holds each in full (33.3% of the bytes)\n"
+    )
+
+
+def test_what_fills_each_of_many_devices_is_warned_of() -> None:
+    resolution = on_a_pod(adapter=kernel(256, 64))
+    with pytest.warns(flm.LayoutWarning, match="<0.1%|< 0.1%|0.1% of the bytes") as w:
+        resolution.announce()
+    assert "% of what each device holds)" in str(w[0].message)
+    (issue,) = [issue for issue in flm.lint(resolution) if issue.code == "LM102"]
+    assert "% of what each device holds)" in issue.message
+
+
+@pytest.mark.filterwarnings("error::flax_layoutmap.LayoutWarning")
+def test_little_of_both_is_not() -> None:
+    resolution = on_a_pod(norm={"scale": struct(4096)})
+    resolution.announce()
+    assert flm.lint(resolution) == ()
