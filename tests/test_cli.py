@@ -409,6 +409,7 @@ WRONG = {
     "restore runs/7 --to runs": "runs exists; write to another path",
     "convert my_model:layout_map out.yaml": "out.yaml",
     "restore runs/7 --to new --mesh data=64,model=32": "2048 devices, more than",
+    "restore runs/7 --to rules.toml/new --mesh data=4,model=2": "be written to",
 }
 
 

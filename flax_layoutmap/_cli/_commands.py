@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -175,6 +176,7 @@ def restore(args: Namespace) -> int:
             f"{human_bytes(plan.host_available)} of memory free; do it in parts, with "
             "--include"
         )
+    _check_folder(args.to)
     layout_map = layout_map.on(_on_cpu(resolution.mesh))
     flm.checkpoint.reshard(path, args.to, layout_map=layout_map, **chosen)
     if args.json:
@@ -199,6 +201,27 @@ def convert(args: Namespace) -> int:
 
 
 # ----------------------------------------------------------------------- details
+
+
+def _check_folder(path: str) -> None:
+    """Tries to write where a checkpoint is to be.
+
+    Orbax's threads wait for minutes, at the end of the program too, for a folder that
+    could not be made.
+    """
+    if "://" in path:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".", dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"nothing can be written to {folder}: {error.strerror}; choose another "
+            "path, with --to"
+        ) from error
 
 
 def _show(thing: Any, format: str = "text", **options: Any) -> None:
