@@ -1,5 +1,6 @@
 """flm.pod.plan with what users bring: other libraries, other shapes, and mistakes."""
 
+import pickle
 import threading
 import warnings
 from collections import Counter
@@ -617,3 +618,23 @@ def test_one_kind_may_be_written_without_a_set() -> None:
     report = planned()()
     report.expect(axis="model", kinds="all-reduce", small_bytes=0)
     assert kinds(planned(platform="gpu")()) == kinds(report)
+
+
+def test_reports_are_kept_and_compared() -> None:
+    """In a cache, or sent to another process: without the program."""
+    report = planned()()
+    kept = pickle.loads(pickle.dumps(report))
+    assert kept == report == planned()()
+    assert kept.report() == report.report()
+    with pytest.raises(flm.LayoutError, match="has no program to lay out again"):
+        kept.with_layout(rules())
+
+
+def test_names_of_dtypes() -> None:
+    def step(params: Any, x: Any) -> Any:
+        return jnp.abs(x.astype(jnp.complex64) @ params["w"]).sum()
+
+    params = {"w": struct(16, 32, dtype=jnp.complex64)}
+    report = plan(step, params, X, layout_map=rules(w=("data", "model")))
+    assert [one.dtype for one in report.collectives] == ["complex64", "float32"]
+    assert report.memory.at_rest["parameter"] == 16 * 32 * 8 // 8

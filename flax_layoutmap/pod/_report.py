@@ -83,7 +83,7 @@ class PodReport:
     drift: tuple[Drift, ...] = ()
     unrecognised: Mapping[str, int] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
-    took_seconds: float = 0.0
+    took_seconds: float = dataclasses.field(default=0.0, compare=False)
     replan: "Callable[[Any], PodReport] | None" = dataclasses.field(
         default=None, repr=False, compare=False
     )
@@ -91,6 +91,10 @@ class PodReport:
         default=None, repr=False, compare=False
     )
     paths: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all but the program, which `with_layout` would need."""
+        return {**self.__dict__, "replan": None, "values": None}
 
     # ------------------------------------------------------------------- output
 

@@ -20,6 +20,8 @@ _NAMES = {
     "f32": "float32",
     "f64": "float64",
     "i1": "bool",
+    "complex<f32>": "complex64",
+    "complex<f64>": "complex128",
 }
 
 # Every device makes these by itself, in any layout.
