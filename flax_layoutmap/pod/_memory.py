@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from flax_layoutmap._topologies import Topology
-from flax_layoutmap.pod._abstract_call import Leaf
+from flax_layoutmap.pod._lowered import Leaf
 from flax_layoutmap.pod._records import Memory
 from flax_layoutmap.pod._values import Value
 

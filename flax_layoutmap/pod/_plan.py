@@ -1,6 +1,5 @@
 """plan: what a step does on a mesh of any size, in about a second, without devices."""
 
-import collections
 import dataclasses
 import functools
 import math
@@ -18,17 +17,20 @@ from flax_layoutmap._resolve import rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap._topologies import topology as topology_of
-from flax_layoutmap.pod._abstract_call import Lowered, lower_step
+from flax_layoutmap.pod._abstract_call import lower_step
 from flax_layoutmap.pod._attributes import Dims
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._hosts import hosts_of
 from flax_layoutmap.pod._links import dcn_axes, seconds_bound
+from flax_layoutmap.pod._listing import listing
+from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._memory import memory_of
 from flax_layoutmap.pod._passes import Prepared, prepare
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
-from flax_layoutmap.pod._shardy import Found, Spread, listing, read
+from flax_layoutmap.pod._shardy import read
 from flax_layoutmap.pod._sources import operation_name, source_line
+from flax_layoutmap.pod._spread import Found, Spread
 from flax_layoutmap.pod._values import (
     bytes_of,
     dtype_name,
@@ -183,7 +185,7 @@ class _Plan:
             warnings=tuple(warnings_of(found, self.lowered, self.mesh)),
             took_seconds=time.perf_counter() - start,
             replan=self.with_layout,
-            values=functools.partial(_values, module),
+            values=functools.partial(listing, module),
             paths=tuple(leaf.path for leaf in leaves),
         )
 
@@ -352,14 +354,3 @@ def _drift(found: Spread, lowered: Lowered) -> tuple[Drift, ...]:
 def _plain(dims: Dims) -> Dims:
     """Without axes of a single device, which are of no consequence."""
     return tuple(tuple(axis for axis in axes if axis[1] > 1) for axes in dims)
-
-
-def _values(module: Any, pattern: str) -> list[tuple[str, str, str]]:
-    """Operations, their types, and how they are laid out; equal ones once."""
-    found: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for name, location, type_text, dims in listing(module):
-        source = source_line(location)
-        text = f"{operation_name(location) or name} {source or ''}".strip()
-        if re.search(pattern, text):
-            found[text, type_text, spec_text(dims)] += 1
-    return list(found)

@@ -5,16 +5,14 @@ them, not as they are written: a chain of additions of all-reduces is one all-re
 and equal gathers of one value are one gather.
 """
 
-import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_layoutmap.pod._attributes import (
     Attributes,
     AxisRef,
-    Dims,
     functions,
     mesh_sizes,
 )
@@ -32,9 +30,8 @@ from flax_layoutmap.pod._operations import (
     maker_of,
 )
 from flax_layoutmap.pod._records import Kind
-from flax_layoutmap.pod._values import Value, dtype_name, parts
-
-Scope = tuple[int, ...]  # the loops around an operation, by number
+from flax_layoutmap.pod._spread import Found, Move, Scope, Spread
+from flax_layoutmap.pod._values import Value, parts
 
 # Operations of other compilers, some of which Shardy knows.
 _NO_RULE = ("stablehlo.custom_call", "chlo.")
@@ -47,76 +44,6 @@ _MANUAL = (
     "stablehlo.collective_permute",
     "stablehlo.collective_broadcast",
 )
-
-
-@dataclasses.dataclass(slots=True)
-class Found:
-    """A collective as it stands in the program.
-
-    Attributes:
-        kind: what it does.
-        axes: the axes it runs over.
-        shape: payload on one device.
-        element: MLIR's name of its element type.
-        executions: how often it runs in a step.
-        location: where it comes from, as MLIR writes it.
-        scope: the loops around it.
-        leaf: the argument that it moves, or whose gradient it sums.
-        into: the collective that it is one with, or None.
-    """
-
-    kind: Kind
-    axes: tuple[AxisRef, ...]
-    shape: tuple[int, ...]
-    element: str
-    executions: int
-    location: str
-    scope: Scope = ()
-    leaf: int | None = None
-    into: int | None = None
-
-
-@dataclasses.dataclass(slots=True)
-class Move:
-    """A value that changes its sharding, by one collective or several."""
-
-    before: Value
-    after: Value
-    executions: int
-    location: str
-    gathers_only: bool
-
-
-@dataclasses.dataclass(slots=True)
-class Spread:
-    """What was read from a module.
-
-    Attributes:
-        sizes: axis name → size.
-        arguments: the arguments of the step.
-        results: its results.
-        collectives: in the order of the program.
-        moves: values that change their sharding.
-        flops: of matrix products and convolutions, on one device.
-        flops_whole: the same on all devices if none did another's work.
-        unrecognised: what could not be counted → how often it stands in the program.
-        operations: how many operations there are.
-        gradients_of: position of a result → the sums that it is made from; and what was
-            looked at before, which is not again.
-    """
-
-    sizes: dict[str, int]
-    arguments: list[Value]
-    results: list[Value] = dataclasses.field(default_factory=list)
-    collectives: list[Found] = dataclasses.field(default_factory=list)
-    moves: dict[int, Move] = dataclasses.field(default_factory=dict)
-    flops: int = 0
-    flops_whole: int = 0
-    unrecognised: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
-    )
-    operations: int = 0
-    gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()
 
 
 def read(module: Any, attributes: Attributes | None = None) -> Spread:
@@ -424,27 +351,3 @@ def _gathered_from(op: Any, values: Dataflow) -> int | None:
     if maker is None or maker.name != "stablehlo.gather":
         return None
     return values.of(maker.operands[0]).leaf
-
-
-def listing(module: Any) -> Iterator[tuple[str, str, str, Dims]]:
-    """Every array in a module: its operation, its place, its type, its axes."""
-    attributes = Attributes(mesh_sizes(module))
-
-    def walk(block: Any) -> Iterator[tuple[str, str, str, Dims]]:
-        for op in block.operations:
-            operation = op.operation
-            for result, dims in zip(
-                operation.results, attributes.per_value(operation), strict=False
-            ):
-                shape, element = attributes.type_of(result)
-                sizes = ",".join(map(str, shape))
-                kind = f"{dtype_name(element)}[{sizes}]"
-                name = operation.name.rpartition(".")[2]
-                yield name, attributes.location(operation), kind, dims
-            for region in operation.regions:
-                for inner in region.blocks:
-                    yield from walk(inner)
-
-    for function in functions(module).values():
-        for block in function.regions[0].blocks:
-            yield from walk(block)

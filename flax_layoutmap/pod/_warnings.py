@@ -7,8 +7,8 @@ from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._table import human_bytes
-from flax_layoutmap.pod._abstract_call import Lowered
-from flax_layoutmap.pod._shardy import Spread
+from flax_layoutmap.pod._lowered import Lowered
+from flax_layoutmap.pod._spread import Spread
 from flax_layoutmap.pod._values import parts, spec_text
 
 # Arrays in a closure below this are tables of constants.

@@ -1,0 +1,102 @@
+"""A step of `jax.jit`, lowered as it is, with its arguments where the rules say."""
+
+import contextlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from flax_layoutmap._arguments import Argument, call_with, slots_of, take_apart
+from flax_layoutmap._inputs import holds_parameters
+from flax_layoutmap._program import mesh_context
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._shardings import abstract
+from flax_layoutmap.pod._lowered import (
+    Lowered,
+    constants_of,
+    kept_by,
+    leaves_of,
+    lower,
+    notes_of,
+    same_trees,
+)
+from flax_layoutmap.pod._state import Layouts
+
+
+def lower_jitted(
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rules: RuleSet | None,
+    platform: str,
+) -> Lowered:
+    """A function of `jax.jit`: as it is, with its arguments where the rules say."""
+    signature = inspect.signature(step)
+    slots = slots_of(signature.bind(*args, **kwargs))
+    # What holds something else is static: nothing to lay out.
+    arguments = {
+        slot: take_apart(slot, value, is_state=False, is_donated=False)
+        for slot, value in slots
+        if all(map(_is_array_or_number, jax.tree.leaves(value)))
+    }
+    if rules is not None:
+        _lay_out(list(arguments.values()), rules)
+    values = [
+        (slot, arguments[slot].plain() if slot in arguments else value)
+        for slot, value in slots
+    ]
+    leaves = [leaf for one in arguments.values() for leaf in one.leaves]
+    with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
+        traced = call_with(step.trace, signature, values)
+        lowered = lower(traced, platform, getattr(step, "__name__", "the step"))
+    infos = jax.tree.leaves(lowered.args_info)
+    taken = list(arguments.values())
+    if sum(len(one.leaves) for one in taken) > len(infos):
+        # Numbers that are static; which they are, only jax.jit knows.
+        taken = [one for one in taken if any(map(_is_array, one.raw))]
+    kept = kept_by(lowered, [one.slot.parameter for one in taken])
+    place = {leaf: at for at, leaf in enumerate(kept)}
+    pairs = {
+        result: place[leaf]
+        for result, leaf in same_trees(lowered.out_info, taken).items()
+        if leaf in place
+    }
+    return Lowered(
+        getattr(step, "__name__", "the step"),
+        lowered,
+        leaves_of(taken, kept, [infos[at].donated for at in kept]),
+        pairs,
+        kept,
+        Layouts(taken),
+        constants_of(traced),
+        {} if rules is None else _specs(taken, kept),
+        () if rules is None else notes_of(taken),
+    )
+
+
+def _specs(arguments: Sequence[Argument], kept: Sequence[int]) -> dict[int, Any]:
+    """Position of each argument of a program → the spec that its leaf was given."""
+    leaves = [leaf for one in arguments for leaf in one.leaves]
+    found = {
+        at: getattr(leaves[leaf], "sharding", None) for at, leaf in enumerate(kept)
+    }
+    return {at: one.spec for at, one in found.items() if one is not None}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")
+
+
+def _is_array_or_number(leaf: Any) -> bool:
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _lay_out(arguments: Sequence[Argument], rules: RuleSet) -> None:
+    """Gives the leaves of arguments the shardings of the rules."""
+    for one in arguments:
+        if not one.is_state and holds_parameters(one, rules):
+            one.make_state()
+    shardings = iter(Layouts(arguments).under(rules))
+    for one in arguments:
+        one.leaves = [abstract(leaf, next(shardings)) for leaf in one.leaves]

@@ -1,0 +1,82 @@
+"""What is read from a laid-out module, as plain records."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flax_layoutmap.pod._attributes import AxisRef
+from flax_layoutmap.pod._records import Kind
+from flax_layoutmap.pod._values import Value
+
+Scope = tuple[int, ...]  # the loops around an operation, by number
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """A collective as it stands in the program.
+
+    Attributes:
+        kind: what it does.
+        axes: the axes it runs over.
+        shape: payload on one device.
+        element: MLIR's name of its element type.
+        executions: how often it runs in a step.
+        location: where it comes from, as MLIR writes it.
+        scope: the loops around it.
+        leaf: the argument that it moves, or whose gradient it sums.
+        into: the collective that it is one with, or None.
+    """
+
+    kind: Kind
+    axes: tuple[AxisRef, ...]
+    shape: tuple[int, ...]
+    element: str
+    executions: int
+    location: str
+    scope: Scope = ()
+    leaf: int | None = None
+    into: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Move:
+    """A value that changes its sharding, by one collective or several."""
+
+    before: Value
+    after: Value
+    executions: int
+    location: str
+    gathers_only: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Spread:
+    """What was read from a module.
+
+    Attributes:
+        sizes: axis name → size.
+        arguments: the arguments of the step.
+        results: its results.
+        collectives: in the order of the program.
+        moves: values that change their sharding.
+        flops: of matrix products and convolutions, on one device.
+        flops_whole: the same on all devices if none did another's work.
+        unrecognised: what could not be counted → how often it stands in the program.
+        operations: how many operations there are.
+        gradients_of: position of a result → the sums that it is made from; and what was
+            looked at before, which is not again.
+    """
+
+    sizes: dict[str, int]
+    arguments: list[Value]
+    results: list[Value] = dataclasses.field(default_factory=list)
+    collectives: list[Found] = dataclasses.field(default_factory=list)
+    moves: dict[int, Move] = dataclasses.field(default_factory=dict)
+    flops: int = 0
+    flops_whole: int = 0
+    unrecognised: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+    operations: int = 0
+    gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()
