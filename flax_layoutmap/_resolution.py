@@ -509,8 +509,8 @@ class Resolution:
         """Unused rules, unmatched leaves, fallbacks: one line each.
 
         Args:
-            large_only: leave out fallbacks, and unmatched leaves with less than 1 % of
-                the bytes.
+            large_only: leave out fallbacks, and unmatched leaves that with those like
+                them have less than 1 % of the bytes and 10 % of what a device holds.
             fold: whether leaves that are alike share a line, as in `report`.
         """
         return _report.remarks(self, large_only=large_only, folded=fold)
