@@ -203,8 +203,7 @@ def _require_shape(generation: Generation, shape: Shape) -> None:
     if len(shape) != generation.dims:
         why = f"{generation.name} has {generation.dims} dims, not {len(shape)}"
     elif chips > generation.max_chips:
-        why = f"{chips:,} chips are more than the {generation.max_chips:,} of the"
-        why += " largest slice; take several, slices=…"
+        why = _too_many(generation, chips)
     elif tuple(sorted(shape)) in shapes_of(generation):
         why = "the short dims come first"
     elif generation.dims == 3:
@@ -235,12 +234,22 @@ def _shape_of_count(generation: Generation, count: int) -> Shape:
     if count % each == 0 and count // each in sizes:
         same = [s for s in shapes_of(generation) if math.prod(s) * each == count]
         return min(same, key=lambda shape: (sum(shape), shape))
-    unit = "TensorCores, two to a chip" if each == 2 else "chips"
+    if count > generation.max_chips * each:
+        why = _too_many(generation, count // each)
+    else:
+        why = "the number counts "
+        why += "TensorCores, two to a chip" if each == 2 else "chips"
     nearest = sorted(sizes, key=lambda size: abs(size * each - count))[:3]
     written = ", ".join(f"{generation.name}-{n * each}" for n in sorted(nearest))
     raise MeshError(
-        f"there is no slice {generation.name}-{count}: the number counts {unit}. The "
-        f"nearest: {written}"
+        f"there is no slice {generation.name}-{count}: {why}. The nearest: {written}"
+    )
+
+
+def _too_many(generation: Generation, chips: int) -> str:
+    return (
+        f"{chips:,} chips are more than the {generation.max_chips:,} of the largest "
+        "slice; take several, slices=…"
     )
 
 

@@ -231,8 +231,21 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (
         "v6e-500",
         {},
-        "there is no slice v6e-500: the number counts chips. The nearest: v6e-64, "
-        "v6e-128, v6e-256",
+        "there is no slice v6e-500: 500 chips are more than the 256 of the largest "
+        "slice; take several, slices=…. The nearest: v6e-64, v6e-128, v6e-256",
+    ),
+    (
+        "v6e-100",
+        {},
+        "there is no slice v6e-100: the number counts chips. The nearest: v6e-32, "
+        "v6e-64, v6e-128",
+    ),
+    (
+        "v5p-16384",
+        {},
+        "there is no slice v5p-16384: 8,192 chips are more than the 6,144 of the "
+        "largest slice; take several, slices=…. The nearest: v5p-12032, v5p-12160, "
+        "v5p-12288",
     ),
     (
         "v5p:4x4x4_twisted",
