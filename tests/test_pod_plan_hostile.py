@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod._hlo import read_program
+from flax_layoutmap.pod._values import dtype_name
 
 P = PartitionSpec
 MESH = "data=2,model=4"
@@ -233,6 +234,140 @@ def test_operations_of_others_are_said() -> None:
     report = plan(step, {"experts": struct(4, 16, 8)}, X, layout_map=layout)
     (what,) = report.unrecognised
     assert what.endswith("of sharded arrays, not counted") and "ragged" in what
+
+
+# ---------------------------------------------------------- inside of a shard_map
+
+
+def shard_mapped(inside: Any, in_specs: Any, out_specs: Any, **more: Any) -> Any:
+    jax_mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+    return jax.shard_map(
+        inside,
+        mesh=jax_mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+        **more,
+    )
+
+
+def test_rows_that_a_shard_map_sends() -> None:
+    def inside(x: Any, at: Any) -> Any:
+        sizes = jnp.ones((4,), jnp.int32)
+        return jax.lax.ragged_all_to_all(
+            x, jnp.zeros_like(x), at, sizes, at, sizes, axis_name="model"
+        )
+
+    def step(x: Any) -> Any:
+        mapped = shard_mapped(inside, (P("model"), P()), P("model"))
+        return mapped(x, jnp.arange(4, dtype=jnp.int32))
+
+    jax_mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+    sharding = NamedSharding(jax_mesh, P("model"))
+    x = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=sharding)
+    report = flm.pod.plan(jax.jit(step), x)
+    (one,) = report.collectives
+    assert (one.kind, one.axes, one.shape) == ("all-to-all", ("model",), (16, 8))
+    assert (one.bytes, one.wire_bytes, one.path) == (512, 384, "x")
+    what = "ragged_all_to_all of rows that the data says, counted as if all were sent"
+    assert report.unrecognised == {what: 1}
+
+
+def test_products_with_a_matrix_for_each_group_of_rows() -> None:
+    def step(params: Any, x: Any) -> Any:
+        sizes = jnp.full((8,), 64)
+        mapped = shard_mapped(
+            jax.lax.ragged_dot, (P("data"), P("data"), P("data")), P("data")
+        )
+        return mapped(x, params["experts"], sizes)
+
+    def gradient(params: Any, x: Any) -> Any:
+        return jax.grad(lambda params: (step(params, x) ** 2).sum())(params)
+
+    layout = rules(experts=("data", None, None))
+    params = {"experts": struct(8, 16, 4)}
+    report = plan(step, params, X, layout_map=layout)
+    assert not report.unrecognised
+    assert report.flops_per_device == 2 * 256 * 16 * 4
+    # Over "model" every device does the same.
+    assert report.flops_total == 2 * 512 * 16 * 4
+    assert "4.00 times an even share" in report.report()
+    # Of the second, of rows with rows, each row is in one of the results, too.
+    gradients = plan(gradient, params, X, layout_map=layout)
+    assert gradients.flops_per_device == 2 * report.flops_per_device
+    plain = jax.jit(lambda w, x: jax.lax.ragged_dot(x, w, jnp.full((2,), 256)))
+    replicated = flm.pod.plan(plain, struct(2, 16, 4), X, mesh=MESH)
+    assert replicated.flops_per_device == 2 * 512 * 16 * 4
+
+
+def test_kernels_in_a_shard_map_are_said() -> None:
+    def inside(x: Any) -> Any:
+        y = jax.ffi.ffi_call("a_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return jax.lax.top_k(jax.scipy.special.erf(y), 2)[0]
+
+    def step(x: Any) -> Any:
+        return shard_mapped(inside, P("data"), P("data"))(x)
+
+    report = plan(step, X, layout_map=rules())
+    assert report.unrecognised == {"a_kernel in a shard_map, not counted": 1}
+
+
+def test_work_that_a_shard_map_shares_out() -> None:
+    def inside(x: Any, w: Any) -> Any:
+        return jax.lax.psum((x @ w).sum(), ("data", "model"))
+
+    def step(params: Any, x: Any) -> Any:
+        specs = P("data"), P(None, "model")
+        return shard_mapped(inside, specs, P())(x, params["w"])
+
+    report = plan(step, SQUARE, X, layout_map=rules(w=(None, "model")))
+    assert report.flops_total == 2 * 512 * 16 * 16
+    assert report.flops_per_device == report.flops_total // 8
+    assert "even share" not in report.report()
+
+
+def test_axes_that_a_shard_map_leaves_to_the_compiler(mesh: flm.DeviceMesh) -> None:
+    jax_mesh: Any = mesh.jax_mesh
+
+    def inside(x: Any, w: Any) -> Any:
+        return jax.lax.psum(x @ w, "data")
+
+    def step(state: Any, x: Any) -> Any:
+        mapped = jax.shard_map(
+            inside,
+            mesh=jax_mesh,
+            in_specs=(P("data"), P()),
+            out_specs=P(),
+            axis_names={"data"},
+            check_vma=False,
+        )
+        return mapped(x, state["w"])
+
+    layout_map = rules(w=(None, "model"))
+    report = plan(step, SQUARE, X, mesh=mesh, layout_map=layout_map)
+    # 256 rows on a device, and 4 of 16 columns: the sum is of those.
+    (one,) = report.collectives[:1]
+    assert (one.kind, one.axes, one.shape) == ("all-reduce", ("data",), (256, 4))
+    assert report.flops_per_device == 2 * 256 * 16 * 4
+    assert report.flops_total == 2 * 512 * 16 * 16
+    jitted = flm.jit(step, layout_map=layout_map.on(mesh))
+    text = jitted.lower(SQUARE, X).compile().as_text()
+    wanted = payload(read_program(text, mesh.axis_names, mesh.shape).collectives)
+    assert wanted["all-reduce", ("data",)] == one.bytes == 256 * 4 * 4
+
+
+def test_results_of_a_shard_map_are_sharded() -> None:
+    def step(params: Any, x: Any) -> Any:
+        spec = P("data", "model")
+        y = shard_mapped(jnp.tanh, spec, spec)(x)
+        return jax.lax.with_sharding_constraint(y @ params["w"], P("data"))
+
+    report = plan(step, SQUARE, X, layout_map=rules(w=("model", None)))
+    assert report.flops_per_device == 2 * 256 * 16 * 16 // 4
+    assert report.flops_total == 2 * 512 * 16 * 16
+
+
+# --------------------------------------------------------------- what is not known
 
 
 def test_a_loop_whose_condition_is_carried() -> None:
@@ -628,6 +763,30 @@ def test_reports_are_kept_and_compared() -> None:
     assert kept.report() == report.report()
     with pytest.raises(flm.LayoutError, match="has no program to lay out again"):
         kept.with_layout(rules())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("float4_e2m1fn", "int2", "uint2", "int4", "uint4", "bool_", "bfloat16"),
+        *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("float16", "int8", "uint16", "complex64"),
+    ],
+)
+def test_bytes_of_dtypes_as_the_compiler_counts(name: str) -> None:
+    x = struct(6, 5, dtype=getattr(jnp, name))
+    jitted = jax.jit(lambda x: x)
+    analysis: Any = jitted.lower(x).compile().memory_analysis()
+    report = flm.pod.plan(jitted, x, mesh="data=1")
+    assert sum(report.memory.at_rest.values()) == analysis.argument_size_in_bytes
+    assert dtype_name(element_of(x)) == name.rstrip("_")
+
+
+def element_of(x: Any) -> str:
+    """How MLIR calls the type of an element."""
+    module: Any = jax.jit(lambda x: x).lower(x).compiler_ir()
+    return str(module.body.operations[0].type.inputs[0].element_type)
 
 
 def test_names_of_dtypes() -> None:

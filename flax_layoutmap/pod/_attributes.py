@@ -69,11 +69,16 @@ class Attributes:
             self._known[attribute] = found
         return found
 
-    def per_value(self, op: Any) -> Sequence[Dims]:
-        """The axes of each dim, of each result of an operation; none if not said."""
-        if "sdy.sharding" not in op.attributes:
+    def per_value(self, op: Any, where: str = "sdy.sharding") -> Sequence[Dims]:
+        """The axes of each dim, of each result of an operation; none if not said.
+
+        Args:
+            op: the operation.
+            where: the attribute; `in_shardings` is of operands.
+        """
+        if where not in op.attributes:
             return ()
-        attribute = op.attributes["sdy.sharding"]
+        attribute = op.attributes[where]
         found = self._known.get(attribute)
         if found is None:
             from jaxlib.mlir.dialects import sdy

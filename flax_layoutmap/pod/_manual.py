@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_layoutmap.pod._attributes import AxisRef
+from flax_layoutmap.pod._attributes import Attributes, AxisRef, Dims
 from flax_layoutmap.pod._records import Kind
 
 _KINDS: dict[str, Kind] = {
@@ -16,6 +16,49 @@ _KINDS: dict[str, Kind] = {
     "stablehlo.all_to_all": "all-to-all",
     "stablehlo.collective_permute": "collective-permute",
 }
+# A custom call: how many rows go where is in the data.
+RAGGED = "ragged_all_to_all"
+_KINDS[RAGGED] = "all-to-all"
+# Custom calls without matrix products, which a plan has nothing to say of.
+_PLAIN = ("mhlo.topk", "Sharding", "annotate_device_placement", "xla.sdy")
+
+
+def operands_of(op: Any, attributes: Attributes) -> tuple[list[Dims], int]:
+    """How the body of a shard_map sees its operands.
+
+    Args:
+        op: the manual computation.
+        attributes: reads it.
+
+    Returns:
+        The axes of each dim that are left to the compiler; and into how many parts the
+        manual axes cut the work, if each that shards an operand cuts all of it.
+    """
+    manual = {name for name, _ in attributes.axes_in(op.attributes["manual_axes"])}
+    given = attributes.per_value(op, "in_shardings")
+    left = [
+        tuple(tuple(axis for axis in axes if axis[0] not in manual) for axes in dims)
+        for dims in given
+    ]
+    cuts = {axis for dims in given for axes in dims for axis in axes}
+    return left, math.prod(size for name, size in cuts if name in manual)
+
+
+def target_of(op: Any) -> str:
+    """What a custom call calls; the name of another operation."""
+    if "call_target_name" in op.attributes:
+        return str(op.attributes["call_target_name"]).strip('"')
+    return op.name
+
+
+def hides_work(op: Any) -> bool:
+    """Whether an operation of another compiler may do more than its results show."""
+    if op.name == "stablehlo.custom_call":
+        return not target_of(op).startswith(_PLAIN)
+    shapes = {
+        str(getattr(one.type, "shape", ())) for one in (*op.operands, *op.results)
+    }
+    return len(op.regions) > 0 or len(shapes) > 1
 
 
 def manual_collective(
@@ -24,7 +67,7 @@ def manual_collective(
     """What a collective is, and over which mesh axes it runs.
 
     Args:
-        name: name of the operation.
+        name: name of the operation, or of what it calls.
         op: the operation.
         sizes: axis name → size, in the order of the mesh.
 
@@ -33,9 +76,12 @@ def manual_collective(
     """
     kind = _KINDS.get(name)
     wanted = "source_target_pairs" if kind == "collective-permute" else "replica_groups"
-    if kind is None or wanted not in op.attributes:
+    given = op.attributes
+    if name == RAGGED:
+        given = given["backend_config"] if "backend_config" in given else {}
+    if kind is None or wanted not in given:
         return None, ()
-    groups = _numbers(op.attributes[wanted])
+    groups = _numbers(given[wanted])
     if groups is None:
         return None, ()
     axes = _axes_of(groups, sizes, pairs=kind == "collective-permute")

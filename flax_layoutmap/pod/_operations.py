@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from flax_layoutmap.pod._attributes import Attributes, AxisRef, Dims
@@ -14,6 +15,7 @@ MOVING: dict[str, Kind] = {
     "sdy.all_to_all": "all-to-all",
     "sdy.collective_permute": "collective-permute",
 }
+RAGGED_DOT = "chlo.ragged_dot"
 ENDS = ("func.return", "stablehlo.return", "sdy.return")
 
 
@@ -63,17 +65,53 @@ def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
     return tuple(dict.fromkeys(moved))
 
 
-def contracted(op: Any) -> Sequence[int]:
-    """The dims of the first operand that a matrix product sums over."""
+def multiplications(
+    op: Any, left: Value, right: Value, result: Value
+) -> tuple[int, int]:
+    """Multiplications of a matrix product or a convolution, each with its addition.
+
+    Args:
+        op: the operation.
+        left: its first operand.
+        right: its second.
+        result: what it makes.
+
+    Returns:
+        Those of one device; those of all if none does another's work.
+    """
     from jaxlib.mlir.dialects import stablehlo
 
-    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    return numbers.lhs_contracting_dimensions
+    sides = (
+        (left.local_shape, right.local_shape, result.local_shape),
+        (left.shape, right.shape, result.shape),
+    )
+    if op.name == RAGGED_DOT:
+        dims = _rows_of(op, len(right.shape))
+        local, whole = (prod(a) * prod(b[dim] for dim in dims) for a, b, _ in sides)
+    elif op.name == "stablehlo.convolution":
+        numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+        out = max(1, right.local_shape[numbers.kernel_output_feature_dimension])
+        local, whole = (prod(c) * (prod(b) // out) for _, b, c in sides)
+    else:
+        numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+        dims = numbers.lhs_contracting_dimensions
+        local, whole = (prod(c) * prod(a[dim] for dim in dims) for a, _, c in sides)
+    return local, whole
 
 
-def feature_size(op: Any, kernel: Value) -> int:
-    """Output features of a convolution, on one device."""
-    from jaxlib.mlir.dialects import stablehlo
+def _rows_of(op: Any, ndim: int) -> Sequence[int]:
+    """The dims of the second operand of a ragged product that only it has.
 
-    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
-    return kernel.local_shape[numbers.kernel_output_feature_dimension]
+    Every row of the first operand is in one group.
+    """
+    from jaxlib.mlir.dialects import chlo
+
+    numbers = chlo.RaggedDotDimensionNumbers(
+        op.attributes["ragged_dot_dimension_numbers"]
+    )
+    shared = {
+        *numbers.rhs_batching_dimensions,
+        *numbers.rhs_contracting_dimensions,
+        *numbers.rhs_group_dimensions,
+    }
+    return [dim for dim in range(ndim) if dim not in shared]

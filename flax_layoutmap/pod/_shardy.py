@@ -18,16 +18,22 @@ from flax_layoutmap.pod._attributes import (
 )
 from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._loops import trip_count
-from flax_layoutmap.pod._manual import manual_collective
+from flax_layoutmap.pod._manual import (
+    RAGGED,
+    hides_work,
+    manual_collective,
+    operands_of,
+    target_of,
+)
 from flax_layoutmap.pod._operations import (
     MOVING,
+    RAGGED_DOT,
     changed_axes,
-    contracted,
-    feature_size,
     is_shared,
     last_of,
     location_of,
     maker_of,
+    multiplications,
 )
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._spread import Found, Move, Scope, Spread
@@ -58,10 +64,17 @@ def read(module: Any, attributes: Attributes | None = None) -> Spread:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    """Where in the program the walk is."""
+    """Where in the program the walk is.
+
+    Attributes:
+        times: how often what stands there runs in a step.
+        scope: the loops around it.
+        cuts: inside of a shard_map, into how many parts its axes cut the work; else 0.
+    """
 
     times: int
     scope: Scope
+    cuts: int = 0
 
 
 class _Walk:
@@ -81,6 +94,7 @@ class _Walk:
             "stablehlo.add": self._add_sums,
             "stablehlo.dot_general": self._product,
             "stablehlo.convolution": self._product,
+            RAGGED_DOT: self._ragged_product,
             "stablehlo.while": self._loop,
             "stablehlo.case": self._branches,
             "stablehlo.if": self._branches,
@@ -123,7 +137,7 @@ class _Walk:
             if handler is not None:
                 handler(operation, place)
             elif name.startswith(_NO_RULE):
-                self._without_rule(operation)
+                self._without_rule(operation, place)
         self.found.operations += count
 
     def _loop(self, op: Any, place: _Place) -> None:
@@ -143,9 +157,8 @@ class _Walk:
             else:
                 own = dims[at] if at < len(dims) else None
                 values.say(argument, values.new("loop", argument, own))
-        self._block(
-            body, _Place(place.times * (count or 1), (*place.scope, self.loops))
-        )
+        times, scope = place.times * (count or 1), (*place.scope, self.loops)
+        self._block(body, _Place(times, scope, place.cuts))
         for at, result in enumerate(op.results):
             if same[at]:
                 values.say(result, values.of(op.operands[at]), (op.operands[at],))
@@ -177,12 +190,16 @@ class _Walk:
     def _manual(self, op: Any, place: _Place) -> None:
         """The body of a shard_map: its shapes are those of single devices."""
         block, values = op.regions[0].blocks[0], self.values
-        for argument, operand in zip(block.arguments, op.operands, strict=True):
-            value = values.say(argument, values.new("manual", argument))
-            value.leaf = values.of(operand).leaf
-        self._block(block, place)
-        for result, end in zip(op.results, last_of(block).operands, strict=True):
-            values.say(result, values.new("manual", result), (end,))
+        dims, cuts = operands_of(op, self.attributes)
+        for at, argument in enumerate(block.arguments):
+            value = values.say(argument, values.new("manual", argument, dims[at]))
+            value.leaf = values.of(op.operands[at]).leaf
+        # In one shard_map inside of another, both cut.
+        self._block(block, _Place(place.times, place.scope, (place.cuts or 1) * cuts))
+        dims, ends = self.attributes.per_value(op, "out_shardings"), last_of(block)
+        for at, result in enumerate(op.results):
+            made = values.new("manual", result, dims[at])
+            values.say(result, made, (ends.operands[at],))
 
     # -------------------------------------------------------------- collectives
 
@@ -281,17 +298,22 @@ class _Walk:
 
     def _own_collective(self, op: Any, place: _Place) -> None:
         """A collective that the program itself asks for, inside of a shard_map."""
-        name, operands = op.name, self.values.every(op.operands)
-        values = self.values.results(op)
+        name, values = target_of(op), self.values.results(op)
         kind, axes = manual_collective(name, op, self.found.sizes)
         if kind is None:
             what = f"{name} over devices that are no mesh axes, not counted"
             self.found.unrecognised[what] += 1
             return
-        for operand, value in zip(operands, values, strict=True):
-            whole = value if kind in ("all-gather", "all-to-all") else operand
-            if parts(axes) > 1:
-                self._add(kind, axes, whole.shape, value, op, place, operand.leaf)
+        if parts(axes) == 1:
+            return
+        if name == RAGGED:
+            what = f"{name} of rows that the data says, counted as if all were sent"
+            self.found.unrecognised[what] += 1
+        gives = kind in ("all-gather", "all-to-all") and name != RAGGED
+        for at, value in enumerate(values):
+            operand = self.values.of(op.operands[at])
+            shape = (value if gives else operand).local_shape
+            self._add(kind, axes, shape, value, op, place, operand.leaf)
 
     def _add(
         self,
@@ -315,34 +337,38 @@ class _Walk:
         )
         self.found.collectives.append(found)
 
-    def _without_rule(self, op: Any) -> None:
+    def _without_rule(self, op: Any, place: _Place) -> None:
         """What Shardy may have no rule for: then it is made whole on every device."""
+        name = target_of(op)
+        if place.cuts:
+            if name == RAGGED:
+                self._own_collective(op, place)
+            elif hides_work(op):
+                self.found.unrecognised[f"{name} in a shard_map, not counted"] += 1
+        elif "sdy.sharding" not in op.attributes and self._has_sharded(op):
+            self.found.unrecognised[f"{name} of sharded arrays, not counted"] += 1
+
+    def _has_sharded(self, op: Any) -> bool:
+        """Whether any operand is sharded."""
         operands = self.values.every(op.operands)
-        sharded = any(parts(axes) > 1 for one in operands for axes in one.dims)
-        if not sharded or "sdy.sharding" in op.attributes:
-            return
-        name = op.name
-        if "call_target_name" in op.attributes:
-            name = str(op.attributes["call_target_name"]).strip('"')
-        self.found.unrecognised[f"{name} of sharded arrays, not counted"] += 1
+        return any(parts(axes) > 1 for one in operands for axes in one.dims)
 
     # ----------------------------------------------------------------- products
 
     def _product(self, op: Any, place: _Place) -> None:
         """Adds the operations of a matrix product, or of a convolution."""
-        value = self.values.of(op.results[0])
-        if op.name == "stablehlo.convolution":
-            kernel = self.values.of(op.operands[1])
-            out = feature_size(op, kernel)
-            local = math.prod(kernel.local_shape) // max(1, out)
-            whole = math.prod(kernel.shape) // max(1, out)
+        operands = self.values.every(op.operands)
+        result = self.values.of(op.results[0])
+        local, whole = multiplications(op, operands[0], operands[1], result)
+        self.found.flops += 2 * place.times * local
+        self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
+
+    def _ragged_product(self, op: Any, place: _Place) -> None:
+        """A product with a matrix for each group of rows; Shardy has no rule for it."""
+        if "sdy.sharding" not in op.attributes and self._has_sharded(op):
+            self.found.unrecognised[f"{op.name} of sharded arrays, not counted"] += 1
         else:
-            left = self.values.of(op.operands[0])
-            dims, local_shape = contracted(op), left.local_shape
-            local = math.prod(local_shape[dim] for dim in dims)
-            whole = math.prod(left.shape[dim] for dim in dims)
-        self.found.flops += 2 * place.times * math.prod(value.local_shape) * local
-        self.found.flops_whole += 2 * place.times * math.prod(value.shape) * whole
+            self._product(op, place)
 
 
 def _gathered_from(op: Any, values: Dataflow) -> int | None:

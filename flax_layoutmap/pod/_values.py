@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from flax_layoutmap.pod._attributes import AxisRef, Dims
 
 Shape = tuple[int, ...]
 
-# Bits of an element; `i1` takes a byte in memory.
-_BITS = {"i1": 8, "i2": 8, "ui2": 8, "i4": 4, "ui4": 4, "complex<f32>": 64}
-_BITS["complex<f64>"] = 128
+# Bits of an element where its name does not say them; `i1` takes a byte in memory.
+_BITS = {"i1": 8, "ui1": 8, "complex<f32>": 64, "complex<f64>": 128}
+# The first number in a name is the width: `bf16`, `ui4`, `f8E4M3FN`.
+_WIDTH = re.compile(r"\d+")
+_SMALL_FLOAT = re.compile(r"f(\d)(E\w+)")
 
 # How a dtype is called in Python.
 _NAMES = {
@@ -139,10 +142,8 @@ def bytes_of(shape: Shape, element: str) -> int:
     """Bytes of an array."""
     bits = _BITS.get(element)
     if bits is None:
-        digits = "".join(c for c in element if c.isdigit())
-        # f8E4M3FN: the first number is the width.
-        bits = 8 if element.startswith("f8") else int(digits or 32)
-        bits = 16 if element in ("bf16", "f16") else bits
+        width = _WIDTH.search(element)
+        bits = int(width[0]) if width else 32
     return -(-math.prod(shape) * bits // 8)
 
 
@@ -150,7 +151,10 @@ def dtype_name(element: str) -> str:
     """`bf16` → `bfloat16`."""
     if element in _NAMES:
         return _NAMES[element]
-    for short, long in (("ui", "uint"), ("i", "int"), ("f8", "float8_")):
+    small = _SMALL_FLOAT.fullmatch(element)
+    if small:
+        return f"float{small[1]}_{small[2].lower()}"
+    for short, long in (("ui", "uint"), ("i", "int")):
         if element.startswith(short) and element[len(short) :]:
             return long + element[len(short) :].lower()
     return element
