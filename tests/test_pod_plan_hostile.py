@@ -578,7 +578,7 @@ def test_in_shardings_that_are_not_those_of_the_rules() -> None:
     (warning,) = plan(jitted, PARAMS, X, layout_map=rules(**MEGATRON)).warnings
     assert warning == (
         "sgd has in_shardings of its own, which count here and not the rules: 1 "
-        "leaves, such as params/up, which is P(model), and P(-, model) by the rules; "
+        "leaf, such as params/up, which is P(model), and P(-, model) by the rules; "
         "a call would refuse arrays that lie by the rules"
     )
     good = rules(up=("model", None), down=("model", None))
@@ -596,6 +596,83 @@ def test_the_same_reshard_in_every_layer_is_one_line() -> None:
     assert len(report.reshards) == 29
     lines = [one for one in report.report().splitlines() if one.startswith("reshard")]
     assert len(lines) == 1 and "dot_general ×29 [512,16]" in lines[0]
+
+
+# ------------------------------------------------------- what a report says of them
+
+
+def test_lines_of_functions_of_jax_that_are_jitted(mesh: flm.DeviceMesh) -> None:
+    """JAX lowers them once for all their calls, with no line; `sort` has a region."""
+
+    def step(state: Any, x: Any) -> Any:
+        return jnp.sort(jax.nn.log_softmax(x @ state["w"]), 1).sum()
+
+    layout_map = rules(w=(None, "model"))
+    report = plan(step, SQUARE, X, layout_map=layout_map)
+    sources = {one.source for one in (*report.collectives, *report.reshards)}
+    line = step.__code__.co_firstlineno + 1
+    name = "test_lines_of_functions_of_jax_that_are_jitted.step"
+    assert sources == {f"test_pod_plan_hostile.py:{line} {name}"}
+    assert {one.value for one in report.reshards} >= {"sort"}
+    # The compiler's word names the line in the same way, with jax 0.8.1 without a name.
+    jitted = flm.jit(step, layout_map=layout_map.on(mesh))
+    text = jitted.lower(SQUARE, X).compile().as_text()
+    found = read_program(text, mesh.axis_names, mesh.shape).collectives
+    named = {one.source for one in found} & {*sources, f"{__name__}.py:{line}"}
+    assert named, [one.source for one in found]
+
+
+def test_there_and_back_are_two_reshards() -> None:
+    def step(params: Any, x: Any) -> Any:
+        moved = jax.lax.with_sharding_constraint(params["w"], P("model", None))
+        return {"w": moved}, (x @ params["w"]).sum()
+
+    report = plan(step, SQUARE, X, layout_map=rules(w=(None, "model")))
+    moves = [(one.before, one.after) for one in report.reshards]
+    assert sorted(moves) == [("P(-, model)", "P(model)"), ("P(model)", "P(-, model)")]
+
+
+def test_branches_that_differ_are_both_counted_and_it_is_said() -> None:
+    def step(params: Any, x: Any, flag: Any) -> Any:
+        def wide(x: Any) -> Any:
+            return ((x @ params["up"]) @ params["down"]).sum()
+
+        def narrow(x: Any) -> Any:
+            return (x @ params["small"]).sum()
+
+        return jax.lax.cond(flag, wide, narrow, x)
+
+    params = {**PARAMS, "small": struct(16, 4)}
+    layout = rules(**MEGATRON, small=None)
+    flag = struct(dtype=jnp.bool_)
+    report = plan(step, params, X, flag, layout_map=layout)
+    wide, narrow = 2 * 256 * 16 * 8 * 2, 2 * 256 * 16 * 4
+    assert report.flops_per_device == wide + narrow
+    assert report.warnings == (
+        "each device takes one branch of a conditional; all branches are counted",
+    )
+
+    def plain(params: Any, x: Any, flag: Any) -> Any:
+        return jax.lax.cond(flag, jnp.tanh, lambda x: x, x @ params["small"])
+
+    assert plan(plain, params, X, flag, layout_map=layout).warnings == ()
+
+
+def test_tiles_of_a_tpu_where_a_tpu_is_named() -> None:
+    def text(**more: Any) -> str:
+        return plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON), **more).report()
+
+    assert "tiles of a TPU" not in text(platform="gpu")
+    assert "tiles of a TPU add" in text(topology="v5e:2x4")
+
+
+def test_markdown_of_lambdas() -> None:
+    step = lambda params, x: (x @ params["down_"]).sum()  # noqa: E731
+    report = plan(step, {"down_": struct(16, 4)}, X, layout_map=rules(down_=("model",)))
+    title, *lines = report.report("markdown").splitlines()
+    assert title.startswith(r"**plan of \<lambda> on mesh")
+    rows = [line for line in lines if "lambda" in line]
+    assert rows and all("<lambda>` |" in row or r"\<lambda>" in row for row in rows)
 
 
 # ------------------------------------------------------------------ bad input

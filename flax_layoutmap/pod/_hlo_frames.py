@@ -39,6 +39,7 @@ class Frames:
             file = self._files.get(place.get("file_name_id", 0))
             if file is not None:
                 function = self._functions.get(place.get("function_name_id", 0), "")
+                function = function.replace(".<locals>", "")  # as a plan says it
                 written = (
                     f"{_file_name(file)}:{place.get('line', 0)} {function}".rstrip()
                 )

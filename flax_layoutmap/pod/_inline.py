@@ -6,6 +6,8 @@ through calls, or (of jax 0.8.1) stop at them.
 
 from typing import Any
 
+from flax_layoutmap.pod._sources import source_line
+
 _CALLS = ("func.call", "call")
 
 
@@ -51,9 +53,38 @@ def _inline(call: Any, callee: Any) -> None:
     for argument, operand in zip(block.arguments, call.operands, strict=True):
         argument.replace_all_uses_with(operand)
     *body, end = block.operations
+    _give_location(body, call.operation.location, {})
     for op in body:
         op.operation.move_before(call.operation)
     for result, value in zip(call.results, end.operation.operands, strict=True):
         result.replace_all_uses_with(value)
     call.operation.erase()
     copy.erase()
+
+
+def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
+    """Gives operations without a line that of their call, behind their own name.
+
+    A function of JAX is lowered once for all that call it, and says no line.
+
+    Args:
+        operations: the operations, which are changed; and those in their regions.
+        caller: where the call is.
+        known: what was given before, by their own locations.
+    """
+    from jaxlib.mlir import ir
+
+    for one in operations:
+        op = one.operation
+        own = op.location.attr
+        if own not in known:
+            text = str(op.location)
+            name = text.partition('"')[2].partition('"')[0]
+            known[own] = None
+            if source_line(text) is None:
+                known[own] = ir.Location.name(name, caller) if name else caller
+        if known[own] is not None:
+            op.location = known[own]
+        for region in op.regions:
+            for block in region.blocks:
+                _give_location(block.operations, caller, known)

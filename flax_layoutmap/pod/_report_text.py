@@ -82,11 +82,19 @@ def as_text(report: Report, width: int | None) -> str:
 
 def as_markdown(report: Report) -> str:
     """The same as Markdown."""
-    parts = [f"**{title(report)}**"]
+    head = title(report).replace("<", "\\<")  # of a step that is a lambda
+    parts = [f"**{head}**"]
     largest, more = _largest(report, None)
     for grid in (_by_axis(report), largest):
         if grid.lines:
-            rows = [line.cells for line in grid.lines]
+            code = [name in ("path", "source") for name in grid.names]
+            rows = [
+                [
+                    f"`{cell}`" if flag and cell not in ("", "-") else cell
+                    for cell, flag in zip(line.cells, code, strict=True)
+                ]
+                for line in grid.lines
+            ]
             parts.append(markdown_table(grid.names, rows, grid.right))
     lines = [more] if more else []
     return "\n\n".join([*parts, markdown_list([*lines, *remarks(report)])])
@@ -303,11 +311,9 @@ def _drifts(drift: Sequence[Drift]) -> Iterator[str]:
 def _memory(report: Report) -> Iterator[str]:
     memory = report.memory
     parts = [f"{role} {human_bytes(size)}" for role, size in memory.at_rest.items()]
-    padding = (
-        f"; tiles of a TPU add {human_bytes(memory.padding_bytes)}"
-        if memory.padding_bytes
-        else ""
-    )
+    padding = ""
+    if memory.padding_bytes and report.topology is not None:
+        padding = f"; tiles of a TPU add {human_bytes(memory.padding_bytes)}"
     whole = human_bytes(memory.at_rest_bytes)
     listed = f" ({', '.join(parts)})" if len(parts) > 1 else ""
     yield f"at rest: {whole} per device{listed}{padding}"

@@ -170,8 +170,12 @@ class _Walk:
     def _branches(self, op: Any, place: _Place) -> None:
         """Every branch is counted: which one runs is not in the program."""
         blocks = [region.blocks[0] for region in op.regions]
+        counted = 0
         for block in blocks:
+            before = self.found.flops, len(self.found.collectives)
             self._block(block, place)
+            counted += before != (self.found.flops, len(self.found.collectives))
+        self.found.branching += counted > 0
         dims = self.attributes.per_value(op)
         for at, result in enumerate(op.results):
             ends = [last_of(block).operands[at] for block in blocks]
@@ -288,10 +292,12 @@ class _Walk:
         self.gathered[key] = value
 
     def _note_move(self, op: Any, operand: Value, value: Value, place: _Place) -> None:
-        earlier = self.found.moves.pop(id(operand), None)
+        earlier = self.found.moves.get(id(operand))
         only = op.name == "sdy.all_gather"
         before = operand
-        if earlier is not None:
+        # There and back are two moves.
+        if earlier is not None and earlier.before.dims != value.dims:
+            del self.found.moves[id(operand)]
             before, only = earlier.before, only and earlier.gathers_only
         move = Move(before, value, place.times, location_of(op, self.attributes), only)
         self.found.moves[id(value)] = move

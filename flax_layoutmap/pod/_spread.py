@@ -63,6 +63,7 @@ class Spread:
         flops: of matrix products and convolutions, on one device.
         flops_whole: the same on all devices if none did another's work.
         unrecognised: what could not be counted → how often it stands in the program.
+        branching: how many conditionals have any of this in a branch.
         operations: how many operations there are.
         gradients_of: position of a result → the sums that it is made from; and what was
             looked at before, which is not again.
@@ -78,5 +79,6 @@ class Spread:
     unrecognised: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
+    branching: int = 0
     operations: int = 0
     gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()

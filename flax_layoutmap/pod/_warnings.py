@@ -1,7 +1,7 @@
 """What of a planned step is worth a look before it runs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh
@@ -34,6 +34,10 @@ def warnings_of(found: Spread, lowered: Lowered, mesh: DeviceMesh) -> Iterator[s
     yield from _overruled(found, lowered)
     yield from _closed_over(lowered)
     yield from _undonated(found, lowered)
+    if found.branching:
+        count = found.branching
+        which = "a conditional" if count == 1 else f"{count} conditionals"
+        yield f"each device takes one branch of {which}; all branches are counted"
     layers = _layers(lowered)
     if layers > _DEEP:
         yield (
@@ -70,7 +74,7 @@ def _overruled(found: Spread, lowered: Lowered) -> Iterator[str]:
         path, own, spec = gone[0]
         yield (
             f"{lowered.name} has in_shardings of its own, which count here and not the "
-            f"rules: {len(gone)} leaves, such as {path}, which is {own}, and {spec} by "
+            f"rules: {_leaves(gone)}, such as {path}, which is {own}, and {spec} by "
             "the rules; a call would refuse arrays that lie by the rules"
         )
 
@@ -96,10 +100,14 @@ def _undonated(found: Spread, lowered: Lowered) -> Iterator[str]:
     size = sum(found.arguments[at].local_bytes for at in kept)
     if size >= _UNDONATED:
         yield (
-            f"{len(kept)} leaves of state, such as {lowered.leaves[kept[0]].path}, are "
-            f"not donated: old and new are held at the same time, {human_bytes(size)} "
-            "more per device; use donate_argnames"
+            f"{_leaves(kept)} of state, such as {lowered.leaves[kept[0]].path}, "
+            f"{'is' if len(kept) == 1 else 'are'} not donated: old and new are held at "
+            f"the same time, {human_bytes(size)} more per device; use donate_argnames"
         )
+
+
+def _leaves(some: Sequence[object]) -> str:
+    return "1 leaf" if len(some) == 1 else f"{len(some)} leaves"
 
 
 def _layers(lowered: Lowered) -> int:
