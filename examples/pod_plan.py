@@ -164,7 +164,9 @@ def abstract_state(config: Config) -> tuple[Decoder, nnx.Optimizer]:
     return nnx.eval_shape(make)
 
 
-# Topology, slices, mesh, sequences in a batch, tokens in a sequence.
+# Topology, slices, mesh, sequences in a batch, tokens in a sequence. The last mesh
+# splits a physical axis of the slice: 70B has eight heads for keys, so that tensor=16,
+# which would not, is too many. The report warns of it.
 PLANS = [
     ("v5e:4x4", 1, "data=1,fsdp=4,tensor=4", 16, 2048),
     ("v5p:4x4x4", 1, "data=1,fsdp=16,tensor=4", 64, 4096),

@@ -12,6 +12,8 @@ from flax_layoutmap._errors import MeshError
 
 # Of many slices, so many are listed.
 _SHOWN = 8
+# Kinds of devices whose physical axes JAX splits unasked, in jax.make_mesh.
+_SPLIT_UNASKED = ("TPU v5 lite", "TPU v5e")
 
 
 def granules_of(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
@@ -33,6 +35,84 @@ def granules_of(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
     for device in devices:
         found[getattr(device, attribute)].append(device)
     return ("slice" if knows else "process"), dict(sorted(found.items()))
+
+
+def one_slice_grid(
+    sizes: Sequence[int],
+    names: Sequence[str],
+    devices: Sequence[Any],
+    allow_split_physical_axes: bool,
+) -> np.ndarray:
+    """The devices as a grid, in the order of `jax.make_mesh`.
+
+    Args:
+        sizes: sizes of the axes.
+        names: their names.
+        devices: as many devices.
+        allow_split_physical_axes: see `DeviceMesh`.
+
+    Raises:
+        MeshError: the devices are of several slices, or the sizes do not fit the links
+            of one.
+    """
+    kind, granules = granules_of(devices)
+    line = ",".join(f"{name}={n}" for name, n in zip(names, sizes, strict=True))
+    if kind == "slice" and len(granules) > 1:
+        raise MeshError(
+            f"the devices are of {len(granules)} slices, and the mesh {line} does not "
+            f"say which axes are over them; {_how_over_slices(sizes, names, granules)}"
+        )
+    split = allow_split_physical_axes or devices[0].device_kind in _SPLIT_UNASKED
+    try:
+        return mesh_utils.create_device_mesh(
+            sizes, list(devices), allow_split_physical_axes=split
+        )
+    except NotImplementedError as error:
+        raise MeshError(
+            f"the mesh {line} does not fit the links of the slice without splitting "
+            "one of its physical axes; choose sizes that do, or pass "
+            f"allow_split_physical_axes=True (some axes are slower then): {error}"
+        ) from error
+
+
+def over_slices(sizes: Sequence[int], slices: int) -> list[int] | None:
+    """How often each axis goes over slices, the first axes first; None where not.
+
+    >>> over_slices((4, 8), 8), over_slices((4, 12), 3)
+    ([4, 2], None)
+    """
+    between, left = [], slices
+    for size in sizes:
+        part = math.gcd(left, size)
+        between.append(part)
+        left //= part
+        if part < size:
+            break
+    return None if left != 1 else between + [1] * (len(sizes) - len(between))
+
+
+def hybrid_call(
+    sizes: Sequence[int], names: Sequence[str], between: Sequence[int], more: str = ""
+) -> str:
+    """`flm.DeviceMesh.hybrid(ici={"fsdp": 16}, dcn={"data": 2})`."""
+    last = max((at for at, n in enumerate(between) if n > 1), default=0)
+    dcn = dict(zip(names[: last + 1], between[: last + 1], strict=True))
+    inside = {
+        name: size // n for name, size, n in zip(names, sizes, between, strict=True)
+    }
+    ici = {name: n for name, n in inside.items() if n > 1 or name not in dcn}
+    ici = ici or {names[-1]: 1}
+    inner, outer = (str(some).replace("'", '"') for some in (ici, dcn))
+    return f"flm.DeviceMesh.hybrid(ici={inner}, dcn={outer}{more})"
+
+
+def _how_over_slices(
+    sizes: Sequence[int], names: Sequence[str], granules: Mapping[int, Any]
+) -> str:
+    between = over_slices(sizes, len(granules))
+    if between is None:
+        return f"put an axis of size {len(granules)} first, and use DeviceMesh.hybrid"
+    return f"write {hybrid_call(sizes, names, between)}"
 
 
 def hybrid_grid(

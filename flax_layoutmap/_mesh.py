@@ -26,7 +26,7 @@ from flax_layoutmap._dtensor_format import (
 )
 from flax_layoutmap._errors import MeshError, did_you_mean
 from flax_layoutmap._grid import coords_of, strides_of, whole
-from flax_layoutmap._hybrid import granules_of, hybrid_grid
+from flax_layoutmap._hybrid import granules_of, hybrid_grid, one_slice_grid
 from flax_layoutmap._mesh_shape import (
     Shape,
     axis_types_of,
@@ -62,9 +62,13 @@ class DeviceMesh:
         axis_types: `"auto"` (the default: the compiler decides what no layout says),
             `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. A
             mesh that exists keeps its own.
+        allow_split_physical_axes: whether a mesh axis may take a part of a physical
+            axis of the slice, where the sizes do not fit otherwise. `devices` that
+            are given keep their order.
 
     Raises:
-        MeshError: sizes, names and devices do not fit together.
+        MeshError: sizes, names and devices do not fit together, or not on the links of
+            the slice; or the devices are of several slices, which is for `hybrid`.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -86,6 +90,7 @@ class DeviceMesh:
         devices: Sequence[Any] | np.ndarray | None = None,
         *,
         axis_types: Any = "auto",
+        allow_split_physical_axes: bool = False,
     ) -> None:
         if isinstance(shape, DeviceMesh | Mesh | AbstractMesh):
             if axis_names is not None or devices is not None or axis_types != "auto":
@@ -104,11 +109,11 @@ class DeviceMesh:
             raise MeshError(wrong_count(sizes, names, len(available), given is None))
         types = axis_types_of(axis_types, len(sizes))
         if given is None:
-            # make_mesh orders the devices for the links of the hardware.
-            mesh = jax.make_mesh(sizes, names, axis_types=types)
+            # As jax.make_mesh does, which does not say what to write instead.
+            grid = one_slice_grid(sizes, names, available, allow_split_physical_axes)
         else:
             grid = np.array(given, dtype=object).reshape(sizes)
-            mesh = Mesh(grid, names, axis_types=types)
+        mesh = Mesh(grid, names, axis_types=types)
         object.__setattr__(self, "_mesh", mesh)
 
     @classmethod

@@ -19,7 +19,7 @@ from flax_layoutmap._topologies import topology as topology_of
 from flax_layoutmap.pod._links import dcn_axes, seconds_bound
 from flax_layoutmap.pod._memory import tiled_bytes
 from flax_layoutmap.pod._records import Kind
-from flax_layoutmap.pod._report_text import seconds_text
+from flax_layoutmap.pod._report_text import axes_text, seconds_text
 from flax_layoutmap.pod._sources import operation_name, source_line
 from flax_layoutmap.pod._values import Value
 
@@ -140,8 +140,8 @@ def test_text_says_the_rest() -> None:
         "unrecognised: a loop (2)",
         "warning: look here",
         "hosts: 2 with 2 devices each; a host holds 2.0 KiB of state, reads 1.0 KiB to "
-        "2.0 KiB of it in a restore and 0 B of data in a step (devices in the order of "
-        "the mesh)",
+        "2.0 KiB of it in a restore and 0 B of data in a step (devices as "
+        "DeviceMesh orders them)",
     ):
         assert line in text.splitlines()
     assert "1.2 ms" in text and "3 s" in text
@@ -322,14 +322,14 @@ def test_what_a_topology_adds() -> None:
     crossing = {one.axes for one in found.collectives if one.over_dcn}
     assert ("data",) in crossing and ("fsdp",) not in crossing
     assert all("data" in axes for axes in crossing)
-    assert set(found.seconds_bound) == {"+".join(c.axes) for c in found.collectives}
+    assert set(found.seconds_bound) == {axes_text(c) for c in found.collectives}
     part = 2048 * 4096 * 2 // 256
     batch = 65536 * 2048 * 2 // 32
     assert len(found.hosts) == 128
     assert [host.slice_index for host in found.hosts] == [0] * 64 + [1] * 64
-    # Four neighbours along the axis tensor: four parts of w, one of the batch.
+    # Two by two along the axes fsdp and tensor: four parts of w, two of the batch.
     assert {(h.holds_bytes, h.reads_bytes, h.data_bytes) for h in found.hosts} == {
-        (4 * part, 4 * part, batch)
+        (4 * part, 4 * part, 2 * batch)
     }
 
 
@@ -350,9 +350,9 @@ def test_what_is_at_rest_alone_may_be_too_much() -> None:
 
 def test_axes_between_slices() -> None:
     two = topology_of("v5e:4x4", slices=2)
-    assert dcn_axes({"data": 2, "fsdp": 16}, two) == {"data"}
-    assert dcn_axes({"fsdp": 32}, two) == {"fsdp"}
-    assert dcn_axes({"data": 2, "fsdp": 8}, topology_of("v5e:4x4")) == frozenset()
+    assert dcn_axes({"data": 2, "fsdp": 16}, two) == {"data": 2}
+    assert dcn_axes({"fsdp": 32}, two) == {"fsdp": 2}
+    assert dcn_axes({"data": 2, "fsdp": 8}, topology_of("v5e:4x4")) == {}
 
 
 def test_least_time_on_the_links() -> None:
@@ -455,4 +455,6 @@ def test_the_example_runs() -> None:
     for where in ("v5e:4x4", "v5p:4x4x4", "2 × v6e:16x16"):
         assert f"({where})" in done.stdout
     assert "data (DCN)" in done.stdout
-    assert "warning" not in done.stdout + done.stderr.lower()
+    # The third mesh is made only where DeviceMesh is told to split a dim.
+    assert done.stdout.count("warning: ") == 1 and "warning" not in done.stderr.lower()
+    assert "allow_split_physical_axes=True" in done.stdout

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError, MeshError
+from flax_layoutmap._hybrid import over_slices
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap.pod._hlo_frames import Frames
 
@@ -156,19 +157,12 @@ def split_over_slices(
             f"{topology.devices:,}; change a size, let one be -1, or take another "
             "topology"
         )
-    between, left = [], topology.slices
-    for size in sizes:
-        part = math.gcd(left, size)
-        between.append(part)
-        left //= part
-        if part < size:
-            break
-    if left != 1:
+    between = over_slices(sizes, topology.slices)
+    if between is None:
         raise MeshError(
             f"the mesh {grid} does not lie on {topology}: the first axes go over the "
             f"{topology.slices} slices; put an axis of size {topology.slices} first"
         )
-    between += [1] * (len(sizes) - len(between))
     within = [size // part for size, part in zip(sizes, between, strict=True)]
     return within, between
 

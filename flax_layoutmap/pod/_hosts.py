@@ -6,6 +6,7 @@ import numpy as np
 
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap.pod._lowered import Leaf
+from flax_layoutmap.pod._placed import placed
 from flax_layoutmap.pod._records import Host
 from flax_layoutmap.pod._values import Value
 
@@ -16,7 +17,7 @@ def hosts_of(
     sizes: Mapping[str, int],
     topology: Topology | None,
 ) -> tuple[Host, ...]:
-    """What each host holds, the devices of the mesh in the order of the hosts.
+    """What each host holds, where JAX puts the places of the mesh.
 
     Args:
         arguments: the arguments of the step, with their shardings.
@@ -27,7 +28,8 @@ def hosts_of(
     if topology is None:
         return ()
     each = topology.devices_per_host
-    places = np.arange(topology.devices).reshape(-1, each)
+    process_of = placed(tuple(sizes), tuple(sizes.values()), topology).process_of
+    places = np.argsort(process_of, kind="stable").reshape(-1, each)
     coords = dict(
         zip(sizes, np.unravel_index(places, tuple(sizes.values())), strict=True)
     )

@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AxisType
@@ -18,6 +18,7 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap._topologies import topology as topology_of
 from flax_layoutmap.pod._abstract_call import lower_step
+from flax_layoutmap.pod._aot import split_over_slices
 from flax_layoutmap.pod._attributes import Dims
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._hosts import hosts_of
@@ -83,7 +84,8 @@ def plan(
     Raises:
         LayoutError: the step needs real values, calls back into Python, or has no
             rules; there is no such platform; or this jaxlib lacks the passes.
-        MeshError: there is no mesh, or it does not fill the topology.
+        MeshError: there is no mesh, or it does not fill the topology, or its first
+            axes do not go over the slices; or the topology is of another platform.
         RuleError: a rule names an axis that the mesh does not have.
         ResolveError: the arguments do not fit the rules on this mesh.
 
@@ -111,12 +113,18 @@ def plan(
             f"they are {', '.join(_PLATFORMS)}"
         )
     where = None if topology is None else topology_of(topology, slices=slices)
+    if where is not None and platform != "tpu":
+        raise MeshError(
+            f"{where} is of TPUs, and platform={platform!r} is not: leave out the "
+            'topology, or take platform="tpu"'
+        )
     if topology is None and slices is not None:
         raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
     rules, own = _rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, own)
     prepared = prepare(lowered.lowered)
-    return _Plan(lowered, own, where, prepared).report(prepared.spread(), start)
+    made = _Plan(lowered, own, where, prepared, platform)
+    return made.report(prepared.spread(), start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +135,7 @@ class _Plan:
     mesh: DeviceMesh
     topology: Topology | None
     prepared: Prepared | None = None
+    platform: str = "tpu"
 
     def with_layout(self, layout_map: Any) -> PodReport:
         """The report for other rules; the program is not lowered again."""
@@ -157,9 +166,15 @@ class _Plan:
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         _name_gradients(found, self.lowered)
         crosses = dcn_axes(sizes, self.topology)
-        merged = [one for one in found.collectives if one.into is None]
-        collectives_ = tuple(_record(one, self.lowered, crosses) for one in merged)
+        collectives_ = tuple(
+            record
+            for one in found.collectives
+            if one.into is None
+            for record in _record(one, self.lowered, sizes, crosses)
+        )
         memory = memory_of(found.arguments, leaves, self.topology)
+        if self.platform != "tpu":
+            memory = dataclasses.replace(memory, padding_bytes=0)
         fits, compute, bound = None, None, {}
         if self.topology is not None:
             compute = found.flops / self.topology.generation.flops
@@ -182,7 +197,7 @@ class _Plan:
             seconds_bound=bound,
             drift=_drift(found, self.lowered),
             unrecognised=dict(found.unrecognised),
-            warnings=tuple(warnings_of(found, self.lowered, self.mesh)),
+            warnings=tuple(warnings_of(found, self.lowered, self.mesh, self.topology)),
             took_seconds=time.perf_counter() - start,
             replan=self.with_layout,
             values=functools.partial(listing, module),
@@ -216,6 +231,8 @@ def _rules_and_mesh(
             f"the mesh {own} has {own.size} devices, and {topology} has "
             f"{topology.devices}; change a size, or write -1 for one of them"
         )
+    if topology is not None:
+        split_over_slices(own.shape, topology)
     return None if rules is None else rules.on(own), own
 
 
@@ -291,21 +308,55 @@ def _name_gradients(found: Spread, lowered: Lowered) -> None:
                     one.leaf = argument
 
 
-def _record(one: Found, lowered: Lowered, crosses: frozenset[str]) -> Collective:
+def _record(
+    one: Found, lowered: Lowered, sizes: Mapping[str, int], crosses: Mapping[str, int]
+) -> Iterator[Collective]:
+    """A collective; two, where it has a part within slices and one between them.
+
+    The compiler sums within each slice first, or gathers there last, so that only a
+    share goes over the network between slices.
+    """
     size = bytes_of(one.shape, one.element)
-    n = parts(one.axes)
     axes = tuple(dict.fromkeys(name for name, _ in one.axes))
-    return Collective(
+    whole = Collective(
         kind=one.kind,
         axes=axes,
         bytes=size,
-        wire_bytes=wire_bytes(one.kind, size, n),
+        wire_bytes=wire_bytes(one.kind, size, parts(one.axes)),
         executions=one.executions,
         dtype=dtype_name(one.element),
         shape=one.shape,
         path=None if one.leaf is None else lowered.leaves[one.leaf].path,
         source=source_line(one.location),
-        over_dcn=not crosses.isdisjoint(axes),
+        over_dcn=not crosses.keys().isdisjoint(axes),
+    )
+    slices = math.prod(crosses.get(name, 1) for name in axes)
+    within = parts(one.axes) // slices
+    is_whole = all(sizes.get(name) == part for name, part in one.axes)
+    if within > 1 and slices > 1 and is_whole and one.kind != "collective-permute":
+        inner = [name for name in axes if sizes[name] > crosses.get(name, 1)]
+        outer = [name for name in axes if name in crosses]
+        # Of an all-to-all, what stays within a slice need not be sent twice.
+        shares = (slices, 1) if one.kind == "all-to-all" else (1, within)
+        part = _part(whole, one.element, inner, within, shares[0])
+        yield dataclasses.replace(part, over_dcn=False)
+        yield _part(whole, one.element, outer, slices, shares[1])
+    else:
+        yield whole
+
+
+def _part(
+    whole: Collective, element: str, axes: Iterable[str], members: int, share: int
+) -> Collective:
+    """A collective over some of its axes, with a share of its payload."""
+    shape = whole.shape if share == 1 else (-(-math.prod(whole.shape) // share),)
+    size = bytes_of(shape, element)
+    return dataclasses.replace(
+        whole,
+        axes=tuple(axes),
+        shape=shape,
+        bytes=size,
+        wire_bytes=wire_bytes(whole.kind, size, members),
     )
 
 

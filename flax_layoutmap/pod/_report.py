@@ -55,8 +55,8 @@ class PodReport:
         flops_per_device: operations of the matrix products of a step, on one device.
         flops_total: the same if no device did the work of another.
         compute_seconds: the least time for them; None without a topology.
-        seconds_bound: axes (`"fsdp"`) → least time of their collectives, bandwidth
-            alone: no latency, no overlap.
+        seconds_bound: axes (`"fsdp"`, `"data (DCN)"`) → least time of their
+            collectives, bandwidth alone: no latency, no overlap.
         drift: state that leaves the step in another layout than it came in.
         unrecognised: what could not be read in the program → how often.
         warnings: what is worth a look.

@@ -179,7 +179,7 @@ def _by_axis(report: Report) -> Grid:
     lines, last = [], None
     for axes, kind in order:
         times, payload, sent = sums[axes, kind]
-        bound = report.seconds_bound.get(axes.removesuffix(" (DCN)"))
+        bound = report.seconds_bound.get(axes)
         seconds = "" if bound is None or axes == last else seconds_text(bound)
         cells = (axes, kind, str(times), human_bytes(payload), human_bytes(sent))
         lines.append(Line((*cells, seconds)))
@@ -390,7 +390,7 @@ def _hosts(hosts: Sequence[Host]) -> str:
     return (
         f"hosts: {len(hosts)} with {len(hosts[0].devices)} devices each; a host holds "
         f"{_range(holds)} of state, reads {_range(reads)} of it in a restore and "
-        f"{_range(data)} of data in a step (devices in the order of the mesh)"
+        f"{_range(data)} of data in a step (devices as DeviceMesh orders them)"
     )
 
 

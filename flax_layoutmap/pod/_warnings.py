@@ -7,7 +7,9 @@ from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._table import human_bytes
+from flax_layoutmap._topologies import Topology
 from flax_layoutmap.pod._lowered import Lowered
+from flax_layoutmap.pod._placed import placed
 from flax_layoutmap.pod._spread import Spread
 from flax_layoutmap.pod._values import parts, spec_text
 
@@ -21,15 +23,22 @@ _UNDONATED = 1 << 20
 _INDEX = re.compile(r"(?<=/)\d+(?=/)")
 
 
-def warnings_of(found: Spread, lowered: Lowered, mesh: DeviceMesh) -> Iterator[str]:
+def warnings_of(
+    found: Spread, lowered: Lowered, mesh: DeviceMesh, topology: Topology | None = None
+) -> Iterator[str]:
     """One text per finding.
 
     Args:
         found: what was read from the program.
         lowered: the program.
         mesh: the mesh.
+        topology: where it is to be made; None where that is not known.
     """
     yield from lowered.notes
+    if topology is not None:
+        trouble = placed(mesh.axis_names, mesh.shape, topology).trouble
+        if trouble:
+            yield trouble
     yield from _unsharded(found, mesh)
     yield from _overruled(found, lowered)
     yield from _closed_over(lowered)
