@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._flax_internals import no_mesh
-from flax_layoutmap._jaxprs import Cut
+from flax_layoutmap._jaxprs import Cut, size_of
 
 # Programs that are kept, over all models; the oldest is dropped.
 _KEPT = 256
@@ -87,6 +87,11 @@ class Call:
         return any(isinstance(value, Tracer) for value in self.inputs)
 
     @property
+    def size(self) -> int:
+        """How many elements it makes."""
+        return sum(map(size_of, self._cut.outputs))
+
+    @property
     def key(self) -> Any:
         """Equal for calls that can share a program."""
         return self._key
@@ -109,12 +114,17 @@ def prepare(calls: Iterable[Call]) -> dict[Any, Any]:
 
 
 def _compile(calls: Sequence[Call]) -> list[Any]:
-    with no_mesh():
-        lowered = [call.lowered() for call in calls]
-    if len(lowered) < 2:
-        return [one.compile() for one in lowered]
-    with ThreadPoolExecutor(min(len(lowered), os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda one: one.compile(), lowered))
+    """Compiles several at a time, each as soon as it is lowered.
+
+    What makes most takes longest, and comes first, so that nothing waits for it alone.
+    """
+    if len(calls) < 2:
+        with no_mesh():
+            return [call.lowered().compile() for call in calls]
+    order = sorted(range(len(calls)), key=lambda at: -calls[at].size)
+    with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as pool, no_mesh():
+        programs = {at: pool.submit(calls[at].lowered().compile) for at in order}
+        return [programs[at].result() for at in range(len(calls))]
 
 
 def _placed(value: Any, place: Any) -> Any:
