@@ -598,6 +598,83 @@ def test_the_same_reshard_in_every_layer_is_one_line() -> None:
     assert len(lines) == 1 and "dot_general ×29 [512,16]" in lines[0]
 
 
+# --------------------------------------------- moves that Shardy leaves to the compiler
+
+
+def convolved(x: Any, kernel: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=numbers
+    )
+
+
+def pooled(size: int) -> Any:
+    window, strides = (1, size, 1, 1), (1, 2, 1, 1)
+    return lambda x: jax.lax.reduce_window(
+        x, -jnp.inf, jax.lax.max, window, strides, "SAME"
+    )
+
+
+TABLE, IMAGE = struct(4, 32), struct(4, 16, 4, 2)
+KERNEL, POINT = jnp.ones((3, 3, 2, 2)), jnp.ones((1, 1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "function, x, wanted",
+    [
+        (lambda x: jnp.cumsum(x, 1), TABLE, {"reduce_window"}),
+        (lambda x: jnp.roll(x, 1, 1), TABLE, {"slice", "concatenate"}),
+        (lambda x: jnp.flip(x, 1), TABLE, {"reverse"}),
+        (lambda x: x + jnp.pad(x, ((0, 0), (1, 0)))[:, :-1], TABLE, {"pad", "slice"}),
+        (lambda x: convolved(x, KERNEL), IMAGE, {"convolution"}),
+        (
+            jax.grad(lambda x: pooled(3)(x).sum()),
+            IMAGE,
+            {"select_and_scatter"},
+        ),
+        # Of these nothing crosses a border.
+        (lambda x: jnp.flip(x, 0) + jnp.pad(x[:2], ((0, 2), (0, 0))), TABLE, set()),
+        (pooled(2), IMAGE, set()),
+        (lambda x: convolved(x, POINT), IMAGE, set()),
+    ],
+    ids=["cumsum", "roll", "flip", "pad", "convolution", "max-pool gradient"]
+    + ["other dims", "pool", "convolution 1x1"],
+)
+def test_moves_along_sharded_dims_are_said(
+    function: Any, x: Any, wanted: set[str], mesh: flm.DeviceMesh
+) -> None:
+    """Where the program for 8 CPU devices moves something, and only there."""
+    jax_mesh: Any = mesh.jax_mesh
+    sharding = NamedSharding(jax_mesh, P(None, "model"))
+    given = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    jitted = jax.jit(function, out_shardings=sharding)
+    report = flm.pod.plan(jitted, given)
+    text: Any = jitted.lower(given).compile().as_text()
+    assert {what.partition(" ")[0] for what in report.unrecognised} == wanted
+    for what in report.unrecognised:
+        assert what.endswith("along a sharded dim, which moves elements, not counted")
+    assert not report.collectives
+    moved = read_program(text, mesh.axis_names, mesh.shape).collectives
+    assert {one.axes for one in moved} == ({("model",)} if wanted else set())
+
+
+def test_the_gradient_of_a_kernel_needs_the_border() -> None:
+    def loss(kernel: Any, x: Any) -> Any:
+        return (convolved(x, kernel) ** 2).sum()
+
+    jax_mesh: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
+    sharding = NamedSharding(jax_mesh, P(None, "model"))
+    x = jax.ShapeDtypeStruct(IMAGE.shape, IMAGE.dtype, sharding=sharding)
+    what = "convolution along a sharded dim, which moves elements, not counted"
+    forward = flm.pod.plan(jax.jit(loss), struct(3, 3, 2, 2), x)
+    assert forward.unrecognised == {what: 1}
+    gradient = flm.pod.plan(jax.jit(jax.grad(loss)), struct(3, 3, 2, 2), x)
+    assert gradient.unrecognised == {what: 2}
+    # Every pixel is multiplied with what stands at its own place.
+    point = flm.pod.plan(jax.jit(jax.grad(loss)), struct(1, 1, 2, 2), x)
+    assert not point.unrecognised
+
+
 # ------------------------------------------------------- what a report says of them
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from flax_layoutmap.pod._attributes import (
     Attributes,
     AxisRef,
+    Dims,
     functions,
     mesh_sizes,
 )
@@ -36,6 +37,7 @@ from flax_layoutmap.pod._operations import (
     multiplications,
 )
 from flax_layoutmap.pod._records import Kind
+from flax_layoutmap.pod._shifts import SHIFTING, shifts
 from flax_layoutmap.pod._spread import Found, Move, Scope, Spread
 from flax_layoutmap.pod._values import Value, parts
 
@@ -93,7 +95,8 @@ class _Walk:
             **dict.fromkeys(MOVING, self._move),
             "stablehlo.add": self._add_sums,
             "stablehlo.dot_general": self._product,
-            "stablehlo.convolution": self._product,
+            **dict.fromkeys(SHIFTING, self._shift),
+            "stablehlo.convolution": self._convolution,
             RAGGED_DOT: self._ragged_product,
             "stablehlo.while": self._loop,
             "stablehlo.case": self._branches,
@@ -368,6 +371,22 @@ class _Walk:
         local, whole = multiplications(op, operands[0], operands[1], result)
         self.found.flops += 2 * place.times * local
         self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
+
+    def _convolution(self, op: Any, place: _Place) -> None:
+        self._say_if_shifted(op, self.values.of(op.operands[0]).dims)
+        self._product(op, place)
+
+    def _shift(self, op: Any, place: _Place) -> None:
+        dims = self.attributes.per_value(op)
+        if dims:
+            self._say_if_shifted(op, dims[0])
+
+    def _say_if_shifted(self, op: Any, dims: Dims) -> None:
+        """What XLA moves after Shardy."""
+        if any(dims) and shifts(op, dims, self.attributes):
+            name = op.name.rpartition(".")[2]
+            what = f"{name} along a sharded dim, which moves elements, not counted"
+            self.found.unrecognised[what] += 1
 
     def _ragged_product(self, op: Any, place: _Place) -> None:
         """A product with a matrix for each group of rows; Shardy has no rule for it."""
