@@ -14,6 +14,9 @@ from flax_layoutmap._errors import MeshError
 _SHOWN = 8
 # Kinds of devices whose physical axes JAX splits unasked, in jax.make_mesh.
 _SPLIT_UNASKED = ("TPU v5 lite", "TPU v5e")
+# What JAX raises for devices that it cannot order: where they make no whole slice, and
+# for some sizes where it may split (20 chips along a dim, jax 0.8.1 to 0.10.2).
+_UNORDERED = (AssertionError, TypeError, ValueError)
 
 
 def granules_of(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
@@ -72,6 +75,11 @@ def one_slice_grid(
             f"the mesh {line} does not fit the links of the slice without splitting "
             "one of its physical axes; choose sizes that do, or pass "
             f"allow_split_physical_axes=True (some axes are slower then): {error}"
+        ) from error
+    except _UNORDERED as error:
+        raise MeshError(
+            f"JAX finds no order of the devices for the mesh {line}; pass devices="
+            f"jax.devices() to take them in the order of their numbers: {error}"
         ) from error
 
 
@@ -166,6 +174,12 @@ def hybrid_grid(
             f"ici={dict(ici)} does not fit the links of a {kind} without splitting one "
             "of its physical axes; choose sizes that do, or pass "
             f"allow_split_physical_axes=True (some axes are slower then): {error}"
+        ) from error
+    except _UNORDERED as error:
+        raise MeshError(
+            f"JAX finds no order of the devices for ici={dict(ici)}; choose other "
+            "sizes, or use DeviceMesh with devices=jax.devices() to take them in the "
+            f"order of their numbers: {error}"
         ) from error
     return grid, names
 

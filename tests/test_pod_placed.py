@@ -182,6 +182,22 @@ def test_a_plan_says_how_to_make_its_mesh(
     assert str(eval(call)) == mesh
 
 
+@pytest.mark.parametrize(("mesh", "slices"), [("a=10,b=32", 1), ("a=20,b=32", 2)])
+def test_where_jax_cannot_split(
+    mesh: str, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JAX loses devices of 20 chips along a dim, in 0.8.1 and in 0.10.2."""
+    found = on(mesh, "v5p:4x4x20", slices)
+    assert found.trouble.endswith(f'flm.DeviceMesh("{mesh}", devices=jax.devices())')
+    devices = here(monkeypatch, "v5p:4x4x20", slices)
+    assert list(found.process_of) == [chip.process_index for chip in devices]
+    assert str(eval(found.trouble[found.trouble.index("flm.") :])) == mesh
+    with pytest.raises(flm.MeshError, match="JAX finds no order of the devices"):
+        if slices == 1:
+            flm.DeviceMesh(mesh, allow_split_physical_axes=True)
+        flm.DeviceMesh.hybrid("a=10,b=32", "a=2", allow_split_physical_axes=True)
+
+
 def test_a_plan_of_a_mesh_that_fits_says_nothing() -> None:
     assert not plan("fsdp=16,tensor=4", topology="v5p:4x4x4").warnings
     # jax.make_mesh splits those of v5e unasked.

@@ -63,12 +63,15 @@ def placed(names: tuple[str, ...], sizes: tuple[int, ...], where: Topology) -> P
     """
     devices = devices_of(where)
     between = over_slices(sizes, where.slices) or [1] * len(sizes)
-    trouble = ""
-    try:
-        grid = _ordered(names, sizes, between, devices, False)
-    except MeshError:
-        trouble = _trouble(names, sizes, between, where)
-        grid = _ordered(names, sizes, between, devices, True)
+    grid, trouble = None, ""
+    for split in (False, True):
+        try:
+            grid = _ordered(names, sizes, between, devices, split)
+            break
+        except MeshError:
+            trouble = _trouble(names, sizes, between, where, split)
+    if grid is None:
+        grid = np.array(devices, dtype=object).reshape(sizes)
     hosts = np.array([chip.process_index for chip in grid.flat])
     return Placed(hosts, tuple(_spans(grid, between, where)), trouble)
 
@@ -108,8 +111,15 @@ def _trouble(
     sizes: Sequence[int],
     between: Sequence[int],
     where: Topology,
+    split: bool,
 ) -> str:
     line = ",".join(f"{name}={n}" for name, n in zip(names, sizes, strict=True))
+    if split:
+        return (
+            f"JAX finds no order of the devices of {where.name} for the mesh {line}, "
+            "split or not, so that they are taken in the order of their numbers: "
+            f'flm.DeviceMesh("{line}", devices=jax.devices())'
+        )
     more = "allow_split_physical_axes=True"
     call = f'flm.DeviceMesh("{line}", {more})'
     if where.slices > 1:
