@@ -658,6 +658,20 @@ def test_moves_along_sharded_dims_are_said(
     assert {one.axes for one in moved} == ({("model",)} if wanted else set())
 
 
+def test_a_kernel_of_which_each_device_has_some_features() -> None:
+    layout = rules(kernel=(None, None, None, "model"))
+    params = {"kernel": struct(3, 3, 2, 8)}
+    report = plan(
+        lambda params, x: convolved(x, params["kernel"]),
+        params,
+        IMAGE,
+        layout_map=layout,
+    )
+    assert not report.unrecognised
+    assert report.flops_total == 2 * (4 * 16 * 4 * 8) * (3 * 3 * 2)
+    assert report.flops_per_device == report.flops_total // 8
+
+
 def test_the_gradient_of_a_kernel_needs_the_border() -> None:
     def loss(kernel: Any, x: Any) -> Any:
         return (convolved(x, kernel) ** 2).sum()
@@ -670,6 +684,8 @@ def test_the_gradient_of_a_kernel_needs_the_border() -> None:
     assert forward.unrecognised == {what: 1}
     gradient = flm.pod.plan(jax.jit(jax.grad(loss)), struct(3, 3, 2, 2), x)
     assert gradient.unrecognised == {what: 2}
+    assert forward.flops_total == 2 * (4 * 16 * 4 * 2) * (3 * 3 * 2)
+    assert forward.flops_per_device == forward.flops_total // 4
     # Every pixel is multiplied with what stands at its own place.
     point = flm.pod.plan(jax.jit(jax.grad(loss)), struct(1, 1, 2, 2), x)
     assert not point.unrecognised

@@ -1,7 +1,7 @@
 """What single operations of a laid-out module say, through jaxlib's bindings."""
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -65,38 +65,34 @@ def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
     return tuple(dict.fromkeys(moved))
 
 
-def multiplications(
-    op: Any, left: Value, right: Value, result: Value
-) -> tuple[int, int]:
+def multiplications(op: Any, of: Callable[[Any], Value]) -> tuple[int, int]:
     """Multiplications of a matrix product or a convolution, each with its addition.
 
     Args:
         op: the operation.
-        left: its first operand.
-        right: its second.
-        result: what it makes.
+        of: the value of an operand or a result, made when it is asked for.
 
     Returns:
         Those of one device; those of all if none does another's work.
     """
     from jaxlib.mlir.dialects import stablehlo
 
-    sides = (
-        (left.local_shape, right.local_shape, result.local_shape),
-        (left.shape, right.shape, result.shape),
-    )
-    if op.name == RAGGED_DOT:
-        dims = _rows_of(op, len(right.shape))
-        local, whole = (prod(a) * prod(b[dim] for dim in dims) for a, b, _ in sides)
-    elif op.name == "stablehlo.convolution":
-        numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
-        out = max(1, right.local_shape[numbers.kernel_output_feature_dimension])
-        local, whole = (prod(c) * (prod(b) // out) for _, b, c in sides)
-    else:
+    if op.name == "stablehlo.dot_general":
+        left, result = of(op.operands[0]), of(op.results[0])
         numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-        dims = numbers.lhs_contracting_dimensions
-        local, whole = (prod(c) * prod(a[dim] for dim in dims) for a, _, c in sides)
-    return local, whole
+        dims, shape = numbers.lhs_contracting_dimensions, left.local_shape
+        local = prod(result.local_shape) * prod(shape[dim] for dim in dims)
+        return local, prod(result.shape) * prod(left.shape[dim] for dim in dims)
+    left, right, result = map(of, (*op.operands[:2], op.results[0]))
+    if op.name == RAGGED_DOT:
+        dims, shape = _rows_of(op, len(right.shape)), right.local_shape
+        local = prod(left.local_shape) * prod(shape[dim] for dim in dims)
+        return local, prod(left.shape) * prod(right.shape[dim] for dim in dims)
+    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    features, shape = numbers.kernel_output_feature_dimension, right.local_shape
+    local = prod(result.local_shape) * (prod(shape) // max(1, shape[features]))
+    shape = right.shape
+    return local, prod(result.shape) * (prod(shape) // max(1, shape[features]))
 
 
 def _rows_of(op: Any, ndim: int) -> Sequence[int]:

@@ -366,9 +366,7 @@ class _Walk:
 
     def _product(self, op: Any, place: _Place) -> None:
         """Adds the operations of a matrix product, or of a convolution."""
-        operands = self.values.every(op.operands)
-        result = self.values.of(op.results[0])
-        local, whole = multiplications(op, operands[0], operands[1], result)
+        local, whole = multiplications(op, self.values.of)
         self.found.flops += 2 * place.times * local
         self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
 
