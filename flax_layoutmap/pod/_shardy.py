@@ -33,12 +33,12 @@ from flax_layoutmap.pod._operations import (
     is_shared,
     last_of,
     location_of,
-    maker_of,
     multiplications,
 )
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._shifts import SHIFTING, shifts
 from flax_layoutmap.pod._spread import Found, Move, Scope, Spread
+from flax_layoutmap.pod._sums import added, gathered_from, scattered
 from flax_layoutmap.pod._values import Value, parts
 
 # Operations of other compilers, some of which Shardy knows.
@@ -215,8 +215,8 @@ class _Walk:
         value = self._moved(op)
         if parts(axes) == 1:
             return
-        leaf = _gathered_from(op, self.values)
-        scatters = self._scattered(op, axes)
+        leaf = gathered_from(op, self.values)
+        scatters = scattered(op, axes, self.attributes)
         rest = tuple(axis for axis in axes if axis not in scatters)
         shape = value.local_shape
         if scatters:
@@ -235,40 +235,14 @@ class _Walk:
         result = op.results[0]
         return self.values.say(result, self.values.new(op.name, result, dims))
 
-    def _scattered(self, op: Any, axes: Sequence[AxisRef]) -> tuple[AxisRef, ...]:
-        """The axes over which every user takes its own slice of the sum."""
-        users = [use.owner for use in op.results[0].uses]
-        if not users or any(user.operation.name != "sdy.all_slice" for user in users):
-            return ()
-        sliced = self.attributes.axes_in(users[0].operation.attributes["slicing_axes"])
-        return tuple(axis for axis in axes if axis in sliced)
-
     def _add_sums(self, op: Any, place: _Place) -> None:
         """A sum of all-reduces is one all-reduce of a sum."""
         operands = [self.values.with_sums(one) for one in op.operands]
         if any(operands):
             value = self.values.of(op.results[0])
             sums = [() if one is None or one.shared else one.sums for one in operands]
-            value.sums = self._added(*sums)
+            value.sums = added(self.found.collectives, *sums)
             value.shared = bool(value.sums) and is_shared(op.results[0])
-
-    def _added(
-        self, first: tuple[int, ...], second: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """The sums in a sum; those of the second become one with those of the first."""
-        if not first or not second:
-            return first or second
-        if first == second or len(first) != len(second):
-            return first
-        found = self.found.collectives
-        pairs = [(found[a], found[b]) for a, b in zip(first, second, strict=True)]
-        if any(
-            (a.kind, a.axes, a.scope) != (b.kind, b.axes, b.scope) for a, b in pairs
-        ):
-            return first
-        for at, (_, other) in zip(first, pairs, strict=True):
-            other.into = at
-        return first
 
     def _move(self, op: Any, place: _Place) -> None:
         name, operand = op.name, self.values.of(op.operands[0])
@@ -392,11 +366,3 @@ class _Walk:
             self.found.unrecognised[f"{op.name} of sharded arrays, not counted"] += 1
         else:
             self._product(op, place)
-
-
-def _gathered_from(op: Any, values: Dataflow) -> int | None:
-    """The argument from which a `gather` took what is summed here: an embedding."""
-    maker = maker_of(op.operands[0])
-    if maker is None or maker.name != "stablehlo.gather":
-        return None
-    return values.of(maker.operands[0]).leaf
