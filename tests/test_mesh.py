@@ -230,11 +230,12 @@ def test_the_same_device_twice() -> None:
 
 
 def test_a_mesh_takes_no_more_arguments(mesh: flm.DeviceMesh) -> None:
-    for arguments in (
+    more: list[dict[str, Any]] = [
         {"axis_names": NAMES},
         {"devices": jax.devices()},
         {"axis_types": "explicit"},
-    ):
+    ]
+    for arguments in more:
         with pytest.raises(flm.MeshError, match="takes an existing mesh as it is"):
             flm.DeviceMesh(mesh, **arguments)
 
