@@ -122,7 +122,7 @@ def activating(
         active.learn(parameters)
     # None too: what `jit` keeps must not depend on a scope around the call.
     was = _ACTIVE.get()
-    token = _ACTIVE.set(active)
+    _ACTIVE.set(active)
     try:
         with contextlib.ExitStack() as stack:
             if active is None:
@@ -139,7 +139,9 @@ def activating(
             stack.enter_context(linen.intercept_methods(_intercept))
             yield
     finally:
-        _ACTIVE.reset(token)
+        # Not by a token: after Ctrl-C this runs when the block's traceback is dropped,
+        # in a context that may be another one.
+        _ACTIVE.set(was)
     active.tell(tell)
 
 

@@ -55,7 +55,7 @@ from flax_layoutmap._program import (
 )
 from flax_layoutmap._resolve import rule_set_of
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._scope import using_rules
+from flax_layoutmap._scope import call_with_rules
 from flax_layoutmap._shardings import abstract
 
 # Compiled programs that one function keeps; the oldest is dropped.
@@ -218,8 +218,10 @@ class Jitted:
         config: Any = jax.config
         if config.jax_disable_jit:
             values = dict(slots_of(self._job.signature.bind(*args, **kwargs)))
-            with using_rules(rules):
-                return call_job(self._job, list(values), rules, (), values)
+            job = functools.partial(
+                call_job, self._job, list(values), rules, (), values
+            )
+            return call_with_rules(rules, job)
         nans, infs = config.jax_debug_nans, config.jax_debug_infs
         if not nans and not infs:
             return self._long_way(args, kwargs, rules)

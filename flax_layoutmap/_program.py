@@ -50,7 +50,7 @@ from flax_layoutmap._graph import (
 )
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._scope import trace_key, using_rules
+from flax_layoutmap._scope import call_with_rules, trace_key
 from flax_layoutmap._shardings import (
     Pin,
     abstract,
@@ -240,8 +240,11 @@ def make_program(
         call = functools.partial(call_job, job, order, rules, known, tell=told.append)
         return _on_leaves(call, static, arguments, leaves, seen)
 
-    with using_rules(rules), mesh_context(rules, leaves):
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(avals)
+    def traced() -> Any:
+        with mesh_context(rules, leaves):
+            return jax.make_jaxpr(flat, return_shape=True)(avals)
+
+    closed, shapes = call_with_rules(rules, traced)
     # The types know about Explicit axes in every version of JAX; the shapes do not.
     types, change = closed.out_avals, seen.change
     layouts: list[Any] = [wanted[at] for at in (*seen.changed, *seen.nested)]

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -102,8 +102,34 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
         return
     token = _CURRENT.set(rules)
     try:
-        # What depends on the rules is what asks for their names.
-        with keyed(("names", rules)) if rules.names else contextlib.nullcontext():
+        with _names_keyed(rules):
             yield
     finally:
         _CURRENT.reset(token)
+
+
+def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
+    """Calls with a rule set as the ambient one; None leaves it as it is.
+
+    In a copy of the context, which nobody sees afterwards: what a block has set stays
+    if Ctrl-C comes between two instructions of its entry or its exit.
+    """
+    before = trace_key()
+    try:
+        return contextvars.copy_context().run(_call_here, rules, call)
+    finally:
+        if trace_key() != before:  # JAX keeps its own in the thread
+            keyed(before).__enter__()
+
+
+def _call_here(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
+    if rules is None:
+        return call()
+    _CURRENT.set(rules)
+    with _names_keyed(rules):
+        return call()
+
+
+def _names_keyed(rules: RuleSet) -> contextlib.AbstractContextManager[Any]:
+    # What depends on the rules is what asks for their names.
+    return keyed(("names", rules)) if rules.names else contextlib.nullcontext()

@@ -13,9 +13,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from interrupts import interrupted
+from interrupts import interrupted, interrupted_at
 
 import flax_layoutmap as flm
+from flax_layoutmap import _activations, _program, _scope
 from flax_layoutmap import _flax_internals as internals
 from flax_layoutmap._watch import Watch
 
@@ -384,6 +385,44 @@ def test_interrupts_leave_the_model_whole(way: str, mesh: flm.DeviceMesh) -> Non
         assert not any(array.is_deleted() for array in arrays)
         assert len({float(array[0]) for array in arrays}) == 1
     assert interrupts > 250
+
+
+def test_an_interrupt_leaves_no_rules_in_force(mesh: flm.DeviceMesh) -> None:
+    """Between any two instructions of what sets up a trace, and takes it down."""
+    layout_map = rules(mesh)
+    layout_map.names["hidden"] = ("data", None)
+    layout_map.activations["layers/0"] = ("data", None)
+    model = layout_map.place(Model())
+
+    def trace() -> None:
+        def forward(model: Any, x: Any) -> Any:
+            return flm.distribute_tensor(model.layers[0](x), "hidden")
+
+        flm.jit(forward, layout_map=layout_map).trace(model, X)
+
+    def ambient() -> list[Any]:
+        return [
+            _scope.current_rules(),
+            _scope.trace_key(),
+            jax.sharding.get_abstract_mesh(),
+            _activations._ACTIVE.get(),
+        ]
+
+    block = contextlib._GeneratorContextManager
+    plain: Any = _activations.activating
+    codes = {
+        *(code.__code__ for code in (_scope.call_with_rules, _scope._call_here)),
+        *(code.__code__ for code in (block.__enter__, block.__exit__)),
+        *(code.__code__ for code in (_program.call_job, plain.__wrapped__)),
+    }
+    trace()
+    before = ambient()
+    total = interrupted_at(trace, codes, at=0)
+    assert total > 300
+    for at in range(1, total + 1, max(1, total // 100)):
+        assert interrupted_at(trace, codes, at) >= at
+        assert ambient() == before, at
+    trace()
 
 
 @contextlib.contextmanager
