@@ -93,56 +93,56 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
 
 @contextlib.contextmanager
 def _opened(rules: RuleSet, *arguments: Any) -> Iterator[None]:
-    with using_rules(rules), activating(rules, *arguments):
+    with using_rules(rules), contextlib.ExitStack() as stack:
+        active = activate(stack, rules, *arguments)
         yield
+    if active is not None:
+        active.tell(warn)
 
 
-@contextlib.contextmanager
-def activating(
+def activate(
+    stack: contextlib.ExitStack,
     rules: RuleSet | None,
     roots: Sequence[tuple[str, Any]],
     parameters: Iterable[str] = (),
-    tell: Callable[[str], None] = warn,
-) -> Iterator[None]:
-    """Inside, layers give their outputs the layouts of the activation rules.
+) -> "Active | None":
+    """From now on, layers give their outputs the layouts of the activation rules.
+
+    Not a block of its own: one that Ctrl-C reaches as it begins or ends is taken down
+    when its traceback is dropped, in whatever goes on then.
 
     Args:
+        stack: its end is the end of that.
         rules: the rules; without any for activations nothing is done.
         roots: NNX objects, each with the path that its own paths begin with.
         parameters: paths of parameters: a rule `…/output` that matches one of them is
             no rule for outputs.
-        tell: is told of rules that never fired; in a trace, a warning would point at
-            JAX's code.
+
+    Returns:
+        What can tell, after the end, of rules that never fired; None without rules.
     """
     active = None
     if rules is not None and (
         rules.activations or any(map(is_for_outputs, rules.rules))
     ):
-        active = _Active(rules)
+        active = Active(rules)
         active.learn(parameters)
-    # None too: what `jit` keeps must not depend on a scope around the call.
     was = _ACTIVE.get()
+    stack.callback(_ACTIVE.set, was)
+    # None too: what `jit` keeps must not depend on a scope around the call.
     _ACTIVE.set(active)
-    try:
-        with contextlib.ExitStack() as stack:
-            if active is None:
-                if was is not None:
-                    stack.enter_context(keyed(("no activations", rules)))
-                yield
-                return
-            stack.enter_context(keyed(("activations", rules)))
-            stack.enter_context(active.marked(roots))
-            for cls in _classes(nnx.Module):
-                if "__call__" in vars(cls):
-                    wrap = functools.partial(_scoped_call, cls)
-                    stack.enter_context(patched(cls, "__call__", wrap))
-            stack.enter_context(linen.intercept_methods(_intercept))
-            yield
-    finally:
-        # Not by a token: after Ctrl-C this runs when the block's traceback is dropped,
-        # in a context that may be another one.
-        _ACTIVE.set(was)
-    active.tell(tell)
+    if active is None:
+        if was is not None:
+            stack.enter_context(keyed(("no activations", rules)))
+        return None
+    stack.enter_context(keyed(("activations", rules)))
+    stack.enter_context(active.marked(roots))
+    for cls in _classes(nnx.Module):
+        if "__call__" in vars(cls):
+            wrap = functools.partial(_scoped_call, cls)
+            stack.enter_context(patched(cls, "__call__", wrap))
+    stack.enter_context(linen.intercept_methods(_intercept))
+    return active
 
 
 def forget_path(node: Any) -> None:
@@ -159,7 +159,7 @@ class _Mark:
     rules: RuleSet
 
 
-class _Active:
+class Active:
     """The rules in force, and which of them have been used."""
 
     def __init__(self, rules: RuleSet) -> None:
@@ -336,7 +336,7 @@ class _Active:
         return any(reaching_the_end([rule], match, p + ending) for p in self._known)
 
 
-_ACTIVE: ContextVar[_Active | None] = ContextVar(
+_ACTIVE: ContextVar[Active | None] = ContextVar(
     "flax_layoutmap_activations", default=None
 )
 

@@ -235,7 +235,7 @@ def called(patterns: Any, paths: Any, **options: Any) -> dict[str, Any]:
     """Path → the axes that a rule gives its output."""
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"), **options)
     layout_map.activations.update(patterns)
-    active = _activations._Active(layout_map.freeze())
+    active = _activations.Active(layout_map.freeze())
     rules = {path: active._rule(path) for path in paths}
     return {path: rule and rule.layout.axes for path, rule in rules.items()}
 

@@ -408,13 +408,13 @@ def test_an_interrupt_leaves_no_rules_in_force(mesh: flm.DeviceMesh) -> None:
             _activations._ACTIVE.get(),
         ]
 
-    block = contextlib._GeneratorContextManager
-    plain: Any = _activations.activating
-    codes = {
-        *(code.__code__ for code in (_scope.call_with_rules, _scope._call_here)),
-        *(code.__code__ for code in (block.__enter__, block.__exit__)),
-        *(code.__code__ for code in (_program.call_job, plain.__wrapped__)),
-    }
+    block, stack = contextlib._GeneratorContextManager, contextlib.ExitStack
+    functions = (
+        *(_scope.call_with_rules, _scope._call_here),
+        *(_program.call_job, _activations.activate),
+        *(block.__enter__, block.__exit__, stack.enter_context, stack.__exit__),
+    )
+    codes = {function.__code__ for function in functions}
     trace()
     before = ambient()
     total = interrupted_at(trace, codes, at=0)
