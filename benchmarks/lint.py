@@ -4,8 +4,10 @@
 
 Prints one Markdown table in CPU milliseconds, medians of several; every row is measured
 in the same run. The first lint of rules reads their patterns; later ones remember them,
-and what was found of a rule set is kept with it. A first call in a process also
-imports what lint is made of: the last line says how long that took here.
+and what was found of a rule set is kept with it. The texts of findings are written when
+they are read: the last column is what that takes, of all of them. A first call in a
+process also imports what lint is made of: the last line says how long that took here,
+without bytecode where Python may keep none.
 """
 
 import statistics
@@ -17,10 +19,10 @@ from _trees import Pairs, dict_tree, regex_rules
 from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap import _languages, _pattern_tree
+from flax_layoutmap import _languages, _lint_patterns, _pattern_cost, _pattern_tree
 
 MESH = "data=8,model=8"
-TIMES = 7
+TIMES = 15
 
 _SHARDED, _REPLICATED = PartitionSpec("data", "model"), PartitionSpec()
 _OF_A_LAYER = [
@@ -66,7 +68,12 @@ def forget() -> None:
     """Lint as if it had read no pattern yet."""
     for cached in (
         _pattern_tree.parse,
+        _pattern_tree.shape_of,
         _pattern_tree._mask,
+        _pattern_cost._judged,
+        _pattern_cost._has_few_ways,
+        _lint_patterns._ends_in_a_word,
+        _languages._template,
         _languages.automaton,
         _languages.witness,
         _languages.difference,
@@ -75,7 +82,7 @@ def forget() -> None:
 
 
 def measured(pairs: Pairs, tree: object) -> tuple[flm.Resolution, list[float]]:
-    """The medians of resolve, and of lint: the first, of equal rules, once more."""
+    """The medians of resolve, of lint (first, of equal rules, once more), and texts."""
 
     def fresh() -> flm.LayoutMap:
         mesh = flm.DeviceMesh.abstract(MESH)
@@ -91,7 +98,10 @@ def measured(pairs: Pairs, tree: object) -> tuple[flm.Resolution, list[float]]:
         first = cost(lambda r=resolution: flm.lint(r))
         equal = fresh().resolve(tree)
         later = cost(lambda r=equal: flm.lint(r))
-        rows.append((resolve, first, later, cost(lambda r=equal: flm.lint(r))))
+        again = cost(lambda r=equal: flm.lint(r))
+        found = flm.lint(equal)
+        text = cost(lambda f=found: flm.format_issues(f))
+        rows.append((resolve, first, later, again, text))
     return resolution, [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
@@ -100,8 +110,8 @@ def main() -> int:
     tree = dict_tree(leaves)
     imports = cost(lambda: flm.lint)
     print(f"{leaves} leaves, in CPU milliseconds\n")
-    print("| rules | kind | unused | resolve | lint, first | equal rules | again |")
-    print("|--:|:--|--:|--:|--:|--:|--:|")
+    print("| rules | kind | unused | resolve | lint, first | equal | again | texts |")
+    print("|--:|:--|--:|--:|--:|--:|--:|--:|")
     beyond = []
     for name, make in (
         ("of other models", unused),
@@ -122,7 +132,7 @@ def main() -> int:
 
 def over(name: str, times: Iterable[float]) -> list[str]:
     """Where lint takes longer, and how many times as long."""
-    resolve, *lints = times
+    resolve, *lints, _ = times
     return [
         f"{name} {kind} ({lint / resolve:.1f}×)"
         for kind, lint in zip(("first", "equal", "again"), lints, strict=True)

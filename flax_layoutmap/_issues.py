@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -36,8 +36,33 @@ CODES = {
 }
 
 
+URLS = {code: f"docs/lint.md#{code.lower()}" for code in CODES}
+_RANKS = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+
+
+class _Unwritten:
+    """What writes the texts of a finding, where nobody has read them yet.
+
+    Of a thousand findings a program mostly counts those that are errors.
+    """
+
+    __slots__ = ("_write",)
+    _write: tuple[Any, ...]  # a function, and what it is given
+
+    if not TYPE_CHECKING:  # it would tell type checkers that there is every attribute
+
+        def __getattr__(self, name: str) -> str:
+            if name not in ("message", "fix"):
+                kind = type(self).__name__
+                raise AttributeError(f"{kind!r} object has no attribute {name!r}")
+            write, *given = self._write
+            for field, text in zip(("message", "fix"), write(*given), strict=True):
+                object.__setattr__(self, field, text)
+            return object.__getattribute__(self, name)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Issue:
+class Issue(_Unwritten):
     """One finding of `flm.lint`.
 
     Attributes:
@@ -81,7 +106,7 @@ def in_order(issues: Iterable[Issue]) -> tuple[Issue, ...]:
         sorted(
             issues,
             key=lambda issue: (
-                SEVERITIES.index(issue.severity),
+                _RANKS[issue.severity],
                 issue.code,
                 -issue.bytes,
             ),

@@ -6,11 +6,20 @@ understood, or it would take too long, the answer is None, never a guess.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Literal
 
-from flax_layoutmap._pattern_tree import CHARACTERS, PLACE, Node, NotUnderstood, parse
+from flax_layoutmap._pattern_tree import (
+    CHARACTERS,
+    PLACE,
+    WORD,
+    Node,
+    NotUnderstood,
+    parse,
+    shape_of,
+)
 
 Mode = Literal["search", "match", "fullmatch"]
 
@@ -25,6 +34,10 @@ _MOST_STEPS = 4_000
 
 _ANCHORED = re.compile(r"\^|\\A")
 _LITERAL = re.compile(r"[\w/\-]*", re.ASCII)
+
+# Characters that no pattern holds which is understood: one for each word of a shape.
+_FIRST_MARK = 0xE000
+_MARK = re.compile(r"[\uE000-\U0010FFFF]")
 
 
 class Automaton:
@@ -169,23 +182,50 @@ def automaton(pattern: str, mode: Mode) -> Automaton | None:
         return None
 
 
-def sample(pattern: str, mode: Mode) -> str | None:
-    """A path that the pattern may well match: found at once, but not certain.
+def sample(pattern: str, mode: Mode) -> tuple[str | None, bool]:
+    """A path that the pattern may well match, and whether it surely does; at once.
 
     It is not the pattern itself, so that no exact key answers for it. None where none
     is found: `witness` then knows.
     """
-    text = pattern
-    if not is_literal(pattern):
-        try:
-            text = _written(parse(pattern))
-        except (NotUnderstood, RecursionError):
-            return None
-    if mode == "search" and (text.startswith("/") or text == pattern):
+    shape, words = shape_of(pattern)
+    template, is_sure = _template(shape, mode)
+    return (None if template is None else template.format(*words)), is_sure
+
+
+@functools.lru_cache(maxsize=1024)
+def _template(shape: str, mode: Mode) -> tuple[str | None, bool]:
+    """What `str.format` makes a sample of, of the words of a pattern of this shape."""
+    try:
+        node = parse(shape)
+        text = _written(_marked(node, map(chr, itertools.count(_FIRST_MARK))))
+    except (NotUnderstood, RecursionError):
+        return None, False
+    is_own = _MARK.sub(WORD, text) == shape  # the pattern itself
+    if mode == "search" and (text.startswith("/") or is_own):
         text = f"x/{text.removeprefix('/')}"
-    if mode != "fullmatch" and (text.endswith("/") or text == pattern):
+    if mode != "fullmatch" and (text.endswith("/") or (mode == "match" and is_own)):
         text += "x"
-    return _if_path(text)
+    if _if_path(text) is None:
+        return None, False
+    escaped = text.replace("{", "{{").replace("}", "}}")
+    template = _MARK.sub(lambda mark: f"{{{ord(mark[0]) - _FIRST_MARK}}}", escaped)
+    return template, not _has_anchors(node)
+
+
+def _marked(node: Node, marks: Iterator[str]) -> Node:
+    """The tree of a shape with another mark for each word, in the order of the text."""
+    if node[0] == "text":
+        return "text", re.sub(WORD, lambda _: next(marks), node[1])
+    if node[0] in ("cat", "alt"):
+        return node[0], [_marked(part, marks) for part in node[1]]
+    return (node[0], _marked(node[1], marks), *node[2:]) if node[0] == "rep" else node
+
+
+def _has_anchors(node: Node) -> bool:
+    if node[0] in ("cat", "alt"):
+        return any(map(_has_anchors, node[1]))
+    return node[0] in ("start", "end") or (node[0] == "rep" and _has_anchors(node[1]))
 
 
 def other_sample(pattern: str, mode: Mode) -> str | None:
@@ -201,7 +241,7 @@ def other_sample(pattern: str, mode: Mode) -> str | None:
 
 
 def _if_path(text: str) -> str | None:
-    is_path = text and "//" not in text and "/" not in (text[0], text[-1])
+    is_path = text and text[0] != "/" != text[-1] and "//" not in text
     return text if is_path else None
 
 

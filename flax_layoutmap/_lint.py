@@ -8,7 +8,7 @@ from flax_layoutmap._errors import ResolveError, RuleError, bullet_list, did_you
 from flax_layoutmap._issues import CODES, SEVERITIES, Issue, Severity, in_order
 from flax_layoutmap._lint_groups import groups, suggested
 from flax_layoutmap._lint_leaves import lint_leaves
-from flax_layoutmap._lint_matches import lint_matches
+from flax_layoutmap._lint_matches import lint_matches, unused_numbers
 from flax_layoutmap._lint_pairs import read_pairs
 from flax_layoutmap._lint_rules import lint_rules
 from flax_layoutmap._lint_siblings import swapped
@@ -62,30 +62,29 @@ def lint(x: Any, *, tile: Any = None) -> tuple[Issue, ...]:
 
 
 def _of_resolution(resolution: Resolution, tile: Any) -> list[Issue]:
-    found = list(lint_matches(resolution))
-    if resolution.mesh is not None and resolution.mesh.size > 1:
-        found += lint_leaves(resolution)
-        found += tiles(resolution, tile)
-        found += swapped(resolution)
-    unused = {_key(issue) for issue in found if issue.code == "LM101"}
+    unused = unused_numbers(resolution)
+    idle = set(unused)
     # What only looks wrong is told of rules that do nothing here; LM111 and LM113 say
     # of the others what they really do.
-    alone = [
+    found = [
         issue
         for issue in lint_rules(resolution.rules)
         if issue.severity == "error"
         or issue.code not in ("LM006", "LM007", "LM010")
-        or (issue.code != "LM007" and _key(issue) in unused)
+        or (issue.code != "LM007" and (issue.section, issue.rule_number) in idle)
     ]
     # Why a rule can match nothing tells more than that it does not.
-    why = {_key(issue) for issue in alone if issue.code in ("LM005", "LM006", "LM010")}
-    return alone + [
-        issue for issue in found if not (issue.code == "LM101" and _key(issue) in why)
-    ]
-
-
-def _key(issue: Issue) -> tuple[str, int | None]:
-    return issue.section, issue.rule_number
+    why = {
+        (issue.section, issue.rule_number)
+        for issue in found
+        if issue.code in ("LM005", "LM006", "LM010")
+    }
+    found += lint_matches(resolution, unused, why)
+    if resolution.mesh is not None and resolution.mesh.size > 1:
+        found += lint_leaves(resolution)
+        found += tiles(resolution, tile)
+        found += swapped(resolution)
+    return found
 
 
 def check(

@@ -1,9 +1,10 @@
 """How findings speak of a rule: its name, and code that changes it."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-from flax_layoutmap._issues import Issue
+from flax_layoutmap._issues import URLS, Issue, Severity
 from flax_layoutmap._rules import Rule
 
 _QUOTED = re.compile(r"[\"\\'\n]")
@@ -30,6 +31,54 @@ def about(
         section=section,
         **more,
     )
+
+
+def later(
+    code: str,
+    severity: Severity,
+    section: str,
+    number: int,
+    rule: Rule,
+    write: Callable[[str, Rule, Any], tuple[str, str]],
+    given: Any = None,
+) -> Issue:
+    """The same, where the message and the fix are written once somebody reads them.
+
+    For what a rule set may have a thousand of.
+
+    Args:
+        code: as for `about`, and so are the others.
+        severity: its severity.
+        section: the section of the rule.
+        number: its number.
+        rule: the rule.
+        write: makes both texts, of the section, the rule, and what is given.
+        given: what else there is to know.
+    """
+    issue: Any = object.__new__(Issue)
+    put = object.__setattr__
+    put(issue, "code", code)
+    put(issue, "severity", severity)
+    put(issue, "path", None)
+    put(issue, "pattern", rule.pattern)
+    put(issue, "rule_number", number)
+    put(issue, "section", section)
+    put(issue, "leaves", 0)
+    put(issue, "bytes", 0)
+    put(issue, "url", URLS[code])
+    put(issue, "_write", (_written, number, section, rule, write, given))
+    return issue
+
+
+def _written(
+    number: int,
+    section: str,
+    rule: Rule,
+    write: Callable[[str, Rule, Any], tuple[str, str]],
+    given: Any,
+) -> tuple[str, str]:
+    message, fix = write(section, rule, given)
+    return f"{name_of(section, number, rule)}{message}", fix
 
 
 def name_of(section: str, number: int, rule: Rule) -> str:

@@ -4,15 +4,17 @@ Most questions about two patterns are answered by one path that the first matche
 the second does not. Automata are for what is left.
 """
 
-import collections
-import itertools
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from flax_layoutmap._languages import sample, witness
 from flax_layoutmap._rules import Match, Rule, first_match
 
-# Rules are found by so many characters that every match of theirs holds.
+# Rules are found by so many bytes that every match of theirs holds.
 _GRAM = 4
+_HASH_BITS = 16
 # So many are tried one by one.
 _FEW = 32
 
@@ -32,54 +34,116 @@ class Examples:
         self._optional = {
             r.pattern: at for at, r in enumerate(rules) if r.rank == "skip"
         }
-        self._by_gram: dict[str, list[int]] = {}
-        self._others: list[int] = []
-        many = len(rules) > _FEW
-        grams = [_grams(next(iter(r.view.texts), "")) if many else [] for r in rules]
-        counts = collections.Counter(itertools.chain.from_iterable(grams))
-        for at, own in enumerate(grams):
-            if own:
-                rarest = min(own, key=counts.__getitem__)
-                self._by_gram.setdefault(rarest, []).append(at)
-            else:
-                self._others.append(at)
 
     def of(self, at: int) -> tuple[str | None, Sequence[int]]:
-        """A path that a rule decides, or at least matches, and what matches that path.
+        """A path that a rule decides, or at least matches, and what may match it too.
 
         The path is `""` where there is none, and None where that is not known.
         """
-        pattern = self.rules[at].pattern
-        path = sample(pattern, self.mode)
-        met = self.deciding(path) if path else ()
-        if at not in met:  # a guess that failed
-            path = witness(pattern, self.mode)
-            met = self.deciding(path) if path else ()
-        return path, met
+        path, is_sure = self._samples[at]
+        if path:
+            likely = self._or_its_key(path, self._likely[at])
+            if at in likely and (is_sure or self.is_asked(at, path)):
+                return path, likely
+        path = witness(self.rules[at].pattern, self.mode)
+        return path, self.likely(path) if path else ()
 
-    def deciding(self, path: str) -> Sequence[int]:
-        """Positions of the rules that a path is asked of: an exact key wins alone."""
+    @functools.cached_property
+    def _samples(self) -> list[tuple[str | None, bool]]:
+        """A guess for each rule, and whether it is sure."""
+        return [sample(rule.pattern, self.mode) for rule in self.rules]
+
+    @functools.cached_property
+    def _likely(self) -> Sequence[Sequence[int]]:
+        """For each guess the rules that may match it."""
+        return self._texts.likely([path or "" for path, _ in self._samples])
+
+    @functools.cached_property
+    def _texts(self) -> "_Texts":
+        many = len(self.rules) > _FEW
+        none = ("",)
+        texts = [(r.view.texts or none)[0] if many else "" for r in self.rules]
+        return _Texts(texts)
+
+    def likely(self, path: str) -> Sequence[int]:
+        """Positions of rules that may match a path; those that do are among them.
+
+        An exact key wins alone.
+        """
+        return self._or_its_key(path, self._texts.likely([path])[0])
+
+    def _or_its_key(self, path: str, likely: Sequence[int]) -> Sequence[int]:
         if path in self._exact:
             return (self._exact[path],)
-        found = self.matching(path)
         own = self._optional.get(path)
-        return found if own is None else tuple(sorted({*found, own}))
+        return likely if own is None else sorted({*likely, own})
+
+    def is_asked(self, at: int, path: str) -> bool:
+        """Whether a rule, of those that may match a path, does, or is its key."""
+        rule = self.rules[at]
+        return rule.pattern == path or first_match(rule, self.mode, path) is not None
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules whose patterns match a path."""
-        likely, known = self._others, self._by_gram
-        found = [known[gram] for gram in _grams(path) if gram in known] if known else ()
-        if found:
-            likely = sorted({*likely, *itertools.chain.from_iterable(found)})
-        return self.among(path, likely)
+        return self.among(path, self._texts.likely([path])[0])
 
     def among(self, path: str, positions: Sequence[int]) -> tuple[int, ...]:
         """The same, of some of them."""
         rules, mode = self.rules, self.mode
         return tuple(
-            at for at in positions if first_match(rules[at], mode, path) is not None
+            [at for at in positions if first_match(rules[at], mode, path) is not None]
         )
 
 
-def _grams(text: str) -> list[str]:
-    return [text[at : at + _GRAM] for at in range(len(text) - _GRAM + 1)]
+class _Texts:
+    """Texts, and which of them a path may hold: each is known by its rarest bytes."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._known: dict[int, list[int]] = {}
+        self._has_key = np.zeros(1 << _HASH_BITS, bool)
+        self._anywhere: Sequence[int] = range(len(texts))
+        grams, owners = _grams(texts)
+        if not len(grams):
+            return
+        counts = np.bincount(_hashed(grams))[_hashed(grams)]
+        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        ranked = counts * len(grams) + np.arange(len(grams))
+        rarest = grams[np.minimum.reduceat(ranked, starts) % len(grams)]
+        with_key = owners[starts].tolist()
+        for at, key in zip(with_key, rarest.tolist(), strict=True):
+            self._known.setdefault(key, []).append(at)
+        self._has_key[_hashed(rarest)] = True
+        self._anywhere = sorted({*range(len(texts))}.difference(with_key))
+
+    def likely(self, paths: Sequence[str]) -> list[Sequence[int]]:
+        """For each path the positions, ascending, of all texts that it may hold."""
+        found: list[Sequence[int]] = [self._anywhere] * len(paths)
+        if not self._known:
+            return found
+        grams, owners = _grams(paths)
+        hits = self._has_key[_hashed(grams)]
+        more: dict[int, list[int]] = {}
+        for path, gram in zip(owners[hits].tolist(), grams[hits].tolist(), strict=True):
+            if gram in self._known:
+                more.setdefault(path, []).extend(self._known[gram])
+        for path, positions in more.items():
+            found[path] = sorted({*self._anywhere, *positions})
+        return found
+
+
+def _hashed(grams: np.ndarray) -> np.ndarray:
+    """A number of few bits for each, such as most others do not have."""
+    return (grams * np.uint32(0x9E3779B1)) >> np.uint32(32 - _HASH_BITS)
+
+
+def _grams(texts: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
+    """All runs of four bytes within texts, as numbers, and the text of each."""
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    joined = b"\0".join([*encoded, b""])
+    count = max(0, len(joined) - _GRAM + 1)
+    grams = np.ndarray((count,), np.uint32, joined, strides=(1,))
+    owners = np.repeat(np.arange(len(encoded)), [len(text) + 1 for text in encoded])
+    # None that ends in the byte between two texts, or goes beyond it.
+    within = owners[:count] == owners[_GRAM - 1 :][:count]
+    within &= np.frombuffer(joined, np.uint8)[_GRAM - 1 :][:count] != 0
+    return grams[within], owners[:count][within]

@@ -59,16 +59,18 @@ def groups(
     sizes: dict[Any, int] = {}  # leaves of one decision have one shape
     roles, paths = resolution._roles(), resolution.paths
     dtypes = resolution.dtypes
-    for at, row in enumerate(resolution._rows):
-        if id(row) in keys and (role is None or roles[at] == role):
+    rows = resolution._rows
+    for at in [at for at, known in enumerate(map(id, rows)) if known in keys]:
+        if role is None or roles[at] == role:
+            row, dtype = rows[at], dtypes[at]
             key = id(row), NUMBER.sub("0", paths[at])
             group = found.get(key)
             if group is None:
                 group = found[key] = Group(row, at, paths[at])
             group.leaves += 1
-            sized = id(row), dtypes[at]
+            sized = id(row), dtype
             if sized not in sizes:
-                sizes[sized] = leaf_bytes(resolution.shapes[at], dtypes[at])
+                sizes[sized] = leaf_bytes(resolution.shapes[at], dtype)
             group.bytes += sizes[sized]
     return list(found.values())
 
@@ -94,10 +96,20 @@ def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
 
 def total_of(resolution: Resolution) -> int:
     """Bytes of all leaves; 1 where there are none."""
+    return sum(bytes_of_decisions(resolution).values()) or 1
+
+
+def bytes_of_decisions(resolution: Resolution) -> dict[int, int]:
+    """Bytes of all leaves of each decision, by its id."""
     rows, dtypes = resolution._rows, resolution.dtypes
+    # Leaves of one decision have one shape.
     first = dict(zip(map(id, rows), resolution.shapes, strict=True))
-    counts = collections.Counter(zip(map(id, rows), dtypes, strict=True))
-    return sum(leaf_bytes(first[k], d) * n for (k, d), n in counts.items()) or 1
+    found = dict.fromkeys(first, 0)
+    for dtype in set(dtypes):
+        own = [id(row) for row, at in zip(rows, dtypes, strict=True) if at == dtype]
+        for key, count in collections.Counter(own).items():
+            found[key] += leaf_bytes(first[key], dtype) * count
+    return found
 
 
 def representatives(resolution: Resolution) -> Iterator[int]:

@@ -8,8 +8,14 @@ from typing import Any
 from flax_layoutmap._issues import Issue
 from flax_layoutmap._languages import difference
 from flax_layoutmap._lint_about import key_code, name_of
-from flax_layoutmap._lint_groups import Group, groups, suggested, total_of
-from flax_layoutmap._lint_rules import axis_users
+from flax_layoutmap._lint_groups import (
+    Group,
+    bytes_of_decisions,
+    groups,
+    suggested,
+    total_of,
+)
+from flax_layoutmap._lint_rules import axis_users, named_axes
 from flax_layoutmap._paths import parameter_keys
 from flax_layoutmap._records import closest_rule, section_of
 from flax_layoutmap._report import LARGE_SHARE, is_large
@@ -131,14 +137,17 @@ def _clash(
 def _replicated(resolution: Resolution) -> Iterator[Issue]:
     rules = resolution.rules
     shards = any(not rule.layout.is_replicated for rule in rules.rules)
+    sizes = bytes_of_decisions(resolution)
+    total = sum(sizes.values()) or 1
     found = groups(
         resolution,
         lambda row: (
-            row.reason in ("rule", "exact key", "flax metadata") and not any(row.dims)
+            row.reason in ("rule", "exact key", "flax metadata")
+            and not any(row.dims)
+            and sizes[id(row)] >= LARGE_SHARE * total
         ),
         "parameter",
     )
-    total = total_of(resolution) if found else 1
     for group in found:
         share = group.bytes / total
         if share < LARGE_SHARE or (group.row.fallback and group.row.rule is not None):
@@ -225,17 +234,13 @@ def _sharded(resolution: Resolution) -> Iterator[str]:
 def _axes(resolution: Resolution) -> Iterator[Issue]:
     rules, mesh = resolution.rules, resolution.mesh
     assert mesh is not None
-    written = axis_users(rules)
+    written = named_axes(rules)
     used = {a for row in resolution._distinct.values() for dim in row.dims for a in dim}
-    used |= set(rules.batch)
-    used |= {
-        axis
-        for axis, users in written.items()
-        if any(section in ("activations", "names") for section, _, _ in users)
-    }
+    used |= set(rules.batch) | named_axes(rules, ("activations", "names"))
     for axis, size in mesh.axis_sizes.items():
         if size == 1 and axis in written:
-            first, more = name_of(*written[axis][0]), len(written[axis]) - 1
+            users = axis_users(rules)[axis]
+            first, more = name_of(*users[0]), len(users) - 1
             others, s = (f" and {more} more", "") if more else ("", "s")
             yield Issue(
                 "LM107",

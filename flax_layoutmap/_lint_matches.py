@@ -1,13 +1,14 @@
 """What rules match of a model: nothing, nothing of their own, or more than they say."""
 
 import difflib
+import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import get_args
 
 from flax_layoutmap._issues import Issue
-from flax_layoutmap._lint_about import about, axes_code, key_code, name_of
+from flax_layoutmap._lint_about import about, axes_code, key_code, later, name_of
 from flax_layoutmap._lint_groups import NUMBER, representatives
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Match, Matcher, Rule, first_match, is_for_outputs
@@ -25,37 +26,60 @@ _GOES_ON = {"a-z": re.compile("[A-Za-z][a-z]"), "0-9": re.compile("[0-9][0-9]")}
 _SURELY_MEANT = 0.8
 
 
-def lint_matches(resolution: Resolution) -> Iterator[Issue]:
-    """Rules that match nothing, decide nothing, or match more than they seem to."""
-    yield from _unused(resolution)
+# The section of a rule, and its number in there.
+Number = tuple[str, int | None]
+
+
+def lint_matches(
+    resolution: Resolution, unused: Sequence[Number], explained: Container[Number]
+) -> Iterator[Issue]:
+    """Rules that match nothing, decide nothing, or match more than they seem to.
+
+    Args:
+        resolution: the Resolution.
+        unused: the rules that match nothing.
+        explained: those of which it is told already why.
+    """
+    yield from _unused(resolution, unused, explained)
     yield from _never_decides(resolution)
-    yield from _inside_of_names(resolution)
-    yield from _goes_on(resolution)
+    some = tuple(representatives(resolution))
+    yield from _inside_of_names(resolution, some)
+    yield from _goes_on(resolution, some)
 
 
-def _unused(resolution: Resolution) -> Iterator[Issue]:
-    rules = resolution.rules
-    paths: list[str] = []
+def unused_numbers(resolution: Resolution) -> list[Number]:
+    """The rules that match nothing."""
     unused = set(map(id, resolution.unused_rules))
+    return [
+        (section, number)
+        for section in ("rules", "optimizer")
+        for number, rule in enumerate(getattr(resolution.rules, section), start=1)
+        if id(rule) in unused
+    ]
+
+
+def _unused(
+    resolution: Resolution, unused: Sequence[Number], explained: Container[Number]
+) -> Iterator[Issue]:
+    rules = resolution.rules
+    paths = functools.cache(lambda: _paths(resolution))
+    severity = "info" if rules.strict is False else "warning"
     hints = _HINTS if len(unused) <= _MANY else 1
-    for section in ("rules", "optimizer"):
-        for number, rule in enumerate(getattr(rules, section), start=1):
-            if id(rule) not in unused:
-                continue
-            hint, fix = "", f"del {key_code(section, rule.pattern)}"
-            if hints:
-                hints -= 1
-                paths = paths or _paths(resolution)
-                hint, fix = _spelt_otherwise(rules.match, paths, section, rule)
-            yield about(
-                "LM101",
-                "info" if rules.strict is False else "warning",
-                section,
-                number,
-                rule,
-                f" matches no leaf{hint}",
-                fix,
+    for at, (section, number) in enumerate(unused):
+        if (section, number) in explained or number is None:
+            continue
+        rule = getattr(rules, section)[number - 1]
+        if at < hints:
+            given = rules.match, paths
+            yield later(
+                "LM101", severity, section, number, rule, _spelt_otherwise, given
             )
+        else:
+            yield later("LM101", severity, section, number, rule, _told_to_go)
+
+
+def _told_to_go(section: str, rule: Rule, _: None) -> tuple[str, str]:
+    return " matches no leaf", f"del {key_code(section, rule.pattern)}"
 
 
 def _paths(resolution: Resolution) -> list[str]:
@@ -66,6 +90,15 @@ def _paths(resolution: Resolution) -> list[str]:
 
 
 def _spelt_otherwise(
+    section: str, rule: Rule, given: tuple[Match, Callable[[], Sequence[str]]]
+) -> tuple[str, str]:
+    """The same, with what the rule may have meant."""
+    match, paths = given
+    hint, fix = _meant(match, paths(), section, rule)
+    return f" matches no leaf{hint}", fix
+
+
+def _meant(
     match: Match, paths: Sequence[str], section: str, rule: Rule
 ) -> tuple[str, str]:
     """What the rule may have meant: the end of a message, and a fix."""
@@ -177,7 +210,7 @@ def _never_decides(resolution: Resolution) -> Iterator[Issue]:
             )
 
 
-def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
+def _inside_of_names(resolution: Resolution, some: Sequence[int]) -> Iterator[Issue]:
     """Rules that match some names as a whole and others in their middle."""
     rules = resolution.rules
     if rules.match == "fullmatch":
@@ -190,7 +223,7 @@ def _inside_of_names(resolution: Resolution) -> Iterator[Issue]:
     digits = {at for at in users if _ends_in_a_digit(rules.rules[at].pattern)}
     whole = {key for at in digits for key in users[at]}
     paths = resolution._flat.paths
-    for at in range(len(paths)) if whole else representatives(resolution):
+    for at in range(len(paths)) if whole else some:
         key, path = id(resolution._rows[at]), paths[at]
         by_key.setdefault(key, {})[path] = path
     for at, keys in users.items():
@@ -234,25 +267,23 @@ def _narrower(rule: Rule, match: Match, good: str, bad: str) -> str | None:
     return None
 
 
-def _goes_on(resolution: Resolution) -> Iterator[Issue]:
+def _goes_on(resolution: Resolution, some: Sequence[int]) -> Iterator[Issue]:
     """Rules written for fullmatch that match paths which go on behind them here."""
     rules = resolution.rules
     if rules.match != "search":
         return
-    written = {
-        at
-        for at, rule in enumerate(rules.rules)
-        if rule.pattern.startswith(".*") and not rule.layout.is_replicated
-        if not is_for_outputs(rule)
+    decisions = resolution._distinct.values()
+    deciding = {row.rule for row in decisions if row.reason == "rule"}
+    untold = {
+        at for at in deciding if at is not None and _is_for_fullmatch(rules.rules[at])
     }
-    told = set()
-    for at in representatives(resolution) if written else ():
+    for at in some if untold else ():
         row, path = resolution._rows[at], resolution._flat.paths[at]
-        if row.rule not in written - told or row.reason != "rule":
+        if row.rule not in untold or row.reason != "rule":
             continue
         rule = rules.rules[row.rule]
         if not Matcher((rule,), "fullmatch").matching(path):
-            told.add(row.rule)
+            untold.discard(row.rule)
             key = key_code("rules", f"{rule.pattern}$")
             yield about(
                 "LM010",
@@ -266,6 +297,12 @@ def _goes_on(resolution: Resolution) -> Iterator[Issue]:
                 path=path,
                 leaves=1,
             )
+
+
+def _is_for_fullmatch(rule: Rule) -> bool:
+    """Whether it looks so, and shards something."""
+    shards = rule.pattern.startswith(".*") and not rule.layout.is_replicated
+    return shards and not is_for_outputs(rule)
 
 
 def _begins_or_ends_a_name(pattern: str) -> bool:

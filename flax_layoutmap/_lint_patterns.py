@@ -1,12 +1,16 @@
 """Lint of patterns: those that no path can match, and those that others override."""
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from flax_layoutmap._axes import dim_axes
 from flax_layoutmap._issues import Issue
 from flax_layoutmap._languages import difference, is_literal, other_sample
-from flax_layoutmap._lint_about import about, axes_code, key_code, name_of
+from flax_layoutmap._lint_about import about, axes_code, key_code, later, name_of
 from flax_layoutmap._lint_examples import Examples
+from flax_layoutmap._pattern_tree import WORD, NotUnderstood, parse, shape_of
 from flax_layoutmap._rules import Match, Rule, RuleSet, first_match, is_for_outputs
 
 # What was written for `search`, where it means "begins a part"; at the start of a path
@@ -18,10 +22,11 @@ _LINEN = re.compile(r"(?:\^|\\A)params/")
 
 def lint_patterns(rules: RuleSet, section: str, examples: Examples) -> Iterator[Issue]:
     """The findings about the patterns of one section."""
-    for number, rule in enumerate(examples.rules, start=1):
-        if is_for_outputs(rule):
+    for at, rule in enumerate(examples.rules):
+        if "output" in rule.pattern and is_for_outputs(rule):
             continue
-        example, met = examples.of(number - 1)
+        number = at + 1
+        example, likely = examples.of(at)
         if example == "":
             yield _dead(rules, section, number, rule)
             continue
@@ -37,8 +42,12 @@ def lint_patterns(rules: RuleSet, section: str, examples: Examples) -> Iterator[
                 "parameters",
                 f"{key_code(section, short)} = {axes_code(rule)}",
             )
-        yield from _written_for_another_mode(rules, section, number, rule, example)
-        yield from _meets_others(rules, section, number - 1, met, examples)
+        if rules.match != "search" or rule.pattern.startswith(".*"):
+            yield from _written_for_another_mode(rules, section, number, rule, example)
+        if example and likely and (rules.overlap != "first" or likely[0] < at):
+            others = _others(rules, at, example, likely, examples)
+            if others:
+                yield from _meets(rules, section, at, others, examples)
 
 
 def _dead(rules: RuleSet, section: str, number: int, rule: Rule) -> Issue:
@@ -71,24 +80,12 @@ def _dead(rules: RuleSet, section: str, number: int, rule: Rule) -> Issue:
 def _written_for_another_mode(
     rules: RuleSet, section: str, number: int, rule: Rule, example: str | None
 ) -> Iterator[Issue]:
-    pattern, key = rule.pattern, key_code(section, rule.pattern)
+    pattern = rule.pattern
     if rules.match == "search":
         # A leading ".*" does nothing here; fullmatch needs it, and ends with the path.
-        if not pattern.startswith(".*") or rule.layout.is_replicated:
-            return
-        longer = _going_on(rule, example)
-        if longer:
-            fix = key_code(section, f"{pattern}$")
-            yield about(
-                "LM010",
-                "info",
-                section,
-                number,
-                rule,
-                " begins with '.*', which match='search' does not need: with "
-                "match='fullmatch', for which such patterns are written, it would not "
-                f"match {longer!r}, as it does now",
-                f"{fix} = {axes_code(rule)}  # if the path is to end there",
+        if _shards(rule.layout.axes) and _goes_on(rule, example):
+            yield later(
+                "LM010", "info", section, number, rule, _read_by_search, example
             )
     elif _PART_START.match(pattern):
         free = _PART_START.sub("(.*/)?", pattern, count=1)
@@ -100,8 +97,47 @@ def _written_for_another_mode(
             rule,
             f" is written for match='search': with match={rules.match!r} it begins "
             "where the path begins, and no path begins with '/'",
-            f"{key_code(section, free)} = {axes_code(rule)}  # in place of {key}",
+            f"{key_code(section, free)} = {axes_code(rule)}  # in place of "
+            f"{key_code(section, pattern)}",
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _shards(axes: tuple[Any, ...]) -> bool:
+    return any(map(dim_axes, axes))
+
+
+def _goes_on(rule: Rule, example: str | None) -> bool:
+    """Whether there is a path as in `_going_on`."""
+    if example and _ends_in_a_word(shape_of(rule.pattern)[0]):
+        if first_match(rule, "fullmatch", example) is not None:
+            return True  # and one more character is none of that word
+    return bool(_going_on(rule, example))
+
+
+@functools.lru_cache(maxsize=1024)
+def _ends_in_a_word(shape: str) -> bool:
+    """Whether all that a pattern of this shape matches, as a whole, ends in its word.
+
+    And search matches what goes on behind it, too: there is no anchor.
+    """
+    try:
+        node = parse(shape)
+    except (NotUnderstood, RecursionError):
+        return False
+    ends = node[0] == "cat" and node[1] and node[1][-1][0] == "text"
+    return bool(ends) and shape.endswith(WORD) and not _ANCHOR.search(shape)
+
+
+def _read_by_search(section: str, rule: Rule, example: str | None) -> tuple[str, str]:
+    """The text of a finding: what a rule matches, and how it would not."""
+    longer, key = _going_on(rule, example), key_code(section, f"{rule.pattern}$")
+    return (
+        " begins with '.*', which match='search' does not need: with "
+        "match='fullmatch', for which such patterns are written, it would not "
+        f"match {longer!r}, as it does now",
+        f"{key} = {axes_code(rule)}  # if the path is to end there",
+    )
 
 
 def _going_on(rule: Rule, example: str | None) -> str | None:
@@ -120,8 +156,24 @@ def _going_on(rule: Rule, example: str | None) -> str | None:
     return difference(pattern, "search", pattern, "fullmatch")
 
 
-def _meets_others(
-    rules: RuleSet, section: str, at: int, met: Sequence[int], examples: Examples
+def _others(
+    rules: RuleSet, at: int, example: str, likely: Sequence[int], examples: Examples
+) -> list[int]:
+    """Those that match an example of a rule, and would have it laid out otherwise."""
+    own, overlap = examples.rules, rules.overlap
+    layout = own[at].layout
+    if overlap != "error":
+        likely = [other for other in likely if (other > at) == (overlap == "last")]
+    return [
+        other
+        for other in likely
+        if other != at and own[other].layout != layout
+        if examples.is_asked(other, example) and not is_for_outputs(own[other])
+    ]
+
+
+def _meets(
+    rules: RuleSet, section: str, at: int, likely: Sequence[int], examples: Examples
 ) -> Iterator[Issue]:
     """Others that match every path that this rule matches.
 
@@ -129,7 +181,7 @@ def _meets_others(
         rules: the rules.
         section: the section.
         at: position of the rule.
-        met: positions of those that match one of its paths.
+        likely: positions of others that match one of its paths.
         examples: the section.
     """
     own, mode = examples.rules, rules.match
@@ -137,15 +189,6 @@ def _meets_others(
     literal = is_literal(rule.pattern)
     if literal and (mode == "fullmatch" or rules.overlap == "error"):
         return  # it may be a whole path, whose exact key wins
-    likely = [
-        other_at
-        for other_at in met
-        if other_at != at and own[other_at].layout != rule.layout
-        if not is_for_outputs(own[other_at])
-        if rules.overlap == "error" or (other_at > at) == (rules.overlap == "last")
-    ]
-    if not likely:
-        return
     further = other_sample(rule.pattern, mode)
     kept = examples.among(further, [at, *likely]) if further else ()
     if at in kept:

@@ -53,11 +53,12 @@ def _findings(rules: RuleSet) -> Iterator[Issue]:
 
 
 def _axes(rules: RuleSet) -> Iterator[Issue]:
-    users = axis_users(rules)
     if rules.mesh is None:
-        yield from _misspelt(users)
+        yield from _misspelt(axis_users(rules))
         return
     known = rules.mesh.axis_names
+    named = named_axes(rules)
+    users = {} if named.issubset(known) else axis_users(rules)
     text = f"the mesh {str(rules.mesh)!r} has no axis"
     for axis, found in users.items():
         if axis in known:
@@ -78,15 +79,26 @@ def _axes(rules: RuleSet) -> Iterator[Issue]:
             yield Issue("LM003", "error", f"batch: {text} {axis!r}", f'batch="{near}"')
 
 
+def named_axes(rules: RuleSet, sections: Sequence[str] = SECTIONS) -> set[str]:
+    """The mesh axes that rules name."""
+    distinct = {
+        (rule.layout.axes, id(rule.layout.device_mesh)): rule.layout
+        for section in sections
+        for rule in getattr(rules, section)
+    }
+    return {axis for layout in distinct.values() for axis in layout.axis_names}
+
+
 def axis_users(rules: RuleSet) -> dict[str, list[tuple[str, int, Rule]]]:
     """Mesh axis → the rules that name it, each with its section and number."""
     users: dict[str, list[tuple[str, int, Rule]]] = {}
     names: dict[Any, tuple[str, ...]] = {}  # layouts are few, beside rules
     for section in SECTIONS:
         for number, rule in enumerate(getattr(rules, section), start=1):
-            key = rule.layout.axes, rule.layout.device_mesh
+            layout = rule.layout
+            key = layout.axes, id(layout.device_mesh)
             if key not in names:
-                names[key] = rule.layout.axis_names
+                names[key] = layout.axis_names
             for axis in names[key]:
                 users.setdefault(axis, []).append((section, number, rule))
     return users
@@ -127,8 +139,8 @@ def _ranks_of_state(
     for own_at, own in enumerate(rules.rules):
         if own.layout.rank is None or own.rank == "skip" or not ranks:
             continue
-        path, met = parameters.of(own_at)
-        if not path or own_at not in met:
+        path, likely = parameters.of(own_at)
+        if not path or own_at not in likely or not parameters.is_asked(own_at, path):
             continue
         for at in state.matching(path):
             rule = rules.optimizer[at]

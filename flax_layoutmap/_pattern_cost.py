@@ -13,7 +13,14 @@ import math
 import re
 from collections.abc import Iterator
 
-from flax_layoutmap._pattern_tree import PLACE, Node, NotUnderstood, parse
+from flax_layoutmap._pattern_tree import (
+    PLACE,
+    WORD,
+    Node,
+    NotUnderstood,
+    parse,
+    shape_of,
+)
 
 # Loops in a row that can share one text: the time grows with this power of the length.
 MOST_DEGREE = 3
@@ -56,10 +63,17 @@ def _is_quick(pattern: str) -> bool:
     """Whether it is, as most are: a few repetitions, none of them inside another."""
     if len(pattern) > LONGEST_PATTERN:
         return False
-    if not _CHOOSES.search(pattern):
-        return True
+    if len(pattern) > _MOST_PLACES:
+        return not _CHOOSES.search(pattern)
+    # With any character for each word it has as many ways to match, or more.
+    return _has_few_ways(shape_of(pattern)[0], ".") or _has_few_ways(pattern, WORD)
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_few_ways(shape: str, word: str) -> bool:
+    """Whether its repetitions are few and plain, and so is what else it may choose."""
     try:
-        node = parse(pattern)
+        node = parse(shape.replace(WORD, word))
     except (NotUnderstood, RecursionError):
         return False
     loops = list(_loops(node))
@@ -67,7 +81,6 @@ def _is_quick(pattern: str) -> bool:
     return (
         len(loops) <= MOST_DEGREE + 1
         and all(_is_plain(loop[1]) for loop in loops)
-        and len(pattern) <= _MOST_PLACES
         and _choices(node) <= MOST_CHOICES
     )
 

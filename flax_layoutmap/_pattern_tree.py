@@ -18,6 +18,12 @@ _TEXT = re.compile(r"[ -#%-',/-9:->@-Z_`a-z~-]+")
 _QUANTIFIES = {"*", "+", "?", "{"}
 _GROUP = re.compile(r"\((?:\?:|\?P<[A-Za-z_]\w*>)?(?!\?)")
 
+# A word that is read as a whole, and what stands for it.
+_WORD = re.compile(r"(?<![\\\w\[\-^])(\w+)(?![\w?*+])", re.ASCII)
+WORD = "~"
+_UNSURE_CLASS = re.compile(r"\[\^?\]|\\[\[\]]")
+_CLASS = re.compile(r"\[[^\]]*\]")
+
 # ("text", characters) | ("set", mask) | ("start",) | ("end",) | ("cat", nodes)
 # | ("alt", nodes) | ("rep", node, least, most or None)
 Node = tuple
@@ -39,6 +45,27 @@ def parse(pattern: str) -> Node:
     if at != len(pattern):
         raise NotUnderstood
     return node
+
+
+@functools.lru_cache(maxsize=4096)
+def shape_of(pattern: str) -> tuple[str, list[str]]:
+    """The pattern with `~` for each word, and these words: many patterns share a shape.
+
+    Patterns with flags, counts and odd classes are shapes of their own.
+
+    >>> shape_of("layers/.*/(gate|up)/kernel")
+    ('~/.*/(~|~)/~', ['layers', 'gate', 'up', 'kernel'])
+    """
+    if "{" in pattern or WORD in pattern or "(?" in pattern:
+        return pattern, [WORD] * pattern.count(WORD)
+    pieces = _WORD.split(pattern)
+    shape = WORD.join(pieces[::2])
+    if "[" in pattern:
+        if _UNSURE_CLASS.search(pattern):
+            return pattern, []
+        if _CLASS.findall(shape) != _CLASS.findall(pattern):
+            return pattern, []  # one holds what looks like a word
+    return shape, pieces[1::2]
 
 
 def _alternatives(pattern: str, at: int) -> tuple[Node, int]:

@@ -325,7 +325,11 @@ class Resolution:
                     for at in row.matched
                 }
                 unused.extend(r for at, r in enumerate(section) if at not in used)
-        return tuple(rule for rule in unused if not is_for_outputs(rule))
+        return tuple(
+            rule
+            for rule in unused
+            if "output" not in rule.pattern or not is_for_outputs(rule)
+        )
 
     @property
     def unmatched(self) -> tuple[str, ...]:

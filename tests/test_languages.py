@@ -19,7 +19,9 @@ from flax_layoutmap._languages import (
     witness,
 )
 from flax_layoutmap._lint_examples import _FEW, Examples
+from flax_layoutmap._lint_patterns import _ends_in_a_word
 from flax_layoutmap._pattern_cost import slow_because, steps_of
+from flax_layoutmap._pattern_tree import WORD, shape_of
 
 MODES: list[Mode] = ["search", "match", "fullmatch"]
 
@@ -130,12 +132,51 @@ def test_what_is_within_what(one: str, other: str, is_within: bool) -> None:
 
 
 def test_samples() -> None:
-    assert sample("kernel", "search") == "x/kernel"
-    assert sample("up/", "match") == "up/x"
-    assert sample("kernel", "fullmatch") == "kernel"
-    assert sample("a//b", "search") is None
-    assert sample("(?!a)b", "search") is None
+    assert sample("kernel", "search") == ("x/kernel", True)
+    assert sample("up/", "match") == ("up/x", True)
+    assert sample("kernel", "fullmatch") == ("kernel", True)
+    assert sample("(a|b)/{2}c", "search") == (None, False)
+    assert sample("(gate|up)/[{]~/c$", "search") == ("gate/{~/c", False)
+    assert sample("a//b", "search") == (None, False)
+    assert sample("(?!a)b", "search") == (None, False)
     assert is_literal("self_attn/q-1") and not is_literal("a.b")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@settings(max_examples=300)
+@given(PATTERNS)
+def test_samples_that_are_sure_match(pattern: str) -> None:
+    for mode in MODES if compiles(pattern) else ():
+        path, is_sure = sample(pattern, mode)
+        assert path is None or is_path(path)
+        assert not is_sure or (path and matches(pattern, mode, path))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "shape"),
+    [
+        ("layers/12/kernel", "~/~/~"),
+        (r"block/\d+/(query|key)_1/x*", r"~/\d+/(~|~)~/x*"),
+        ("^up/[0-9]+/[^/]+/norms?", "^up/[0-9]+/[^/]+/norms?"),
+        ("(?:gate|up)-1", "(?:gate|up)-1"),
+        (r"a/[.x]b", r"a/[.x]b"),  # a class holds what looks like a word
+        (r"a/[]x]b", r"a/[]x]b"),
+        ("a{2}/b", "a{2}/b"),
+        ("a~b", "a~b"),
+    ],
+)
+def test_the_shapes_of_patterns(pattern: str, shape: str) -> None:
+    found, words = shape_of(pattern)
+    assert found == shape and found.count(WORD) == len(words)
+    told = iter(words)
+    assert re.sub(WORD, lambda _: next(told), found) == pattern
+
+
+def test_patterns_that_end_in_a_word() -> None:
+    for pattern in (".*/mlp/kernel", r".*(a|b)/\d+/up", ".*~"):
+        assert _ends_in_a_word(shape_of(pattern)[0])
+    for pattern in (".*/a|b/up", ".*/kernels?", "^.*up", ".*/(a|b)", ".*up$", ".*é"):
+        assert not _ends_in_a_word(shape_of(pattern)[0])
 
 
 # ------------------------------------------------------------------------- cost
@@ -258,9 +299,17 @@ def test_examples_find_the_rules_that_match(patterns: list[str]) -> None:
 def test_an_exact_key_decides_alone() -> None:
     rules = [Rule("a/.*", None), Rule("a/b", None), Rule("c/d", None, rank="skip")]
     examples = Examples(rules, "search")
-    assert examples.deciding("a/b") == (1,)
-    assert examples.deciding("c/d") == (2,)
-    assert examples.deciding("a/bb") == (0, 1)
+
+    def asked(path: str) -> list[int]:
+        return [at for at in examples.likely(path) if examples.is_asked(at, path)]
+
+    assert asked("a/b") == [1]
+    assert asked("c/d") == [2]
+    assert asked("a/bb") == [0, 1]
+    key = Rule("a+", None, rank="skip")  # no text that the path would have to hold
+    many = [Rule(f"layers/{number}/kernel", None) for number in range(_FEW)]
+    examples = Examples([key, *many], "search")
+    assert list(examples.likely("a+")) == [0] and examples.is_asked(0, "a+")
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

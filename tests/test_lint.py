@@ -1,8 +1,10 @@
 """Lint: each code is provoked, and stays quiet where nothing is wrong."""
 
+import copy
 import dataclasses
 import importlib
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -864,6 +866,54 @@ def test_the_rank_of_a_rule_that_matches_nothing_is_no_clash() -> None:
         optimizer=(flm.Rule("down/kernel", (None, None, "model")),),
     )
     assert [issue.code for issue in flm.lint(rules)] == ["LM006"]
+
+
+def test_a_rule_that_another_ones_key_answers_for_is_overridden() -> None:
+    """The one path that comes to mind of `^up` is the other rule itself."""
+    (issue,) = alone([("up", ("model",)), ("^up", None)])
+    assert (issue.code, issue.pattern) == ("LM007", "^up")
+
+
+# ---------------------------------------------------- texts that nobody has read yet
+
+
+def unread() -> flm.Issue:
+    return on(MLP, [*MLP_RULES, (".*/wide/kernel", (None, "model"))])[0]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda issue: pickle.loads(pickle.dumps(issue)),
+        copy.copy,
+        copy.deepcopy,
+        dataclasses.replace,
+        lambda issue: issue,
+    ],
+)
+def test_findings_are_values_before_they_are_read(
+    read: Callable[[flm.Issue], flm.Issue],
+) -> None:
+    """The text of a finding that a rule set may have many of is written when read."""
+    expected = unread()
+    assert expected.message.startswith("rule 3 '.*/wide/kernel' → (None, 'model')")
+    found = read(unread())
+    assert (found, hash(found), repr(found), str(found)) == (
+        expected,
+        hash(expected),
+        repr(expected),
+        str(expected),
+    )
+    assert dataclasses.asdict(read(unread())) == dataclasses.asdict(expected)
+    assert read(unread()).fix == expected.fix
+
+
+def test_findings_have_no_other_attributes() -> None:
+    text = "'Issue' object has no attribute 'mesage'"
+    with pytest.raises(AttributeError, match=text):
+        _ = unread().mesage  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        unread().message = ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ------------------------------------- much on each device, little of all the bytes
