@@ -6,13 +6,16 @@ from typing import Any
 # Before JAX is imported: with an accelerator's plugin installed, a bare JAX probes for
 # the hardware. A value from outside wins, and subprocesses inherit it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Nearly all of the suite's time goes into compiling, and what is asked of a program is
+# mostly where its values lie: for tests marked `optimised` it is its bits, or its text.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis
 import jax
 import pytest
 
 import flax_layoutmap as flm
-from flax_layoutmap import _jit
+from flax_layoutmap import _compiled, _jit
 
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -29,6 +32,23 @@ def eight_devices() -> None:
         f"the tests need 8 devices and JAX found {len(found)} on"
         f" {found[0].platform!r}: run them with JAX_PLATFORMS=cpu"
     )
+
+
+# A value from outside wins here too: "0" is as for users, in all tests.
+_QUICK = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+_is_quick = _QUICK
+
+
+@pytest.fixture(autouse=True)
+def optimisations(request: pytest.FixtureRequest) -> None:
+    """Compiles as for users in tests marked `optimised`, and faster in all others."""
+    global _is_quick
+    wanted = _QUICK and request.node.get_closest_marker("optimised") is None
+    if _is_quick != wanted:
+        _is_quick = wanted
+        jax.config.update("jax_disable_most_optimizations", wanted)
+        jax.clear_caches()  # of what was compiled otherwise
+        _compiled._PROGRAMS.clear()
 
 
 @pytest.fixture(scope="session")

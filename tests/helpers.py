@@ -9,12 +9,16 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_python(code: str, *, timeout: float = 300) -> str:
-    """Runs code in a fresh interpreter on CPU; returns what it printed.
+    """Runs code in a fresh interpreter on CPU, compiled as for users.
+
+    Returns:
+        What it printed.
 
     Raises:
         AssertionError: it exited with an error; the message holds its output.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

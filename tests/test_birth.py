@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,8 @@ from shards import assert_lies
 
 import flax_layoutmap as flm
 from flax_layoutmap import _birth, _compiled
+
+pytestmark = pytest.mark.optimised
 
 INITIALISERS: dict[str, Callable[..., Any]] = {
     name: getattr(nnx.initializers, name)()
@@ -423,11 +424,6 @@ def test_what_differs_has_its_own_program(
     assert np.signbit(np.asarray(made["minus"])).all()
 
 
-@pytest.mark.skipif(
-    "optimization_level=0" in os.environ.get("XLA_FLAGS", ""),
-    reason="Without its optimisations XLA does not round otherwise when it folds, so "
-    "that there is nothing to tell apart.",
-)
 def test_what_xla_folds_is_folded(mesh: flm.DeviceMesh) -> None:
     """With an input in place of a constant, `exp` and `sin` round otherwise."""
 

@@ -17,6 +17,8 @@ from shards import assert_lies
 
 import flax_layoutmap as flm
 
+pytestmark = pytest.mark.optimised
+
 uniform = nnx.initializers.uniform(1.0)
 X = jnp.ones((2, 8))
 

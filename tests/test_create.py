@@ -20,6 +20,8 @@ from flax_layoutmap import _birth, _compiled, _create
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._scope import current_rules
 
+pytestmark = pytest.mark.optimised
+
 P = PartitionSpec
 NAMES = ("data", "model")
 KINDS: dict[str, Any] = {

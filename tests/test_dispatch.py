@@ -378,13 +378,13 @@ def test_interrupts_leave_the_model_whole(way: str, mesh: flm.DeviceMesh) -> Non
     step(model)
     step(model)
     chance, interrupts = random.Random(0), 0
-    for _ in range(300):
+    for _ in range(120):
         seconds = chance.uniform(1e-5, 2e-3 if way == "route" else 8e-3)
         interrupts += interrupted(lambda: step(model), seconds)
         arrays = [param.get_raw_value() for param in model.all]
         assert not any(array.is_deleted() for array in arrays)
         assert len({float(array[0]) for array in arrays}) == 1
-    assert interrupts > 250
+    assert interrupts > 100
 
 
 def test_an_interrupt_leaves_no_rules_in_force(mesh: flm.DeviceMesh) -> None:

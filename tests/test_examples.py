@@ -16,13 +16,15 @@ TINY = ("--steps=6", "--batch=8", "--seq=16", "--dim=32", "--layers=1")
 
 
 def run_example(
-    name: str, *flags: str, devices: int | None = None
+    name: str, *flags: str, devices: int | None = None, optimised: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs an example on CPU; `devices=None` leaves their number to the example."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}
     environment["PYTHONPATH"] = str(ROOT)
     for number_of_devices in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
         environment.pop(number_of_devices, None)
+    if optimised:
+        environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
     if devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     return subprocess.run(
@@ -52,7 +54,8 @@ def load_train_lm() -> ModuleType:
 
 @pytest.mark.slow
 def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) -> None:
-    done = run_example("train_lm.py", *TINY, f"--checkpoint-dir={tmp_path}")
+    flags = (*TINY, f"--checkpoint-dir={tmp_path}")
+    done = run_example("train_lm.py", *flags, optimised=True)
     assert done.returncode == 0, done.stderr
     assert "layers/0/attention/query/kernel" in done.stdout  # the report
     for run in ("uninterrupted", "data=4,model=2", "data=1,model=1"):

@@ -562,12 +562,12 @@ def test_interrupts_come_before_or_after(mesh: flm.DeviceMesh) -> None:
     model = placed(layout_map)
     jitted(model)
     chance, interrupts = random.Random(0), 0
-    for _ in range(300):
+    for _ in range(120):
         seconds = chance.uniform(1e-5, 2e-2)
         interrupts += interrupted(lambda: jitted(model), seconds)
         assert not any(leaf.is_deleted() for leaf in leaves_of(model).values())
         assert len(numbers(model)) == 1
-    assert interrupts > 250
+    assert interrupts > 100
 
 
 def test_an_error_leaves_the_model_as_it_was(mesh: flm.DeviceMesh) -> None:

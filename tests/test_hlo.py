@@ -30,6 +30,8 @@ from shards import bare
 
 import flax_layoutmap as flm
 
+pytestmark = pytest.mark.optimised
+
 P = PartitionSpec
 # End of a path → axes. The rules are made of these, and so are the layouts by hand.
 Layouts = Mapping[str, tuple[str | None, ...]]

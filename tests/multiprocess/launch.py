@@ -57,7 +57,7 @@ def run(
     *args: str,
     processes: int,
     devices: int,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     check: bool = True,
     heartbeat: int = 20,
     during: Callable[[Sequence[subprocess.Popen[bytes]]], None] | None = None,
