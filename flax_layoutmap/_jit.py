@@ -39,7 +39,7 @@ from flax_layoutmap._inputs import (
     place_data,
 )
 from flax_layoutmap._place import need_devices
-from flax_layoutmap._processes import Agreement, digest_of_values
+from flax_layoutmap._processes import Agreement, digest_of_values, tell_of_others
 from flax_layoutmap._program import (
     Job,
     OtherArgumentsError,
@@ -208,6 +208,7 @@ class Jitted:
             raise
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             # Where JAX's own fast path runs a program, its failure is a ValueError.
+            tell_of_others(error)
             self._tell_losses(args, kwargs, error)
             raise
 

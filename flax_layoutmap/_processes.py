@@ -104,6 +104,27 @@ class Agreement:
             _exchange(word, speakers, self._what, gives_up_after=patience)
 
 
+def tell_of_others(
+    error: BaseException | None,
+    go_on: Callable[[], str] = lambda: ", from the last checkpoint",
+) -> None:
+    """Notes on an error of JAX's runtime what another process may have to do with it.
+
+    Args:
+        error: what was raised; other kinds are passed over.
+        go_on: what to go on from, in words.
+    """
+    count = jax.process_count()
+    failed_running = isinstance(error, jax.errors.JaxRuntimeError)
+    if error is not None and failed_running and count > 1:
+        error.add_note(
+            f"This is process {jax.process_index()} of {count}. When one of them ends "
+            "or cannot be reached, the collectives of the others fail like this: look "
+            "for the first error in the logs of all, and start all of them again"
+            + go_on()
+        )
+
+
 def digest_of_values(leaves: Iterable[Any]) -> str:
     """A checksum of shapes, dtypes and values on the host; others are passed over."""
     seen = []

@@ -19,10 +19,10 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 HEARTBEAT_SECONDS = 10
 
 
-# Phase → what the others say; in a step these are the words of JAX's runtime.
+# Phase → what the others say; in a step that is a note to the error of JAX's runtime.
 SAID = {
     "creation": "could not reach the other processes before creating the model: one of",
-    "step": "JaxRuntimeError",
+    "step": "start all of them again; step 7 is saved in",
     "save": "could not reach the other processes before saving",
     "restore": "could not reach the other processes before restoring",
 }

@@ -10,7 +10,7 @@ import jax
 
 from flax_layoutmap._create import create
 from flax_layoutmap._errors import CheckpointError, warn
-from flax_layoutmap._processes import Agreement
+from flax_layoutmap._processes import Agreement, tell_of_others
 from flax_layoutmap.checkpoint import _data_state, _orbax, _orbax_training, _record
 from flax_layoutmap.checkpoint._leaves import mesh_of
 from flax_layoutmap.checkpoint._lock import WriteLock
@@ -237,6 +237,7 @@ class Checkpointer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        tell_of_others(error, self._go_on)
         try:
             self._end(deliver=error is None)
         except CheckpointError as failure:
@@ -249,6 +250,11 @@ class Checkpointer:
                 f"every={self._every}; to save the last step of a run: "
                 "checkpointer.save(step, state, force=step == steps - 1)"
             )
+
+    def _go_on(self) -> str:
+        last = self.latest
+        saved = "nothing is saved" if last is None else f"step {last} is saved"
+        return f"; {saved} in {self._directory}"
 
     # --------------------------------------------------------------- restoring
 

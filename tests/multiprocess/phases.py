@@ -60,8 +60,11 @@ def main() -> None:
     flm.checkpoint.save(FOLDER / "1", state, layout_map=layout_map)
     phase("creation")
     training()
-    phase("step")
-    float(step(state["model"], state["optimizer"], x))
+    with flm.checkpoint.Checkpointer(FOLDER / "run", layout_map=layout_map) as run:
+        run.save(7, state)
+        run.wait()
+        phase("step")
+        float(step(state["model"], state["optimizer"], x))
     phase("save")
     flm.checkpoint.save(FOLDER / "2", state, layout_map=layout_map)
     phase("restore")
@@ -74,7 +77,8 @@ if __name__ == "__main__":
         main()
         text = "nothing"
     except Exception as error:  # broad: JAX's own errors have no common kind
-        text = f"{type(error).__name__}: {error}"
+        notes = getattr(error, "__notes__", ())
+        text = "\n".join([f"{type(error).__name__}: {error}", *notes])
     launch.answer({"seconds": time.monotonic() - start, "text": text})
     # Without a farewell to the one that is gone, which JAX would wait for.
     os._exit(1)
