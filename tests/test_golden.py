@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -226,14 +227,43 @@ FILES = [
 ]
 
 
-def run_suite(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs the tests of a folder with our plug-in and no other."""
-    return subprocess.run(
-        [
-            sys.executable,
-            *("-m", "pytest", "-q", "-p", "flax_layoutmap._pytest_plugin"),
-            *("-p", "no:cacheprovider", *flags, str(folder / "test_suite.py")),
-        ],
+# Several runs of pytest in one process, which imports JAX once.
+RUNS = """
+import contextlib, io, json, sys
+from pathlib import Path
+import pytest
+
+options = ["-q", "-p", "flax_layoutmap._pytest_plugin", "-p", "no:cacheprovider"]
+suite, done = Path("test_suite.py"), []
+for flags, text in json.load(sys.stdin):
+    suite.write_text(text, encoding="utf-8")
+    sys.modules.pop("test_suite", None)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = pytest.main([*options, *flags, str(suite)])
+    files = {p.as_posix(): p.read_text("utf-8") for p in sorted(Path().rglob("*.json"))}
+    done.append([int(code), said.getvalue(), files])
+json.dump(done, sys.stdout)
+"""
+
+
+class Run(NamedTuple):
+    """One run of pytest."""
+
+    code: int
+    said: str
+    files: dict[str, str]
+
+    @property
+    def written(self) -> list[str]:
+        """The files that it says it wrote."""
+        return re.findall("^layouts written: (.*)$", self.said, re.M)
+
+
+def run_suites(folder: Path, *runs: tuple[list[str], str]) -> list[Run]:
+    """Runs tests, given as flags and text, with our plug-in and no other."""
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", RUNS],
+        input=json.dumps(runs),
         capture_output=True,
         text=True,
         timeout=300,
@@ -246,37 +276,30 @@ def run_suite(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
             "COLUMNS": "200",
         },
     )
-
-
-def written(folder: Path) -> list[str]:
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*.json"))
-    return sorted(found)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [Run(*run) for run in json.loads(done.stdout)]
 
 
 @pytest.mark.slow
 def test_the_flag_writes_what_the_fixture_compares(tmp_path: Path) -> None:
-    (tmp_path / "test_suite.py").write_text(SUITE, encoding="utf-8")
-    done = run_suite(tmp_path, "--update-layouts")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert written(tmp_path) == FILES
-    said = [line for line in done.stdout.splitlines() if "layouts written: " in line]
-    assert said == [f"layouts written: {tmp_path / name}" for name in FILES]
-
     changed = SUITE.replace('UP = (None, "model")', 'UP = ("data", "model")')
-    (tmp_path / "test_suite.py").write_text(changed, encoding="utf-8")
-    before = {name: (tmp_path / name).read_bytes() for name in FILES}
-    done = run_suite(tmp_path)
-    assert done.returncode == 1 and "5 failed" in done.stdout
-    assert "P(-, model) → P(data, model)" in done.stdout
-    assert "run pytest with --update-layouts" in done.stdout
-    assert {name: (tmp_path / name).read_bytes() for name in FILES} == before
+    update = ["--update-layouts"]
+    made, compared, updated, accepted = run_suites(
+        tmp_path, (update, SUITE), ([], changed), (update, changed), ([], changed)
+    )
+    assert made.code == 0, made.said
+    assert list(made.files) == FILES
+    assert made.written == [str(tmp_path / name) for name in FILES]
+
+    assert compared.code == 1 and "5 failed" in compared.said
+    assert "P(-, model) → P(data, model)" in compared.said
+    assert "run pytest with --update-layouts" in compared.said
+    assert compared.files == made.files and not compared.written
 
     # What is as it was is not written again.
-    done = run_suite(tmp_path, "--update-layouts")
-    said = [line for line in done.stdout.splitlines() if "layouts written: " in line]
     rest = [name for name in FILES if name != "golden/b.json"]
-    assert said == [f"layouts written: {tmp_path / name}" for name in rest]
-    assert run_suite(tmp_path).returncode == 0
+    assert updated.written == [str(tmp_path / name) for name in rest]
+    assert accepted.code == 0 and accepted.files == updated.files, accepted.said
 
 
 def test_a_run_that_does_not_use_it_imports_nothing(tmp_path: Path) -> None:
@@ -289,9 +312,8 @@ def test_it():
     assert ours == {"flax_layoutmap", "flax_layoutmap._pytest_plugin"}
     assert not {"jax", "flax", "numpy", "rich"} & sys.modules.keys()
 """
-    (tmp_path / "test_suite.py").write_text(suite, encoding="utf-8")
-    done = run_suite(tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    (done,) = run_suites(tmp_path, ([], suite))
+    assert done.code == 0, done.said
 
 
 def test_pytest_is_told_of_the_plug_in() -> None:
