@@ -60,8 +60,11 @@ def test_the_whole_line_under_two_processes(tmp_path: Path) -> None:
     np.testing.assert_allclose(alone, got["uninterrupted"], rtol=1e-5)
 
 
-def test_host_values_become_global_arrays(tmp_path: Path) -> None:
-    ended = launch.run("values", str(tmp_path), processes=2, devices=4)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_host_values_become_global_arrays(processes: int, tmp_path: Path) -> None:
+    ended = launch.run(
+        "values", str(tmp_path), processes=processes, devices=8 // processes
+    )
     for process, one in enumerate(ended):
         wrong = [
             f"{group}: {check}"
