@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from flax_layoutmap._languages import sample, witness
+from flax_layoutmap._pattern_tree import Node, NotUnderstood, parse
 from flax_layoutmap._rules import Match, Rule, first_match
 
 # Rules are found by so many bytes that every match of theirs holds.
@@ -61,9 +62,7 @@ class Examples:
     @functools.cached_property
     def _texts(self) -> "_Texts":
         many = len(self.rules) > _FEW
-        none = ("",)
-        texts = [(r.view.texts or none)[0] if many else "" for r in self.rules]
-        return _Texts(texts)
+        return _Texts([_texts_of(rule) if many else () for rule in self.rules])
 
     def likely(self, path: str) -> Sequence[int]:
         """Positions of rules that may match a path; those that do are among them.
@@ -95,25 +94,58 @@ class Examples:
         )
 
 
-class _Texts:
-    """Texts, and which of them a path may hold: each is known by its rarest bytes."""
+def _texts_of(rule: Rule) -> Sequence[str]:
+    """Texts of which each match holds one; none where that is not known."""
+    texts = rule.view.texts
+    if texts or "|" not in rule.pattern:
+        return texts[:1]
+    try:
+        return _one_of_these(parse(rule.pattern))
+    except (NotUnderstood, RecursionError):
+        return ()
 
-    def __init__(self, texts: Sequence[str]) -> None:
+
+def _one_of_these(node: Node) -> Sequence[str]:
+    if node[0] == "text":
+        return (node[1],)
+    if node[0] == "cat":
+        found = [some for some in map(_one_of_these, node[1]) if some]
+        return max(found, key=lambda texts: min(map(len, texts)), default=())
+    if node[0] == "alt":
+        branches = [_one_of_these(branch) for branch in node[1]]
+        return [text for some in branches for text in some] if all(branches) else ()
+    return ()
+
+
+class _Texts:
+    """Texts, and which of them a path may hold: each is known by its rarest bytes.
+
+    Args:
+        texts: for each position some, of which a path holds one; none: any path may do.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[str]]) -> None:
         self._known: dict[int, list[int]] = {}
         self._has_key = np.zeros(1 << _HASH_BITS, bool)
         self._anywhere: Sequence[int] = range(len(texts))
-        grams, owners = _grams(texts)
+        positions = np.repeat(np.arange(len(texts)), [len(some) for some in texts])
+        grams, owners = _grams([text for some in texts for text in some])
         if not len(grams):
             return
         counts = np.bincount(_hashed(grams))[_hashed(grams)]
         starts = np.flatnonzero(np.diff(owners, prepend=-1))
         ranked = counts * len(grams) + np.arange(len(grams))
         rarest = grams[np.minimum.reduceat(ranked, starts) % len(grams)]
-        with_key = owners[starts].tolist()
+        with_key = positions[owners[starts]].tolist()
         for at, key in zip(with_key, rarest.tolist(), strict=True):
             self._known.setdefault(key, []).append(at)
         self._has_key[_hashed(rarest)] = True
-        self._anywhere = sorted({*range(len(texts))}.difference(with_key))
+        keys = np.bincount(with_key, minlength=len(texts)).tolist()
+        self._anywhere = [
+            at
+            for at, (some, count) in enumerate(zip(texts, keys, strict=True))
+            if not some or count < len(some)  # one of them is too short
+        ]
 
     def likely(self, paths: Sequence[str]) -> list[Sequence[int]]:
         """For each path the positions, ascending, of all texts that it may hold."""

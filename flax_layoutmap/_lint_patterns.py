@@ -11,7 +11,14 @@ from flax_layoutmap._languages import difference, is_literal, other_sample
 from flax_layoutmap._lint_about import about, axes_code, key_code, later, name_of
 from flax_layoutmap._lint_examples import Examples
 from flax_layoutmap._pattern_tree import WORD, NotUnderstood, parse, shape_of
-from flax_layoutmap._rules import Match, Rule, RuleSet, first_match, is_for_outputs
+from flax_layoutmap._rules import (
+    Match,
+    Overlap,
+    Rule,
+    RuleSet,
+    first_match,
+    is_for_outputs,
+)
 
 # What was written for `search`, where it means "begins a part"; at the start of a path
 # there is no slash.
@@ -189,73 +196,90 @@ def _meets(
     literal = is_literal(rule.pattern)
     if literal and (mode == "fullmatch" or rules.overlap == "error"):
         return  # it may be a whole path, whose exact key wins
-    further = other_sample(rule.pattern, mode)
-    kept = examples.among(further, [at, *likely]) if further else ()
-    if at in kept:
-        likely = [other_at for other_at in likely if other_at in kept]
+    kept = None
     for other_at in likely:
-        if _covers(own[other_at], rule, mode):
-            issue = _clash(rules, section, at, other_at, literal)
-            if issue is not None:
-                yield issue
-                return
+        if not _holds_its_text(own[other_at], rule, mode):
+            kept = _still_likely(at, likely, examples) if kept is None else kept
+            other = own[other_at].pattern
+            if other_at not in kept:
+                continue
+            if difference(rule.pattern, mode, other, mode) != "":
+                continue
+        issue = _clash(rules, section, at, other_at, literal)
+        if issue is not None:
+            yield issue
+            return
 
 
-def _covers(other: Rule, rule: Rule, mode: Match) -> bool:
-    """Whether a rule matches every path that another one matches."""
-    if mode == "search":
-        core = other.pattern.removeprefix(".*")
-        core = core if core.endswith("\\.*") else core.removesuffix(".*")
-        if is_literal(core) and any(core in text for text in rule.view.texts):
-            return True
-    return difference(rule.pattern, mode, other.pattern, mode) == ""
+def _still_likely(at: int, likely: Sequence[int], examples: Examples) -> Sequence[int]:
+    """Those of others that match another path of a rule, too."""
+    further = other_sample(examples.rules[at].pattern, examples.mode)
+    kept = examples.among(further, [at, *likely]) if further else ()
+    return kept if at in kept else likely
+
+
+def _holds_its_text(other: Rule, rule: Rule, mode: Match) -> bool:
+    """Whether another rule is for a text that every path of a rule has."""
+    if mode != "search":
+        return False
+    core = other.pattern.removeprefix(".*")
+    core = core if core.endswith("\\.*") else core.removesuffix(".*")
+    return is_literal(core) and any(core in text for text in rule.view.texts)
 
 
 def _clash(
     rules: RuleSet, section: str, at: int, other_at: int, literal: bool
 ) -> Issue | None:
-    own = getattr(rules, section)
+    own, overlap = getattr(rules, section), rules.overlap
     rule, other = own[at], own[other_at]
     ranks = rule.layout.rank, other.layout.rank
     apart = None not in ranks and ranks[0] != ranks[1]
     if other.rank == "skip" and ranks[0] != ranks[1]:
         return None  # it may pass over the leaves of this one
-    if rules.overlap == "error" and rule.rank == "skip" and apart:
+    if overlap == "error" and rule.rank == "skip" and apart:
         return None
-    named = name_of(section, other_at + 1, other)
-    key = key_code(section, other.pattern)
-    skip = f'layout_map.add(flm.Rule({other.pattern!r}, {axes_code(other)}, rank="skip"'
+    given = other_at + 1, other, literal, overlap
     if apart:
-        return about(
-            "LM009",
-            "info" if literal else "error",
-            section,
-            at + 1,
-            rule,
-            f" is for arrays of {ranks[0]} dims, but {named}, which matches every path "
-            f"that it matches, is for {ranks[1]}",
-            f"del {key}; {skip}))",
-        )
-    if rules.overlap == "error":
-        return about(
-            "LM008",
-            "error",
-            section,
-            at + 1,
-            rule,
-            f" clashes with {named}, which matches every path that it matches",
-            f'make {other.pattern!r} narrower, or use overlap="first" with the narrow '
-            "rule in front",
-        )
-    behind = "behind" if rules.overlap == "last" else "in front of"
+        severity = "info" if literal else "error"
+        return later("LM009", severity, section, at + 1, rule, _of_other_rank, given)
+    if overlap == "error":
+        return later("LM008", "error", section, at + 1, rule, _clashes, given)
+    severity = "info" if literal else "warning"
+    return later("LM007", severity, section, at + 1, rule, _decides_nothing, given)
+
+
+# The texts of these: number and rule of the other one, whether the rule may be a whole
+# path, and which one wins.
+_Other = tuple[int, Rule, bool, Overlap]
+
+
+def _of_other_rank(section: str, rule: Rule, given: _Other) -> tuple[str, str]:
+    number, other, _, _ = given
+    skip = f'layout_map.add(flm.Rule({other.pattern!r}, {axes_code(other)}, rank="skip"'
+    return (
+        f" is for arrays of {rule.layout.rank} dims, but "
+        f"{name_of(section, number, other)}, which matches every path that it matches, "
+        f"is for {other.layout.rank}",
+        f"del {key_code(section, other.pattern)}; {skip}))",
+    )
+
+
+def _clashes(section: str, rule: Rule, given: _Other) -> tuple[str, str]:
+    number, other, _, _ = given
+    return (
+        f" clashes with {name_of(section, number, other)}, which matches every path "
+        "that it matches",
+        f'make {other.pattern!r} narrower, or use overlap="first" with the narrow '
+        "rule in front",
+    )
+
+
+def _decides_nothing(section: str, rule: Rule, given: _Other) -> tuple[str, str]:
+    number, other, literal, overlap = given
+    behind = "behind" if overlap == "last" else "in front of"
     whole = f", but for a leaf whose whole path is {rule.pattern!r}" if literal else ""
-    return about(
-        "LM007",
-        "info" if literal else "warning",
-        section,
-        at + 1,
-        rule,
-        f" decides nothing{whole}: {named} matches every path that it matches, and "
-        f"wins (overlap={rules.overlap!r})",
+    return (
+        f" decides nothing{whole}: {name_of(section, number, other)} matches every "
+        f"path that it matches, and wins (overlap={overlap!r})",
         f"put {rule.pattern!r} {behind} {other.pattern!r}",
     )

@@ -319,3 +319,21 @@ def test_another_sample_is_a_path(pattern: str) -> None:
     for mode in MODES:
         found = other_sample(pattern, mode) if compiles(pattern) else None
         assert found is None or is_path(found)
+
+
+def test_alternatives_are_found_by_the_texts_of_each() -> None:
+    patterns = [f"attn_{n}a/query|attn_{n}a/key" for n in range(_FEW)]
+    patterns += [f"(wide_{n}b|deep_{n}b)(/|$)" for n in range(_FEW)]
+    patterns += ["attn_3a/query|up", "x|y", ".*"]  # of a short text, or none
+    examples = Examples([Rule(pattern, None) for pattern in patterns], "search")
+    always = [2 * _FEW, 2 * _FEW + 1, 2 * _FEW + 2]
+    for path, own in (
+        ("x/attn_3a/query", 3),
+        ("x/attn_3a/key", 3),
+        ("a/deep_5b/kernel", _FEW + 5),
+        ("a/wide_5b", _FEW + 5),
+    ):
+        likely = list(examples.likely(path))
+        assert own in likely and set(always) <= set(likely) and len(likely) < 8
+        expected = [at for at, p in enumerate(patterns) if matches(p, "search", path)]
+        assert list(examples.matching(path)) == expected
