@@ -39,6 +39,7 @@ from flax_layoutmap.pod._values import (
     spec_text,
 )
 from flax_layoutmap.pod._warnings import warnings_of
+from flax_layoutmap.pod._whole_sums import sum_whole
 
 _PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 
@@ -165,6 +166,8 @@ class _Plan:
         found = read(module, known)
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         _name_gradients(found, self.lowered)
+        if self.topology is not None:
+            sum_whole(found, self.topology)
         crosses = dcn_axes(sizes, self.topology)
         collectives_ = tuple(
             record

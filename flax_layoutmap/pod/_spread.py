@@ -26,6 +26,7 @@ class Found:
         scope: the loops around it.
         leaf: the argument that it moves, or whose gradient it sums.
         into: the collective that it is one with, or None.
+        is_whole: whether Shardy scatters this sum, and the TPU compiler does not.
     """
 
     kind: Kind
@@ -37,6 +38,7 @@ class Found:
     scope: Scope = ()
     leaf: int | None = None
     into: int | None = None
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(slots=True)

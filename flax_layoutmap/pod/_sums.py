@@ -31,7 +31,7 @@ def added(
         second: of those in the value that is added.
     """
     if not first or not second:
-        return first or second
+        return ()  # with something else between them, the compiler adds them apart
     if first == second or len(first) != len(second):
         return first
     pairs = [(found[a], found[b]) for a, b in zip(first, second, strict=True)]

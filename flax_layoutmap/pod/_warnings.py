@@ -8,10 +8,11 @@ from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._records import show_shape, show_spec
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._placed import placed
 from flax_layoutmap.pod._spread import Spread
-from flax_layoutmap.pod._values import parts, spec_text
+from flax_layoutmap.pod._values import bytes_of, parts, spec_text
 
 # Arrays in a closure below this are tables of constants.
 _CLOSED_OVER = 1 << 20
@@ -19,6 +20,8 @@ _CLOSED_OVER = 1 << 20
 _DEEP = 12
 # State below this is not worth donating.
 _UNDONATED = 1 << 20
+# Of what is sent for a gradient in a step, no more than this is worth no warning.
+_LITTLE = 1 << 16
 
 _INDEX = re.compile(r"(?<=/)\d+(?=/)")
 
@@ -43,6 +46,7 @@ def warnings_of(
     yield from _overruled(found, lowered)
     yield from _closed_over(lowered)
     yield from _undonated(found, lowered)
+    yield from _summed_whole(found, lowered)
     if found.branching:
         count = found.branching
         which = "a conditional" if count == 1 else f"{count} conditionals"
@@ -112,6 +116,28 @@ def _undonated(found: Spread, lowered: Lowered) -> Iterator[str]:
             f"{_leaves(kept)} of state, such as {lowered.leaves[kept[0]].path}, "
             f"{'is' if len(kept) == 1 else 'are'} not donated: old and new are held at "
             f"the same time, {human_bytes(size)} more per device; use donate_argnames"
+        )
+
+
+def _summed_whole(found: Spread, lowered: Lowered) -> Iterator[str]:
+    """Gradients that are all-reduced where a reduce-scatter would do."""
+    more: dict[str, int] = {}
+    for one in found.collectives:
+        if one.is_whole and one.into is None and one.leaf is not None:
+            size, count = bytes_of(one.shape, one.element), parts(one.axes)
+            path = lowered.leaves[one.leaf].path
+            sent = wire_bytes("reduce-scatter", size, count) * one.executions
+            more[path] = more.get(path, 0) + sent
+    paths = sorted(path for path, sent in more.items() if sent >= _LITTLE)
+    if paths:
+        shown = ", ".join(paths[:6]) + (", …" if len(paths) > 6 else "")
+        count = "1 gradient" if len(paths) == 1 else f"{len(paths)} gradients"
+        yield (
+            f"the TPU compiler sums {count} whole on every device, which sends "
+            f"{human_bytes(sum(more.values()))} more in a step than reduce-scatters "
+            f"would: {shown}; it scatters a sum along its lanes in parts of 512 bytes "
+            "(256 elements of bfloat16) only, and not across a dim of one element: "
+            "shard another dim, or over fewer devices"
         )
 
 

@@ -1,0 +1,97 @@
+"""Gradients that the TPU compiler sums whole, where Shardy has a reduce-scatter.
+
+Its reduce-scatter moves chunks of 4 KiB: 8 rows of 512 bytes. Where the part of a
+device is no multiple of that along the lanes, or lies across a dim of one element,
+every device sums all of the gradient and takes its slice: an all-reduce, with twice the
+bytes. Neither the number of devices nor their links matter. Found by compiling single
+gradients for v3 to v6e with libtpu 0.0.42, on 2026-11-22.
+"""
+
+import math
+from collections.abc import Sequence
+
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._sources import operation_name
+from flax_layoutmap.pod._spread import Found, Spread
+from flax_layoutmap.pod._values import Value, bytes_of, parts
+
+# Rows and lanes of a tile, and bytes of a row of a chunk.
+_ROWS, _LANES, _ROW_BYTES = 8, 128, 512
+# Their sums are made beside the cores, in parts of any shape.
+_SCATTER_ANYTHING = ("tpu7x",)
+
+
+def sum_whole(found: Spread, topology: Topology) -> None:
+    """Makes all-reduces of the reduce-scatters that the compiler does not do.
+
+    Args:
+        found: what was read from a module, with the leaves of its sums; it is changed.
+        topology: where the step runs.
+    """
+    if topology.generation.name in _SCATTER_ANYTHING:
+        return
+    for one in found.collectives:
+        if one.kind != "reduce-scatter" or one.leaf is None:
+            continue
+        # The rows of an embedding are added up in other ways.
+        if operation_name(one.location).startswith("scatter"):
+            continue
+        if _is_whole(one, found.arguments[one.leaf]):
+            one.kind, one.is_whole = "all-reduce", True
+
+
+def _is_whole(one: Found, leaf: Value) -> bool:
+    """Whether the part of a device has a shape that is not scattered.
+
+    Args:
+        one: a reduce-scatter.
+        leaf: the parameter whose gradient it sums.
+    """
+    first = _first_dim(one, leaf)
+    if first is None:
+        return False
+    shape, dims = leaf.local_shape[first:], leaf.dims[first:]
+    cut = [dim for dim, axes in enumerate(dims) if not set(axes).isdisjoint(one.axes)]
+    item = bytes_of((1,), one.element)
+    if len(cut) != 1 or sum(size > 1 for size in shape) < 2:
+        return False
+    row, lane = tiled_dims(shape)
+    if cut == [lane]:
+        return _padded(shape[lane], _LANES) * item % _ROW_BYTES > 0
+    # Such as the kernel of keys with one head on a device.
+    between = shape[min(row, lane) + 1 : max(row, lane)]
+    others = math.prod(shape) // (shape[row] * shape[lane])
+    return cut == [row] and len(between) > 0 and others == 1
+
+
+def _first_dim(one: Found, leaf: Value) -> int | None:
+    """The first dim of a parameter that its gradient has; a scan takes others away."""
+    size, rest = divmod(math.prod(one.shape), parts(one.axes))
+    shape = leaf.local_shape
+    firsts = (at for at in range(len(shape)) if math.prod(shape[at:]) == size)
+    return None if rest else next(firsts, None)
+
+
+def tiled_dims(shape: Sequence[int]) -> tuple[int, int]:
+    """The dims that the compiler lays in the rows and lanes of its tiles.
+
+    They are the two largest; the one goes along the lanes that wastes less, and the
+    last of the two where they waste the same.
+
+    >>> tiled_dims((128, 4, 128)), tiled_dims((512, 8, 64)), tiled_dims((128, 16032))
+    ((0, 2), (2, 0), (1, 0))
+    """
+    first, last = sorted(
+        sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))[-2:]
+    )
+
+    def waste(row: int, lane: int) -> float:
+        rows, lanes = _padded(shape[row], _ROWS), _padded(shape[lane], _LANES)
+        return rows * lanes / (shape[row] * shape[lane])
+
+    swapped = waste(last, first) < waste(first, last)
+    return (last, first) if swapped else (first, last)
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
