@@ -205,6 +205,17 @@ def test_sums_that_are_used_apart_are_not_one() -> None:
     assert kinds(report) == {("all-reduce", ("model",), None): 2}
 
 
+def test_sums_with_something_else_between_them_are_not_one() -> None:
+    """As libtpu 0.0.42 compiles a residual that is added before the second sum."""
+
+    def step(params: Any, x: Any) -> Any:
+        return (x @ params["a"] + 1) + x @ params["b"]
+
+    params = {name: struct(16, 8) for name in "ab"}
+    report = plan(step, params, X, layout_map=rules(**{"[ab]": ("model", None)}))
+    assert kinds(report) == {("all-reduce", ("model",), None): 2}
+
+
 def test_equal_gathers_are_one_and_others_are_not() -> None:
     def step(params: Any, x: Any) -> Any:
         y = x @ params["w"]
