@@ -4,7 +4,7 @@ Its reduce-scatter moves chunks of 4 KiB: 8 rows of 512 bytes. Where the part of
 device is no multiple of that along the lanes, or lies across a dim of one element,
 every device sums all of the gradient and takes its slice: an all-reduce, with twice the
 bytes. Neither the number of devices nor their links matter. Found by compiling single
-gradients for v3 to v6e with libtpu 0.0.42, on 2026-11-22.
+gradients for v2 to v6e with libtpu 0.0.42, on 2026-11-22.
 """
 
 import math
