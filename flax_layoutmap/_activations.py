@@ -93,34 +93,56 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
 
 @contextlib.contextmanager
 def _opened(rules: RuleSet, *arguments: Any) -> Iterator[None]:
-    with using_rules(rules), contextlib.ExitStack() as stack:
-        active = activate(stack, rules, *arguments)
-        yield
+    was, active = _ACTIVE.get(), None
+    try:
+        with using_rules(rules), contextlib.ExitStack() as stack:
+            active = _activate(stack, rules, *arguments)
+            yield
+    finally:
+        _ACTIVE.set(was)
     if active is not None:
         active.tell(warn)
 
 
-def activate(
-    stack: contextlib.ExitStack,
+def call_activated(
+    call: Callable[[], Any],
     rules: RuleSet | None,
     roots: Sequence[tuple[str, Any]],
-    parameters: Iterable[str] = (),
-) -> "Active | None":
-    """From now on, layers give their outputs the layouts of the activation rules.
+    parameters: Iterable[str],
+    tell: Callable[[str], None],
+) -> Any:
+    """Calls; layers give their outputs the layouts of the activation rules.
 
-    Not a block of its own: one that Ctrl-C reaches as it begins or ends is taken down
-    when its traceback is dropped, in whatever goes on then.
+    Not a block, for the same reason as `call_with_rules`.
 
     Args:
-        stack: its end is the end of that.
+        call: what to call.
         rules: the rules; without any for activations nothing is done.
         roots: NNX objects, each with the path that its own paths begin with.
         parameters: paths of parameters: a rule `…/output` that matches one of them is
             no rule for outputs.
-
-    Returns:
-        What can tell, after the end, of rules that never fired; None without rules.
+        tell: is told of rules that never fired; in a trace, a warning would point at
+            JAX's code.
     """
+    was = _ACTIVE.get()
+    try:
+        with contextlib.ExitStack() as stack:
+            active = _activate(stack, rules, roots, parameters)
+            result = call()
+    finally:
+        _ACTIVE.set(was)
+    if active is not None:
+        active.tell(tell)
+    return result
+
+
+def _activate(
+    stack: contextlib.ExitStack,
+    rules: RuleSet | None,
+    roots: Sequence[tuple[str, Any]],
+    parameters: Iterable[str],
+) -> "Active | None":
+    """Lays out outputs until the stack's end; the caller puts back `_ACTIVE`."""
     active = None
     if rules is not None and (
         rules.activations or any(map(is_for_outputs, rules.rules))
@@ -128,7 +150,6 @@ def activate(
         active = Active(rules)
         active.learn(parameters)
     was = _ACTIVE.get()
-    stack.callback(_ACTIVE.set, was)
     # None too: what `jit` keeps must not depend on a scope around the call.
     _ACTIVE.set(active)
     if active is None:

@@ -35,6 +35,9 @@ _MOST_STEPS = 4_000
 _ANCHORED = re.compile(r"\^|\\A")
 _LITERAL = re.compile(r"[\w/\-]*", re.ASCII)
 
+# No path that is made up has more characters.
+_LONGEST = 10_000
+
 # Characters that no pattern holds which is understood: one for each word of a shape.
 _FIRST_MARK = 0xE000
 _MARK = re.compile(r"[\uE000-\U0010FFFF]")
@@ -264,7 +267,10 @@ def _written(node: Node, *, last: bool = False) -> str:
     if kind == "rep":
         # Something that may be absent mostly stands for what is there.
         times = node[2] if last else max(node[2], node[3] is None)
-        return _written(node[1], last=last) * times
+        once = _written(node[1], last=last)
+        if len(once) * times > _LONGEST:
+            raise NotUnderstood
+        return once * times
     return ""
 
 
@@ -334,7 +340,10 @@ def _classes(masks: set[int]) -> list[tuple[int, str]]:
 @functools.lru_cache(maxsize=512)
 def _one_of(mask: int) -> str:
     """A character of a set to write it by."""
-    return next((char for char in _PREFERRED if mask & 1 << PLACE[char]), "/")
+    char = next((char for char in _PREFERRED if mask & 1 << PLACE[char]), "/")
+    if not mask & 1 << PLACE[char]:
+        raise NotUnderstood  # it has none, or none that paths are written with
+    return char
 
 
 def _bits(states: int) -> Iterator[int]:

@@ -109,7 +109,8 @@ def check(
 
     Raises:
         ResolveError: something counts; `.problems` has one text for each.
-        RuleError: `ignore` has an unknown code, or a bad pattern.
+        RuleError: `ignore` has an unknown code, or a bad pattern; or `max_replicated`
+            is no share.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -143,8 +144,12 @@ def problems(
     """What `check` raises, as a list of texts.
 
     Raises:
-        RuleError: `ignore` has an unknown code, or a bad pattern.
+        RuleError: `ignore` has an unknown code, or a bad pattern; or `max_replicated`
+            is no share.
     """
+    is_share = isinstance(max_replicated, int | float) and 0 <= max_replicated <= 1
+    if not is_share:
+        raise RuleError(f"max_replicated is a share, 0 to 1; got {max_replicated!r}")
     codes, spared = _ignored(ignore)
     counts = SEVERITIES[: SEVERITIES.index(level) + 1]
     found = [
@@ -158,6 +163,9 @@ def problems(
 
 def _ignored(ignore: str | Iterable[str]) -> tuple[set[str], Matcher]:
     given = [ignore] if isinstance(ignore, str) else list(ignore)
+    for text in given:
+        if not isinstance(text, str):
+            raise RuleError(f"ignore takes codes and patterns of paths, got {text!r}")
     codes = {text for text in given if _CODE.fullmatch(text)}
     for code in codes - set(CODES):
         raise RuleError(f"there is no code {code}{did_you_mean(code, CODES)}")

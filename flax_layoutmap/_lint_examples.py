@@ -154,12 +154,16 @@ class _Texts:
             return found
         grams, owners = _grams(paths)
         hits = self._has_key[_hashed(grams)]
-        more: dict[int, list[int]] = {}
-        for path, gram in zip(owners[hits].tolist(), grams[hits].tolist(), strict=True):
+        # Each once: a text may be the same few bytes again and again.
+        pairs = np.unique(owners[hits].astype(np.uint64) << 32 | grams[hits])
+        more: dict[int, set[int]] = {}
+        for path, gram in zip(
+            (pairs >> 32).tolist(), (pairs & 0xFFFFFFFF).tolist(), strict=True
+        ):
             if gram in self._known:
-                more.setdefault(path, []).extend(self._known[gram])
+                more.setdefault(path, set(self._anywhere)).update(self._known[gram])
         for path, positions in more.items():
-            found[path] = sorted({*self._anywhere, *positions})
+            found[path] = sorted(positions)
         return found
 
 

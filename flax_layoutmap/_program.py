@@ -20,7 +20,7 @@ from jax.core import Tracer, eval_jaxpr
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
-from flax_layoutmap._activations import activate, forget_path
+from flax_layoutmap._activations import call_activated, forget_path
 from flax_layoutmap._arguments import (
     Argument,
     Slot,
@@ -425,14 +425,14 @@ def call_job(
     """
     roots = [root for slot in order for root in _roots(values[slot])]
     given = [(slot, values[slot]) for slot in order]
-    with contextlib.ExitStack() as stack:
-        active = activate(stack, rules, roots, parameters)
+
+    def call() -> Any:
         result = call_with(job.fun, job.signature, given)
         for _, node in _roots(result):
             forget_path(node)
-    if active is not None:
-        active.tell(tell)
-    return result
+        return result
+
+    return call_activated(call, rules, roots, parameters, tell)
 
 
 def _roots(value: Any) -> list[tuple[str, Any]]:

@@ -111,23 +111,21 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
 def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
     """Calls with a rule set as the ambient one; None leaves it as it is.
 
-    In a copy of the context, which nobody sees afterwards: what a block has set stays
-    if Ctrl-C comes between two instructions of its entry or its exit.
+    Not with a block: what a block has set stays, if Ctrl-C comes as it begins or ends.
+    Python looks for signals where it calls its own functions, and after calls: not
+    between what raises here and the first thing that is put back.
     """
-    before = trace_key()
-    try:
-        return contextvars.copy_context().run(_call_here, rules, call)
-    finally:
-        if trace_key() != before:  # JAX keeps its own in the thread
-            keyed(before).__enter__()
-
-
-def _call_here(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
     if rules is None:
         return call()
-    _CURRENT.set(rules)
-    with _names_keyed(rules):
-        return call()
+    key, before = trace_key(), _CURRENT.get()
+    try:
+        _CURRENT.set(rules)
+        with _names_keyed(rules):
+            return call()
+    finally:
+        _CURRENT.set(before)
+        if trace_key() != key:  # JAX keeps its own in the thread
+            keyed(key).__enter__()
 
 
 def _names_keyed(rules: RuleSet) -> contextlib.AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ SECTIONS = ("rules", "activations", "names", "optimizer")
 # What a file for review leaves out of a leaf: the number of its rule changes with any
 # rule before it, and the rest can be read from what is kept.
 _NUMBERED = ("rule", "note")
+_TEXTS_OR_NONE = ("dtype", "pattern", "owner", "fallback", "memory_kind")
 _ALWAYS = ("path", "shape", "dtype", "spec", "shard_shape", "bytes_per_device")
 
 
@@ -241,9 +242,16 @@ def _leaf(entry: Mapping[str, Any], mesh: MeshShape | None) -> LeafRecord:
         () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for axes in entry["spec"]
     )
+    texts = ("path", "role", "reason", *_TEXTS_OR_NONE)
+    for name in texts:
+        value = entry.get(name)
+        if not isinstance(value, str) and (value is not None or name in texts[:3]):
+            raise TypeError(f"{name} of {entry['path']!r} is {value!r}")
     known = mesh.axes if own is None and mesh is not None else None
     if known is not None and not set(itertools.chain(*dims)) <= set(known):
         raise ValueError(f"{entry['path']!r} lies on axes that the mesh does not have")
+    if len(dims) != len(entry["shape"]):
+        raise ValueError(f"{entry['path']!r} has a spec of {len(dims)} dims")
     return LeafRecord(
         path=entry["path"],
         shape=tuple(entry["shape"]),

@@ -38,12 +38,12 @@ class Grid:
     lines: tuple[Line, ...]
 
     def widths(self) -> list[int]:
-        """Width of each column, in characters."""
+        """Width of each column, in cells of a terminal."""
         rows = [self.names, *(row.cells for row in self.lines if row.mark != "heading")]
-        return [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return [max(map(text_width, column)) for column in zip(*rows, strict=True)]
 
     def width(self) -> int:
-        """Width of the whole table, in characters."""
+        """Width of the whole table, in cells of a terminal."""
         widths = self.widths()
         return sum(widths) + 2 * (len(widths) - 1)
 
@@ -114,14 +114,33 @@ def human_share(share: float) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
+def text_width(text: str) -> int:
+    """Cells of a terminal that a text takes.
+
+    >>> text_width("kernel"), text_width("核")
+    (6, 2)
+    """
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _characters(text: str, width: int) -> int:
+    """About how many characters of a text take so many cells."""
+    return width * len(text) // max(text_width(text), 1)
+
+
 def cut(text: str, width: int) -> str:
     """A text with its middle left out, where it is too long; the end counts for more.
 
     >>> cut("4 attention/(query|key|value)/kernel", 20)
     '4 atten…alue)/kernel'
     """
-    if len(text) <= width:
+    if text_width(text) <= width:
         return text
+    width = _characters(text, width)
     end = (2 * (width - 1)) // 3
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
@@ -132,8 +151,9 @@ def cut_path(path: str, width: int) -> str:
     >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
     'opt_state/…/query/kernel'
     """
-    if len(path) <= width:
+    if text_width(path) <= width:
         return path
+    width = _characters(path, width)
     first, *parts = path.split("/")
     for start, fewest in ((f"{first}/…", 2), ("…", 1)):
         for at in range(1, len(parts) - fewest + 1):
@@ -153,7 +173,11 @@ def _code(cell: str) -> str:
 def _pad(
     cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]
 ) -> list[str]:
+    blank = [
+        " " * (width - text_width(cell))
+        for cell, width in zip(cells, widths, strict=True)
+    ]
     return [
-        cell.rjust(width) if flag else cell.ljust(width)
-        for cell, width, flag in zip(cells, widths, right, strict=True)
+        more + cell if flag else cell + more
+        for cell, more, flag in zip(cells, blank, right, strict=True)
     ]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
-from flax_layoutmap._table import Grid
+from flax_layoutmap._table import Grid, text_width
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,7 +38,7 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
         indent = line[: len(line) - len(line.lstrip())]
         found += textwrap.wrap(
             line,
-            max(width, _NARROWEST),
+            max(width - (text_width(line) - len(line)), _NARROWEST),
             subsequent_indent=indent + "  ",
             break_long_words=False,
             break_on_hyphens=False,

@@ -22,7 +22,10 @@ def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
             file.write(raw)
         return
     folder, name = os.path.split(path)
-    handle, beside = tempfile.mkstemp(prefix=f".{name[:100]}.", dir=folder)
+    try:
+        handle, beside = tempfile.mkstemp(prefix=f".{name[:100]}.", dir=folder)
+    except OSError as error:  # it names a file that nobody asked for
+        raise type(error)(error.errno, error.strerror, path) from None
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(raw)

@@ -1,5 +1,7 @@
 """Interrupts at any moment, as from Ctrl-C."""
 
+import dis
+import itertools
 import signal
 import sys
 import types
@@ -38,23 +40,26 @@ def interrupted(call: Callable[[], Any], seconds: float) -> bool:
 
 
 def interrupted_at(call: Callable[[], Any], codes: Set[types.CodeType], at: int) -> int:
-    """Calls once, with an interrupt before one instruction of some functions.
+    """Calls once, with an interrupt where Python looks for signals in some functions.
+
+    That is where a function of Python's begins, and behind each call.
 
     Args:
         call: what to call.
         codes: the functions, by their code.
-        at: which of the instructions that they run; 0 for no interrupt.
+        at: which of these places, in the order in which they are come to; 0 for none.
 
     Returns:
-        How many of them have begun.
+        How many of them were come to.
     """
-    begun = 0
+    places = {code: _places(code) for code in codes}
+    seen = 0
 
     def local(frame: types.FrameType, event: str, arg: Any) -> Any:
-        nonlocal begun
-        if event == "opcode":
-            begun += 1
-            if begun == at:
+        nonlocal seen
+        if event == "opcode" and frame.f_lasti in places[frame.f_code]:
+            seen += 1
+            if seen == at:
                 raise KeyboardInterrupt
         return local
 
@@ -72,4 +77,14 @@ def interrupted_at(call: Callable[[], Any], codes: Set[types.CodeType], at: int)
         pass
     finally:
         sys.settrace(before)
-    return begun
+    return seen
+
+
+def _places(code: types.CodeType) -> set[int]:
+    """Offsets of the instructions before which Python looks for signals."""
+    steps = list(dis.get_instructions(code))
+    return {
+        after.offset
+        for step, after in itertools.pairwise(steps)
+        if step.opname.startswith(("RESUME", "CALL", "JUMP_BACKWARD"))
+    }

@@ -147,6 +147,14 @@ def test_a_class_gets_rngs(run: Any) -> None:
     assert (code, err) == (0, "") and "down/kernel" in out
 
 
+def test_a_wrong_argument_is_told_without_what_nobody_wrote(run: Any) -> None:
+    code, out, err = run(
+        "report --model my_model:Block --arg widht=8 --rules my_model:layout_map"
+    )
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "Block(widht=8) raised TypeError" in err
+
+
 @pytest.mark.parametrize("rules", ["pairs", "layout_map", "rule_set", "make_rules"])
 def test_rules_of_a_module(rules: str, run: Any) -> None:
     mesh = "data=2,model=8"

@@ -929,6 +929,13 @@ def test_deep_trees_are_drawn() -> None:
     assert [len(name.split("/")) for name in view.folded.names] == [1, 801, 1]
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "mesh.txt"
+    with pytest.raises(FileNotFoundError) as caught:
+        draw.mesh("x=2").save(path)
+    assert caught.value.filename == str(path)
+
+
 def test_pictures_are_written_as_a_whole(tmp_path: Path) -> None:
     drawing = draw.mesh("x=2")
     target = tmp_path / "real.txt"

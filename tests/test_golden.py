@@ -178,6 +178,29 @@ def test_damaged_files(tmp_path: Path, damage: dict[str, Any]) -> None:
         flm.testing.compare(rules().resolve(tree()), path)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"path": 3}, {"path": None}, {"dtype": []}, {"role": {}}, {"reason": None}]
+    + [{"pattern": []}, {"owner": 1}, {"spec": []}, {"spec": [["data", 3], None]}],
+    ids=str,
+)
+def test_damaged_leaves(tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = tmp_path / "layouts.json"
+    data = rules().resolve(tree()).to_json()
+    next(leaf for leaf in data["leaves"] if leaf["shape"]).update(damage)
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(flm.LayoutError, match="the layouts are damaged"):
+        flm.testing.compare(rules().resolve(tree()), path)
+
+
+def test_what_cannot_be_read_at_all(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000, encoding="utf-8")
+    for path, said in ((deep, "is no file of layouts"), (tmp_path, "cannot be read")):
+        with pytest.raises(flm.LayoutError, match=said):
+            flm.testing.compare(rules().resolve(tree()), path)
+
+
 def test_a_leaf_on_an_axis_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "layouts.json"
     flm.testing.dump(rules().resolve(tree()), path)

@@ -4,7 +4,7 @@ import re
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_properties import PATTERNS, compiles
 
@@ -144,6 +144,7 @@ def test_samples() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @settings(max_examples=300)
+@example(r"[^\d\D]")
 @given(PATTERNS)
 def test_samples_that_are_sure_match(pattern: str) -> None:
     for mode in MODES if compiles(pattern) else ():

@@ -6,6 +6,7 @@ import importlib
 import json
 import pickle
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -953,3 +954,19 @@ def test_little_of_both_is_not() -> None:
     resolution = on_a_pod(norm={"scale": struct(4096)})
     resolution.announce()
     assert flm.lint(resolution) == ()
+
+
+def test_memory_does_not_grow_with_what_rules_share() -> None:
+    """Many rules of the same few bytes, and a text that would be far too long."""
+    layout_map = flm.LayoutMap(overlap="last")
+    for at in range(200):
+        layout_map["a" * (200 - at)] = ("data",) if at % 2 else ("model",)
+    for pattern in ("b{1000000000}", "(b{1,9999}c){99999}"):
+        layout_map[pattern] = ("data",)
+    tracemalloc.start()
+    try:
+        found = flm.lint(layout_map)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) >= 199 and peak < 20e6

@@ -115,9 +115,9 @@ def zero(rules: dict[str, Any]) -> Any:
     return layout_map.resolve({"params": params, "opt_state": state})
 
 
-def unknown_axis() -> Any:
+def with_spec(spec: list[Any]) -> Any:
     data = fit({"w": None}, {"w": struct(8)}).to_json()
-    data["leaves"][0]["spec"] = ["x"]
+    data["leaves"][0]["spec"] = spec
     return data
 
 
@@ -1012,10 +1012,15 @@ CASES: dict[str, Case] = {
         'resolution.report("json") and flm.testing.dump write',
     ),
     "snapshot: axes": Case(
-        lambda: snapshot_of(unknown_axis()),
+        lambda: snapshot_of(with_spec(["x"])),
         flm.LayoutError,
         "the layouts are damaged: ValueError(\"'w' lies on axes that the mesh does not "
         'have")',
+    ),
+    "snapshot: dims": Case(
+        lambda: snapshot_of(with_spec([])),
+        flm.LayoutError,
+        "the layouts are damaged: ValueError(\"'w' has a spec of 0 dims\")",
     ),
     # --------------------------------------------------------------- JSON
     "json: schema": Case(
@@ -1463,6 +1468,16 @@ CASES: dict[str, Case] = {
         lambda: flm.check(fit({}, {"w": struct(8)}), ignore=["LM999"]),
         flm.RuleError,
         "there is no code LM999; did you mean 'LM109'?",
+    ),
+    "check: no share": Case(
+        lambda: flm.check(fit({}, {"w": struct(8)}), max_replicated=-1),
+        flm.RuleError,
+        "max_replicated is a share, 0 to 1; got -1",
+    ),
+    "check: ignore is no text": Case(
+        lambda: flm.check(fit({}, {"w": struct(8)}), ignore=cast(Any, [3])),
+        flm.RuleError,
+        "ignore takes codes and patterns of paths, got 3",
     ),
     "check: too much is replicated": Case(
         lambda: flm.check(

@@ -1,6 +1,7 @@
 """Columns of plain values as tables."""
 
 import pytest
+from rich.cells import cell_len
 
 from flax_layoutmap._table import (
     Grid,
@@ -25,6 +26,14 @@ def test_text() -> None:
         "a            1",
         "long|er    100",
     ]
+
+
+def test_text_in_characters_of_two_cells() -> None:
+    rows = [("模型", "1"), ("bbbb", "10")]
+    lines = text_table(HEADER, rows, (False, True)).splitlines()
+    assert lines[2:] == ["模型      1", "bbbb     10"]
+    assert cell_len(cut("日本語モデル" * 3, 9)) <= 9
+    assert cell_len(cut_path("模型/模型/模型/模型", 9)) <= 9
 
 
 def test_text_has_no_trailing_blanks() -> None:

@@ -234,7 +234,11 @@ def _called(function: Callable[..., Any], flag: str, **arguments: Any) -> Any:
         raise
     # Broad: it is the user's code, which may do anything, and may end the program.
     except (Exception, SystemExit) as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        given = ", ".join(
+            f"{name}={value!r}"
+            for name, value in arguments.items()
+            if name != "rngs"  # which nobody wrote
+        )
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
             f"{flag}: {name}({given}) raised {type(error).__name__}: {error} "

@@ -80,6 +80,8 @@ def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
         raise AssertionError(
             f"there is no file of layouts {str(path)!r}; {how}"
         ) from None
+    except OSError as error:
+        raise LayoutError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     now = resolution.to_json()
     if written == _encoded(golden_text(now)):
         return
@@ -99,5 +101,5 @@ def _encoded(text: str) -> bytes:
 def _read(written: bytes, path: Path) -> Snapshot:
     try:
         return snapshot_of(json.loads(written.decode("utf-8", "surrogatepass")))
-    except ValueError as error:  # a LayoutError too
+    except (ValueError, RecursionError) as error:  # a LayoutError too
         raise LayoutError(f"{str(path)!r} is no file of layouts: {error}") from error
