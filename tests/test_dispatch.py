@@ -1,6 +1,7 @@
 """Calls that look like an earlier one: fast if nothing changed, right if it did."""
 
 import contextlib
+import contextvars
 import gc
 import random
 import weakref
@@ -423,6 +424,22 @@ def test_an_interrupt_leaves_no_rules_in_force(mesh: flm.DeviceMesh) -> None:
         assert interrupted_at(trace, codes, at) >= at
         assert ambient() == before, at
     trace()
+
+
+def test_the_context_of_a_step_is_that_of_its_caller(mesh: flm.DeviceMesh) -> None:
+    stack, seen = contextlib.ExitStack(), contextvars.ContextVar("seen", default=0)
+    token = seen.set(1)
+
+    def step(x: Any) -> Any:
+        stack.enter_context(flm.default_mesh(mesh))
+        seen.reset(token)
+        seen.set(2)
+        return x
+
+    flm.jit(step, layout_map=rules(mesh))(X)
+    assert (seen.get(), flm.get_default_mesh()) == (2, mesh)
+    stack.close()
+    assert flm.get_default_mesh() is None
 
 
 @contextlib.contextmanager
