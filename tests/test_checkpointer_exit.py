@@ -1,6 +1,7 @@
 """How programs end while a save is under way: finished, or loud; never quietly lost."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,11 +52,14 @@ class Ended(NamedTuple):
     seconds: float
 
 
-def start(code: str, directory: Path) -> "subprocess.Popen[str]":
+def start(code: str, directory: Path, *before: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
     return subprocess.Popen(
-        [sys.executable, "-X", "faulthandler", "-c", BEGIN + code, str(directory)],
+        [
+            *(*before, sys.executable, "-X", "faulthandler"),
+            *("-c", BEGIN + code, str(directory)),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -63,9 +67,9 @@ def start(code: str, directory: Path) -> "subprocess.Popen[str]":
     )
 
 
-def run(code: str, directory: Path) -> Ended:
+def run(code: str, directory: Path, *before: str) -> Ended:
     began = time.monotonic()
-    with start(code, directory) as process:
+    with start(code, directory, *before) as process:
         try:
             text, _ = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
@@ -254,6 +258,53 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert "File too large" in ended.text.rsplit("CheckpointError: ", 1)[1]
     assert ended.seconds < 60
     assert_complete(tmp_path / "run", [0])
+
+
+# A step takes 16 MiB, and there is room for one and a half.
+REALLY_FULL = """
+import subprocess
+folder = os.path.dirname(sys.argv[1])
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", folder], check=True)
+
+def refused(call):
+    try:
+        call()
+    except flm.CheckpointError as error:
+        print(type(error).__name__, error)
+
+with opened(keep=1) as checkpointer:
+    checkpointer.save(0, tree(0))
+    checkpointer.wait()
+    for step in (1, 2):
+        checkpointer.save(step, tree(step))
+        refused(checkpointer.wait)
+    print("steps", checkpointer.steps, sorted(os.listdir(sys.argv[1])))
+flm.checkpoint.verify(sys.argv[1] + "/0")
+refused(lambda: flm.checkpoint.save(folder + "/alone", tree(3), layout_map=layout_map))
+subprocess.run(["mount", "-o", "remount,size=80m", folder], check=True)
+flm.checkpoint.save(folder + "/alone", tree(3), layout_map=layout_map)
+with opened(keep=1) as checkpointer:
+    checkpointer.save(3, tree(3))
+print("now", sorted(os.listdir(folder)), checkpointer.steps)
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    own = ["unshare", "--mount"]  # what is mounted there is gone with the process
+    trial = [*own, "mount", "-t", "tmpfs", "none", str(tmp_path)]
+    can = shutil.which("unshare") and shutil.which("mount")
+    if not can or subprocess.run(trial, capture_output=True).returncode:
+        pytest.skip("Only root, on Linux, can mount a small disk.")
+    ended = run(REALLY_FULL, tmp_path / "run", *own)
+    assert ended.code == 0, ended.text
+    said = [line for line in ended.text.splitlines() if line.startswith("Checkpoint")]
+    assert len(said) == 3
+    assert all("No space left on device" in line for line in said)
+    assert "the save of step 2 to" in said[1] and "cannot save to" in said[2]
+    # What the failed save of step 1 left made room for that of step 2.
+    left = "['.flax_layoutmap.lock', '0', '2.orbax-checkpoint-tmp']"
+    assert f"steps [0] {left}" in ended.text, ended.text
+    assert "now ['alone', 'run'] [3]" in ended.text, ended.text
 
 
 SIGTERM = """

@@ -163,8 +163,8 @@ def _at_the_end() -> None:
 class StepWriter:
     """`orbax.checkpoint.v1.training.Checkpointer`, with at most one save under way.
 
-    The first save removes what interrupted saves have left, which only the one program
-    that writes may do.
+    The first save, and the next one after a failure, remove what interrupted saves have
+    left, which only the one program that writes may do.
 
     Args:
         directory: where the steps are.
@@ -237,7 +237,8 @@ class StepWriter:
         pending, self._pending = self._pending, None
         _UNTOLD.discard(pending)
         if pending.error is not None:
-            # It does not know any more which steps there are.
+            # It does not know any more which steps there are; a new one removes what
+            # has been written of this one.
             self._inner = None
             with translated(f"{pending.name} failed, nothing of it is kept"):
                 raise pending.error
