@@ -31,7 +31,7 @@ def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
             file.write(raw)
         os.chmod(beside, _mode_of(path))
         os.replace(beside, path)
-    except BaseException:
+    except BaseException:  # an interrupt too leaves nothing beside the file
         os.unlink(beside)
         raise
 
