@@ -189,8 +189,8 @@ def main() -> None:
             report = flm.pod.plan(*step, **where)
             report.show()
             # What a test of these rules would say.
-            report.expect(axis="tensor", kinds={"all-reduce"})
-            report.forbid(axis="data", kind="all-gather")
+            report.forbid(path="kernel", axis="tensor")
+            report.forbid(path="kernel", axis="data", kind="all-gather")
             if options.compile:
                 compiled = flm.pod.compile(*step, **where)
                 compiled.show()

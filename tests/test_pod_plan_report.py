@@ -435,7 +435,8 @@ def test_as_the_tpu_compiler_counts() -> None:
     assert found.wire_bytes("tensor") == pytest.approx(3936.2 * MIB, rel=0.05)
     assert found.wire_bytes("fsdp") == pytest.approx(1322.1 * MIB, rel=0.05)
     assert not found.unrecognised and not found.warnings and not found.drift
-    found.expect(axis="tensor", kinds={"all-reduce"})
+    # Tokens are gathered to be looked up.
+    found.expect(axis="tensor", kinds={"all-reduce"}, small_bytes=2**20)
     assert found.memory.at_rest["optimizer"] == pytest.approx(
         2 * found.memory.at_rest["parameter"], rel=1e-3
     )

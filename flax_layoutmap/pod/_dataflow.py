@@ -18,6 +18,7 @@ _ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
 _FOLLOWED = MOVES | {"stablehlo.broadcast_in_dim"}
 _CUTS = frozenset({"stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"})
 _BARRIER = "stablehlo.optimization_barrier"
+_SUMS = ("sdy.all_reduce", "stablehlo.scatter")
 
 
 class Dataflow:
@@ -105,9 +106,9 @@ class Dataflow:
             seen.add(one)
             known, op = self._known.get(one), maker_of(one)
             if known is not None and known.index is not None:
-                if known.name in ("sdy.all_reduce", "sdy.all_gather"):
+                if known.name in _SUMS or known.name == "sdy.all_gather":
                     yield known
-                if known.name == "sdy.all_reduce":
+                if known.name in _SUMS:
                     continue
             if one in self._sources:
                 todo += self._sources[one]

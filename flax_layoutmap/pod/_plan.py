@@ -24,6 +24,7 @@ from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._hosts import hosts_of
 from flax_layoutmap.pod._links import dcn_axes, seconds_bound
 from flax_layoutmap.pod._listing import listing
+from flax_layoutmap.pod._lookups import SHARDY_ALONE
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._memory import memory_of
 from flax_layoutmap.pod._passes import Prepared, prepare
@@ -163,7 +164,9 @@ class _Plan:
     def report(self, module: Any, start: float) -> PodReport:
         """The report from a module that was laid out."""
         known = None if self.prepared is None else self.prepared.attributes
-        found = read(module, known)
+        where = self.topology
+        partitions = where is None or where.generation.name not in SHARDY_ALONE
+        found = read(module, known, partitions=partitions)
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         _name_gradients(found, self.lowered)
         if self.topology is not None:
@@ -335,12 +338,17 @@ def _record(
     )
     slices = math.prod(crosses.get(name, 1) for name in axes)
     within = parts(one.axes) // slices
-    is_whole = all(sizes.get(name) == part for name, part in one.axes)
-    if within > 1 and slices > 1 and is_whole and one.kind != "collective-permute":
+    # An axis that crosses slices must be there as a whole.
+    is_whole = all(sizes[name] == part for name, part in one.axes if name in crosses)
+    if within > 1 and slices > 1 and is_whole:
         inner = [name for name in axes if sizes[name] > crosses.get(name, 1)]
         outer = [name for name in axes if name in crosses]
-        # Of an all-to-all, what stays within a slice need not be sent twice.
-        shares = (slices, 1) if one.kind == "all-to-all" else (1, within)
+        shares = (1, within)
+        if one.kind == "all-to-all":
+            # What stays within a slice need not be sent twice.
+            shares = (slices, 1)
+        elif one.kind == "collective-permute":
+            shares = (1, 1)
         part = _part(whole, one.element, inner, within, shares[0])
         yield dataclasses.replace(part, over_dcn=False)
         yield _part(whole, one.element, outer, slices, shares[1])

@@ -18,6 +18,7 @@ from flax_layoutmap.pod._attributes import (
     mesh_sizes,
 )
 from flax_layoutmap.pod._dataflow import Dataflow
+from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER, LookupOps
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import (
     RAGGED,
@@ -54,14 +55,18 @@ _MANUAL = (
 )
 
 
-def read(module: Any, attributes: Attributes | None = None) -> Spread:
+def read(
+    module: Any, attributes: Attributes | None = None, *, partitions: bool = True
+) -> Spread:
     """Walks through a module that `spread` made.
 
     Args:
         module: the module.
         attributes: what reads its operations, and has read others of this program.
+        partitions: whether XLA's own partitioner does lookups, not Shardy.
     """
-    return _Walk(module, attributes or Attributes(mesh_sizes(module))).run()
+    known = attributes or Attributes(mesh_sizes(module))
+    return _Walk(module, known, partitions).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,18 +87,21 @@ class _Place:
 class _Walk:
     """One walk through a module, from loop to loop."""
 
-    def __init__(self, module: Any, attributes: Attributes) -> None:
+    def __init__(self, module: Any, attributes: Attributes, partitions: bool) -> None:
         self.main = functions(module)["main"]
         self.attributes = attributes
         self.values = Dataflow(attributes)
         self.found = Spread(mesh_sizes(module), [])
         self.loops = 0
         self.gathered: dict[Any, Value] = {}
+        self.lookups = LookupOps(attributes, self.values) if partitions else None
         self.handlers: dict[str, Callable[[Any, _Place], None]] = {
             "sdy.all_reduce": self._all_reduce,
             "sdy.all_slice": self._move,
             **dict.fromkeys(MOVING, self._move),
             "stablehlo.add": self._add_sums,
+            GATHER: self._lookup,
+            SCATTER: self._lookup,
             "stablehlo.dot_general": self._product,
             **dict.fromkeys(SHIFTING, self._shift),
             "stablehlo.convolution": self._convolution,
@@ -213,6 +221,11 @@ class _Walk:
     def _all_reduce(self, op: Any, place: _Place) -> None:
         axes = self.attributes.axes_in(op.attributes["reduction_axes"])
         value = self._moved(op)
+        if self._is_replaced(op):
+            operand = self.values.of(op.operands[0])
+            value.sums, value.index = operand.sums, operand.index
+            value.leaf, value.shared = operand.leaf, is_shared(op.results[0])
+            return
         if parts(axes) == 1:
             return
         leaf = gathered_from(op, self.values)
@@ -249,7 +262,10 @@ class _Walk:
         value = self._moved(op)
         value.leaf, value.base, value.order = operand.leaf, operand.root, operand.order
         value.is_uniform = operand.is_uniform
-        if name == "sdy.all_slice" or value.is_uniform:
+        replaced = self._is_replaced(op)
+        if replaced:
+            value.index = operand.index
+        if name == "sdy.all_slice" or value.is_uniform or replaced:
             value.sums = operand.sums
             value.shared = operand.shared or (
                 bool(operand.sums) and is_shared(op.results[0])
@@ -278,6 +294,26 @@ class _Walk:
             before, only = earlier.before, only and earlier.gathers_only
         move = Move(before, value, place.times, location_of(op, self.attributes), only)
         self.found.moves[id(value)] = move
+
+    # ------------------------------------------------------------------ lookups
+
+    def _is_replaced(self, op: Any) -> bool:
+        """Whether XLA does something else for a lookup."""
+        return self.lookups is not None and self.lookups.replace(op)
+
+    def _lookup(self, op: Any, place: _Place) -> None:
+        """Rows of a table that are taken, or added to it."""
+        if self.lookups is None or place.cuts:
+            return
+        value, sums = self.values.of(op.results[0]), []
+        for one in self.lookups.steps(op, place.scope):
+            step, what = one.step, one.value or value
+            self._add(step.kind, step.axes, step.shape, what, op, place, one.leaf)
+            if one.is_sum:
+                sums.append(len(self.found.collectives) - 1)
+        if sums:
+            value.sums, value.index = tuple(sums), sums[0]
+            value.shared = is_shared(op.results[0])
 
     def _own_collective(self, op: Any, place: _Place) -> None:
         """A collective that the program itself asks for, inside of a shard_map."""
