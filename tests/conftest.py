@@ -6,17 +6,17 @@ from typing import Any
 # Before JAX is imported: with an accelerator's plugin installed, a bare JAX probes for
 # the hardware. A value from outside wins, and subprocesses inherit it.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Nearly all of the suite's time goes into compiling, and what is asked of a program is
-# mostly where its values lie: for tests marked `optimised` it is its bits, or its text.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # see quick.py
 
 import hypothesis
 import jax
 import pytest
+import quick
 
 import flax_layoutmap as flm
 from flax_layoutmap import _compiled, _jit
 
+quick.set_xla_flags()
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Tracing and compiling take their time on a busy machine, which is no failure.
@@ -35,13 +35,13 @@ def eight_devices() -> None:
 
 
 # A value from outside wins here too: "0" is as for users, in all tests.
-_QUICK = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+_QUICK = os.environ[quick.FEW_OPTIMISATIONS] == "1"
 _is_quick = _QUICK
 
 
 @pytest.fixture(autouse=True)
 def optimisations(request: pytest.FixtureRequest) -> None:
-    """Compiles as for users in tests marked `optimised`, and faster in all others."""
+    """Tests marked `optimised` get all of XLA's optimisations."""
     global _is_quick
     wanted = _QUICK and request.node.get_closest_marker("optimised") is None
     if _is_quick != wanted:

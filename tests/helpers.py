@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import quick
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -17,8 +19,8 @@ def run_python(code: str, *, timeout: float = 300) -> str:
     Raises:
         AssertionError: it exited with an error; the message holds its output.
     """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+    environment = quick.as_for_users(os.environ)
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import quick
 
 import flax_layoutmap as flm
 
@@ -53,8 +54,8 @@ class Ended(NamedTuple):
 
 
 def start(code: str, directory: Path, *before: str) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment.pop("XLA_FLAGS", None)
+    environment = quick.for_subprocess(os.environ)
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.Popen(
         [
             *(*before, sys.executable, "-X", "faulthandler"),

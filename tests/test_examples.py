@@ -10,6 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import quick
 
 ROOT = Path(__file__).parents[1]
 TINY = ("--steps=6", "--batch=8", "--seq=16", "--dim=32", "--layers=1")
@@ -19,12 +20,10 @@ def run_example(
     name: str, *flags: str, devices: int | None = None, optimised: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs an example on CPU; `devices=None` leaves their number to the example."""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}
-    environment["PYTHONPATH"] = str(ROOT)
-    for number_of_devices in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
-        environment.pop(number_of_devices, None)
+    environment = quick.for_subprocess(os.environ)
     if optimised:
-        environment.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+        environment = quick.as_for_users(environment)
+    environment |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
     if devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(devices)
     return subprocess.run(

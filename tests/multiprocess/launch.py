@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import quick
+
 TESTS = Path(__file__).parents[1]
 
 # When one process has failed, the others get this long to end with their own errors.
@@ -147,9 +149,7 @@ def answer(value: Any) -> None:
 def _start(
     command: Sequence[str], variables: Mapping[str, str], home: Path
 ) -> subprocess.Popen[bytes]:
-    env = {**os.environ, **variables}
-    # A device count there would contradict ours.
-    env.pop("XLA_FLAGS", None)
+    env = quick.for_subprocess(os.environ) | dict(variables)
     # Files and not pipes: a full pipe would stop a process that nobody reads from.
     with (home / "out").open("wb") as out, (home / "err").open("wb") as err:
         return subprocess.Popen(

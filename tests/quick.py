@@ -1,0 +1,42 @@
+"""Programs of tests are compiled in less time, and run slower, than those of users.
+
+Nearly all of the suite's time goes into compiling, and what is asked of a program is
+mostly where its values lie. A test of bits or of a program's text is marked
+`optimised`; `.ci/run` runs those once more with nothing set here.
+"""
+
+import os
+from collections.abc import Mapping
+from importlib import metadata
+
+# JAX's own switch: most of XLA's optimisations are left out. `conftest.py` sets it.
+FEW_OPTIMISATIONS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+
+# XLA's older way to make code for CPUs, in half the time of its newer one.
+OLDER_CODE = "--xla_cpu_use_fusion_emitters=false"
+
+# XLA ends the process at an option that it does not know, so the option is set for
+# versions of jaxlib that were seen to have it (0.8.1 to 0.10.2).
+_LAST_KNOWN = (0, 10)
+
+
+def set_xla_flags() -> None:
+    """To be called before JAX looks for devices. A value from outside wins."""
+    major, minor = metadata.version("jaxlib").split(".")[:2]
+    if (int(major), int(minor)) <= _LAST_KNOWN:
+        os.environ.setdefault("XLA_FLAGS", OLDER_CODE)
+
+
+def for_subprocess(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables without a number of devices: a test has its own."""
+    found = dict(variables)
+    if found.pop("XLA_FLAGS", None) == OLDER_CODE:
+        found["XLA_FLAGS"] = OLDER_CODE
+    found.pop("JAX_NUM_CPU_DEVICES", None)
+    return found
+
+
+def as_for_users(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables without those that make programs compile as in tests."""
+    settings = {FEW_OPTIMISATIONS, "XLA_FLAGS"}
+    return {name: text for name, text in variables.items() if name not in settings}
