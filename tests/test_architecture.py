@@ -173,6 +173,8 @@ def layer_problems(sources: Sources) -> list[str]:
 
 def private_uses(path: str, source: str) -> list[str]:
     """Imports of, and attributes on, the `_src` folders of other libraries."""
+    if "_src" not in source:
+        return []
     names = [name for name in imported_names(path, source) if "_src" in name.split(".")]
     attributes = [
         ast.unparse(node)
