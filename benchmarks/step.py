@@ -10,6 +10,7 @@ the clock. README.md beside this file says more.
 """
 
 import argparse
+import collections
 import datetime
 import gc
 import os
@@ -41,6 +42,7 @@ Call = Callable[..., Any]
 FLOOR = "floor: `jax.jit` on a flat list"
 DICT = "`jax.jit` on a pure dict"
 STATE = "`jax.jit` on `nnx.State`"
+BARE = "the Variables in a list: read, `jax.jit`, write; nothing checked"
 OURS = "**flm.jit**, model and optimizer"
 OURS_FLIP = "**flm.jit**, after `train()` and `eval()` in turn"
 OTHER_FLIP = "**flm.jit**, after another model's `train()` and `eval()`"
@@ -136,6 +138,7 @@ class Bench:
         yield FLOOR, self.hold(jax.jit, jax.tree.leaves(self.state()), pinned=True)
         yield DICT, self.hold(jax.jit, nnx.to_pure_dict(self.state()), pinned=True)
         yield STATE, self.hold(jax.jit, self.state(), pinned=True)
+        yield BARE, self.unchecked()
         yield OURS, self.on_objects(self.ours())
         yield OTHER_FLIP, self.flipping(own=False)
         yield OURS_FLIP, self.flipping(own=True)
@@ -152,6 +155,30 @@ class Bench:
             tree_step, *self.placed(), donate_argnums=(0,), graph=False
         )
         yield "`nnx.jit_partial`, graph=False", lambda: partial(self.x)
+
+    def unchecked(self) -> Call:
+        """The least that Python can do: it trusts that nobody has changed the model.
+
+        Reads and writes the slot that Flax has as `_raw_value`, Variable by Variable.
+        """
+        graph = nnx.iter_graph(self.placed())
+        variables = [node for _, node in graph if isinstance(node, nnx.Variable)]
+        slot: Any = vars(nnx.Variable)["_raw_value"]
+        read, write = slot.__get__, slot.__set__
+        at = [read(variable).sharding for variable in variables]
+        jitted = jax.jit(
+            pure_step,
+            in_shardings=(at, self.x.sharding),
+            out_shardings=(at, self.x.sharding),
+            donate_argnums=0,
+        )
+
+        def call() -> Any:
+            values, result = jitted(list(map(read, variables)), self.x)
+            collections.deque(map(write, variables, values), maxlen=0)
+            return result
+
+        return call
 
     def ours(self) -> Any:
         """Our jit of the step."""
