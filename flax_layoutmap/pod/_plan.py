@@ -166,7 +166,8 @@ class _Plan:
         known = None if self.prepared is None else self.prepared.attributes
         where = self.topology
         partitions = where is None or where.generation.name not in SHARDY_ALONE
-        found = read(module, known, partitions=partitions)
+        for_tpus = self.platform == "tpu"
+        found = read(module, known, partitions=partitions, for_tpus=for_tpus)
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         _name_gradients(found, self.lowered)
         if self.topology is not None:

@@ -18,6 +18,7 @@ from flax_layoutmap.pod._attributes import (
     mesh_sizes,
 )
 from flax_layoutmap.pod._dataflow import Dataflow
+from flax_layoutmap.pod._distances import Distances
 from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER, LookupOps
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import (
@@ -56,7 +57,11 @@ _MANUAL = (
 
 
 def read(
-    module: Any, attributes: Attributes | None = None, *, partitions: bool = True
+    module: Any,
+    attributes: Attributes | None = None,
+    *,
+    partitions: bool = True,
+    for_tpus: bool = False,
 ) -> Spread:
     """Walks through a module that `spread` made.
 
@@ -64,9 +69,10 @@ def read(
         module: the module.
         attributes: what reads its operations, and has read others of this program.
         partitions: whether XLA's own partitioner does lookups, not Shardy.
+        for_tpus: whether equal gathers stay apart where their uses are.
     """
     known = attributes or Attributes(mesh_sizes(module))
-    return _Walk(module, known, partitions).run()
+    return _Walk(module, known, partitions, for_tpus).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,13 +93,17 @@ class _Place:
 class _Walk:
     """One walk through a module, from loop to loop."""
 
-    def __init__(self, module: Any, attributes: Attributes, partitions: bool) -> None:
+    def __init__(
+        self, module: Any, attributes: Attributes, partitions: bool, for_tpus: bool
+    ) -> None:
         self.main = functions(module)["main"]
         self.attributes = attributes
         self.values = Dataflow(attributes)
         self.found = Spread(mesh_sizes(module), [])
         self.loops = 0
         self.gathered: dict[Any, Value] = {}
+        self.at = 0
+        self.distances = Distances() if for_tpus else None
         self.lookups = LookupOps(attributes, self.values) if partitions else None
         self.handlers: dict[str, Callable[[Any, _Place], None]] = {
             "sdy.all_reduce": self._all_reduce,
@@ -139,17 +149,17 @@ class _Walk:
 
     def _block(self, block: Any, place: _Place) -> None:
         """Walks through a block; of most operations nothing is read here."""
-        handlers, count = self.handlers, 0
-        for op in block.operations:
+        handlers, at = self.handlers, -1
+        for at, op in enumerate(block.operations):
             operation = op.operation
-            count += 1
             name = operation.name
             handler = handlers.get(name)
             if handler is not None:
+                self.at = at
                 handler(operation, place)
             elif name.startswith(_NO_RULE):
                 self._without_rule(operation, place)
-        self.found.operations += count
+        self.found.operations += at + 1
 
     def _loop(self, op: Any, place: _Place) -> None:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
@@ -273,7 +283,7 @@ class _Walk:
             return
         key = (place.scope, id(value.root), value.root_dims(), value.element)
         known = self.gathered.get(key) if name == "sdy.all_gather" else None
-        if known is not None:
+        if known is not None and not self._is_far(key, op):
             value.index = known.index
             return
         axes = changed_axes(name, operand.dims, value.dims)
@@ -282,7 +292,14 @@ class _Walk:
             self._add(kind, axes, value.local_shape, value, op, place, value.leaf)
             value.index = len(self.found.collectives) - 1
             self._note_move(op, operand, value, place)
-        self.gathered[key] = value
+        self.gathered.setdefault(key, value)
+        if self.distances is not None:
+            self.distances.add(key, op.results[0], self.at)
+
+    def _is_far(self, key: Any, op: Any) -> bool:
+        """Whether the compiler gathers again what was gathered before."""
+        distances = self.distances
+        return distances is not None and distances.is_far(key, op.results[0], self.at)
 
     def _note_move(self, op: Any, operand: Value, value: Value, place: _Place) -> None:
         earlier = self.found.moves.get(id(operand))
