@@ -371,6 +371,7 @@ def test_the_page_has_every_example() -> None:
     assert dict(sections) == EXAMPLES
 
 
+@pytest.mark.libtpu
 def test_compile(run: Any) -> None:
     """Without libtpu it says how to get it; with it, the example runs."""
     code, out, err = run(EXAMPLES["compile"])

@@ -35,11 +35,18 @@ from flax_layoutmap.pod._aot import (
     wanted_libtpu,
 )
 
-needs_libtpu = pytest.mark.skipif(
+_without_libtpu = pytest.mark.skipif(
     "libtpu" not in {one.name for one in importlib.metadata.distributions()},
     reason="libtpu is not installed, and only it compiles for TPUs; pip install "
     "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
 )
+
+
+def needs_libtpu(test: Any) -> Any:
+    """Marks a test that runs the TPU compiler; skipped where there is none."""
+    return pytest.mark.libtpu(_without_libtpu(test))
+
+
 V5E = topology("v5e:2x2")
 ROOM = "make room, or set TMPDIR to a folder with more"
 
@@ -803,9 +810,9 @@ def test_the_compiler_runs_out_of_disk(around_the_child: Callable[[str], None]) 
 def test_the_compiler_is_killed_and_hangs(
     around_the_child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # While it makes the topology, or compiles.
+    # While it loads libtpu, or makes the topology.
     around_the_child(
-        "threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGKILL)).start()"
+        "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()"
     )
     with pytest.raises(flm.LayoutError, match="^the compiler died for .*, by SIGKILL"):
         compiled("v5e:2x2", "data=2,model=2")
