@@ -79,6 +79,36 @@ def test_wider_elements_fill_a_chunk_with_fewer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("topology", "slices", "mesh", "whole"),
+    [
+        ("v5e:2x2", 1, "fsdp=4", False),
+        ("v5e:2x4", 1, "fsdp=8", False),
+        ("v5e:4x4", 1, "fsdp=16", True),
+        ("v5e:4x4", 1, "fsdp=8,tensor=2", False),
+        ("v5e:4x4", 2, "data=2,fsdp=16", True),
+        ("v5e:4x8", 1, "fsdp=32", False),
+        ("v5e:8x16", 1, "fsdp=128", False),
+        ("v5e:16x16", 1, "fsdp=256", True),
+        ("v6e:4x4", 1, "fsdp=16", True),
+        ("v5p:2x2x1", 1, "fsdp=4", False),
+        ("v5p:2x2x2", 1, "fsdp=8", True),
+        ("v5p:4x4x4", 1, "fsdp=64", True),
+        ("v4:2x2x1", 1, "fsdp=4", False),
+        ("v3:4x4", 1, "fsdp=32", True),
+        ("v3:4x8", 1, "fsdp=64", False),
+        ("tpu7x:2x2x1", 1, "fsdp=8", False),
+    ],
+)
+def test_over_all_devices_of_a_slice(
+    topology: str, slices: int, mesh: str, whole: bool
+) -> None:
+    """As libtpu 0.0.42 compiles single gradients; over two slices, a gated layer."""
+    where = {"topology": topology, "slices": slices, "mesh": mesh}
+    found = sums(planned((16384, 1024), ("fsdp", None), **where))
+    assert ("all-reduce" if whole else "reduce-scatter") in found
+
+
+@pytest.mark.parametrize(
     "where",
     [
         {"topology": None},
@@ -99,8 +129,9 @@ def test_it_is_said_and_other_rules_change_it() -> None:
     assert text == (
         "the TPU compiler sums 1 gradient whole on every device, which sends 13.6 MiB "
         "more in a step than reduce-scatters would: params/w; it scatters a sum along "
-        "its lanes in parts of 512 bytes (256 elements of bfloat16) only, and not "
-        "across a dim of one element: shard another dim, or over fewer devices"
+        "its lanes in parts of 512 bytes (256 elements of bfloat16) only, not across a "
+        "dim of one element, and not over all devices of a square or cubic slice: "
+        "shard another dim, or over fewer devices"
     )
     rules = flm.LayoutMap(batch="fsdp")
     rules["w"] = ROWS

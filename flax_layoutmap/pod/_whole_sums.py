@@ -3,14 +3,16 @@
 Its reduce-scatter moves chunks of 4 KiB: 8 rows of 512 bytes. Where the part of a
 device is no multiple of that along the lanes, or lies across a dim of one element,
 every device sums all of the gradient and takes its slice: an all-reduce, with twice the
-bytes. Neither the number of devices nor their links matter. Found by compiling single
-gradients for v2 to v6e with libtpu 0.0.42, on 2026-11-22.
+bytes. So it does over all devices of a slice, where that is a square of at least 4 x 4
+or has three dims: for these it has an all-reduce over all links at a time. Found by
+compiling single gradients for v2 to v6e with libtpu 0.0.42, on 2026-11-22.
 """
 
 import math
 from collections.abc import Sequence
 
 from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._links import dcn_axes
 from flax_layoutmap.pod._sources import operation_name
 from flax_layoutmap.pod._spread import Found, Spread
 from flax_layoutmap.pod._values import Value, bytes_of, parts
@@ -30,14 +32,28 @@ def sum_whole(found: Spread, topology: Topology) -> None:
     """
     if topology.generation.name in _SCATTER_ANYTHING:
         return
+    crosses = dcn_axes(found.sizes, topology)
+    everywhere = topology.devices // topology.slices if _has_it(topology) else 0
     for one in found.collectives:
         if one.kind != "reduce-scatter" or one.leaf is None:
             continue
         # The rows of an embedding are added up in other ways.
         if operation_name(one.location).startswith("scatter"):
             continue
-        if _is_whole(one, found.arguments[one.leaf]):
+        names = {name for name, _ in one.axes}
+        slices = math.prod(crosses.get(name, 1) for name in names)
+        over_all = parts(one.axes) // slices == everywhere
+        if over_all or _is_whole(one, found.arguments[one.leaf]):
             one.kind, one.is_whole = "all-reduce", True
+
+
+def _has_it(topology: Topology) -> bool:
+    """Whether the compiler has an all-reduce for all links of such a slice."""
+    sides = [size for size in topology.shape if size > 1]
+    cores = topology.generation.devices_per_chip
+    if len(sides) == 2:
+        return sides[0] == sides[1] and sides[0] * cores >= 4
+    return len(sides) == 3
 
 
 def _is_whole(one: Found, leaf: Value) -> bool:
