@@ -7,6 +7,7 @@ computed at once, one by one, which is exact everywhere.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from flax_layoutmap._jaxprs import SMALL, Cut, calls_in_line, every, size_of
 from flax_layoutmap._mesh import retyped
 from flax_layoutmap._place import is_eager, put
 from flax_layoutmap._small import Small
+from flax_layoutmap._table import human_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -268,7 +270,8 @@ class _Job:
             _LOG.debug("one program for what has a large origin in common: %s", names)
         if not is_eager():
             return self.call(values).traced()
-        results = self.call(values).run(programs)
+        call = self.call(values)
+        results = call.run(programs)
         if self._exact:
             pairs = zip(results, self._shardings, strict=True)
             results = [x if s is None else put(x, s) for x, s in pairs]
@@ -276,8 +279,28 @@ class _Job:
         if self._exact or whole:
             why = "exact=True" if self._exact else ", ".join(whole)
             _LOG.info("made whole on each device, then split (%s): %s", why, names)
-            jax.block_until_ready(results)  # or the next one would need memory too
+        else:
+            needed = call.temporary_bytes(programs)
+            if needed <= self._expected_bytes():
+                return results
+            text = "made with %s on each device, more than whole arrays take: %s"
+            _LOG.info(text, human_bytes(needed), names)
+        jax.block_until_ready(results)  # or the next one would need memory too
         return results
+
+    def _expected_bytes(self) -> float:
+        """Temporaries up to this are no whole array: of what is split, parts only.
+
+        Random numbers take three or four words beside each element of a part.
+        """
+        expected = 0.0
+        for var, sharding in zip(self._cut.outputs, self._shardings, strict=True):
+            words = 4 * size_of(var) * max(1, var.aval.dtype.itemsize // 4)
+            if not _is_split(sharding):
+                return math.inf
+            part = math.prod(sharding.shard_shape(var.aval.shape)) / size_of(var)
+            expected += words * max(1, 4 * part)
+        return expected
 
 
 def _unsplit(sharding: Any) -> Any:

@@ -76,10 +76,16 @@ class Call:
         """
         if self.is_traced:
             return self.traced()
+        return self._program(programs)(*self.inputs)
+
+    def temporary_bytes(self, programs: Mapping[Any, Any]) -> int:
+        """What a device needs beside inputs and results; 0 where nobody says."""
+        found = self._program(programs).memory_analysis()
+        return getattr(found, "temp_size_in_bytes", 0)
+
+    def _program(self, programs: Mapping[Any, Any]) -> Any:
         program = programs.get(self._key)
-        if program is None:
-            program = prepare([self])[self._key]
-        return program(*self.inputs)
+        return prepare([self])[self._key] if program is None else program
 
     @property
     def is_traced(self) -> bool:

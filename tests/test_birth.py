@@ -3,6 +3,7 @@
 import gc
 import logging
 import math
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -194,9 +195,9 @@ def test_exact_values_of_what_reduces(
         for name in ("centred", "normed", "orthogonal", "product")
     ]
     # QR is no sum of shards: it is done whole in any case, and named.
-    assert caplog.messages == [
-        "made whole on each device, then split (qr): ['orthogonal']"
-    ]
+    assert "made whole on each device, then split (qr): ['orthogonal']" in (
+        caplog.messages
+    )
     plain = jax.jit(reducing)() | {
         # Beside QR, XLA itself rounds a mean otherwise.
         "orthogonal": jax.jit(lambda: with_qr()["orthogonal"])()
@@ -209,6 +210,33 @@ def test_exact_values_of_what_reduces(
         np.testing.assert_allclose(leaf, plain[name], rtol=1e-5, atol=1e-5 * scale)
     # The control: without it the bits are others here.
     assert bits(close["product"]) != bits(plain["product"])
+
+
+def not_in_parts() -> dict[str, Any]:
+    """Of these, XLA computes the last one alone in parts."""
+    first, *others = jax.random.split(jax.random.key(0), 3)
+    return {
+        "permuted": jax.random.permutation(first, 4096),
+        "summed": jnp.cumsum(jax.random.normal(others[0], (4096,))),
+        "plain": jax.random.normal(others[1], (4096,)),
+    }
+
+
+def test_what_is_not_made_in_parts_is_named(
+    mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout_map = flm.LayoutMap(mesh)
+    layout_map[".*"] = (("data", "model"),)
+    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
+        made = flm.create(not_in_parts, layout_map)
+    pattern = r"made with (\S+) KiB on each device, more than whole arrays take: (.*)"
+    told = [re.fullmatch(pattern, message) for message in caplog.messages]
+    assert sorted(found[2] for found in told if found) == ["['permuted']", "['summed']"]
+    assert all(float(found[1]) > 16 for found in told if found)  # 4,096 × 4 bytes
+    for name, leaf in made.items():
+        assert {shard.data.size for shard in leaf.addressable_shards} == {512}, name
+    del made["summed"]  # sums of parts may round otherwise
+    assert bits(made) == bits({n: jax.jit(not_in_parts)()[n] for n in made})
 
 
 @pytest.fixture
