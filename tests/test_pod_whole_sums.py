@@ -109,6 +109,32 @@ def test_over_all_devices_of_a_slice(
 
 
 @pytest.mark.parametrize(
+    ("rows", "width", "whole"),
+    [
+        (8, 1024, True),
+        (16, 1536, False),
+        (16, 3584, True),
+        (32, 128, False),
+        (32, 640, True),
+        (32, 896, True),
+        (32, 1408, True),
+        (32, 3072, False),
+        (32, 3584, True),
+        (32, 4608, False),
+        (48, 3584, True),
+        (64, 640, False),
+        (64, 3584, False),
+        (96, 3584, False),
+    ],
+)
+def test_few_rows_over_256_devices(rows: int, width: int, whole: bool) -> None:
+    """As libtpu 0.0.42 compiles single gradients for a slice of 2,048 chips."""
+    where = {"topology": "v5p:8x16x16", "mesh": "fsdp=256,tensor=8"}
+    found = sums(planned((rows * 256, width * 8), ROWS, **where))
+    assert set(found) == {"all-reduce" if whole else "reduce-scatter"}
+
+
+@pytest.mark.parametrize(
     "where",
     [
         {"topology": None},
@@ -130,8 +156,8 @@ def test_it_is_said_and_other_rules_change_it() -> None:
         "the TPU compiler sums 1 gradient whole on every device, which sends 13.6 MiB "
         "more in a step than reduce-scatters would: params/w; it scatters a sum along "
         "its lanes in parts of 512 bytes (256 elements of bfloat16) only, not across a "
-        "dim of one element, and not over all devices of a square or cubic slice: "
-        "shard another dim, or over fewer devices"
+        "dim of one element, not over all devices of a square or cubic slice, and few "
+        "rows not always over 256: shard another dim, or over fewer devices"
     )
     rules = flm.LayoutMap(batch="fsdp")
     rules["w"] = ROWS
