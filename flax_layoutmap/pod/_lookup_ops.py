@@ -99,7 +99,9 @@ class LookupOps:
                 made = maker_of(asked.result)
                 if scattered(made, step.axes, self._attributes) == step.axes:
                     step = dataclasses.replace(step, kind="reduce-scatter")
-            leaf = asked.table.leaf if sums or step.what == "table" else None
+            # Rows that are gathered or summed are still those of the table.
+            rows = step.what == "rows" and (adds or step.kind == "all-to-all")
+            leaf = None if rows or step.what == "tokens" else asked.table.leaf
             yield Moved(step, value, leaf, sums or adds and step.what == "table")
 
     def replace(self, op: Any) -> bool:

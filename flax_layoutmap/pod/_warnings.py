@@ -136,9 +136,9 @@ def _summed_whole(found: Spread, lowered: Lowered) -> Iterator[str]:
             f"the TPU compiler sums {count} whole on every device, which sends "
             f"{human_bytes(sum(more.values()))} more in a step than reduce-scatters "
             f"would: {shown}; it scatters a sum along its lanes in parts of 512 bytes "
-            "(256 elements of bfloat16) only, not across a dim of one element, not over "
-            "all devices of a square or cubic slice, and few rows not always over 256: "
-            "shard another dim, or over fewer devices"
+            "(256 elements of bfloat16) only, not across a dim of one element, not "
+            "over all devices of a square or cubic slice, and few rows not always over "
+            "256: shard another dim, or over fewer devices"
         )
 
 
