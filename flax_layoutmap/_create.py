@@ -5,7 +5,8 @@ No device holds a full copy of a parameter that a rule shards.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +25,11 @@ from flax_layoutmap._flax_internals import (
     nnx_state,
     variables_of,
 )
-from flax_layoutmap._jaxprs import SMALL
+from flax_layoutmap._jaxprs import SMALL, needed_inputs
 from flax_layoutmap._layout import dim_axes
-from flax_layoutmap._mesh import DeviceMesh, retyped
-from flax_layoutmap._place import need_devices, put, settle_metadata
+from flax_layoutmap._mesh import DeviceMesh, retyped, spread
+from flax_layoutmap._parts import leaves_in, unfit
+from flax_layoutmap._place import manual_axes, need_devices, put, settle_metadata
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolve import resolve, resolve_state, rule_set_of
@@ -70,9 +72,11 @@ def create(
 
     Raises:
         ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
-        MeshError: the rules have no mesh, or one without devices.
+        MeshError: the rules have no mesh, or one without devices; or this is inside
+            of `jax.shard_map`.
         RuleError: `layout_map` is none.
-        StructureError: `make` is no function, gives None, or reads values of arrays.
+        StructureError: `make` is no function, or an async one, gives None or what no
+            array can hold, or reads values of arrays.
         ProcessError: the processes were given different rules, meshes or models.
 
     Example:
@@ -90,14 +94,16 @@ def create(
     rules = rule_set_of(layout_map, "create(make, layout_map)")
     need_devices(rules, "create")
     _check_function(make)
+    varying = (axis for leaf in leaves_in((args, kwargs)) for axis in _varying(leaf))
+    _refuse_manual(varying, "an argument differs along")
     with Agreement("creating the model", rules.mesh) as agreement:
         traced = trace(make, args, kwargs)
-        if traced.abstract is None:
-            raise StructureError(
-                f"create(make, layout_map): {getattr(make, '__name__', make)} gives "
-                "None: let it return the model that it makes"
-            )
+        _check_result(traced.abstract, make)
+        _refuse_abstract(traced, args, kwargs)
         resolution = resolve(traced.abstract, rules)
+        refuse_unfit(resolution.paths, jax.tree.leaves(traced.abstract), "create")
+        axes = (a for leaf in resolution for a in leaf.layout.axis_names)
+        _refuse_manual(axes, "the rules lay arrays out along")
         resolution.announce()
         agreement.add(resolution.fingerprint_lines)
     made, inputs = give_birth(
@@ -213,6 +219,99 @@ def _check_function(make: Any) -> None:
         )
 
 
+def _refuse_manual(axes: Iterable[str], what: str) -> None:
+    """Raises MeshError where `jax.shard_map` around us has taken over an axis."""
+    manual = manual_axes(jax.sharding.get_abstract_mesh()).intersection(axes)
+    if manual:
+        raise MeshError(
+            f"create inside of shard_map: {what} the mesh axis {min(manual)!r}, which "
+            "is manual here, so that each device works on a part of its own: make the "
+            "model outside of shard_map, and pass its arrays in"
+        )
+
+
+def _varying(value: Any) -> Iterable[str]:
+    """The axes of a surrounding `jax.shard_map` along which a traced value differs."""
+    if not isinstance(value, Tracer):
+        return ()
+    aval: Any = jax.typeof(value)
+    # As it is called up to jax 0.9, and since.
+    kind = getattr(aval, "vma", None)
+    return (
+        getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+        if kind is None
+        else kind
+    )
+
+
+def _check_result(result: Any, make: Any) -> None:
+    """Raises StructureError where a constructor has made no model."""
+    name = getattr(make, "__name__", make)
+    if result is None:
+        raise StructureError(
+            f"create(make, layout_map): {name} gives None: let it return the model "
+            "that it makes"
+        )
+    if inspect.iscoroutine(result):
+        result.close()
+        raise StructureError(
+            f"create(make, layout_map): {name} is an async function, which gives a "
+            "coroutine and no model: pass a plain function; what is to be awaited can "
+            "be awaited before, and passed as an argument"
+        )
+
+
+def _refuse_abstract(
+    traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises StructureError where `make` reads an argument that has no values."""
+    needed = needed_inputs(traced.closed.jaxpr)
+    pairs = zip(traced.inputs, traced.closed.jaxpr.invars, strict=True)
+    read = [x for x, v in pairs if type(x) is jax.ShapeDtypeStruct and v in needed]
+    if not read:
+        return
+    # A node of NNX is a leaf for some versions of Flax.
+    named = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
+    for keys, leaf in named:
+        if leaf is read[0]:
+            rest = jax.tree_util.keystr(keys[2:])
+            first: Any = keys[1]
+            name = f"argument {first.idx}" if hasattr(first, "idx") else first.key
+            break
+    else:
+        name, rest = "an argument", ""
+    raise StructureError(
+        f"create(make, layout_map, ...): {name}{rest} is abstract, a "
+        f"jax.ShapeDtypeStruct {show_shape(read[0].shape)}, but what make returns is "
+        "computed from its values: pass an array"
+    )
+
+
+def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None:
+    """Raises where a model has a leaf that cannot become an array as it is.
+
+    Raises:
+        StructureError: the first such leaf.
+    """
+    for path, leaf in zip(paths, leaves, strict=True):
+        kind = unfit(leaf)
+        if kind is None:
+            continue
+        if isinstance(leaf, np.ma.MaskedArray):
+            way = "make it a plain one, with array.filled(number)"
+        elif "does not hold" in kind:
+            way = (
+                "jax.config.update('jax_enable_x64', True) keeps 64 bits, or set it "
+                "after the model is made"
+            )
+        else:
+            way = "set it after the model is made"
+        where = f"{path} is" if path else "it is"
+        raise StructureError(
+            f"{what} makes arrays of numbers, but {where} {kind}: {way}"
+        )
+
+
 def _name_of(wrt: Any) -> str:
     return wrt.__name__ if isinstance(wrt, type) else repr(wrt)
 
@@ -275,17 +374,22 @@ def _from_host(value: Any, mesh: Mesh) -> Any:
 
 
 def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
-    """An input of the program, on the devices of the mesh and with Auto axes."""
+    """An input of the program, on the mesh and with Auto axes.
+
+    On another mesh of the same devices it would not do: JAX folds no number of one mesh
+    into a key of another one.
+    """
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
-    own = value.sharding
+    own, auto = value.sharding, retyped(mesh, AxisType.Auto)
     if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
-        if list(own.mesh.devices.flat) == list(mesh.devices.flat):
-            auto = retyped(own.mesh, AxisType.Auto)
+        if retyped(own.mesh, AxisType.Auto) == auto:
             return put(value, NamedSharding(auto, own.spec))
     elif not value.committed or own.device_set == set(mesh.devices.flat):
         return value
-    return put(value, NamedSharding(retyped(mesh, AxisType.Auto), PartitionSpec()))
+    if value.size <= SMALL or own.is_fully_replicated:
+        return put(value, NamedSharding(auto, PartitionSpec()))
+    return put(value, spread(value.shape, mesh))
 
 
 def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:

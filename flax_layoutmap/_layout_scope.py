@@ -17,6 +17,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._block import Block
+from flax_layoutmap._create import refuse_unfit
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
@@ -32,6 +33,7 @@ from flax_layoutmap._flax_internals import (
     without_eager_sharding,
 )
 from flax_layoutmap._linen_scope import sharded_inits
+from flax_layoutmap._mesh import spread
 from flax_layoutmap._parts import leaves_in, objects_in
 from flax_layoutmap._place import is_eager, need_devices, put, settle_metadata
 from flax_layoutmap._placeholder import AfterTheScope, Fate
@@ -40,7 +42,7 @@ from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
-from flax_layoutmap._scope_birth import Birth, spread
+from flax_layoutmap._scope_birth import Birth
 from flax_layoutmap._scope_optimizer import Follower
 from flax_layoutmap._statics import arrays_as_data, refuse_references
 from flax_layoutmap._trace import is_tracing_constructor
@@ -161,7 +163,10 @@ class _Model:
             resolution: where they are to be.
         """
         new = [
-            put(made.get(id(leaf), leaf), own)
+            # An abstract leaf of the user's own stays one.
+            leaf
+            if type(leaf) is jax.ShapeDtypeStruct
+            else put(made.get(id(leaf), leaf), own)
             for leaf, own in zip(self.leaves, resolution.sharding_list(), strict=True)
         ]
         nnx.update(self.root, jax.tree.unflatten(jax.tree.structure(self.state), new))
@@ -317,6 +322,7 @@ class _Scope:
             for model, resolution in zip(models, found, strict=True):
                 wanted = resolution.sharding_list()
                 names = resolution.paths
+                refuse_unfit(names, model.leaves, "layout_map_scope")
                 for leaf, own, name in zip(model.leaves, wanted, names, strict=True):
                     shardings.setdefault(id(leaf), own)
                     paths.setdefault(id(leaf), name)

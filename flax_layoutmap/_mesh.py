@@ -6,7 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from flax_layoutmap._devices import (
     cpu_devices_beside,
@@ -524,6 +530,23 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
         return mesh
     types = (kind,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """Somewhere to keep an array of which no layout is known: in parts of equal size.
+
+    On Auto axes, where anything may be computed with it.
+    """
+    auto = retyped(mesh, AxisType.Auto)
+    left = list(shape)
+    spec: list[tuple[str, ...]] = [()] * len(left)
+    for name, size in sorted(auto.shape.items(), key=lambda axis: -axis[1]):
+        for dim in sorted(range(len(left)), key=lambda dim: -left[dim]):
+            if left[dim] and left[dim] % size == 0:
+                left[dim] //= size
+                spec[dim] = (*spec[dim], name)
+                break
+    return NamedSharding(auto, PartitionSpec(*spec))
 
 
 def mesh_to_record(mesh: DeviceMesh) -> MeshRecord:

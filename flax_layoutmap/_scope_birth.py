@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from flax_layoutmap._create import give_birth
 from flax_layoutmap._flax_internals import is_nnx_object, nnx_state, objects_of
-from flax_layoutmap._mesh import retyped
+from flax_layoutmap._mesh import spread
 from flax_layoutmap._parts import objects_in
 from flax_layoutmap._placeholder import AfterTheScope, Fate
 from flax_layoutmap._trace import trace
@@ -105,20 +105,3 @@ def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> No
         for name, value in vars(node).items():
             if id(value) in own:
                 vars(node)[name] = own[id(value)]
-
-
-def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Somewhere to keep an array until its path is known: in parts of equal size.
-
-    On Auto axes, where anything may be computed with it.
-    """
-    auto = retyped(mesh, AxisType.Auto)
-    left = list(shape)
-    spec: list[tuple[str, ...]] = [()] * len(left)
-    for name, size in sorted(auto.shape.items(), key=lambda axis: -axis[1]):
-        for dim in sorted(range(len(left)), key=lambda dim: -left[dim]):
-            if left[dim] and left[dim] % size == 0:
-                left[dim] //= size
-                spec[dim] = (*spec[dim], name)
-                break
-    return NamedSharding(auto, PartitionSpec(*spec))

@@ -1161,3 +1161,48 @@ def test_optimizer_rules_go_to_the_mesh_of_the_model(mesh: flm.DeviceMesh) -> No
     plan.optimizer["kernel"] = ("x", None)
     with pytest.raises(flm.RuleError, match="rule 'kernel'.*'x'.*has no such axis"):
         flm.create_optimizer(model, tx, layout_map=plan)
+
+
+def on_another_mesh(value: Any) -> Any:
+    other = flm.DeviceMesh("x=8").jax_mesh
+    return jax.device_put(value, NamedSharding(other, P()))
+
+
+def test_rngs_go_on_to_another_mesh_of_the_same_devices() -> None:
+    def make(rngs: nnx.Rngs) -> Any:
+        return nnx.Param(normal(rngs.params(), (8, 8)))
+
+    rngs, plain = nnx.Rngs(0), nnx.Rngs(0)
+    for shape in ("data=2,model=4", "data=4,model=2"):
+        layout_map = flm.LayoutMap(shape, strict=False)
+        layout_map[""] = NAMES
+        made = flm.create(make, layout_map, rngs)
+        expected = jax.jit(normal, static_argnums=1)(plain.params(), (8, 8))
+        assert_lies(made[...], (("data",), ("model",)), flm.DeviceMesh(shape), expected)
+    assert int(rngs.default.count[...]) == int(plain.default.count[...]) == 2
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_arguments_on_other_meshes(mesh: flm.DeviceMesh, large: bool) -> None:
+    """JAX folds no number of one mesh into a key of another one."""
+    x = jnp.arange(1600).reshape(40, 40) if large else jnp.arange(4).reshape(2, 2)
+    key = jax.random.key(3)
+
+    def make(key: Any, x: Any) -> Any:
+        folded = jax.random.fold_in(key, x[1, 1])
+        return {"kernel": jax.random.normal(folded, (8, 8)) + x[:1, :1], "x": x}
+
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = NAMES
+    placed = flm.LayoutMap("x=8", strict=False)
+    placed["x"] = ("x", None) if large else None
+    arguments = on_another_mesh(key), placed.place({"x": x})["x"]
+    expected = jax.jit(make)(key, x)
+    for given in (arguments, (key, arguments[1]), (arguments[0], x)):
+        made = flm.create(make, layout_map, *given)
+        np.testing.assert_array_equal(made["kernel"], expected["kernel"])
+        np.testing.assert_array_equal(made["x"], expected["x"])
+        assert_lies(made["kernel"], (("data",), ("model",)), mesh)
+        assert_lies(made["x"], ((), ()), mesh)
+    closed = flm.create(lambda: make(*arguments), layout_map)
+    np.testing.assert_array_equal(closed["kernel"], expected["kernel"])

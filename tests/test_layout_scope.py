@@ -614,6 +614,34 @@ def test_stacked_layers(mesh: flm.DeviceMesh) -> None:
     assert len(lost.kernel[...].sharding.device_set) == 1
 
 
+def test_rngs_of_another_mesh(mesh: flm.DeviceMesh) -> None:
+    """Of the same devices: made in its context, or moved there."""
+
+    class Drops(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+            self.d1 = nnx.Linear(8, 16, rngs=rngs)
+
+    other = flm.DeviceMesh("x=8")
+    with jax.set_mesh(other.jax_mesh):
+        made = nnx.Rngs(0)
+    moved = nnx.Rngs(0)
+    flm.LayoutMap(other, strict=False).place(moved)
+    plain = nnx.Rngs(0)
+    expected = Drops(plain)
+    for rngs in (made, moved):
+        with flm.layout_map_scope(rules(mesh, **{"d1/kernel": ("data", "model")})):
+            model = Drops(rngs)
+        assert_same(model, expected)
+        assert_lies(model.d1.kernel[...], (("data",), ("model",)))
+        assert int(rngs.default.count[...]) == int(plain.default.count[...])
+    with jax.set_mesh(other.jax_mesh):
+        with flm.layout_map_scope(rules(mesh, **{"d1/kernel": ("data", "model")})):
+            model = Drops(nnx.Rngs(0))
+    assert_same(model, expected)
+    assert_lies(model.d1.kernel[...], (("data",), ("model",)))
+
+
 def test_create_in_the_block(mesh: flm.DeviceMesh) -> None:
     """It makes what it makes at once; nobody has lost anything."""
     layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
