@@ -1,8 +1,9 @@
 """Reads a module that Shardy has laid out: collectives, reshards, matrix products.
 
-Loops are multiplied. Two things are counted as the compiler does
-them, not as they are written: a chain of additions of all-reduces is one all-reduce,
-and equal gathers of one value are one gather.
+Loops are multiplied. Three things are counted as the compiler does them, not as they
+are written: a chain of additions of all-reduces is one all-reduce, equal gathers of one
+value are one gather if they are close together, and rows are looked up in sharded
+tables as XLA's partitioner does it.
 """
 
 import dataclasses
