@@ -66,9 +66,11 @@ def _heights(block: Any) -> dict[Any, int]:
             for one in reversed(above.get(result, ())):
                 height = (one if one > height else height) + 1
             heights[result] = height
-        used = {*op.operands}
+        used = op.operands
         if op.name in _BRANCHES:
-            used.update(_captured(op))
+            used = {*used, *_captured(op)}
+        elif len(used) > 1:
+            used = {*used}
         for operand in used:
             users = above.get(operand)
             if users is None:

@@ -180,8 +180,9 @@ class LookupOps:
 
 def _only_user(value: Any) -> Any:
     """The operation that uses a value, where it is one."""
-    uses = [use.owner for use in value.uses]
-    return uses[0].operation if len(uses) == 1 else None
+    uses = iter(value.uses)
+    use = next(uses, None)
+    return None if use is None or next(uses, None) else use.owner.operation
 
 
 def _flat(dims: Dims) -> Axes:

@@ -9,6 +9,7 @@ and makes, and with the TPU compiler's programs.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -91,6 +92,7 @@ class _Way:
     after: tuple[Step, ...]
 
 
+@functools.lru_cache(maxsize=256)
 def steps_of(one: Lookup) -> tuple[Step, ...]:
     """The collectives of a lookup, in their order."""
     ways = [way for way in (_by_width(one), _by_size(one), _by_tokens(one)) if way]
