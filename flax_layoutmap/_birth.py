@@ -271,7 +271,10 @@ class _Job:
         if not is_eager():
             return self.call(values).traced()
         call = self.call(values)
-        results = call.run(programs)
+        try:
+            results = call.run(programs)
+        except FloatingPointError as error:  # of jax.debug_nans
+            raise FloatingPointError(f"{', '.join(names)}: {error}") from error
         if self._exact:
             pairs = zip(results, self._shardings, strict=True)
             results = [x if s is None else put(x, s) for x, s in pairs]

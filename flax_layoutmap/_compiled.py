@@ -57,15 +57,17 @@ class Call:
 
         return jax.jit(born, out_shardings=list(self._shardings))
 
-    def lowered(self) -> Any:
-        """The cut as a program, not compiled yet."""
+    def compiled(self) -> Any:
+        """The cut as a program."""
         pairs = zip(self.inputs, self._places, strict=True)
         inputs = [_placed(value, place) for value, place in pairs]
-        return self.jitted().lower(*inputs)
+        # What `jax.disable_jit` shows has been seen when the constructor was traced.
+        with jax.disable_jit(False):
+            return self.jitted().lower(*inputs).compile()
 
     def traced(self) -> list[Any]:
-        """The results, inside of a trace."""
-        with no_mesh():
+        """The results, by `jax.jit`: inside of a trace, say."""
+        with no_mesh(), jax.disable_jit(False):
             return self.jitted()(*self.inputs)
 
     def run(self, programs: Mapping[Any, Any] = MappingProxyType({})) -> list[Any]:
@@ -74,12 +76,16 @@ class Call:
         Args:
             programs: from `prepare`; what is not in it is compiled now.
         """
-        if self.is_traced:
+        if not self.is_ahead:
             return self.traced()
-        return self._program(programs)(*self.inputs)
+        program = self._program(programs)
+        with jax.disable_jit(False):
+            return program(*self.inputs)
 
     def temporary_bytes(self, programs: Mapping[Any, Any]) -> int:
         """What a device needs beside inputs and results; 0 where nobody says."""
+        if not self.is_ahead:
+            return 0
         found = self._program(programs).memory_analysis()
         return getattr(found, "temp_size_in_bytes", 0)
 
@@ -88,9 +94,15 @@ class Call:
         return prepare([self])[self._key] if program is None else program
 
     @property
-    def is_traced(self) -> bool:
-        """Whether an input is of a trace, such as that of `jax.grad`."""
-        return any(isinstance(value, Tracer) for value in self.inputs)
+    def is_ahead(self) -> bool:
+        """Whether its program can be compiled ahead of time.
+
+        Not where an input is of a trace, such as that of `jax.grad`; nor where JAX
+        looks for NaNs: only `jax.jit` itself then says which operation made one.
+        """
+        config: Any = jax.config
+        looks = config.jax_debug_nans or config.jax_debug_infs
+        return not looks and not any(isinstance(x, Tracer) for x in self.inputs)
 
     @property
     def size(self) -> int:
@@ -105,7 +117,7 @@ class Call:
 
 def prepare(calls: Iterable[Call]) -> dict[Any, Any]:
     """The programs of calls, by key; what is not there yet is compiled side by side."""
-    wanted = {call.key: call for call in calls if not call.is_traced}
+    wanted = {call.key: call for call in calls if call.is_ahead}
     with _LOCK:
         programs = {key: _PROGRAMS[key] for key in wanted if key in _PROGRAMS}
     new = {key: call for key, call in wanted.items() if key not in programs}
@@ -126,10 +138,10 @@ def _compile(calls: Sequence[Call]) -> list[Any]:
     """
     if len(calls) < 2:
         with no_mesh():
-            return [call.lowered().compile() for call in calls]
+            return [call.compiled() for call in calls]
     order = sorted(range(len(calls)), key=lambda at: -calls[at].size)
     with ThreadPoolExecutor(min(len(calls), os.cpu_count() or 1)) as pool, no_mesh():
-        programs = {at: pool.submit(calls[at].lowered().compile) for at in order}
+        programs = {at: pool.submit(calls[at].compiled) for at in order}
         return [programs[at].result() for at in range(len(calls))]
 
 

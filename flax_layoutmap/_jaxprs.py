@@ -63,6 +63,15 @@ def size_of(var: Any) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
 
+def needed_inputs(jaxpr: Jaxpr) -> set[Any]:
+    """The inputs that any of its outputs is computed from."""
+    needed = {var for var in jaxpr.outvars if not isinstance(var, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return needed.intersection(jaxpr.invars)
+
+
 class Cut:
     """A part of a jaxpr.
 

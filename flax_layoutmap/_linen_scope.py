@@ -10,13 +10,20 @@ from typing import Any
 
 from flax import linen
 
-from flax_layoutmap._create import create
+from flax_layoutmap._create import create, refuse_unfit
+from flax_layoutmap._errors import warn
 from flax_layoutmap._flatten import flatten
-from flax_layoutmap._flax_internals import patched
-from flax_layoutmap._place import distribute, is_eager, settle_metadata, with_leaves
+from flax_layoutmap._flax_internals import no_mesh, patched, without_eager_sharding
+from flax_layoutmap._place import (
+    distribute,
+    is_eager,
+    place,
+    settle_metadata,
+    with_leaves,
+)
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._trace import is_tracing_constructor
+from flax_layoutmap._trace import ReadsValues, in_constructor, is_tracing_constructor
 
 _INITS = ("init", "init_with_output", "lazy_init")
 _PLAIN = {name: getattr(linen.Module, name) for name in _INITS}
@@ -88,15 +95,34 @@ def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) ->
         if name == "init_with_output":
             return made[0], _constrained(made[1], rules)
         return made
+    plain = functools.partial(plain, self)
     if name != "init_with_output":
-        return create(functools.partial(plain, self), rules, *args, **kwargs)
+        return _made(plain, rules, *args, **kwargs)
 
     def both(*args: Any, **kwargs: Any) -> Any:
-        output, variables = plain(self, *args, **kwargs)
+        output, variables = plain(*args, **kwargs)
         return {**variables, _OUTPUT: output}  # so that paths are those of `init`
 
-    variables = create(both, rules, *args, **kwargs)
+    variables = _made(both, rules, *args, **kwargs)
     return variables.pop(_OUTPUT), variables
+
+
+def _made(make: Callable[..., Any], rules: RuleSet, *args: Any, **kwargs: Any) -> Any:
+    """What an `init` gives, sharded; one that reads values runs at once."""
+    try:
+        return create(make, rules, *args, **kwargs)
+    except ReadsValues as error:
+        why = str(error).splitlines()[0]
+    with no_mesh(), without_eager_sharding(), in_constructor():
+        variables = make(*args, **kwargs)
+    resolution = resolve(variables, rules)
+    refuse_unfit(resolution.paths, flatten(variables).leaves, "init")
+    resolution.announce()
+    warn(
+        "layout_map_scope: an init of Linen ran at once on one device, and its "
+        f"variables were moved then: {why}"
+    )
+    return settle_metadata(place(variables, resolution), resolution)
 
 
 def _constrained(variables: Any, rules: RuleSet) -> Any:

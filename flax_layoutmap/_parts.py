@@ -4,9 +4,13 @@ import collections
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from flax_layoutmap._flax_internals import is_nnx_object, variables_of
+
+# Kinds of NumPy dtypes that no device holds: objects, texts, dates.
+_NO_NUMBERS = "OSUMm"
 
 
 def is_object(node: Any) -> bool:
@@ -44,3 +48,24 @@ def _parts(tree: Any) -> list[Any]:
     ):
         found += _parts(list(part.values())) if has_mixed_keys(part) else [part]
     return found
+
+
+def unfit(leaf: Any) -> str | None:
+    """What a leaf is, where JAX makes no array of it, or one with other numbers."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked NumPy array"
+    if isinstance(leaf, bool) or not isinstance(leaf, np.ndarray | np.generic | int):
+        return None
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names:
+            return f"a NumPy array of {leaf.dtype}"
+        if leaf.dtype.kind not in "iu" or not leaf.size:
+            return None
+    lowest, highest = int(np.min(leaf)), int(np.max(leaf))
+    dtype = getattr(leaf, "dtype", np.int64)
+    held = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
+    if held.min <= lowest and highest <= held.max:
+        return None
+    number = lowest if lowest < held.min else highest
+    where = f"a NumPy array of {leaf.dtype} with " if hasattr(leaf, "dtype") else ""
+    return f"{where}the number {number}, which {held.dtype} does not hold"

@@ -81,9 +81,7 @@ class AfterTheScope(jax.ShapeDtypeStruct):
     def __getattr__(self, name: str) -> Any:
         # Asked only for what is not there: methods of arrays, such as `mean`. What the
         # base class has is not there while it is set.
-        of_array = hasattr(jax.Array, name) and not hasattr(jax.ShapeDtypeStruct, name)
-        # `jax.Array` does not name all that arrays have.
-        if (of_array and not name.startswith("_")) or name in _OF_ARRAYS:
+        if is_of_arrays(name) and not hasattr(jax.ShapeDtypeStruct, name):
             raise NoValueYet(self.why_not())
         raise AttributeError(f"a value of a layout_map_scope has no {name!r}")
 
@@ -108,6 +106,7 @@ class AfterTheScope(jax.ShapeDtypeStruct):
         )
 
 
+# `jax.Array` does not name all that arrays have.
 _OF_ARRAYS = (
     "devices",
     "block_until_ready",
@@ -116,6 +115,11 @@ _OF_ARRAYS = (
     "copy_to_host_async",
     "on_device_size",
 )
+
+
+def is_of_arrays(name: str) -> bool:
+    """Whether arrays have an attribute of this name."""
+    return (hasattr(jax.Array, name) and not name.startswith("_")) or name in _OF_ARRAYS
 
 
 def _refuse(self: AfterTheScope, *args: Any, **kwargs: Any) -> NoReturn:

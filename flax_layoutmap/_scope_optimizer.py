@@ -92,9 +92,11 @@ class Follower:
             params = self._params(optimizer)
             placed = jax.tree.map(lambda leaf: _placed(leaf, shardings), params)
             self._check_placed(placed)
-            if not all(x.sharding for x in jax.tree.leaves(placed)):
+            known = [leaf.sharding for leaf in jax.tree.leaves(placed)]
+            if not all(known):
                 return None
-            owners, mesh = layouts_of(placed)
+            # Where `wrt` selects nothing, there are counters only.
+            owners, mesh = layouts_of(placed) if known else ({}, rules.mesh)
             self._add_inputs(shardings, _leaves(placed))
             own = dataclasses.replace(rules, rules=(), names=(), activations=())
             resolution = resolve_state(

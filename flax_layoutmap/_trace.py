@@ -8,6 +8,7 @@ the same program. Nothing is allocated.
 import contextlib
 import contextvars
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ from flax_layoutmap._flax_internals import (
     without_eager_sharding,
 )
 from flax_layoutmap._identity import adopt, originals_of
-from flax_layoutmap._parts import has_mixed_keys, is_object
+from flax_layoutmap._parts import has_mixed_keys, is_object, unfit
+from flax_layoutmap._placeholder import is_of_arrays
 from flax_layoutmap._statics import arrays_as_data, refuse_traced
 
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -49,13 +51,22 @@ _READS_VALUES = (
 )
 
 
+# CPython's text of `f"{x:.3f}"` for a tracer, which has no format of its own.
+_NO_FORMAT = re.compile(r"unsupported format string passed to \w*Tracer\.__format__")
+
+
+class ReadsValues(StructureError):
+    """A function cannot be traced, as it reads values."""
+
+
 def is_tracing_constructor() -> bool:
-    """Whether `trace` runs a constructor right now."""
+    """Whether `trace` runs a constructor right now, or it is as if it did."""
     return _TRACING.get()
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
+def in_constructor() -> Iterator[None]:
+    """Inside, what is made is a part of something that is laid out as a whole."""
     token = _TRACING.set(True)
     try:
         yield
@@ -76,6 +87,16 @@ def _quickly() -> Iterator[None]:
         return
     none: Any = property(_no_sharding)
     with patched(Tracer, "sharding", lambda _: none):
+        yield
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Inside, JAX traces in spite of `jax.disable_jit`, and looks for no leaks.
+
+    The objects that a constructor makes keep what is traced, until they get values.
+    """
+    with jax.disable_jit(False), jax.check_tracer_leaks(False):
         yield
 
 
@@ -212,7 +233,7 @@ def trace(
         seen["leaves"] = leaves
         return [*(leaf for leaf in leaves if _is_value(leaf)), *after]
 
-    with no_mesh(), without_eager_sharding(), _tracing(), _quickly():
+    with no_mesh(), without_eager_sharding(), in_constructor(), _quickly(), _plainly():
         try:
             closed, shapes = jax.make_jaxpr(program, return_shape=True)(
                 *[_shape_of(value) for value in given.values]
@@ -223,12 +244,15 @@ def trace(
                 "nnx.Rngs that counts: make that object inside, or pass it as an "
                 f"argument ({error})"
             ) from error
-        except _READS_VALUES as error:
-            raise StructureError(
+        except (AttributeError, TypeError, *_READS_VALUES) as error:
+            if not _is_read(error):
+                raise
+            raise ReadsValues(
                 "the function reads the value of an array, and there is none while "
-                f"it is traced: {str(error).splitlines()[0]}\nmake the model in a "
-                "flm.layout_map_scope(layout_map), which runs such a constructor at "
-                "once, or move what is made: layout_map.place(make())"
+                f"it is traced: {str(error).splitlines()[0]}\nmake an NNX or a Linen "
+                "model in a flm.layout_map_scope(layout_map), which runs such a "
+                "constructor (or init) at once, or move what is made: "
+                "layout_map.place(make())"
             ) from error
     numbers = iter(range(len(shapes)))
     order = tuple(next(numbers) if _is_value(leaf) else None for leaf in seen["leaves"])
@@ -371,17 +395,27 @@ def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
                 )
 
 
+def _is_read(error: Exception) -> bool:
+    """Whether an error says that a traced value was asked for what only arrays have."""
+    if isinstance(error, _READS_VALUES):
+        return True
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, Tracer) and is_of_arrays(error.name)
+    return _NO_FORMAT.search(str(error)) is not None
+
+
 def _is_array(value: Any) -> bool:
     # An nnx.Rngs has a stream for any attribute that it is asked for.
     if is_nnx_object(value):
         return False
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    return hasattr(value, "shape") and hasattr(value, "dtype") and not unfit(value)
 
 
 def _is_value(leaf: Any) -> bool:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return False  # the function has traced something itself
-    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+    is_number = isinstance(leaf, bool | int | float | complex) and not unfit(leaf)
+    return is_number or _is_array(leaf)
 
 
 def _shape_of(value: Any) -> Any:

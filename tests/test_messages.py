@@ -35,7 +35,7 @@ from flax_layoutmap._resolve import resolve
 from flax_layoutmap._serialise import rules_from_json
 from flax_layoutmap._snapshot import snapshot_of
 from flax_layoutmap._statics import WITH_VARS
-from flax_layoutmap._trace import trace
+from flax_layoutmap._trace import ReadsValues, trace
 
 P = PartitionSpec
 PACKAGE = Path(flm.__file__).parent
@@ -1077,11 +1077,12 @@ CASES: dict[str, Case] = {
     ),
     "trace: a value that is read": Case(
         lambda: trace(lambda: {"w": jnp.ones(2) * bool(jnp.ones(()))}),
-        flm.StructureError,
+        ReadsValues,
         "the function reads the value of an array, and there is none while it is "
         "traced: Attempted boolean conversion of traced array with shape float32[].\n"
-        "make the model in a flm.layout_map_scope(layout_map), which runs such a "
-        "constructor at once, or move what is made: layout_map.place(make())",
+        "make an NNX or a Linen model in a flm.layout_map_scope(layout_map), which "
+        "runs such a constructor (or init) at once, or move what is made: "
+        "layout_map.place(make())",
     ),
     "trace: a function that holds a value": Case(
         lambda: trace(lambda: Keeps(functools.partial(jnp.add, jnp.ones(2)))),
