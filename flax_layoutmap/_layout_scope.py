@@ -75,7 +75,10 @@ def layout_map_scope(layout_map: Any) -> Block:
     A constructor that reads values of arrays runs at once, and a `LayoutWarning` says
     so: the modules in it are made one by one, in equal parts on all devices, and each
     Variable that it makes itself is first whole on one device, for a moment; at the end
-    of the block all is moved to its layouts.
+    of the block all is moved to its layouts. An `init` of Linen that reads values runs
+    at once too, on one device, and its variables are moved then.
+
+    As a decorator it is a block around each call of the function.
 
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.

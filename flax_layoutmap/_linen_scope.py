@@ -97,18 +97,23 @@ def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) ->
         return made
     plain = functools.partial(plain, self)
     if name != "init_with_output":
-        return _made(plain, rules, *args, **kwargs)
+        return _made(self, plain, rules, *args, **kwargs)
 
     def both(*args: Any, **kwargs: Any) -> Any:
         output, variables = plain(*args, **kwargs)
         return {**variables, _OUTPUT: output}  # so that paths are those of `init`
 
-    variables = _made(both, rules, *args, **kwargs)
+    variables = _made(self, both, rules, *args, **kwargs)
     return variables.pop(_OUTPUT), variables
 
 
-def _made(make: Callable[..., Any], rules: RuleSet, *args: Any, **kwargs: Any) -> Any:
-    """What an `init` gives, sharded; one that reads values runs at once."""
+def _made(
+    self: Any, make: Callable[..., Any], rules: RuleSet, /, *args: Any, **kwargs: Any
+) -> Any:
+    """What the `init` of a module gives, sharded; one that reads values runs at once.
+
+    That is then whole on one device, for a moment.
+    """
     try:
         return create(make, rules, *args, **kwargs)
     except ReadsValues as error:
@@ -119,8 +124,8 @@ def _made(make: Callable[..., Any], rules: RuleSet, *args: Any, **kwargs: Any) -
     refuse_unfit(resolution.paths, flatten(variables).leaves, "init")
     resolution.announce()
     warn(
-        "layout_map_scope: an init of Linen ran at once on one device, and its "
-        f"variables were moved then: {why}"
+        f"layout_map_scope: the init of {type(self).__name__} ran at once on one "
+        f"device, and its variables were moved then: {why}"
     )
     return settle_metadata(place(variables, resolution), resolution)
 

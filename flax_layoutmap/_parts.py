@@ -67,5 +67,5 @@ def unfit(leaf: Any) -> str | None:
     if held.min <= lowest and highest <= held.max:
         return None
     number = lowest if lowest < held.min else highest
-    where = f"a NumPy array of {leaf.dtype} with " if hasattr(leaf, "dtype") else ""
+    where = "" if isinstance(leaf, int) else f"a NumPy array of {leaf.dtype} with "
     return f"{where}the number {number}, which {held.dtype} does not hold"

@@ -400,7 +400,7 @@ def _is_read(error: Exception) -> bool:
     if isinstance(error, _READS_VALUES):
         return True
     if isinstance(error, AttributeError):
-        return isinstance(error.obj, Tracer) and is_of_arrays(error.name)
+        return isinstance(error.obj, Tracer) and is_of_arrays(str(error.name))
     return _NO_FORMAT.search(str(error)) is not None
 
 

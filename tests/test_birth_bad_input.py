@@ -4,6 +4,7 @@ Each case runs in a `layout_map_scope` and by `flm.create`. Afterwards nothing i
 of it: the hooks are those of Flax, no context is changed, and the next model is right.
 """
 
+import asyncio
 import gc
 import warnings
 import weakref
@@ -213,7 +214,22 @@ def _index(model: Any, rngs: Any) -> None:
     )
 
 
-READS = [_asarray, _number, _branch, _mask, _index]
+def _format(model: Any, rngs: Any) -> None:
+    total = float(f"{model.layer.kernel[...].sum():.3f}")
+    model.total = nnx.Param(jnp.full(8, total / 8))
+
+
+def _sharding(model: Any, rngs: Any) -> None:
+    count = len(model.layer.kernel[...].sharding.device_set)
+    assert count >= 1
+    model.total = nnx.Param(jnp.full(8, 8.0))
+
+
+def _wait(model: Any, rngs: Any) -> None:
+    model.total = nnx.Param(model.layer.kernel[...].block_until_ready().sum(0))
+
+
+READS = [_asarray, _number, _branch, _mask, _index, _format, _sharding, _wait]
 
 
 @pytest.mark.parametrize("also", READS)
@@ -225,6 +241,52 @@ def test_what_reads_values(mesh: flm.DeviceMesh, also: Any) -> None:
     assert nnx.graphdef(model) == nnx.graphdef(Model(also))
     assert_lies(model.layer.kernel[...], COLUMN, mesh)
     assert_lies(model.total[...], ((),), mesh, np.full(8, 8.0, np.float32))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("error", [AttributeError, TypeError])
+def test_what_no_array_has_either(mesh: flm.DeviceMesh, way: str, error: Any) -> None:
+    """A mistake of the user's own stays what it is."""
+
+    def also(model: Any, rngs: Any) -> None:
+        if error is AttributeError:
+            model.layer.kernel[...].no_such_thing()
+        format((), ".3f")
+
+    with pytest.raises(error, match="no_such_thing|passed to tuple"):
+        WAYS[way](lambda: Model(also), rules(mesh))
+
+
+class Reading(linen.Module):
+    """Its second parameter is computed from the value of the first."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        kernel: Any = self.param("kernel", linen.initializers.ones, (8, 8))
+        total = float(kernel.sum())
+        return x @ kernel + self.param("total", lambda key: jnp.full(8, total))
+
+
+@pytest.mark.parametrize("method", ["init", "init_with_output", "lazy_init"])
+@pytest.mark.parametrize("later", [False, True])
+def test_an_init_of_linen_that_reads_values(
+    mesh: flm.DeviceMesh, method: str, later: bool
+) -> None:
+    key, x = jax.random.key(0), jnp.ones((2, 8))
+    with pytest.raises(flm.StructureError, match="Linen model in a flm.layout_map_sco"):
+        flm.create(Reading().init, rules(mesh), key, x)
+    with pytest.warns(flm.LayoutWarning, match="the init of Reading ran at once") as w:
+        with flm.layout_map_scope(rules(mesh)):
+            model = Reading()
+            made: Any = None if later else getattr(model, method)(key, x)
+        made = getattr(model, method)(key, x) if later else made
+    assert len(w) == 1
+    output, variables = made if method == "init_with_output" else (None, made)
+    params = variables["params"]
+    assert_lies(params["kernel"], COLUMN, mesh, np.ones((8, 8), np.float32))
+    assert_lies(params["total"], ((),), mesh, np.full(8, 64.0, np.float32))
+    if output is not None:
+        assert_lies(output, ((), ()), mesh, np.full((2, 8), 72.0, np.float32))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -369,6 +431,136 @@ def test_arrays_of_every_kind(mesh: flm.DeviceMesh, way: str) -> None:
     np.testing.assert_array_equal(model.table, plain.table)
 
 
+class Unfit(NamedTuple):
+    make: Callable[[], Any]
+    text: str
+
+
+LARGE = "extra is {}the number 1099511627776, which int32 does not hold: jax.config.upd"
+UNFIT = {
+    "text": Unfit(lambda: np.array(["a", "b"]), "extra is a NumPy array of <U1: set"),
+    "objects": Unfit(lambda: np.array([None, 3]), "extra is a NumPy array of object: "),
+    "dates": Unfit(lambda: np.zeros(2, "M8[D]"), r"of datetime64\[D\]: set it after"),
+    "records": Unfit(lambda: np.zeros(3, [("a", "f4")]), "extra is a NumPy array of"),
+    "masked": Unfit(
+        lambda: np.ma.array([1.0, 2.0], mask=[False, True]),
+        r"extra is a masked NumPy array: .*array\.filled\(number\)",
+    ),
+    "large": Unfit(
+        lambda: np.array([1, 2**40]), LARGE.format("a NumPy array of int64 with ")
+    ),
+    "a large number": Unfit(lambda: 2**40, LARGE.format("")),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_no_array_can_hold(mesh: flm.DeviceMesh, way: str, case: str) -> None:
+    def also(model: Any, rngs: Any) -> None:
+        model.extra = nnx.Variable(UNFIT[case].make())
+
+    with pytest.raises(flm.StructureError, match=UNFIT[case].text):
+        WAYS[way](lambda: Model(also), rules(mesh))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_whole_numbers_that_fit(mesh: flm.DeviceMesh, way: str) -> None:
+    most = np.array([2**31 - 1, -(2**31)])
+
+    def also(model: Any, rngs: Any) -> None:
+        model.extra = nnx.Variable(most)
+
+    model = WAYS[way](lambda: Model(also), rules(mesh))
+    assert_lies(model.extra[...], ((),), mesh, most.astype(np.int32))
+
+
+def test_text_as_an_argument(mesh: flm.DeviceMesh) -> None:
+    """It is static, as what is no array."""
+
+    def make(names: Any) -> Any:
+        return {str(name): jnp.ones(3) for name in names}
+
+    made = flm.create(make, rules(mesh), np.array(["a", "b"]))
+    assert sorted(made) == ["a", "b"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_abstract_variable_stays_abstract(mesh: flm.DeviceMesh, way: str) -> None:
+    def also(model: Any, rngs: Any) -> None:
+        model.extra = nnx.Variable(jax.ShapeDtypeStruct((3,), jnp.float32))
+
+    model = WAYS[way](lambda: Model(also), rules(mesh))
+    assert model.extra.get_value() == jax.ShapeDtypeStruct((3,), jnp.float32)
+    assert_lies(model.layer.kernel[...], COLUMN, mesh)
+
+
+def test_an_abstract_argument_that_is_read(mesh: flm.DeviceMesh) -> None:
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+
+    def make(n: int, *, cfg: Any) -> Any:
+        return {"kernel": cfg["x"] * n}
+
+    def other(n: int, x: Any) -> Any:
+        return {"kernel": x * n}
+
+    with pytest.raises(
+        flm.StructureError, match=r"\): cfg\['x'\] is abstract, .*\(8,8"
+    ):
+        flm.create(make, rules(mesh), 2, cfg={"x": x})
+    with pytest.raises(flm.StructureError, match=r"\): argument 1 is abstract"):
+        flm.create(other, rules(mesh), 2, x)
+    made = flm.create(lambda x: {"kernel": jnp.ones(x.shape)}, rules(mesh), x)
+    assert_lies(made["kernel"], COLUMN, mesh)
+
+
+def test_an_async_constructor(mesh: flm.DeviceMesh) -> None:
+    async def make() -> Any:
+        return Model()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "was never awaited"
+        with pytest.raises(flm.StructureError, match="make is an async function"):
+            flm.create(make, rules(mesh))
+        gc.collect()
+
+
+# --------------------------------------------------------------- switches of JAX
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "switch", [jax.disable_jit, jax.checking_leaks, lambda: jax.debug_nans(True)]
+)
+def test_switches_for_debugging(mesh: flm.DeviceMesh, way: str, switch: Any) -> None:
+    with switch():
+        model = WAYS[way](Model, rules(mesh))
+    assert_lies(model.layer.kernel[...], COLUMN, mesh, np.ones((8, 8), np.float32))
+
+
+def test_jit_that_is_disabled_everywhere(mesh: flm.DeviceMesh) -> None:
+    """Threads compile the programs: they know the setting, but not the block."""
+    jax.config.update("jax_disable_jit", True)
+    try:
+        model = flm.create(
+            lambda: [nnx.Linear(8, n, rngs=nnx.Rngs(0)) for n in (8, 16)], rules(mesh)
+        )
+    finally:
+        jax.config.update("jax_disable_jit", False)
+    assert_lies(model[1].kernel[...], COLUMN, mesh)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_debug_nans_names_the_leaf(mesh: flm.DeviceMesh, way: str) -> None:
+    def also(model: Any, rngs: Any) -> None:
+        model.bad = nnx.Param(jnp.log(rngs.params.uniform((64, 8)) - 2))
+
+    with jax.debug_nans(True):
+        with pytest.raises(
+            FloatingPointError, match=r"^bad: invalid value \(nan\) enc"
+        ):
+            WAYS[way](lambda: Model(also), rules(mesh))
+
+
 # -------------------------------------------------------- inside of transformations
 
 
@@ -396,6 +588,39 @@ def test_create_of_a_traced_argument(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_allclose(jax.grad(total)(jnp.float32(3)), 8.0)
 
 
+def test_create_in_a_shard_map(mesh: flm.DeviceMesh) -> None:
+    """Possible where nothing is split; else a clear error."""
+    layout_map = rules(mesh)
+
+    def inside(name: str, of: Any = None) -> Any:
+        def part(x: Any) -> Any:
+            if of is not None:
+                return flm.create(lambda x: {name: jnp.ones((8, 8)) * x}, layout_map, x)
+            return flm.create(lambda: {name: jnp.ones((8, 8))}, layout_map)
+
+        spec = PartitionSpec()
+        given = PartitionSpec() if of is None else PartitionSpec(of)
+        run = jax.shard_map(part, mesh=mesh.jax_mesh, in_specs=given, out_specs=spec)  # type: ignore[arg-type]
+        return run(jnp.ones(8))[name]
+
+    with pytest.raises(flm.MeshError, match="rules lay arrays out along .* 'model', "):
+        inside("kernel")
+    with pytest.raises(flm.MeshError, match="an argument differs along .* 'data', whi"):
+        inside("bias", of="data")
+    np.testing.assert_array_equal(inside("bias"), np.ones((8, 8)))
+
+
+def test_create_in_vmap(mesh: flm.DeviceMesh) -> None:
+    keys = jax.random.split(jax.random.key(0), 3)
+    layout_map = flm.LayoutMap(mesh, strict=False)
+
+    def make(key: Any) -> Any:
+        return {"kernel": jax.random.normal(key, (8, 16))}
+
+    made = jax.vmap(lambda key: flm.create(make, layout_map, key))(keys)
+    np.testing.assert_allclose(made["kernel"][1], make(keys[1])["kernel"], rtol=1e-6)
+
+
 def test_a_scope_in_a_transformation_says_that_it_cannot(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh)
 
@@ -407,6 +632,24 @@ def test_a_scope_in_a_transformation_says_that_it_cannot(mesh: flm.DeviceMesh) -
         np.testing.assert_allclose(jax.jit(total)(jnp.float32(3)), 24.0 + 64)
     with pytest.warns(flm.LayoutWarning, match=r"_Model.* was made inside of a"):
         np.testing.assert_allclose(jax.grad(total)(jnp.float32(3)), 8.0)
+
+
+def test_a_scope_as_a_decorator(mesh: flm.DeviceMesh) -> None:
+    block = flm.layout_map_scope(rules(mesh))
+
+    @block
+    def make(seed: int) -> Any:
+        assert current_rules() is not None
+        return layer(nnx.Rngs(seed))
+
+    @block
+    async def later(seed: int) -> Any:
+        assert current_rules() is not None
+        return layer(nnx.Rngs(seed))
+
+    for model in (make(0), make(seed=1), asyncio.run(later(2))):
+        assert_lies(model.kernel[...], COLUMN, mesh)
+    assert make.__name__ == "make"
 
 
 @pytest.mark.parametrize("way", WAYS)

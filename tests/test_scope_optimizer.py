@@ -294,6 +294,23 @@ def test_of_a_model_made_before(mesh: flm.DeviceMesh) -> None:
     assert holder.part is moved
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_of_no_parameters(mesh: flm.DeviceMesh, before: bool) -> None:
+    """As the eager one, on the mesh: it has counters only."""
+    tx = optax.adam(1e-3)
+    made = flm.create(lambda: Model(nnx.Rngs(0)), rules(mesh)) if before else None
+    with flm.layout_map_scope(rules(mesh)):
+        model = made or Model(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    plain = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    assert nnx.graphdef(optimizer) == nnx.graphdef(plain)
+    found = leaves_of(optimizer)
+    assert found.keys() == leaves_of(plain).keys() and len(found) == 2
+    for variable in found.values():
+        assert_lies(variable.get_value(), (), mesh)
+    assert_lies(model.d1.kernel[...], COLUMN, mesh)
+
+
 def test_in_blocks_in_blocks(mesh: flm.DeviceMesh) -> None:
     """The block of the model makes the state."""
     outer, inner = rules(mesh), rules(mesh)
