@@ -28,6 +28,7 @@ from flax_layoutmap._flax_internals import (
 )
 from flax_layoutmap._graph import holders_of
 from flax_layoutmap._paths import Roots, is_optax_state, is_train_state
+from flax_layoutmap._update import update
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NUMBERS = bool | int | float | complex
@@ -262,7 +263,7 @@ class Argument:
         for node, part in zip(
             self.objects, self.among_objects(self.parts(leaves)), strict=True
         ):
-            nnx.update(node, part)
+            update(node, part)
 
     def pure_leaves(self) -> list[bool]:
         """Per leaf: whether it is outside of every NNX object."""

@@ -5,6 +5,7 @@ The outermost constructors in the block are traced, not run: what they make hold
 the block; then their paths give their layouts, and they are computed in their shards.
 """
 
+import collections
 import contextlib
 import functools
 import weakref
@@ -44,8 +45,15 @@ from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import using_rules
 from flax_layoutmap._scope_birth import Birth
 from flax_layoutmap._scope_optimizer import Follower
-from flax_layoutmap._statics import arrays_as_data, refuse_references
+from flax_layoutmap._statics import (
+    LeftByTrace,
+    arrays_as_data,
+    left_by_trace,
+    refuse_left_over,
+    refuse_references,
+)
 from flax_layoutmap._trace import is_tracing_constructor
+from flax_layoutmap._update import update
 
 _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default=None)
 
@@ -130,7 +138,7 @@ def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
         scope.forget()
     scope.fate.block = "ended"
     if outer is not None:
-        outer.settled += settled
+        outer.adopt(scope, settled)
 
 
 def _scope_here() -> "_Scope | None":
@@ -151,12 +159,14 @@ class _Model:
         root: the module.
         state: its Variables and arrays.
         leaves: their values.
+        paths: where these are.
     """
 
     def __init__(self, root: Any, state: Any) -> None:
         self.root = root
         self.state = state
-        self.leaves = flatten(state).leaves
+        flat = flatten(state)
+        self.leaves, self.paths = flat.leaves, flat.paths
 
     def fill(self, made: dict[int, Any], resolution: Resolution) -> list[Any]:
         """Puts all values where they are to be, those that were made now too.
@@ -172,7 +182,7 @@ class _Model:
             else put(made.get(id(leaf), leaf), own)
             for leaf, own in zip(self.leaves, resolution.sharding_list(), strict=True)
         ]
-        nnx.update(self.root, jax.tree.unflatten(jax.tree.structure(self.state), new))
+        update(self.root, jax.tree.unflatten(jax.tree.structure(self.state), new))
         settle_metadata(self.state, resolution)  # its Variables are the model's own
         for leaf, array in zip(self.leaves, new, strict=True):
             made.setdefault(id(leaf), array)
@@ -197,7 +207,9 @@ class _Scope:
         self._births: list[Birth] = []
         self._modules: list[weakref.ref[Any]] = []
         self._followers: list[Follower] = []
-        self._hidden: dict[str, None] = {}  # names of classes made inside of a trace
+        self._made: list[weakref.ref[Any]] = []  # the modules and their parts
+        # Names of classes, and how many were made inside of a trace.
+        self._hidden: collections.Counter[str] = collections.Counter()
         self._needs_values = False  # in a constructor that reads some
 
     def construct(self, make: Callable[..., Any], cls: type, args: Any, kw: Any) -> Any:
@@ -209,7 +221,7 @@ class _Scope:
         leaves = leaves_in((args, kw))
         if not is_eager() or any(isinstance(leaf, Tracer) for leaf in leaves):
             if issubclass(cls, nnx.Module):
-                self._hidden[cls.__name__] = None
+                self._hidden[cls.__name__] += 1
             return make(*args, **kw)
         pending = [leaf for leaf in leaves if isinstance(leaf, AfterTheScope)]
         if issubclass(cls, nnx.Optimizer):
@@ -221,8 +233,10 @@ class _Scope:
         # Its parts keep their identity; what it makes itself is made at once.
         return self._keep(_eagerly(make, args, kw))
 
-    def _keep(self, module: Any) -> Any:
+    def _keep(self, module: Any, parts: Sequence[Any] = ()) -> Any:
         self._modules.append(weakref.ref(module))
+        own = (part for part in (module, *parts) if isinstance(part, nnx.Module))
+        self._made += map(weakref.ref, own)
         return module
 
     def _traced(
@@ -230,17 +244,20 @@ class _Scope:
     ) -> Any:
         try:
             birth = Birth(make, args, kw, self.fate)
+        except LeftByTrace:
+            raise  # no less if it runs at once
         except StructureError as error:
             return self._in_parts(make, cls, args, kw, str(error).splitlines()[0])
         if any(isinstance(value, Tracer) for value in birth.traced.closed.consts):
-            self._hidden[cls.__name__] = None  # it closes over a value of a trace
+            self._hidden[cls.__name__] += 1  # it closes over a value of a trace
             return make(*args, **kw)
         together = None if self._needs_values else birth.objects()
         if together is None:
             together = birth.at_once(_mesh_of(self.rules))
         else:
             self._births.append(birth)
-        return self._keep(birth.settle(together, nodes))
+        module = birth.settle(together, nodes)
+        return self._keep(module, objects_of(module))
 
     def _in_parts(
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, why: str
@@ -250,6 +267,10 @@ class _Scope:
         try:
             with _spreading_variables():
                 module = _eagerly(make, args, kw)
+        except jax.errors.UnexpectedTracerError as error:
+            raise left_by_trace(
+                error, f"the constructor of {cls.__name__} uses"
+            ) from error
         finally:
             self._needs_values = before
         refuse_references(module)
@@ -350,6 +371,11 @@ class _Scope:
             arrays += follower.fill(state, resolution, made)
         return arrays + self.settled
 
+    def adopt(self, inner: "_Scope", settled: list[Any]) -> None:
+        """Takes note of what an inner block has made, and of its arrays."""
+        self.settled += settled
+        self._made += inner._made
+
     def forget(self) -> None:
         """Keeps no model alive: a task may have the block in its context for long."""
         self._births.clear()
@@ -377,9 +403,10 @@ class _Scope:
     def _check_complete(self, models: Sequence[_Model]) -> None:
         """Raises where a model would keep a value that is not made."""
         for model in models:
-            for leaf in model.leaves:
+            for leaf, path in zip(model.leaves, model.paths, strict=True):
                 if isinstance(leaf, AfterTheScope) and leaf.fate is not self.fate:
                     raise StructureError(leaf.why_not())
+                refuse_left_over(leaf, f"{path or 'the model'} is")
             for node in filter(is_nnx_object, objects_of(model.root)):
                 for name, value in vars(node).items():
                     if isinstance(value, AfterTheScope) and not _is_data(node, name):
@@ -391,8 +418,12 @@ class _Scope:
 
     def _tell_hidden(self, roots: Sequence[Any]) -> None:
         """Warns of modules that were made inside of a transformation, and are lost."""
-        found = {type(node).__name__ for root in roots for node in objects_of(root)}
-        lost = [name for name in self._hidden if name not in found]
+        made = {id(ref()) for ref in self._made}
+        others = {id(n): n for root in roots for n in objects_of(root)}
+        found = collections.Counter(
+            type(node).__name__ for at, node in others.items() if at not in made
+        )
+        lost = [name for name, count in self._hidden.items() if found[name] < count]
         if lost:
             warn(
                 f"layout_map_scope: {', '.join(lost)} was made inside of a "
@@ -431,7 +462,7 @@ def _scoped_constructor(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _spread(module: Any, rules: RuleSet) -> None:
     """Moves whole arrays to all devices, where they take less room."""
-    nnx.update(module, jax.tree.map(_spreader(rules), nnx_state(module)))
+    update(module, jax.tree.map(_spreader(rules), nnx_state(module)))
 
 
 def _spreader(rules: RuleSet) -> Callable[[Any], Any]:

@@ -42,6 +42,7 @@ from flax_layoutmap._records import ResolvedLeaf
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet
 from flax_layoutmap._scope import current_rules, get_default_mesh
+from flax_layoutmap._update import update
 
 # Kinds of NumPy dtypes that no device holds: objects, texts, dates.
 _NO_NUMBERS = "OSUMm"
@@ -153,7 +154,7 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
     parts = treedef.flatten_up_to(new)
     for at, node in enumerate(objects):
         if is_nnx_object(node):
-            nnx.update(node, parts[at])
+            update(node, parts[at])
             parts[at] = node
     return jax.tree.unflatten(treedef, parts)
 

@@ -5,13 +5,15 @@ some versions of it (0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones
 becomes static, and the tracer stays in the model.
 """
 
-import dataclasses
+import collections
 import functools
+import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
@@ -29,6 +31,27 @@ from flax_layoutmap._parts import is_object
 
 # What converts Variables, by its name of flax 0.12.5 on, and before.
 WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
+
+# What holds no other object that a constructor could have made.
+_ALONE = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.ModuleType,
+    np.ndarray,
+    jax.Array,
+)
+
+# What JAX's UnexpectedTracerError says of a value, and of where it was made.
+_TYPE_OF_LEAK = re.compile(r"with type (\S+) wrapped")
+_LINE_OF_LEAK = re.compile(r"created on line (.+?:\d+)(?::\d+)? \((.+?)\)")
+
+
+class LeftByTrace(StructureError):
+    """A value of a trace that has ended is used."""
 
 
 def arrays_as_data(node: Any, kind: type) -> None:
@@ -55,25 +78,60 @@ def refuse_traced(node: Any) -> None:
         StructureError: the first such attribute or Variable.
     """
     made = objects_of(node)
-    own = {id(part) for part in made if isinstance(part, nnx.Variable)}
     # These become the result themselves.
-    seen = {id(part) for part in made if is_nnx_object(part) and was_made_here(part)}
+    seen = {id(part) for part in made if was_made_here(part)}
+    own = {id(part) for part in made if isinstance(part, nnx.Variable)} - seen
     refuse_references(node)
     for owner in made:
         for name, value in _statics(owner).items():
             if not _leads_to_traced(value, own, seen):
                 continue
             where = f"{type(owner).__name__}.{name}"
-            if callable(value):
+            if _is_function(value):
                 raise StructureError(
                     f"{where} is a function that holds a value, or a Variable, as it "
                     "was while the constructor was traced: let it hold its module, or "
                     "set it after the model is made"
                 )
-            raise StructureError(
-                f"{where} is a static {type(value).__name__} with an array in it: set "
-                "it as nnx.data(...), or keep the array in an nnx.Variable"
+            fix = (
+                "set it as nnx.data(...), or keep the array in an nnx.Variable"
+                if isinstance(value, dict | list | tuple)
+                else "keep the array in an nnx.Variable or an nnx.Pytree"
             )
+            raise StructureError(
+                f"{where} is a static {type(value).__name__} with an array in it: "
+                f"{fix} of the module"
+            )
+
+
+def refuse_left_over(value: Any, what: str) -> None:
+    """Raises where a value is of a trace that has ended.
+
+    Args:
+        value: anything.
+        what: the subject and the verb of the message.
+
+    Raises:
+        LeftByTrace: it is.
+    """
+    if not isinstance(value, Tracer):
+        return
+    try:
+        jax.lax.expand_dims(value, (0,))
+    except jax.errors.UnexpectedTracerError as error:
+        raise left_by_trace(error, what) from error
+
+
+def left_by_trace(error: jax.errors.UnexpectedTracerError, what: str) -> LeftByTrace:
+    """The error for a value of a trace that has ended, of JAX's own error."""
+    kind, line = _TYPE_OF_LEAK.search(str(error)), _LINE_OF_LEAK.search(str(error))
+    where = line and f" (made in {line[2].split('<locals>.')[-1]}, {line[1]})"
+    return LeftByTrace(
+        f"{what} {f'the {kind[1]}' if kind else 'an array'} that an earlier trace of a "
+        f"constructor left behind outside of its model, in a cache, say{where or ''}: "
+        "it has no numbers; clear that cache, and fill it before a model is made, or "
+        "with NumPy arrays"
+    )
 
 
 def refuse_references(node: Any) -> None:
@@ -111,25 +169,49 @@ def _leads_to_traced(value: Any, own: set[int], seen: set[int]) -> bool:
     return False
 
 
+def _is_function(value: Any) -> bool:
+    kinds = (types.FunctionType, types.MethodType, functools.partial)
+    return isinstance(value, kinds) or (
+        callable(value) and hasattr(value, "__wrapped__")
+    )
+
+
 def _parts(value: Any) -> Iterable[Any]:
-    """What a function or a container holds; of other things, nothing is known."""
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, tuple | list | set | frozenset):
-        return value
+    """What a function, a container, or any other object of Python holds."""
+    if isinstance(value, _ALONE):
+        return ()
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
+    parts = list(_attributes(value))
+    if isinstance(value, dict | types.MappingProxyType):
+        parts += value.values()
+    if isinstance(value, tuple | list | set | frozenset | collections.deque):
+        parts += value
     if isinstance(value, functools.partial):
-        return value.func, *value.args, *value.keywords.values()
+        parts += value.func, *value.args, *value.keywords.values()
     if isinstance(value, types.FunctionType):
-        return [*_closure(value), *(value.__defaults__ or ())]
-    if isinstance(value, type):
-        return ()
-    if dataclasses.is_dataclass(value):
-        return getattr(value, "__dict__", {}).values()
+        parts += *_closure(value), *(value.__defaults__ or ())
+        parts += (value.__kwdefaults__ or {}).values()
     # What jax.jit, nnx.jit and functools.wraps have made of a function.
     wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
-    return () if wrapped is None else (wrapped,)
+    return parts if wrapped is None else [*parts, wrapped]
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """What an object keeps in its `__dict__` and its slots; runs no code of its own."""
+    try:
+        yield from object.__getattribute__(value, "__dict__").values()
+    except AttributeError:
+        pass
+    for kind in type(value).__mro__:
+        if "__slots__" not in vars(kind):
+            continue
+        for slot in vars(kind).values():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield slot.__get__(value)
+                except AttributeError:  # not set
+                    continue
 
 
 def _closure(function: types.FunctionType) -> list[Any]:

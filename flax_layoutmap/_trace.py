@@ -35,7 +35,12 @@ from flax_layoutmap._flax_internals import (
 from flax_layoutmap._identity import adopt, originals_of
 from flax_layoutmap._parts import has_mixed_keys, is_object, unfit
 from flax_layoutmap._placeholder import is_of_arrays
-from flax_layoutmap._statics import arrays_as_data, refuse_traced
+from flax_layoutmap._statics import (
+    arrays_as_data,
+    refuse_left_over,
+    refuse_traced,
+)
+from flax_layoutmap._update import update
 
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "flax_layoutmap_tracing", default=False
@@ -181,7 +186,7 @@ class Traced:
             for node, state in zip(nodes, treedef.unflatten(values), strict=True):
                 # Values only: the metadata of the trace says that nothing is sharded.
                 own = jax.tree.structure(nnx_state(node))
-                nnx.update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
+                update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
 
 
 def trace(
@@ -207,7 +212,8 @@ def trace(
         StructureError: two objects of the result (or of the arguments) share a
             Variable, `make` changes an NNX object that is no argument, or the
             structure of one that is, or an object of the result keeps what belongs to
-            the trace in a static attribute: a method bound to itself, say.
+            the trace in a static attribute: a method bound to itself, say. Or `make`
+            uses what an earlier trace has left in a cache.
     """
     given = _Inputs.of(args, kwargs or {})
     eager = nnx.using_eager_sharding()
@@ -254,6 +260,8 @@ def trace(
                 "constructor (or init) at once, or move what is made: "
                 "layout_map.place(make())"
             ) from error
+    for value in closed.consts:
+        refuse_left_over(value, "the function uses")
     numbers = iter(range(len(shapes)))
     order = tuple(next(numbers) if _is_value(leaf) else None for leaf in seen["leaves"])
     abstract = [

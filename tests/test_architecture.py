@@ -58,6 +58,7 @@ LAYERS = (
         "_paths",
         "_pattern_cost",
         "_statics",
+        "_update",
     ),
     ("_diff", "_mesh_layout", "_processes", "_small", "_trace", "_walk"),
     ("_layout", "_flatten"),

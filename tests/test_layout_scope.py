@@ -614,6 +614,45 @@ def test_stacked_layers(mesh: flm.DeviceMesh) -> None:
     assert len(lost.kernel[...].sharding.device_set) == 1
 
 
+def test_modules_that_are_lost_among_others_of_their_class(
+    mesh: flm.DeviceMesh,
+) -> None:
+    layout_map = rules(mesh, **{"kernel": (..., "model"), "bias": None})
+    for make in (lambda: stacked(nnx.Rngs(1)), nnx.jit(lambda: linear(1))):
+        with pytest.warns(flm.LayoutWarning, match="Linear was made inside of a tra"):
+            with flm.layout_map_scope(layout_map):
+                model = Subclass(nnx.Rngs(0))
+                lost = make()
+        assert len(lost.kernel[...].sharding.device_set) == 1
+        assert_lies(model.d1.kernel[...], ((), ("model",)))
+
+
+def test_modules_that_become_a_part_are_not_lost(mesh: flm.DeviceMesh) -> None:
+    """Where others of their class are made too, in this block or in one inside."""
+    layout_map = rules(mesh, **{"kernel": (..., "model"), "bias": None})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        with flm.layout_map_scope(layout_map):
+            model = Subclass(nnx.Rngs(0))
+            model.head = nnx.jit(lambda: linear(1))()
+            model.stack = stacked(nnx.Rngs(2))
+            with flm.layout_map_scope(layout_map):
+                inner = linear(3)
+            model.inner = inner
+    assert_lies(model.head.kernel[...], ((), ("model",)))
+    assert_lies(model.stack.kernel[...], ((), (), ("model",)))
+    with pytest.warns(flm.LayoutWarning, match="Linear was made inside of a tra"):
+        with flm.layout_map_scope(layout_map):
+            with flm.layout_map_scope(layout_map):
+                inner = linear(3)
+            model = nnx.List([inner, linear(4)])
+            nnx.jit(lambda: linear(1))()
+
+
+def linear(seed: int) -> Any:
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(seed))
+
+
 def test_rngs_of_another_mesh(mesh: flm.DeviceMesh) -> None:
     """Of the same devices: made in its context, or moved there."""
 
@@ -623,7 +662,8 @@ def test_rngs_of_another_mesh(mesh: flm.DeviceMesh) -> None:
             self.d1 = nnx.Linear(8, 16, rngs=rngs)
 
     other = flm.DeviceMesh("x=8")
-    with jax.set_mesh(other.jax_mesh):
+    grid: Any = other.jax_mesh
+    with jax.set_mesh(grid):
         made = nnx.Rngs(0)
     moved = nnx.Rngs(0)
     flm.LayoutMap(other, strict=False).place(moved)
@@ -635,7 +675,7 @@ def test_rngs_of_another_mesh(mesh: flm.DeviceMesh) -> None:
         assert_same(model, expected)
         assert_lies(model.d1.kernel[...], (("data",), ("model",)))
         assert int(rngs.default.count[...]) == int(plain.default.count[...])
-    with jax.set_mesh(other.jax_mesh):
+    with jax.set_mesh(grid):
         with flm.layout_map_scope(rules(mesh, **{"d1/kernel": ("data", "model")})):
             model = Drops(nnx.Rngs(0))
     assert_same(model, expected)
@@ -898,25 +938,116 @@ def test_what_an_init_keeps_of_its_module(mesh: flm.DeviceMesh, way: str) -> Non
     assert jax.tree.structure(nnx.state(nnx.clone(model))) is not None
 
 
-@pytest.mark.parametrize("kind", ["variable", "array"])
-def test_functions_that_hold_a_value(mesh: flm.DeviceMesh, kind: str) -> None:
+class Table:
+    """A table, in a class of no library."""
+
+    def __init__(self, size: int) -> None:
+        self.sin = jnp.sin(jnp.arange(size) * 0.1)
+
+
+def kept_in(kind: str, value: Any) -> Any:
+    if kind == "object":
+        return Table(8)
+    if kind == "keyword":
+        return lambda *, table=value: table[0]
+    return lambda: value[0]
+
+
+@pytest.mark.parametrize("kind", ["variable", "array", "keyword", "object"])
+def test_what_holds_a_value(mesh: flm.DeviceMesh, kind: str) -> None:
     class Closes(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
             self.linear = nnx.Linear(8, 8, rngs=rngs)
-            value: Any = self.linear.kernel
-            if kind == "array":
-                value = value[...]
-            self.fn: Any = lambda: value[0]
+            kernel = self.linear.kernel
+            self.kept: Any = kept_in(
+                kind, kernel if kind == "variable" else kernel[...]
+            )
+
+    def make() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", flm.LayoutWarning)
+            return flm.create(lambda: Closes(nnx.Rngs(0)), layout_map)
 
     layout_map = rules(mesh, **{"linear/kernel": (None, "model")})
-    expected = r"Closes\.fn is a function that holds a value"
-    with pytest.raises(flm.StructureError, match=expected):
-        flm.create(lambda: Closes(nnx.Rngs(0)), layout_map)
+    if kind == "variable":
+        model = make()
+        np.testing.assert_array_equal(model.kept(), model.linear.kernel[0])
+        return
+    what = "static Table with an array" if kind == "object" else "function that holds a"
+    with pytest.raises(flm.StructureError, match=rf"Closes\.kept is a {what}"):
+        make()
     with pytest.warns(flm.LayoutWarning, match="constructor of Closes ran at once"):
         with flm.layout_map_scope(layout_map):
             model = Closes(nnx.Rngs(0))
-    np.testing.assert_array_equal(model.fn(), model.linear.kernel[0])
+    if kind == "object":
+        np.testing.assert_array_equal(model.kept.sin, Table(8).sin)
+    else:
+        np.testing.assert_array_equal(model.kept(), model.linear.kernel[0])
     assert_lies(model.linear.kernel[...], ((), ("model",)))
+
+
+CACHE: list[Any] = []
+
+
+def cached() -> Any:
+    if not CACHE:
+        CACHE.append(jnp.sin(jnp.arange(8.0)))
+    return CACHE[0]
+
+
+class Cached(nnx.Module):
+    def __init__(self, kind: str) -> None:
+        self.d1 = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        self.table = nnx.Variable(cached() * 2 if kind == "used" else cached())
+
+
+@pytest.mark.parametrize("kind", ["kept", "used"])
+def test_a_cache_that_a_trace_has_filled(mesh: flm.DeviceMesh, kind: str) -> None:
+    """In the same block, in a later one, and in `create`: never a tracer."""
+    layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
+    CACHE.clear()
+    text = r"float32\[8\] that an earlier trace .* \(made in cached, .*: it has no numb"
+    with pytest.raises(flm.StructureError, match=text):
+        with flm.layout_map_scope(layout_map):
+            Cached(kind)
+            Cached(kind)
+    with pytest.raises(flm.StructureError, match=text):
+        with flm.layout_map_scope(layout_map):
+            Cached(kind)
+    with pytest.raises(flm.StructureError, match=text):
+        flm.create(lambda: Cached(kind), layout_map)
+    CACHE.clear()
+    table = cached()  # as the message says
+    with flm.layout_map_scope(layout_map):
+        models = [Cached(kind), Cached(kind)]
+    for model in models:
+        assert_lies(model.d1.kernel[...], ((), ("model",)))
+        np.testing.assert_array_equal(model.table[...], table * (1 + (kind == "used")))
+
+
+@pytest.mark.parametrize("use", [lambda x: x, lambda x: x * 2], ids=["kept", "used"])
+def test_a_cache_that_the_trace_has_filled_before_it_failed(
+    mesh: flm.DeviceMesh, use: Any
+) -> None:
+    class Reads(nnx.Module):
+        def __init__(self) -> None:
+            self.table = nnx.Variable(use(cached()))
+            self.d1 = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            assert float(self.d1.kernel[0, 0]) < 9
+
+    CACHE.clear()
+    layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flm.LayoutWarning)
+        with pytest.raises(flm.StructureError, match="that an earlier trace .* left"):
+            with flm.layout_map_scope(layout_map):
+                model = Reads()
+        CACHE.clear()
+        table = cached()
+        with flm.layout_map_scope(layout_map):
+            model = Reads()
+    np.testing.assert_array_equal(model.table[...], use(table))
+    assert_lies(model.d1.kernel[...], ((), ("model",)))
 
 
 def test_what_was_there_before_is_not_adopted(mesh: flm.DeviceMesh) -> None:

@@ -8,6 +8,7 @@ import ast
 import collections
 import functools
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from flax_layoutmap._metadata import mark_of, mesh_axes
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._serialise import rules_from_json
 from flax_layoutmap._snapshot import snapshot_of
-from flax_layoutmap._statics import WITH_VARS
+from flax_layoutmap._statics import WITH_VARS, LeftByTrace
 from flax_layoutmap._trace import ReadsValues, trace
 
 P = PartitionSpec
@@ -129,6 +130,17 @@ def closing_over() -> Any:
 def shared_results() -> Any:
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     return trace(lambda a: [a, nnx.List([a])], (linear,))
+
+
+def kept_from_a_trace() -> Any:
+    cache: list[Any] = []
+
+    def fill() -> Any:
+        cache.append(jnp.ones(2) * 2)
+        return cache[0]
+
+    trace(fill)
+    return trace(fill)
 
 
 def keeps_another() -> Any:
@@ -1101,7 +1113,22 @@ CASES: dict[str, Case] = {
         lambda: trace(lambda: Keeps((functools.partial(jnp.add, jnp.ones(2)),))),
         flm.StructureError,
         "Keeps.kept is a static tuple with an array in it: set it as nnx.data(...), or "
-        "keep the array in an nnx.Variable",
+        "keep the array in an nnx.Variable of the module",
+    ),
+    "trace: an object of no known kind": Case(
+        lambda: trace(lambda: Keeps(types.SimpleNamespace(x=jnp.ones(2)))),
+        flm.StructureError,
+        "Keeps.kept is a static SimpleNamespace with an array in it: keep the array in "
+        "an nnx.Variable or an nnx.Pytree of the module",
+    ),
+    "trace: what an earlier one has left behind": Case(
+        kept_from_a_trace,
+        LeftByTrace,
+        "the function uses the float32[2] that an earlier trace of a constructor left "
+        "behind outside of its model, in a cache, say (made in fill, "
+        f"{__file__}:{kept_from_a_trace.__code__.co_firstlineno + 4}): it has no "
+        "numbers; clear that cache, and fill it before a model is made, or with NumPy "
+        "arrays",
     ),
     # ---------------------------------------------------------------- scope
     "scope: an optimizer of nothing": Case(

@@ -1,7 +1,9 @@
 """A constructor traced once: what it would make, how to make it, and contexts."""
 
+import collections
 import dataclasses
 import functools
+import types
 from typing import Any
 
 import jax
@@ -197,6 +199,27 @@ class Config:
     value: Any
 
 
+class Plain:
+    """Of no kind that JAX or Flax knows."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Slots:
+    __slots__ = ("empty", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Called(Slots):
+    __slots__ = ()
+
+    def __call__(self) -> Any:
+        return self.value
+
+
 def nested(x: Any) -> Any:
     def inner() -> Any:
         return x
@@ -209,6 +232,20 @@ def default(x: Any) -> Any:
         return x
 
     return function
+
+
+def keyword_only(x: Any) -> Any:
+    def function(*, x: Any = x) -> Any:
+        return x
+
+    return function
+
+
+def looped(x: Any) -> Any:
+    first, second = Plain(x), Plain(x)
+    first.value = second, x
+    second.value = first
+    return first
 
 
 @pytest.mark.parametrize("graph", [nnx.List, lambda x: nnx.Dict(a=x[0])])
@@ -224,7 +261,7 @@ def test_arrays_as_attributes_are_leaves(graph: Any) -> None:
 
 
 LEAKS: dict[str, Any] = {
-    "variable": lambda module, x: nested(module.linear.kernel),
+    "variable": lambda module, x: nested(nnx.Param(x)),
     "array": lambda module, x: lambda: x,
     "nested": lambda module, x: nested(x),
     "default": lambda module, x: default(x),
@@ -232,6 +269,14 @@ LEAKS: dict[str, Any] = {
     "config": lambda module, x: Config(lambda: x),
     "dict": lambda module, x: {"a": [functools.partial(dict, b=x)]},
     "another": lambda module, x: nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__,
+    "keyword": lambda module, x: keyword_only(x),
+    "object": lambda module, x: Plain(x),
+    "slots": lambda module, x: Slots((x,)),
+    "namespace": lambda module, x: types.SimpleNamespace(x=x),
+    "callable": lambda module, x: Called(x),
+    "bound": lambda module, x: Called(x).__call__,
+    "queue": lambda module, x: collections.deque([Plain(x)]),
+    "loop": lambda module, x: looped(x),
 }
 
 
@@ -243,11 +288,66 @@ def test_what_leads_into_the_trace(leak: str) -> None:
         trace(lambda: Kept(LEAKS[leak]))
 
 
+CACHE: dict[int, Any] = {}
+
+
+def cached(size: int) -> Any:
+    if size not in CACHE:
+        CACHE[size] = jnp.sin(jnp.arange(size))
+    return CACHE[size]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: {"t": cached(3)}, lambda: {"t": jnp.ones(3) * cached(3)}],
+    ids=["kept", "used"],
+)
+def test_what_an_earlier_trace_has_left_in_a_cache(make: Any) -> None:
+    CACHE.clear()
+    trace(make)
+    line = cached.__code__.co_firstlineno + 2
+    text = rf"the float32\[3\] .* \(made in cached, .*test_trace\.py:{line}\)"
+    for _ in range(2):
+        with pytest.raises(flm.StructureError, match=text):
+            trace(make)
+    CACHE.clear()
+    table = cached(3)
+    np.testing.assert_array_equal(born(trace(make))["t"], table)
+
+
+def test_a_live_value_of_a_surrounding_transformation() -> None:
+    """It is no left-over: a constructor may close over it."""
+
+    def loss(x: Any) -> Any:
+        return born(trace(lambda: {"w": x * 3}))["w"].sum()
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.ones(3)), [3, 3, 3])
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(jnp.ones(3)), [3, 3, 3])
+    np.testing.assert_array_equal(jax.vmap(loss)(jnp.ones((2, 3))), [9, 9])
+    keys = jax.random.split(jax.random.key(0), 2)
+    found = jax.vmap(lambda key: born(trace(lambda: jax.random.normal(key))))(keys)
+    np.testing.assert_array_equal(found, jax.vmap(jax.random.normal)(keys))
+
+
+def is_variable(part: Any) -> bool:
+    return isinstance(part, nnx.Variable)
+
+
+def parts_of(value: Any) -> list[Any]:
+    """What a function, or a plain object, holds; and what that holds."""
+    cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+    own = [*cells, *getattr(value, "__dict__", {}).values()]
+    return own + [part for function in cells for part in parts_of(function)]
+
+
 OF_THE_MODULE: dict[str, Any] = {
     "method": lambda module, x: module.method,
     "closure": lambda module, x: lambda: module.linear,
     "jit": lambda module, x: jax.jit(nested(module)),
     "config": lambda module, x: Config(lambda: module),
+    "object": lambda module, x: Plain(module),
+    "variable": lambda module, x: nested(module.linear.kernel),
+    "variable in an object": lambda module, x: Plain(module.linear.kernel),
 }
 
 
@@ -261,6 +361,9 @@ def test_what_holds_the_module_holds_what_is_made(kind: str) -> None:
 
     model = born(trace(lambda: Kept(keep)))
     assert kept[0] is model
+    variables = list(filter(is_variable, parts_of(model.attribute)))
+    assert all(variable is model.linear.kernel for variable in variables)
+    assert len(variables) == kind.startswith("variable")
     assert not isinstance(model.linear.kernel[...], Tracer)
 
 
@@ -279,6 +382,8 @@ HARMLESS: dict[str, Any] = {
     "outside": OUTSIDE.__call__,
     "outside, in a closure": nested((OUTSIDE, OUTSIDE.kernel, TABLE)),
     "config": Config(print),
+    "object": looped(TABLE),
+    "slots": Slots(np.ones(2)),
     "optax": optax.chain(optax.clip(1.0), optax.adam(optax.constant_schedule(1.0))),
     "linen": nn.Dense(2),
 }
