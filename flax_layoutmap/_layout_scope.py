@@ -88,6 +88,9 @@ def layout_map_scope(layout_map: Any) -> Block:
 
     As a decorator it is a block around each call of the function.
 
+    Others are traced: as in `jax.jit`, what they leave outside of their model (a table
+    in a cache, or in an attribute of a class) has no values afterwards. Fill it before.
+
     Args:
         layout_map: a `LayoutMap` or `RuleSet` with a mesh of devices.
 

@@ -77,11 +77,11 @@ def refuse_traced(node: Any) -> None:
     Raises:
         StructureError: the first such attribute or Variable.
     """
+    refuse_references(node)
     made = objects_of(node)
     # These become the result themselves.
     seen = {id(part) for part in made if was_made_here(part)}
     own = {id(part) for part in made if isinstance(part, nnx.Variable)} - seen
-    refuse_references(node)
     for owner in made:
         for name, value in _statics(owner).items():
             if not _leads_to_traced(value, own, seen):
