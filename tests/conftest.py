@@ -43,7 +43,13 @@ _is_quick = _QUICK
 def optimisations(request: pytest.FixtureRequest) -> None:
     """Tests marked `optimised` get all of XLA's optimisations."""
     global _is_quick
-    wanted = _QUICK and request.node.get_closest_marker("optimised") is None
+    is_optimised = request.node.get_closest_marker("optimised") is not None
+    if is_optimised and quick.rounds_by_program():
+        pytest.skip(
+            "With this jaxlib, XLA's older code for CPUs rounds an expression in one "
+            "program otherwise than in another; XLA_FLAGS= runs this test."
+        )
+    wanted = _QUICK and not is_optimised
     if _is_quick != wanted:
         _is_quick = wanted
         jax.config.update("jax_disable_most_optimizations", wanted)

@@ -19,12 +19,24 @@ OLDER_CODE = "--xla_cpu_use_fusion_emitters=false"
 # versions of jaxlib that were seen to have it (0.8.1 to 0.10.2).
 _LAST_KNOWN = (0, 10)
 
+# From here on, what it rounds does not depend on the rest of the program; not in 0.8.1.
+_SAME_BITS = (0, 10)
+
+
+def _jaxlib() -> tuple[int, int]:
+    major, minor = metadata.version("jaxlib").split(".")[:2]
+    return int(major), int(minor)
+
 
 def set_xla_flags() -> None:
     """To be called before JAX looks for devices. A value from outside wins."""
-    major, minor = metadata.version("jaxlib").split(".")[:2]
-    if (int(major), int(minor)) <= _LAST_KNOWN:
+    if _jaxlib() <= _LAST_KNOWN:
         os.environ.setdefault("XLA_FLAGS", OLDER_CODE)
+
+
+def rounds_by_program() -> bool:
+    """Whether equal expressions may have other bits in other programs."""
+    return OLDER_CODE in os.environ.get("XLA_FLAGS", "") and _jaxlib() < _SAME_BITS
 
 
 def for_subprocess(variables: Mapping[str, str]) -> dict[str, str]:
