@@ -20,6 +20,9 @@ def update(node: Any, state: Any) -> None:
     As `nnx.update`, which cannot write an array that a tuple holds, or another
     container that does not change: such an attribute becomes a new container.
     """
+    if not isinstance(state, nnx.State):  # that of a Variable is one
+        nnx.update(node, state)
+        return
     new = dict(nnx.to_flat_state(state))
     before = len(new)
     for path, owner in named_objects_of(node):
