@@ -10,7 +10,7 @@ from flax import nnx
 from flax_layoutmap._flax_internals import is_nnx_object, variables_of
 
 # Kinds of NumPy dtypes that no device holds: objects, texts, dates.
-_NO_NUMBERS = "OSUMm"
+NO_NUMBERS = "OSUMm"
 
 
 def is_object(node: Any) -> bool:
@@ -57,7 +57,7 @@ def unfit(leaf: Any) -> str | None:
     if isinstance(leaf, bool) or not isinstance(leaf, np.ndarray | np.generic | int):
         return None
     if isinstance(leaf, np.ndarray | np.generic):
-        if leaf.dtype.kind in _NO_NUMBERS or leaf.dtype.names:
+        if leaf.dtype.kind in NO_NUMBERS or leaf.dtype.names:
             return f"a NumPy array of {leaf.dtype}"
         if leaf.dtype.kind not in "iu" or not leaf.size:
             return None

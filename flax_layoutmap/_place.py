@@ -36,6 +36,7 @@ from flax_layoutmap._metadata import (
     reannotated,
     settled_names,
 )
+from flax_layoutmap._parts import NO_NUMBERS
 from flax_layoutmap._paths import join_keys, parameter_keys
 from flax_layoutmap._processes import Agreement, digest_of_values
 from flax_layoutmap._records import ResolvedLeaf
@@ -43,9 +44,6 @@ from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet
 from flax_layoutmap._scope import current_rules, get_default_mesh
 from flax_layoutmap._update import update
-
-# Kinds of NumPy dtypes that no device holds: objects, texts, dates.
-_NO_NUMBERS = "OSUMm"
 
 # Per dim, the mesh axes it lies on.
 _Dims = tuple[tuple[str, ...], ...]
@@ -136,7 +134,7 @@ def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
                 "flm.create, or restore it from a checkpoint; "
                 "layout_map.abstract(tree) gives it its shardings"
             )
-        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NO_NUMBERS:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in NO_NUMBERS:
             path = resolution.paths[at] or "the leaf"
             raise LayoutError(
                 f"place moves arrays of numbers, but {path} is a NumPy array of "
@@ -399,7 +397,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
     if hasattr(x, "shape") and not isinstance(x, np.ndarray | np.generic):
         return x
     array = np.asarray(x)
-    if array.dtype.kind in _NO_NUMBERS:
+    if array.dtype.kind in NO_NUMBERS:
         raise LayoutError(
             f"{what} takes arrays and numbers, got the {type(x).__name__} {x!r}"
         )

@@ -206,8 +206,8 @@ def _by_size(one: Lookup) -> _Way | None:
 
 def _by_tokens(one: Lookup) -> _Way | None:
     """A group has the same tokens."""
-    group = one.tokens or one.rows[0]
-    if not group or not one.tokens:
+    group = one.tokens
+    if not group:
         return None
     size, width, count = one.sizes
     inside = () if _meet(one.rows[1], group) else one.rows[1]

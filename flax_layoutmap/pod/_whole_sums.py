@@ -36,7 +36,7 @@ def sum_whole(found: Spread, topology: Topology) -> None:
     if topology.generation.name in _SCATTER_ANYTHING:
         return
     crosses = dcn_axes(found.sizes, topology)
-    everywhere = topology.devices // topology.slices if _has_it(topology) else 0
+    everywhere = topology.devices // topology.slices if _has_all_links(topology) else 0
     for one in found.collectives:
         if one.kind != "reduce-scatter" or one.leaf is None:
             continue
@@ -51,7 +51,7 @@ def sum_whole(found: Spread, topology: Topology) -> None:
             one.kind, one.is_whole = "all-reduce", True
 
 
-def _has_it(topology: Topology) -> bool:
+def _has_all_links(topology: Topology) -> bool:
     """Whether the compiler has an all-reduce for all links of such a slice."""
     sides, cores = _sides(topology), topology.generation.devices_per_chip
     if len(sides) == 2:
