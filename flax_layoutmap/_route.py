@@ -130,6 +130,7 @@ class Route:
         self.changed = [variables[at] for at in program.changed]
         self.given = [(fetches[tree.slot], tree.treedef) for tree in program.given]
         self.rest = [fetches[tree.slot] for tree in program.rest]
+        self.rest_is_flat = all(map(_is_leaf, (tree.treedef for tree in program.rest)))
         self.left = Left(len(program.donated))
         self.written = len(self.changed)
         first = self.variables[: self.written]
@@ -201,8 +202,8 @@ class Route:
     ) -> tuple[Any, ...] | None:
         """The inputs of the program; None if they are not as it wants them.
 
-        A deleted array, or one that is donated and comes twice, may be the end of the
-        process. Other layouts are refused by JAX.
+        An array that was given away, or one that is donated and comes twice, may be the
+        end of the process (jax 0.10, several devices). JAX refuses other layouts.
         """
         given: list[Any] = []
         for fetch, treedef in self.given:
@@ -231,17 +232,22 @@ class Route:
                 self.left.ids = ids
         if given or donated:
             pure = list(itertools.chain.from_iterable(given))
-            count = len(pure)
-            own_ids = set(map(id, pure))
-            pure += jax.tree.leaves(rest)
-            if are_deleted(pure) or len(own_ids) < count:
+            others = self._leaves(rest)
+            if are_deleted(pure) or are_deleted(others):
                 return None
-            if not own_ids.isdisjoint(map(id, pure[count:])):
-                return None
-            own_ids.update(map(id, pure[count:]))
-            if not own_ids.isdisjoint(ids):
+            if pure:
+                own = list(map(id, pure))
+                own_ids = set(own)
+                if len(own_ids) < len(own) or not own_ids.isdisjoint(ids):
+                    return None
+                ids = own + ids
+            if not set(map(id, others)).isdisjoint(ids):
                 return None
         return donated, kept, given, rest
+
+    def _leaves(self, rest: tuple[Any, ...]) -> Sequence[Any]:
+        """The leaves of the other trees; most data is a single array."""
+        return rest if self.rest_is_flat else jax.tree.leaves(rest)
 
     def _are_as_wanted(self, inputs: tuple[Any, ...]) -> bool:
         """Whether inputs have the structures and layouts of the program."""
@@ -265,6 +271,11 @@ class Route:
             if wanted is not None and getattr(leaf, "sharding", None) != wanted:
                 return False
         return True
+
+
+def _is_leaf(treedef: Any) -> bool:
+    """Whether a tree is a single leaf, as every tree of that type is then."""
+    return jax.tree_util.treedef_is_leaf(treedef)
 
 
 def are_deleted(leaves: Sequence[Any]) -> bool:
