@@ -44,10 +44,10 @@ def optimisations(request: pytest.FixtureRequest) -> None:
     """Tests marked `optimised` get all of XLA's optimisations."""
     global _is_quick
     is_optimised = request.node.get_closest_marker("optimised") is not None
-    if is_optimised and quick.rounds_by_program():
+    if is_optimised and quick.makes_older_code():
         pytest.skip(
-            "With this jaxlib, XLA's older code for CPUs rounds an expression in one "
-            "program otherwise than in another; XLA_FLAGS= runs this test."
+            "It is about bits or programs as users get them, and this run has XLA's "
+            "older code for CPUs: `XLA_FLAGS= pytest -m optimised` runs it."
         )
     wanted = _QUICK and not is_optimised
     if _is_quick != wanted:
