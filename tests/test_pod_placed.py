@@ -261,8 +261,9 @@ def test_sums_within_slices_first(mesh: str, inner: str) -> None:
         (c.kind, c.axes, c.bytes, c.wire_bytes, c.over_dcn) for c in found.collectives
     ]
     assert rows == [
-        ("all-reduce", (inner,), MATRIX, MATRIX * 3 // 2, False),
+        ("reduce-scatter", (inner,), MATRIX, MATRIX * 3 // 4, False),
         ("all-reduce", ("data",), MATRIX // 4, MATRIX // 4, True),
+        ("all-gather", (inner,), MATRIX, MATRIX * 3 // 4, False),
     ]
     assert {c.path for c in found.collectives} == {"params/w"}
     v5e = topology("v5e:2x2").generation
@@ -277,6 +278,100 @@ def test_sums_within_slices_first(mesh: str, inner: str) -> None:
     for line in found.report().splitlines():
         if line.startswith("data (DCN)"):
             assert line.endswith("83.9 µs")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "topology", "size", "kinds"),
+    [
+        ("data=2,fsdp=16", "v5e:4x4", 16 * 1024, ["all-reduce", "all-reduce"]),
+        (
+            "data=2,fsdp=16",
+            "v5e:4x4",
+            16 * 1024 + 1,
+            ["all-reduce", "all-reduce", "all-gather"],
+        ),
+        (
+            "data=2,fsdp=4,tensor=4",
+            "v5e:4x4",
+            2**20,
+            ["reduce-scatter", "all-reduce", "all-gather"],
+        ),
+        ("data=2,fsdp=4,tensor=4", "v5e:4x4", 4096, ["all-reduce", "all-reduce"]),
+        (
+            "data=4,fsdp=8",
+            "v5e:4x4",
+            2**20,
+            ["all-reduce", "all-reduce", "all-gather"],
+        ),
+        (
+            "data=2,fsdp=8",
+            "v5p:2x2x2",
+            2**20,
+            ["all-reduce", "all-reduce", "all-gather"],
+        ),
+        (
+            "data=2,fsdp=8",
+            "tpu7x:2x2x1",
+            2**20,
+            ["reduce-scatter", "all-reduce", "all-gather"],
+        ),
+        ("data=2,fsdp=8", "v5e:2x4", 8192, ["all-reduce", "all-reduce"]),
+    ],
+)
+def test_sums_that_every_device_needs(
+    mesh: str, topology: str, size: int, kinds: list[str]
+) -> None:
+    """As libtpu 0.0.42 compiles them: a tile is 1,024 elements.
+
+    Where the devices of a slice have no tile each, all of it goes between slices; over
+    all devices of a square slice, or one with three dims, sums are not scattered.
+    """
+    count = 1
+    for part in mesh.split(",tensor")[0].split(","):
+        count *= int(part.partition("=")[2])
+    spec = jax.sharding.PartitionSpec(("data", "fsdp"))
+    found = flm.pod.plan(
+        flm.jit(
+            lambda x: (x * 2).sum(0),
+            layout_map=flm.LayoutMap(strict=False),
+            in_shardings={"x": spec},
+            out_shardings=jax.sharding.PartitionSpec(),
+        ),
+        jax.ShapeDtypeStruct((count, size), jnp.float32),
+        mesh=mesh,
+        topology=topology,
+        slices=2,
+    )
+    assert [c.kind for c in found.collectives] == kinds
+    between = [c.shape for c in found.collectives if c.over_dcn]
+    within = count // 2
+    share = size if len(kinds) == 2 else -(-size // within)
+    assert between == [(share,)]
+
+
+@pytest.mark.parametrize("axes", ["data=2,fsdp=4,tensor=4", "fsdp=8,tensor=4"])
+def test_sums_that_are_scattered_over_slices_are_whole(axes: str) -> None:
+    """As libtpu 0.0.42 compiles them: summed on all devices, then cut."""
+    names = tuple(name for name in ("data", "fsdp") if name in axes)
+    spec = jax.sharding.PartitionSpec(names)
+    found = flm.pod.plan(
+        flm.jit(
+            lambda x: (x * 2).sum(0),
+            layout_map=flm.LayoutMap(strict=False),
+            in_shardings={"x": spec},
+            out_shardings=spec,
+        ),
+        jax.ShapeDtypeStruct((8, 1024, 1024), jnp.float32),
+        mesh=axes,
+        topology="v5e:4x4",
+        slices=2,
+    )
+    size = 1024 * 1024 * 4
+    assert [(c.kind, c.bytes, c.over_dcn) for c in found.collectives] == [
+        ("reduce-scatter", size, False),
+        ("all-reduce", size // 4, True),
+        ("all-gather", size, False),
+    ]
 
 
 def test_an_all_to_all_is_sent_once() -> None:

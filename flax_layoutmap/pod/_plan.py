@@ -20,9 +20,10 @@ from flax_layoutmap._topologies import topology as topology_of
 from flax_layoutmap.pod._abstract_call import lower_step
 from flax_layoutmap.pod._aot import split_over_slices
 from flax_layoutmap.pod._attributes import Dims
+from flax_layoutmap.pod._between import within_and_between
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._hosts import hosts_of
-from flax_layoutmap.pod._links import dcn_axes, seconds_bound
+from flax_layoutmap.pod._links import seconds_bound
 from flax_layoutmap.pod._listing import listing
 from flax_layoutmap.pod._lookups import SHARDY_ALONE
 from flax_layoutmap.pod._lowered import Lowered
@@ -172,12 +173,11 @@ class _Plan:
         _name_gradients(found, self.lowered)
         if self.topology is not None:
             sum_whole(found, self.topology)
-        crosses = dcn_axes(sizes, self.topology)
         collectives_ = tuple(
             record
             for one in found.collectives
             if one.into is None
-            for record in _record(one, self.lowered, sizes, crosses)
+            for record in _record(one, self.lowered, sizes, self.topology)
         )
         memory = memory_of(found.arguments, leaves, self.topology)
         if self.platform != "tpu":
@@ -316,18 +316,13 @@ def _name_gradients(found: Spread, lowered: Lowered) -> None:
 
 
 def _record(
-    one: Found, lowered: Lowered, sizes: Mapping[str, int], crosses: Mapping[str, int]
+    one: Found, lowered: Lowered, sizes: Mapping[str, int], topology: Topology | None
 ) -> Iterator[Collective]:
-    """A collective; two, where it has a part within slices and one between them.
-
-    The compiler sums within each slice first, or gathers there last, so that only a
-    share goes over the network between slices.
-    """
+    """A collective; several, where it goes within slices and between them."""
     size = bytes_of(one.shape, one.element)
-    axes = tuple(dict.fromkeys(name for name, _ in one.axes))
     whole = Collective(
         kind=one.kind,
-        axes=axes,
+        axes=tuple(dict.fromkeys(name for name, _ in one.axes)),
         bytes=size,
         wire_bytes=wire_bytes(one.kind, size, parts(one.axes)),
         executions=one.executions,
@@ -335,41 +330,10 @@ def _record(
         shape=one.shape,
         path=None if one.leaf is None else lowered.leaves[one.leaf].path,
         source=source_line(one.location),
-        over_dcn=not crosses.keys().isdisjoint(axes),
     )
-    slices = math.prod(crosses.get(name, 1) for name in axes)
-    within = parts(one.axes) // slices
-    # An axis that crosses slices must be there as a whole.
-    is_whole = all(sizes[name] == part for name, part in one.axes if name in crosses)
-    if within > 1 and slices > 1 and is_whole:
-        inner = [name for name in axes if sizes[name] > crosses.get(name, 1)]
-        outer = [name for name in axes if name in crosses]
-        shares = (1, within)
-        if one.kind == "all-to-all":
-            # What stays within a slice need not be sent twice.
-            shares = (slices, 1)
-        elif one.kind == "collective-permute":
-            shares = (1, 1)
-        part = _part(whole, one.element, inner, within, shares[0])
-        yield dataclasses.replace(part, over_dcn=False)
-        yield _part(whole, one.element, outer, slices, shares[1])
-    else:
-        yield whole
-
-
-def _part(
-    whole: Collective, element: str, axes: Iterable[str], members: int, share: int
-) -> Collective:
-    """A collective over some of its axes, with a share of its payload."""
-    shape = whole.shape if share == 1 else (-(-math.prod(whole.shape) // share),)
-    size = bytes_of(shape, element)
-    return dataclasses.replace(
-        whole,
-        axes=tuple(axes),
-        shape=shape,
-        bytes=size,
-        wire_bytes=wire_bytes(whole.kind, size, members),
-    )
+    if topology is None:
+        return iter((whole,))
+    return within_and_between(whole, one, sizes, topology)
 
 
 def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:

@@ -36,7 +36,7 @@ def sum_whole(found: Spread, topology: Topology) -> None:
     if topology.generation.name in _SCATTER_ANYTHING:
         return
     crosses = dcn_axes(found.sizes, topology)
-    everywhere = topology.devices // topology.slices if _has_all_links(topology) else 0
+    has_three_dims = len(_sides(topology)) == 3
     for one in found.collectives:
         if one.kind != "reduce-scatter" or one.leaf is None:
             continue
@@ -44,11 +44,24 @@ def sum_whole(found: Spread, topology: Topology) -> None:
         if operation_name(one.location).startswith("scatter"):
             continue
         names = {name for name, _ in one.axes}
-        slices = math.prod(crosses.get(name, 1) for name in names)
-        over_all = parts(one.axes) // slices == everywhere
-        many = parts(one.axes) // slices == _MANY and len(_sides(topology)) == 3
-        if over_all or _is_whole(one, found.arguments[one.leaf], many):
+        within = parts(one.axes) // math.prod(crosses.get(name, 1) for name in names)
+        many = within == _MANY and has_three_dims
+        leaf = found.arguments[one.leaf]
+        if not scatters_over(within, topology) or _is_whole(one, leaf, many):
             one.kind, one.is_whole = "all-reduce", True
+
+
+def scatters_over(count: int, topology: Topology) -> bool:
+    """Whether the compiler has a reduce-scatter for groups of so many devices.
+
+    Args:
+        count: how many devices of a slice.
+        topology: where the step runs.
+    """
+    if topology.generation.name in _SCATTER_ANYTHING:
+        return True
+    everywhere = topology.devices // topology.slices
+    return count < everywhere or not _has_all_links(topology)
 
 
 def _has_all_links(topology: Topology) -> bool:
