@@ -132,8 +132,10 @@ def _summed_whole(found: Spread, lowered: Lowered) -> Iterator[str]:
     if paths:
         shown = ", ".join(paths[:6]) + (", …" if len(paths) > 6 else "")
         count = "1 gradient" if len(paths) == 1 else f"{len(paths)} gradients"
+        them = "it" if len(paths) == 1 else "them"
         yield (
-            f"the TPU compiler sums {count} whole on every device, which sends "
+            f"the TPU compiler sums {count} whole on every device (if it makes no loop "
+            f"of permutes of {them}, which flm.pod.compile shows), which sends "
             f"{human_bytes(sum(more.values()))} more in a step than reduce-scatters "
             f"would: {shown}; it scatters a sum along its lanes in parts of 512 bytes "
             "(256 elements of bfloat16) only, not across a dim of one element, not "
