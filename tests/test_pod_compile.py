@@ -532,7 +532,10 @@ def test_a_report(child: Callable[[str], None]) -> None:
         ("all-reduce", ("model",))
     ]
     assert sum(report.unrecognised.values()) == 1
-    report.expect(axis="model", kinds={"all-reduce"}, small_bytes=0)
+    asked: Any = {"axis": "model", "kinds": {"all-reduce"}, "small_bytes": 0}
+    report.expect(**asked, unrecognised=True)
+    with pytest.raises(AssertionError, match="the compile found nothing against it"):
+        report.expect(**asked)
     assert report.flops_per_device > 0 and len(report.hosts) == 1
     assert "compile of step" in report.report()
 

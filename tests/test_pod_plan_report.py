@@ -227,7 +227,8 @@ def test_expect_and_forbid_pass() -> None:
             "over axis 'tensor' of mesh fsdp=4,tensor=4 train_step was expected to run "
             "no collectives:\n"
             "  - all-reduce over tensor of - at model.py:40 Mlp.__call__: 2 times, 6.0 "
-            "MiB sent per device in a step",
+            "MiB sent per device in a step\n"
+            "  - all-reduce over tensor of -: 1 times, 64 B sent per device in a step",
         ),
         (
             lambda r: r.forbid(path=r"up/kernel$", kind="all-gather"),

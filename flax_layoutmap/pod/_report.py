@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from flax_layoutmap._errors import LayoutError, bullet_list, did_you_mean
+from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap._terminal import show
 from flax_layoutmap._topologies import Topology
-from flax_layoutmap.pod import _report_text
+from flax_layoutmap.pod import _assertions, _report_text
 from flax_layoutmap.pod._records import (
-    KINDS,
     Collective,
     Drift,
     Host,
@@ -29,8 +27,8 @@ if TYPE_CHECKING:
 Engine = Literal["plan", "compile"]
 Format = Literal["text", "markdown", "json"]
 
-# Below this many bytes on the wire in a step, `expect` and `forbid` look away: the mean
-# of a loss, the norm of gradients.
+# Below this many bytes on the wire in a step, `expect` looks away: the mean of a loss,
+# the norm of gradients.
 _SMALL = 64 * 1024
 
 
@@ -154,40 +152,41 @@ class PodReport:
         Raises:
             LayoutError: there is no such axis or kind.
         """
-        found = self._found(axis=axis, kind=kind)
-        return sum(one.wire_bytes_per_step for one in found)
+        if axis is not None:
+            _assertions.check_axis(self, axis)
+        if kind is not None:
+            _assertions.check_kind(kind)
+        return sum(
+            one.wire_bytes_per_step
+            for one in self.collectives
+            if (axis is None or axis in one.axes) and kind in (None, one.kind)
+        )
 
     def expect(
-        self, *, axis: str, kinds: Collection[Kind] | Kind, small_bytes: int = _SMALL
+        self,
+        *,
+        axis: str,
+        kinds: Collection[Kind] | Kind,
+        small_bytes: int = _SMALL,
+        unrecognised: bool = False,
     ) -> None:
         """Asserts that exactly these kinds of collectives run over an axis.
+
+        One whose axes are not known counts for every axis.
 
         Args:
             axis: a mesh axis.
             kinds: such as `{"all-reduce"}`; `set()` for none.
-            small_bytes: collectives that send less than this in a step do not count.
+            small_bytes: collectives of one kind over the same axes do not count where
+                they send less than this together in a step.
+            unrecognised: whether it may pass where not all of the program was read.
 
         Raises:
-            AssertionError: other kinds run over it, or one of them does not.
+            AssertionError: other kinds run over it, or one of them does not; or
+                `report.unrecognised` is not empty.
             LayoutError: there is no such axis or kind.
         """
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        for kind in kinds:
-            _check_kind(kind)
-        every = self._found(axis=axis)
-        large = [one for one in every if one.wire_bytes_per_step >= small_bytes]
-        found = {one.kind for one in large}
-        if found == set(kinds):
-            return
-        other = [one for one in large if one.kind not in set(kinds)]
-        missing = sorted(set(kinds) - found)
-        lines = _report_text.lines_of(other)
-        lines += [f"{kind}: expected, and none runs over it" for kind in missing]
-        wanted = ", ".join(sorted(kinds)) or "no collectives"
-        raise AssertionError(
-            f"over axis {axis!r} of mesh {self.mesh} {self.step} was expected to run "
-            f"{wanted}:\n{bullet_list(lines)}"
-        )
+        _assertions.expect(self, axis, kinds, small_bytes, unrecognised)
 
     def forbid(
         self,
@@ -197,47 +196,29 @@ class PodReport:
         axis: str | None = None,
         source: str | None = None,
         small_bytes: int = 0,
+        unrecognised: bool = False,
     ) -> None:
         """Asserts that no collective is like this.
+
+        One whose axes are not known counts for every axis.
 
         Args:
             path: regex, searched in the path of the leaf that is moved.
             kind: such as `"all-gather"`.
             axis: a mesh axis.
-            source: regex, searched in the line that it comes from.
-            small_bytes: collectives that send less than this in a step do not count.
+            source: regex, searched in the line that it comes from, such as
+                `"model.py:36 Attention.__call__"`.
+            small_bytes: those of one kind over the same axes do not count where they
+                send less than this together in a step.
+            unrecognised: whether it may pass where not all of the program was read.
 
         Raises:
-            AssertionError: there is one; all are listed.
-            LayoutError: nothing is forbidden, or there is no such axis, kind or leaf.
+            AssertionError: there is one; all are listed. Or `report.unrecognised` is
+                not empty.
+            LayoutError: nothing is forbidden, there is no such axis, kind or leaf, or,
+                in a plan, nothing comes from such a line.
         """
-        if not (path or kind or axis or source):
-            raise LayoutError(
-                'forbid what? pass path="embed", kind="all-gather", axis="tensor" or '
-                'source="model.py:36"'
-            )
-        _check_pattern("source", source)
-        _check_pattern("path", path)
-        if path and self.paths and not any(re.search(path, one) for one in self.paths):
-            parts = {part for one in self.paths for part in (one, *one.split("/"))}
-            raise LayoutError(
-                f"no leaf of the arguments of {self.step} is like {path!r}"
-                f"{did_you_mean(path, parts)}, so that nothing would be forbidden"
-            )
-        found = [
-            one
-            for one in self._found(axis=axis, kind=kind)
-            if one.wire_bytes_per_step >= small_bytes
-            and _matches(path, one.path)
-            and _matches(source, one.source)
-        ]
-        if found:
-            said = {"path": path, "kind": kind, "axis": axis, "source": source}
-            what = ", ".join(f"{key}={value!r}" for key, value in said.items() if value)
-            raise AssertionError(
-                f"{self.step} on mesh {self.mesh} was to have no collective with "
-                f"{what}:\n{bullet_list(_report_text.lines_of(found))}"
-            )
+        _assertions.forbid(self, path, kind, axis, source, small_bytes, unrecognised)
 
     def compare(self, other: "PodReport") -> str:
         """Says what another report has more or less of, in a table.
@@ -287,7 +268,7 @@ class PodReport:
         Raises:
             LayoutError: this report is none of a plan, or the regex is none.
         """
-        _check_pattern("pattern", pattern)
+        _assertions.check_pattern("pattern", pattern)
         if self.values is None:
             raise LayoutError(
                 f"a report of {self.engine!r} has no shardings of values; use "
@@ -295,49 +276,9 @@ class PodReport:
             )
         return self.values(pattern)
 
-    def _found(
-        self, *, axis: str | None = None, kind: Kind | None = None
-    ) -> list[Collective]:
-        names = self.mesh.axis_names
-        if axis is not None and axis not in names:
-            raise LayoutError(
-                f"the mesh {self.mesh} has no axis {axis!r}{did_you_mean(axis, names)}"
-            )
-        if kind is not None:
-            _check_kind(kind)
-        return [
-            one
-            for one in self.collectives
-            if (axis is None or axis in one.axes) and kind in (None, one.kind)
-        ]
-
     def __repr__(self) -> str:
         sent = human_bytes(self.wire_bytes())
         return (
             f"<PodReport of {self.engine}: {self.step} on {self.mesh}, "
             f"{len(self.collectives)} collectives, {sent} sent per device>"
         )
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise LayoutError(
-            f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
-            f"are {', '.join(KINDS)}"
-        )
-
-
-def _check_pattern(name: str, pattern: str | None) -> None:
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise LayoutError(
-            f"{name}={pattern!r} is no regular expression: {error}; write a literal "
-            "bracket as \\(, or use re.escape"
-        ) from error
-
-
-def _matches(pattern: str | None, text: str | None) -> bool:
-    if pattern is None:
-        return True
-    return text is not None and re.search(pattern, text) is not None
