@@ -223,9 +223,9 @@ def test_equal_gathers_are_one_and_others_are_not() -> None:
 
     layout = rules(w=("data", None))
     report = plan(step, {"w": struct(16, 8)}, LARGE, layout_map=layout)
-    # Once for w and its transpose, once for what is made from it.
+    # Once for w and its transpose, once for what is made from it, and is still its own.
     gathers = [one for one in report.collectives if one.kind == "all-gather"]
-    assert sorted(str(one.path) for one in gathers) == ["None", "params/w"]
+    assert sorted(str(one.path) for one in gathers) == ["params/w"] * 2
 
 
 def test_nothing_is_counted_for_what_every_device_makes_itself() -> None:

@@ -18,6 +18,16 @@ _ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
 _FOLLOWED = MOVES | {"stablehlo.broadcast_in_dim"}
 _CUTS = frozenset({"stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"})
 _BARRIER = "stablehlo.optimization_barrier"
+# Their regions use no values from outside.
+_PURE = frozenset(
+    {
+        "stablehlo.reduce",
+        "stablehlo.reduce_window",
+        "stablehlo.scatter",
+        "stablehlo.select_and_scatter",
+        "stablehlo.sort",
+    }
+)
 _SUMS = ("sdy.all_reduce", "stablehlo.scatter")
 
 
@@ -33,6 +43,7 @@ class Dataflow:
         self._known: dict[Any, Value] = {}
         self._sources: dict[Any, Sequence[Any]] = {}
         self._copies: dict[Any, Value] = {}
+        self._entered: dict[Any, Any] = {}
 
     def of(self, value: Any) -> Value:
         """The value that an operation makes, or that a block was said to begin with."""
@@ -73,6 +84,41 @@ class Dataflow:
         if sources:
             self._sources[value] = sources
         return made
+
+    def enter(self, argument: Any, operand: Any, made: Value | None = None) -> Value:
+        """Says that an argument of a block is a value from outside of it.
+
+        Args:
+            argument: the argument.
+            operand: the value.
+            made: what it is inside; None for the same.
+        """
+        self._entered[argument] = operand
+        return self.say(argument, self.of(operand) if made is None else made)
+
+    def leaf_of(self, value: Any) -> int | None:
+        """The argument that a value was found to be, or a part of."""
+        found = self._known.get(value)
+        return None if found is None else found.leaf
+
+    def ingredients(self, value: Any) -> tuple[Sequence[Any] | None, bool]:
+        """What a value is made from, and whether it is but a part or a copy of that.
+
+        Returns:
+            None where that is not known: of what changes from round to round.
+        """
+        if value in self._entered:
+            return (self._entered[value],), True
+        if value in self._sources:
+            return self._sources[value], True
+        op = maker_of(value)
+        if op is None or len(op.regions) and op.name not in _PURE:
+            return None, False
+        if op.name == _BARRIER:
+            return (op.operands[list(op.results).index(value)],), True
+        if op.name in MOVES:
+            return (op.operands[0],), True
+        return tuple(op.operands), False
 
     def new(self, name: str, result: Any, dims: Dims | None = None) -> Value:
         """A value of the type of a result, laid out so; None is replicated."""

@@ -168,8 +168,11 @@ class _Plan:
         where = self.topology
         partitions = where is None or where.generation.name not in SHARDY_ALONE
         for_tpus = self.platform == "tpu"
-        found = read(module, known, partitions=partitions, for_tpus=for_tpus)
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
+        roles = [leaf.role for leaf in leaves]
+        found = read(
+            module, known, partitions=partitions, for_tpus=for_tpus, roles=roles
+        )
         _name_gradients(found, self.lowered)
         if self.topology is not None:
             sum_whole(found, self.topology)
@@ -320,6 +323,7 @@ def _record(
 ) -> Iterator[Collective]:
     """A collective; several, where it goes within slices and between them."""
     size = bytes_of(one.shape, one.element)
+    leaf = one.made_of if one.leaf is None else one.leaf
     whole = Collective(
         kind=one.kind,
         axes=tuple(dict.fromkeys(name for name, _ in one.axes)),
@@ -328,7 +332,7 @@ def _record(
         executions=one.executions,
         dtype=dtype_name(one.element),
         shape=one.shape,
-        path=None if one.leaf is None else lowered.leaves[one.leaf].path,
+        path=None if leaf is None else lowered.leaves[leaf].path,
         source=source_line(one.location),
     )
     if topology is None:

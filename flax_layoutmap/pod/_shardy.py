@@ -22,6 +22,7 @@ from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._distances import Distances
 from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER, LookupOps
 from flax_layoutmap.pod._loops import trip_count
+from flax_layoutmap.pod._made_of import MadeOf
 from flax_layoutmap.pod._manual import (
     RAGGED,
     hides_work,
@@ -63,6 +64,7 @@ def read(
     *,
     partitions: bool = True,
     for_tpus: bool = False,
+    roles: Sequence[str] = (),
 ) -> Spread:
     """Walks through a module that `spread` made.
 
@@ -71,9 +73,10 @@ def read(
         attributes: what reads its operations, and has read others of this program.
         partitions: whether XLA's own partitioner does lookups, not Shardy.
         for_tpus: whether equal gathers stay apart where their uses are.
+        roles: the role of each argument, to name what is made of parameters alone.
     """
     known = attributes or Attributes(mesh_sizes(module))
-    return _Walk(module, known, partitions, for_tpus).run()
+    return _Walk(module, known, partitions, for_tpus, roles).run()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,12 +98,18 @@ class _Walk:
     """One walk through a module, from loop to loop."""
 
     def __init__(
-        self, module: Any, attributes: Attributes, partitions: bool, for_tpus: bool
+        self,
+        module: Any,
+        attributes: Attributes,
+        partitions: bool,
+        for_tpus: bool,
+        roles: Sequence[str],
     ) -> None:
         self.main = functions(module)["main"]
         self.attributes = attributes
         self.values = Dataflow(attributes)
         self.found = Spread(mesh_sizes(module), [])
+        self.made_of = MadeOf(self.values, self.found.arguments, roles)
         self.loops = 0
         self.gathered: dict[Any, Value] = {}
         self.at = 0
@@ -175,7 +184,7 @@ class _Walk:
         ]
         for at, argument in enumerate(body.arguments):
             if same[at]:  # in every round
-                values.say(argument, values.of(op.operands[at]))
+                values.enter(argument, op.operands[at])
             else:
                 own = dims[at] if at < len(dims) else None
                 values.say(argument, values.new("loop", argument, own))
@@ -208,7 +217,7 @@ class _Walk:
         """A computation that stands in the place of a call."""
         block = op.regions[0].blocks[0]
         for argument, operand in zip(block.arguments, op.operands, strict=True):
-            self.values.say(argument, self.values.of(operand))
+            self.values.enter(argument, operand)
         self._block(block, place)
         for result, end in zip(op.results, last_of(block).operands, strict=True):
             self.values.say(result, self.values.of(end), (end,))
@@ -218,8 +227,9 @@ class _Walk:
         block, values = op.regions[0].blocks[0], self.values
         dims, cuts = operands_of(op, self.attributes)
         for at, argument in enumerate(block.arguments):
-            value = values.say(argument, values.new("manual", argument, dims[at]))
+            value = values.new("manual", argument, dims[at])
             value.leaf = values.of(op.operands[at]).leaf
+            values.enter(argument, op.operands[at], value)
         # In one shard_map inside of another, both cut.
         self._block(block, _Place(place.times, place.scope, (place.cuts or 1) * cuts))
         dims, ends = self.attributes.per_value(op, "out_shardings"), last_of(block)
@@ -239,16 +249,17 @@ class _Walk:
             return
         if parts(axes) == 1:
             return
-        leaf = gathered_from(op, self.values)
+        leaf, source = gathered_from(op, self.values), op.operands[0]
         scatters = scattered(op, axes, self.attributes)
         rest = tuple(axis for axis in axes if axis not in scatters)
         shape = value.local_shape
         if scatters:
-            self._add("reduce-scatter", scatters, shape, value, op, place, leaf)
+            kind = "reduce-scatter"
+            self._add(kind, scatters, shape, value, op, place, leaf, source)
             value.sums = (len(self.found.collectives) - 1,)
             shape = (-(-math.prod(shape) // parts(scatters)),)
         if rest and parts(rest) > 1:
-            self._add("all-reduce", rest, shape, value, op, place, leaf)
+            self._add("all-reduce", rest, shape, value, op, place, leaf, source)
             value.sums = (*value.sums, len(self.found.collectives) - 1)
         value.index = value.sums[0] if value.sums else None
         value.shared = is_shared(op.results[0])
@@ -290,7 +301,8 @@ class _Walk:
         axes = changed_axes(name, operand.dims, value.dims)
         if parts(axes) > 1:
             kind = MOVING[name]
-            self._add(kind, axes, value.local_shape, value, op, place, value.leaf)
+            leaf, source = value.leaf, op.operands[0]
+            self._add(kind, axes, value.local_shape, value, op, place, leaf, source)
             value.index = len(self.found.collectives) - 1
             self._note_move(op, operand, value, place)
         self.gathered.setdefault(key, value)
@@ -326,7 +338,9 @@ class _Walk:
         value, sums = self.values.of(op.results[0]), []
         for one in self.lookups.steps(op, place.scope):
             step, what = one.step, one.value or value
-            self._add(step.kind, step.axes, step.shape, what, op, place, one.leaf)
+            source = op.operands[0] if step.what == "table" else None
+            leaf, shape = one.leaf, step.shape
+            self._add(step.kind, step.axes, shape, what, op, place, leaf, source)
             if one.is_sum:
                 sums.append(len(self.found.collectives) - 1)
         if sums:
@@ -350,7 +364,8 @@ class _Walk:
         for at, value in enumerate(values):
             operand = self.values.of(op.operands[at])
             shape = (value if gives else operand).local_shape
-            self._add(kind, axes, shape, value, op, place, operand.leaf)
+            leaf, source = operand.leaf, op.operands[at]
+            self._add(kind, axes, shape, value, op, place, leaf, source)
 
     def _add(
         self,
@@ -361,7 +376,12 @@ class _Walk:
         op: Any,
         place: _Place,
         leaf: int | None,
+        source: Any = None,
     ) -> None:
+        """Adds a collective; of a source, what it moves, no leaf need be known."""
+        made_of = None
+        if leaf is None and source is not None:
+            made_of = self.made_of.parameter(source)
         found = Found(
             kind,
             axes,
@@ -371,6 +391,7 @@ class _Walk:
             location_of(op, self.attributes),
             place.scope,
             leaf,
+            made_of,
         )
         self.found.collectives.append(found)
 

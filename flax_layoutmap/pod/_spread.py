@@ -25,6 +25,7 @@ class Found:
         location: where it comes from, as MLIR writes it.
         scope: the loops around it.
         leaf: the argument that it moves, or whose gradient it sums.
+        made_of: the largest parameter in what it moves or sums, if only parameters are.
         into: the collective that it is one with, or None.
         is_whole: whether Shardy scatters this sum, and the TPU compiler does not.
     """
@@ -37,6 +38,7 @@ class Found:
     location: str
     scope: Scope = ()
     leaf: int | None = None
+    made_of: int | None = None
     into: int | None = None
     is_whole: bool = False
 

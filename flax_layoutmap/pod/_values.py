@@ -119,6 +119,11 @@ class Value:
         )
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all of it."""
+        return bytes_of(self.shape, self.element)
+
+    @property
     def local_bytes(self) -> int:
         """Bytes of one device's part."""
         return bytes_of(self.local_shape, self.element)

@@ -1,0 +1,82 @@
+"""Which parameter a value is made of, where it is made of parameters alone.
+
+A kernel is scaled, masked, joined with others or merged with an adapter before it is
+gathered, and the gather is still one of that kernel.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flax_layoutmap.pod._dataflow import Dataflow
+from flax_layoutmap.pod._values import Value
+
+# Bytes of an argument, and its position; None where no argument is as large a part.
+_Largest = tuple[int, int] | None
+# Of a counter or a random key alone, a value is no parameter's.
+_NAMED = ("parameter", "optimizer")
+
+
+class MadeOf:
+    """The parameters that values are made of, of one module.
+
+    Args:
+        values: its values.
+        arguments: those of the step.
+        roles: the role of each; without them nothing is a parameter.
+    """
+
+    def __init__(
+        self, values: Dataflow, arguments: Sequence[Value], roles: Sequence[str]
+    ) -> None:
+        self._values = values
+        self._arguments = arguments
+        self._roles = roles
+        self._known: dict[Any, tuple[bool, _Largest]] = {}
+
+    def parameter(self, value: Any) -> int | None:
+        """The argument that is the largest part of a value; None where data is in it.
+
+        A result with fewer elements than what it is made from, such as a norm, is no
+        part of that any more.
+        """
+        if not self._roles:
+            return None
+        known, todo = self._known, [value]
+        while todo:  # as a loop: a chain may be longer than Python's stack
+            one = todo[-1]
+            if one not in known:
+                after = self._look(one)
+                if after is not None:
+                    todo.append(after)
+                    continue
+            todo.pop()
+        largest = known[value][1]
+        return None if largest is None else largest[1]
+
+    def _look(self, value: Any) -> Any:
+        """Decides of a value, or says of which one to decide before."""
+        leaf = self._values.leaf_of(value)
+        if leaf is not None:
+            role, size = self._roles[leaf], self._arguments[leaf].bytes
+            largest = (size, leaf) if role in _NAMED else None
+            self._known[value] = role != "data", largest
+            return None
+        sources, is_part = self._values.ingredients(value)
+        largest: _Largest = None
+        for one in sources or ():
+            if one not in self._known:
+                return one
+            is_made, other = self._known[one]
+            if not is_made:
+                sources = None
+                break
+            if other and (largest is None or other[0] > largest[0]):
+                if is_part or self._elements(one) <= self._elements(value):
+                    largest = other
+        is_made = sources is not None
+        self._known[value] = is_made, largest if is_made else None
+        return None
+
+    def _elements(self, value: Any) -> int:
+        return math.prod(self._values.attributes.type_of(value)[0])
