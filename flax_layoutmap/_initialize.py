@@ -1,15 +1,25 @@
 """The devices and processes of a job, by Keras's names."""
 
+import contextlib
 import os
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from flax_layoutmap._errors import MeshError, ProcessError
+from flax_layoutmap._coordinator import host_and_port, try_address
+from flax_layoutmap._errors import MeshError, ProcessError, warn
 
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 _PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
 _PROCESS = "KERAS_DISTRIBUTION_PROCESS_ID"
+
+# JAX's own default.
+_TIMEOUT_SECONDS = 300
+
+# After this long, a process says what it waits for.
+_PATIENCE_SECONDS = 60.0
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
@@ -86,6 +96,13 @@ def initialize(
     Unlike Keras's it agrees on no seed: Flax models are made from an explicit one.
     Called again without arguments, it does nothing.
 
+    Where address, count and number are all known here, process 0 first tries whether
+    it can listen, and every process whether it reaches process 0, for at most
+    `initialization_timeout` seconds (300 by default). That all have come is then seen
+    by JAX: where one never comes, JAX ends the others 5 s after the same time, with
+    `DEADLINE_EXCEEDED` and its own words, which no program can catch. A `LayoutWarning`
+    says so before, after a minute.
+
     Args:
         job_addresses: `"host:port"` of process 0; or those of all processes, with
             commas between them, of which the first is that of process 0.
@@ -96,7 +113,8 @@ def initialize(
 
     Raises:
         ProcessError: what is given does not fit together, no cluster was found, JAX
-            has been used already, or the processes do not come together in time.
+            has been used already, process 0 cannot listen at its port, or cannot be
+            reached in time.
 
     Example:
         In every process, before anything else of JAX, where a cluster (a TPU slice,
@@ -118,22 +136,45 @@ def initialize(
             "this process is part of a job already: call flm.initialize once, before "
             "all else"
         )
-    addresses = _first_of(job_addresses, os.environ.get(_ADDRESSES))
-    if not isinstance(addresses, str | None):
-        raise ProcessError(
-            'job_addresses is a text, "host:port", with commas between several, got '
-            f"{addresses!r}"
-        )
+    known = _addresses(_first_of(job_addresses, os.environ.get(_ADDRESSES)))
     count = _number(num_processes, "num_processes", _PROCESSES)
     number = _number(process_id, "process_id", _PROCESS)
-    known = [part.strip() for part in addresses.split(",")] if addresses else []
-    if not all(known):
-        raise ProcessError(
-            f'job_addresses has an empty part: {addresses!r}; write "host:port", or '
-            "one for each process with commas between them"
-        )
     if count is None and len(known) > 1:
         count = len(known)
+    _check_numbers(known, count, number)
+    coordinator = known[0] if known else None
+    seconds = options.get("initialization_timeout", _TIMEOUT_SECONDS)
+    if not isinstance(seconds, int) or seconds < 1:
+        raise ProcessError(
+            f"initialization_timeout is a whole number of seconds, got {seconds!r}"
+        )
+    address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    with _told_after_a_while(address, seconds):
+        if address is not None:
+            host_and_port(address)
+            if count is not None and number is not None:
+                _refuse_if_too_late()
+                bind = options.get("coordinator_bind_address")
+                try_address(address, number, seconds, bind)
+        _join(coordinator, count, number, options)
+
+
+def _addresses(text: Any) -> list[str]:
+    if not isinstance(text, str | None):
+        raise ProcessError(
+            'job_addresses is a text, "host:port", with commas between several, got '
+            f"{text!r}"
+        )
+    known = [part.strip() for part in text.split(",")] if text else []
+    if not all(known):
+        raise ProcessError(
+            f'job_addresses has an empty part: {text!r}; write "host:port", or '
+            "one for each process with commas between them"
+        )
+    return known
+
+
+def _check_numbers(known: list[str], count: int | None, number: int | None) -> None:
     if len(known) > 1 and count != len(known):
         raise ProcessError(
             f"job_addresses has {len(known)} addresses, but num_processes is {count}: "
@@ -148,7 +189,37 @@ def initialize(
             f"process_id is {number}, but of {count} processes the numbers are 0 to "
             f"{count - 1}"
         )
-    _join(known[0] if known else None, count, number, options)
+
+
+@contextlib.contextmanager
+def _told_after_a_while(address: str | None, seconds: int) -> Iterator[None]:
+    """Warns while the block takes long: JAX itself waits without a word."""
+    where = f" at {address}" if address else ""
+    patience = min(_PATIENCE_SECONDS, seconds / 2)
+    text = (
+        f"this process has waited {patience:.0f} s for the others of the job{where}, "
+        "and goes on waiting: at least one has not come; see which of them have called "
+        f"flm.initialize. When they do not come in {seconds} s, this process ends"
+    )
+    timer = threading.Timer(patience, warn, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _refuse_if_too_late() -> None:
+    """Asks JAX for what it refuses; that it is too late is what it looks at first."""
+    try:
+        jax.distributed.initialize(
+            "localhost:1", 1, -1, cluster_detection_method="deactivate"
+        )
+    except ValueError:
+        return
+    except RuntimeError as error:
+        raise _not_joined(error) from error
 
 
 def _join(
@@ -164,11 +235,15 @@ def _join(
             'flm.initialize("host:1234", 2, 0), or leave the call out for one process'
         ) from error
     except RuntimeError as error:
-        raise ProcessError(
-            f"this process could not join the job: {error}; call flm.initialize before "
-            "anything else of JAX (jax.devices() is too late), in every process, with "
-            "an address that all of them reach"
-        ) from error
+        raise _not_joined(error) from error
+
+
+def _not_joined(error: RuntimeError) -> ProcessError:
+    return ProcessError(
+        f"this process could not join the job: {error}; call flm.initialize before "
+        "anything else of JAX (jax.devices() is too late), in every process, with "
+        "an address that all of them reach"
+    )
 
 
 def _first_of(first: Any, second: Any) -> Any:

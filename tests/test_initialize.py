@@ -1,8 +1,11 @@
 """list_devices, get_device_count and initialize: Keras's arguments and defaults."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import jax
 import pytest
 
 import flax_layoutmap as flm
+from flax_layoutmap import _coordinator, _initialize
 
 VARIABLES = {
     "KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234,10.0.0.2:2345",
@@ -24,9 +28,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     seen: list[tuple[Any, ...]] = []
 
     def initialize(*args: Any, **options: Any) -> None:
+        if args[1:] == (1, -1):  # asked whether it is too late
+            raise ValueError("process_id must be nonnegative")
         seen.append((*args, options))
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(_initialize, "try_address", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -85,6 +92,13 @@ def test_variables(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         (("a:1", 0, 0), "num_processes is 1 or more, got 0"),
         (("a:1", "two", 0), "num_processes is no whole number: 'two'"),
         (("a:1", 2.0, 0), "num_processes is no whole number: 2.0"),
+        (("localhost", 2, 0), "an address is .*or .*, got 'localhost'"),
+        (("localhost", 2, None), "an address is .*or .*, got 'localhost'"),
+        (("localhost:http", 2, 0), "an address is .*, got 'localhost:http'"),
+        (("localhost:0", 2, 0), "port from 1 to 65535"),
+        (("localhost:65536", 2, 0), "port from 1 to 65535"),
+        ((":1234", 2, 0), "an address is .*, got ':1234'"),
+        (("::1:1234", 2, 0), r"IPv6 host in brackets, .*\[::1\]:1234"),
     ],
 )
 def test_what_does_not_fit(calls: list[Any], arguments: Any, message: str) -> None:
@@ -102,26 +116,41 @@ def test_a_variable_that_is_no_number(
     assert not calls
 
 
-def test_without_a_cluster() -> None:
-    """JAX's own words, with what to do; in a process that has not used JAX yet."""
+def run(statement: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Runs a call in a process that has not used JAX yet; and how long that took."""
     program = (
         "import flax_layoutmap as flm\n"
         "try:\n"
-        "    flm.initialize(cluster_detection_method='deactivate')\n"
+        f"    {statement}\n"
         "except flm.ProcessError as error:\n"
         "    print(error)\n"
     )
     variables = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu"}
     root = str(Path(flm.__file__).parents[1])
+    begin = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={**variables, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        check=True,
+        timeout=120,
     )
+    return ended, time.monotonic() - begin
+
+
+def test_without_a_cluster() -> None:
+    """JAX's own words, with what to do."""
+    ended, _ = run("flm.initialize(cluster_detection_method='deactivate')")
+    assert ended.returncode == 0, ended.stderr
     assert "no cluster was found" in ended.stdout
     assert "leave the call out for one process" in ended.stdout
+
+
+@pytest.mark.parametrize("seconds", ["5", 2.5, 0, -1])
+def test_a_timeout_that_is_none(calls: list[Any], seconds: Any) -> None:
+    with pytest.raises(flm.ProcessError, match="whole number of seconds, got"):
+        flm.initialize("127.0.0.1:1", 2, 1, initialization_timeout=seconds)
+    assert not calls
 
 
 def test_too_late() -> None:
@@ -136,3 +165,136 @@ def test_twice(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(flm.ProcessError, match="part of a job already"):
         flm.initialize("10.0.0.1:1234", 2, 0)
     assert not calls
+
+
+# ------------------------------------------- the address, before JAX uses it
+
+
+@pytest.fixture
+def held() -> Iterator[str]:
+    """An address of this host at which something listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def free() -> str:
+    """One at which nothing does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_port_that_is_taken(held: str) -> None:
+    port = held.split(":")[1]
+    text = rf"process 0 cannot listen at \[::\]:{port}, .*{held}: .*Address already in "
+    with pytest.raises(flm.ProcessError, match=text + "use.*last job may still hold"):
+        _coordinator.try_address(held, 0, 5)
+
+
+@pytest.mark.parametrize("bind", [None, "0.0.0.0", "127.0.0.1", "localhost"])
+def test_process_0_listens_and_reaches_itself(free: str, bind: str | None) -> None:
+    where = bind and f"{bind}:{free.split(':')[1]}"
+    _coordinator.try_address(free, 0, 1, where)
+    _coordinator.try_address(free, 0, 1, where)  # nothing is left of the first
+
+
+def test_the_variable_of_where_to_listen(
+    free: str, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", held)
+    with pytest.raises(flm.ProcessError, match=f"cannot listen at {held}, .*{free}"):
+        _coordinator.try_address(free, 0, 5)
+
+
+def test_an_address_of_another_host(free: str) -> None:
+    elsewhere = free.replace("127.0.0.1", "127.0.0.2")
+    with pytest.raises(
+        flm.ProcessError, match=f"could not reach itself at {elsewhere}"
+    ):
+        _coordinator.try_address(elsewhere, 0, 0.1, free)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("127.0.0.1", "refused"),
+        ("no.such.host.invalid", "Name or service|name resolution|not known"),
+        ("a" * 70, "idna"),
+    ],
+)
+def test_process_0_that_is_not_there(free: str, host: str, reason: str) -> None:
+    address = free.replace("127.0.0.1", host)
+    begin = time.monotonic()
+    with pytest.raises(flm.ProcessError, match=reason) as caught:
+        _coordinator.try_address(address, 3, 0.1)
+    assert time.monotonic() - begin < 30  # a name may take a while to be looked up
+    assert f"process 3 could not reach process 0 at {address} in 0 s" in str(
+        caught.value
+    )
+
+
+def test_process_0_that_comes_late(free: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: later.append(listen()))
+    later: list[socket.socket] = []
+
+    def listen() -> socket.socket:
+        return socket.create_server(("127.0.0.1", int(free.split(":")[1])))
+
+    _coordinator.try_address(free, 1, 30)
+    assert len(later) == 1
+    later[0].close()
+
+
+@pytest.mark.multiprocess
+def test_a_port_that_is_taken_in_a_real_process(held: str) -> None:
+    """Where JAX's runtime would end the process by a segmentation fault."""
+    ended, _ = run(f"flm.initialize({held!r}, 2, 0)")
+    assert ended.returncode == 0, ended.stderr
+    assert "process 0 cannot listen at" in ended.stdout
+
+
+@pytest.mark.multiprocess
+def test_nobody_to_meet_in_a_real_process(free: str) -> None:
+    """Where JAX's runtime would end the process by a signal."""
+    ended, _ = run(f"flm.initialize({free!r}, 2, 1, initialization_timeout=1)")
+    assert ended.returncode == 0, ended.stderr
+    assert f"could not reach process 0 at {free} in 1 s" in ended.stdout
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_one_that_never_comes(free: str) -> None:
+    """JAX ends process 0, in the time and after the warning that the docstring says."""
+    ended, seconds = run(f"flm.initialize({free!r}, 2, 0, initialization_timeout=2)")
+    assert ended.returncode != 0 and not ended.stdout
+    assert f"waited 1 s for the others of the job at {free}" in ended.stderr
+    assert "DEADLINE_EXCEEDED" in ended.stderr
+    assert 5 < seconds < 60
+
+
+def test_one_that_waits_says_so(free: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address is tried before JAX is asked, and a warning comes before the end."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(_initialize, "_refuse_if_too_late", lambda: None)
+    monkeypatch.setattr(_initialize, "_PATIENCE_SECONDS", 0.01)
+    text = f"for the others of the job at {free}, .*do not come in 1 s"
+    with pytest.warns(flm.LayoutWarning, match=text):
+        with pytest.raises(flm.ProcessError, match=f"reach process 0 at {free} in 1 s"):
+            flm.initialize(free, 2, 1, initialization_timeout=1)
+
+
+def test_too_late_is_told_before_the_address_is_tried(
+    free: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jax.devices()
+    tried: list[Any] = []
+    monkeypatch.setattr(_initialize, "try_address", lambda *args: tried.append(args))
+    with pytest.raises(flm.ProcessError, match=r"jax.devices\(\) is too late"):
+        flm.initialize(free, 2, 1)
+    assert not tried
+
+
+def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
+    """Only JAX finds out whether this is process 0, so nothing is tried."""
+    flm.initialize("10.0.0.1:1234", 2)
+    assert calls == [("10.0.0.1:1234", 2, None, {})]
