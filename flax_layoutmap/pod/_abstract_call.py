@@ -22,8 +22,8 @@ from flax_layoutmap.pod._lowered import (
     leaves_of,
     lower,
     notes_of,
-    same_trees,
 )
+from flax_layoutmap.pod._pairs import look_at, pairs_of
 from flax_layoutmap.pod._state import Layouts, split_data
 
 # What a step asks for that needs the values of its arguments.
@@ -154,26 +154,26 @@ def _lower_program(
     order = jax.tree.leaves(program.inputs(range(len(leaves))))
     kept = [order[at] for at in kept_by(lowered, ["inputs"], variadic=True)]
     place = {leaf: at for at, leaf in enumerate(kept)}
-    pairs: dict[int, int] = {}
+    known: dict[int, int] = {}
     if program.change is None:
-        state = (*program.changed, *program.nested)
-        pairs = {r: place[at] for r, at in enumerate(state) if at in place}
+        known = dict(enumerate((*program.changed, *program.nested)))
     start = len(program.changed_shapes)
     plain = jax.tree.unflatten(program.out_tree, program.out_shapes)
-    for result, leaf in same_trees(plain, arguments).items():
-        if leaf in place:
-            pairs.setdefault(start + result, place[leaf])
+    results = look_at(traced, order, plain, start, arguments)
+    shapes = [*program.changed_shapes, *program.out_shapes]
+    found, gradients = pairs_of(results, arguments, shapes, known)
     fixed = [one.name for one in arguments if job.in_sharding(one.slot) is not None]
     gives_away = set(program.gives_away)
     return Lowered(
         job.name,
         lowered,
         leaves_of(arguments, kept, [at in gives_away for at in kept]),
-        pairs,
+        {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(arguments, fixed),
         constants_of(traced),
         notes=notes_of(arguments),
+        gradients=gradients,
     )
 
 

@@ -19,8 +19,8 @@ from flax_layoutmap.pod._lowered import (
     leaves_of,
     lower,
     notes_of,
-    same_trees,
 )
+from flax_layoutmap.pod._pairs import Results, comes_back, look_at, pairs_of
 from flax_layoutmap.pod._state import Layouts
 
 
@@ -57,22 +57,38 @@ def lower_jitted(
         taken = [one for one in taken if any(map(_is_array, one.raw))]
     kept = kept_by(lowered, [one.slot.parameter for one in taken])
     place = {leaf: at for at, leaf in enumerate(kept)}
-    pairs = {
-        result: place[leaf]
-        for result, leaf in same_trees(lowered.out_info, taken).items()
-        if leaf in place
-    }
+    count = sum(len(one.leaves) for one in taken)
+    results = look_at(traced, range(count), lowered.out_info, 0, taken)
+    if rules is None:
+        _find_state(taken, results, [info.donated for info in infos])
+    shapes = jax.tree.leaves(lowered.out_info)
+    found, gradients = pairs_of(results, taken, shapes, {})
     return Lowered(
         getattr(step, "__name__", "the step"),
         lowered,
         leaves_of(taken, kept, [infos[at].donated for at in kept]),
-        pairs,
+        {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(taken),
         constants_of(traced),
         {} if rules is None else _specs(taken, kept),
         () if rules is None else notes_of(taken),
+        gradients,
     )
+
+
+def _find_state(
+    arguments: Sequence[Argument], results: Results, donated: Sequence[bool]
+) -> None:
+    """Without rules, what is given away is state, and what comes back changed."""
+    start = 0
+    for one in arguments:
+        own = range(start, start + len(one.leaves))
+        start = own.stop
+        if not one.is_state and (
+            any(donated[at] for at in own) or comes_back(results, one, own)
+        ):
+            one.make_state()
 
 
 def _specs(arguments: Sequence[Argument], kept: Sequence[int]) -> dict[int, Any]:

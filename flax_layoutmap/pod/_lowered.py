@@ -40,13 +40,15 @@ class Lowered:
         name: the step's name.
         lowered: as `jax.jit(...).lower` gives it.
         leaves: one per argument of the program that is used, in order.
-        pairs: position of a result → that of the argument that it is the new value of.
+        pairs: position of a result → that of the argument that it is the new value of,
+            or the gradient.
         kept: position of each argument over the leaves of the step's arguments.
         layouts: where these lie under other rules.
         constants: shape and bytes of each array that the step closes over.
         wanted: position of each argument → the spec that the rules gave it, where the
             step may have said another.
         notes: what of its arguments is worth a look.
+        gradients: those of the results in `pairs` that are no new values.
     """
 
     name: str
@@ -58,6 +60,12 @@ class Lowered:
     constants: list[tuple[tuple[int, ...], int]]
     wanted: dict[int, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    gradients: frozenset[int] = frozenset()
+
+    @property
+    def updates(self) -> dict[int, int]:
+        """The pairs of new and old values."""
+        return {r: at for r, at in self.pairs.items() if r not in self.gradients}
 
     def specs_under(self, rules: RuleSet) -> dict[int, Any]:
         """Position → spec of the arguments that the rules decide."""
@@ -169,49 +177,3 @@ def notes_of(arguments: Sequence[Argument]) -> tuple[str, ...]:
         "data, split over the batch axes; say what is state: "
         f'donate_argnames="{containers[0]}"',
     )
-
-
-def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
-    """Finds the trees of the arguments in a result, from the outside in.
-
-    Args:
-        result: a tree of shapes.
-        arguments: the arguments.
-
-    Returns:
-        Position of a leaf of the result → that over the leaves of all arguments.
-    """
-    known = [(one.treedef, one.leaves) for one in arguments]
-    starts, total = [], 0
-    for _, leaves in known:
-        starts.append(total)
-        total += len(leaves)
-    left = list(range(len(known)))
-    found: dict[int, int] = {}
-
-    def look(tree: Any, start: int) -> int:
-        leaves, treedef = jax.tree.flatten(tree)
-        shapes = [tuple(np.shape(leaf)) for leaf in leaves]
-        for at in left:
-            own, given = known[at]
-            if own == treedef and _is_state_like(treedef, shapes):
-                if shapes == [tuple(np.shape(leaf)) for leaf in given]:
-                    left.remove(at)
-                    found.update(
-                        (start + k, starts[at] + k) for k in range(len(leaves))
-                    )
-                    return start + len(leaves)
-        if jax.tree_util.treedef_is_leaf(treedef):
-            return start + len(leaves)
-        parts = jax.tree.leaves(tree, is_leaf=lambda node: node is not tree)
-        for part in parts:
-            start = look(part, start)
-        return start
-
-    look(result, 0)
-    return found
-
-
-def _is_state_like(treedef: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """A single array, or scalars alone (a loss, a counter), are no state."""
-    return any(shapes) and not jax.tree_util.treedef_is_leaf(treedef)

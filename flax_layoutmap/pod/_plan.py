@@ -367,7 +367,7 @@ def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:
 
 def _drift(found: Spread, lowered: Lowered) -> tuple[Drift, ...]:
     records = []
-    for result, argument in sorted(lowered.pairs.items()):
+    for result, argument in sorted(lowered.updates.items()):
         leaf = lowered.leaves[argument]
         before, after = found.arguments[argument], found.results[result]
         if leaf.role == "data" or _plain(before.dims) == _plain(after.dims):

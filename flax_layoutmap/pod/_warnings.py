@@ -107,7 +107,7 @@ def _closed_over(lowered: Lowered) -> Iterator[str]:
 def _undonated(found: Spread, lowered: Lowered) -> Iterator[str]:
     kept = [
         at
-        for at in lowered.pairs.values()
+        for at in lowered.updates.values()
         if not lowered.leaves[at].is_donated and lowered.leaves[at].role != "data"
     ]
     size = sum(found.arguments[at].local_bytes for at in kept)

@@ -1,0 +1,204 @@
+"""Which result of a step is the new value of which argument."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from flax_layoutmap._arguments import Argument
+from flax_layoutmap.pod._flows import flows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Results:
+    """The results of a step, beside its arguments.
+
+    Attributes:
+        found: position of a result → that of the leaf, over the leaves of all
+            arguments, in whose place it stands in a tree of the same structure.
+        gradients: those of them that are no new values.
+        unchanged: those that are an argument as it came.
+        flows: of each result, the leaves that it may be a new value of.
+    """
+
+    found: dict[int, int]
+    gradients: frozenset[int]
+    unchanged: frozenset[int]
+    flows: list[frozenset[int]]
+
+
+def look_at(
+    traced: Any,
+    order: Sequence[int],
+    result: Any,
+    start: int,
+    arguments: Sequence[Argument],
+) -> Results:
+    """Looks for the arguments in the results of a step.
+
+    Args:
+        traced: the step.
+        order: position of an input of the trace → that of the leaf.
+        result: a tree of shapes.
+        start: position of its first leaf.
+        arguments: the arguments.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    flowing = [frozenset(order[at] for at in some) for some in flows(jaxpr)]
+    own = set(jaxpr.invars)
+    unchanged = {
+        at
+        for at, var in enumerate(jaxpr.outvars)
+        if not isinstance(var, Literal) and var in own
+    }
+    found = {start + at: leaf for at, leaf in same_trees(result, arguments).items()}
+    gradients: set[int] = set()
+    held = _of_containers(arguments)
+    for leaves in _positions(arguments):
+        some = [at for at, leaf in found.items() if leaf in leaves]
+        # That of a tree is a new value as a whole, or a gradient as a whole.
+        if not any(flowing[at] & held for at in some):
+            gradients.update(some)
+    return Results(found, frozenset(gradients), frozenset(unchanged), flowing)
+
+
+def comes_back(results: Results, argument: Argument, positions: range) -> bool:
+    """Whether an argument that nobody calls state is some: it is returned, changed.
+
+    A tuple of arrays may be any: `(x, y)` in, and another `(x, y)` out.
+    """
+    some = {at for at, leaf in results.found.items() if leaf in positions}
+    is_tuple = argument.treedef == jax.tree.structure(tuple(argument.leaves))
+    return not is_tuple and not some <= results.unchanged
+
+
+def pairs_of(
+    results: Results,
+    arguments: Sequence[Argument],
+    shapes: Sequence[Any],
+    known: Mapping[int, int],
+) -> tuple[dict[int, int], frozenset[int]]:
+    """The leaf that each result is the new value, or the gradient of.
+
+    Args:
+        results: the results.
+        arguments: the arguments.
+        shapes: of all results.
+        known: what is known to be a new value: position of a result → of the leaf.
+
+    Returns:
+        Position of a result → that of the leaf; and which of them are gradients.
+    """
+    updates = {r: leaf for r, leaf in results.found.items() if r not in known}
+    updates = {r: leaf for r, leaf in updates.items() if r not in results.gradients}
+    updates |= known
+    updates |= _by_value(results, arguments, shapes, updates)
+    pairs = {**results.found, **updates}
+    return pairs, results.gradients - updates.keys()
+
+
+def _by_value(
+    results: Results,
+    arguments: Sequence[Argument],
+    shapes: Sequence[Any],
+    known: Mapping[int, int],
+) -> dict[int, int]:
+    """New values of state that stand elsewhere than the state did, or alone."""
+    taken, paired = set(known), set(known.values())
+    leaves = [leaf for one in arguments for leaf in one.leaves]
+    positions = zip(arguments, _positions(arguments), strict=True)
+    state = {at for one, own in positions if one.is_state for at in own}
+    found: dict[int, int] = {}
+    more = True
+    while more:
+        more = False
+        for result, flow in enumerate(results.flows):
+            if result in taken or not np.ndim(shapes[result]):
+                continue
+            fits = {at for at in flow & state if _alike(leaves[at], shapes[result])}
+            fits -= paired
+            # Of a parameter and its moments, the moments show first which is which.
+            if len(fits) == 1:
+                found[result] = fits.pop()
+                paired.add(found[result])
+                taken.add(result)
+                more = True
+    return found
+
+
+def _alike(leaf: Any, shape: Any) -> bool:
+    return tuple(np.shape(leaf)) == tuple(shape.shape) and leaf.dtype == shape.dtype
+
+
+def _of_containers(arguments: Sequence[Argument]) -> frozenset[int]:
+    positions = zip(arguments, _positions(arguments), strict=True)
+    return frozenset(
+        at for one, own in positions if one.is_container or one.is_state for at in own
+    )
+
+
+def _positions(arguments: Sequence[Argument]) -> Iterator[range]:
+    """Of each argument, where its leaves are among those of all."""
+    start = 0
+    for one in arguments:
+        yield range(start, start + len(one.leaves))
+        start += len(one.leaves)
+
+
+def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
+    """Finds the trees of the arguments in a result, from the outside in.
+
+    A dict with more entries than the argument's counts, too: a state and the loss.
+
+    Args:
+        result: a tree of shapes.
+        arguments: the arguments.
+
+    Returns:
+        Position of a leaf of the result → that over the leaves of all arguments.
+    """
+    shapes, treedef = jax.tree.flatten(result)
+    shapes = [tuple(np.shape(one)) for one in shapes]
+    left = dict(enumerate(zip(arguments, _positions(arguments), strict=True)))
+    found: dict[int, int] = {}
+
+    def fits(tree: Any, argument: Argument) -> bool:
+        places, own = jax.tree.flatten(tree)
+        if own != argument.treedef:
+            return False
+        some = [shapes[at] for at in places]
+        given = [tuple(np.shape(leaf)) for leaf in argument.leaves]
+        return some == given and _is_state_like(own, some)
+
+    def look(tree: Any) -> None:
+        for number, (one, positions) in left.items():
+            part = _entries(tree, one)
+            if fits(part, one):
+                del left[number]
+                found.update(zip(jax.tree.leaves(part), positions, strict=True))
+                rest = set(tree) - set(part) if part is not tree else ()
+                for key in sorted(rest, key=str):
+                    look(tree[key])
+                return
+        if not jax.tree_util.all_leaves([tree]):
+            for part in jax.tree.leaves(tree, is_leaf=lambda node: node is not tree):
+                look(part)
+
+    look(jax.tree.unflatten(treedef, range(len(shapes))))
+    return found
+
+
+def _entries(tree: Any, argument: Argument) -> Any:
+    """Of a dict those entries that the argument has, if it has them all."""
+    if type(tree) is dict and type(argument.value) is dict:
+        if tree.keys() > argument.value.keys():
+            return {key: tree[key] for key in argument.value}
+    return tree
+
+
+def _is_state_like(treedef: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
+    """A single array, or scalars alone (a loss, a counter), are no state."""
+    return any(shapes) and not jax.tree_util.treedef_is_leaf(treedef)
