@@ -5,6 +5,7 @@ start costs more than most of what is tested.
 """
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,17 @@ def test_a_process_that_differs_is_named_and_nothing_hangs(tmp_path: Path) -> No
     assert ended[0].code == 0
     assert ended[1].code != 0
     assert "flax_layoutmap.ResolveError: 1 leaf does not fit" in ended[1].err
+
+
+@pytest.mark.slow
+def test_an_error_in_one_process_ends_the_others() -> None:
+    """Not before `shutdown_timeout_seconds`, and then all of them."""
+    begin = time.monotonic()
+    ended = launch.run("raises", "3", processes=2, devices=1, timeout=60, check=False)
+    assert 3 < time.monotonic() - begin < 60
+    assert ended[0].code != 0 and ended[1].code != 0
+    assert "Shutdown barrier" in ended[0].err
+    assert "KeyError: 'no such file in the data of this process'" in ended[1].err
 
 
 def word(what: str = "creating the model", **parts: str) -> dict[str, Any]:

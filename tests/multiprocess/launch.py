@@ -117,8 +117,11 @@ def run(
     return ended
 
 
-def join() -> int:
+def join(shutdown: int = 20) -> int:
     """Makes this process one of the job; to be called before any device is touched.
+
+    Args:
+        shutdown: seconds that a process which has ended waits for the others.
 
     Returns:
         The number of this process.
@@ -134,7 +137,7 @@ def join() -> int:
         number,
         initialization_timeout=60,
         heartbeat_timeout_seconds=int(os.environ["FLM_HEARTBEAT"]),
-        shutdown_timeout_seconds=20,
+        shutdown_timeout_seconds=shutdown,
     )
     assert jax.process_index() == number
     return number
