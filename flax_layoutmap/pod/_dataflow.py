@@ -96,6 +96,10 @@ class Dataflow:
         self._entered[argument] = operand
         return self.say(argument, self.of(operand) if made is None else made)
 
+    def is_from_outside(self, value: Any) -> bool:
+        """Whether a value is an argument of a block, and the same in every round."""
+        return value in self._entered
+
     def leaf_of(self, value: Any) -> int | None:
         """The argument that a value was found to be, or a part of."""
         found = self._known.get(value)

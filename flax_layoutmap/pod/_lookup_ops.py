@@ -12,16 +12,13 @@ from typing import Any
 from flax_layoutmap.pod._attributes import Attributes, Dims
 from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._lookups import Axes, Lookup, Step, steps_of
-from flax_layoutmap.pod._operations import MOVING, last_of, maker_of
-from flax_layoutmap.pod._sources import operation_name
+from flax_layoutmap.pod._operations import MOVING, is_asked, last_of, maker_of
 from flax_layoutmap.pod._spread import Scope
 from flax_layoutmap.pod._sums import scattered
 from flax_layoutmap.pod._values import Value, bytes_of
 
 GATHER, SCATTER = "stablehlo.gather", "stablehlo.scatter"
 _MOVES = (*MOVING, "sdy.all_slice")
-# What somebody asks for is done before the lookup, or after it.
-_ASKED = "sharding_constraint"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,7 +142,7 @@ class LookupOps:
         """What an operand is before Shardy moves it for this lookup alone."""
         maker = maker_of(value)
         while maker is not None and maker.name in _MOVES:
-            if _only_user(value) is None or self._is_asked(maker):
+            if _only_user(value) is None or is_asked(maker, self._attributes):
                 break
             instead.append(value)
             value = maker.operands[0]
@@ -169,13 +166,12 @@ class LookupOps:
         """The users of a value, where all of them move it to one layout."""
         users = [owner.operation for owner in owners]
         for user in users:
-            if user.name not in (*_MOVES, "sdy.all_reduce") or self._is_asked(user):
+            if user.name not in (*_MOVES, "sdy.all_reduce") or is_asked(
+                user, self._attributes
+            ):
                 return []
         layouts = {user.attributes["out_sharding"] for user in users}
         return users if len(layouts) == 1 else []
-
-    def _is_asked(self, op: Any) -> bool:
-        return operation_name(self._attributes.location(op)) == _ASKED
 
 
 def _only_user(value: Any) -> Any:

@@ -24,7 +24,7 @@ def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
     bound = _number(compare.operands[1], condition, operands)
     if at is None or bound is None:
         return None
-    start = _constant(operands[at])
+    start = constant_of(operands[at])
     step = _step(body, at)
     if start is None or not step:
         return None
@@ -39,13 +39,13 @@ def _step(body: Any, at: int) -> int | None:
     own = body.arguments[at]
     for one, other in (after.operands, tuple(after.operands)[::-1]):
         if one == own:
-            return _constant(other)
+            return constant_of(other)
     return None
 
 
 def _number(value: Any, block: Any, operands: Any) -> int | None:
     at = _position(block, value)
-    return _constant(value) if at is None else _constant(operands[at])
+    return constant_of(value) if at is None else constant_of(operands[at])
 
 
 def _position(block: Any, value: Any) -> int | None:
@@ -55,7 +55,8 @@ def _position(block: Any, value: Any) -> int | None:
     return None
 
 
-def _constant(value: Any) -> int | None:
+def constant_of(value: Any) -> int | None:
+    """A number that stands in the program; None for others."""
     maker = maker_of(value)
     if getattr(maker, "name", None) not in _CONSTANTS:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax_layoutmap.pod._attributes import Attributes, AxisRef, Dims
 from flax_layoutmap.pod._records import Kind
-from flax_layoutmap.pod._sources import source_line
+from flax_layoutmap.pod._sources import operation_name, source_line
 from flax_layoutmap.pod._values import Value
 
 MOVING: dict[str, Kind] = {
@@ -16,6 +16,8 @@ MOVING: dict[str, Kind] = {
     "sdy.collective_permute": "collective-permute",
 }
 RAGGED_DOT = "chlo.ragged_dot"
+# What somebody asks for is done before a lookup or a slice, or after it.
+_ASKED = "sharding_constraint"
 ENDS = ("func.return", "stablehlo.return", "sdy.return")
 
 
@@ -43,6 +45,11 @@ def location_of(op: Any, attributes: Attributes) -> str:
                 if source_line(text) is not None:
                     return text
     return attributes.location(op)
+
+
+def is_asked(op: Any, attributes: Attributes) -> bool:
+    """Whether a value is moved because a constraint asks for it."""
+    return operation_name(attributes.location(op)) == _ASKED
 
 
 def is_shared(result: Any) -> bool:

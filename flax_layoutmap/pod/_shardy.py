@@ -1,9 +1,9 @@
 """Reads a module that Shardy has laid out: collectives, reshards, matrix products.
 
-Loops are multiplied. Three things are counted as the compiler does them, not as they
+Loops are multiplied. Four things are counted as the compiler does them, not as they
 are written: a chain of additions of all-reduces is one all-reduce, equal gathers of one
-value are one gather if they are close together, and rows are looked up in sharded
-tables as XLA's partitioner does it.
+value are one gather if they are close together, rows are looked up in sharded tables,
+and slices are written along sharded dims, as XLA's partitioner does it.
 """
 
 import dataclasses
@@ -37,11 +37,19 @@ from flax_layoutmap.pod._operations import (
     is_shared,
     last_of,
     location_of,
+    maker_of,
     multiplications,
 )
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._shifts import SHIFTING, shifts
-from flax_layoutmap.pod._spread import Found, Move, Scope, Spread
+from flax_layoutmap.pod._slices import (
+    TAKE,
+    WRITE,
+    gathered,
+    moved_to_slice,
+    written_whole,
+)
+from flax_layoutmap.pod._spread import Found, Move, PerRound, Scope, Spread
 from flax_layoutmap.pod._sums import added, gathered_from, scattered
 from flax_layoutmap.pod._values import Value, parts
 
@@ -94,6 +102,11 @@ class _Place:
     cuts: int = 0
 
 
+def _key(value: Value, place: _Place) -> Any:
+    """The same for gathers that the compiler makes one of."""
+    return place.scope, id(value.root), value.root_dims(), value.element
+
+
 class _Walk:
     """One walk through a module, from loop to loop."""
 
@@ -124,6 +137,8 @@ class _Walk:
             SCATTER: self._lookup,
             "stablehlo.dot_general": self._product,
             **dict.fromkeys(SHIFTING, self._shift),
+            WRITE: self._write,
+            TAKE: self._take,
             "stablehlo.convolution": self._convolution,
             RAGGED_DOT: self._ragged_product,
             "stablehlo.while": self._loop,
@@ -293,7 +308,7 @@ class _Walk:
                 bool(operand.sums) and is_shared(op.results[0])
             )
             return
-        key = (place.scope, id(value.root), value.root_dims(), value.element)
+        key = _key(value, place)
         known = self.gathered.get(key) if name == "sdy.all_gather" else None
         if known is not None and not self._is_far(key, op):
             value.index = known.index
@@ -305,6 +320,10 @@ class _Walk:
             self._add(kind, axes, value.local_shape, value, op, place, leaf, source)
             value.index = len(self.found.collectives) - 1
             self._note_move(op, operand, value, place)
+        self._keep(key, value, op)
+
+    def _keep(self, key: Any, value: Value, op: Any) -> None:
+        """Remembers what was gathered."""
         self.gathered.setdefault(key, value)
         if self.distances is not None:
             self.distances.add(key, op.results[0], self.at)
@@ -324,6 +343,42 @@ class _Walk:
             before, only = earlier.before, only and earlier.gathers_only
         move = Move(before, value, place.times, location_of(op, self.attributes), only)
         self.found.moves[id(value)] = move
+
+    # ------------------------------------------------------------------- slices
+
+    def _write(self, op: Any, place: _Place) -> None:
+        """A slice that XLA writes into what it gathers before."""
+        dims = self.attributes.per_value(op)
+        if not dims or not any(dims[0]):
+            return
+        cut = written_whole(op, dims[0], self.attributes)
+        base, value = self.values.of(op.operands[0]), self.values.of(op.results[0])
+        if not cut or base.is_uniform:
+            return
+        whole = base
+        for after in gathered(base, cut):
+            key = _key(after, place)
+            if key not in self.gathered or self._is_far(key, op):
+                axes = changed_axes("sdy.all_gather", whole.dims, after.dims)
+                shape, leaf, source = after.local_shape, base.leaf, op.operands[0]
+                self._add("all-gather", axes, shape, base, op, place, leaf, source)
+                self._keep(key, after, op)
+            whole = after
+        # What was written into is whole as well.
+        written = value.laid_out(whole.dims)
+        self._keep(_key(written, place), written, op)
+
+    def _take(self, op: Any, place: _Place) -> None:
+        """A slice that XLA takes from something else than Shardy."""
+        source = moved_to_slice(op, self.values)
+        if source is None:
+            return
+        if place.scope and self.values.is_from_outside(source):
+            value, where = self.values.of(source), location_of(op, self.attributes)
+            self.found.per_round.append(PerRound(value, place.times, where))
+        elif maker_of(op.operands[0]).name != "sdy.all_gather":
+            what = "dynamic_slice along a sharded dim, not counted as XLA moves it"
+            self.found.unrecognised[what] += 1
 
     # ------------------------------------------------------------------ lookups
 

@@ -54,6 +54,21 @@ class Move:
     gathers_only: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PerRound:
+    """A value that is moved whole in each round of a loop, which takes a slice of it.
+
+    Attributes:
+        value: as it is outside of the loop.
+        rounds: how often.
+        location: where it is sliced, as MLIR writes it.
+    """
+
+    value: Value
+    rounds: int
+    location: str
+
+
 @dataclasses.dataclass(slots=True)
 class Spread:
     """What was read from a module.
@@ -64,6 +79,7 @@ class Spread:
         results: its results.
         collectives: in the order of the program.
         moves: values that change their sharding.
+        per_round: values that are moved in each round of a loop, to be sliced.
         flops: of matrix products and convolutions, on one device.
         flops_whole: the same on all devices if none did another's work.
         unrecognised: what could not be counted → how often it stands in the program.
@@ -78,6 +94,7 @@ class Spread:
     results: list[Value] = dataclasses.field(default_factory=list)
     collectives: list[Found] = dataclasses.field(default_factory=list)
     moves: dict[int, Move] = dataclasses.field(default_factory=dict)
+    per_round: list[PerRound] = dataclasses.field(default_factory=list)
     flops: int = 0
     flops_whole: int = 0
     unrecognised: collections.Counter[str] = dataclasses.field(

@@ -128,6 +128,11 @@ class Value:
         """Bytes of one device's part."""
         return bytes_of(self.local_shape, self.element)
 
+    def laid_out(self, dims: Dims) -> "Value":
+        """A copy in another layout."""
+        order = self.order or tuple(range(len(self.shape)))
+        return dataclasses.replace(self, dims=dims, base=self.root, order=order)
+
     def root_dims(self) -> Dims:
         """The axes of each dim, in the order of the root's dims."""
         if self.base is None or not self.order:

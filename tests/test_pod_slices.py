@@ -1,0 +1,136 @@
+"""flm.pod.plan: slices that are taken, or written, along sharded dims."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap.pod._hlo import read_program
+
+P = PartitionSpec
+BOTH = P("data", "model")
+WHOLE = (64, 32)
+write = jax.lax.dynamic_update_slice
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def counted(collectives: Any) -> Counter[Any]:
+    found: Counter[Any] = Counter()
+    for one in collectives:
+        found[one.kind, one.axes, one.shape] += one.executions
+    return found
+
+
+def planned_and_compiled(
+    function: Any, mesh: flm.DeviceMesh, *args: Any, spec: PartitionSpec = BOTH
+) -> tuple[flm.pod.PodReport, Counter[Any]]:
+    """A plan, and the collectives of the program for 8 CPU devices.
+
+    The first argument and the result have the spec.
+    """
+    jax_mesh: Any = mesh.jax_mesh
+    sharding = NamedSharding(jax_mesh, spec)
+    first, *others = args
+    given = jax.ShapeDtypeStruct(first.shape, first.dtype, sharding=sharding)
+    jitted = jax.jit(function, out_shardings=sharding)
+    report = flm.pod.plan(jitted, given, *others, mesh=mesh)
+    text: Any = jitted.lower(given, *others).compile().as_text()
+    return report, counted(read_program(text, mesh.axis_names, mesh.shape).collectives)
+
+
+def in_a_scan(w: Any, u: Any) -> Any:
+    def body(carry: Any, u: Any) -> Any:
+        at, w = carry
+        return (at + 8, write(w, u, (at, 0))), None
+
+    return jax.lax.scan(body, (0, w), u)[0][1]
+
+
+AT = struct(dtype=jnp.int32)
+WRITES: dict[str, tuple[Any, Any, int]] = {
+    "at a place from data": (lambda w, u, i: write(w, u, (0, i)), (64, 8), 1),
+    "along two dims": (lambda w, u, i: write(w, u, (i, i)), (32, 8), 2),
+    "one element of a dim, and eight": (lambda w, u, i: write(w, u, (i, i)), (1, 8), 2),
+    "at a constant, over a border": (lambda w, u, i: write(w, u, (0, 4)), (64, 8), 1),
+    "past the end": (lambda w, u, i: write(w, u, (0, 28)), (64, 8), 1),
+    "two after each other": (
+        lambda w, u, i: write(write(w, u, (0, i)), u, (0, i + 3)),
+        (64, 8),
+        1,
+    ),
+    "two of one": (
+        lambda w, u, i: write(w, u, (0, i)) + write(w, u, (0, i + 3)),
+        (64, 8),
+        1,
+    ),
+    "in a scan": (lambda w, u, i: in_a_scan(w, u), (4, 8, 32), 4),
+    # Each device writes what is its own.
+    "one element": (lambda w, u, i: write(w, u, (0, i)), (64, 1), 0),
+    "at a constant": (lambda w, u, i: write(w, u, (0, 8)), (64, 8), 0),
+    "all of a dim": (lambda w, u, i: write(w, u, (0, i)), (1, 32), 0),
+    "into zeros": (
+        lambda w, u, i: w + write(jnp.zeros(WHOLE), u, (0, i)),
+        (64, 8),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_as_the_partitioner_does_them(name: str, mesh: flm.DeviceMesh) -> None:
+    """What is written into is gathered along the sharded dims of the slice."""
+    function, shape, gathers = WRITES[name]
+    args = struct(*WHOLE), struct(*shape), AT
+    report, compiled = planned_and_compiled(function, mesh, *args)
+    found = counted(report.collectives)
+    assert found == compiled and not report.unrecognised
+    assert found.total() == gathers
+    assert {kind for kind, _, _ in found} <= {"all-gather"}
+
+
+def test_a_cache_that_is_sharded_along_its_positions() -> None:
+    layout_map = flm.LayoutMap(batch="data")
+    layout_map["cache"] = ("data", "model", None)
+
+    def prefill(state: Any, keys: Any, at: Any) -> Any:
+        return {"cache": write(state["cache"], keys, (0, at, 0))}
+
+    args = {"cache": struct(8, 1024, 64)}, struct(8, 16, 64), AT
+    report = flm.pod.plan(
+        prefill,
+        *args,
+        mesh="data=4,model=2",
+        layout_map=layout_map,
+        donate_argnames="state",
+    )
+    (one,) = report.collectives
+    assert (one.kind, one.axes, one.path) == ("all-gather", ("model",), "state/cache")
+    assert one.bytes == 2 * 1024 * 64 * 4 and not report.unrecognised
+    with pytest.raises(AssertionError, match="all-gather over model of state/cache"):
+        report.expect(axis="model", kinds=set())
+
+
+def test_slices_that_the_partitioner_moves_otherwise(mesh: flm.DeviceMesh) -> None:
+    def take(w: Any, i: Any) -> Any:
+        return jax.lax.dynamic_slice(w, (0, i), (64, 8))
+
+    report, compiled = planned_and_compiled(take, mesh, struct(*WHOLE), AT)
+    assert compiled != counted(report.collectives)
+    what = "dynamic_slice along a sharded dim, not counted as XLA moves it"
+    assert report.unrecognised == {what: 1}
+
+    def others(w: Any, i: Any) -> Any:
+        asked = jax.lax.with_sharding_constraint(w, NamedSharding(jax_mesh, ROWS))
+        return jax.lax.dynamic_slice(asked, (0, i), (64, 8))
+
+    jax_mesh: Any = mesh.jax_mesh
+    ROWS = P(("data", "model"))
+    report, _ = planned_and_compiled(others, mesh, struct(*WHOLE), AT)
+    assert not report.unrecognised
