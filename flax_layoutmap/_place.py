@@ -481,7 +481,8 @@ def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
             raise MeshError(
                 f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it lies on "
                 f"{known.size} devices, and goes to others only outside of jit and "
-                f"vmap; call {what} there"
+                f"vmap; call {what} there, or name axes alone, "
+                'TensorLayout(("data", None)), for the devices that it lies on'
             )
 
 

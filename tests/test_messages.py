@@ -1279,7 +1279,8 @@ CASES: dict[str, Case] = {
         flm.MeshError,
         "relayout of a traced array (8, 8) to DeviceMesh('data=4', abstract): it lies "
         "on 8 devices, and goes to others only outside of jit and vmap; call relayout "
-        "there",
+        'there, or name axes alone, TensorLayout(("data", None)), for the devices that '
+        "it lies on",
     ),
     "relayout: a traced array to a mesh": Case(
         lambda: jax.jit(lambda x: flm.relayout(x, ABSTRACT))(moved(("data", None))),

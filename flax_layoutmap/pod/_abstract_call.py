@@ -1,19 +1,21 @@
 """A step lowered without devices: its arguments on an abstract mesh, by the rules."""
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from flax_layoutmap._arguments import Argument
-from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._errors import LayoutError, MeshError
 from flax_layoutmap._flax_internals import is_nnx_object
 from flax_layoutmap._jit import Jitted, jit
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._program import Job, Program, mesh_context
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._shardings import abstract
+from flax_layoutmap.pod._attributes import meshes
 from flax_layoutmap.pod._jax_jit import lower_jitted
 from flax_layoutmap.pod._lowered import (
     Lowered,
@@ -32,6 +34,18 @@ _NEEDS_VALUES = (
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+)
+# A mesh of devices, of another number than the plan's.
+_OTHER_DEVICES = re.compile("AbstractMesh size: .* does not match the device")
+_WITHOUT_MESH = (
+    ": in a NamedSharding, a jax.shard_map(mesh=…), or in out_shardings; name axes "
+    'alone, jax.lax.with_sharding_constraint(x, PartitionSpec("data")), '
+    'flm.distribute_tensor(x, ("data", None)), jax.shard_map without mesh=, or take '
+    "jax.sharding.get_abstract_mesh() in the step"
+)
+# Axes are named, and no mesh is in context.
+_LACKS_MESH = re.compile(
+    r"mesh.*empty|empty.*mesh|not found in mesh: \(\)", re.DOTALL | re.IGNORECASE
 )
 
 
@@ -58,25 +72,35 @@ def lower_step(
     Raises:
         LayoutError: the step needs real values, has no rules, or uses what JAX does not
             lower without devices.
+        MeshError: the step names another mesh.
     """
     name = getattr(step, "__name__", "the step")
     if rules is not None and mesh is None:
         mesh = rules.mesh
     call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
     try:
-        return _in_its_mesh(call, mesh)
+        found = _in_its_mesh(call, mesh)
+        _check_mesh(found, mesh)
+        return found
     except _NEEDS_VALUES as error:
         raise LayoutError(
             f"{name} needs the values of its arguments, and a plan has none: "
             f"{str(error).splitlines()[0]}; use jax.lax.cond, jnp.where or a shape "
             "instead, or make the argument static (flm.jit(static_argnames=…))"
         ) from error
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:
         if "ShapeDtypeStruct" not in str(error):
             raise
         raise LayoutError(
             f"{name} uses a jax.ShapeDtypeStruct that is none of its arguments "
             f"({error}), such as a model in its closure; pass that as an argument"
+        ) from error
+    except ValueError as error:
+        if not _OTHER_DEVICES.search(str(error)):
+            raise
+        raise MeshError(
+            f"{name} is planned for the mesh {mesh}, and names a mesh of other devices "
+            f"({error}){_WITHOUT_MESH}"
         ) from error
 
 
@@ -89,7 +113,7 @@ def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh | None) -> Lowere
         return call()
     except (RuntimeError, ValueError) as error:
         context: Any = jax.sharding.get_abstract_mesh()
-        lacks_mesh = "mesh" in str(error) and "empty" in str(error)
+        lacks_mesh = _LACKS_MESH.search(str(error))
         if isinstance(error, LayoutError) or context.axis_names or mesh is None:
             raise
         if not lacks_mesh:
@@ -97,6 +121,20 @@ def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh | None) -> Lowere
     jax_mesh: Any = mesh.jax_mesh
     with jax.sharding.use_abstract_mesh(jax_mesh):
         return call()
+
+
+def _check_mesh(lowered: Lowered, mesh: DeviceMesh | None) -> None:
+    """Raises MeshError where the step names a mesh that is not that of the plan."""
+    if mesh is None:
+        return
+    module = lowered.lowered.compiler_ir("stablehlo")
+    for _, sizes in meshes(module.operation):
+        if sizes and list(sizes.items()) != list(mesh.axis_sizes.items()):
+            other = ",".join(f"{name}={size}" for name, size in sizes.items())
+            raise MeshError(
+                f"{lowered.name} is planned for the mesh {mesh}, and names another "
+                f"one, {other}{_WITHOUT_MESH}"
+            )
 
 
 def _lower_step(

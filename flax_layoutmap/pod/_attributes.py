@@ -29,18 +29,22 @@ def mesh_sizes(module: Any) -> dict[str, int]:
 
 def mesh_of(module: Any) -> tuple[str, dict[str, int]]:
     """Name and axes of the first mesh that has any."""
+    found = meshes(module)
+    return next((one for one in found if one[1]), found[-1] if found else ("mesh", {}))
+
+
+def meshes(module: Any) -> list[tuple[str, dict[str, int]]]:
+    """Name and axes of every mesh of a module."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import sdy
 
-    name = "mesh"
+    found = []
     for op in module.regions[0].blocks[0].operations:
         if op.operation.name == "sdy.mesh":
             name = ir.StringAttr(op.attributes["sym_name"]).value
             axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(op.attributes["mesh"]).axes)
-            found = {axis.name: axis.size for axis in axes}
-            if found:
-                return name, found
-    return name, {}
+            found.append((name, {axis.name: axis.size for axis in axes}))
+    return found
 
 
 class Attributes:
