@@ -17,7 +17,7 @@ from flax_layoutmap._layout import TensorLayout, clash
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._place import need_devices, put
-from flax_layoutmap._processes import Agreement, digest_of_values
+from flax_layoutmap._processes import Agreement, Parts, digest_of_values
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolve import rule_set_of
 from flax_layoutmap._rules import RuleSet
@@ -460,10 +460,10 @@ def _split_for(leaf: Any, split: Split) -> Split | None:
     return None if _is_spread(leaf) else split
 
 
-def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> dict[str, str]:
+def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
     """What must be the same in every process; see `Agreement`."""
     shapes, same = [], []
-    for leaf in flat.leaves:
+    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         shape = np.shape(leaf)
         if not has_rows(leaf):
             same.append(_on_host(leaf))
@@ -472,10 +472,11 @@ def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> dict[str, s
             if rows == "global":
                 # A sample, as all of a large batch every time would take too long.
                 same.append(np.asarray(leaf)[:1])
-        shapes.append((shape, str(getattr(leaf, "dtype", type(leaf).__name__))))
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        shapes.append(f"{path} {show_shape(shape)} {dtype}")
     return {
         "batch structure": str(flat.structure),
-        "batch shapes": repr(shapes),
+        "global batch shapes": shapes,
         "batch axes": repr(rules.batch),
         "option rows": rows,
         "batch values": digest_of_values(same),

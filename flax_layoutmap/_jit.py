@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from flax_layoutmap._arguments import (
     Argument,
@@ -38,8 +39,14 @@ from flax_layoutmap._inputs import (
     own_sharding,
     place_data,
 )
+from flax_layoutmap._paths import join_keys
 from flax_layoutmap._place import need_devices
-from flax_layoutmap._processes import Agreement, digest_of_values, tell_of_others
+from flax_layoutmap._processes import (
+    Agreement,
+    Parts,
+    digest_of_values,
+    tell_of_others,
+)
 from flax_layoutmap._program import (
     Job,
     OtherArgumentsError,
@@ -53,6 +60,7 @@ from flax_layoutmap._program import (
     surroundings,
     write_back,
 )
+from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolve import rule_set_of
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import call_with_rules
@@ -462,9 +470,16 @@ def _surroundings(
     return places, surroundings(), *keys
 
 
-def _data_parts(arguments: Sequence[Argument]) -> dict[str, str]:
+def _data_parts(arguments: Sequence[Argument]) -> Parts:
     """What the processes must have in common of the data: host values too."""
     data = [argument for argument in arguments if not argument.is_state]
-    shapes = [(a.name, shape_key(a.leaves)) for a in data]
+    shapes = [
+        f"{join_keys((jax.tree_util.GetAttrKey(a.name), *keys))} "
+        f"{show_shape(np.shape(leaf))} {getattr(leaf, 'dtype', type(leaf).__name__)}"
+        for a in data
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(a.treedef, a.leaves)
+        )
+    ]
     values = digest_of_values(jax.tree.leaves([a.value for a in data]))
-    return {"batch shapes": repr(shapes), "batch values": values}
+    return {"batch shapes": shapes, "batch values": values}

@@ -386,15 +386,25 @@ def assert_all_hold(ended: list[launch.Ended], count: int) -> None:
         assert len(checks) == count
 
 
+def first_in(odd: str, usual: str) -> str:
+    return (
+        "global batch shapes; the first difference in the global batch shapes: "
+        f"process 1 has {odd!r}, where process 0 has {usual!r}"
+    )
+
+
 @pytest.mark.multiprocess
 def test_two_processes_pass_their_rows() -> None:
     ended = launch.run("batches", processes=2, devices=4)
     assert_all_hold(ended, 147)
     first, second = (one.answer["cases"] for one in ended)
     for case, difference in {
-        "another_shape": "batch shapes",
-        "other_rows": "batch shapes",
-        "another_structure": "batch structure",
+        "another_shape": first_in(
+            "the batch (16,2) float64", "the batch (16,3) float64"
+        ),
+        "other_rows": first_in("the batch (32,2) float64", "the batch (16,2) float64"),
+        "another_structure": "batch structure, "
+        + first_in("y (16,2) float64", "x (16,2) float64"),
         "another_scalar": "batch values",
         "another_key": "batch values",
         "own_rows_as_global": "batch values",

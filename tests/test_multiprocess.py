@@ -215,7 +215,8 @@ DISAGREEMENTS = {
     ),
     "another_batch_shape": (
         "the first call of step",
-        "process 1 differs in its batch shapes, batch values",
+        "process 1 differs in its batch shapes, batch values"
+        + first_in("batch shapes", "x (4,8) float32", "x (8,8) float32"),
     ),
     "another_batch": (
         "the first call of step",
