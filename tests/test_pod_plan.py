@@ -506,6 +506,34 @@ def test_many_layers_without_a_scan() -> None:
     assert plan(step, few, X, layout_map=rules(w=(None, "model"))).warnings == ()
 
 
+@pytest.mark.parametrize("name", ["layers_{}", "Dense_{}", "block{}", "h.{}"])
+def test_many_layers_by_the_names_of_others(name: str) -> None:
+    """Linen numbers its modules, others their blocks."""
+
+    def step(params: Any, x: Any) -> Any:
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["w"])
+        return x.sum()
+
+    params = {name.format(at): {"w": struct(16, 16)} for at in range(13)}
+    (warning,) = plan(step, params, X, layout_map=rules(w=(None, "model"))).warnings
+    assert warning.startswith("13 layers stand one after the other in the program, ")
+
+
+def test_many_layers_in_a_list_of_arrays_and_layers_that_are_not_equal() -> None:
+    def step(params: Any, x: Any) -> Any:
+        for one in params["w"]:
+            x = jnp.tanh(x @ one) @ one.T
+        return x.sum()
+
+    layout = rules(**{"w/": (None, "model")})
+    params = {"w": [struct(16, 16)] * 13}
+    (warning,) = plan(step, params, X, layout_map=layout).warnings
+    assert warning.startswith("13 layers stand one after the other in the program, ")
+    others = {"w": [struct(16, 16 + 4 * at) for at in range(13)]}
+    assert plan(step, others, X, layout_map=layout).warnings == ()
+
+
 # ------------------------------------------------------------------- bad arguments
 
 

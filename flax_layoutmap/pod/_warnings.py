@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh
@@ -23,7 +24,8 @@ _UNDONATED = 1 << 20
 # Of what is sent for a gradient in a step, no more than this is worth no warning.
 _LITTLE = 1 << 16
 
-_INDEX = re.compile(r"(?<=/)\d+(?=/)")
+# `layers/3/`, `layers_3/` and `Dense_3/` of Linen, `block3/`; `weights/3` of a list.
+_INDEX = re.compile(r"(?<=[A-Za-z_./-])\d+(?=/|$)")
 
 
 def warnings_of(
@@ -51,7 +53,7 @@ def warnings_of(
         count = found.branching
         which = "a conditional" if count == 1 else f"{count} conditionals"
         yield f"each device takes one branch of {which}; all branches are counted"
-    layers = _layers(lowered)
+    layers = _layers(found, lowered)
     if layers > _DEEP:
         yield (
             f"{layers} layers stand one after the other in the program, "
@@ -148,12 +150,12 @@ def _leaves(some: Sequence[object]) -> str:
     return "1 leaf" if len(some) == 1 else f"{len(some)} leaves"
 
 
-def _layers(lowered: Lowered) -> int:
+def _layers(found: Spread, lowered: Lowered) -> int:
     """How many equal layers the parameters are numbered by."""
-    indices: dict[str, set[str]] = {}
-    for leaf in lowered.leaves:
+    indices: dict[Any, set[str]] = {}
+    for leaf, value in zip(lowered.leaves, found.arguments, strict=True):
         if leaf.role == "parameter":
             for index in _INDEX.finditer(leaf.path):
                 place = leaf.path[: index.start()] + leaf.path[index.end() :]
-                indices.setdefault(place, set()).add(index[0])
+                indices.setdefault((place, value.shape), set()).add(index[0])
     return max(map(len, indices.values()), default=0)
