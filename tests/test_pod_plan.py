@@ -492,6 +492,30 @@ def test_a_step_that_closes_over_arrays() -> None:
     )
 
 
+def test_a_function_that_it_calls_closes_over_arrays() -> None:
+    """Each array counts once, wherever it is used."""
+    table, other = jnp.ones((1024, 512)), np.ones((1024, 512), np.float32)
+
+    @jax.jit
+    def inner(x: Any) -> Any:
+        return x + table[:8, :32]
+
+    def step(params: Any, x: Any) -> Any:
+        x = inner(inner(x @ params["up"])) + table[0, :32]
+        return jax.lax.cond(
+            x.sum() > 0, lambda x: x + jax.jit(jnp.sum)(other), inner, x
+        )
+
+    (warning,) = [
+        text
+        for text in plan(step, PARAMS, X, layout_map=rules(**MEGATRON)).warnings
+        if "closes over" in text
+    ]
+    assert warning.startswith(
+        "step closes over 2 arrays ((1024,512), (1024,512); 4.0 MiB): "
+    )
+
+
 def test_many_layers_without_a_scan() -> None:
     def step(params: Any, x: Any) -> Any:
         for layer in params["layers"]:

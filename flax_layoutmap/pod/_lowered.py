@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._arguments import Argument
 from flax_layoutmap._errors import LayoutError
@@ -162,9 +163,19 @@ def _is_main(op: Any) -> bool:
 
 
 def constants_of(traced: Any) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and bytes of what a trace closes over."""
-    consts = traced.jaxpr.consts
-    return [(tuple(np.shape(one)), int(getattr(one, "nbytes", 0))) for one in consts]
+    """Shape and bytes of what a trace, or a function that it calls, closes over."""
+    found = {id(one): one for one in traced.jaxpr.consts}
+    for eqn in every(traced.jaxpr.eqns):
+        for value in eqn.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(part, ClosedJaxpr):
+                    found |= {id(one): one for one in part.consts}
+    return [(tuple(np.shape(one)), _bytes(one)) for one in found.values()]
+
+
+def _bytes(array: Any) -> int:
+    """What jax 0.8 makes of an array of NumPy does not know its `nbytes`."""
+    return int(np.prod(np.shape(array), dtype=int)) * int(array.dtype.itemsize)
 
 
 def notes_of(arguments: Sequence[Argument]) -> tuple[str, ...]:
