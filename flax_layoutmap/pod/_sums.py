@@ -1,5 +1,6 @@
 """All-reduces in a laid-out module: which of them are one, and which scatter."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,16 +9,47 @@ from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._operations import maker_of
 from flax_layoutmap.pod._spread import Found
 
+# Between a sum and the slices that are taken of it, the compiler moves these behind.
+_LOOKED_THROUGH = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.reshape")
+
 
 def scattered(
     op: Any, axes: Sequence[AxisRef], attributes: Attributes
 ) -> tuple[AxisRef, ...]:
     """The axes over which every user takes its own slice of the sum."""
-    users = [use.owner for use in op.results[0].uses]
-    if not users or any(user.operation.name != "sdy.all_slice" for user in users):
-        return ()
-    sliced = attributes.axes_in(users[0].operation.attributes["slicing_axes"])
-    return tuple(axis for axis in axes if axis in sliced)
+    left = tuple(axes)
+    todo = [op.results[0]]
+    for value in todo:
+        users = [use.owner.operation for use in value.uses]
+        for user in users:
+            if user.name == "sdy.all_slice":
+                sliced = attributes.axes_in(user.attributes["slicing_axes"])
+                left = tuple(axis for axis in left if axis in sliced)
+            elif user.name in _LOOKED_THROUGH and _keeps_dims(user, left, attributes):
+                todo.append(user.results[0])
+            else:
+                return ()
+        if not users:
+            return ()
+    return left
+
+
+def _keeps_dims(op: Any, axes: Sequence[AxisRef], attributes: Attributes) -> bool:
+    """Whether the dims that are sliced after an operation are dims before it, too."""
+    if op.name != "stablehlo.reshape":
+        return True
+    ends = op.operands[0], op.results[0]
+    before, after = (attributes.type_of(one)[0] for one in ends)
+    same = {(math.prod(before[:dim]), size) for dim, size in enumerate(before)}
+    for use in op.results[0].uses:
+        user = use.owner.operation
+        if user.name != "sdy.all_slice":
+            return False
+        for dim, own in enumerate(attributes.of(user.attributes["out_sharding"])):
+            if not set(axes).isdisjoint(own):
+                if (math.prod(after[:dim]), after[dim]) not in same:
+                    return False
+    return True
 
 
 def added(
