@@ -36,6 +36,7 @@ from flax_layoutmap._hybrid import granules_of, hybrid_grid, one_slice_grid
 from flax_layoutmap._mesh_shape import (
     Shape,
     axis_types_of,
+    check_one_open,
     fill,
     sizes_and_names,
     wrong_count,
@@ -142,6 +143,7 @@ class DeviceMesh:
             MeshError: sizes and names do not fit together.
         """
         sizes, names = sizes_and_names(shape, axis_names)
+        check_one_open(sizes)
         if -1 in sizes:
             raise MeshError(
                 f"an abstract mesh has no devices to compute -1 from: {sizes}; "

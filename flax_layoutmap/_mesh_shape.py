@@ -74,8 +74,7 @@ def _parse(line: str) -> tuple[list[int], list[str]]:
 
 
 def fill(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[int, ...]:
-    if sizes.count(-1) > 1:
-        raise MeshError(f"only one axis may have size -1, got {sizes}")
+    check_one_open(sizes)
     if -1 not in sizes:
         return sizes
     known = -math.prod(sizes)
@@ -86,6 +85,11 @@ def fill(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[in
             f"by the other axes, {known}"
         )
     return tuple(count // known if size == -1 else size for size in sizes)
+
+
+def check_one_open(sizes: Sequence[int]) -> None:
+    if list(sizes).count(-1) > 1:
+        raise MeshError(f"only one axis may have size -1, got {tuple(sizes)}")
 
 
 def wrong_count(

@@ -563,6 +563,20 @@ def test_rules_that_shard_nothing_make_everything_data() -> None:
     assert told.warnings == ()
 
 
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])
+def test_a_rule_for_an_array_alone(wrap: Any) -> None:
+    step = wrap(lambda w, x: x @ w)
+    (warning,) = plan(step, SQUARE["w"], X, layout_map=rules(**ROWS)).warnings
+    assert warning == (
+        "w is an array alone, which has no path for rules, so that rule 'w' has no "
+        'effect; pass it in a container, {"w": w}'
+    )
+    # A rule for all is not about the data.
+    layout = rules(**{".*": ("model", None)})
+    told = plan(lambda p, x: x @ p["w"], SQUARE, X, layout_map=layout)
+    assert told.warnings == ()
+
+
 def test_nothing_is_sharded() -> None:
     (warning,) = plan(jax.jit(sgd), PARAMS, X).warnings
     assert warning == (
@@ -819,7 +833,12 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         planned(mesh={"data": -1, "model": -1}, topology="v5e:2x4"),
         flm.MeshError,
-        "an abstract mesh has no devices to compute -1 from: (-1, -1); write the size",
+        "only one axis may have size -1, got (-1, -1)",
+    ),
+    (
+        planned(mesh="data=2,fsdp=-1,model=-1", topology="v5e:2x4"),
+        flm.MeshError,
+        "only one axis may have size -1, got (2, -1, -1)",
     ),
     (
         planned(topology="v5p:3x3x3"),

@@ -210,7 +210,7 @@ def _lower_program(
         kept,
         Layouts(arguments, fixed),
         constants_of(traced),
-        notes=notes_of(arguments),
+        notes=notes_of(arguments, rules),
         gradients=gradients,
     )
 

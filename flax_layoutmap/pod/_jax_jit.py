@@ -72,7 +72,7 @@ def lower_jitted(
         Layouts(taken),
         constants_of(traced),
         {} if rules is None else _specs(taken, kept),
-        () if rules is None else notes_of(taken),
+        () if rules is None else notes_of(taken, rules),
         gradients,
     )
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._arguments import Argument
+from flax_layoutmap._decide import fits
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._jaxprs import every
@@ -178,13 +179,44 @@ def _bytes(array: Any) -> int:
     return int(np.prod(np.shape(array), dtype=int)) * int(array.dtype.itemsize)
 
 
-def notes_of(arguments: Sequence[Argument]) -> tuple[str, ...]:
+def notes_of(arguments: Sequence[Argument], rules: RuleSet) -> tuple[str, ...]:
     """Whether what is meant as state was taken for data."""
+    notes = [
+        f"{one.name} is an array alone, which has no path for rules, so that rule "
+        f"{pattern!r} has no effect; pass it in a container, "
+        f'{{"{one.name}": {one.name}}}'
+        for one in arguments
+        for pattern in _meant(one, arguments, rules)
+    ]
     containers = [one.name for one in arguments if one.is_container and one.leaves]
-    if any(one.is_state for one in arguments) or len(arguments) < 2 or not containers:
+    if notes or any(one.is_state for one in arguments):
+        return tuple(notes)
+    if len(arguments) < 2 or not containers:
         return ()
     return (
         f"no rule shards a leaf of {', '.join(containers)}, so that every argument is "
         "data, split over the batch axes; say what is state: "
         f'donate_argnames="{containers[0]}"',
     )
+
+
+def _meant(
+    argument: Argument, arguments: Sequence[Argument], rules: RuleSet
+) -> list[str]:
+    """The first rule that shards what is called as an array alone, and nothing else."""
+    if argument.is_container or not argument.leaves:
+        return []
+    ndim = np.ndim(argument.leaves[0])
+    named = [
+        at
+        for at in rules.matching(argument.name)
+        if not rules.rules[at].layout.is_replicated
+        and fits(rules.rules[at].layout, ndim)
+    ]
+    others = {one.name: one.value for one in arguments if one.is_container}
+    used = {
+        at
+        for path in (flatten(Roots(others)).paths if named else ())
+        for at in rules.matching(path)
+    }
+    return [rules.rules[at].pattern for at in named if at not in used][:1]
