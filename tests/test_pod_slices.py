@@ -134,3 +134,69 @@ def test_slices_that_the_partitioner_moves_otherwise(mesh: flm.DeviceMesh) -> No
     ROWS = P(("data", "model"))
     report, _ = planned_and_compiled(others, mesh, struct(*WHOLE), AT)
     assert not report.unrecognised
+
+
+# ------------------------------------------------------------- slices in every round
+
+PARAMS = {"up": struct(16, 32), "down": struct(32, 16)}
+LARGE = struct(4096, 16)
+
+
+def accumulated(state: Any, x: Any) -> Any:
+    """Gradients of four parts of a batch, one after the other."""
+
+    def loss(params: Any, x: Any) -> Any:
+        return ((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2).mean()
+
+    def body(total: Any, x: Any) -> Any:
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(state, x)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, state)
+    return jax.lax.scan(body, zeros, x)[0]
+
+
+def accumulated_plan(step: Any, mesh: flm.DeviceMesh, x: Any = LARGE) -> Any:
+    layout_map = flm.LayoutMap(batch="data")
+    layout_map["up"], layout_map["down"] = ("data", "model"), ("model", "data")
+    report = flm.pod.plan(
+        step, PARAMS, x, mesh=mesh, layout_map=layout_map, donate_argnames="state"
+    )
+    return report, [text for text in report.warnings if "each round" in text]
+
+
+def test_batches_that_a_scan_cuts_along_the_batch_axis(mesh: flm.DeviceMesh) -> None:
+    def step(state: Any, x: Any) -> Any:
+        return accumulated(state, x.reshape(4, -1, 16))
+
+    report, (text,) = accumulated_plan(step, mesh)
+    assert "up to 4 times" in text and "x (4,1024,16) P(data) at test_pod" in text
+    assert not report.unrecognised
+    # Of little it is not said.
+    assert accumulated_plan(step, mesh, struct(64, 16))[1] == []
+
+
+def test_batches_that_are_moved_before_the_scan(mesh: flm.DeviceMesh) -> None:
+    """What the warning says to do."""
+
+    def step(state: Any, x: Any) -> Any:
+        parts = x.reshape(4, -1, 16)
+        asked = jax.lax.with_sharding_constraint(parts, P(None, "data"))
+        return accumulated(state, asked)
+
+    report, texts = accumulated_plan(step, mesh)
+    assert texts == []
+    moves = [one for one in report.collectives if one.path == "x"]
+    assert [(one.kind, one.executions) for one in moves] == [("all-to-all", 1)]
+
+
+def test_layers_that_are_sharded_along_the_dim_of_a_scan(mesh: flm.DeviceMesh) -> None:
+    def step(state: Any, x: Any) -> Any:
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return jax.lax.scan(layer, x, state["w"])[0]
+
+    layout_map = flm.LayoutMap(batch="data")
+    layout_map["w"] = ("model", None, None)
+    state = {"w": struct(8, 64, 64)}
+    report = flm.pod.plan(step, state, struct(64, 64), mesh=mesh, layout_map=layout_map)
+    (text,) = report.warnings
+    assert "up to 8 times" in text and "state/w (8,64,64) P(model) at" in text

@@ -1,10 +1,10 @@
 """Reads a module that Shardy has laid out: collectives, reshards, matrix products.
 
 Loops are multiplied. Five things are counted as the compiler does them, not as they
-are written: a chain of additions of all-reduces is one all-reduce, a sum that is sliced
-later is scattered, equal gathers of one value are one gather if they are close together,
-rows are looked up in sharded tables, and slices are written along sharded dims, as XLA's
-partitioner does it.
+are written: a chain of additions of all-reduces is one all-reduce; a sum that is sliced
+later is scattered; equal gathers of one value are one gather if they are close to each
+other; rows are looked up in sharded tables, and slices written along sharded dims, as
+the partitioner of XLA does it.
 """
 
 import dataclasses

@@ -12,8 +12,9 @@ from flax_layoutmap._topologies import Topology
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._placed import placed
+from flax_layoutmap.pod._sources import source_line
 from flax_layoutmap.pod._spread import Spread
-from flax_layoutmap.pod._values import bytes_of, parts, spec_text
+from flax_layoutmap.pod._values import bytes_of, dtype_name, parts, spec_text
 
 # Arrays in a closure below this are tables of constants.
 _CLOSED_OVER = 1 << 20
@@ -21,7 +22,7 @@ _CLOSED_OVER = 1 << 20
 _DEEP = 12
 # State below this is not worth donating.
 _UNDONATED = 1 << 20
-# Of what is sent for a gradient in a step, no more than this is worth no warning.
+# Of what is sent for an array in a step, no more than this is worth no warning.
 _LITTLE = 1 << 16
 
 # `layers/3/`, `layers_3/` and `Dense_3/` of Linen, `block3/`; `weights/3` of a list.
@@ -49,6 +50,7 @@ def warnings_of(
     yield from _closed_over(lowered)
     yield from _undonated(found, lowered)
     yield from _summed_whole(found, lowered)
+    yield from _moved_per_round(found, lowered)
     if found.branching:
         count = found.branching
         which = "a conditional" if count == 1 else f"{count} conditionals"
@@ -143,6 +145,29 @@ def _summed_whole(found: Spread, lowered: Lowered) -> Iterator[str]:
             "(256 elements of bfloat16) only, not across a dim of one element, not "
             "over all devices of a square or cubic slice, and few rows not always over "
             "256: shard another dim, or over fewer devices"
+        )
+
+
+def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
+    """Arrays of which a loop takes slices along a dim that is sharded."""
+    names: dict[str, int] = {}
+    for one in found.per_round:
+        value = one.value
+        if value.local_bytes * one.rounds >= _LITTLE:
+            kind = f"{dtype_name(value.element)} array"
+            name = kind if value.leaf is None else lowered.leaves[value.leaf].path
+            line = source_line(one.location)
+            place = f"{name} {show_shape(value.shape)} {spec_text(value.dims)}"
+            names[f"{place} at {line}" if line else place] = one.rounds
+    if names:
+        shown = "; ".join([*names][:4]) + ("; …" if len(names) > 4 else "")
+        rounds = max(names.values())
+        yield (
+            "each round of a loop takes a slice along a sharded dim, for which the "
+            "whole array is moved: counted in every round, up to "
+            f"{rounds:,} times, where the compiler may move it once, or gather it: "
+            f"{shown}; make that dim whole before the loop, such as "
+            'jax.lax.with_sharding_constraint(x, P(None, "data"))'
         )
 
 
