@@ -1250,9 +1250,7 @@ SHOWN = {
     "several processes: values": (
         "test_multiprocess::test_host_values_become_global_arrays"
     ),
-    "several processes: end to end": (
-        "test_multiprocess::test_the_whole_line_under_two_processes"
-    ),
+    "several processes: end to end": ("test_multiprocess::test_the_whole_line"),
     # tf-keras: layout_map_test
     "first pattern wins": "test_keras::test_lookups",
     "subclass model": "test_layout_scope::test_subclass_model",

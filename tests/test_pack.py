@@ -136,9 +136,12 @@ def test_what_lies_alone_is_not_compared() -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_processes() -> None:
+@pytest.mark.parametrize(
+    ("processes", "count"), [(2, 58), pytest.param(4, 16, marks=pytest.mark.slow)]
+)
+def test_several_processes(processes: int, count: int) -> None:
     """With relayouts and their gradients, which need no process to hold it all."""
-    ended = launch.run("relayouts", processes=2, devices=4)
+    ended = launch.run("relayouts", processes=processes, devices=8 // processes)
     for process, one in enumerate(ended):
         wrong = [
             f"{group}: {check}"
@@ -147,4 +150,4 @@ def test_two_processes() -> None:
             if not holds
         ]
         assert not wrong, f"process {process}\n{one}"
-    assert sum(len(checks) for checks in ended[0].answer.values()) == 58
+    assert sum(len(checks) for checks in ended[0].answer.values()) == count
