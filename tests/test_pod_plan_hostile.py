@@ -533,6 +533,29 @@ def test_other_rules_that_match_nothing_are_told() -> None:
         report.with_layout(rules(upp=(None, "model")))
 
 
+def test_other_rules_for_what_was_traced_are_told() -> None:
+    def layout(**activations: Any) -> flm.LayoutMap:
+        made = rules(**MEGATRON)
+        made.activations.update(activations)
+        return made
+
+    first_layout = layout(mlp=("data", "model"))
+    first = plan(sgd, PARAMS, X, layout_map=first_layout)
+    assert first.with_layout(first_layout).warnings == first.warnings
+    for other in (layout(), layout(mlp=("model", "data"))):
+        warning = first.with_layout(other).warnings[0]
+        assert warning == (
+            "these rules have other activations, which are in the program as it was "
+            "traced, and have no effect here; plan again with these rules: "
+            "flm.pod.plan(step, …, layout_map=layout_map)"
+        )
+    there_and_back = first.with_layout(other).with_layout(first_layout)
+    assert there_and_back.warnings == first.warnings
+    named = layout(mlp=("data", "model"))
+    named.names["hidden"] = ("data", None)
+    assert first.with_layout(named).warnings[0].startswith("these rules have other nam")
+
+
 def test_layouts_that_are_alike_by_order() -> None:
     """Arguments that the program says are alike are laid out as one."""
 

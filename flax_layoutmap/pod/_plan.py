@@ -126,7 +126,7 @@ def plan(
     rules, own = _rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, own)
     prepared = prepare(lowered.lowered)
-    made = _Plan(lowered, own, where, prepared, platform)
+    made = _Plan(lowered, own, where, prepared, platform, rules)
     return made.report(prepared.spread(), start)
 
 
@@ -139,6 +139,7 @@ class _Plan:
     topology: Topology | None
     prepared: Prepared | None = None
     platform: str = "tpu"
+    rules: RuleSet | None = None
 
     def with_layout(self, layout_map: Any) -> PodReport:
         """The report for other rules; the program is not lowered again."""
@@ -155,14 +156,18 @@ class _Plan:
                 f"the plan is for the mesh {self.mesh}, and these rules are for "
                 f"{given.mesh}; plan again for another mesh: flm.pod.plan(step, …)"
             )
-        specs = self.lowered.specs_under(given.on(self.mesh))
+        given = given.on(self.mesh)
+        specs = self.lowered.specs_under(given)
         prepared = self.prepared or prepare(self.lowered.lowered)
         module = prepared.spread(specs, self.lowered.pairs)
         # What in_shardings said instead of the first rules is of no matter now.
         lowered = dataclasses.replace(self.lowered, wanted={})
-        return dataclasses.replace(self, lowered=lowered).report(module, start)
+        other = dataclasses.replace(self, lowered=lowered)
+        return other.report(module, start, tuple(_traced_before(self.rules, given)))
 
-    def report(self, module: Any, start: float) -> PodReport:
+    def report(
+        self, module: Any, start: float, notes: tuple[str, ...] = ()
+    ) -> PodReport:
         """The report from a module that was laid out."""
         known = None if self.prepared is None else self.prepared.attributes
         where = self.topology
@@ -207,12 +212,27 @@ class _Plan:
             seconds_bound=bound,
             drift=_drift(found, self.lowered),
             unrecognised=dict(found.unrecognised),
-            warnings=tuple(warnings_of(found, self.lowered, self.mesh, self.topology)),
+            warnings=(
+                *notes,
+                *warnings_of(found, self.lowered, self.mesh, self.topology),
+            ),
             took_seconds=time.perf_counter() - start,
             replan=self.with_layout,
             values=functools.partial(listing, module),
             paths=tuple(leaf.path for leaf in leaves),
         )
+
+
+def _traced_before(first: RuleSet | None, given: RuleSet) -> Iterator[str]:
+    """What other rules say of what was traced with the first ones."""
+    for section in ("activations", "names"):
+        before = () if first is None else getattr(first, section)
+        if getattr(given, section) != before:
+            yield (
+                f"these rules have other {section}, which are in the program as it was "
+                "traced, and have no effect here; plan again with these rules: "
+                "flm.pod.plan(step, …, layout_map=layout_map)"
+            )
 
 
 def _rules_and_mesh(

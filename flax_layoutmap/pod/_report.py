@@ -240,7 +240,7 @@ class PodReport:
         """Plans the same step with other rules; it is not traced again.
 
         Constraints inside of the model stay as they were traced: rules for activations
-        and names have no effect here.
+        and names have no effect here, and the report warns where they are others.
 
         Args:
             layout_map: other rules; their mesh must have the same axes, or none.
