@@ -6,7 +6,7 @@
     ├── ResolveError            rules do not fit a tree: rank, divisibility, overlap
     ├── StructureError          a tree has no unique paths, or does not fit another
     ├── CheckpointError         a checkpoint cannot be written, read or used
-    └── ProcessError            the processes of one job disagree
+    └── ProcessError            the processes of one job disagree, or do not meet
     LayoutWarning(UserWarning)  something that would otherwise be silent
 
 A message says, in this order: which leaf, which rule, what clashed, what to do.
@@ -73,7 +73,7 @@ class CheckpointError(LayoutError):
 
 
 class ProcessError(LayoutError):
-    """The processes of one job were given different rules, meshes or trees."""
+    """The processes of one job disagree, or do not come together."""
 
     __module__ = "flax_layoutmap"
 

@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(_initialize, "try_address", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
-    for name in VARIABLES:
+    for name in (*VARIABLES, "JAX_COORDINATOR_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     return seen
 
@@ -299,6 +299,20 @@ def test_too_late_is_told_before_the_address_is_tried(
     with pytest.raises(flm.ProcessError, match=r"jax.devices\(\) is too late"):
         flm.initialize(free, 2, 1)
     assert not tried
+
+
+def test_the_address_that_jax_reads(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(_initialize, "try_address", lambda *args: tried.append(args))
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
+    flm.initialize(None, 2, 1, coordinator_bind_address="10.0.0.1:5")
+    assert tried == [("10.0.0.1:1234", 1, 300, "10.0.0.1:5")]
+    assert calls[0][:3] == (None, 2, 1)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1")
+    with pytest.raises(flm.ProcessError, match=r"an address is .*, got '10\.0\.0\.1'"):
+        flm.initialize(None, 2, 1)
 
 
 def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
