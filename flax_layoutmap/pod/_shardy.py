@@ -45,13 +45,14 @@ from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._shifts import SHIFTING, shifts
 from flax_layoutmap.pod._slices import (
     TAKE,
+    TOP_K,
     WRITE,
     gathered,
     moved_to_slice,
     written_whole,
 )
 from flax_layoutmap.pod._spread import Found, Move, PerRound, Scope, Spread
-from flax_layoutmap.pod._sums import added, gathered_from, scattered
+from flax_layoutmap.pod._sums import added, gathered_from, partial_results, scattered
 from flax_layoutmap.pod._values import Value, parts
 
 # Operations of other compilers, some of which Shardy knows.
@@ -266,6 +267,10 @@ class _Walk:
         if parts(axes) == 1:
             return
         leaf, source = gathered_from(op, self.values), op.operands[0]
+        partial = partial_results(op, self.values)
+        if partial is not None:
+            self._add("all-gather", axes, partial, value, op, place, leaf, source)
+            return
         scatters = scattered(op, axes, self.attributes)
         rest = tuple(axis for axis in axes if axis not in scatters)
         shape = value.local_shape
@@ -461,6 +466,9 @@ class _Walk:
                 self.found.unrecognised[f"{name} in a shard_map, not counted"] += 1
         elif "sdy.sharding" not in op.attributes and self._has_sharded(op):
             self.found.unrecognised[f"{name} of sharded arrays, not counted"] += 1
+        elif name == TOP_K and moved_to_slice(op, self.values) is not None:
+            what = "top_k along a sharded dim, not counted as XLA moves it"
+            self.found.unrecognised[what] += 1
 
     def _has_sharded(self, op: Any) -> bool:
         """Whether any operand is sharded."""

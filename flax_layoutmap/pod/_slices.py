@@ -15,6 +15,8 @@ from flax_layoutmap.pod._operations import MOVING, is_asked, maker_of
 from flax_layoutmap.pod._values import Value, parts
 
 WRITE, TAKE = "stablehlo.dynamic_update_slice", "stablehlo.dynamic_slice"
+# A custom call: the largest are a slice of what is sorted.
+TOP_K = "mhlo.topk"
 
 
 def written_whole(op: Any, dims: Dims, attributes: Attributes) -> list[int]:

@@ -8,6 +8,7 @@ from flax_layoutmap.pod._attributes import Attributes, AxisRef
 from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._operations import maker_of
 from flax_layoutmap.pod._spread import Found
+from flax_layoutmap.pod._values import parts
 
 # Between a sum and the slices that are taken of it, the compiler moves these behind.
 _LOOKED_THROUGH = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.reshape")
@@ -50,6 +51,24 @@ def _keeps_dims(op: Any, axes: Sequence[AxisRef], attributes: Attributes) -> boo
                 if (math.prod(after[:dim]), after[dim]) not in same:
                     return False
     return True
+
+
+def partial_results(op: Any, values: Dataflow) -> tuple[int, ...] | None:
+    """The shape in which XLA gathers what each device found, instead of a sum.
+
+    So it does where several arrays are reduced together (`argmax`: the largest element
+    and its place); each device reduces what it has, and then what all have.
+    """
+    maker = maker_of(op.operands[0])
+    if maker is None or maker.name != "stablehlo.reduce" or len(maker.results) == 1:
+        return None
+    whole, gone = values.of(maker.operands[0]), set(maker.attributes["dimensions"])
+    return tuple(
+        parts(axes) if dim in gone else size
+        for dim, (size, axes) in enumerate(
+            zip(whole.local_shape, whole.dims, strict=True)
+        )
+    )
 
 
 def added(
