@@ -452,6 +452,33 @@ def test_quantised_matrices_are_parameters_and_keys_are_not() -> None:
         assert report.reshards == ()
 
 
+def test_caches_are_no_parameters() -> None:
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((16, 16)))
+            self.keys = nnx.Cache(jnp.zeros((8, 32, 16)))
+
+    def decode(model: Any, x: Any) -> Any:
+        model.keys[...] = model.keys[...] + 1
+        return x @ model.w
+
+    layout = rules(w=("model", None), keys=("data", None, None))
+    report = plan(decode, nnx.eval_shape(Block), X, layout_map=layout)
+    part, cache = 16 * 16 * 4 // 4, 8 * 32 * 16 * 4 // 2
+    assert report.memory.at_rest["parameter"] == part
+    assert report.memory.at_rest["other"] == cache
+
+    def linen(variables: Any, x: Any) -> Any:
+        cache = jax.tree.map(lambda a: a + 1, variables["cache"])
+        return {**variables, "cache": cache}, x @ variables["params"]["w"]
+
+    keys = {"attention": {"keys": struct(8, 32, 16)}}
+    given = {"params": SQUARE, "cache": keys}
+    report = plan(linen, given, X, layout_map=layout, donate_argnames="variables")
+    assert report.memory.at_rest["parameter"] == part
+    assert report.memory.at_rest["other"] == cache
+
+
 def test_in_several_threads() -> None:
     layout_map, other = rules(**MEGATRON), rules(**FULLY)
     first = plan(sgd, PARAMS, X, layout_map=layout_map)

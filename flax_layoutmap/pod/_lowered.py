@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._arguments import Argument
@@ -17,6 +18,9 @@ from flax_layoutmap._jaxprs import every
 from flax_layoutmap._paths import Roots
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap.pod._state import Layouts
+
+# A collection of Linen, an argument or an entry of that name, and what is in them.
+_CACHE = re.compile(r"(?:^|/)(?:(?:kv_)?caches?|cached_(?:key|value))(?:/|$)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,11 +116,20 @@ def leaves_of(
         paths = flat.full_paths()
         roles = ["data"] * len(paths)
         if one.is_state:
+            caches = _caches(one, paths)
             for section in flat.sections:
                 for at in range(section.start, section.stop):
-                    roles[at] = _role(section.role, one.leaves[at])
+                    role = "other" if at in caches else section.role
+                    roles[at] = _role(role, one.leaves[at])
         every += zip(paths, roles, strict=True)
     return [Leaf(*every[at], gone) for at, gone in zip(kept, donated, strict=True)]
+
+
+def _caches(argument: Argument, paths: Sequence[str]) -> set[int]:
+    """Leaves that are keys and values of earlier tokens, by type or by name."""
+    held = enumerate(argument.holders())
+    found = {at for at, holder in held if holder and isinstance(holder[0], nnx.Cache)}
+    return found | {at for at, path in enumerate(paths) if _CACHE.search(path)}
 
 
 def _role(role: str, leaf: Any) -> str:
