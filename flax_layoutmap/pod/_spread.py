@@ -12,6 +12,21 @@ from flax_layoutmap.pod._values import Value
 Scope = tuple[int, ...]  # the loops around an operation, by number
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the program the walk is.
+
+    Attributes:
+        times: how often what stands there runs in a step.
+        scope: the loops around it.
+        cuts: inside of a shard_map, into how many parts its axes cut the work; else 0.
+    """
+
+    times: int
+    scope: Scope
+    cuts: int = 0
+
+
 @dataclasses.dataclass(slots=True)
 class Found:
     """A collective as it stands in the program.
