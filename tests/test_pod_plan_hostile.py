@@ -611,6 +611,9 @@ def test_rules_that_shard_nothing_make_everything_data() -> None:
     none = rules(up=None, down=None)
     told = plan(sgd, PARAMS, X, layout_map=none, donate_argnames="params")
     assert told.warnings == ()
+    jitted = plan(jax.jit(sgd, donate_argnums=0), PARAMS, X, layout_map=none)
+    assert jitted.warnings == () and jitted.memory == told.memory
+    assert kinds(jitted) == kinds(told)
 
 
 @pytest.mark.parametrize("wrap", [lambda step: step, jax.jit])

@@ -40,33 +40,40 @@ def lower_jitted(
         for slot, value in slots
         if all(map(_is_array_or_number, jax.tree.leaves(value)))
     }
+    every = list(arguments.values())
+
+    def trace() -> Any:
+        values = [
+            (slot, arguments[slot].plain() if slot in arguments else value)
+            for slot, value in slots
+        ]
+        leaves = [leaf for one in every for leaf in one.leaves]
+        with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
+            return call_with(step.trace, signature, values)
+
     if rules is not None:
-        _lay_out(list(arguments.values()), rules)
-    values = [
-        (slot, arguments[slot].plain() if slot in arguments else value)
-        for slot, value in slots
-    ]
-    leaves = [leaf for one in arguments.values() for leaf in one.leaves]
-    with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
-        traced = call_with(step.trace, signature, values)
-        lowered = lower(traced, platform, getattr(step, "__name__", "the step"))
-    infos = jax.tree.leaves(lowered.args_info)
-    taken = list(arguments.values())
-    if sum(len(one.leaves) for one in taken) > len(infos):
-        # Numbers that are static; which they are, only jax.jit knows.
-        taken = [one for one in taken if any(map(_is_array, one.raw))]
+        for one in every:
+            if not one.is_state and holds_parameters(one, rules):
+                one.make_state()
+        if not any(one.is_state for one in every) and len(every) > 1:
+            _find_state(every, _donated(trace()))
+        _lay_out(every, rules)
+    traced = trace()
+    lowered = lower(traced, platform, getattr(step, "__name__", "the step"))
+    donated = _donated(lowered)
+    taken = _taken(every, len(donated))
     kept = kept_by(lowered, [one.slot.parameter for one in taken])
     place = {leaf: at for at, leaf in enumerate(kept)}
     count = sum(len(one.leaves) for one in taken)
     results = look_at(traced, range(count), lowered.out_info, 0, taken)
     if rules is None:
-        _find_state(taken, results, [info.donated for info in infos])
+        _find_state(taken, donated, results)
     shapes = jax.tree.leaves(lowered.out_info)
     found, gradients = pairs_of(results, taken, shapes, {})
     return Lowered(
         getattr(step, "__name__", "the step"),
         lowered,
-        leaves_of(taken, kept, [infos[at].donated for at in kept]),
+        leaves_of(taken, kept, [donated[at] for at in kept]),
         {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(taken),
@@ -77,17 +84,42 @@ def lower_jitted(
     )
 
 
+def _donated(step: Any) -> list[bool]:
+    """Of each leaf that a traced or lowered step takes, whether it is given away."""
+    return [info.donated for info in jax.tree.leaves(step.args_info)]
+
+
+def _taken(arguments: Sequence[Argument], count: int) -> list[Argument]:
+    """The arguments with so many leaves that a step takes."""
+    if sum(len(one.leaves) for one in arguments) > count:
+        # Numbers that are static; which they are, only jax.jit knows.
+        return [one for one in arguments if any(map(_is_array, one.raw))]
+    return list(arguments)
+
+
 def _find_state(
-    arguments: Sequence[Argument], results: Results, donated: Sequence[bool]
+    arguments: Sequence[Argument],
+    donated: Sequence[bool],
+    results: Results | None = None,
 ) -> None:
-    """Without rules, what is given away is state, and what comes back changed."""
+    """What is given away is state where no rule says it, and what comes back changed.
+
+    Args:
+        arguments: the arguments, which are changed.
+        donated: of each leaf that the step takes, whether it is given away.
+        results: its results; None where the rules lay out data over the batch axes, so
+            that containers alone are looked at, and only what is given away.
+    """
     start = 0
-    for one in arguments:
+    for one in _taken(arguments, len(donated)):
         own = range(start, start + len(one.leaves))
         start = own.stop
-        if not one.is_state and (
-            any(donated[at] for at in own) or comes_back(results, one, own)
-        ):
+        found = any(donated[at] for at in own)
+        if results is None:
+            found = found and one.is_container
+        else:
+            found = found or comes_back(results, one, own)
+        if found and not one.is_state:
             one.make_state()
 
 
@@ -110,9 +142,6 @@ def _is_array_or_number(leaf: Any) -> bool:
 
 def _lay_out(arguments: Sequence[Argument], rules: RuleSet) -> None:
     """Gives the leaves of arguments the shardings of the rules."""
-    for one in arguments:
-        if not one.is_state and holds_parameters(one, rules):
-            one.make_state()
     shardings = iter(Layouts(arguments).under(rules))
     for one in arguments:
         one.leaves = [abstract(leaf, next(shardings)) for leaf in one.leaves]
