@@ -18,10 +18,6 @@ _PROCESS = "KERAS_DISTRIBUTION_PROCESS_ID"
 # JAX's own default.
 _TIMEOUT_SECONDS = 300
 
-# How long a process that ends waits for the others, as long as JAX takes to miss one
-# that is gone (its `heartbeat_timeout_seconds`).
-_SHUTDOWN_SECONDS = 100
-
 # After this long, a process says what it waits for.
 _PATIENCE_SECONDS = 60.0
 
@@ -108,10 +104,9 @@ def initialize(
     says so before, after a minute.
 
     A process that has ended, by an error too, waits for the others to end. JAX ends
-    those that have not after `shutdown_timeout_seconds`: 100 here, where JAX's own
-    default is 300. So an error in one process ends the job in less than two minutes;
-    but where one process goes on longer than that after another has ended, such as
-    process 0 alone with an export, it is ended in the middle: pass more.
+    those that have not after `shutdown_timeout_seconds` (300 by default): so long after
+    an error in one process the job goes on, and so long a process may go on alone, such
+    as process 0 with an export. Pass less to learn of errors sooner, more for the other.
 
     Args:
         job_addresses: `"host:port"` of process 0; or those of all processes, with
@@ -235,7 +230,6 @@ def _refuse_if_too_late() -> None:
 def _join(
     coordinator: str | None, count: int | None, number: int | None, options: Any
 ) -> None:
-    options = {"shutdown_timeout_seconds": _SHUTDOWN_SECONDS, **options}
     try:
         jax.distributed.initialize(coordinator, count, number, **options)
     except ValueError as error:

@@ -20,7 +20,6 @@ VARIABLES = {
     "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
     "KERAS_DISTRIBUTION_PROCESS_ID": "1",
 }
-DEFAULTS = {"shutdown_timeout_seconds": 100}  # JAX's own is 300
 
 
 @pytest.fixture
@@ -59,12 +58,12 @@ def test_devices_that_are_not_here(function: Any) -> None:
 
 def test_nothing_given_is_left_to_jax(calls: list[Any]) -> None:
     flm.initialize()
-    assert calls == [(None, None, None, DEFAULTS)]
+    assert calls == [(None, None, None, {})]
 
 
 def test_arguments_are_passed_on(calls: list[Any]) -> None:
     flm.initialize("10.0.0.1:1234", 4, 3, initialization_timeout=5)
-    options = {**DEFAULTS, "initialization_timeout": 5}
+    options = {"initialization_timeout": 5}
     assert calls == [("10.0.0.1:1234", 4, 3, options)]
     flm.initialize("10.0.0.1:1234", 4, 3, shutdown_timeout_seconds=600)
     assert calls[1] == ("10.0.0.1:1234", 4, 3, {"shutdown_timeout_seconds": 600})
@@ -72,7 +71,7 @@ def test_arguments_are_passed_on(calls: list[Any]) -> None:
 
 def test_the_first_of_several_addresses(calls: list[Any]) -> None:
     flm.initialize("10.0.0.1:1234, 10.0.0.2:2345", process_id=0)
-    assert calls == [("10.0.0.1:1234", 2, 0, DEFAULTS)]
+    assert calls == [("10.0.0.1:1234", 2, 0, {})]
 
 
 def test_variables(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +80,8 @@ def test_variables(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     flm.initialize()
     flm.initialize(process_id=0)  # an argument counts more
     assert calls == [
-        ("10.0.0.1:1234", 2, 1, DEFAULTS),
-        ("10.0.0.1:1234", 2, 0, DEFAULTS),
+        ("10.0.0.1:1234", 2, 1, {}),
+        ("10.0.0.1:1234", 2, 0, {}),
     ]
 
 
@@ -318,4 +317,4 @@ def test_the_address_that_jax_reads(
 def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
     """Only JAX finds out whether this is process 0, so nothing is tried."""
     flm.initialize("10.0.0.1:1234", 2)
-    assert calls == [("10.0.0.1:1234", 2, None, DEFAULTS)]
+    assert calls == [("10.0.0.1:1234", 2, None, {})]
