@@ -22,7 +22,8 @@ from flax_layoutmap.pod._hlo import read_program
 from flax_layoutmap.pod._hlo_frames import Frames
 from flax_layoutmap.pod._links import seconds_bound
 from flax_layoutmap.pod._passes import spread
-from flax_layoutmap.pod._plan import _Plan, _rules_and_mesh
+from flax_layoutmap.pod._plan import _Plan
+from flax_layoutmap.pod._plan_mesh import rules_and_mesh
 from flax_layoutmap.pod._records import Memory
 from flax_layoutmap.pod._report import PodReport
 
@@ -89,9 +90,9 @@ def compile(
     start = time.perf_counter()
     where = topology_of(topology, slices=slices)
     check_libtpu()
-    rules, own = _rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
+    rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     split_over_slices(own.shape, where)
-    lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu")
+    lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu", own)
     planned = _planned(_Plan(lowered, own, where), start)
     done = compile_for(
         bytecode(lowered.lowered),
