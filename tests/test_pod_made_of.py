@@ -94,6 +94,24 @@ def test_a_kernel_that_is_changed_keeps_its_path(name: str) -> None:
         report.forbid(path="params/w", kind="all-gather")
 
 
+def test_every_kernel_that_is_joined_is_found() -> None:
+    """As a step does with queries, keys and values, to multiply once."""
+
+    def step(params: Any, x: Any) -> Any:
+        return x @ jnp.concatenate([params["key"] * 2, params["w"], params["bias"]], 1)
+
+    params = {"w": W, "key": struct(16, 32), "bias": struct(16, 8)}
+    report = planned(step, params)
+    (one,) = report.collectives
+    assert one.path == "params/w" and one.joined == ("params/key", "params/bias")
+    for path in ("key", "w", "bias"):
+        with pytest.raises(AssertionError, match="all-gather over data"):
+            report.forbid(path=f"params/{path}$", kind="all-gather")
+    # As other parameters that are gathered to be used, it is no reshard.
+    assert report.reshards == ()
+    assert report.to_json()["collectives"][0]["joined"] == ["params/key", "params/bias"]
+
+
 def test_kernels_of_a_scan_that_are_changed_in_each_round() -> None:
     """What they are scaled by is made outside of it."""
     params = {"layers": struct(3, 16, 16), "scale": struct(16, 1)}

@@ -186,6 +186,7 @@ def test_json() -> None:
         "dtype": "bfloat16",
         "shape": [2048, 1024],
         "path": "model/layers/0/up/kernel",
+        "joined": [],
         "source": "model.py:36 Mlp.__call__",
         "over_dcn": False,
     }

@@ -86,7 +86,7 @@ def forbid(
         for one in report.collectives
         if (axis is None or _may_be_over(one, axis))
         and kind in (None, one.kind)
-        and _matches(path, one.path)
+        and any(_matches(path, leaf) for leaf in (one.path, *one.joined))
         and _matches(source, one.source)
     ]
     found = _large(some, small_bytes)

@@ -149,13 +149,17 @@ class Collectives:
 
     def _note_move(self, op: Any, operand: Value, value: Value, place: Place) -> None:
         earlier = self._found.moves.get(id(operand))
-        only = op.name == "sdy.all_gather"
-        before = operand
+        only, before, leaf = op.name == "sdy.all_gather", operand, operand.leaf
+        made_of = self._found.collectives[-1].made_of
+        if leaf is None and made_of:
+            leaf = made_of[0]
         # There and back are two moves.
         if earlier is not None and earlier.before.dims != value.dims:
             del self._found.moves[id(operand)]
             before, only = earlier.before, only and earlier.gathers_only
-        move = Move(before, value, place.times, location_of(op, self._attributes), only)
+            leaf = earlier.leaf
+        where = location_of(op, self._attributes)
+        move = Move(before, value, place.times, where, only, leaf)
         self._found.moves[id(value)] = move
 
     # ------------------------------------------------------------------- slices
@@ -248,9 +252,9 @@ class Collectives:
         source: Any = None,
     ) -> None:
         """Adds a collective; of a source, what it moves, no leaf need be known."""
-        made_of = None
+        made_of: tuple[int, ...] = ()
         if leaf is None and source is not None:
-            made_of = self._made_of.parameter(source)
+            made_of = self._made_of.parameters(source)
         found = Found(
             kind,
             axes,

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_layoutmap.pod._dataflow import Dataflow
+from flax_layoutmap.pod._operations import maker_of
 from flax_layoutmap.pod._values import Value
 
-# Bytes of an argument, and its position; None where no argument is as large a part.
-_Largest = tuple[int, int] | None
+# Bytes of an argument, its position, and those of others that were joined with it; None
+# where no argument is as large a part.
+_Largest = tuple[int, tuple[int, ...]] | None
+_JOINED = "stablehlo.concatenate"
 # Of a counter or a random key alone, a value is no parameter's.
 _NAMED = ("parameter", "optimizer")
 
@@ -34,14 +37,14 @@ class MadeOf:
         self._roles = roles
         self._known: dict[Any, tuple[bool, _Largest]] = {}
 
-    def parameter(self, value: Any) -> int | None:
-        """The argument that is the largest part of a value; None where data is in it.
+    def parameters(self, value: Any) -> tuple[int, ...]:
+        """The argument that is the largest part of a value; none where data is in it.
 
-        A result with fewer elements than what it is made from, such as a norm, is no
-        part of that any more.
+        With it those that it was joined with. A result with fewer elements than what it
+        is made from, such as a norm, is no part of that any more.
         """
         if not self._roles:
-            return None
+            return ()
         known, todo = self._known, [value]
         while todo:  # as a loop: a chain may be longer than Python's stack
             one = todo[-1]
@@ -52,18 +55,18 @@ class MadeOf:
                     continue
             todo.pop()
         largest = known[value][1]
-        return None if largest is None else largest[1]
+        return () if largest is None else largest[1]
 
     def _look(self, value: Any) -> Any:
         """Decides of a value, or says of which one to decide before."""
         leaf = self._values.leaf_of(value)
         if leaf is not None:
             role, size = self._roles[leaf], self._arguments[leaf].bytes
-            largest = (size, leaf) if role in _NAMED else None
+            largest = (size, (leaf,)) if role in _NAMED else None
             self._known[value] = role != "data", largest
             return None
         sources, is_part = self._values.ingredients(value)
-        largest: _Largest = None
+        parts: list[tuple[int, tuple[int, ...]]] = []
         for one in sources or ():
             if one not in self._known:
                 return one
@@ -71,12 +74,24 @@ class MadeOf:
             if not is_made:
                 sources = None
                 break
-            if other and (largest is None or other[0] > largest[0]):
-                if is_part or self._elements(one) <= self._elements(value):
-                    largest = other
+            if other and (is_part or self._elements(one) <= self._elements(value)):
+                parts.append(other)
         is_made = sources is not None
-        self._known[value] = is_made, largest if is_made else None
+        self._known[value] = is_made, _largest(parts, value) if is_made else None
         return None
 
     def _elements(self, value: Any) -> int:
         return math.prod(self._values.attributes.type_of(value)[0])
+
+
+def _largest(parts: Sequence[tuple[int, tuple[int, ...]]], value: Any) -> _Largest:
+    """What of the parts of a value it is named by."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    ordered = sorted(parts, key=lambda part: -part[0])
+    size, leaves = ordered[0]
+    maker = maker_of(value)
+    if maker is not None and maker.name == _JOINED:
+        every = (leaf for _, some in ordered for leaf in some)
+        leaves = tuple(dict.fromkeys(every))
+    return size, leaves

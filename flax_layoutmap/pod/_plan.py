@@ -258,7 +258,8 @@ def _record(
 ) -> Iterator[Collective]:
     """A collective; several, where it goes within slices and between them."""
     size = bytes_of(one.shape, one.element)
-    leaf = one.made_of if one.leaf is None else one.leaf
+    leaves = one.made_of if one.leaf is None else (one.leaf,)
+    paths = tuple(lowered.leaves[at].path for at in leaves)
     whole = Collective(
         kind=one.kind,
         axes=tuple(dict.fromkeys(name for name, _ in one.axes)),
@@ -267,7 +268,8 @@ def _record(
         executions=one.executions,
         dtype=dtype_name(one.element),
         shape=one.shape,
-        path=None if leaf is None else lowered.leaves[leaf].path,
+        path=paths[0] if paths else None,
+        joined=paths[1:],
         source=source_line(one.location),
     )
     if topology is None:
@@ -279,7 +281,7 @@ def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:
     """What changes its sharding, without parameters that are gathered to be used."""
     records = []
     for move in found.moves.values():
-        leaf = move.before.leaf
+        leaf = move.leaf
         if leaf is not None and move.gathers_only:
             if lowered.leaves[leaf].role == "parameter":
                 continue

@@ -35,6 +35,7 @@ class Collective:
         dtype: such as `"bfloat16"`.
         shape: shape of the payload on one device.
         path: the argument leaf that it moves, or whose gradient; None for others.
+        joined: other leaves that it moves, as they were joined with that one before.
         source: `"model.py:36 Attention.__call__"`; None where it is not known.
         over_dcn: whether it crosses slices.
     """
@@ -48,6 +49,7 @@ class Collective:
     dtype: str
     shape: tuple[int, ...]
     path: str | None = None
+    joined: tuple[str, ...] = ()
     source: str | None = None
     over_dcn: bool = False
 

@@ -130,7 +130,12 @@ def as_json(report: Report) -> dict[str, Any]:
             "headroom_bytes": memory.headroom_bytes,
         },
         "collectives": [
-            {**dataclasses.asdict(one), "axes": list(one.axes), "shape": [*one.shape]}
+            {
+                **dataclasses.asdict(one),
+                "axes": list(one.axes),
+                "shape": [*one.shape],
+                "joined": [*one.joined],
+            }
             for one in report.collectives
         ],
         "reshards": [

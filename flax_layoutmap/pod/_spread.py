@@ -40,7 +40,8 @@ class Found:
         location: where it comes from, as MLIR writes it.
         scope: the loops around it.
         leaf: the argument that it moves, or whose gradient it sums.
-        made_of: the largest parameter in what it moves or sums, if only parameters are.
+        made_of: the largest parameter in what it moves or sums, if only parameters are,
+            and those that it was joined with.
         into: the collective that it is one with, or None.
         is_whole: whether Shardy scatters this sum, and the TPU compiler does not.
     """
@@ -53,20 +54,30 @@ class Found:
     location: str
     scope: Scope = ()
     leaf: int | None = None
-    made_of: int | None = None
+    made_of: tuple[int, ...] = ()
     into: int | None = None
     is_whole: bool = False
 
 
 @dataclasses.dataclass(slots=True)
 class Move:
-    """A value that changes its sharding, by one collective or several."""
+    """A value that changes its sharding, by one collective or several.
+
+    Attributes:
+        before: the value.
+        after: the same in the other layout.
+        executions: how often.
+        location: where, as MLIR writes it.
+        gathers_only: whether it is only gathered.
+        leaf: the argument that it is, or is made of.
+    """
 
     before: Value
     after: Value
     executions: int
     location: str
     gathers_only: bool
+    leaf: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
