@@ -136,6 +136,24 @@ def test_a_kernel_that_is_changed_before_a_shard_map() -> None:
     assert (one.kind, one.path) == ("all-gather", "params/w")
 
 
+def test_a_cache_that_is_written_to_keeps_its_path() -> None:
+    """Data is in it now; and it is no parameter."""
+
+    def step(state: Any, x: Any, at: Any) -> Any:
+        rows = jnp.broadcast_to(x[:, None, :8], (512, 1, 8)).astype(jnp.int8)
+        cache = jax.lax.dynamic_update_slice(state["cache"], rows, (0, at, 0))
+        whole = jax.lax.with_sharding_constraint(cache * state["scale"], P())
+        return {**state, "cache": cache}, whole
+
+    layout_map = flm.LayoutMap(batch="data", strict=False)
+    layout_map["cache"] = ("data", None, None)
+    cache = struct(512, 4, 8, dtype=jnp.int8)
+    args = {"cache": cache, "scale": struct(8)}, X, struct(dtype=jnp.int32)
+    options: Any = {"donate_argnames": "state", "layout_map": layout_map}
+    report = flm.pod.plan(step, *args, mesh=MESH, **options)
+    assert [one.path for one in report.collectives] == ["state/cache"]
+
+
 def test_what_has_data_in_it_is_no_parameter() -> None:
     """Nor is a norm of a parameter; a counter makes no difference."""
 

@@ -17,6 +17,8 @@ _ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
 # What is read of these depends on their first operand.
 _FOLLOWED = MOVES | {"stablehlo.broadcast_in_dim"}
 _CUTS = frozenset({"stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"})
+# A cache that is written to is still that cache.
+_WRITES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
 _BARRIER = "stablehlo.optimization_barrier"
 # Their regions use no values from outside.
 _PURE = frozenset(
@@ -120,7 +122,7 @@ class Dataflow:
             return None, False
         if op.name == _BARRIER:
             return (op.operands[list(op.results).index(value)],), True
-        if op.name in MOVES:
+        if op.name in MOVES or op.name in _WRITES:
             return (op.operands[0],), True
         return tuple(op.operands), False
 

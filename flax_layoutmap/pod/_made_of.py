@@ -1,7 +1,8 @@
 """Which parameter a value is made of, where it is made of parameters alone.
 
 A kernel is scaled, masked, joined with others or merged with an adapter before it is
-gathered, and the gather is still one of that kernel.
+gathered, and the gather is still one of that kernel. So is one of a cache to which rows
+were written.
 """
 
 import math
@@ -16,7 +17,7 @@ from flax_layoutmap.pod._values import Value
 # where no argument is as large a part.
 _Largest = tuple[int, tuple[int, ...]] | None
 _JOINED = "stablehlo.concatenate"
-# Of a counter or a random key alone, a value is no parameter's.
+# Of others, such as a cache, those that are matrices; not of a counter or a random key.
 _NAMED = ("parameter", "optimizer")
 
 
@@ -61,8 +62,9 @@ class MadeOf:
         """Decides of a value, or says of which one to decide before."""
         leaf = self._values.leaf_of(value)
         if leaf is not None:
-            role, size = self._roles[leaf], self._arguments[leaf].bytes
-            largest = (size, (leaf,)) if role in _NAMED else None
+            role, argument = self._roles[leaf], self._arguments[leaf]
+            is_named = role in _NAMED or role != "data" and len(argument.shape) > 1
+            largest = (argument.bytes, (leaf,)) if is_named else None
             self._known[value] = role != "data", largest
             return None
         sources, is_part = self._values.ingredients(value)
