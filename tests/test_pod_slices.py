@@ -170,6 +170,7 @@ def test_batches_that_a_scan_cuts_along_the_batch_axis(mesh: flm.DeviceMesh) -> 
 
     report, (text,) = accumulated_plan(step, mesh)
     assert "up to 4 times" in text and "x (4,1024,16) P(data) at test_pod" in text
+    assert text.endswith('with_sharding_constraint(x, P(None, "data"))')
     assert not report.unrecognised
     # Of little it is not said.
     assert accumulated_plan(step, mesh, struct(64, 16))[1] == []
@@ -199,4 +200,5 @@ def test_layers_that_are_sharded_along_the_dim_of_a_scan(mesh: flm.DeviceMesh) -
     state = {"w": struct(8, 64, 64)}
     report = flm.pod.plan(step, state, struct(64, 64), mesh=mesh, layout_map=layout_map)
     (text,) = report.warnings
-    assert "up to 8 times" in text and "state/w (8,64,64) P(model) at" in text
+    assert 'P(None, "model")' in text and "up to 8 times" in text
+    assert "state/w (8,64,64) P(model) at" in text

@@ -151,6 +151,7 @@ def _summed_whole(found: Spread, lowered: Lowered) -> Iterator[str]:
 def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
     """Arrays of which a loop takes slices along a dim that is sharded."""
     names: dict[str, int] = {}
+    axis = ""
     for one in found.per_round:
         value = one.value
         if value.local_bytes * one.rounds >= _LITTLE:
@@ -159,6 +160,7 @@ def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
             line = source_line(one.location)
             place = f"{name} {show_shape(value.shape)} {spec_text(value.dims)}"
             names[f"{place} at {line}" if line else place] = one.rounds
+            axis = axis or next(axes for axes in value.dims if axes)[0][0]
     if names:
         shown = "; ".join([*names][:4]) + ("; …" if len(names) > 4 else "")
         rounds = max(names.values())
@@ -167,7 +169,7 @@ def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
             "whole array is moved: counted in every round, up to "
             f"{rounds:,} times, where the compiler may move it once, or gather it: "
             f"{shown}; make that dim whole before the loop, such as "
-            'jax.lax.with_sharding_constraint(x, P(None, "data"))'
+            f'jax.lax.with_sharding_constraint(x, P(None, "{axis}"))'
         )
 
 
