@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._links import dcn_axes
-from flax_layoutmap.pod._records import Collective
+from flax_layoutmap.pod._records import Collective, Kind
 from flax_layoutmap.pod._spread import Found
 from flax_layoutmap.pod._values import bytes_of, parts
 from flax_layoutmap.pod._whole_sums import scatters_over
@@ -44,7 +44,7 @@ def within_and_between(
     inner = [name for name in whole.axes if sizes[name] > crosses.get(name, 1)]
     outer = [name for name in whole.axes if name in crosses]
 
-    def part(kind: str, axes: Sequence[str], share: int) -> Collective:
+    def part(kind: Kind, axes: Sequence[str], share: int) -> Collective:
         members = slices if axes is outer else within
         shape = whole.shape
         if share > 1:
