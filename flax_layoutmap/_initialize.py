@@ -106,7 +106,7 @@ def initialize(
     A process that has ended, by an error too, waits for the others to end. JAX ends
     those that have not after `shutdown_timeout_seconds` (300 by default): so long after
     an error in one process the job goes on, and so long a process may go on alone, such
-    as process 0 with an export. Pass less to learn of errors sooner, more for the other.
+    as process 0 with an export. Pass less to learn of errors sooner, or more.
 
     Args:
         job_addresses: `"host:port"` of process 0; or those of all processes, with
