@@ -4,6 +4,7 @@ What JAX's runtime cannot listen at, or reach, ends the process with no word of 
 address.
 """
 
+import errno
 import os
 import socket
 import time
@@ -15,6 +16,10 @@ _TRY_SECONDS = 10.0
 _LONGEST_PAUSE_SECONDS = 1.0
 
 _EVERYWHERE = ("::", "0.0.0.0")
+
+# Of a large job, that many others may connect before process 0 does so itself; the
+# kernel has a limit of its own.
+_BACKLOG = 4096
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -80,16 +85,23 @@ def _listen(bind: str, address: str) -> socket.socket:
         if host in _EVERYWHERE:
             both = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if both else socket.AF_INET
-            place = ("", port)
-            return socket.create_server(place, family=family, dualstack_ipv6=both)
+            return socket.create_server(
+                ("", port), family=family, dualstack_ipv6=both, backlog=_BACKLOG
+            )
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, *_, place = found[0]
-        return socket.create_server(place[:2], family=family)
+        return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError) as error:
+        held = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        advice = (
+            "the last job may still hold the port: end it, or choose another port, the "
+            "same one in all processes"
+            if held
+            else "see whether it is an address of the host on which process 0 runs"
+        )
         raise ProcessError(
             f"process 0 cannot listen at {bind}, for the others to find it at "
-            f"{address}: {error}; the last job may still hold the port: end it, or "
-            "choose another port, the same one in all processes"
+            f"{address}: {error}; {advice}"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """list_devices, get_device_count and initialize: Keras's arguments and defaults."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -318,3 +319,19 @@ def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
     """Only JAX finds out whether this is process 0, so nothing is tried."""
     flm.initialize("10.0.0.1:1234", 2)
     assert calls == [("10.0.0.1:1234", 2, None, {})]
+
+
+def test_many_others_may_connect_first(free: str) -> None:
+    """They wait at a port of which process 0 still tries whether it can be reached."""
+    host, port = _coordinator.host_and_port(free)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_coordinator._listen(free, free))
+        for _ in range(200):  # more than Python lets wait by itself
+            stack.enter_context(socket.create_connection((host, port), timeout=5))
+        assert _coordinator._connect(host, port, 0.5) is None
+
+
+def test_where_it_cannot_listen() -> None:
+    text = "cannot listen at 192.0.2.1:1234.*see whether it is an address of the host"
+    with pytest.raises(flm.ProcessError, match=text):
+        _coordinator.try_address("192.0.2.1:1234", 0, 0.1, "192.0.2.1:1234")
