@@ -16,6 +16,8 @@ from flax_layoutmap.pod._manual import RAGGED, manual_collective, target_of
 from flax_layoutmap.pod._operations import (
     MOVING,
     changed_axes,
+    is_asked,
+    is_moved_to_sum,
     is_shared,
     location_of,
     maker_of,
@@ -132,9 +134,21 @@ class Collectives:
             kind = MOVING[name]
             leaf, source = value.leaf, op.operands[0]
             self._add(kind, axes, value.local_shape, value, op, place, leaf, source)
+            self._note_product(op, operand, value)
             value.index = len(self._found.collectives) - 1
             self._note_move(op, operand, value, place)
         self._keep(key, value, op)
+
+    def _note_product(self, op: Any, operand: Value, value: Value) -> None:
+        """A product for which XLA gathers the other operand."""
+        if op.name != "sdy.all_to_all" or is_asked(op, self._attributes):
+            return
+        if is_moved_to_sum(op, operand.dims, value.dims):
+            what = (
+                "product with a kernel sharded along the summed dim, counted as if the "
+                "few tokens were moved to it, where XLA gathers the kernel"
+            )
+            self._found.unrecognised[what] += 1
 
     def _keep(self, key: Any, value: Value, op: Any) -> None:
         """Remembers what was gathered."""
