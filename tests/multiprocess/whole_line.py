@@ -118,7 +118,8 @@ def check_plan(layout_map: flm.LayoutMap, state: dict[str, Any]) -> None:
     """One process alone plans the step; the others know nothing of it."""
     model, optimizer = state["model"], state["optimizer"]
     report = flm.pod.plan(make_step(layout_map), model, optimizer, batch(0))
-    report.forbid(path="kernel", axis="model")
+    # So few tokens are moved to the embedding in a plan, where XLA gathers it.
+    report.forbid(path="kernel", axis="model", unrecognised=True)
     assert ("all-reduce", ("model",)) in {(c.kind, c.axes) for c in report.collectives}
     parts = [
         leaf.addressable_shards[0].data.nbytes
