@@ -1,30 +1,17 @@
 """What a test may ask of a report: `expect` and `forbid`."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from flax_layoutmap._errors import LayoutError, bullet_list, did_you_mean
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap.pod._records import KINDS, Collective, Kind, Reshard
-from flax_layoutmap.pod._report_text import lines_of
+from flax_layoutmap.pod._records import KINDS, Collective, Kind
+from flax_layoutmap.pod._report_text import Report, lines_of
 
 
-class Asked(Protocol):
+class Asked(Report, Protocol):
     """What of a PodReport is asked for here."""
 
-    @property
-    def engine(self) -> str: ...
-    @property
-    def step(self) -> str: ...
-    @property
-    def mesh(self) -> DeviceMesh: ...
-    @property
-    def collectives(self) -> tuple[Collective, ...]: ...
-    @property
-    def reshards(self) -> tuple[Reshard, ...]: ...
-    @property
-    def unrecognised(self) -> Mapping[str, int]: ...
     @property
     def values(self) -> Callable[[str], list[tuple[str, str, str]]] | None: ...
     @property
