@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._coordinator import host_and_port, try_address
+from flax_layoutmap._coordinator import Address, host_and_port, try_address
 from flax_layoutmap._errors import MeshError, ProcessError, warn
 
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 _PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
 _PROCESS = "KERAS_DISTRIBUTION_PROCESS_ID"
+_ADDRESS_OF_JAX = "JAX_COORDINATOR_ADDRESS"
 
 # JAX's own default.
 _TIMEOUT_SECONDS = 300
@@ -141,19 +142,29 @@ def initialize(
             "this process is part of a job already: call flm.initialize once, before "
             "all else"
         )
-    known = _addresses(_first_of(job_addresses, os.environ.get(_ADDRESSES)))
+    from_variable = job_addresses is None and _ADDRESSES in os.environ
+    source = f"the variable {_ADDRESSES}" if from_variable else "job_addresses"
+    known = _addresses(
+        os.environ[_ADDRESSES] if from_variable else job_addresses, source
+    )
     count = _number(num_processes, "num_processes", _PROCESSES)
     number = _number(process_id, "process_id", _PROCESS)
     if count is None and len(known) > 1:
         count = len(known)
-    _check_numbers(known, count, number)
+    _check_numbers(known, source, count, number)
     coordinator = known[0] if known else None
     seconds = options.get("initialization_timeout", _TIMEOUT_SECONDS)
     if not isinstance(seconds, int) or seconds < 1:
         raise ProcessError(
             f"initialization_timeout is a whole number of seconds, got {seconds!r}"
         )
-    address = coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address = None
+    if coordinator is not None:
+        address = Address(coordinator, source)
+    elif _ADDRESS_OF_JAX in os.environ:
+        address = Address(
+            os.environ[_ADDRESS_OF_JAX], f"the variable {_ADDRESS_OF_JAX}"
+        )
     with _told_after_a_while(address, seconds):
         if address is not None:
             host_and_port(address)
@@ -164,25 +175,27 @@ def initialize(
         _join(coordinator, count, number, options)
 
 
-def _addresses(text: Any) -> list[str]:
+def _addresses(text: Any, source: str) -> list[str]:
     if not isinstance(text, str | None):
         raise ProcessError(
-            'job_addresses is a text, "host:port", with commas between several, got '
+            f'{source} is a text, "host:port", with commas between several, got '
             f"{text!r}"
         )
     known = [part.strip() for part in text.split(",")] if text else []
     if not all(known):
         raise ProcessError(
-            f'job_addresses has an empty part: {text!r}; write "host:port", or '
+            f'{source} has an empty part: {text!r}; write "host:port", or '
             "one for each process with commas between them"
         )
     return known
 
 
-def _check_numbers(known: list[str], count: int | None, number: int | None) -> None:
+def _check_numbers(
+    known: list[str], source: str, count: int | None, number: int | None
+) -> None:
     if len(known) > 1 and count != len(known):
         raise ProcessError(
-            f"job_addresses has {len(known)} addresses, but num_processes is {count}: "
+            f"{source} has {len(known)} addresses, but num_processes is {count}: "
             "give one for each process, or that of process 0 alone"
         )
     if count is not None and count < 1:
@@ -197,7 +210,7 @@ def _check_numbers(known: list[str], count: int | None, number: int | None) -> N
 
 
 @contextlib.contextmanager
-def _told_after_a_while(address: str | None, seconds: int) -> Iterator[None]:
+def _told_after_a_while(address: Address | None, seconds: int) -> Iterator[None]:
     """Warns while the block takes long: JAX itself waits without a word."""
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
@@ -249,10 +262,6 @@ def _not_joined(error: RuntimeError) -> ProcessError:
         "anything else of JAX (jax.devices() is too late), in every process, with "
         "an address that all of them reach"
     )
-
-
-def _first_of(first: Any, second: Any) -> Any:
-    return second if first is None else first
 
 
 def _number(given: int | None, name: str, variable: str) -> int | None:

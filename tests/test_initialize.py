@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 import flax_layoutmap as flm
 from flax_layoutmap import _coordinator, _initialize
 
+ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 VARIABLES = {
-    "KERAS_DISTRIBUTION_JOB_ADDRESSES": "10.0.0.1:1234,10.0.0.2:2345",
+    ADDRESSES: "10.0.0.1:1234,10.0.0.2:2345",
     "KERAS_DISTRIBUTION_NUM_PROCESSES": "2",
     "KERAS_DISTRIBUTION_PROCESS_ID": "1",
 }
@@ -177,6 +179,11 @@ def test_twice(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------- the address, before JAX uses it
 
 
+def given(text: str) -> _coordinator.Address:
+    """As the argument has it."""
+    return _coordinator.Address(text, "job_addresses")
+
+
 @pytest.fixture
 def held() -> Iterator[str]:
     """An address of this host at which something listens."""
@@ -193,24 +200,31 @@ def free() -> str:
 
 def test_a_port_that_is_taken(held: str) -> None:
     port = held.split(":")[1]
-    text = rf"process 0 cannot listen at \[::\]:{port}, .*{held}: .*Address already in "
-    with pytest.raises(flm.ProcessError, match=text + "use.*last job may still hold"):
-        _coordinator.try_address(held, 0, 5)
+    text = (
+        rf"process 0 cannot listen at \[::\]:{port} \(from JAX's default, all "
+        rf"addresses of the host\), .*{held} \(from job_addresses\): "
+        ".*Address already in use.*"
+        "last job may still hold"
+    )
+    with pytest.raises(flm.ProcessError, match=text):
+        _coordinator.try_address(given(held), 0, 5)
 
 
 @pytest.mark.parametrize("bind", [None, "0.0.0.0", "127.0.0.1", "localhost"])
 def test_process_0_listens_and_reaches_itself(free: str, bind: str | None) -> None:
     where = bind and f"{bind}:{free.split(':')[1]}"
-    _coordinator.try_address(free, 0, 1, where)
-    _coordinator.try_address(free, 0, 1, where)  # nothing is left of the first
+    _coordinator.try_address(given(free), 0, 1, where)
+    _coordinator.try_address(given(free), 0, 1, where)  # nothing is left of the first
 
 
 def test_the_variable_of_where_to_listen(
     free: str, held: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", held)
-    with pytest.raises(flm.ProcessError, match=f"cannot listen at {held}, .*{free}"):
-        _coordinator.try_address(free, 0, 5)
+    variable = "from the variable JAX_COORDINATOR_BIND_ADDRESS"
+    text = rf"cannot listen at {held} \({variable}\), .*{free}"
+    with pytest.raises(flm.ProcessError, match=text):
+        _coordinator.try_address(given(free), 0, 5)
 
 
 def test_an_address_of_another_host(free: str) -> None:
@@ -218,7 +232,7 @@ def test_an_address_of_another_host(free: str) -> None:
     with pytest.raises(
         flm.ProcessError, match=f"could not reach itself at {elsewhere}"
     ):
-        _coordinator.try_address(elsewhere, 0, 0.1, free)
+        _coordinator.try_address(given(elsewhere), 0, 0.1, free)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +247,10 @@ def test_process_0_that_is_not_there(free: str, host: str, reason: str) -> None:
     address = free.replace("127.0.0.1", host)
     begin = time.monotonic()
     with pytest.raises(flm.ProcessError, match=reason) as caught:
-        _coordinator.try_address(address, 3, 0.1)
+        _coordinator.try_address(given(address), 3, 0.1)
     assert time.monotonic() - begin < 30  # a name may take a while to be looked up
-    assert f"process 3 could not reach process 0 at {address} in 0 s" in str(
-        caught.value
-    )
+    found = f"process 3 could not reach process 0 at {address} (from job_addresses) in"
+    assert found in str(caught.value)
 
 
 def test_process_0_that_comes_late(free: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +260,7 @@ def test_process_0_that_comes_late(free: str, monkeypatch: pytest.MonkeyPatch) -
     def listen() -> socket.socket:
         return socket.create_server(("127.0.0.1", int(free.split(":")[1])))
 
-    _coordinator.try_address(free, 1, 30)
+    _coordinator.try_address(given(free), 1, 30)
     assert len(later) == 1
     later[0].close()
 
@@ -265,7 +278,10 @@ def test_nobody_to_meet_in_a_real_process(free: str) -> None:
     """Where JAX's runtime would end the process by a signal."""
     ended, _ = run(f"flm.initialize({free!r}, 2, 1, initialization_timeout=1)")
     assert ended.returncode == 0, ended.stderr
-    assert f"could not reach process 0 at {free} in 1 s" in ended.stdout
+    assert (
+        f"could not reach process 0 at {free} (from job_addresses) in 1 s"
+        in ended.stdout
+    )
 
 
 @pytest.mark.multiprocess
@@ -284,9 +300,11 @@ def test_one_that_waits_says_so(free: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(_initialize, "_refuse_if_too_late", lambda: None)
     monkeypatch.setattr(_initialize, "_PATIENCE_SECONDS", 0.01)
-    text = f"for the others of the job at {free}, .*do not come in 1 s"
+    where = rf"{free} \(from job_addresses\)"
+    text = f"for the others of the job at {where}, .*do not come in 1 s"
     with pytest.warns(flm.LayoutWarning, match=text):
-        with pytest.raises(flm.ProcessError, match=f"reach process 0 at {free} in 1 s"):
+        text = f"reach process 0 at {where} in 1 s"
+        with pytest.raises(flm.ProcessError, match=text):
             flm.initialize(free, 2, 1, initialization_timeout=1)
 
 
@@ -308,11 +326,53 @@ def test_the_address_that_jax_reads(
     monkeypatch.setattr(_initialize, "try_address", lambda *args: tried.append(args))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
     flm.initialize(None, 2, 1, coordinator_bind_address="10.0.0.1:5")
-    assert tried == [("10.0.0.1:1234", 1, 300, "10.0.0.1:5")]
+    where = ("10.0.0.1:1234", "the variable JAX_COORDINATOR_ADDRESS")
+    assert tried == [(where, 1, 300, "10.0.0.1:5")]
     assert calls[0][:3] == (None, 2, 1)
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1")
-    with pytest.raises(flm.ProcessError, match=r"an address is .*, got '10\.0\.0\.1'"):
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        (
+            "JAX_COORDINATOR_ADDRESS",
+            "a",
+            r"address is .*, got 'a' \(from the variable {}",
+        ),
+        (
+            "JAX_COORDINATOR_ADDRESS",
+            "",
+            r"address is .*, got '' \(from the variable {}",
+        ),
+        (ADDRESSES, "a", r"an address is .*, got 'a' \(from the variable {}"),
+        (ADDRESSES, "a:1,,b:2", "^the variable {} has an empty part: 'a:1,,b:2'"),
+        (ADDRESSES, "a:1,b:2,c:3", "^the variable {} has 3 addresses, but num_.* is 2"),
+    ],
+)
+def test_a_variable_that_is_no_address(
+    calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    text: str,
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(flm.ProcessError, match=text.format(variable)):
         flm.initialize(None, 2, 1)
+    assert not calls
+
+
+def test_a_place_to_listen_that_is_no_address(
+    free: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("nowhere", ""):  # JAX takes a text without characters too
+        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", value)
+        text = rf"got '{value}' \(from the variable JAX_COORDINATOR_BIND_ADDRESS\)"
+        with pytest.raises(flm.ProcessError, match=text):
+            _coordinator.try_address(given(free), 0, 0.1)
+    text = r"got 'here' \(from coordinator_bind_address\)"
+    with pytest.raises(flm.ProcessError, match=text):
+        _coordinator.try_address(given(free), 0, 0.1, "here")
 
 
 def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
@@ -323,9 +383,10 @@ def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
 
 def test_many_others_may_connect_first(free: str) -> None:
     """They wait at a port of which process 0 still tries whether it can be reached."""
-    host, port = _coordinator.host_and_port(free)
+    host, port = _coordinator.host_and_port(given(free))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_coordinator._listen(free, free))
+        (server,) = _coordinator._listen(given(free), given(free))
+        stack.enter_context(server)
         for _ in range(200):  # more than Python lets wait by itself
             stack.enter_context(socket.create_connection((host, port), timeout=5))
         assert _coordinator._connect(host, port, 0.5) is None
@@ -334,4 +395,94 @@ def test_many_others_may_connect_first(free: str) -> None:
 def test_where_it_cannot_listen() -> None:
     text = "cannot listen at 192.0.2.1:1234.*see whether it is an address of the host"
     with pytest.raises(flm.ProcessError, match=text):
-        _coordinator.try_address("192.0.2.1:1234", 0, 0.1, "192.0.2.1:1234")
+        _coordinator.try_address(given("192.0.2.1:1234"), 0, 0.1, "192.0.2.1:1234")
+
+
+# ----------------------------------------------------- names of several addresses
+
+NAME = "several.invalid"
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Those of the name; to be filled by the test."""
+    found: list[str] = []
+    plain = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, port: Any, *args: Any, **options: Any) -> Any:
+        hosts = found if host == NAME else [host]
+        return sum((plain(one, port, *args, **options) for one in hosts), [])
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return found
+
+
+def reached(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_it_listens_at_every_address_of_a_name(free: str, addresses: list[str]) -> None:
+    """As JAX's runtime does, to which one that is of another host is no error."""
+    addresses += ["192.0.2.1", "127.0.0.1", "127.0.0.3", "127.0.0.1"]
+    port = int(free.split(":")[1])
+    name = given(f"{NAME}:{port}")
+    with contextlib.ExitStack() as stack:
+        for server in _coordinator._listen(name, name):
+            stack.enter_context(server)
+        hosts = [f"127.0.0.{number}" for number in (1, 2, 3)]
+        assert [reached(host, port) for host in hosts] == [True, False, True]
+    assert not reached("127.0.0.1", port)
+
+
+def test_no_address_of_a_name_can_be_had(held: str, addresses: list[str]) -> None:
+    addresses += ["192.0.2.1", "127.0.0.1"]
+    name = f"{NAME}:{held.split(':')[1]}"
+    text = (
+        rf"listen at {name} \(from coordinator_bind_address\), .*"
+        "192.0.2.1: .*assign requested address.*, "
+        "127.0.0.1: .*Address already in use.*; the last job may still hold the port"
+    )
+    with pytest.raises(flm.ProcessError, match=text):
+        _coordinator.try_address(given(held), 0, 0.1, name)
+
+
+def test_the_second_address_of_a_name_answers(held: str, addresses: list[str]) -> None:
+    addresses += ["127.0.0.2", "127.0.0.1"]
+    _coordinator.try_address(given(f"{NAME}:{held.split(':')[1]}"), 1, 0.5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 50])
+@pytest.mark.parametrize("seconds", [1, 5, 300])
+def test_the_time_is_for_all_addresses_together(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch, seconds: int, count: int
+) -> None:
+    """None of them answers; each is tried nevertheless."""
+    addresses += [f"192.0.2.{number + 1}" for number in range(count)]
+    now = 0.0
+    tried = []
+
+    class Silent(socket.socket):
+        def connect(self, address: Any) -> None:
+            limit = self.gettimeout()
+            assert limit is not None and 0 < limit <= 10
+            tried.append(address[0])
+            pass_time(limit)
+            raise TimeoutError("timed out")
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    clock = types.SimpleNamespace(monotonic=lambda: now, sleep=pass_time)
+    monkeypatch.setattr(_coordinator, "time", clock)
+    monkeypatch.setattr(socket, "socket", Silent)
+    text = f"in {seconds} s: .*192.0.2.{count}: timed out;"
+    with pytest.raises(flm.ProcessError, match=text):
+        _coordinator.try_address(given(f"{NAME}:1234"), 1, seconds)
+    assert set(tried) == set(addresses)
+    # The shortest try of each address is all that may come on top.
+    assert 0.7 * seconds < now <= seconds + 0.2 * count
