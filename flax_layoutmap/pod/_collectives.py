@@ -17,10 +17,10 @@ from flax_layoutmap.pod._operations import (
     MOVING,
     changed_axes,
     is_asked,
-    is_moved_to_sum,
     is_shared,
     location_of,
     maker_of,
+    summed_dims,
 )
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._slices import gathered, moved_to_slice, written_whole
@@ -57,6 +57,7 @@ class Collectives:
         self._values = values
         self._found = found
         self._attributes = values.attributes
+        self._parameters = {at for at, role in enumerate(roles) if role == "parameter"}
         self._made_of = MadeOf(values, found.arguments, roles)
         self._gathered: dict[Any, Value] = {}
         self._distances = Distances() if for_tpus else None
@@ -140,15 +141,17 @@ class Collectives:
         self._keep(key, value, op)
 
     def _note_product(self, op: Any, operand: Value, value: Value) -> None:
-        """A product for which XLA gathers the other operand."""
+        """An operand of a product that XLA may leave where it is."""
+        one = self._found.collectives[-1]
+        if one.made_of or one.leaf in self._parameters:
+            return
+        summed = summed_dims(op)
+        if any(operand.dims[dim] != value.dims[dim] for dim in summed):
+            self._found.moved_operands += 1
         if op.name != "sdy.all_to_all" or is_asked(op, self._attributes):
             return
-        if is_moved_to_sum(op, operand.dims, value.dims):
-            what = (
-                "product with a kernel sharded along the summed dim, counted as if the "
-                "few tokens were moved to it, where XLA gathers the kernel"
-            )
-            self._found.unrecognised[what] += 1
+        if any(set(value.dims[dim]) - set(operand.dims[dim]) for dim in summed):
+            self._found.moved_to_sum += 1
 
     def _keep(self, key: Any, value: Value, op: Any) -> None:
         """Remembers what was gathered."""

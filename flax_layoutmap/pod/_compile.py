@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap._topologies import topology as topology_of
@@ -21,7 +22,7 @@ from flax_layoutmap.pod._aot import (
 from flax_layoutmap.pod._hlo import read_program
 from flax_layoutmap.pod._hlo_frames import Frames
 from flax_layoutmap.pod._links import seconds_bound
-from flax_layoutmap.pod._passes import spread
+from flax_layoutmap.pod._passes import prepare
 from flax_layoutmap.pod._plan import _Plan
 from flax_layoutmap.pod._plan_mesh import rules_and_mesh
 from flax_layoutmap.pod._records import Memory
@@ -93,7 +94,7 @@ def compile(
     rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     split_over_slices(own.shape, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu", own)
-    planned = _planned(_Plan(lowered, own, where), start)
+    planned = _planned(lowered, own, where, start)
     done = compile_for(
         bytecode(lowered.lowered),
         where,
@@ -114,16 +115,19 @@ def bytecode(lowered: Any) -> bytes:
     return made.getvalue()
 
 
-def _planned(made: _Plan, start: float) -> PodReport:
+def _planned(
+    lowered: Lowered, mesh: DeviceMesh, where: Topology, start: float
+) -> PodReport:
     """The plan's report; as much of it as there is where Shardy refuses."""
     try:
-        planned = made.report(spread(made.lowered.lowered), start)
+        made = _Plan(lowered, mesh, where, prepare(lowered.lowered))
+        planned = made.report(start)
     except LayoutError as error:
         planned = PodReport(
             engine="compile",
-            step=made.lowered.name,
-            mesh=made.mesh,
-            topology=made.topology,
+            step=lowered.name,
+            mesh=mesh,
+            topology=where,
             warnings=(f"without a plan: {error}",),
         )
     return dataclasses.replace(planned, engine="compile", replan=None, values=None)

@@ -52,28 +52,23 @@ def is_asked(op: Any, attributes: Attributes) -> bool:
     return operation_name(attributes.location(op)) == _ASKED
 
 
-def is_moved_to_sum(op: Any, before: Dims, after: Dims) -> bool:
-    """Whether a move lays out an operand of a product along a dim that is summed over.
-
-    Shardy moves the smaller operand to the larger, such as a few tokens to a kernel;
-    XLA's partitioner gathers the kernel.
-    """
+def summed_dims(op: Any) -> set[int]:
+    """The dims of a value that the matrix products it is used in sum over."""
     from jaxlib.mlir.dialects import stablehlo
 
+    found: set[int] = set()
     for use in op.results[0].uses:
         user = use.owner.operation
-        if user.name != "stablehlo.dot_general":
-            continue
-        numbers = stablehlo.DotDimensionNumbers(
-            user.attributes["dot_dimension_numbers"]
-        )
-        summed = (
-            numbers.lhs_contracting_dimensions,
-            numbers.rhs_contracting_dimensions,
-        )[use.operand_number]
-        if any(set(after[dim]) - set(before[dim]) for dim in summed):
-            return True
-    return False
+        if user.name == "stablehlo.dot_general":
+            numbers = stablehlo.DotDimensionNumbers(
+                user.attributes["dot_dimension_numbers"]
+            )
+            left, right = (
+                numbers.lhs_contracting_dimensions,
+                numbers.rhs_contracting_dimensions,
+            )
+            found.update(right if use.operand_number else left)
+    return found
 
 
 def is_shared(result: Any) -> bool:

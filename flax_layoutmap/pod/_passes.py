@@ -12,6 +12,7 @@ from typing import Any
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
 from flax_layoutmap.pod._inline import inline_calls
+from flax_layoutmap.pod._products import lay_out_products
 from flax_layoutmap.pod._stand_ins import replace_chlo
 
 # Decides a sharding for every value.
@@ -57,7 +58,13 @@ class Prepared:
     attributes: Attributes
     changed: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def spread(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
+    def spread(
+        self,
+        specs: Specs | None = None,
+        pairs: Pairs | None = None,
+        *,
+        products: bool = False,
+    ) -> Any:
         """Lays a copy of the program out.
 
         Args:
@@ -65,6 +72,8 @@ class Prepared:
                 was lowered with.
             pairs: position of a result → that of the argument that it is the new value
                 of; where both were lowered with one sharding, it follows.
+            products: whether matrix products are laid out as XLA's partitioner does
+                it, which takes longer.
 
         Returns:
             The module: every value with its sharding, and `sdy` collectives between
@@ -74,16 +83,18 @@ class Prepared:
             LayoutError: a spec names an axis that the program's mesh does not have, or
                 the passes refuse the program.
         """
-        if not specs:
-            module = self.module.clone()
-            _run(self.rest, module)
-            return module
+        specs = specs or {}
         texts = {at: _checked(spec, self.sizes) for at, spec in specs.items()}
         module, rest = self.module, self.rest
-        if self.has_groups or not _have_shardings(module, specs):
+        if self.has_groups and specs or not _have_shardings(module, specs) or products:
             module, rest = _without_calls(self.lowered)[0], f"{_PROPAGATE},{_RESHARD}"
         module = module.clone()
-        _rewrite(module, texts, pairs or {}, self.changed)
+        if specs:
+            _rewrite(module, texts, pairs or {}, self.changed)
+        if products:
+            _run(_PROPAGATE, module)
+            lay_out_products(module)
+            rest = _RESHARD
         _run(rest, module)
         return module
 
@@ -101,11 +112,6 @@ def prepare(lowered: Any) -> Prepared:
     _run(first, module)
     attributes = Attributes(mesh_sizes(module))
     return Prepared(lowered, module, rest, sizes, _GROUP in names, attributes)
-
-
-def spread(lowered: Any) -> Any:
-    """A lowered program as it was lowered, laid out; see `Prepared.spread`."""
-    return prepare(lowered).spread()
 
 
 def _without_calls(lowered: Any) -> tuple[Any, set[str]]:

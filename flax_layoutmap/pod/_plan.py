@@ -24,7 +24,7 @@ from flax_layoutmap.pod._listing import listing
 from flax_layoutmap.pod._lookups import SHARDY_ALONE
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._memory import memory_of
-from flax_layoutmap.pod._passes import Prepared, prepare
+from flax_layoutmap.pod._passes import Prepared, Specs, prepare
 from flax_layoutmap.pod._plan_mesh import rules_and_mesh
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
@@ -40,6 +40,11 @@ from flax_layoutmap.pod._values import (
 from flax_layoutmap.pod._warnings import warnings_of
 from flax_layoutmap.pod._whole_sums import sum_whole
 
+# The partitioner of XLA may gather the other operand.
+_MOVED_TO_SUM = (
+    "product with an operand that is moved to be sharded along the summed dim, not "
+    "counted as XLA moves it"
+)
 _PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 
 
@@ -122,9 +127,8 @@ def plan(
         raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
     rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, own)
-    prepared = prepare(lowered.lowered)
-    made = _Plan(lowered, own, where, prepared, platform, rules)
-    return made.report(prepared.spread(), start)
+    made = _Plan(lowered, own, where, prepare(lowered.lowered), platform, rules)
+    return made.report(start)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ class _Plan:
     lowered: Lowered
     mesh: DeviceMesh
     topology: Topology | None
-    prepared: Prepared | None = None
+    prepared: Prepared
     platform: str = "tpu"
     rules: RuleSet | None = None
 
@@ -155,26 +159,38 @@ class _Plan:
             )
         given = given.on(self.mesh)
         specs = self.lowered.specs_under(given)
-        prepared = self.prepared or prepare(self.lowered.lowered)
-        module = prepared.spread(specs, self.lowered.pairs)
         # What in_shardings said instead of the first rules is of no matter now.
         lowered = dataclasses.replace(self.lowered, wanted={})
         other = dataclasses.replace(self, lowered=lowered)
-        return other.report(module, start, tuple(_traced_before(self.rules, given)))
+        return other.report(start, specs, tuple(_traced_before(self.rules, given)))
+
+    def _laid_out(self, specs: Specs | None) -> tuple[Any, Spread]:
+        """The program in a layout, and what was read from it."""
+        where, prepared = self.topology, self.prepared
+        partitions = where is None or where.generation.name not in SHARDY_ALONE
+        roles = [leaf.role for leaf in self.lowered.leaves]
+
+        def laid_out(products: bool) -> tuple[Any, Spread]:
+            module = prepared.spread(specs, self.lowered.pairs, products=products)
+            for_tpus, known = self.platform == "tpu", prepared.attributes
+            found = read(
+                module, known, partitions=partitions, for_tpus=for_tpus, roles=roles
+            )
+            return module, found
+
+        module, found = laid_out(products=False)
+        if found.moved_operands:
+            module, found = laid_out(products=True)
+            if found.moved_to_sum:
+                found.unrecognised[_MOVED_TO_SUM] += found.moved_to_sum
+        return module, found
 
     def report(
-        self, module: Any, start: float, notes: tuple[str, ...] = ()
+        self, start: float, specs: Specs | None = None, notes: tuple[str, ...] = ()
     ) -> PodReport:
-        """The report from a module that was laid out."""
-        known = None if self.prepared is None else self.prepared.attributes
-        where = self.topology
-        partitions = where is None or where.generation.name not in SHARDY_ALONE
-        for_tpus = self.platform == "tpu"
+        """The report; see `Prepared.spread` for the specs."""
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
-        roles = [leaf.role for leaf in leaves]
-        found = read(
-            module, known, partitions=partitions, for_tpus=for_tpus, roles=roles
-        )
+        module, found = self._laid_out(specs)
         _name_gradients(found, self.lowered)
         if self.topology is not None:
             sum_whole(found, self.topology)

@@ -109,6 +109,9 @@ class Spread:
         flops: of matrix products and convolutions, on one device.
         flops_whole: the same on all devices if none did another's work.
         unrecognised: what could not be counted → how often it stands in the program.
+        moved_operands: how many operands of products, made of more than parameters, are
+            moved along dims that are summed.
+        moved_to_sum: how many are moved so that they are sharded along such a dim.
         branching: how many conditionals have any of this in a branch.
         operations: how many operations there are.
         gradients_of: position of a result → the sums that it is made from; and what was
@@ -126,6 +129,8 @@ class Spread:
     unrecognised: collections.Counter[str] = dataclasses.field(
         default_factory=collections.Counter
     )
+    moved_operands: int = 0
+    moved_to_sum: int = 0
     branching: int = 0
     operations: int = 0
     gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()

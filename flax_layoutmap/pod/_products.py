@@ -1,0 +1,163 @@
+"""Matrix products laid out as XLA's partitioner does it, where Shardy does otherwise.
+
+Shardy moves what is smallest: a few tokens to the rows of a kernel that a device has.
+The partitioner goes by the layouts. An operand that is laid out as the result stays,
+and the other one is gathered; and where both are sharded alike along a dim that is
+summed, each device sums what it has, and the results are added up. For many tokens both
+do the same. Seen with the compilers for TPUs and CPUs of jax 0.10, on 2026-11-22.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from flax_layoutmap.pod._attributes import functions
+from flax_layoutmap.pod._operations import maker_of
+
+_PRODUCT = "stablehlo.dot_general"
+_SAY_IT = ("sdy.sharding_constraint", "sdy.reshard")
+# The axes of each dim, as jaxlib's attributes.
+_Dims = list[list[Any]]
+
+
+def lay_out_products(module: Any) -> None:
+    """Says where operands and results of products are moved.
+
+    Args:
+        module: a module in which every value has its sharding, and none is moved yet;
+            it is changed.
+    """
+    main = functions(module)["main"]
+    given = main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else ()
+    block = main.regions[0].blocks[0]
+    known = {
+        argument: own["sdy.sharding"]
+        for argument, own in zip(block.arguments, given, strict=False)
+        if "sdy.sharding" in own
+    }
+    with module.context:
+        for op in list(_products(block, known)):
+            _lay_out(op, known)
+
+
+def _products(block: Any, known: dict[Any, Any]) -> Iterator[Any]:
+    """The products in a block; what the loops in it begin with becomes known."""
+    for op in block.operations:
+        own = op.operation
+        if own.name == _PRODUCT:
+            yield own
+        # A shard_map says itself what is moved in it.
+        if own.name == "sdy.manual_computation":
+            continue
+        for region in own.regions:
+            for inner in region.blocks:
+                if own.name == "stablehlo.while":
+                    known.update(zip(inner.arguments, _shardings(own), strict=False))
+                yield from _products(inner, known)
+
+
+def _shardings(op: Any) -> Sequence[Any]:
+    """Of each result of an operation; none where they are not said."""
+    from jaxlib.mlir.dialects import sdy
+
+    if "sdy.sharding" not in op.attributes:
+        return ()
+    return sdy.TensorShardingPerValueAttr(op.attributes["sdy.sharding"]).shardings
+
+
+def _sharding_of(value: Any, known: dict[Any, Any]) -> Any:
+    if value in known:
+        return known[value]
+    op = maker_of(value)
+    if op is None:
+        return None
+    if op.name in _SAY_IT:
+        return op.attributes["sharding"]
+    found = _shardings(op)
+    return found[list(op.results).index(value)] if found else None
+
+
+def _lay_out(op: Any, known: dict[Any, Any]) -> None:
+    """Adds what moves the operands of a product, and its result."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    shardings = [_sharding_of(operand, known) for operand in op.operands]
+    wanted = _shardings(op)
+    if not wanted or any(one is None for one in shardings):
+        return
+    operands, result = [_dims(one) for one in shardings], _dims(wanted[0])
+    for at, stays in enumerate(_that_stay(op, operands, result)):
+        other = 1 - at
+        gathered = _without(operands[other], stays)
+        if gathered != operands[other]:
+            sharding = _with_dims(shardings[other], gathered)
+            with ir.InsertionPoint(op), op.location:
+                moved = sdy.ReshardOp(op.operands[other], sharding).result
+            op.operands[other], operands[other] = moved, gathered
+    added = _without(result, _summed(op, operands))
+    if added != result:
+        own = [_with_dims(wanted[0], added)]
+        op.attributes["sdy.sharding"] = sdy.TensorShardingPerValueAttr.get(own)
+        with ir.InsertionPoint.after(op), op.location:
+            moved = sdy.ReshardOp(op.results[0], wanted[0])
+        op.results[0].replace_all_uses_except(moved.result, moved.operation)
+
+
+def _that_stay(
+    op: Any, operands: Sequence[_Dims], result: _Dims
+) -> Iterator[list[Any]]:
+    """The axes that each operand has where the result has them, along its own dims."""
+    # A result has the dims of the batch, then those of each operand.
+    at = len(_numbers(op).lhs_batching_dimensions)
+    for dims, own in zip(operands, _own_dims(op, operands), strict=True):
+        pairs = list(zip(own, result[at : at + len(own)], strict=True))
+        yield [axis for dim, kept in pairs for axis in dims[dim] if axis in kept]
+        at += len(own)
+
+
+def _own_dims(op: Any, operands: Sequence[_Dims]) -> Iterator[list[int]]:
+    """The dims of each operand that the other one does not have."""
+    numbers = _numbers(op)
+    shared = (
+        {*numbers.lhs_batching_dimensions, *numbers.lhs_contracting_dimensions},
+        {*numbers.rhs_batching_dimensions, *numbers.rhs_contracting_dimensions},
+    )
+    for dims, others in zip(operands, shared, strict=True):
+        yield [dim for dim in range(len(dims)) if dim not in others]
+
+
+def _summed(op: Any, operands: Sequence[_Dims]) -> list[Any]:
+    """The axes that both operands have along a dim that is summed."""
+    numbers, (left, right) = _numbers(op), operands
+    pairs = zip(
+        numbers.lhs_contracting_dimensions,
+        numbers.rhs_contracting_dimensions,
+        strict=True,
+    )
+    return [axis for one, two in pairs for axis in left[one] if axis in right[two]]
+
+
+def _numbers(op: Any) -> Any:
+    from jaxlib.mlir.dialects import stablehlo
+
+    return stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+
+
+def _without(dims: _Dims, gone: Iterable[Any]) -> _Dims:
+    gone = list(gone)
+    return [[axis for axis in axes if axis not in gone] for axes in dims]
+
+
+def _dims(sharding: Any) -> _Dims:
+    from jaxlib.mlir.dialects import sdy
+
+    dims = sdy.TensorShardingAttr(sharding).dimension_shardings
+    return [list(sdy.DimensionShardingAttr(dim).axes) for dim in dims]
+
+
+def _with_dims(sharding: Any, dims: _Dims) -> Any:
+    from jaxlib.mlir.dialects import sdy
+
+    made = [sdy.DimensionShardingAttr.get(axes, True) for axes in dims]
+    mesh = sdy.TensorShardingAttr(sharding).mesh_or_ref
+    return sdy.TensorShardingAttr.get(mesh, made)
