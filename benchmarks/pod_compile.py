@@ -146,11 +146,16 @@ def _said(report: Any, seconds: float) -> dict[str, Any]:
 
 
 def _by_path(report: Any) -> list[tuple[str, str, str, int]]:
-    """Path, axes, kind, and bytes that a device sends for it in a step."""
+    """Path, axes, kind, and bytes that a device sends for it in a step.
+
+    What is sent for several parameters at once counts for each in equal parts.
+    """
     sent: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for one in report.collectives:
         name = "+".join(axis for axis in report.mesh.axis_names if axis in one.axes)
-        sent[one.path or "", name, one.kind] += one.wire_bytes_per_step
+        paths = (one.path or "", *one.joined)
+        for path in paths:
+            sent[path, name, one.kind] += one.wire_bytes_per_step // len(paths)
     return [(*key, size) for key, size in sent.items()]
 
 

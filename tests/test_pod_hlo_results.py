@@ -103,9 +103,13 @@ def test_nothing_else_changes(name: str, sizes: tuple[int, int, int]) -> None:
             for these in (found, plain)
         ]
         assert abs(sums[0] - sums[1]) <= 100
-    # No activation is taken for a gradient.
-    tensor = [one for one in found.collectives if one.axes == ("tensor",)]
-    assert {one.path for one in tensor if len(one.shape) == 3} == {None}
+    # No activation is taken for a gradient; looked up rows are of their table.
+    sums = [
+        one
+        for one in found.collectives
+        if one.axes == ("tensor",) and one.kind != "all-gather"
+    ]
+    assert {one.path for one in sums if len(one.shape) == 3} == {None}
 
 
 # ------------------------------------------------------------------ one form each
@@ -168,6 +172,22 @@ def test_the_first_result_has_it() -> None:
     ends = "ROOT %o = (f32[8,4], f32[8,4]) tuple(%x, %y)"
     lines = ("%x = f32[8,4] add(%p, %r)", "%y = f32[8,4] multiply(%r, %r)", ends)
     assert path_of(f"%r = f32[8,4] {REDUCED}", *lines) == ["w"]
+
+
+def test_parameters_that_are_packed_into_one_sum_are_both_named() -> None:
+    text = entry(
+        f"%r = f32[8,4] {REDUCED}",
+        "%a = f32[4,4] slice(%r), slice={[0:4], [0:4]}",
+        "%b = f32[4,4] slice(%r), slice={[4:8], [0:4]}",
+        "%m = f32[4,4] multiply(%b, %b)",
+        "ROOT %o = (f32[4,4], f32[4,4], f32[4,4]) tuple(%a, %b, %m)",
+    )
+    names = {0: "w", 1: "v", 2: "v's moment"}
+    (one,) = read(text, results=names, parameters=(0, 1)).collectives
+    assert (one.path, one.joined) == ("w", ("v",))
+    # What is not a parameter follows the first.
+    (one,) = read(text, results=names).collectives
+    assert (one.path, one.joined) == ("w", ())
 
 
 def test_gradients_that_are_summed_together_are_told_apart() -> None:
@@ -273,6 +293,7 @@ def test_what_is_looked_up_in_a_table() -> None:
     def path(kept: str, other: str) -> str | None:
         text = entry(
             "%g = f32[8,4] gather(%p, %i), offset_dims={1}",
+            "%n = f32[8,4] negate(%p)",
             "%b = f32[8,4] broadcast(%zero)",
             f"%x = f32[8,4] select(%mask, {kept}, {other})",
             f"%r = f32[8,4] {REDUCED.replace('%p', '%x')}",
@@ -281,7 +302,36 @@ def test_what_is_looked_up_in_a_table() -> None:
         return one.path
 
     assert path("%g", "%b") == path("%b", "%g") == "table"
-    assert path("%g", "%g") == path("%b", "%b") is None
+    assert path("%g", "%g") == path("%g", "%p") == "table"
+    assert path("%g", "%n") == path("%n", "%g") == path("%b", "%b") is None
+
+
+def test_what_comes_from_another_slice_or_a_branch_is_still_the_table() -> None:
+    def branch(name: str) -> str:
+        return (
+            f"%{name} (q: f32[8,4]) -> f32[8,4] {{\n"
+            f"  %q = f32[8,4] parameter(0)\n  ROOT %s{name} = f32[8,4] copy(%q)\n}}\n"
+        )
+
+    def path(*operands: str) -> str | None:
+        names = ", ".join(operands)
+        branches = "branch_computations={%one, %two}"
+        text = entry(
+            sent("ONE_TO_ONE"),
+            "%d = (f32[8,4], token[]) recv-done(%v)",
+            "%e = f32[8,4] get-tuple-element(%d), index=0",
+            "%n = f32[8,4] negate(%p)",
+            f"%c = f32[8,4] conditional(%i, {names}), {branches}",
+            "%x = f32[8,4] select(%mask, %c, %e)",
+            "%r = f32[8,4] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add",
+            before=branch("one") + branch("two"),
+            devices=4,
+        )
+        found = read(text, slice_of=SLICES, paths=["table"]).collectives
+        return next(one.path for one in found if one.kind == "all-reduce")
+
+    assert path("%p", "%p") == "table"
+    assert path("%p", "%n") is None
 
 
 def test_names_that_go_round_in_circles() -> None:

@@ -163,6 +163,11 @@ def _compiled(
         slice_of=done.slice_of if where.slices > 1 else (),
         paths=[leaf.path for leaf in lowered.leaves],
         results=_state_results(lowered),
+        parameters=[
+            result
+            for result, at in lowered.pairs.items()
+            if lowered.leaves[at].role == "parameter"
+        ],
     )
     return dataclasses.replace(
         planned,

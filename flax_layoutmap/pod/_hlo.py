@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from flax_layoutmap.pod._hlo_text import (
     Module,
     Type,
     arrays_of,
+    rendezvous,
     split,
 )
 from flax_layoutmap.pod._hlo_whence import Whence
@@ -56,7 +57,6 @@ _ATTRIBUTE = '{}="?([^",}}]+)'
 _CHAIN = re.compile(_ATTRIBUTE.format("chain_id"))
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _TRANSFER = re.compile(_ATTRIBUTE.format("_xla_megascale_transfer_type"))
-_RENDEZVOUS = re.compile(_ATTRIBUTE.format("_xla_host_transfer_rendezvous"))
 _PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 
 
@@ -89,6 +89,7 @@ def read_program(
     slice_of: Iterable[int] = (),
     paths: Sequence[str] = (),
     results: Mapping[int, str] | None = None,
+    parameters: Collection[int] = (),
 ) -> Program:
     """Reads the collectives of a compiled program, by mesh axis.
 
@@ -100,6 +101,7 @@ def read_program(
         paths: path of the leaf that each argument of the program is, in order.
         results: position of a result → path of the leaf that it becomes: what is summed
             for it gets this path. The first ones come first.
+        parameters: those that are parameters, which are among the first.
     """
     sizes, slices = tuple(sizes), tuple(slice_of)
     found = _PARTITIONS.search(text[: text.find("\n")])
@@ -110,7 +112,7 @@ def read_program(
         partitions = count
     grid = Grid(tuple(names), sizes, slices, partitions)
     module = split(text)
-    whence = Whence(module, text, paths, results or {})
+    whence = Whence(module, text, paths, results or {}, parameters)
     return _Reader(module, grid, whence).read()
 
 
@@ -222,7 +224,7 @@ class _Reader:
                 self.trouble[line.number] = (
                     f"its start is not there: {_short(line.text)}"
                 )
-        elif opcode == "recv" and _rendezvous(instruction) in self.sent:
+        elif opcode == "recv" and rendezvous(instruction.attributes) in self.sent:
             pass
         elif opcode in ("send", "recv") and not _TRANSFER.search(line.text):
             self.trouble[line.number] = f"unknown form: {_short(line.text)}"
@@ -236,11 +238,8 @@ class _Reader:
     @functools.cached_property
     def sent(self) -> set[str | None]:
         """Names under which something is sent to another slice."""
-        return {
-            found[1]
-            for line in self.lines()
-            if " send(" in line.text and (found := _RENDEZVOUS.search(line.text))
-        }
+        sends = (line.text for line in self.lines() if " send(" in line.text)
+        return {rendezvous(text) for text in sends} - {None}
 
     def lines(self) -> Iterator[Line]:
         for lines in self.module.computations.values():
@@ -324,7 +323,7 @@ class _Reader:
             for path, array in zip(paths, arrays, strict=True):
                 parts[path].append(array)
         records = []
-        for path, these in parts.items():
+        for these_paths, these in parts.items():
             size = sum(array.bytes for array in these)
             records.append(
                 Collective(
@@ -335,7 +334,8 @@ class _Reader:
                     executions=found.executions,
                     dtype=these[0].dtype,
                     shape=these[0].shape,
-                    path=path,
+                    path=these_paths[0] if these_paths else None,
+                    joined=these_paths[1:],
                     source=source,
                     over_dcn=over_dcn,
                 )
@@ -387,11 +387,6 @@ def _payload(kind: Kind, instruction: Instruction) -> list[Array]:
 
 def _widened(arrays: list[Array], times: int) -> list[Array]:
     return [dataclasses.replace(array, bytes=array.bytes * times) for array in arrays]
-
-
-def _rendezvous(instruction: Instruction) -> str | None:
-    found = _RENDEZVOUS.search(instruction.attributes)
-    return found[1] if found else None
 
 
 def _short(text: str) -> str:

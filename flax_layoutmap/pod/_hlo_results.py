@@ -7,10 +7,10 @@ element by element, and no further: not into a matrix product, a reduction, a br
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from flax_layoutmap.pod._hlo_origin import BODY, BRANCHES, CALLED, CALLS, MOVES, Call
-from flax_layoutmap.pod._hlo_text import Instruction, Module
+from flax_layoutmap.pod._hlo_origin import CALLS, MOVES, Call, called
+from flax_layoutmap.pod._hlo_text import Instruction, Module, rendezvous
 
 _COLLECTIVE = re.compile(
     r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?"
@@ -19,17 +19,16 @@ _ELEMENTWISE = frozenset(
     (
         *("add", "subtract", "multiply", "divide", "negate", "sqrt", "rsqrt"),
         *("power", "maximum", "minimum", "clamp", "abs", "sign", "concatenate"),
-        *("select", "pad", "recv-done", "send-done"),
+        *("select", "pad"),
     )
 )
 _INDEX = re.compile(r"\bindex=(\d+)")
-_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
 # A program of many layers without a scan has this many values behind its results.
 _STEPS = 500_000
 _DEEP = 64
 
-# Computation and name of a collective → its operand → result of the program.
-Results = dict[tuple[str, str], dict[int, int]]
+# Computation and name of a collective → its operand → results of the program.
+Results = dict[tuple[str, str], dict[int, list[int]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,20 +47,25 @@ class _At:
         return self.where, self.name, self.wanted, calls
 
 
-def results_of(module: Module, order: Sequence[int]) -> Results:
+def results_of(
+    module: Module, order: Sequence[int], parameters: Collection[int] = ()
+) -> Results:
     """Says for which result each collective on the way to one is.
 
     Args:
         module: the program.
         order: positions of the results to follow; what is on the way to several is the
             first one's.
+        parameters: the first ones of these, of which one array may hold several: the
+            compiler packs small sums.
     """
     found: Results = collections.defaultdict(dict)
     walk = _Walk(module, found)
     root = module.root(module.entry) if module.entry else None
     for result in order:
         if module.entry is not None and root is not None:
-            walk.follow(_At(module.entry, root, (result,)), result)
+            several = result in parameters
+            walk.follow(_At(module.entry, root, (result,)), result, several)
     return dict(found)
 
 
@@ -70,20 +74,30 @@ class _Walk:
         self.module = module
         self.found = found
         self.seen: set[tuple[object, ...]] = set()
-        self.sends = dict(_sends(module))
+        self.steps = 0
 
-    def follow(self, start: _At, result: int) -> None:
-        todo = [start]
-        while todo and len(self.seen) < _STEPS:
+    def follow(self, start: _At, result: int, several: bool) -> None:
+        todo, seen = [start], set() if several else self.seen
+        while todo and self.steps < _STEPS:
             at = todo.pop()
-            if at.key in self.seen or len(at.calls) + len(at.wanted) > _DEEP:
+            if at.key in seen or len(at.calls) + len(at.wanted) > _DEEP:
                 continue
-            self.seen.add(at.key)
+            seen.add(at.key)
+            self.steps += 1
             instruction = self.module.instruction(at.where, at.name)
             if instruction is not None:
-                todo += self.before(at, instruction, result)
+                todo += self.before(at, instruction, result, several)
+        self.seen |= seen
 
-    def before(self, at: _At, own: Instruction, result: int) -> Iterator[_At]:
+    def note(self, at: _At, place: int, result: int, several: bool) -> None:
+        """Says of an operand of a collective that it is for a result."""
+        found = self.found[at.where, at.name].setdefault(place, [result])
+        if several and result not in found:
+            found.append(result)
+
+    def before(
+        self, at: _At, own: Instruction, result: int, several: bool
+    ) -> Iterator[_At]:
         """The values that one is made from, where it is made element by element."""
         opcode, operands = own.opcode, own.operands
         if opcode == "parameter":
@@ -101,11 +115,14 @@ class _Walk:
             many = len(operands) > 1 or opcode == "tuple"
             place = at.wanted[-1] if many and at.wanted else 0
             if opcode != "tuple":
-                self.found[at.where, at.name].setdefault(place, result)
+                self.note(at, place, result, several)
             wanted = at.wanted[:-1] if many else at.wanted
             yield from self.of(at, operands[place : place + 1], wanted)
         elif opcode == "recv":
-            yield from self.other_side(at, own, result)
+            send = self.module.sends.get((at.where, rendezvous(own.attributes)))
+            if send is not None:
+                self.note(dataclasses.replace(at, name=send.name), 0, result, several)
+                yield from self.of(at, send.operands[:1], ())
         elif opcode in _ELEMENTWISE or opcode in MOVES:
             yield from self.of(at, operands[opcode == "select" :])
         elif opcode == "dynamic-update-slice":
@@ -123,7 +140,7 @@ class _Walk:
     def into(self, at: _At, call: Instruction) -> Iterator[_At]:
         """What the computations that are called give back."""
         calls = (*at.calls, (at.where, call))
-        for name in _called(call):
+        for name in called(call):
             root = self.module.root(name)
             if root is not None:
                 yield _At(name, root, at.wanted, calls)
@@ -139,36 +156,7 @@ class _Walk:
             if root is not None:
                 yield dataclasses.replace(at, name=root)
         elif call.opcode == "conditional":
-            names = _called(call)
+            names = called(call)
             number = names.index(at.where) + 1 if at.where in names else 0
         if number < len(call.operands):
             yield _At(where, call.operands[number], at.wanted, at.calls[:-1])
-
-    def other_side(self, at: _At, own: Instruction, result: int) -> Iterator[_At]:
-        """What was sent between slices for this to be received."""
-        name = _RENDEZVOUS.search(own.attributes)
-        send = self.sends.get((at.where, name[1])) if name else None
-        if send is not None:
-            self.found[at.where, send.name].setdefault(0, result)
-            yield from self.of(at, send.operands[:1], ())
-
-
-def _called(call: Instruction) -> list[str]:
-    if call.opcode == "conditional":
-        branches = BRANCHES.search(call.attributes)
-        names = branches[1].split(",") if branches else []
-        return [name.strip().lstrip("%") for name in names]
-    pattern = BODY if call.opcode == "while" else CALLED
-    found = pattern.search(call.attributes)
-    return [found[1]] if found else []
-
-
-def _sends(module: Module) -> Iterator[tuple[tuple[str, str], Instruction]]:
-    """Computation and rendezvous → what is sent there to another slice."""
-    for computation, lines in module.computations.items():
-        for line in lines:
-            if " send(" in line.text and line.name is not None:
-                own = module.instruction(computation, line.name)
-                name = _RENDEZVOUS.search(line.text)
-                if own is not None and name is not None:
-                    yield (computation, name[1]), own

@@ -28,6 +28,7 @@ _LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)", re.DOTALL)
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*->.*\{\s*")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _PARAMETER = re.compile(r" parameter\((\d+)\)")
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
 _NAME = re.compile(r"%([\w.\-]+)")
 
 
@@ -101,6 +102,19 @@ class Module:
             self._read[key] = None if line is None else read_line(line.text)
         return self._read[key]
 
+    @functools.cached_property
+    def sends(self) -> dict[tuple[str, str | None], Instruction]:
+        """Computation and rendezvous → what is sent there to another slice."""
+        found = {}
+        for computation, lines in self.computations.items():
+            for line in lines:
+                if " send(" in line.text and line.name is not None:
+                    own = self.instruction(computation, line.name)
+                    name = rendezvous(line.text)
+                    if own is not None and name is not None:
+                        found[computation, name] = own
+        return found
+
     def root(self, computation: str) -> str | None:
         """Name of what a computation gives back."""
         for line in reversed(self.computations.get(computation, [])):
@@ -113,6 +127,12 @@ class Module:
         line = self.by_name.get((computation, name))
         found = None if line is None else _PARAMETER.search(line.text)
         return int(found[1]) if found else None
+
+
+def rendezvous(attributes: str) -> str | None:
+    """The name under which something is sent to another slice, and received there."""
+    found = _RENDEZVOUS.search(attributes)
+    return found[1] if found else None
 
 
 def split(text: str) -> Module:

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from flax_layoutmap.pod._hlo_frames import Frames
 from flax_layoutmap.pod._hlo_origin import Call, origin
@@ -23,18 +23,19 @@ class Whence:
         text: str,
         paths: Sequence[str],
         results: Mapping[int, str],
+        parameters: Collection[int],
     ) -> None:
         self.module = module
         self.frames = Frames(text)
         self.paths = paths
         self.results = results
-        self.summed = results_of(module, list(results))
+        self.summed = results_of(module, list(results), parameters)
 
     def __call__(
         self, home: str, own: Instruction, calls: Sequence[Call]
-    ) -> tuple[list[str | None], str | None]:
-        """The leaf that each operand is or becomes, and the line."""
-        paths: list[str | None] = []
+    ) -> tuple[list[tuple[str, ...]], str | None]:
+        """The leaf that each operand is, or those that it becomes; and the line."""
+        paths: list[tuple[str, ...]] = []
         attributes = [own.attributes]
         to = self.summed.get((home, own.name), {})
         for place, operand in enumerate(own.operands or ("",)):
@@ -46,9 +47,10 @@ class Whence:
                 name = _OP_NAME.search(own.attributes)
                 at = None if name is None else self.arguments.get(name[1])
             if at is not None and at < len(self.paths):
-                paths.append(self.paths[at])
+                paths.append((self.paths[at],))
             else:
-                paths.append(self.results.get(to.get(place, -1)))
+                into = [self.results[result] for result in to.get(place, ())]
+                paths.append(tuple(dict.fromkeys(into)))
         found = (self.frames.source(text) for text in attributes)
         return paths, next((source for source in found if source is not None), None)
 

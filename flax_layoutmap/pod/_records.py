@@ -35,7 +35,8 @@ class Collective:
         dtype: such as `"bfloat16"`.
         shape: shape of the payload on one device.
         path: the argument leaf that it moves, or whose gradient; None for others.
-        joined: other leaves that it moves, as they were joined with that one before.
+        joined: other leaves that it moves or sums, as they were joined with that one
+            before.
         source: `"model.py:36 Attention.__call__"`; None where it is not known.
         over_dcn: whether it crosses slices.
     """
