@@ -12,6 +12,7 @@ import hypothesis
 import jax
 import pytest
 import quick
+from multiprocess import launch
 
 import flax_layoutmap as flm
 from flax_layoutmap import _compiled, _jit
@@ -81,3 +82,24 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(_jit, "take_apart", take_apart)
     return seen
+
+
+@pytest.fixture
+def job_part(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> launch.Part:
+    """A part such as "values-2", which is its module and the number of processes.
+
+    It runs with the parts of all other selected tests, whichever worker runs these.
+    """
+    name, _, processes = request.param.rpartition("-")
+    wanted = []
+    for item in request.session.items:
+        if (spec := getattr(item, "callspec", None)) and "job_part" in spec.params:
+            other, _, number = spec.params["job_part"].rpartition("-")
+            if number == processes and other not in wanted:
+                wanted.append(other)
+    base = tmp_path_factory.getbasetemp()
+    in_worker = "PYTEST_XDIST_WORKER" in os.environ
+    shared = base.parent if in_worker else base
+    return launch.Part(name, int(processes), tuple(wanted), shared)

@@ -394,8 +394,9 @@ def first_in(odd: str, usual: str) -> str:
 
 
 @pytest.mark.multiprocess
-def test_two_processes_pass_their_rows() -> None:
-    ended = launch.run("batches", processes=2, devices=4)
+@pytest.mark.parametrize("job_part", ["batches-2"], indirect=True)
+def test_two_processes_pass_their_rows(job_part: launch.Part) -> None:
+    ended = job_part.ended
     assert_all_hold(ended, 147)
     first, second = (one.answer["cases"] for one in ended)
     for case, difference in {
@@ -442,8 +443,9 @@ def test_two_processes_pass_their_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_four_processes_of_which_two_fill_one_part() -> None:
-    assert_all_hold(launch.run("batches", processes=4, devices=2), 41)
+@pytest.mark.parametrize("job_part", ["batches-4"], indirect=True)
+def test_four_processes_of_which_two_fill_one_part(job_part: launch.Part) -> None:
+    assert_all_hold(job_part.ended, 41)
 
 
 def test_masked_arrays_are_refused(mesh: flm.DeviceMesh) -> None:

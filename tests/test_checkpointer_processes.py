@@ -47,26 +47,34 @@ def alone(folder: Path) -> Any:
     return flm.checkpoint.Checkpointer(folder / "run", layout_map=trains.rules())
 
 
-def test_two_processes_save_and_go_on(tmp_path: Path) -> None:
-    run = [str(tmp_path), "3"]
-    first = launch.run("trains", *run, processes=2, devices=4)
-    run[1] = "5"
-    second = launch.run("trains", *run, processes=2, devices=4)
-    for process in (0, 1):
-        one, two = first[process].answer, second[process].answer
+@pytest.mark.parametrize(
+    "job_part",
+    ["trains-2", pytest.param("trains-4", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_several_processes_save_and_go_on(job_part: launch.Part) -> None:
+    """Four in the same start of the processes, two in another."""
+    answers = [one.answer for one in job_part.ended]
+    folder, processes = job_part.folder, range(job_part.processes)
+    if job_part.processes == 2:
+        program = ("trains", str(folder), "5")
+        for found, ended in zip(
+            answers, launch.run(*program, processes=2, devices=4), strict=True
+        ):
+            found.append(ended.answer)
+    for process, (one, two) in enumerate(answers):
         assert (one["start"], one["saved"]) == (0, [0, 1, 2])
         assert (two["start"], two["saved"]) == (3, [3, 4])
         # Each process got its own part back.
         assert two["data"] == {"process": process, "batches": 5}
         assert two["steps"] == [2, 3, 4]
     with pytest.warns(flm.LayoutWarning, match="step 4 holds the state of data"):
-        assert_values(alone(tmp_path), 4)
-    with pytest.raises(
-        flm.CheckpointError, match="those of 2 processes, each of which"
-    ):
-        alone(tmp_path).restore(trains.create_fn, data=trains.Position())
-    states = [{"process": at, "batches": 5} for at in (0, 1)]
-    assert alone(tmp_path).data_states() == states
+        assert_values(alone(folder), 4)
+    text = f"those of {job_part.processes} processes, each of which"
+    with pytest.raises(flm.CheckpointError, match=text):
+        alone(folder).restore(trains.create_fn, data=trains.Position())
+    states = [{"process": at, "batches": 5} for at in processes]
+    assert alone(folder).data_states() == states
 
 
 def test_sigterm_to_one_process_saves_the_same_step_in_both(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import orbax.checkpoint as ocp
 import pytest
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from multiprocess import checksums as program
+from multiprocess import launch
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _checksums, _orbax
@@ -561,17 +563,19 @@ def test_a_place_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_processes_find_what_one_finds(tmp_path: Path) -> None:
-    from multiprocess import checksums as program
-    from multiprocess import launch
-
-    ended = launch.run("checksums", str(tmp_path), processes=2, devices=4)
-    first, second = (one.answer for one in ended)
-    assert first == second
+@pytest.mark.parametrize(
+    "job_part",
+    ["checksums-2", pytest.param("checksums-4", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_several_processes_find_what_one_finds(job_part: launch.Part) -> None:
+    first, *others = (one.answer for one in job_part.ended)
+    assert all(other == first for other in others)
     alone = program.found(program.MESH)
     assert first["checksums"] == first["other mesh"] == alone
-    assert recorded(tmp_path / "a") == alone
+    path = job_part.folder / "a"
+    assert recorded(path) == alone
     assert "8 leaves are as saved" in first["verified"]
-    assert f"the checkpoint {tmp_path / 'a'} is damaged" in first["error"]
+    assert f"the checkpoint {path} is damaged" in first["error"]
     # This one process says the same of the damage.
-    assert text_of_error(tmp_path / "a") == first["error"]
+    assert text_of_error(path) == first["error"]

@@ -338,14 +338,20 @@ def test_a_host_mesh_is_on_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.multiprocess
-def test_two_processes() -> None:
-    first, second = (
-        one.answer for one in launch.run("written", processes=2, devices=4)
-    )
-    assert first["ids"] + second["ids"] == list(range(8))
-    assert first["places"][0] == {"data": 0, "model": 0}
-    assert second["places"][0] == {"data": 1, "model": 0}
-    for answer in (first, second):
+@pytest.mark.parametrize(
+    "job_part",
+    ["written-2", pytest.param("written-4", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_several_processes(job_part: launch.Part) -> None:
+    answers = [one.answer for one in job_part.ended]
+    first = answers[0]
+    assert sum((answer["ids"] for answer in answers), []) == list(range(8))
+    places = sum((answer["places"] for answer in answers), [])
+    grid = [{"data": at // 4, "model": at % 4} for at in range(8)]
+    assert places == grid
+    listed: list[str] = []
+    for answer in answers:
         assert answer["again"] == [True] * 4 and answer["host"]
         _, dims, ids, local_ids, local, every = answer["text"].split("|")
         assert (dims, ids) == ("data=2,model=4", "0,1,2,3,4,5,6,7")
@@ -355,11 +361,12 @@ def test_two_processes() -> None:
         assert mesh_from_proto(bytes.fromhex(answer["bytes"])) == mesh_from_text(
             answer["text"]
         )
-    assert "task:0/" in listed[0] and "task:1/" in listed[7]
-    assert first["text"] != second["text"]  # Each says what is its own.
-    assert first["pickle"] == second["pickle"]
-    assert first["offsets"] == second["offsets"]
-    # The devices of the second process have ids that this process has not.
+    assert "task:0/" in listed[0] and f"task:{job_part.processes - 1}/" in listed[7]
+    # Each says what is its own.
+    assert len({answer["text"] for answer in answers}) == job_part.processes
+    assert all(answer["pickle"] == first["pickle"] for answer in answers)
+    assert all(answer["offsets"] == first["offsets"] for answer in answers)
+    # The devices of the other processes have ids that this process has not.
     assert flm.DeviceMesh.from_string(first["text"]) == flm.DeviceMesh.abstract(
         "data=2,model=4"
     )

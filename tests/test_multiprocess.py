@@ -1,7 +1,7 @@
 """Real processes over loopback: the whole line, values, and disagreements.
 
-The programs are in the folder `multiprocess`; each test starts one of them once, as a
-start costs more than most of what is tested.
+The programs are in the folder `multiprocess`. Most are parts, of which many run in one
+start of processes; see `launch` there.
 """
 
 import threading
@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint
 import pytest
-from multiprocess import births, launch, whole_line
+from multiprocess import births, launch, restores, whole_line
 
 import flax_layoutmap as flm
 from flax_layoutmap import _processes
@@ -36,15 +35,9 @@ def in_one_process() -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "words"), [(2, ()), (4, ("short",))])
-def test_the_whole_line(
-    processes: int, words: tuple[str, ...], in_one_process: Any, tmp_path: Path
-) -> None:
-    ended = launch.run(
-        *("whole_line", str(tmp_path), *words),
-        processes=processes,
-        devices=8 // processes,
-    )
+@pytest.mark.parametrize("job_part", ["whole_line-2", "whole_line-4"], indirect=True)
+def test_the_whole_line(job_part: launch.Part, in_one_process: Any) -> None:
+    ended = job_part.ended
     answers = [one.answer for one in ended]
     got = answers[0]
     for name in ("before", "uninterrupted", "resumed"):
@@ -65,23 +58,21 @@ def test_the_whole_line(
         (whole_line.rules(whole_line.FIRST), "saved"),
         (other, "moved"),
     ):
-        path = tmp_path / "checkpoint"
+        path = job_part.folder / "checkpoint"
         state = flm.checkpoint.restore(path, state, layout_map=layout_map)
         assert int(state["step"]) == 3
         expected = both([one[name] for one in answers])
         assert both([whole_line.shards(state, layout_map)]) == expected
-    if not words:
+    if job_part.processes == 2:
         # Another mesh shape sums in another order.
         np.testing.assert_allclose(got["resumed"], got["uninterrupted"], rtol=1e-5)
         after = whole_line.train(other, state, 3)
         np.testing.assert_allclose(after, got["uninterrupted"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_host_values_become_global_arrays(processes: int, tmp_path: Path) -> None:
-    ended = launch.run(
-        "values", str(tmp_path), processes=processes, devices=8 // processes
-    )
+@pytest.mark.parametrize("job_part", ["values-2", "values-4"], indirect=True)
+def test_host_values_become_global_arrays(job_part: launch.Part) -> None:
+    ended = job_part.ended
     for process, one in enumerate(ended):
         wrong = [
             f"{group}: {check}"
@@ -93,14 +84,16 @@ def test_host_values_become_global_arrays(processes: int, tmp_path: Path) -> Non
     assert sum(len(checks) for checks in ended[0].answer.values()) == 51
     # Nothing that was written beside a file is left.
     names = ["a.html", "a.json", "a.txt", "layouts.json", "rules.toml"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert sorted(path.name for path in job_part.folder.iterdir()) == names
 
 
 @pytest.mark.slow
-def test_what_is_born_in_four_processes_is_what_one_makes() -> None:
+@pytest.mark.parametrize("job_part", ["births-4"], indirect=True)
+def test_what_is_born_in_four_processes_is_what_one_makes(
+    job_part: launch.Part,
+) -> None:
     """Models, random state, counters, optimizers: the same shards, bit for bit."""
-    ended = launch.run("births", processes=4, devices=2)
-    together = both([one.answer for one in ended])
+    together = both([one.answer for one in job_part.ended])
     alone = births.found()
     assert len(alone) > 80
     assert all(len(shards) == 8 for shards in together.values())
@@ -108,28 +101,31 @@ def test_what_is_born_in_four_processes_is_what_one_makes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("savers", "readers", "strategies"),
+    ("job_part", "readers", "strategies"),
     [
-        (1, 4, ["direct", "aligned", "broadcast", "auto"]),
-        (4, 2, ["aligned", "auto"]),
-        (2, 1, ["aligned", "auto"]),
+        ("restores-4", 4, 4),
+        ("restores-4", 2, 2),
+        ("restores-2", 1, 2),
     ],
     ids=["1-4", "4-2", "2-1"],
+    indirect=["job_part"],
 )
 def test_saved_by_some_processes_and_restored_by_others(
-    savers: int, readers: int, strategies: list[str], tmp_path: Path
+    job_part: launch.Part, readers: int, strategies: int
 ) -> None:
     """Onto five meshes: the values, and the bytes that were planned."""
-    path = str(tmp_path / "a")
-    launch.run("restores", "save", path, processes=savers, devices=8 // savers)
-    ended = launch.run(
-        *("restores", "restore", path, *strategies),
-        processes=readers,
-        devices=8 // readers,
-    )
-    assert len(ended[0].answer) == 5 * len(strategies)
-    for number, one in enumerate(ended):
-        for case, found in one.answer.items():
+    answers = [one.answer for one in job_part.ended]
+    path = job_part.folder / "of these"
+    if readers == 2:
+        program = ("restores", str(path), "aligned", "auto")
+        ended = launch.run(*program, processes=2, devices=4)
+        answers = [one.answer for one in ended]
+    elif readers == 1:
+        answers = [restores.restore(path, ["aligned", "auto"])]
+    assert len(answers) == readers
+    assert len(answers[0]) == 5 * strategies
+    for number, answer in enumerate(answers):
+        for case, found in answer.items():
             assert not found["wrong"], (number, case)
             planned, read = found["planned"], found["read"]
             # The metadata is read too. Chunks that several devices of a process need
@@ -138,45 +134,41 @@ def test_saved_by_some_processes_and_restored_by_others(
                 8 // readers if set(found["strategies"].values()) != {"aligned"} else 1
             )
             assert planned * 0.99 <= read <= planned * repeats * 1.01 + 40_000, case
-        aligned = one.answer["columns aligned"]
+        aligned = answer["columns aligned"]
         assert aligned["read"] <= 1.05 * aligned["needed"] + 40_000
         assert set(aligned["strategies"].values()) == {"aligned"}
 
 
-def test_storage_that_is_not_shared(tmp_path: Path) -> None:
-    for process in range(2):
-        layout_map = flm.LayoutMap("x=8", strict=False)
-        layout_map["w"] = ("x",)
-        tree = {"w": np.arange(8.0, dtype=np.float32) + process}
-        flm.checkpoint.save(
-            tmp_path / str(process), layout_map.place(tree), layout_map=layout_map
-        )
-    v1: Any = orbax.checkpoint.v1
-    v1.save(tmp_path / "plain", {"w": np.ones(8, np.float32)})
-    random = np.random.default_rng(0).random(8192, np.float32)
-    v1.save(tmp_path / "large", {"w": random})
-    ended = launch.run("storage", str(tmp_path), processes=2, devices=4)
-    well, damaged = (one.answer["damaged for process 1"] for one in ended)
-    assert "not all processes are ready for using what was read" in well
-    assert "process 1 failed: CheckpointError: cannot read the checkpoint" in well
+@pytest.mark.parametrize("job_part", ["storage-2", "storage-4"], indirect=True)
+def test_storage_that_is_not_shared(job_part: launch.Part) -> None:
+    answers = [one.answer for one in job_part.ended]
+    others = [number for number in range(job_part.processes) if number != 1]
+    for number in others:
+        well = answers[number]["damaged for process 1"]
+        assert "not all processes are ready for using what was read" in well
+        assert "process 1 failed: CheckpointError: cannot read the checkpoint" in well
+    damaged = answers[1]["damaged for process 1"]
     assert damaged.startswith("CheckpointError: cannot read the checkpoint")
     assert "leaf 'w'" in damaged
-    for one in ended:
-        assert "process 1 differs in its checkpoint" in one.answer["other steps"]
+    without = [
+        number
+        for number in range(job_part.processes)
+        if number >= job_part.processes / 2
+    ]
+    unseen = ", ".join(map(str, range(1, job_part.processes)))
+    for said in answers:
+        assert "process 1 differs in its checkpoint" in said["other steps"]
         for case in ("other strategies", "only one verifies"):
-            assert "differs in its strategy, host_memory or verify" in one.answer[case]
-        assert one.answer["other limits"] == "nothing"  # the portions are the same
-        assert (
-            "no device of the processes [1]"
-            in one.answer["a mesh without devices of process 1"]
-        )
-        assert (
-            "process 1 of 2 do not see what process 0 writes to /proc/self/cwd"
-            in one.answer["save"]
-        )
-        assert "saving /proc/self/cwd/1, not at saving" in one.answer["another path"]
-        assert "process 1 differs in its checkpoint" in one.answer["restore"]
-    left = {path.name for path in tmp_path.glob("home*/*")}
+            text = "process 1 differs in its strategy, host_memory or verify"
+            assert text in said[case], case
+        assert said["other limits"] == "nothing"  # the portions are the same
+        text = f"no device of the processes {without}"
+        assert text in said["a mesh without devices of some"]
+        text = f"{unseen} of {job_part.processes} do not see what process 0 writes to"
+        assert f"{text} /proc/self/cwd" in said["save"]
+        assert "saving /proc/self/cwd/1, not at saving" in said["another path"]
+        assert "differs in its checkpoint" in said["restore"]
+    left = {path.name for path in job_part.folder.glob("home*/*")}
     assert left == {"damaged", "saved", "steps"}, "nothing was written"
 
 
@@ -250,23 +242,47 @@ def test_a_process_that_differs_is_named_and_nothing_hangs(tmp_path: Path) -> No
     ended = launch.run(
         "disagree", str(tmp_path), processes=2, devices=4, timeout=90, check=False
     )
-    first, second = (one.answer for one in ended)
-    assert first and second, "\n".join(map(str, ended))
+    answers = [one.answer for one in ended]
+    assert all(answers), "\n".join(map(str, ended))
+    assert_that_1_differs(answers, tmp_path)
+
+    # At the end process 1 fails where process 0 does not come: its own error, no hang.
+    assert ended[0].code == 0
+    assert ended[1].code != 0
+    assert "flax_layoutmap.ResolveError: 1 leaf does not fit" in ended[1].err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job_part", ["disagree-4"], indirect=True)
+def test_one_of_four_that_differs(job_part: launch.Part) -> None:
+    assert_that_1_differs([one.answer for one in job_part.ended], job_part.folder)
+
+
+def assert_that_1_differs(answers: list[dict[str, list[str]]], folder: Path) -> None:
+    """All other processes say the same, and process 1 what it has to."""
+
+    def asked(case: str) -> tuple[list[str], list[str]]:
+        """What process 0 says, with the others like it, and process 1."""
+        told, own, *others = (one.pop(case) for one in answers)
+        assert all(other == told for other in others), case
+        return told, own
+
     for case, (what, difference) in DISAGREEMENTS.items():
-        point = what.format(folder=tmp_path)
+        point = what.format(folder=folder)
         message = (
             f"the processes disagree before {point}: {difference}. Build mesh, rules, "
             "model and global batch from the same values in every process"
         )
-        assert first.pop(case) == second.pop(case) == ["ProcessError", message], case
+        told, own = asked(case)
+        assert told == own == ["ProcessError", message], case
 
-    # A process that fails has its own error, and the other one is told of it.
+    # A process that fails has its own error, and the others are told of it.
     for case, kind, text in (
         ("a_width_that_does_not_divide", "ResolveError", "dim 1 of size 9 does not"),
         ("a_constructor_that_raises", "FileNotFoundError", "no vocabulary here"),
-        ("no_checkpoint_to_restore", "CheckpointError", f"{tmp_path / 'nothing'}"),
+        ("no_checkpoint_to_restore", "CheckpointError", f"{folder / 'nothing'}"),
     ):
-        told, own = first.pop(case), second.pop(case)
+        told, own = asked(case)
         assert own[0] == kind and text in own[1]
         assert told[0] == "ProcessError"
         assert f"process 1 failed: {kind}: " in told[1] and text in told[1]
@@ -275,28 +291,26 @@ def test_a_process_that_differs_is_named_and_nothing_hangs(tmp_path: Path) -> No
         ("another_point", ("creating the model", "creating the optimizer")),
         (
             "another_path_to_save_to",
-            (f"saving {tmp_path / '0'}", f"saving {tmp_path / '1'}"),
+            (f"saving {folder / '0'}", f"saving {folder / '1'}"),
         ),
     ):
-        for answers, point in zip((first, second), points, strict=True):
-            kind, text = answers.pop(case)
+        apart = f"process 1 is at {points[1]}, not at {points[0]}"
+        for (kind, text), point in zip(asked(case), points, strict=True):
             assert kind == "ProcessError"
-            apart = f"process 1 is at {points[1]}, not at {points[0]}"
             assert f"the processes disagree before {point}: {apart}. Build" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved"]
+    assert sorted(path.name for path in folder.iterdir()) == ["saved"]
 
-    assert first.pop("one_comes_late") == [
-        "fine",
-        "process 0 has waited 1 s before creating the model and goes on waiting: the "
-        "processes [0, 1] of the mesh must all come here, and at least one has not",
-    ]
-    assert second.pop("one_comes_late") == ["fine", ""]
-    assert first == second == {"all_the_same": ["fine", ""]}
-
-    # At the end process 1 fails where process 0 does not come: its own error, no hang.
-    assert ended[0].code == 0
-    assert ended[1].code != 0
-    assert "flax_layoutmap.ResolveError: 1 leaf does not fit" in ended[1].err
+    own = answers[1].pop("one_comes_late")
+    assert own == ["fine", ""]
+    every = list(range(len(answers)))
+    for number in every[:1] + every[2:]:
+        assert answers[number].pop("one_comes_late") == [
+            "fine",
+            f"process {number} has waited 1 s before creating the model and goes on "
+            f"waiting: the processes {every} of the mesh must all come here, and at "
+            "least one has not",
+        ]
+    assert all(one == {"all_the_same": ["fine", ""]} for one in answers)
 
 
 @pytest.mark.slow
@@ -394,3 +408,37 @@ def test_the_launcher_tells_of_a_failure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert waited.code < 0 and waited.out == "process 0 was here\n"
     assert failed.code == 1 and failed.err == "it could not be done\n"
     assert "process 1 was here" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part before has its own answer, and the one after runs in another start."""
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+    names = ("written", "fails", "relayouts")
+    parts = {name: launch.Part(name, 2, names, tmp_path) for name in names}
+    with pytest.raises(launch.LaunchError, match="^part fails: .*processes") as caught:
+        assert not parts["fails"].ended
+    well, failed = caught.value.ended
+    assert well.answer == "well" and "ValueError" not in well.err
+    assert failed.answer is None and failed.code == 1
+    assert "ValueError: no such value" in failed.err
+    for name in ("written", "relayouts"):
+        assert [one.answer is None for one in parts[name].ended] == [False] * 2
+        assert "ValueError" not in parts[name].ended[1].err
+    assert parts["written"].folder.parent == parts["fails"].folder.parent
+    assert parts["relayouts"].folder.parent != parts["fails"].folder.parent
+
+
+def test_a_part_that_hangs_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "PART_SECONDS", 0.5)
+    begin = time.monotonic()
+    with pytest.raises(launch.LaunchError, match="^part hangs: failed") as caught:
+        assert not launch.Part("hangs", 1, ("hangs",), tmp_path).ended
+    assert time.monotonic() - begin < 60
+    (ended,) = caught.value.ended
+    assert ended.out == "waits for ever\n"
+    assert "Timeout" in ended.err and "hangs.py" in ended.err

@@ -137,11 +137,13 @@ def test_what_lies_alone_is_not_compared() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("processes", "count"), [(2, 58), pytest.param(4, 16, marks=pytest.mark.slow)]
+    ("job_part", "count"),
+    [("relayouts-2", 58), pytest.param("relayouts-4", 16, marks=pytest.mark.slow)],
+    indirect=["job_part"],
 )
-def test_several_processes(processes: int, count: int) -> None:
+def test_several_processes(job_part: launch.Part, count: int) -> None:
     """With relayouts and their gradients, which need no process to hold it all."""
-    ended = launch.run("relayouts", processes=processes, devices=8 // processes)
+    ended = job_part.ended
     for process, one in enumerate(ended):
         wrong = [
             f"{group}: {check}"

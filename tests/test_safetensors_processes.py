@@ -1,26 +1,41 @@
-"""Two real processes: each reads its own bytes, and one writes what both hold."""
-
-from pathlib import Path
+"""Real processes: each reads its own bytes, and one writes what all hold."""
 
 import numpy as np
 import pytest
 from multiprocess import launch
 from multiprocess.safetensors_parts import tensors
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 pytestmark = pytest.mark.multiprocess
 
 
-def test_each_process_reads_its_ranges_and_process_0_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "job_part",
+    [
+        "safetensors_parts-2",
+        pytest.param("safetensors_parts-4", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
+def test_each_process_reads_its_ranges_and_process_0_writes(
+    job_part: launch.Part,
+) -> None:
     arrays = tensors()
-    (tmp_path / "in").mkdir()
-    save_file(arrays, tmp_path / "in" / "model.safetensors")
-    ended = launch.run("safetensors_parts", str(tmp_path), processes=2, devices=4)
     total = sum(value.nbytes for value in arrays.values())
-    # Of each block of rows, the other half of the first or of the last row: two tensors
-    # of four blocks each.
-    unread = 2 * 4 * 16 * 4
-    for one in ended:
+    needed = total / job_part.processes
+    row = 4 * 32
+    # Bytes of each process for two tensors, where narrow columns are cut from whole
+    # rows: what is before and after them in a block of rows is left out.
+    if job_part.processes == 2:
+        rows = needed
+        # Four blocks of 16 rows, and half the columns of each.
+        columns = total - 2 * 4 * row / 2
+    else:
+        # One block of 32 rows, and half the columns.
+        rows = total / 2 - 2 * row / 2
+        # Two blocks of 16 rows, and half the columns of each.
+        columns = total / 2 - 2 * 2 * row / 2
+    for one in job_part.ended:
         read = one.answer["read"]
         assert read == one.answer["planned"]
         for name in (
@@ -30,16 +45,16 @@ def test_each_process_reads_its_ranges_and_process_0_writes(tmp_path: Path) -> N
             "transposed columns",
             "layers",
         ):
-            assert read[f"{name}, 0"] == total / 2, name
-        for name in ("rows", "transposed rows", "layers"):
-            assert read[f"{name}, 32768"] == total / 2, name
+            assert read[f"{name}, 0"] == needed, name
+        assert read["layers, 32768"] == needed
+        for name in ("rows", "transposed rows"):
+            assert read[f"{name}, 32768"] == rows, name
         for name in ("columns", "transposed columns"):
-            # Narrow columns are cut from whole rows.
-            assert read[f"{name}, 32768"] == total - unread, name
+            assert read[f"{name}, 32768"] == columns, name
         assert read["replicated, 0"] == read["replicated, 32768"] == total
     for name in ("transposed columns", "layers"):
         for gap in (0, 32768):
-            folder = tmp_path / f"{name} {gap}"
+            folder = job_part.folder / f"{name} {gap}"
             found: dict[str, np.ndarray] = {}
             for file in sorted(folder.glob("*.safetensors")):
                 found |= load_file(file)
@@ -47,7 +62,7 @@ def test_each_process_reads_its_ranges_and_process_0_writes(tmp_path: Path) -> N
             assert found.keys() == arrays.keys()
             for held, value in arrays.items():
                 np.testing.assert_array_equal(found[held], value)
-    for number, one in enumerate(ended):
+    for number, one in enumerate(job_part.ended):
         said = one.answer["problems"]
         assert "ProcessError" in said["other rules"]
         assert "differs in its leaves" in said["other rules"]
@@ -55,4 +70,4 @@ def test_each_process_reads_its_ranges_and_process_0_writes(tmp_path: Path) -> N
         text = "No space left on device" if number == 0 else "process 0 failed"
         assert said["full"].startswith("CheckpointError: cannot save to")
         assert text in said["full"]
-    assert not (tmp_path / "full").exists()
+    assert not (job_part.folder / "full").exists()

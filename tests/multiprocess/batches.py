@@ -1,11 +1,12 @@
 """Each process passes its rows of a batch; every device gets its part of the whole.
 
-Run with any number of processes that share eight devices. Each process answers with
+A part (see `launch`), of any number of processes with eight devices; it answers with
 check → whether it is so, and case → how it ended.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +16,8 @@ import numpy as np
 from flax import nnx
 
 import flax_layoutmap as flm
-from multiprocess import launch
 
-PROCESS = launch.join()
+PROCESS = jax.process_index()
 PROCESSES = jax.process_count()
 DIFFERS = PROCESS == PROCESSES - 1
 ROWS = 16
@@ -283,15 +283,11 @@ def outcome(case: Callable[[], None]) -> list[str]:
     return ["fine", ""]
 
 
-def main() -> None:
+def main(folder: Path) -> dict[str, Any]:
     """All of it with two processes; with more, what only they can show."""
     checks, cases = {**placed(), **moved()}, {}
     if PROCESSES == 2:
         checks |= stepped()
         cases = {case.__name__: outcome(case) for case in CASES}
     checks = {name: bool(so) for name, so in checks.items()}
-    launch.answer({"checks": checks, "cases": cases})
-
-
-if __name__ == "__main__":
-    main()
+    return {"checks": checks, "cases": cases}

@@ -1,10 +1,11 @@
 """Everything that is made in its shards, in several processes.
 
-Run by `launch.run`, and imported by the test, which makes the same in one process.
+A part (see `launch`), imported by the test too, which makes the same in one process.
 """
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +17,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import flax_layoutmap as flm
-from multiprocess import launch
 
 GRID = "data=2,model=4"
 
@@ -118,11 +118,10 @@ def _cut(shard: Any, leaf: Any) -> tuple[Any, Any]:
     return shard.index, leaf.shape
 
 
-if __name__ == "__main__":
-    launch.join()
-    # Devices in the order of the mesh, whatever their ids are.
+def main(folder: Path) -> dict[str, list[Any]]:
+    """The same, with devices in the order of the mesh, whatever their ids are."""
     line = {device.id: at for at, device in enumerate(jax.devices())}
     answers = found()
-    launch.answer(
-        {path: [[line[one[0]], *one[1:]] for one in answers[path]] for path in answers}
-    )
+    return {
+        path: [[line[one[0]], *one[1:]] for one in answers[path]] for path in answers
+    }

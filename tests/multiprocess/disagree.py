@@ -1,6 +1,7 @@
 """Process 1 is given something else, in one way after another; nothing may hang.
 
-Each process answers with case → how it ended: type and message of the error.
+A part (see `launch`), and a program that goes on after its answer: each process answers
+with case → how it ended: type and message of the error.
 """
 
 import sys
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -19,9 +21,9 @@ import flax_layoutmap as flm
 from flax_layoutmap import _processes
 from multiprocess import launch
 
-PROCESS = launch.join()
-DIFFERS = PROCESS == 1
-FOLDER = Path(sys.argv[1])
+if __name__ == "__main__":
+    launch.join()
+DIFFERS = jax.process_index() == 1
 
 
 def rules(mesh: Any = "data=2,model=4", width_axis: str = "model") -> flm.LayoutMap:
@@ -107,32 +109,32 @@ def another_batch_shape() -> None:
 
 def another_batch() -> None:
     step, model = step_with(rules())
-    step(model, np.full((8, 8), PROCESS, np.float32))
+    step(model, np.full((8, 8), DIFFERS, np.float32))
 
 
 def other_values() -> None:
-    rules().place({"kernel": np.full((8, 8), PROCESS, np.float32)})
+    rules().place({"kernel": np.full((8, 8), DIFFERS, np.float32)})
 
 
-def another_path_to_save_to() -> None:
+def another_path_to_save_to(folder: Path) -> None:
     model = flm.create(linear(), rules())
-    flm.checkpoint.save(FOLDER / str(PROCESS), model, layout_map=rules())
+    flm.checkpoint.save(folder / str(int(DIFFERS)), model, layout_map=rules())
 
 
-def another_mesh_to_restore_on() -> None:
+def another_mesh_to_restore_on(folder: Path) -> None:
     model = flm.create(linear(), rules())
-    flm.checkpoint.save(FOLDER / "saved", model, layout_map=rules())
+    flm.checkpoint.save(folder / "saved", model, layout_map=rules())
     mesh = "data=4,model=2" if DIFFERS else "data=2,model=4"
-    flm.checkpoint.restore(FOLDER / "saved", layout_map=rules(mesh))
+    flm.checkpoint.restore(folder / "saved", layout_map=rules(mesh))
 
 
-def no_checkpoint_to_restore() -> None:
-    path = FOLDER / ("nothing" if DIFFERS else "saved")
+def no_checkpoint_to_restore(folder: Path) -> None:
+    path = folder / ("nothing" if DIFFERS else "saved")
     flm.checkpoint.restore(path, layout_map=rules())
 
 
 def one_comes_late() -> None:
-    """Not a disagreement: process 0 says what it waits for, and both go on."""
+    """Not a disagreement: the others say what they wait for, and all go on."""
     if DIFFERS:
         time.sleep(2 * _processes.PATIENCE_SECONDS)
     flm.create(linear(), rules())
@@ -144,7 +146,7 @@ def all_the_same() -> None:
     assert np.isfinite(float(step(model, np.ones((8, 8), np.float32))))
 
 
-CASES = (
+CASES: tuple[Callable[..., None], ...] = (
     another_rule,
     another_mesh_shape,
     another_device_order,
@@ -165,25 +167,33 @@ CASES = (
 )
 
 
-def outcome(case: Callable[[], None]) -> list[str]:
+WITH_FOLDER = (
+    another_path_to_save_to,
+    another_mesh_to_restore_on,
+    no_checkpoint_to_restore,
+)
+
+
+def outcome(case: Callable[..., None], folder: Path) -> list[str]:
     """Type and message of the case's error, or of its warnings."""
+    arguments = (folder,) if case in WITH_FOLDER else ()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", flm.LayoutWarning)
         try:
-            case()
+            case(*arguments)
         except (flm.LayoutError, FileNotFoundError) as error:
             return [type(error).__name__, str(error)]
     said = [str(w.message) for w in caught if w.category is flm.LayoutWarning]
     return ["fine", " ".join(text for text in said if "waited" in text)]
 
 
-def main() -> None:
-    """Every case; then process 1 fails where no other process comes."""
-    _processes.PATIENCE_SECONDS = 1.0
-    launch.answer({case.__name__: outcome(case) for case in CASES})
-    if DIFFERS:
-        flm.create(linear(9), rules())
+def main(folder: Path) -> dict[str, list[str]]:
+    with mock.patch.object(_processes, "PATIENCE_SECONDS", 1.0):
+        return {case.__name__: outcome(case, folder) for case in CASES}
 
 
 if __name__ == "__main__":
-    main()
+    launch.answer(main(Path(sys.argv[1])))
+    _processes.PATIENCE_SECONDS = 1.0
+    if DIFFERS:  # fails where no other process comes
+        flm.create(linear(9), rules())

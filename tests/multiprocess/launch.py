@@ -2,10 +2,16 @@
 
 The test calls `run(program, processes=2, devices=4)`; the program, a module of this
 folder, calls `join()` before it touches a device and `answer(...)` with what it found.
+
+What needs no processes of its own is a part: a module with a function `main(folder)`,
+which returns its answer, and perhaps `prepare(folder)`, which the test's own process
+calls before. The parts of all tests that were selected run in one start of processes;
+a test asks for its own with the fixture `job_part`.
 """
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import socket
@@ -20,6 +26,9 @@ from typing import Any
 import quick
 
 TESTS = Path(__file__).parents[1]
+
+# A part that takes longer is ended; on a machine of its own none takes 20 s.
+PART_SECONDS = 240.0
 
 # When one process has failed, the others get this long to end with their own errors.
 GRACE_SECONDS = 10.0
@@ -51,6 +60,7 @@ class LaunchError(AssertionError):
     def __init__(self, why: str, ended: Sequence[Ended]) -> None:
         parts = [f"\n--- process {at}: {one}" for at, one in enumerate(ended)]
         super().__init__(why + "".join(parts))
+        self.why = why
         self.ended = tuple(ended)
 
 
@@ -115,6 +125,122 @@ def run(
     if failed and check:
         raise LaunchError(f"failed: processes {failed}", ended)
     return ended
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One part of a start of several processes, which is made where it is asked for.
+
+    Attributes:
+        name: of its module.
+        processes: how many there are; they share eight devices.
+        wanted: the names of all parts that are to run with as many processes.
+        base: a folder that is the same in all workers of the tests.
+    """
+
+    name: str
+    processes: int
+    wanted: tuple[str, ...]
+    base: Path
+
+    @property
+    def folder(self) -> Path:
+        """What the part was given as its folder."""
+        return Path(self._found()["folder"], self.name)
+
+    @property
+    def ended(self) -> list[Ended]:
+        """How each process ended, with its answer and with the output of this part.
+
+        Raises:
+            LaunchError: this part failed in one of them.
+        """
+        found = self._found()
+        ended = [Ended(**one) for one in found["ended"]]
+        if found["why"]:
+            raise LaunchError(f"part {self.name}: {found['why']}", ended)
+        return ended
+
+    def _found(self) -> dict[str, Any]:
+        """Runs what no worker has run yet; the others wait for that one."""
+        import fcntl  # not everywhere
+
+        store = self.base / f"parts-{self.processes}.json"
+        with store.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = json.loads(store.read_text()) if store.exists() else {}
+            if self.name not in found:
+                names = [name for name in self.wanted if name not in found]
+                found |= run_parts(names, self.processes, self.base)
+                store.write_text(json.dumps(found))
+        return found[self.name]
+
+
+def run_parts(names: Sequence[str], processes: int, base: Path) -> dict[str, Any]:
+    """Runs parts in one start of processes; after one that fails the rest in another.
+
+    Returns:
+        Part → the folder, how each process ended, and why it failed, if it did.
+    """
+    found: dict[str, Any] = {}
+    while left := [name for name in names if name not in found]:
+        folder = Path(tempfile.mkdtemp(dir=base))
+        for name in left:
+            (folder / name).mkdir()
+            module = importlib.import_module(f"multiprocess.{name}")
+            if hasattr(module, "prepare"):
+                module.prepare(folder / name)
+        found |= _run_series(left, processes, folder)
+    return found
+
+
+def _run_series(names: Sequence[str], processes: int, folder: Path) -> dict[str, Any]:
+    """Runs parts up to the first that fails."""
+    limit = PART_SECONDS * len(names) + 60
+    why = ""
+    try:
+        ended = run(
+            *("series", str(folder), str(PART_SECONDS), *names),
+            processes=processes,
+            devices=8 // processes,
+            timeout=limit,
+        )
+    except LaunchError as error:
+        ended, why = error.ended, error.why
+    found: dict[str, Any] = {}
+    for name in names:
+        own = [_ended_part(one, folder, name, at) for at, one in enumerate(ended)]
+        done = all(one.answer is not None for one in own)
+        # What fails after the last part has nobody else to tell of it.
+        failed = why if not done or name == names[-1] else ""
+        found[name] = {
+            "folder": str(folder),
+            "why": failed or ("" if done else "no answer"),
+            "ended": [dataclasses.asdict(one) for one in own],
+        }
+        if not done:
+            break
+    return found
+
+
+def _ended_part(whole: Ended, folder: Path, name: str, process: int) -> Ended:
+    def read(kind: str) -> str:
+        path = output(folder, name, process, kind)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    answer = read("answer")
+    return Ended(
+        whole.code,
+        read("out"),
+        # Before the first part there is output of the start.
+        whole.err + read("err"),
+        json.loads(answer) if answer else None,
+    )
+
+
+def output(folder: Path, name: str, process: int, kind: str) -> Path:
+    """Where a process leaves what a part prints ("out", "err"), and its "answer"."""
+    return folder / f"{name}-{process}.{kind}"
 
 
 def join(shutdown: int = 20) -> int:

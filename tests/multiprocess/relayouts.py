@@ -1,8 +1,9 @@
 """relayout, pack, unpack and fetch_layout where no process holds all devices.
 
-Each process answers with check → whether it is so.
+A part (see `launch`): each process answers with check → whether it is so.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import flax_layoutmap as flm
-from multiprocess import launch
 
-process = launch.join()
+PROCESS = jax.process_index()
 OWN = jax.local_device_count()
 MESH = flm.DeviceMesh("x=4,y=2")
 HOST = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -67,7 +67,7 @@ def parts() -> dict[str, bool]:
     for axes in SPECS:
         x = flm.relayout(HOST, lay(axes))
         local = flm.unpack(x)
-        here = [d for d in MESH.devices.flat if d.process_index == process]
+        here = [d for d in MESH.devices.flat if d.process_index == PROCESS]
         checks[f"{axes}: one part a device"] = [p.devices() for p in local] == [
             {device} for device in here
         ]
@@ -83,5 +83,5 @@ def parts() -> dict[str, bool]:
     return checks
 
 
-if __name__ == "__main__":
-    launch.answer({f.__name__: f() for f in (moved, followed, parts)})
+def main(folder: Path) -> dict[str, Any]:
+    return {f.__name__: f() for f in (moved, followed, parts)}

@@ -1,12 +1,21 @@
-"""Saves a tree, or restores it onto other meshes with each strategy, and tells both.
+"""Restores a tree onto other meshes, with each strategy, and saves it.
 
-`python -m multiprocess.restores save PATH` or `… restore PATH STRATEGY …`.
+A part (see `launch`): four processes restore what one saved, and two or four save.
+`python -m multiprocess.restores PATH STRATEGY …` restores.
 """
 
+import functools
 import sys
+from pathlib import Path
 from typing import Any
 
-from multiprocess.launch import answer, join
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+import flax_layoutmap as flm
+from flax_layoutmap.checkpoint import _orbax
+from multiprocess import launch
 
 # Path → shape and dtype; `big` is larger than what is always read directly.
 LEAVES = {
@@ -37,15 +46,14 @@ WANTED: dict[str, dict[str, Any]] = {
 }
 
 
-def expected(path: str, index: Any) -> Any:
-    """The values of a leaf, or of a part of it."""
-    import numpy as np
-
+@functools.cache
+def expected(path: str) -> np.ndarray:
+    """The values of a leaf."""
     shape, dtype = LEAVES[path]
     count = int(np.prod(shape, dtype=np.int64))
     random = np.random.default_rng(len(path)).random(count, np.float32)
     whole = (random if "float" in dtype else np.full(count, 7)).reshape(shape)
-    return whole.astype(np.dtype(dtype))[index]
+    return whole.astype(np.dtype(dtype))
 
 
 def tree_of(leaves: dict[str, Any]) -> dict[str, Any]:
@@ -59,12 +67,7 @@ def tree_of(leaves: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def save(path: str) -> None:
-    import jax
-    from jax.sharding import NamedSharding
-
-    import flax_layoutmap as flm
-
+def save(path: Path) -> None:
     mesh = flm.DeviceMesh("x=-1")
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map.update(SAVED)
@@ -73,21 +76,15 @@ def save(path: str) -> None:
         spec = jax.P(*SAVED.get(name, ()))
         sharding = NamedSharding(mesh.jax_mesh, spec)
         return jax.make_array_from_callback(
-            LEAVES[name][0], sharding, lambda index: expected(name, index)
+            LEAVES[name][0], sharding, lambda index: expected(name)[index]
         )
 
     tree = tree_of({name: leaf(name) for name in LEAVES})
     flm.checkpoint.save(path, tree, layout_map=layout_map)
 
 
-def restore(path: str, strategies: list[str]) -> dict[str, Any]:
+def restore(path: Path, strategies: list[str]) -> dict[str, Any]:
     """Target and strategy → bytes needed, planned and read, and what is wrong."""
-    import jax
-    import numpy as np
-
-    import flax_layoutmap as flm
-    from flax_layoutmap.checkpoint import _orbax
-
     found = {}
     for name, wanted in WANTED.items():
         mesh = flm.DeviceMesh(wanted["mesh"])
@@ -109,13 +106,13 @@ def restore(path: str, strategies: list[str]) -> dict[str, Any]:
                 for part in leaf.split("/"):
                     array = array[part]
                 spec = jax.P(*wanted["rules"].get(leaf, ()))
-                sharding = jax.sharding.NamedSharding(mesh.jax_mesh, spec)
+                sharding = NamedSharding(mesh.jax_mesh, spec)
                 if not array.sharding.is_equivalent_to(sharding, array.ndim):
                     wrong.append(f"{leaf}: {array.sharding}")
                 if array.sharding.mesh != mesh.jax_mesh:
                     wrong.append(f"{leaf}: {array.sharding.mesh}")
                 for shard in array.addressable_shards:
-                    if not np.array_equal(shard.data, expected(leaf, shard.index)):
+                    if not np.array_equal(shard.data, expected(leaf)[shard.index]):
                         wrong.append(f"{leaf}: {shard.index}")
             number = jax.process_index()
             found[f"{name} {strategy}"] = {
@@ -128,10 +125,19 @@ def restore(path: str, strategies: list[str]) -> dict[str, Any]:
     return found
 
 
+def prepare(folder: Path) -> None:
+    save(folder / "of one")
+
+
+def main(folder: Path) -> dict[str, Any]:
+    """Four restore what one saved; what these save is restored by others."""
+    strategies = ["direct", "aligned", "broadcast", "auto"]
+    several = jax.process_count() > 2
+    found = restore(folder / "of one", strategies) if several else {}
+    save(folder / "of these")
+    return found
+
+
 if __name__ == "__main__":
-    join()
-    if sys.argv[1] == "save":
-        save(sys.argv[2])
-        answer("saved")
-    else:
-        answer(restore(sys.argv[2], sys.argv[3:]))
+    launch.join()
+    launch.answer(restore(Path(sys.argv[1]), sys.argv[2:]))

@@ -1,18 +1,19 @@
 """Each process reads the bytes of its own shards; process 0 writes what all hold.
 
-The argument is a folder with `in/`, a checkpoint whose tensors are those of `tensors`.
+A part (see `launch`); `in/` is a checkpoint whose tensors are those of `tensors`.
 """
 
-import sys
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
+from safetensors.numpy import save_file
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_read, mappings
-from multiprocess import launch
 
 ROWS, COLUMNS = 64, 32
 
@@ -24,10 +25,14 @@ def tensors() -> dict[str, np.ndarray]:
     return {f"h.{at}.w": rng.normal(size=shape).astype(np.float32) for at in range(2)}
 
 
-def main() -> None:
-    number = launch.join()
-    folder = Path(sys.argv[1])
-    mesh = flm.DeviceMesh("data=2,model=4")  # a process has one row of the mesh
+def prepare(folder: Path) -> None:
+    (folder / "in").mkdir()
+    save_file(tensors(), folder / "in" / "model.safetensors")
+
+
+def main(folder: Path) -> dict[str, Any]:
+    # Of two processes each has one row of the mesh, of four half a row.
+    mesh = flm.DeviceMesh("data=2,model=4")
     arrays = tensors()
     plain = [("a", "h.0.w"), ("b", "h.1.w")]
     turned = [(path, name, mappings.linear()) for path, name in plain]
@@ -44,7 +49,6 @@ def main() -> None:
     found: dict[str, Any] = {"read": {}, "planned": {}}
     restored: Any = None
     for gap in (0, 32 << 10):
-        _safetensors_read.GAP_BYTES = gap
         for name, (mapping, axes, wanted) in cases.items():
             read: list[tuple[int, int]] = []
             layout_map = flm.LayoutMap(mesh)
@@ -53,13 +57,14 @@ def main() -> None:
                 path: jax.ShapeDtypeStruct(value.shape, value.dtype)
                 for path, value in wanted.items()
             }
-            restored = flm.checkpoint.restore_safetensors(
-                folder / "in",
-                target,
-                layout_map=layout_map,
-                mapping=mapping,
-                progress=lambda *counts, read=read: read.append(counts),
-            )
+            with mock.patch.object(_safetensors_read, "GAP_BYTES", gap):
+                restored = flm.checkpoint.restore_safetensors(
+                    folder / "in",
+                    target,
+                    layout_map=layout_map,
+                    mapping=mapping,
+                    progress=lambda *counts, read=read: read.append(counts),
+                )
             for path, value in wanted.items():
                 for shard in restored[path].addressable_shards:
                     np.testing.assert_array_equal(shard.data, value[shard.index])
@@ -70,24 +75,22 @@ def main() -> None:
                 flm.checkpoint.save_safetensors(
                     out, restored, mapping=mapping, max_file_bytes=9000
                 )
-    found["problems"] = problems(number, folder, mesh, restored)
-    launch.answer(found)
+    found["problems"] = problems(folder, mesh, restored)
+    return found
 
 
-def problems(
-    number: int, folder: Path, mesh: flm.DeviceMesh, tree: Any
-) -> dict[str, str]:
-    """What goes wrong in one process only."""
-    said = {}
+def problems(folder: Path, mesh: flm.DeviceMesh, tree: Any) -> dict[str, str]:
+    """What goes wrong in one process only: 1, and at last 0."""
+    process, said = jax.process_index(), {}
     layout_map = flm.LayoutMap(mesh)
-    layout_map["."] = ("data", None) if number else (None, "data")
+    layout_map["."] = ("data", None) if process == 1 else (None, "data")
     try:
         flm.checkpoint.restore_safetensors(folder / "in", layout_map=layout_map)
     except flm.LayoutError as error:
         said["other rules"] = f"{type(error).__name__}: {error}"
     layout_map = flm.LayoutMap(mesh, strict=False)
     try:
-        place = folder / ("in" if number == 0 else "nowhere")
+        place = folder / ("nowhere" if process == 1 else "in")
         flm.checkpoint.restore_safetensors(place, layout_map=layout_map)
     except flm.LayoutError as error:
         said["another place"] = f"{type(error).__name__}: {error}"
@@ -95,16 +98,9 @@ def problems(
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    if number == 0:
-        _write.os.fsync = full
     try:
-        flm.checkpoint.save_safetensors(folder / "full", tree)
+        with mock.patch.object(os, "fsync", os.fsync if process else full):
+            flm.checkpoint.save_safetensors(folder / "full", tree)
     except flm.LayoutError as error:
         said["full"] = f"{type(error).__name__}: {error}"
     return said
-
-
-if __name__ == "__main__":
-    from flax_layoutmap.checkpoint import _safetensors_write as _write
-
-    main()

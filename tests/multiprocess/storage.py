@@ -1,31 +1,42 @@
-"""Two processes that do not see the same storage: a save, and a restore.
+"""Processes that do not see the same storage: saves, and restores.
 
-Each process has a directory of its own below the one path `/proc/self/cwd`.
-
-`python -m multiprocess.storage FOLDER`, with a checkpoint for each process in it.
+A part (see `launch`). Each process has a directory of its own below the one path
+`/proc/self/cwd`.
 """
 
+import contextlib
 import os
 import shutil
-import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint
 
 import flax_layoutmap as flm
-from multiprocess import launch
 
-PROCESS = launch.join()
+PROCESS = jax.process_index()
+PROCESSES = jax.process_count()
+DIFFERS = PROCESS == 1
 HERE = "/proc/self/cwd"
-FOLDER = sys.argv[1]
-own = os.path.join(FOLDER, f"home of {PROCESS}")
-os.mkdir(own)
-os.chdir(own)
-shutil.copytree(os.path.join(FOLDER, str(PROCESS)), "saved")
-layout_map = flm.LayoutMap("x=-1", strict=False)
-layout_map["w"] = ("x",)
-tree = layout_map.place({"w": jnp.arange(8.0)})
+MOST = 4
+
+
+def prepare(folder: Path) -> None:
+    """A checkpoint for each process, and two that Orbax saved."""
+    for process in range(MOST):
+        layout_map = flm.LayoutMap("x=8", strict=False)
+        layout_map["w"] = ("x",)
+        tree = {"w": np.arange(8.0, dtype=np.float32) + process}
+        flm.checkpoint.save(
+            folder / str(process), layout_map.place(tree), layout_map=layout_map
+        )
+    v1: Any = orbax.checkpoint.v1
+    v1.save(folder / "plain", {"w": np.ones(8, np.float32)})
+    random = np.random.default_rng(0).random(8192, np.float32)
+    v1.save(folder / "large", {"w": random})
 
 
 def said(function: object, *args: object, **options: object) -> str:
@@ -37,48 +48,50 @@ def said(function: object, *args: object, **options: object) -> str:
     return "nothing"
 
 
-os.mkdir("steps")
-for step in (1, 2) if PROCESS == 0 else (1,):
-    shutil.copytree(os.path.join(FOLDER, "plain"), f"steps/{step}")
-same = os.path.join(FOLDER, "0")
-shutil.copytree(os.path.join(FOLDER, "large"), "damaged")
-if PROCESS == 1:
-    largest = max(Path("damaged").rglob("d/*"), key=lambda file: file.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[5_000:15_000] = bytes(10_000)
-    largest.write_bytes(content)
-half = flm.DeviceMesh("x=4", devices=jax.devices()[:4])
-plain = {"layout_map": layout_map, "progress": False}
+def fill(folder: Path) -> None:
+    """What this process finds here: process 1 less, and some of it damaged."""
+    shutil.copytree(folder / str(PROCESS), "saved")
+    os.mkdir("steps")
+    for step in (1,) if DIFFERS else (1, 2):
+        shutil.copytree(folder / "plain", f"steps/{step}")
+    shutil.copytree(folder / "large", "damaged")
+    if DIFFERS:
+        files = Path("damaged").rglob("d/*")
+        largest = max(files, key=lambda file: file.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[5_000:15_000] = bytes(10_000)
+        largest.write_bytes(content)
 
-launch.answer(
-    {
-        "other steps": said(
-            flm.checkpoint.restore, f"{HERE}/steps", step="latest", **plain
+
+def main(folder: Path) -> dict[str, str]:
+    """Case → what was said."""
+    own = folder / f"home of {PROCESS}"
+    own.mkdir()
+    with contextlib.chdir(own):
+        fill(folder)
+        return cases(folder / "0")
+
+
+def cases(same: Path) -> dict[str, str]:
+    layout_map = flm.LayoutMap("x=-1", strict=False)
+    layout_map["w"] = ("x",)
+    tree = layout_map.place({"w": jnp.arange(8.0)})
+    plain = {"layout_map": layout_map, "progress": False}
+    half = flm.DeviceMesh("x=4", devices=jax.devices()[:4])
+    strategy = "direct" if DIFFERS else "aligned"
+    restore, save = flm.checkpoint.restore, flm.checkpoint.save
+    return {
+        "other steps": said(restore, f"{HERE}/steps", step="latest", **plain),
+        "other limits": said(restore, same, host_memory=1000 * (1 + PROCESS), **plain),
+        "other strategies": said(restore, same, strategy=strategy, **plain),
+        "only one verifies": said(restore, same, verify=DIFFERS, **plain),
+        "a mesh without devices of some": said(
+            restore, same, layout_map=layout_map.on(half)
         ),
-        "other limits": said(
-            flm.checkpoint.restore, same, host_memory=1000 * (1 + PROCESS), **plain
-        ),
-        "other strategies": said(
-            flm.checkpoint.restore,
-            same,
-            strategy=("aligned", "direct")[PROCESS],
-            **plain,
-        ),
-        "only one verifies": said(
-            flm.checkpoint.restore, same, verify=PROCESS == 1, **plain
-        ),
-        "a mesh without devices of process 1": said(
-            flm.checkpoint.restore, same, layout_map=layout_map.on(half)
-        ),
-        "damaged for process 1": said(
-            flm.checkpoint.restore, f"{HERE}/damaged", **plain
-        ),
-        "save": said(
-            flm.checkpoint.save, f"{HERE}/runs/a", tree, layout_map=layout_map
-        ),
+        "damaged for process 1": said(restore, f"{HERE}/damaged", **plain),
+        "save": said(save, f"{HERE}/runs/a", tree, layout_map=layout_map),
         "another path": said(
-            flm.checkpoint.save, f"{HERE}/{PROCESS}", tree, layout_map=layout_map
+            save, f"{HERE}/{int(DIFFERS)}", tree, layout_map=layout_map
         ),
-        "restore": said(flm.checkpoint.restore, f"{HERE}/saved", layout_map=layout_map),
+        "restore": said(restore, f"{HERE}/saved", layout_map=layout_map),
     }
-)

@@ -1,7 +1,7 @@
 """A training loop whose values at each step are known.
 
-Run by `launch.run`, as are those that the test kills; and imported by the test, which
-restores in a process of its own.
+A part (see `launch`), and a program of which the test kills processes; imported by the
+test too, which restores in a process of its own.
 """
 
 import os
@@ -81,42 +81,50 @@ def hold_back(step: int, folder: Path) -> None:
     os.rename = os.replace = late
 
 
-def main(folder: str, steps: str, *words: str) -> None:
-    """Trains up to a number of steps; answers with where it began and what it saved."""
-    launch.join()
+def main(folder: Path) -> list[dict[str, Any]]:
+    """What two runs answer, of which the second one goes on.
+
+    Of two processes only the first: others, started anew, go on with it.
+    """
+    return [
+        train(folder, steps) for steps in ((3,) if jax.process_count() == 2 else (3, 5))
+    ]
+
+
+def train(folder: Path, steps: int, *words: str) -> dict[str, Any]:
+    """Trains up to a number of steps; where it began, what it saved."""
     if "hold" in words:
-        hold_back(2, Path(folder))
+        hold_back(2, folder)
     slow, every = "slow" in words, 10**6 if "rarely" in words else 1
     layout_map, position = rules(), Position()
     train_step = make_step(layout_map)
     saved = []
     with flm.checkpoint.Checkpointer(
-        Path(folder, "run"), layout_map=layout_map, every=every, keep=3
+        folder / "run", layout_map=layout_map, every=every, keep=3
     ) as checkpointer:
         data = None if "no-data" in words else position
         state, start = checkpointer.restore_or_init(create_fn, data=data)
-        for step in range(start, int(steps)):
+        for step in range(start, steps):
             state = train_step(state)
             position.state["batches"] += 1
-            last = step == int(steps) - 1
+            last = step == steps - 1
             if checkpointer.save(step, state, data=data, force=last):
                 saved.append(step)
             if slow:
-                Path(folder, f"at_{step}").touch()
+                (folder / f"at_{step}").touch()
                 time.sleep(0.05)
             if checkpointer.reached_preemption:
                 break
         checkpointer.wait()
-    launch.answer(
-        {
-            "start": start,
-            "saved": saved,
-            "steps": checkpointer.steps,
-            "data": position.state,
-            "preempted": checkpointer.reached_preemption,
-        }
-    )
+    return {
+        "start": start,
+        "saved": saved,
+        "steps": checkpointer.steps,
+        "data": position.state,
+        "preempted": checkpointer.reached_preemption,
+    }
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    launch.join()
+    launch.answer(train(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

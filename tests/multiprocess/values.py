@@ -1,11 +1,11 @@
 """Values that every process holds become global arrays; each device gets its part.
 
-Each process answers with check → whether it is so; a check raises where it cannot say.
+A part (see `launch`): each process answers with check → whether it is so; a check
+raises where it cannot say.
 """
 
 import contextlib
 import io
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,7 @@ import numpy as np
 from flax import nnx
 
 import flax_layoutmap as flm
-from multiprocess import launch
 
-launch.join()
 MESH = flm.DeviceMesh("data=2,model=4")
 EXPLICIT = flm.DeviceMesh("data=2,model=4", axis_types="explicit")
 OTHER = flm.DeviceMesh("data=4,model=2")
@@ -252,7 +250,7 @@ def reported() -> dict[str, bool]:
     }
 
 
-def looked_at() -> dict[str, bool]:
+def looked_at(shared: Path) -> dict[str, bool]:
     """Lint, pictures and files: each process may ask; a path may be shared by all."""
     layout_map = rules(MESH)
     layout_map["renamed/kernel_of_old"] = ("data", None)
@@ -261,7 +259,6 @@ def looked_at() -> dict[str, bool]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         placed = layout_map.place({"kernel": HOST, "bias": HOST[0]})
-    shared = Path(sys.argv[1])
     checks = {
         "process 0 warns of an unused rule": bool(caught) == first,
         "lint": [issue.code for issue in flm.lint(resolution)] == ["LM101"],
@@ -286,8 +283,8 @@ def looked_at() -> dict[str, bool]:
     return checks
 
 
-if __name__ == "__main__":
+def main(folder: Path) -> dict[str, dict[str, bool]]:
+    """Group → its checks; files are written into the folder."""
     checks = (distributed, keys, placed, created, scoped, alone, refused)
-    checks += (hybrid, reported, looked_at)
-    groups = {f.__name__: f() for f in checks}
-    launch.answer(groups)
+    groups = {f.__name__: f() for f in (*checks, hybrid, reported)}
+    return groups | {"looked_at": looked_at(folder)}

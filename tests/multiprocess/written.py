@@ -1,16 +1,20 @@
-"""Meshes and layouts written in one process, as each process writes and reads them."""
+"""Meshes and layouts written in one process, as each process writes and reads them.
+
+A part (see `launch`).
+"""
 
 import pickle
+from pathlib import Path
+from typing import Any
 
 import flax_layoutmap as flm
-from multiprocess import launch
 
-launch.join()
 MESH = flm.DeviceMesh("data=2,model=4")
 LAYOUT = flm.TensorLayout((None, ("model", "data")), MESH)
 
-launch.answer(
-    {
+
+def main(folder: Path) -> dict[str, Any]:
+    return {
         "text": MESH.to_string(),
         "bytes": MESH.as_proto().SerializeToString().hex(),
         "pickle": pickle.dumps(LAYOUT).hex(),
@@ -25,4 +29,3 @@ launch.answer(
         ],
         "host": MESH.host_mesh() == MESH,
     }
-)
