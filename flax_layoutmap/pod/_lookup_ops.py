@@ -116,7 +116,7 @@ class LookupOps:
 
     def _read(self, op: Any) -> Asked | None:
         adds = op.name == SCATTER
-        if not (_adds_rows(op) if adds else _takes_rows(op)):
+        if not looks_up_rows(op):
             return None
         instead: list[Any] = []
         table, tokens, *added = [self._before(one, instead) for one in op.operands]
@@ -172,6 +172,11 @@ class LookupOps:
                 return []
         layouts = {user.attributes["out_sharding"] for user in users}
         return users if len(layouts) == 1 else []
+
+
+def looks_up_rows(op: Any) -> bool:
+    """Whether a gather, or a scatter, takes or adds whole rows of a matrix."""
+    return _adds_rows(op) if op.name == SCATTER else _takes_rows(op)
 
 
 def _only_user(value: Any) -> Any:

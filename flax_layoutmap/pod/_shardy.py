@@ -13,10 +13,17 @@ from typing import Any
 from flax_layoutmap.pod._attributes import Attributes, Dims, functions, mesh_sizes
 from flax_layoutmap.pod._collectives import Collectives
 from flax_layoutmap.pod._dataflow import Dataflow
-from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER
+from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER, looks_up_rows
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import RAGGED, hides_work, operands_of, target_of
 from flax_layoutmap.pod._operations import MOVING, RAGGED_DOT, last_of, multiplications
+from flax_layoutmap.pod._otherwise import (
+    JOIN,
+    OTHERWISE,
+    PERMUTE,
+    Otherwise,
+    moves_parts,
+)
 from flax_layoutmap.pod._shifts import SHIFTING, shifts
 from flax_layoutmap.pod._slices import TAKE, TOP_K, WRITE, moved_to_slice
 from flax_layoutmap.pod._spread import Place, Spread
@@ -71,6 +78,8 @@ class _Walk:
         self.attributes = attributes
         self.values = Dataflow(attributes)
         self.found = Spread(mesh_sizes(module), [])
+        self.otherwise = Otherwise(self.values, for_tpus=for_tpus)
+        self.partitions = partitions
         self.loops = 0
         self.collectives = collectives = Collectives(
             self.values, self.found, roles, partitions=partitions, for_tpus=for_tpus
@@ -80,9 +89,11 @@ class _Walk:
             "sdy.all_slice": collectives.move,
             **dict.fromkeys(MOVING, collectives.move),
             "stablehlo.add": collectives.add_sums,
-            GATHER: collectives.lookup,
-            SCATTER: collectives.lookup,
+            PERMUTE: self._permute,
+            GATHER: self._lookup,
+            SCATTER: self._lookup,
             "stablehlo.dot_general": self._product,
+            **dict.fromkeys(OTHERWISE, self._say_if_otherwise),
             **dict.fromkeys(SHIFTING, self._shift),
             WRITE: collectives.write,
             TAKE: collectives.take,
@@ -214,6 +225,25 @@ class _Walk:
         elif name == TOP_K and moved_to_slice(op, self.values) is not None:
             what = "top_k along a sharded dim, not counted as XLA moves it"
             self.found.unrecognised[what] += 1
+        else:
+            self._say_if_otherwise(op, place)
+
+    def _say_if_otherwise(self, op: Any, place: Place) -> None:
+        """What XLA does in its own way."""
+        what = self.otherwise.says(op)
+        if what is not None:
+            self.found.unrecognised[what] += 1
+
+    def _lookup(self, op: Any, place: Place) -> None:
+        self.collectives.lookup(op, place)
+        if self.partitions and not looks_up_rows(op):
+            self._say_if_otherwise(op, place)
+
+    def _permute(self, op: Any, place: Place) -> None:
+        self.collectives.move(op, place)
+        if moves_parts(op, self.values):
+            what = "move between parts of an axis, not counted as XLA does it"
+            self.found.unrecognised[what] += 1
 
     def _has_sharded(self, op: Any) -> bool:
         """Whether any operand is sharded."""
@@ -234,15 +264,19 @@ class _Walk:
 
     def _shift(self, op: Any, place: Place) -> None:
         dims = self.attributes.per_value(op)
-        if dims:
-            self._say_if_shifted(op, dims[0])
+        if dims and self._say_if_shifted(op, dims[0]):
+            return
+        if op.name == JOIN:
+            self._say_if_otherwise(op, place)
 
-    def _say_if_shifted(self, op: Any, dims: Dims) -> None:
+    def _say_if_shifted(self, op: Any, dims: Dims) -> bool:
         """What XLA moves after Shardy."""
-        if any(dims) and shifts(op, dims, self.attributes):
+        is_shifted = any(dims) and shifts(op, dims, self.attributes)
+        if is_shifted:
             name = op.name.rpartition(".")[2]
             what = f"{name} along a sharded dim, which moves elements, not counted"
             self.found.unrecognised[what] += 1
+        return is_shifted
 
     def _ragged_product(self, op: Any, place: Place) -> None:
         """A product with a matrix for each group of rows; Shardy has no rule for it."""

@@ -1,0 +1,302 @@
+"""flm.pod.plan: operations of which XLA moves other things than Shardy says."""
+
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import flax_layoutmap as flm
+from flax_layoutmap.pod._hlo import read_program
+
+P = PartitionSpec
+ROWS, COLUMNS, BOTH = P("data"), P(None, "model"), P("data", "model")
+OVER_MODEL = P("model")
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+TABLE, SQUARE, BATCH = struct(64, 32), struct(32, 32), struct(8, 32, 32)
+PLACES, FEW = struct(64, dtype=jnp.int32), struct(8, dtype=jnp.int32)
+
+
+def jitted(function: Any, mesh: flm.DeviceMesh, specs: Any, out: Any, args: Any) -> Any:
+    """A function of `jax.jit`, and arguments with their layouts."""
+    jax_mesh: Any = mesh.jax_mesh
+    shardings = [NamedSharding(jax_mesh, spec) for spec in specs]
+    given = [
+        jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding)
+        for one, sharding in zip(args, shardings, strict=True)
+    ]
+    options: dict[str, Any] = {}
+    if out is not None:
+        options["out_shardings"] = NamedSharding(jax_mesh, out)
+    return jax.jit(function, **options), given
+
+
+def planned(
+    function: Any,
+    *args: Any,
+    specs: Any,
+    out: Any = None,
+    platform: str = "tpu",
+) -> flm.pod.PodReport:
+    mesh = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+    step, given = jitted(function, mesh, specs, out, args)
+    return flm.pod.plan(step, *given, mesh=mesh, platform=platform)
+
+
+def sent(collectives: Any) -> Counter[Any]:
+    """Bytes of each kind over each set of axes; on CPUs no sum is scattered."""
+    found: Counter[Any] = Counter()
+    for one in collectives:
+        is_sum = one.kind == "reduce-scatter"
+        kind = "all-reduce" if is_sum else one.kind
+        size = one.wire_bytes * one.executions * (1 + is_sum)
+        found[kind, frozenset(one.axes)] += size
+    return found
+
+
+def planned_and_compiled(
+    function: Any, mesh: flm.DeviceMesh, *args: Any, specs: Any, out: Any
+) -> tuple[flm.pod.PodReport, Counter[Any]]:
+    """A plan for CPUs, and what the program for 8 of them sends."""
+    report = planned(function, *args, specs=specs, out=out, platform="cpu")
+    step, given = jitted(function, mesh, specs, out, args)
+    text: Any = step.lower(*given).compile().as_text()
+    program = read_program(text, mesh.axis_names, mesh.shape)
+    assert not program.unrecognised
+    return report, sent(program.collectives)
+
+
+def approximately(x: Any) -> Any:
+    return jax.lax.approx_max_k(x, 4)[0]
+
+
+# The function, its arguments, their layouts, that of the result, and what is said.
+OTHERWISE: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...], Any, str]] = {
+    "fft": (lambda x: jnp.fft.fft(x).real, (TABLE,), (COLUMNS,), COLUMNS, "fft"),
+    # Along another dim: it is gathered on CPUs and GPUs alone.
+    "fft of a batch": (
+        lambda x: jnp.fft.fft(x).real,
+        (TABLE,),
+        (ROWS,),
+        ROWS,
+        "fft",
+    ),
+    "approx_max_k": (approximately, (TABLE,), (BOTH,), ROWS, "ApproxTopK"),
+    "rows of itself": (
+        lambda x, at: x[at],
+        (struct(64), PLACES),
+        (OVER_MODEL, OVER_MODEL),
+        OVER_MODEL,
+        "gather",
+    ),
+    "matrices of itself": (
+        lambda x, at: x[at],
+        (struct(64, 8, 16), PLACES),
+        (OVER_MODEL, OVER_MODEL),
+        OVER_MODEL,
+        "gather",
+    ),
+    "columns of itself": (
+        lambda x, at: x[:, at],
+        (TABLE, FEW),
+        (COLUMNS, OVER_MODEL),
+        COLUMNS,
+        "gather",
+    ),
+    "columns in another order": (
+        lambda x: jax.random.permutation(jax.random.key(0), x, axis=1),
+        (TABLE,),
+        (COLUMNS,),
+        COLUMNS,
+        "gather",
+    ),
+    "rows that are written": (
+        lambda x, rows, at: x.at[at].set(rows),
+        (TABLE, TABLE, PLACES),
+        (ROWS, ROWS, ROWS),
+        ROWS,
+        "scatter",
+    ),
+    "columns that are added to": (
+        lambda x, at: x.at[:, at].add(1.0),
+        (TABLE, FEW),
+        (COLUMNS, OVER_MODEL),
+        COLUMNS,
+        "scatter",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_what_xla_moves_otherwise_is_said(name: str, mesh: flm.DeviceMesh) -> None:
+    function, args, specs, out, what = OTHERWISE[name]
+    report, compiled = planned_and_compiled(function, mesh, *args, specs=specs, out=out)
+    (said,) = report.unrecognised
+    assert said.startswith(what) and "not counted as XLA" in said
+    assert sent(report.collectives) != compiled
+    with pytest.raises(AssertionError, match="did not read all of"):
+        report.forbid(axis="data", kind="collective-permute")
+
+
+SOLVERS: dict[str, Any] = {
+    "qr": lambda x: jnp.linalg.qr(x)[0],
+    "eigh": lambda x: jnp.linalg.eigh(x)[1],
+    "svd": lambda x: jnp.linalg.svd(x, full_matrices=False)[0],
+    "lu": lambda x: jax.scipy.linalg.lu_factor(x)[0],
+    "cholesky": jnp.linalg.cholesky,
+    "triangular_solve": lambda x: jax.scipy.linalg.solve_triangular(x, 2 * x),
+}
+IN_BATCHES = P("data", None, "model")
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_matrices_of_which_each_device_has_a_part(
+    name: str, mesh: flm.DeviceMesh
+) -> None:
+    """What solves them has them whole; of a batch of them each device has some."""
+    function = SOLVERS[name]
+    report, compiled = planned_and_compiled(
+        function, mesh, BATCH, specs=[IN_BATCHES], out=IN_BATCHES
+    )
+    assert report.unrecognised and sent(report.collectives) != compiled
+    report, compiled = planned_and_compiled(
+        function, mesh, BATCH, specs=[ROWS], out=ROWS
+    )
+    assert not report.unrecognised and not report.collectives and not compiled
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_what_solves_them_for_tpus(name: str) -> None:
+    """That compiler gathers batches, too, for two of them, and loops over a third."""
+    function = SOLVERS[name]
+    report = planned(function, BATCH, specs=[IN_BATCHES], out=IN_BATCHES)
+    assert report.unrecognised
+    report = planned(function, BATCH, specs=[ROWS], out=ROWS)
+    assert bool(report.unrecognised) == (name in ("eigh", "lu", "svd"))
+    # What every device has whole, and needs whole, is not moved.
+    report = planned(function, SQUARE, specs=[P()], out=P())
+    assert not [what for what in report.unrecognised if not what.startswith("loop")]
+
+
+AGREED: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]] = {
+    "joined": (lambda x: jnp.concatenate([x, 2 * x], 1), (TABLE,), (COLUMNS,), COLUMNS),
+    "joined along another dim": (
+        lambda x: jnp.concatenate([x, 2 * x]),
+        (TABLE,),
+        (COLUMNS,),
+        COLUMNS,
+    ),
+    "sorted": (lambda x: jnp.sort(x), (TABLE,), (COLUMNS,), COLUMNS),
+    "sorted along another dim": (
+        lambda x: jnp.sort(x),
+        (TABLE,),
+        (ROWS,),
+        ROWS,
+    ),
+    "argmax": (lambda x: jnp.argmax(x, 1), (TABLE,), (COLUMNS,), None),
+    "approx_max_k of rows": (approximately, (TABLE,), (ROWS,), ROWS),
+    "repeated": (lambda x: jnp.repeat(x, 2, 1), (TABLE,), (COLUMNS,), COLUMNS),
+    "heads that divide": (
+        lambda x: x.reshape(64, 8, 4) * 2,
+        (TABLE,),
+        (COLUMNS,),
+        None,
+    ),
+    "flat": (lambda x: x.reshape(-1), (TABLE,), (BOTH,), P(("data", "model"))),
+    "a label of each row": (
+        lambda x, at: jnp.take_along_axis(x, at[:, None], 1),
+        (TABLE, PLACES),
+        (BOTH, ROWS),
+        ROWS,
+    ),
+    "columns for other rows": (
+        lambda x, at: x[:, at],
+        (TABLE, FEW),
+        (COLUMNS, ROWS),
+        P(None, "data"),
+    ),
+    "rows into another array": (
+        lambda x, at: jnp.zeros((16, 4, 32)).at[at, at % 4].add(x),
+        (TABLE, PLACES),
+        (ROWS, ROWS),
+        OVER_MODEL,
+    ),
+    "rows for each": (
+        lambda x, u, at: jax.vmap(
+            lambda x, u, at: jax.lax.dynamic_update_slice(x, u, (at, 0))
+        )(x, u, at),
+        (BATCH, struct(8, 1, 32), FEW),
+        (ROWS, ROWS, ROWS),
+        ROWS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AGREED)
+def test_where_both_move_the_same(name: str, mesh: flm.DeviceMesh) -> None:
+    function, args, specs, out = AGREED[name]
+    report, compiled = planned_and_compiled(function, mesh, *args, specs=specs, out=out)
+    assert not report.unrecognised
+    assert sent(report.collectives) == compiled
+
+
+def test_what_is_not_sharded_along_the_dim_is_not_said_for_tpus() -> None:
+    """Compiled for v5e:2x4 on 2026-11-22, none of them moves anything."""
+    transforms = (jnp.fft.fft, jnp.fft.fft2, lambda x: jnp.fft.fft(x, axis=1))
+    for transform in transforms:
+        report = planned(lambda x, f=transform: f(x).real, BATCH, specs=[ROWS])
+        assert not report.unrecognised and not report.collectives
+    report = planned(lambda x: jnp.fft.fft(x).real, TABLE, specs=[COLUMNS])
+    assert report.unrecognised == {
+        "fft along a sharded dim, not counted as XLA moves it": 1
+    }
+
+
+def test_unevenly_joined(mesh: flm.DeviceMesh) -> None:
+    """The TPU compiler sends what lies over a border, and adds it up."""
+    token, x = struct(8, 1, 16), struct(8, 32, 16)
+    specs = (ROWS, BOTH)
+
+    def joined(token: Any, x: Any) -> Any:
+        return jnp.concatenate([token, x], 1)
+
+    what = "concatenate along a sharded dim, not counted as XLA moves it"
+    assert planned(joined, token, x, specs=specs).unrecognised == {what: 1}
+    even = planned(joined, struct(8, 4, 16), x, specs=specs)
+    assert not even.unrecognised
+    assert not planned(joined, token, x, specs=(ROWS, ROWS)).unrecognised
+
+
+def test_heads_that_do_not_divide(mesh: flm.DeviceMesh) -> None:
+    """Shardy lays six out in two parts of three; the partitioner gathers halves."""
+
+    def scores(x: Any, w: Any) -> Any:
+        y = (x @ w).reshape(8, 16, 6, 8)
+        return jnp.einsum("bqnh,bknh->bnqk", y, y)
+
+    args: Any = struct(8, 16, 32), struct(32, 48)
+    specs = (ROWS, COLUMNS)
+    report, compiled = planned_and_compiled(scores, mesh, *args, specs=specs, out=ROWS)
+    assert sent(report.collectives) != compiled
+    (what,) = report.unrecognised
+    assert what.startswith(("move between parts of an axis", "reshape along a sharded"))
+
+
+def test_custom_calls_of_others() -> None:
+    """Shardy may take the layout of a result from what asks for it."""
+
+    def called(x: Any) -> Any:
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call("a_kernel", result)(x)
+
+    report = planned(called, TABLE, specs=[COLUMNS], out=COLUMNS)
+    (what,) = report.unrecognised
+    assert what.startswith("a_kernel along a sharded dim")
+    assert not planned(called, TABLE, specs=[P()], out=P()).unrecognised
