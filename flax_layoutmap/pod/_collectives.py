@@ -282,6 +282,7 @@ class Collectives:
             place.scope,
             leaf,
             made_of,
+            source=source,
         )
         self._found.collectives.append(found)
 

@@ -143,19 +143,23 @@ class Dataflow:
             self._known[result] = made
         return values
 
-    def gradients_of(self, value: Any, seen: set[Any]) -> Iterator[Value]:
+    def gradients_of(
+        self, value: Any, seen: dict[Any, int], at: int = 0
+    ) -> Iterator[Value]:
         """The sums from which a new value of a parameter is made.
 
         Args:
             value: the new value, a result of the step.
-            seen: values that were looked at, which are not looked at again.
+            seen: values that were looked at, which are not looked at again, and for
+                which result.
+            at: the position of this one.
         """
         todo = [value]
         while todo:
             one = todo.pop()
             if one in seen:
                 continue
-            seen.add(one)
+            seen[one] = at
             known, op = self._known.get(one), maker_of(one)
             if known is not None and known.index is not None:
                 if known.name in _SUMS or known.name == "sdy.all_gather":

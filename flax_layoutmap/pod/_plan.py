@@ -258,7 +258,7 @@ def _name_gradients(found: Spread, lowered: Lowered) -> None:
         lowered.pairs.items(),
         key=lambda pair: order.get(lowered.leaves[pair[1]].role, 2),
     )
-    seen: set[Any] = set()
+    seen: dict[Any, int] = {}
     for result, argument in pairs:
         if lowered.leaves[argument].role not in order:
             continue
@@ -267,6 +267,7 @@ def _name_gradients(found: Spread, lowered: Lowered) -> None:
                 one = found.collectives[at]
                 if one.leaf is None:
                     one.leaf = argument
+    found.name_updates({value: lowered.pairs[at] for value, at in seen.items()})
 
 
 def _record(

@@ -27,6 +27,7 @@ from flax_layoutmap.pod._otherwise import (
 from flax_layoutmap.pod._shifts import SHIFTING, shifts
 from flax_layoutmap.pod._slices import TAKE, TOP_K, WRITE, moved_to_slice
 from flax_layoutmap.pod._spread import Place, Spread
+from flax_layoutmap.pod._updates import name_updates
 from flax_layoutmap.pod._values import parts
 
 # Operations of other compilers, some of which Shardy knows.
@@ -78,6 +79,7 @@ class _Walk:
         self.attributes = attributes
         self.values = Dataflow(attributes)
         self.found = Spread(mesh_sizes(module), [])
+        self.roles = roles
         self.otherwise = Otherwise(self.values, for_tpus=for_tpus)
         self.partitions = partitions
         self.loops = 0
@@ -124,7 +126,10 @@ class _Walk:
         ends = last_of(block).operands
         self.found.results = [*self.values.every(ends)]
         self.found.gradients_of = lambda at, seen: self.values.gradients_of(
-            ends[at], seen
+            ends[at], seen, at
+        )
+        self.found.name_updates = lambda owners: name_updates(
+            self.found, self.values, self.roles, owners
         )
         return self.found
 

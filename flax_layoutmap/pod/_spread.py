@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flax_layoutmap.pod._attributes import AxisRef
@@ -44,6 +44,7 @@ class Found:
             and those that it was joined with.
         into: the collective that it is one with, or None.
         is_whole: whether Shardy scatters this sum, and the TPU compiler does not.
+        source: the value of the program that it moves or sums, where that may be named.
     """
 
     kind: Kind
@@ -57,6 +58,7 @@ class Found:
     made_of: tuple[int, ...] = ()
     into: int | None = None
     is_whole: bool = False
+    source: Any = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,7 +117,9 @@ class Spread:
         branching: how many conditionals have any of this in a branch.
         operations: how many operations there are.
         gradients_of: position of a result → the sums that it is made from; and what was
-            looked at before, which is not again.
+            looked at before, which is not again, and for which result.
+        name_updates: value → the argument that it is a part of the new value of; names
+            what else an optimizer moves after these.
     """
 
     sizes: dict[str, int]
@@ -133,4 +137,5 @@ class Spread:
     moved_to_sum: int = 0
     branching: int = 0
     operations: int = 0
-    gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()
+    gradients_of: Callable[[int, dict[Any, int]], Iterable[Value]] = lambda at, seen: ()
+    name_updates: Callable[[Mapping[Any, int]], None] = lambda owners: None
