@@ -180,3 +180,35 @@ def test_it_is_said_and_other_rules_change_it() -> None:
 )
 def test_the_dims_of_tiles(shape: Any, dims: Any) -> None:
     assert tiled_dims(shape) == dims
+
+
+# Tiles of rows on a device → whether libtpu 0.0.42 sums the gradient whole, as 256
+# elements of two bytes are each device's part: as compiled, one by one.
+PIECES = {
+    ("v6e:16x16", 32, 8): {
+        **dict.fromkeys((17, 61, 103, 126, 134, 202, 335, 1340, 2000), False),
+        **dict.fromkeys((1164, 13 * 107, 14 * 107, 24 * 167, 36 * 107), False),
+        **dict.fromkeys((107, 113, 127, 251, 254, 501, 1004, 2004, 12 * 113), True),
+    },
+    ("v6e:16x16", 64, 4): {29: False, 53: False, 61: True, 67: True},
+    ("v6e:16x16", 16, 16): {167: False, 251: True, 22 * 251: True, 26 * 251: False},
+    ("v6e:16x16", 8, 32): {251: False, 501: False, 1021: True},
+    ("v5e:16x16", 32, 8): {47: False, 53: True, 6 * 107: True, 7 * 107: False},
+    ("v5p:4x4x4", 16, 4): {83: False, 97: True, 10 * 113: True, 12 * 113: False},
+    ("v4:4x4x4", 16, 4): {83: False, 113: True},
+    ("tpu7x:4x4x4", 16, 8): {211: False, 223: False},
+}
+
+
+@pytest.mark.parametrize(
+    ("where", "tiles", "whole"),
+    [(where, *item) for where, items in PIECES.items() for item in items.items()],
+)
+def test_rows_that_do_not_come_out_even(
+    where: tuple[str, int, int], tiles: int, whole: bool
+) -> None:
+    topology, fsdp, tensor = where
+    shape = (256 * fsdp, 8 * tiles * tensor)
+    mesh = f"fsdp={fsdp},tensor={tensor}"
+    found = sums(planned(shape, ROWS, topology=topology, mesh=mesh))
+    assert set(found) == {"all-reduce" if whole else "reduce-scatter"}

@@ -1,18 +1,21 @@
-"""Operations that Shardy has no rule for, replaced by ones that are laid out alike.
+"""Operations that XLA replaces before Shardy sees them, replaced by their likes.
 
 XLA lowers CHLO (`erf`, `square`, `top_k`) before it lays a program out, by passes that
 jaxlib does not offer. Only layouts are read here, so that any operation will do that
-works element by element, or on the same dim.
+works element by element, or on the same dim. A broadcast that adds dims of one element
+becomes a reshape, through which Shardy propagates otherwise.
 """
 
+import math
 from typing import Any
 
+BROADCAST = "stablehlo.broadcast_in_dim"
 _ELEMENTS = "stablehlo.maximum"
 _TOP_K = "chlo.top_k"
 
 
-def replace_chlo(block: Any) -> None:
-    """Replaces CHLO operations in a block and below.
+def replace_early(block: Any) -> None:
+    """Replaces such operations in a block and below.
 
     Args:
         block: the block, which is changed. What has no like stays.
@@ -23,7 +26,10 @@ def replace_chlo(block: Any) -> None:
         operation = op.operation
         for region in operation.regions:
             for inner in region.blocks:
-                replace_chlo(inner)
+                replace_early(inner)
+        if operation.name == BROADCAST:
+            _replace_broadcast(operation)
+            continue
         if not operation.name.startswith("chlo."):
             continue
         name, operands, attributes = _like(operation)
@@ -40,6 +46,22 @@ def replace_chlo(block: Any) -> None:
         for result, new in zip(operation.results, made.results, strict=True):
             result.replace_all_uses_with(new)
         operation.erase()
+
+
+def _replace_broadcast(op: Any) -> None:
+    """Makes a reshape of a broadcast that repeats nothing and keeps the order."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    given, wanted = op.operands[0].type, op.results[0].type
+    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    repeats = math.prod(given.shape) != math.prod(wanted.shape)
+    if repeats or not dims or dims != sorted(dims):
+        return
+    with ir.InsertionPoint(op), op.location:
+        made = stablehlo.ReshapeOp(wanted, op.operands[0])
+    op.results[0].replace_all_uses_with(made.result)
+    op.erase()
 
 
 def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:

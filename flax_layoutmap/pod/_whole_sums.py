@@ -6,7 +6,10 @@ every device sums all of the gradient and takes its slice: an all-reduce, with t
 bytes. So it does over all devices of a slice, where that is a square of at least 4 x 4
 or has three dims: for these it has an all-reduce over all links at a time. And so over
 256 devices of a slice with three dims, for some widths where a device has few rows.
-Found by compiling single gradients for v2 to v6e with libtpu 0.0.42, on 2026-11-22.
+Chunks are moved in equal pieces that fit on the core and are not too small; a sum that
+does not come out even in such pieces, as its rows have a large prime factor (a padded
+vocabulary), is whole, too. Found by compiling single gradients for v2 to v6e with
+libtpu 0.0.42, on 2026-11-22.
 """
 
 import math
@@ -22,6 +25,14 @@ from flax_layoutmap.pod._values import Value, bytes_of, parts
 _ROWS, _LANES, _ROW_BYTES = 8, 128, 512
 # Over so many, sums of few rows are whole, too.
 _MANY = 256
+# Generation → the fewest and most tiles that are moved at a time by all devices of a
+# group, of elements of two bytes; each lies between two sizes that were compiled.
+_PIECES = {
+    "v4": (176, 1440),
+    "v5p": (176, 1440),
+    "v5e": (208, 1600),
+    "v6e": (400, 3408),
+}
 # Their sums are made beside the cores, in parts of any shape.
 _SCATTER_ANYTHING = ("tpu7x",)
 
@@ -47,7 +58,8 @@ def sum_whole(found: Spread, topology: Topology) -> None:
         within = parts(one.axes) // math.prod(crosses.get(name, 1) for name in names)
         many = within == _MANY and has_three_dims
         leaf = found.arguments[one.leaf]
-        if not scatters_over(within, topology) or _is_whole(one, leaf, many):
+        pieces = _PIECES.get(topology.generation.name)
+        if not scatters_over(within, topology) or _is_whole(one, leaf, many, pieces):
             one.kind, one.is_whole = "all-reduce", True
 
 
@@ -76,13 +88,16 @@ def _sides(topology: Topology) -> list[int]:
     return [size for size in topology.shape if size > 1]
 
 
-def _is_whole(one: Found, leaf: Value, many: bool) -> bool:
+def _is_whole(
+    one: Found, leaf: Value, many: bool, pieces: tuple[int, int] | None
+) -> bool:
     """Whether the part of a device has a shape that is not scattered.
 
     Args:
         one: a reduce-scatter.
         leaf: the parameter whose gradient it sums.
         many: whether it is over 256 devices, of a slice with three dims.
+        pieces: the fewest and most tiles that are moved at a time, where that is known.
     """
     first = _first_dim(one, leaf)
     if first is None:
@@ -93,15 +108,31 @@ def _is_whole(one: Found, leaf: Value, many: bool) -> bool:
     if len(cut) != 1 or sum(size > 1 for size in shape) < 2:
         return False
     row, lane = tiled_dims(shape)
+    others = math.prod(shape) // (shape[row] * shape[lane])
     if cut == [lane]:
-        return _padded(shape[lane], _LANES) * item % _ROW_BYTES > 0
+        if _padded(shape[lane], _LANES) * item % _ROW_BYTES > 0:
+            return True
+        tiles = _padded(shape[row], _ROWS) // _ROWS * others
+        return pieces is not None and item == 2 and _is_odd(tiles, one, pieces)
     # Such as the kernel of keys with one head on a device.
     between = shape[min(row, lane) + 1 : max(row, lane)]
-    others = math.prod(shape) // (shape[row] * shape[lane])
     if cut == [row] and len(between) > 0 and others == 1:
         return True
     wide = _padded(shape[lane], _LANES) // _LANES * others
     return cut == [row] and many and _falls_apart(shape[row], wide)
+
+
+def _is_odd(tiles: int, one: Found, pieces: tuple[int, int]) -> bool:
+    """Whether no piece of a size that is moved divides what a device has.
+
+    Args:
+        tiles: how many tiles of rows a device has.
+        one: the reduce-scatter.
+        pieces: the fewest and most tiles of all devices of a group at a time.
+    """
+    count = parts(one.axes)
+    least, most = (-(-pieces[0] // count), pieces[1] // count)
+    return tiles > most and all(tiles % rows for rows in range(least, most + 1))
 
 
 def _falls_apart(rows: int, tiles: int) -> bool:
