@@ -185,6 +185,23 @@ def test_what_solves_them_for_tpus(name: str) -> None:
     assert not [what for what in report.unrecognised if not what.startswith("loop")]
 
 
+def write_each(x: Any, rows: Any, at: Any) -> Any:
+    """A cache to which every sequence writes at a place of its own."""
+
+    def write(x: Any, rows: Any, at: Any) -> Any:
+        return jax.lax.dynamic_update_slice(x, rows, (at, 0))
+
+    return jax.vmap(write)(x, rows, at)
+
+
+@jax.grad
+def pool_gradient(x: Any) -> Any:
+    window = (1, 2, 2, 1)
+    pooled = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, window, "VALID")
+    return (pooled**2).sum()
+
+
+ROW, IMAGE = struct(8, 1, 32), struct(4, 16, 16, 2)
 AGREED: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]] = {
     "joined": (lambda x: jnp.concatenate([x, 2 * x], 1), (TABLE,), (COLUMNS,), COLUMNS),
     "joined along another dim": (
@@ -228,13 +245,22 @@ AGREED: dict[str, tuple[Any, tuple[Any, ...], tuple[Any, ...], Any]] = {
         (ROWS, ROWS),
         OVER_MODEL,
     ),
-    "rows for each": (
-        lambda x, u, at: jax.vmap(
-            lambda x, u, at: jax.lax.dynamic_update_slice(x, u, (at, 0))
-        )(x, u, at),
-        (BATCH, struct(8, 1, 32), FEW),
-        (ROWS, ROWS, ROWS),
-        ROWS,
+    "rows for each": (write_each, (BATCH, ROW, FEW), (ROWS, ROWS, ROWS), ROWS),
+    # Each device writes what is its own.
+    "a row for each": (write_each, (BATCH, ROW, FEW), (BOTH, ROWS, ROWS), BOTH),
+    "a row that is added for each": (
+        lambda x, u, at: jax.vmap(lambda x, u, at: x.at[at].add(u))(x, u, at),
+        (BATCH, struct(8, 32), FEW),
+        (BOTH, ROWS, ROWS),
+        BOTH,
+    ),
+    # Of windows that do not overlap.
+    "max-pool": (pool_gradient, (IMAGE,), (COLUMNS,), COLUMNS),
+    "max-pool, both dims": (
+        pool_gradient,
+        (IMAGE,),
+        (P(None, "data", "model"),),
+        P(None, "data", "model"),
     ),
 }
 
@@ -257,6 +283,34 @@ def test_what_is_not_sharded_along_the_dim_is_not_said_for_tpus() -> None:
     assert report.unrecognised == {
         "fft along a sharded dim, not counted as XLA moves it": 1
     }
+
+
+def test_what_is_sorted_on_tpus() -> None:
+    """That compiler sorts the places of equal elements, too: as for v5e:2x4."""
+    options: Any = {"specs": [COLUMNS], "out": COLUMNS}
+    report = planned(jnp.sort, TABLE, **options)
+    found = [(one.kind, one.dtype, one.bytes) for one in report.collectives]
+    moved = ("all-to-all", "float32", 2048)
+    assert found == [moved, ("all-to-all", "int32", 2048), moved]
+    assert report.collectives[1].path is None
+    unstable = planned(lambda x: jax.lax.sort(x, is_stable=False), TABLE, **options)
+    assert len(unstable.collectives) == 2
+    # There the places are sorted anyway.
+    assert len(planned(jnp.argsort, TABLE, **options).collectives) == 3
+    assert not planned(jnp.sort, TABLE, specs=[ROWS], out=ROWS).collectives
+
+
+def test_what_may_lie_over_a_border(mesh: flm.DeviceMesh) -> None:
+    """XLA gathers what several rows are written to; Shardy of jax 0.8 does not."""
+    args: Any = BATCH, struct(8, 4, 32), FEW
+    specs = (BOTH, ROWS, ROWS)
+    report, compiled = planned_and_compiled(
+        write_each, mesh, *args, specs=specs, out=BOTH
+    )
+    assert {*compiled} == {("all-gather", frozenset({"model"}))}
+    if sent(report.collectives) != compiled:
+        what = "scatter along a sharded dim, not counted as XLA moves it"
+        assert report.unrecognised == {what: 1}
 
 
 def test_unevenly_joined(mesh: flm.DeviceMesh) -> None:

@@ -14,10 +14,12 @@ from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER
 from flax_layoutmap.pod._manual import target_of
 from flax_layoutmap.pod._operations import MOVING, is_asked, maker_of
+from flax_layoutmap.pod._shifts import shifts
 from flax_layoutmap.pod._values import parts
 
 JOIN = "stablehlo.concatenate"
-PERMUTE = "sdy.collective_permute"
+GATHERED, PERMUTE = "sdy.all_gather", "sdy.collective_permute"
+POOL_GRADIENT = "stablehlo.select_and_scatter"
 # Of a lookup, of what is joined, and of a custom call something else is read first.
 OTHERWISE = (
     "stablehlo.fft",
@@ -74,7 +76,7 @@ class Otherwise:
 
     def _is_moved(self, op: Any, name: str) -> bool:
         if name in (GATHER, SCATTER):
-            return self._looks_up(op)
+            return self._looks_up(op) or self._writes_over_borders(op)
         if name == JOIN:
             return self._joins_unevenly(op)
         if name == "stablehlo.reshape":
@@ -92,6 +94,50 @@ class Otherwise:
             return False
         batch, layouts = _batch_dims(op), self._before(op.operands)
         return any(parts(axes) > 1 for dims in layouts for axes in dims[batch:])
+
+    def leaves_out(self, op: Any) -> bool:
+        """Whether a gather is not done: every device adds, or writes, what is its own.
+
+        So it is with what windows that do not overlap chose (the gradient of a pool),
+        and with places that each row has for itself, one element each (a cache).
+        """
+        uses = list(op.results[0].uses)
+        if len(uses) != 1 or is_asked(op, self._attributes):
+            return False
+        user, at = uses[0].owner.operation, uses[0].operand_number
+        if user.name == POOL_GRADIENT and at == 1:
+            chosen = self._values.of(op.operands[0]).dims
+            layout = self._attributes.per_value(user)
+            return (
+                bool(layout)
+                and layout[0] == chosen
+                and not shifts(user, chosen, self._attributes)
+            )
+        return user.name == SCATTER and at == 0 and self._writes_its_own(op, user)
+
+    def _writes_its_own(self, op: Any, user: Any) -> bool:
+        """Whether the gather before a scatter makes whole what it is cut into again."""
+        before = self._values.of(op.operands[0]).dims
+        own, _, _ = _dims_of_lookup(user)
+        if len(user.operands) != 3 or not own:
+            return False
+        after = self._attributes.per_value(user)
+        gone = [dim for dim, axes in enumerate(before) if axes and not after[0][dim]]
+        backs = [use.owner.operation for use in user.results[0].uses]
+        if not all(
+            one.name == "sdy.all_slice"
+            and self._attributes.of(one.attributes["out_sharding"]) == before
+            for one in backs
+        ):
+            return False
+        sizes = _window_sizes(user, self._attributes.type_of(user.operands[2])[0])
+        given = (self._before([one]) for one in user.operands[1:])
+        moved = {name for dim in gone for name, _ in before[dim]}
+        return (
+            bool(backs)
+            and all(dim not in own and sizes.get(dim, 1) == 1 for dim in gone)
+            and not any(_axes(layouts, ()) & moved for layouts in given)
+        )
 
     # ----------------------------------------------------------------- of layouts
 
@@ -151,6 +197,21 @@ class Otherwise:
         before = self._values.of(op.operands[0]).dims
         return _count(before) != _count(per_value[0])
 
+    def _writes_over_borders(self, op: Any) -> bool:
+        """Whether what is written is longer than an element along a sharded dim.
+
+        On jax 0.8 Shardy leaves that as it is.
+        """
+        if op.name != SCATTER:
+            return False
+        shape = self._attributes.type_of(op.operands[0])[0]
+        sizes = _window_sizes(op, self._attributes.type_of(op.operands[-1])[0])
+        dims = self._values.of(op.operands[0]).dims
+        return any(
+            parts(dims[dim]) > 1 and 1 < size < shape[dim]
+            for dim, size in sizes.items()
+        )
+
     def _looks_up(self, op: Any) -> bool:
         """Whether places are sharded over an axis that cuts what they are places in.
 
@@ -164,6 +225,29 @@ class Otherwise:
         (table if op.name == SCATTER else rows).extend(self._after(op))
         cut = _axes(table, own)
         return bool(cut & (_axes(self._before([places]), {at}) | _axes(rows, window)))
+
+
+def adds_places(op: Any, values: Dataflow) -> bool:
+    """Whether the TPU compiler sorts the places of elements with them.
+
+    It does so where equal elements are to keep their order, and no places are there.
+    """
+    from jaxlib.mlir import ir
+
+    is_stable = "is_stable" in op.attributes
+    if not is_stable or not ir.BoolAttr(op.attributes["is_stable"]).value:
+        return False
+    return not any(values.of(one).is_uniform for one in _first(op))
+
+
+def _first(op: Any) -> Iterator[Any]:
+    """What an operation works on, before it is moved."""
+    for value in op.operands:
+        maker = maker_of(value)
+        while maker is not None and maker.name in _MOVES:
+            value = maker.operands[0]
+            maker = maker_of(value)
+        yield value
 
 
 def _count(dims: Dims) -> int:
@@ -214,6 +298,21 @@ def _dims_of_lookup(op: Any) -> tuple[set[int], int, set[int]]:
     adds = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     own, window = adds.input_batching_dims, adds.update_window_dims
     return {*own}, adds.index_vector_dim, {*window}
+
+
+def _window_sizes(op: Any, shape: tuple[int, ...]) -> dict[int, int]:
+    """How much a scatter writes at once along each dim of a table, but those of one.
+
+    Args:
+        op: the scatter.
+        shape: of what is written.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    adds = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+    gone = {*adds.inserted_window_dims, *adds.input_batching_dims}
+    left = [dim for dim in range(len(op.operands[0].type.shape)) if dim not in gone]
+    return dict(zip(left, (shape[dim] for dim in adds.update_window_dims), strict=True))
 
 
 def _reduced(op: Any) -> int:

@@ -7,6 +7,7 @@ other; rows are looked up in sharded tables, and slices written along sharded di
 the partitioner of XLA does it.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import RAGGED, hides_work, operands_of, target_of
 from flax_layoutmap.pod._operations import MOVING, RAGGED_DOT, last_of, multiplications
 from flax_layoutmap.pod._otherwise import (
+    GATHERED,
     JOIN,
     OTHERWISE,
     PERMUTE,
     Otherwise,
+    adds_places,
     moves_parts,
 )
 from flax_layoutmap.pod._shifts import SHIFTING, shifts
@@ -81,7 +84,7 @@ class _Walk:
         self.found = Spread(mesh_sizes(module), [])
         self.roles = roles
         self.otherwise = Otherwise(self.values, for_tpus=for_tpus)
-        self.partitions = partitions
+        self.partitions, self.for_tpus = partitions, for_tpus
         self.loops = 0
         self.collectives = collectives = Collectives(
             self.values, self.found, roles, partitions=partitions, for_tpus=for_tpus
@@ -91,6 +94,7 @@ class _Walk:
             "sdy.all_slice": collectives.move,
             **dict.fromkeys(MOVING, collectives.move),
             "stablehlo.add": collectives.add_sums,
+            GATHERED: self._gather,
             PERMUTE: self._permute,
             GATHER: self._lookup,
             SCATTER: self._lookup,
@@ -101,6 +105,7 @@ class _Walk:
             TAKE: collectives.take,
             "stablehlo.convolution": self._convolution,
             RAGGED_DOT: self._ragged_product,
+            "stablehlo.sort": self._sort,
             "stablehlo.while": self._loop,
             "stablehlo.case": self._branches,
             "stablehlo.if": self._branches,
@@ -243,6 +248,24 @@ class _Walk:
         self.collectives.lookup(op, place)
         if self.partitions and not looks_up_rows(op):
             self._say_if_otherwise(op, place)
+
+    def _sort(self, op: Any, place: Place) -> None:
+        """The compiler for TPUs sorts places, too, where equal elements keep theirs."""
+        if self.for_tpus and self.partitions and adds_places(op, self.values):
+            moved = self.values.of(op.operands[0])
+            if moved.name == "sdy.all_to_all" and moved.index is not None:
+                one = self.found.collectives[moved.index]
+                plain = {"leaf": None, "made_of": (), "source": None}
+                places = dataclasses.replace(one, element="i32", **plain)
+                self.found.collectives.append(places)
+
+    def _gather(self, op: Any, place: Place) -> None:
+        if not self.partitions or not self.otherwise.leaves_out(op):
+            self.collectives.move(op, place)
+            return
+        operand, result = self.values.of(op.operands[0]), op.results[0]
+        value = operand.laid_out(self.attributes.of(op.attributes["out_sharding"]))
+        self.values.say(result, value)
 
     def _permute(self, op: Any, place: Place) -> None:
         self.collectives.move(op, place)
