@@ -1,5 +1,6 @@
 """Products whose operands are sharded over one axis along two dims."""
 
+import collections
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
+from flax_layoutmap.pod._hlo import read_program
 
 MESH = "fsdp=4,tensor=2"
 RULES = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")}
@@ -115,3 +117,65 @@ def test_what_a_constraint_asks_for_is_done() -> None:
     report = planned(step, 4096)
     assert not report.unrecognised
     assert "all-to-all" in {one.kind for one in report.collectives}
+
+
+def of_a_lookup(params: Any, tokens: Any) -> Any:
+    """Rows of a table with sharded columns, that meet a kernel with sharded rows."""
+
+    def loss(params: Any) -> Any:
+        logits = params["down"][tokens] @ params["up"]
+        return (jax.nn.logsumexp(logits, -1) ** 2).mean()
+
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
+def in_parts(params: Any, x: Any) -> Any:
+    """Gradients of the parts of a batch, added up."""
+
+    def loss(params: Any, part: Any) -> Any:
+        return ((part @ params["up"]) ** 2).mean()
+
+    parts = [jax.grad(loss)(params, part) for part in jnp.split(x, 4)]
+    return jax.tree.map(lambda *gradients: sum(gradients), *parts)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize(
+    ("step", "data"),
+    [
+        (of_a_lookup, jax.ShapeDtypeStruct((256, 16), jnp.int32)),
+        (in_parts, jax.ShapeDtypeStruct((1024, 256), jnp.float32)),
+    ],
+)
+def test_every_byte_as_xla_sends_it(
+    step: Callable[[Any, Any], Any], data: Any, mesh: flm.DeviceMesh
+) -> None:
+    made = rules(flm.DeviceMesh(MESH))
+    params = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()
+    }
+    wrapped = flm.jit(step, layout_map=made, donate_argnames="params")
+    text = wrapped.lower(params, data).compile().as_text() or ""
+    program = read_program(text, ("fsdp", "tensor"), (4, 2))
+    assert not program.unrecognised
+    report = flm.pod.plan(wrapped, params, data, mesh=MESH)
+    assert sent(report.collectives) == sent(program.collectives)
+    assert not report.unrecognised
+
+
+def sent(collectives: Any) -> dict[tuple[str, str], int]:
+    """Axes and kind → bytes; on CPUs a scattered sum is a whole one."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for one in collectives:
+        scatters = one.kind == "reduce-scatter"
+        kind = "all-reduce" if scatters else one.kind
+        found["+".join(sorted(one.axes)), kind] += one.wire_bytes_per_step * (
+            1 + scatters
+        )
+    return dict(found)
+
+
+def test_parts_of_a_batch_are_moved_together() -> None:
+    report = planned(in_parts, 1024)
+    moved = [one for one in report.collectives if one.kind == "all-to-all"]
+    assert [(one.axes, one.shape) for one in moved] == [(("fsdp",), (1024, 64))]

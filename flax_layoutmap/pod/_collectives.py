@@ -119,6 +119,7 @@ class Collectives:
         replaced = self._is_replaced(op)
         if replaced:
             value.index = operand.index
+            self._note_operand(op, operand, value)
         if name == "sdy.all_slice" or value.is_uniform or replaced:
             value.sums = operand.sums
             value.shared = operand.shared or (
@@ -126,7 +127,8 @@ class Collectives:
             )
             return
         key = _key(value, place)
-        known = self._gathered.get(key) if name == "sdy.all_gather" else None
+        again = name in ("sdy.all_gather", "sdy.all_to_all")
+        known = self._gathered.get(key) if again else None
         if known is not None and not self._is_far(key, op):
             value.index = known.index
             return
@@ -145,13 +147,18 @@ class Collectives:
         one = self._found.collectives[-1]
         if one.made_of or one.leaf in self._parameters:
             return
-        summed = summed_dims(op)
-        if any(operand.dims[dim] != value.dims[dim] for dim in summed):
-            self._found.moved_operands += 1
+        summed = self._note_operand(op, operand, value)
         if op.name != "sdy.all_to_all" or is_asked(op, self._attributes):
             return
         if any(set(value.dims[dim]) - set(operand.dims[dim]) for dim in summed):
             self._found.moved_to_sum += 1
+
+    def _note_operand(self, op: Any, operand: Value, value: Value) -> set[int]:
+        """The dims of a value that products sum over; whether it is moved along one."""
+        summed = summed_dims(op)
+        if any(operand.dims[dim] != value.dims[dim] for dim in summed):
+            self._found.moved_operands += 1
+        return summed
 
     def _keep(self, key: Any, value: Value, op: Any) -> None:
         """Remembers what was gathered."""
