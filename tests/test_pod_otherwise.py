@@ -1,5 +1,6 @@
 """flm.pod.plan: operations of which XLA moves other things than Shardy says."""
 
+import importlib.metadata
 from collections import Counter
 from typing import Any
 
@@ -311,6 +312,33 @@ def test_what_may_lie_over_a_border(mesh: flm.DeviceMesh) -> None:
     if sent(report.collectives) != compiled:
         what = "scatter along a sharded dim, not counted as XLA moves it"
         assert report.unrecognised == {what: 1}
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(
+    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
+    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
+    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
+)
+@pytest.mark.parametrize(
+    "function, x, spec, same",
+    [
+        (jnp.sort, TABLE, COLUMNS, True),
+        (pool_gradient, IMAGE, COLUMNS, True),
+        (lambda x: jnp.fft.fft(x).real, BATCH, ROWS, True),
+        (SOLVERS["qr"], BATCH, ROWS, True),
+        (SOLVERS["eigh"], BATCH, ROWS, False),
+        (lambda x: jnp.fft.fft(x).real, TABLE, COLUMNS, False),
+    ],
+    ids=["sort", "max-pool", "fft of a batch", "qr", "eigh", "fft"],
+)
+def test_the_compiler_for_tpus(function: Any, x: Any, spec: Any, same: bool) -> None:
+    mesh = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+    step, given = jitted(function, mesh, [spec], spec, [x])
+    report = flm.pod.plan(step, *given, mesh=mesh)
+    compiled = flm.pod.compile(step, *given, mesh=mesh, topology="v5e:2x4")
+    is_same = sent(report.collectives) == sent(compiled.collectives)
+    assert is_same is same and bool(report.unrecognised) is not same
 
 
 def test_unevenly_joined(mesh: flm.DeviceMesh) -> None:
