@@ -434,7 +434,7 @@ def test_a_part_that_fails_is_told_apart(
 def test_a_part_that_hangs_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "PART_SECONDS", 0.5)
+    monkeypatch.setattr(launch, "PART_SECONDS", 3.0)
     begin = time.monotonic()
     with pytest.raises(launch.LaunchError, match="^part hangs: failed") as caught:
         assert not launch.Part("hangs", 1, ("hangs",), tmp_path).ended
