@@ -463,13 +463,14 @@ def test_the_time_is_for_all_addresses_together(
     """None of them answers; each is tried nevertheless."""
     addresses += [f"192.0.2.{number + 1}" for number in range(count)]
     now = 0.0
-    tried = []
+    tried, limits = [], []
 
     class Silent(socket.socket):
         def connect(self, address: Any) -> None:
             limit = self.gettimeout()
             assert limit is not None and 0 < limit <= 10
             tried.append(address[0])
+            limits.append(limit)
             pass_time(limit)
             raise TimeoutError("timed out")
 
@@ -484,5 +485,7 @@ def test_the_time_is_for_all_addresses_together(
     with pytest.raises(flm.ProcessError, match=text):
         _coordinator.try_address(given(f"{NAME}:1234"), 1, seconds)
     assert set(tried) == set(addresses)
+    # The first of them leaves the others their parts.
+    assert min(limits[:count]) > 0.99 * min(seconds / count, 10)
     # The shortest try of each address is all that may come on top.
     assert 0.7 * seconds < now <= seconds + 0.2 * count
