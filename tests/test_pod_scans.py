@@ -123,3 +123,40 @@ def test_kernels_are_gathered_and_their_gradients_scattered(name: str) -> None:
     }
     again = report.with_layout(rules(ONE))
     assert sent(again.collectives) == sent(report.collectives)
+
+
+# ----------------------------------------------------- what a loop uses from outside
+
+VOCABULARY = {
+    "embed": jax.ShapeDtypeStruct((512, 64), jnp.float32),
+    "head": jax.ShapeDtypeStruct((64, 512), jnp.float32),
+}
+TOKENS = jax.ShapeDtypeStruct((256, 16), jnp.int32)
+
+
+def loss_in_chunks(params: Any, tokens: Any) -> Any:
+    """The loss of four parts of the sequences, one after the other."""
+
+    def loss(params: Any) -> Any:
+        x = params["embed"][tokens].reshape(256, 4, 4, 64).transpose(1, 0, 2, 3)
+
+        @jax.checkpoint
+        def chunk(total: Any, x: Any) -> Any:
+            return total + jax.nn.logsumexp(x @ params["head"], -1).sum(), None
+
+        return jax.lax.scan(chunk, 0.0, x)[0]
+
+    gradients = jax.grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+
+@pytest.mark.optimised
+def test_what_is_the_same_in_every_round_as_the_compiler_has_it() -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh(TWO), batch="f")
+    layout_map["embed"], layout_map["head"] = ("t", "f"), ("f", "t")
+    step = flm.jit(loss_in_chunks, layout_map=layout_map, donate_argnames="params")
+    text = step.lower(VOCABULARY, TOKENS).compile().as_text() or ""
+    report = flm.pod.plan(step, VOCABULARY, TOKENS)
+    assert not report.unrecognised
+    found = sent(read_program(text, TWO, TWO.values()).collectives)
+    assert sent(report.collectives) == found

@@ -215,7 +215,7 @@ class Collectives:
         source = moved_to_slice(op, self._values)
         if source is None:
             return
-        if place.scope and self._values.is_from_outside(source):
+        if place.scope and self._values.is_from_outside(source, op):
             value, where = self._values.of(source), location_of(op, self._attributes)
             self._found.per_round.append(PerRound(value, place.times, where))
         elif maker_of(op.operands[0]).name != "sdy.all_gather":

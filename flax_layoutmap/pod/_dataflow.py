@@ -98,9 +98,11 @@ class Dataflow:
         self._entered[argument] = operand
         return self.say(argument, self.of(operand) if made is None else made)
 
-    def is_from_outside(self, value: Any) -> bool:
-        """Whether a value is an argument of a block, and the same in every round."""
-        return value in self._entered
+    def is_from_outside(self, value: Any, op: Any) -> bool:
+        """Whether a value that an operation uses is from outside of its block."""
+        maker = maker_of(value)
+        home = value.owner if maker is None else maker.block
+        return value in self._entered or home != op.block
 
     def leaf_of(self, value: Any) -> int | None:
         """The argument that a value was found to be, or a part of."""

@@ -13,7 +13,7 @@ from flax_layoutmap._errors import LayoutError
 from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
 from flax_layoutmap.pod._inline import inline_calls
 from flax_layoutmap.pod._products import lay_out_products
-from flax_layoutmap.pod._stand_ins import BROADCAST, replace_early
+from flax_layoutmap.pod._stand_ins import BROADCAST, LOOP, replace_early
 
 # Decides a sharding for every value.
 _PROPAGATE = "sdy-propagation-pipeline"
@@ -121,7 +121,8 @@ def _without_calls(lowered: Any) -> tuple[Any, set[str]]:
     with original.context:
         module = original.operation.clone()
         names = inline_calls(functions(module))
-        if BROADCAST in names or any(name.startswith("chlo.") for name in names):
+        early = names & {BROADCAST, LOOP}
+        if early or any(name.startswith("chlo.") for name in names):
             replace_early(functions(module)["main"].regions[0].blocks[0])
         try:
             module.verify()

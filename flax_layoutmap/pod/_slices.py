@@ -62,7 +62,8 @@ def moved_to_slice(op: Any, values: Dataflow) -> Any:
         maker = maker_of(value)
         if maker is None or maker.name not in MOVING:
             return None
-        if is_asked(maker, values.attributes):
+        # What is moved before a loop is moved once, and sliced in it as it is then.
+        if is_asked(maker, values.attributes) or maker.block != op.block:
             return None
         value = maker.operands[0]
         known = values.of(value)

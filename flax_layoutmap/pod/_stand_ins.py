@@ -1,15 +1,16 @@
-"""Operations that XLA replaces before Shardy sees them, replaced by their likes.
+"""What XLA replaces before Shardy sees a program, replaced by what is laid out alike.
 
 XLA lowers CHLO (`erf`, `square`, `top_k`) before it lays a program out, by passes that
 jaxlib does not offer. Only layouts are read here, so that any operation will do that
 works element by element, or on the same dim. A broadcast that adds dims of one element
-becomes a reshape, through which Shardy propagates otherwise.
+becomes a reshape, and a loop uses what is the same in every round from outside: Shardy
+propagates otherwise through these.
 """
 
 import math
 from typing import Any
 
-BROADCAST = "stablehlo.broadcast_in_dim"
+BROADCAST, LOOP = "stablehlo.broadcast_in_dim", "stablehlo.while"
 _ELEMENTS = "stablehlo.maximum"
 _TOP_K = "chlo.top_k"
 
@@ -27,6 +28,9 @@ def replace_early(block: Any) -> None:
         for region in operation.regions:
             for inner in region.blocks:
                 replace_early(inner)
+        if operation.name == LOOP:
+            _use_from_outside(operation)
+            continue
         if operation.name == BROADCAST:
             _replace_broadcast(operation)
             continue
@@ -62,6 +66,18 @@ def _replace_broadcast(op: Any) -> None:
         made = stablehlo.ReshapeOp(wanted, op.operands[0])
     op.results[0].replace_all_uses_with(made.result)
     op.erase()
+
+
+def _use_from_outside(loop: Any) -> None:
+    """Uses what a loop begins with in place of what it gives on unchanged."""
+    condition, body = (region.blocks[0] for region in loop.regions)
+    end = body.operations[len(body.operations) - 1].operation
+    for at, given in enumerate(end.operands):
+        if given == body.arguments[at]:
+            first = loop.operands[at]
+            condition.arguments[at].replace_all_uses_with(first)
+            body.arguments[at].replace_all_uses_except(first, end)
+            loop.results[at].replace_all_uses_with(first)
 
 
 def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
