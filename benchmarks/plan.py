@@ -2,11 +2,14 @@
 
     python benchmarks/plan.py
     python benchmarks/plan.py --models 1B 8B --meshes 16 6144
+    python benchmarks/plan.py --models 8B 70B --meshes 256 6144 --compile 600
 
 Each model of `examples/pod_plan.py` is planned on each mesh in a process of its own.
 Prints one Markdown table, then the targets as PASS or FAIL. CPU seconds count, so that
 a busy machine changes little; `plan` is everything from the step to the report, `other
-rules` is `report.with_layout`, which neither traces nor lowers.
+rules` is `report.with_layout`, which neither traces nor lowers. With `--compile` (and
+libtpu: pip install 'flax-layoutmap[tpu-aot]') each row is compiled for a slice of so
+many chips, too, where there is one; the number is a time limit in seconds.
 """
 
 import argparse
@@ -27,6 +30,8 @@ MESHES = {
     6144: "data=3,fsdp=256,tensor=8",
     18432: "data=9,fsdp=256,tensor=8",
 }
+# No slice has 18,432 chips.
+SLICES = {16: "v5e:4x4", 256: "v6e:16x16", 6144: "v5p:16x16x24"}
 MODELS = ("1B", "8B", "70B", "405B")
 LENGTH = 4096
 HEADER = (
@@ -35,11 +40,12 @@ HEADER = (
     "plan, s",
     "other rules, s",
     "process, MiB",
+    "compile, s",
 )
 
 
-def measured(model_name: str, devices: int) -> dict[str, Any]:
-    """One plan, and the same with other rules; in this process."""
+def measured(model_name: str, devices: int, limit: float) -> dict[str, Any]:
+    """One plan, the same with other rules, and compiled; in this process."""
     sys.path.insert(0, str(ROOT / "examples"))
     import jax
     import jax.numpy as jnp
@@ -51,10 +57,9 @@ def measured(model_name: str, devices: int) -> dict[str, Any]:
     batch = 2 * int(sizes["data"]) * int(sizes["fsdp"])
     tokens = jax.ShapeDtypeStruct((batch, LENGTH + 1), jnp.int32)
     model, optimizer = pod_plan.abstract_state(pod_plan.CONFIGS[model_name])
+    step = (pod_plan.train_step, model, optimizer, tokens)
     start = time.process_time()
-    report = flm.pod.plan(
-        pod_plan.train_step, model, optimizer, tokens, mesh=MESHES[devices]
-    )
+    report = flm.pod.plan(*step, mesh=MESHES[devices])
     plan = time.process_time() - start
     again = []
     for _ in range(3):
@@ -67,14 +72,31 @@ def measured(model_name: str, devices: int) -> dict[str, Any]:
         "plan": plan,
         "again": statistics.median(again),
         "mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "compile": compiled(step, devices, limit) if limit else "",
     }
 
 
-def in_a_process(model: str, devices: int) -> dict[str, Any]:
+def compiled(step: tuple[Any, ...], devices: int, limit: float) -> str:
+    """Wall seconds of the compiler on a slice of so many chips, and what it said."""
+    import flax_layoutmap as flm
+
+    if devices not in SLICES:
+        return "—"
+    where = {"mesh": MESHES[devices], "topology": SLICES[devices]}
+    start = time.perf_counter()
+    try:
+        report = flm.pod.compile(*step, **where, timeout=limit)
+    except flm.LayoutError as error:
+        return str(error).partition(";")[0]
+    said = "" if report.fits else ", does not fit"
+    return f"{time.perf_counter() - start:.0f} ({SLICES[devices]}{said})"
+
+
+def in_a_process(model: str, devices: int, limit: float) -> dict[str, Any]:
     """The same in a process of its own."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, __file__, "--one", model, str(devices)],
+        [sys.executable, __file__, "--one", model, str(devices), str(limit)],
         env=environment,
         capture_output=True,
         text=True,
@@ -87,17 +109,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--meshes", nargs="+", type=int, default=[*MESHES])
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--compile", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(measured(options.one[0], int(options.one[1]))))
+        model, devices, limit = options.one
+        print(json.dumps(measured(model, int(devices), float(limit))))
         return 0
-    rows = [in_a_process(model, n) for model in options.models for n in options.meshes]
-    print(f"| {' | '.join(HEADER)} |\n| :-- | {' | '.join(['--:'] * 4)} |")
+    rows = [
+        in_a_process(model, devices, options.compile)
+        for model in options.models
+        for devices in options.meshes
+    ]
+    print(f"| {' | '.join(HEADER)} |\n| :-- | {' | '.join(['--:'] * 5)} |")
     for row in rows:
         print(
             f"| {row['model']} | {row['devices']:,} | {row['plan']:.2f} | "
-            f"{row['again']:.2f} | {row['mebibytes']:.0f} |"
+            f"{row['again']:.2f} | {row['mebibytes']:.0f} | {row['compile']} |"
         )
     print()
     return 0 if all(map(_check, _targets(rows))) else 1
