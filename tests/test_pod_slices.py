@@ -170,6 +170,7 @@ def test_batches_that_a_scan_cuts_along_the_batch_axis(mesh: flm.DeviceMesh) -> 
 
     report, (text,) = accumulated_plan(step, mesh)
     assert "up to 4 times" in text and "x (4,1024,16) P(data) at test_pod" in text
+    assert 'flm.distribute_tensor(x, (None, "data", None)) in a step of flm.jit' in text
     assert text.endswith('with_sharding_constraint(x, P(None, "data"))')
     assert not report.unrecognised
     # Of little it is not said.
@@ -184,10 +185,15 @@ def test_batches_that_are_moved_before_the_scan(mesh: flm.DeviceMesh) -> None:
         asked = jax.lax.with_sharding_constraint(parts, P(None, "data"))
         return accumulated(state, asked)
 
-    report, texts = accumulated_plan(step, mesh)
-    assert texts == []
-    moves = [one for one in report.collectives if one.path == "x"]
-    assert [(one.kind, one.executions) for one in moves] == [("all-to-all", 1)]
+    def ours(state: Any, x: Any) -> Any:
+        parts = x.reshape(4, -1, 16)
+        return accumulated(state, flm.distribute_tensor(parts, (None, "data", None)))
+
+    for one in (step, ours):
+        report, texts = accumulated_plan(one, mesh)
+        assert texts == []
+        moves = [one for one in report.collectives if one.path == "x"]
+        assert [(one.kind, one.executions) for one in moves] == [("all-to-all", 1)]
 
 
 def test_layers_that_are_sharded_along_the_dim_of_a_scan(mesh: flm.DeviceMesh) -> None:

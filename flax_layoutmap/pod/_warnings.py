@@ -151,7 +151,7 @@ def _summed_whole(found: Spread, lowered: Lowered) -> Iterator[str]:
 def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
     """Arrays of which a loop takes slices along a dim that is sharded."""
     names: dict[str, int] = {}
-    axis = ""
+    wanted: tuple[str, str] | None = None
     for one in found.per_round:
         value = one.value
         if value.local_bytes * one.rounds >= _LITTLE:
@@ -160,8 +160,10 @@ def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
             line = source_line(one.location)
             place = f"{name} {show_shape(value.shape)} {spec_text(value.dims)}"
             names[f"{place} at {line}" if line else place] = one.rounds
-            axis = axis or next(axes for axes in value.dims if axes)[0][0]
-    if names:
+            axis = next(axes for axes in value.dims if axes)[0][0]
+            layout = f'(None, "{axis}"' + ", None" * (len(value.shape) - 2) + ")"
+            wanted = wanted or (layout, axis)
+    if wanted is not None:
         shown = "; ".join([*names][:4]) + ("; …" if len(names) > 4 else "")
         rounds = max(names.values())
         yield (
@@ -169,7 +171,8 @@ def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
             "whole array is moved: counted in every round, up to "
             f"{rounds:,} times, where the compiler may move it once, or gather it: "
             f"{shown}; make that dim whole before the loop, such as "
-            f'jax.lax.with_sharding_constraint(x, P(None, "{axis}"))'
+            f"flm.distribute_tensor(x, {wanted[0]}) in a step of flm.jit, or in one of "
+            f'jax.jit jax.lax.with_sharding_constraint(x, P(None, "{wanted[1]}"))'
         )
 
 
