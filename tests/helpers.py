@@ -1,9 +1,11 @@
-"""Helpers for tests that need a process of their own."""
+"""Helpers for tests: a process of their own, what collectives send."""
 
+import collections
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import quick
 
@@ -30,3 +32,14 @@ def run_python(code: str, *, timeout: float = 300) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def sent_as_on_cpus(collectives: Any) -> dict[tuple[str, str], int]:
+    """Axes and kind → bytes; on CPUs a scattered sum is a whole one."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for one in collectives:
+        scatters = one.kind == "reduce-scatter"
+        kind = "all-reduce" if scatters else one.kind
+        size = one.wire_bytes_per_step * (1 + scatters)
+        found["+".join(sorted(one.axes)), kind] += size
+    return dict(found)

@@ -1,12 +1,12 @@
 """Plans of layers in loops, beside what the compiler makes of the same on CPUs."""
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import sent_as_on_cpus
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod._hlo import read_program
@@ -74,17 +74,6 @@ def rules(mesh: dict[str, int]) -> flm.LayoutMap:
     return layout_map
 
 
-def sent(collectives: Any) -> dict[tuple[str, str], int]:
-    """Axes and kind → bytes; on CPUs a scattered sum is a whole one."""
-    found: collections.Counter[tuple[str, str]] = collections.Counter()
-    for one in collectives:
-        scatters = one.kind == "reduce-scatter"
-        kind = "all-reduce" if scatters else one.kind
-        size = one.wire_bytes_per_step * (1 + scatters)
-        found["+".join(sorted(one.axes)), kind] += size
-    return dict(found)
-
-
 def planned(step: Callable[[Any, Any], Any], mesh: dict[str, int]) -> flm.pod.PodReport:
     return flm.pod.plan(
         step, PARAMETERS, X, layout_map=rules(mesh), donate_argnames="params"
@@ -109,7 +98,9 @@ def test_layers_in_loops_as_the_compiler_has_them(
     text = step.lower(PARAMETERS, X).compile().as_text() or ""
     program = read_program(text, mesh, mesh.values())
     assert not program.unrecognised
-    assert sent(planned(STEPS[name], mesh).collectives) == sent(program.collectives)
+    assert sent_as_on_cpus(planned(STEPS[name], mesh).collectives) == sent_as_on_cpus(
+        program.collectives
+    )
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -122,7 +113,7 @@ def test_kernels_are_gathered_and_their_gradients_scattered(name: str) -> None:
         "params/w2",
     }
     again = report.with_layout(rules(ONE))
-    assert sent(again.collectives) == sent(report.collectives)
+    assert sent_as_on_cpus(again.collectives) == sent_as_on_cpus(report.collectives)
 
 
 # ----------------------------------------------------- what a loop uses from outside
@@ -158,5 +149,5 @@ def test_what_is_the_same_in_every_round_as_the_compiler_has_it() -> None:
     text = step.lower(VOCABULARY, TOKENS).compile().as_text() or ""
     report = flm.pod.plan(step, VOCABULARY, TOKENS)
     assert not report.unrecognised
-    found = sent(read_program(text, TWO, TWO.values()).collectives)
-    assert sent(report.collectives) == found
+    found = sent_as_on_cpus(read_program(text, TWO, TWO.values()).collectives)
+    assert sent_as_on_cpus(report.collectives) == found

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import sent_as_on_cpus
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
@@ -169,12 +170,29 @@ def test_batches_that_a_scan_cuts_along_the_batch_axis(mesh: flm.DeviceMesh) -> 
         return accumulated(state, x.reshape(4, -1, 16))
 
     report, (text,) = accumulated_plan(step, mesh)
-    assert "up to 4 times" in text and "x (4,1024,16) P(data) at test_pod" in text
+    assert "(4 rounds)" in text and "x (4,1024,16) P(data) at test_pod" in text
     assert 'flm.distribute_tensor(x, (None, "data", None)) in a step of flm.jit' in text
     assert text.endswith('with_sharding_constraint(x, P(None, "data"))')
     assert not report.unrecognised
     # Of little it is not said.
     assert accumulated_plan(step, mesh, struct(64, 16))[1] == []
+
+
+@pytest.mark.optimised
+def test_such_batches_are_moved_as_by_the_partitioner(
+    mesh: flm.DeviceMesh,
+) -> None:
+    def step(state: Any, x: Any) -> Any:
+        return accumulated(state, x.reshape(4, -1, 16))
+
+    layout_map = flm.LayoutMap(mesh, batch="data")
+    layout_map["up"], layout_map["down"] = ("data", "model"), ("model", "data")
+    wrapped = flm.jit(step, layout_map=layout_map, donate_argnames="state")
+    text = wrapped.lower(PARAMS, LARGE).compile().as_text() or ""
+    program = read_program(text, mesh.axis_names, mesh.shape)
+    report, _ = accumulated_plan(step, mesh)
+    found = sent_as_on_cpus(program.collectives)
+    assert sent_as_on_cpus(report.collectives) == found
 
 
 def test_batches_that_are_moved_before_the_scan(mesh: flm.DeviceMesh) -> None:
@@ -206,5 +224,5 @@ def test_layers_that_are_sharded_along_the_dim_of_a_scan(mesh: flm.DeviceMesh) -
     state = {"w": struct(8, 64, 64)}
     report = flm.pod.plan(step, state, struct(64, 64), mesh=mesh, layout_map=layout_map)
     (text,) = report.warnings
-    assert 'P(None, "model")' in text and "up to 8 times" in text
+    assert 'P(None, "model")' in text and "(8 rounds)" in text
     assert "state/w (8,64,64) P(model) at" in text

@@ -12,7 +12,7 @@ from typing import Any
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
 from flax_layoutmap.pod._inline import inline_calls
-from flax_layoutmap.pod._products import lay_out_products
+from flax_layoutmap.pod._products import lay_out_as_partitioner
 from flax_layoutmap.pod._stand_ins import BROADCAST, LOOP, replace_early
 
 # Decides a sharding for every value.
@@ -93,7 +93,7 @@ class Prepared:
             _rewrite(module, texts, pairs or {}, self.changed)
         if products:
             _run(_PROPAGATE, module)
-            lay_out_products(module)
+            lay_out_as_partitioner(module)
             rest = _RESHARD
         _run(rest, module)
         return module

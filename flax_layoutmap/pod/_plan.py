@@ -179,8 +179,10 @@ class _Plan:
             return module, found
 
         module, found = laid_out(products=False)
-        if found.moved_operands:
+        if found.moved_operands or found.per_round:
+            per_round = found.per_round
             module, found = laid_out(products=True)
+            found.per_round = per_round
             if found.moved_to_sum:
                 found.unrecognised[_MOVED_TO_SUM] += found.moved_to_sum
         return module, found

@@ -1,10 +1,12 @@
-"""Matrix products laid out as XLA's partitioner does it, where Shardy does otherwise.
+"""Products and slices that XLA's partitioner lays out otherwise than Shardy.
 
 Shardy moves what is smallest: a few tokens to the rows of a kernel that a device has.
 The partitioner goes by the layouts. An operand that is laid out as the result stays,
 and the other one is gathered; and where both are sharded alike along a dim that is
 summed, each device sums what it has, and the results are added up. For many tokens both
-do the same. Seen with the compilers for TPUs and CPUs of jax 0.10, on 2026-11-22.
+do the same. And that of which a loop takes slices along a sharded dim, such as parts of
+a batch, is laid out as they are; before the loop, if no more lies on a device then.
+Seen with the compilers for TPUs and CPUs of jax 0.10, on 2026-11-22.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,14 +15,14 @@ from typing import Any
 from flax_layoutmap.pod._attributes import functions
 from flax_layoutmap.pod._operations import maker_of
 
-_PRODUCT = "stablehlo.dot_general"
+_PRODUCT, _SLICE = "stablehlo.dot_general", "stablehlo.dynamic_slice"
 _SAY_IT = ("sdy.sharding_constraint", "sdy.reshard")
 # The axes of each dim, as jaxlib's attributes.
 _Dims = list[list[Any]]
 
 
-def lay_out_products(module: Any) -> None:
-    """Says where operands and results of products are moved.
+def lay_out_as_partitioner(module: Any) -> None:
+    """Says where operands and results of products are moved, and what is sliced.
 
     Args:
         module: a module in which every value has its sharding, and none is moved yet;
@@ -35,15 +37,18 @@ def lay_out_products(module: Any) -> None:
         if "sdy.sharding" in own
     }
     with module.context:
-        for op in list(_products(block, known)):
-            _lay_out(op, known)
+        for op in list(_concerned(block, known)):
+            if op.name == _PRODUCT:
+                _lay_out(op, known)
+            else:
+                _lay_out_whole(op, known)
 
 
-def _products(block: Any, known: dict[Any, Any]) -> Iterator[Any]:
-    """The products in a block; what the loops in it begin with becomes known."""
+def _concerned(block: Any, known: dict[Any, Any]) -> Iterator[Any]:
+    """Products and slices in a block; what the loops in it begin with becomes known."""
     for op in block.operations:
         own = op.operation
-        if own.name == _PRODUCT:
+        if own.name in (_PRODUCT, _SLICE):
             yield own
         # A shard_map says itself what is moved in it.
         if own.name == "sdy.manual_computation":
@@ -52,7 +57,7 @@ def _products(block: Any, known: dict[Any, Any]) -> Iterator[Any]:
             for inner in region.blocks:
                 if own.name == "stablehlo.while":
                     known.update(zip(inner.arguments, _shardings(own), strict=False))
-                yield from _products(inner, known)
+                yield from _concerned(inner, known)
 
 
 def _shardings(op: Any) -> Sequence[Any]:
@@ -101,6 +106,35 @@ def _lay_out(op: Any, known: dict[Any, Any]) -> None:
         with ir.InsertionPoint.after(op), op.location:
             moved = sdy.ReshardOp(op.results[0], wanted[0])
         op.results[0].replace_all_uses_except(moved.result, moved.operation)
+
+
+def _lay_out_whole(op: Any, known: dict[Any, Any]) -> None:
+    """Adds what moves an array from outside of a loop that a slice is taken of."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import sdy
+
+    array, wanted = op.operands[0], _shardings(op)
+    sharding = _sharding_of(array, known)
+    if sharding is None or op.block == _home_of(array):
+        return
+    before = _dims(sharding)
+    sliced = _dims(wanted[0]) if wanted else [[] for _ in before]
+    pairs = list(zip(array.type.shape, op.results[0].type.shape, strict=True))
+    if not any(axes and a != b for axes, (a, b) in zip(before, pairs, strict=True)):
+        return
+    after = [axes if a == b else [] for axes, (a, b) in zip(sliced, pairs, strict=True)]
+    grows = set(map(str, sum(before, []))) - set(map(str, sum(after, [])))
+    anchor = op
+    while not grows and anchor.block != _home_of(array):
+        anchor = anchor.parent
+    with ir.InsertionPoint(anchor), op.location:
+        op.operands[0] = sdy.ReshardOp(array, _with_dims(sharding, after)).result
+
+
+def _home_of(value: Any) -> Any:
+    """The block in which a value is made, or that begins with it."""
+    maker = maker_of(value)
+    return value.owner if maker is None else maker.block
 
 
 def _that_stay(

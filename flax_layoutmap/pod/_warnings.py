@@ -167,9 +167,9 @@ def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
         shown = "; ".join([*names][:4]) + ("; …" if len(names) > 4 else "")
         rounds = max(names.values())
         yield (
-            "each round of a loop takes a slice along a sharded dim, for which the "
-            "whole array is moved: counted in every round, up to "
-            f"{rounds:,} times, where the compiler may move it once, or gather it: "
+            f"each round of a loop takes a slice along a sharded dim ({rounds:,} "
+            "rounds), for which the whole array is gathered in every round, or moved to "
+            "another layout, in which the rounds then work: "
             f"{shown}; make that dim whole before the loop, such as "
             f"flm.distribute_tensor(x, {wanted[0]}) in a step of flm.jit, or in one of "
             f'jax.jit jax.lax.with_sharding_constraint(x, P(None, "{wanted[1]}"))'
