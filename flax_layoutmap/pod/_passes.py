@@ -11,6 +11,7 @@ from typing import Any
 
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
+from flax_layoutmap.pod._counted import GATHER, SCATTER, say_what_is_counted
 from flax_layoutmap.pod._inline import inline_calls
 from flax_layoutmap.pod._products import lay_out_as_partitioner
 from flax_layoutmap.pod._stand_ins import BROADCAST, LOOP, replace_early
@@ -43,9 +44,10 @@ class Prepared:
     Attributes:
         lowered: what `jax.jit(...).trace(...).lower(...)` gives.
         module: a copy of its module, on which the first passes have run.
-        rest: the other passes.
+        rest: the others that decide a layout.
         sizes: axis name → size, of the mesh that it was lowered for.
         has_groups: whether arguments may be laid out by what they are alike with.
+        has_lookups: whether it looks something up, and is for the compiler for TPUs.
         attributes: what was read of its operations, to be read once.
         changed: what was written on its arguments and results.
     """
@@ -55,6 +57,7 @@ class Prepared:
     rest: str
     sizes: dict[str, int]
     has_groups: bool
+    has_lookups: bool
     attributes: Attributes
     changed: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
@@ -87,20 +90,27 @@ class Prepared:
         texts = {at: _checked(spec, self.sizes) for at, spec in specs.items()}
         module, rest = self.module, self.rest
         if self.has_groups and specs or not _have_shardings(module, specs) or products:
-            module, rest = _without_calls(self.lowered)[0], f"{_PROPAGATE},{_RESHARD}"
+            module, rest = _without_calls(self.lowered)[0], _PROPAGATE
         module = module.clone()
         if specs:
             _rewrite(module, texts, pairs or {}, self.changed)
-        if products:
-            _run(_PROPAGATE, module)
-            lay_out_as_partitioner(module)
-            rest = _RESHARD
         _run(rest, module)
+        if products:
+            lay_out_as_partitioner(module)
+        if self.has_lookups:
+            with module.context:
+                main = functions(module)["main"]
+                say_what_is_counted(main.regions[0].blocks[0])
+        _run(_RESHARD, module)
         return module
 
 
-def prepare(lowered: Any) -> Prepared:
+def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
     """Runs the passes that do not depend on a layout, on a copy of a lowered module.
+
+    Args:
+        lowered: what `jax.jit(...).trace(...).lower(...)` gives.
+        for_tpus: whether it is for the compiler for TPUs.
 
     Raises:
         LayoutError: this jaxlib has no such passes, or they refuse the program.
@@ -111,7 +121,9 @@ def prepare(lowered: Any) -> Prepared:
         first, rest = _halves()
     _run(first, module)
     attributes = Attributes(mesh_sizes(module))
-    return Prepared(lowered, module, rest, sizes, _GROUP in names, attributes)
+    has_groups = _GROUP in names
+    looks_up = for_tpus and bool(names & {GATHER, SCATTER})
+    return Prepared(lowered, module, rest, sizes, has_groups, looks_up, attributes)
 
 
 def _without_calls(lowered: Any) -> tuple[Any, set[str]]:
@@ -132,18 +144,18 @@ def _without_calls(lowered: Any) -> tuple[Any, set[str]]:
 
 
 def _halves() -> tuple[str, str]:
-    """The passes up to the first that decides a layout, and the others."""
+    """The passes up to the first that decides a layout, and the others that do."""
     _, passmanager = _bindings()
-    whole = f"{_PROPAGATE},{_RESHARD}"
     try:
-        text = str(passmanager.PassManager.parse(f"builtin.module({whole})"))
+        text = str(passmanager.PassManager.parse(f"builtin.module({_PROPAGATE})"))
+        passmanager.PassManager.parse(f"builtin.module({_RESHARD})")
     except ValueError as error:
         raise LayoutError(_NO_PASSES) from error
     text = _NO_PASS.sub("", text.removeprefix("builtin.module(").removesuffix(")"))
     first, found, rest = text.partition(_FIRST_OF_LAYOUT)
     halves = first.rstrip(","), found + rest
     if not found or not all(map(_is_known, halves)):
-        return "", whole  # another jaxlib's pipeline, which is left whole
+        return "", _PROPAGATE  # another jaxlib's pipeline, which is left whole
     return halves
 
 

@@ -127,7 +127,8 @@ def plan(
         raise MeshError('slices of which topology? pass topology="v5p:4x4x4" too')
     rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, platform, own)
-    made = _Plan(lowered, own, where, prepare(lowered.lowered), platform, rules)
+    prepared = prepare(lowered.lowered, for_tpus=platform == "tpu")
+    made = _Plan(lowered, own, where, prepared, platform, rules)
     return made.report(start)
 
 
