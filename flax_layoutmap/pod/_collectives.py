@@ -131,12 +131,15 @@ class Collectives:
         known = self._gathered.get(key) if again else None
         if known is not None and not self._is_far(key, op):
             value.index = known.index
+            if known.index is not None:
+                self._found.collectives[known.index].moved.append(op.results[0])
             return
         axes = changed_axes(name, operand.dims, value.dims)
         if parts(axes) > 1:
             kind = MOVING[name]
             leaf, source = value.leaf, op.operands[0]
             self._add(kind, axes, value.local_shape, value, op, place, leaf, source)
+            self._found.collectives[-1].moved.append(op.results[0])
             self._note_product(op, operand, value)
             value.index = len(self._found.collectives) - 1
             self._note_move(op, operand, value, place)

@@ -26,6 +26,7 @@ from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._memory import memory_of
 from flax_layoutmap.pod._passes import Prepared, Specs, prepare
 from flax_layoutmap.pod._plan_mesh import rules_and_mesh
+from flax_layoutmap.pod._precision import convert_before_moves
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._shardy import read
@@ -197,6 +198,7 @@ class _Plan:
         _name_gradients(found, self.lowered)
         if self.topology is not None:
             sum_whole(found, self.topology)
+            convert_before_moves(found)
         collectives_ = tuple(
             record
             for one in found.collectives

@@ -45,6 +45,8 @@ class Found:
         into: the collective that it is one with, or None.
         is_whole: whether Shardy scatters this sum, and the TPU compiler does not.
         source: the value of the program that it moves or sums, where that may be named.
+        moved: the value in its new layout, of what is moved as it is; several where
+            equal moves are one.
     """
 
     kind: Kind
@@ -59,6 +61,7 @@ class Found:
     into: int | None = None
     is_whole: bool = False
     source: Any = None
+    moved: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)

@@ -168,8 +168,8 @@ def _moved_per_round(found: Spread, lowered: Lowered) -> Iterator[str]:
         rounds = max(names.values())
         yield (
             f"each round of a loop takes a slice along a sharded dim ({rounds:,} "
-            "rounds), for which the whole array is gathered in every round, or moved to "
-            "another layout, in which the rounds then work: "
+            "rounds), for which the whole array is gathered in every round, or moved "
+            "to another layout, in which the rounds then work: "
             f"{shown}; make that dim whole before the loop, such as "
             f"flm.distribute_tensor(x, {wanted[0]}) in a step of flm.jit, or in one of "
             f'jax.jit jax.lax.with_sharding_constraint(x, P(None, "{wanted[1]}"))'
