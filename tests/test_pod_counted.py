@@ -208,3 +208,14 @@ def sent(report: flm.pod.PodReport) -> dict[Any, int]:
         key = one.kind, frozenset(one.axes)
         found[key] = found.get(key, 0) + one.wire_bytes_per_step
     return found
+
+
+@pytest.mark.parametrize("spec", [("f", "t"), (None, "t")])
+def test_both_ways_to_take_labels_are_planned_alike(spec: Any) -> None:
+    """The compiler for TPUs writes both as counted places before it lays them out."""
+    reports = [
+        flm.pod.plan(jitted(training(pick), spec), HEAD, INPUTS, LABELS, mesh="f=4,t=2")
+        for pick in (along_axis, counted)
+    ]
+    assert not any(report.unrecognised for report in reports)
+    assert sent(reports[0]) == sent(reports[1])

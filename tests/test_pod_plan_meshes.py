@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
 
@@ -116,3 +116,65 @@ def test_an_abstract_model_in_a_closure(use: Any) -> None:
 def test_other_attributes_that_are_missing_are_the_users() -> None:
     with pytest.raises(AttributeError, match="nosuch"):
         plan(lambda p, x: x.nosuch, "data=2,model=4")
+
+
+def moved(before: P, after: P) -> flm.pod.PodReport:
+    """A plan of an array that changes its layout."""
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
+
+    def step(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x, after)
+
+    given = NamedSharding(mesh, before)
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=given)
+    return flm.pod.plan(jax.jit(step), x, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "axes"),
+    [
+        (P("fsdp"), P("tensor"), ("fsdp", "tensor")),
+        (P("fsdp"), P("data"), ("data", "fsdp")),
+        (P(("data", "fsdp")), P(("data", "tensor")), ("fsdp", "tensor")),
+        (P(("fsdp", "tensor")), P(("tensor", "fsdp")), ("fsdp", "tensor")),
+    ],
+)
+def test_a_permute_is_over_all_axes_that_tell_its_devices_apart(
+    before: P, after: P, axes: tuple[str, ...]
+) -> None:
+    (permute,) = moved(before, after).collectives
+    assert (permute.kind, permute.axes) == ("collective-permute", axes)
+
+
+def test_axes_are_in_the_order_of_the_mesh() -> None:
+    found = moved(P(("tensor", "fsdp")), P()).collectives
+    assert {one.axes for one in found} == {("fsdp", "tensor")}
+
+
+def test_an_explicit_mesh_and_a_reshard_by_names_alone() -> None:
+    mesh = jax.sharding.AbstractMesh(
+        (4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2
+    )
+
+    def step(w: Any, x: Any) -> Any:
+        return x @ jax.sharding.reshard(w, P(None, "tensor"))
+
+    w, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((64, 32), P("fsdp", "tensor")), ((16, 64), P("fsdp")))
+    )
+    report = flm.pod.plan(jax.jit(step), w, x, mesh=mesh)
+    assert [(one.kind, one.axes) for one in report.collectives] == [
+        ("all-gather", ("fsdp",))
+    ]
+
+
+def test_what_a_loop_asks_before_each_round_is_counted() -> None:
+    def step(p: Any, x: Any) -> Any:
+        return jax.lax.while_loop(
+            lambda x: (jnp.sin(x) @ p["w"]).sum() < 1, lambda x: x + 1, x
+        )
+
+    report = plan(step, "data=2,model=4")
+    assert report.flops_per_device > 0
+    assert "all-reduce" in {one.kind for one in report.collectives}

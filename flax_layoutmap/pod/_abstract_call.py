@@ -45,7 +45,8 @@ _WITHOUT_MESH = (
 )
 # Axes are named, and no mesh is in context.
 _LACKS_MESH = re.compile(
-    r"mesh.*empty|empty.*mesh|not found in mesh: \(\)", re.DOTALL | re.IGNORECASE
+    r"mesh.*empty|empty.*mesh|not found in mesh: \(\)|not under a mesh context",
+    re.DOTALL | re.IGNORECASE,
 )
 
 

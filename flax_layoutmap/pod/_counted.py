@@ -1,8 +1,8 @@
 """Places that are counted: `logits[jnp.arange(n), labels]`.
 
-The compiler for TPUs sees that each row has its own place in them, and moves nothing.
-Shardy sees it where the gather, or the scatter, says so, as that of
-`jnp.take_along_axis` does.
+The compiler for TPUs writes them so, also where a gather or scatter says that each row
+has its own place (`jnp.take_along_axis`), before Shardy lays out the program; its
+partitioner sees it again, and moves nothing.
 """
 
 import math
@@ -18,6 +18,61 @@ _COPIES = ("stablehlo.convert", "stablehlo.reshape", "stablehlo.optimization_bar
 _CONSTANTS = ("stablehlo.constant", "sdy.constant")
 _SHARDING, _JOIN = "sdy.sharding", "stablehlo.concatenate"
 _BROADCAST, _SELECT = "stablehlo.broadcast_in_dim", "stablehlo.select"
+
+
+def count_rows(block: Any) -> None:
+    """Writes lookups of single elements in a block and below as counted places.
+
+    Args:
+        block: the block, which is changed. Nothing of it is laid out yet.
+    """
+    for op in list(block.operations):
+        operation = op.operation
+        for region in operation.regions:
+            for inner in region.blocks:
+                count_rows(inner)
+        if operation.name in (GATHER, SCATTER):
+            _count(operation)
+
+
+def _count(op: Any) -> None:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    numbers, place = _Numbers(op), _place_of(op)
+    at, places = numbers.vector_dim, op.operands[place]
+    shape = list(places.type.shape)
+    # Of slices, such as what is written to a cache, both ways are laid out alike.
+    if not numbers.own or numbers.window or at != len(shape) - 1:
+        return
+    with ir.InsertionPoint(op), op.location:
+        kind = ir.RankedTensorType.get([*shape[:at], 1], places.type.element_type)
+        rows = [stablehlo.IotaOp(kind, dim).result for dim in numbers.own_places]
+        joined = stablehlo.ConcatenateOp([*rows, *_columns(places)], at)
+        op.operands[place] = joined.result
+    numbers.gone = sorted([*numbers.gone, *numbers.own])
+    numbers.write(op, {}, [*numbers.own, *numbers.indexed])
+
+
+def _columns(places: Any) -> list[Any]:
+    """The elements of each place, one by one."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    shape = list(places.type.shape)
+    if shape[-1] == 1:
+        return [places]
+    columns = []
+    for at in range(shape[-1]):
+        start, end = [0] * len(shape), list(shape)
+        start[-1], end[-1] = at, at + 1
+        made = stablehlo.SliceOp(places, start, end, [1] * len(shape))
+        columns.append(made.result)
+    return columns
+
+
+def _place_of(op: Any) -> int:
+    """Which operand of a lookup is the places."""
+    return (len(op.operands) - 1) // 2 if op.name == SCATTER else 1
 
 
 def say_what_is_counted(block: Any) -> None:
@@ -41,7 +96,7 @@ def _rewrite(op: Any) -> None:
 
     Places that every device has are left: then each looks among its own rows.
     """
-    places = op.operands[(len(op.operands) - 1) // 2 if op.name == SCATTER else 1]
+    places = op.operands[_place_of(op)]
     joined, table = maker_of(places), op.operands[0].type.shape
     numbers = _Numbers(op)
     at = numbers.vector_dim
@@ -101,6 +156,8 @@ class _Numbers:
         gone: dims of the table that the rows do not have.
         indexed: the dim that each element of a place is of.
         vector_dim: the dim of the places along which one place is written.
+        window: the dims of what is looked up that lie beside each other in the table;
+            none for single elements.
     """
 
     def __init__(self, op: Any) -> None:
@@ -112,7 +169,7 @@ class _Numbers:
             self.own_places = list(given.start_indices_batching_dims)
             self.gone = list(given.collapsed_slice_dims)
             self.indexed = list(given.start_index_map)
-            self._window = list(given.offset_dims)
+            self.window = list(given.offset_dims)
         else:
             name = "scatter_dimension_numbers"
             given = stablehlo.ScatterDimensionNumbers(op.attributes[name])
@@ -120,7 +177,7 @@ class _Numbers:
             self.own_places = list(given.scatter_indices_batching_dims)
             self.gone = list(given.inserted_window_dims)
             self.indexed = list(given.scattered_dims_to_operand_dims)
-            self._window = list(given.update_window_dims)
+            self.window = list(given.update_window_dims)
         self.vector_dim = given.index_vector_dim
 
     def write(self, op: Any, own: dict[int, int], indexed: Sequence[int]) -> None:
@@ -136,7 +193,7 @@ class _Numbers:
         dims = sorted(own)
         gone = [dim for dim in self.gone if dim not in own]
         pairs = [own[dim] for dim in dims]
-        given = (self._window, gone, dims, pairs, list(indexed), self.vector_dim)
+        given = (self.window, gone, dims, pairs, list(indexed), self.vector_dim)
         with op.context:
             if op.name == GATHER:
                 made = stablehlo.GatherDimensionNumbers.get(*given)

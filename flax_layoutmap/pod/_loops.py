@@ -56,11 +56,13 @@ def _position(block: Any, value: Any) -> int | None:
 
 
 def constant_of(value: Any) -> int | None:
-    """A number that stands in the program; None for others."""
+    """A whole number that stands in the program; None for others."""
     maker = maker_of(value)
     if getattr(maker, "name", None) not in _CONSTANTS:
         return None
     from jaxlib.mlir import ir
 
-    numbers = ir.DenseIntElementsAttr(maker.attributes["value"])
-    return int(numbers[0]) if len(numbers) == 1 else None
+    numbers = maker.attributes["value"]
+    if not isinstance(numbers, ir.DenseIntElementsAttr) or len(numbers) != 1:
+        return None
+    return int(numbers[0])

@@ -85,10 +85,24 @@ def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
         gone = collections.Counter(axis for axes in before for axis in axes) - left
         return tuple(gone.elements())
     pairs = list(zip(before, after, strict=True))
+    if name == "sdy.collective_permute":
+        # Devices that have the same part before and after are told apart by others.
+        parts = [_without_equal_start(old, new) for old, new in pairs]
+        return tuple(dict.fromkeys(axis for part in parts for axis in part))
     moved = [axis for old, new in pairs for axis in old if axis not in new]
     if not moved:  # the same axes in another order
         moved = [axis for old, new in pairs if old != new for axis in old]
     return tuple(dict.fromkeys(moved))
+
+
+def _without_equal_start(
+    old: Sequence[AxisRef], new: Sequence[AxisRef]
+) -> list[AxisRef]:
+    """The axes of a dim before and after, from the first that differs."""
+    equal = 0
+    while equal < min(len(old), len(new)) and old[equal] == new[equal]:
+        equal += 1
+    return [*old[equal:], *new[equal:]]
 
 
 def multiplications(op: Any, of: Callable[[Any], Value]) -> tuple[int, int]:

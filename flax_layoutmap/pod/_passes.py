@@ -11,7 +11,7 @@ from typing import Any
 
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
-from flax_layoutmap.pod._counted import GATHER, SCATTER, say_what_is_counted
+from flax_layoutmap.pod._counted import GATHER, SCATTER, count_rows, say_what_is_counted
 from flax_layoutmap.pod._inline import inline_calls
 from flax_layoutmap.pod._products import lay_out_as_partitioner
 from flax_layoutmap.pod._stand_ins import BROADCAST, LOOP, replace_early
@@ -91,6 +91,8 @@ class Prepared:
         module, rest = self.module, self.rest
         if self.has_groups and specs or not _have_shardings(module, specs) or products:
             module, rest = _without_calls(self.lowered)[0], _PROPAGATE
+            if self.has_lookups:
+                _count_rows(module)
         module = module.clone()
         if specs:
             _rewrite(module, texts, pairs or {}, self.changed)
@@ -116,14 +118,21 @@ def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
         LayoutError: this jaxlib has no such passes, or they refuse the program.
     """
     module, names = _without_calls(lowered)
+    looks_up = for_tpus and bool(names & {GATHER, SCATTER})
+    if looks_up:
+        _count_rows(module)
     sizes = mesh_sizes(module)
     with module.context:
         first, rest = _halves()
     _run(first, module)
     attributes = Attributes(mesh_sizes(module))
     has_groups = _GROUP in names
-    looks_up = for_tpus and bool(names & {GATHER, SCATTER})
     return Prepared(lowered, module, rest, sizes, has_groups, looks_up, attributes)
+
+
+def _count_rows(module: Any) -> None:
+    with module.context:
+        count_rows(functions(module)["main"].regions[0].blocks[0])
 
 
 def _without_calls(lowered: Any) -> tuple[Any, set[str]]:

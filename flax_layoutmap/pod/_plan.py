@@ -284,7 +284,7 @@ def _record(
     paths = tuple(lowered.leaves[at].path for at in leaves)
     whole = Collective(
         kind=one.kind,
-        axes=tuple(dict.fromkeys(name for name, _ in one.axes)),
+        axes=tuple(axis for axis in sizes if axis in {name for name, _ in one.axes}),
         bytes=size,
         wire_bytes=wire_bytes(one.kind, size, parts(one.axes)),
         executions=one.executions,

@@ -1,7 +1,7 @@
 """Reads a module that Shardy has laid out: collectives, reshards, matrix products.
 
-Loops are multiplied. Five things are counted as the compiler does them, not as they
-are written: a chain of additions of all-reduces is one all-reduce; a sum that is sliced
+Loops are multiplied. These are counted as the compiler does them, not as they are
+written: a chain of additions of all-reduces is one all-reduce; a sum that is sliced
 later is scattered; equal gathers of one value are one gather if they are close to each
 other; rows are looked up in sharded tables, and slices written along sharded dims, as
 the partitioner of XLA does it.
@@ -171,7 +171,10 @@ class _Walk:
             else:
                 own = dims[at] if at < len(dims) else None
                 values.say(argument, values.new("loop", argument, own))
+        for argument, operand in zip(condition.arguments, op.operands, strict=True):
+            values.say(argument, values.of(operand))
         times, scope = place.times * (count or 1), (*place.scope, self.loops)
+        self._block(condition, Place(times, scope, place.cuts))
         self._block(body, Place(times, scope, place.cuts))
         for at, result in enumerate(op.results):
             if same[at]:
