@@ -428,7 +428,7 @@ def clash_of_rows(count: int, rules: RuleSet, split: Split | None = None) -> str
     mesh = rules.mesh
     assert mesh is not None
     parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
-    if split is None or split.own == parts:
+    if split is None or (split.own == parts and split.sharers == 1):
         if count % parts:
             return clash(0, count, rules.batch, mesh.axis_sizes)
     elif count % split.multiple:

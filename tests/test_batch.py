@@ -456,3 +456,12 @@ def test_masked_arrays_are_refused(mesh: flm.DeviceMesh) -> None:
     ):
         with pytest.raises(flm.LayoutError, match="x: a masked array, whose mask"):
             work()
+
+
+def test_processes_that_share_all_parts_may_bring_less_than_one_each() -> None:
+    mesh = flm.DeviceMesh({"model": 2, "data": 2, "rest": 2})
+    rules = flm.LayoutMap(mesh, batch="data").freeze()
+    shared = Split(parts=2, own=2, sharers=2, order=(0, 1))
+    assert clash_of_rows(1, rules, shared) == clash_of_rows(3, rules, shared) == ""
+    assert (shared.total(1), shared.total(3)) == (2, 6)
+    assert "does not divide" in clash_of_rows(3, rules, Split(parts=2, own=2))

@@ -56,3 +56,20 @@ def test_the_largest_few_along_a_sharded_dim_are_said(mesh: flm.DeviceMesh) -> N
     for spec, said in ((P("data", "model"), {TOP_K: 1}), (P("data", None), {})):
         report = flm.pod.plan(jitted, given(mesh, spec))
         assert report.unrecognised == said
+
+
+def test_the_largest_few_of_a_batch_are_gathered_but_on_tpus(
+    mesh: flm.DeviceMesh,
+) -> None:
+    """The compiler for CPUs gathers the batch; that for TPUs moves nothing."""
+    jitted = jax.jit(lambda x: jax.lax.top_k(x, 2)[0])
+    x = given(mesh, P("data", None))
+    text: Any = jitted.lower(x).compile().as_text()
+    compiled = read_program(text, mesh.axis_names, mesh.shape).collectives
+    assert {one.kind for one in compiled} == {"all-gather"}
+    for platform in ("cpu", "cuda"):
+        report = flm.pod.plan(jitted, x, platform=platform)
+        assert report.unrecognised == {TOP_K: 1}
+    assert not flm.pod.plan(jitted, x).unrecognised
+    whole = flm.pod.plan(jitted, given(mesh, P(None, None)), platform="cpu")
+    assert not whole.unrecognised

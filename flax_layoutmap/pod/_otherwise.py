@@ -15,6 +15,7 @@ from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER
 from flax_layoutmap.pod._manual import target_of
 from flax_layoutmap.pod._operations import MOVING, is_asked, maker_of
 from flax_layoutmap.pod._shifts import shifts
+from flax_layoutmap.pod._slices import TOP_K
 from flax_layoutmap.pod._values import parts
 
 JOIN = "stablehlo.concatenate"
@@ -43,7 +44,6 @@ _WHOLE_BATCHES = ("Eigh", "LuDecomposition")
 _LARGEST = ("ApproxTopK", "PartialReduce")
 # Custom calls that change nothing, or are counted elsewhere.
 _PLAIN = (
-    "mhlo.topk",
     "Sharding",
     "annotate_device_placement",
     "xla.sdy",
@@ -69,9 +69,14 @@ class Otherwise:
     def says(self, op: Any) -> str | None:
         """What an operation is called that is not counted as it is done; or None."""
         name = target_of(op)
-        if name.startswith(_PLAIN) or not self._is_moved(op, name):
+        if name == TOP_K:
+            # The others gather a batch, too.
+            is_moved = not self._for_tpus and self._is_sharded(op, None)
+        else:
+            is_moved = not name.startswith(_PLAIN) and self._is_moved(op, name)
+        if not is_moved:
             return None
-        short = name.removeprefix("stablehlo.")
+        short = "top_k" if name == TOP_K else name.removeprefix("stablehlo.")
         return f"{short} along a sharded dim, not counted as XLA moves it"
 
     def _is_moved(self, op: Any, name: str) -> bool:
