@@ -382,3 +382,30 @@ def test_custom_calls_of_others() -> None:
     (what,) = report.unrecognised
     assert what.startswith("a_kernel along a sharded dim")
     assert not planned(called, TABLE, specs=[P()], out=P()).unrecognised
+
+
+@pytest.mark.parametrize(
+    ("groups", "channels", "gradient", "said"),
+    [(1, 16, False, 0), (1, 16, True, 0), (16, 1, False, 0), (16, 1, True, 1)],
+)
+def test_convolutions_in_groups(
+    groups: int, channels: int, gradient: bool, said: int
+) -> None:
+    def convolved(params: Any, x: Any) -> Any:
+        y = jax.lax.conv_general_dilated(
+            x,
+            params["kernel"],
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+        return (y**2).mean()
+
+    step = jax.grad(convolved) if gradient else convolved
+    params = {"kernel": jax.ShapeDtypeStruct((3, 3, channels, 16), jnp.float32)}
+    x = jax.ShapeDtypeStruct((32, 8, 8, 16), jnp.float32)
+    rules = flm.LayoutMap(batch="data")
+    given = {"mesh": "data=8", "layout_map": rules, "donate_argnames": "params"}
+    report = flm.pod.plan(step, params, x, **given)
+    assert sum(report.unrecognised.values()) == said

@@ -107,3 +107,28 @@ def test_slices_across_dims_that_a_reshape_joins_are_not_scattered() -> None:
     report = planned(inner, HEADS, spec=(None, None, "fsdp"))
     found = {one.kind for one in report.collectives if "fsdp" in one.axes}
     assert found == {"all-gather", "all-reduce"}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_embedding_that_is_also_the_head_has_two_sums(transposed: bool) -> None:
+    """As libtpu 0.0.42 makes them; of two equal uses of a kernel it makes one."""
+
+    def step(params: Any, tokens: Any) -> Any:
+        def loss(params: Any) -> Any:
+            table = params["table"]
+            x = table[tokens]
+            logits = x @ table.T if transposed else jnp.einsum("bsd,vd->bsv", x, table)
+            return (logits.astype(jnp.float32) ** 2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    rules = flm.LayoutMap(batch="fsdp")
+    rules["table"] = ("tensor", None)
+    params = {"table": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
+    tokens = jax.ShapeDtypeStruct((16, 64), jnp.int32)
+    report = flm.pod.plan(
+        step, params, tokens, mesh="fsdp=4,tensor=2", layout_map=rules
+    )
+    assert report.wire_bytes("fsdp", "all-reduce") == 2 * 1_572_864
+    sums = [one for one in report.collectives if one.axes == ("fsdp",)]
+    assert {one.path for one in sums} == {"params/table"}

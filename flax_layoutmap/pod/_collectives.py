@@ -10,7 +10,7 @@ from typing import Any
 from flax_layoutmap.pod._attributes import AxisRef
 from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._distances import Distances
-from flax_layoutmap.pod._lookup_ops import LookupOps
+from flax_layoutmap.pod._lookup_ops import SCATTER, LookupOps
 from flax_layoutmap.pod._made_of import MadeOf
 from flax_layoutmap.pod._manual import RAGGED, manual_collective, target_of
 from flax_layoutmap.pod._operations import (
@@ -82,15 +82,18 @@ class Collectives:
             self._add("all-gather", axes, partial, value, op, place, leaf, source)
             return
         scatters = scattered(op, axes, self._attributes)
+        of_rows = getattr(maker_of(source), "name", "") == SCATTER
         rest = tuple(axis for axis in axes if axis not in scatters)
         shape = value.local_shape
         if scatters:
             kind = "reduce-scatter"
             self._add(kind, scatters, shape, value, op, place, leaf, source)
+            self._found.collectives[-1].of_rows = of_rows
             value.sums = (len(self._found.collectives) - 1,)
             shape = (-(-math.prod(shape) // parts(scatters)),)
         if rest and parts(rest) > 1:
             self._add("all-reduce", rest, shape, value, op, place, leaf, source)
+            self._found.collectives[-1].of_rows = of_rows
             value.sums = (*value.sums, len(self._found.collectives) - 1)
         value.index = value.sums[0] if value.sums else None
         value.shared = is_shared(op.results[0])
@@ -242,6 +245,7 @@ class Collectives:
             leaf, shape = one.leaf, step.shape
             self._add(step.kind, step.axes, shape, what, op, place, leaf, source)
             if one.is_sum:
+                self._found.collectives[-1].of_rows = op.name == SCATTER
                 sums.append(len(self._found.collectives) - 1)
         if sums:
             value.sums, value.index = tuple(sums), sums[0]

@@ -135,6 +135,23 @@ def multiplications(op: Any, of: Callable[[Any], Value]) -> tuple[int, int]:
     return local, prod(result.shape) * (prod(shape) // max(1, shape[features]))
 
 
+def in_groups(op: Any) -> bool:
+    """Whether a convolution is in groups that XLA's partitioner does in its own way.
+
+    So it does where a kernel has several channels for each group, and for the gradients
+    of all kernels in groups.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    names = ("batch_group_count", "feature_group_count")
+    batches, features = (ir.IntegerAttr(op.attributes[name]).value for name in names)
+    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    kernel = op.operands[1].type.shape
+    wide = kernel[numbers.kernel_input_feature_dimension] > 1
+    return batches > 1 or (features > 1 and wide)
+
+
 def _rows_of(op: Any, ndim: int) -> Sequence[int]:
     """The dims of the second operand of a ragged product that only it has.
 

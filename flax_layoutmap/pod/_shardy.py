@@ -17,7 +17,13 @@ from flax_layoutmap.pod._dataflow import Dataflow
 from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER, looks_up_rows
 from flax_layoutmap.pod._loops import trip_count
 from flax_layoutmap.pod._manual import RAGGED, hides_work, operands_of, target_of
-from flax_layoutmap.pod._operations import MOVING, RAGGED_DOT, last_of, multiplications
+from flax_layoutmap.pod._operations import (
+    MOVING,
+    RAGGED_DOT,
+    in_groups,
+    last_of,
+    multiplications,
+)
 from flax_layoutmap.pod._otherwise import (
     GATHERED,
     JOIN,
@@ -291,6 +297,11 @@ class _Walk:
 
     def _convolution(self, op: Any, place: Place) -> None:
         self._say_if_shifted(op, self.values.of(op.operands[0]).dims)
+        if in_groups(op) and self._has_sharded(op):
+            what = (
+                "convolution in groups of sharded arrays, not counted as XLA moves it"
+            )
+            self.found.unrecognised[what] += 1
         self._product(op, place)
 
     def _shift(self, op: Any, place: Place) -> None:

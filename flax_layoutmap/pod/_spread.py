@@ -43,6 +43,7 @@ class Found:
         made_of: the largest parameter in what it moves or sums, if only parameters are,
             and those that it was joined with.
         into: the collective that it is one with, or None.
+        of_rows: whether it sums gradients of looked-up rows.
         is_whole: whether Shardy scatters this sum, and the TPU compiler does not.
         source: the value of the program that it moves or sums, where that may be named.
         moved: the value in its new layout, of what is moved as it is; several where
@@ -59,6 +60,7 @@ class Found:
     leaf: int | None = None
     made_of: tuple[int, ...] = ()
     into: int | None = None
+    of_rows: bool = False
     is_whole: bool = False
     source: Any = None
     moved: list[Any] = dataclasses.field(default_factory=list)

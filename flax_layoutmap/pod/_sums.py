@@ -88,6 +88,9 @@ def added(
     pairs = [(found[a], found[b]) for a, b in zip(first, second, strict=True)]
     if any((a.kind, a.axes, a.scope) != (b.kind, b.axes, b.scope) for a, b in pairs):
         return first
+    # Such as those of a head that is the embedding, too.
+    if any(a.of_rows != b.of_rows for a, b in pairs):
+        return (*first, *second)
     for at, (_, other) in zip(first, pairs, strict=True):
         other.into = at
     return first
