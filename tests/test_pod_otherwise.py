@@ -406,6 +406,7 @@ def test_convolutions_in_groups(
     params = {"kernel": jax.ShapeDtypeStruct((3, 3, channels, 16), jnp.float32)}
     x = jax.ShapeDtypeStruct((32, 8, 8, 16), jnp.float32)
     rules = flm.LayoutMap(batch="data")
+    rules["kernel"] = None
     given = {"mesh": "data=8", "layout_map": rules, "donate_argnames": "params"}
     report = flm.pod.plan(step, params, x, **given)
     assert sum(report.unrecognised.values()) == said

@@ -6,7 +6,7 @@ partitioner sees it again, and moves nothing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +26,8 @@ def count_rows(block: Any) -> None:
     Args:
         block: the block, which is changed. Nothing of it is laid out yet.
     """
-    for op in list(block.operations):
-        operation = op.operation
-        for region in operation.regions:
-            for inner in region.blocks:
-                count_rows(inner)
-        if operation.name in (GATHER, SCATTER):
-            _count(operation)
+    for op in list(_lookups(block)):
+        _count(op)
 
 
 def _count(op: Any) -> None:
@@ -82,13 +77,19 @@ def say_what_is_counted(block: Any) -> None:
         block: the block, which is changed. Its values have their shardings: Shardy
             decides them before, as it does where XLA asks it.
     """
-    for op in list(block.operations):
+    for op in list(_lookups(block)):
+        _rewrite(op)
+
+
+def _lookups(block: Any) -> Iterator[Any]:
+    """The gathers and scatters in a block and below."""
+    for op in block.operations:
         operation = op.operation
         for region in operation.regions:
             for inner in region.blocks:
-                say_what_is_counted(inner)
+                yield from _lookups(inner)
         if operation.name in (GATHER, SCATTER):
-            _rewrite(operation)
+            yield operation
 
 
 def _rewrite(op: Any) -> None:

@@ -5,7 +5,7 @@ their operands come from. The rest is not looked at.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from flax_layoutmap.pod._attributes import Attributes, Dims
@@ -218,3 +218,23 @@ class Dataflow:
         ends = (op.operands[0], op.results[0])
         before, after = (self.attributes.type_of(value)[0] for value in ends)
         return math.prod(before) == math.prod(after)
+
+
+def decided(value: Any, known: dict[Any, Any], look: Callable[[Any], Any]) -> Any:
+    """What is decided of a value, and first of those that it depends on.
+
+    Args:
+        value: the value.
+        known: what was decided before; it grows.
+        look: decides of a value, or says of which one to decide before.
+    """
+    todo = [value]
+    while todo:  # as a loop: a chain may be longer than Python's stack
+        one = todo[-1]
+        if one not in known:
+            after = look(one)
+            if after is not None:
+                todo.append(after)
+                continue
+        todo.pop()
+    return known[value]

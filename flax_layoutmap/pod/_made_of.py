@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap.pod._dataflow import Dataflow
+from flax_layoutmap.pod._dataflow import Dataflow, decided
 from flax_layoutmap.pod._operations import maker_of
 from flax_layoutmap.pod._values import Value
 
@@ -46,16 +46,7 @@ class MadeOf:
         """
         if not self._roles:
             return ()
-        known, todo = self._known, [value]
-        while todo:  # as a loop: a chain may be longer than Python's stack
-            one = todo[-1]
-            if one not in known:
-                after = self._look(one)
-                if after is not None:
-                    todo.append(after)
-                    continue
-            todo.pop()
-        largest = known[value][1]
+        largest = decided(value, self._known, self._look)[1]
         return () if largest is None else largest[1]
 
     def _look(self, value: Any) -> Any:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap.pod._dataflow import Dataflow
+from flax_layoutmap.pod._dataflow import Dataflow, decided
 from flax_layoutmap.pod._spread import Spread
 
 # A value that is the same for all parameters, and one that has activations in it.
@@ -51,16 +51,7 @@ class _Owned:
 
     def of(self, value: Any) -> int:
         """The argument that a value belongs to; else `_ANY` or `_NONE`."""
-        known, todo = self._known, [value]
-        while todo:  # as a loop: a chain may be longer than Python's stack
-            one = todo[-1]
-            if one not in known:
-                after = self._look(one)
-                if after is not None:
-                    todo.append(after)
-                    continue
-            todo.pop()
-        return known[value]
+        return decided(value, self._known, self._look)
 
     def _look(self, value: Any) -> Any:
         """Decides of a value, or says of which one to decide before."""
