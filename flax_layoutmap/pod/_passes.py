@@ -13,6 +13,7 @@ from flax_layoutmap._errors import LayoutError
 from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
 from flax_layoutmap.pod._counted import GATHER, SCATTER, count_rows, say_what_is_counted
 from flax_layoutmap.pod._inline import inline_calls
+from flax_layoutmap.pod._order import order_as_xla
 from flax_layoutmap.pod._products import lay_out_as_partitioner
 from flax_layoutmap.pod._stand_ins import BROADCAST, LOOP, replace_early
 
@@ -91,8 +92,7 @@ class Prepared:
         module, rest = self.module, self.rest
         if self.has_groups and specs or not _have_shardings(module, specs) or products:
             module, rest = _without_calls(self.lowered)[0], _PROPAGATE
-            if self.has_lookups:
-                _count_rows(module)
+            _finish(module, self.has_lookups)
         module = module.clone()
         if specs:
             _rewrite(module, texts, pairs or {}, self.changed)
@@ -119,8 +119,7 @@ def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
     """
     module, names = _without_calls(lowered)
     looks_up = for_tpus and bool(names & {GATHER, SCATTER})
-    if looks_up:
-        _count_rows(module)
+    _finish(module, looks_up)
     sizes = mesh_sizes(module)
     with module.context:
         first, rest = _halves()
@@ -130,9 +129,13 @@ def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
     return Prepared(lowered, module, rest, sizes, has_groups, looks_up, attributes)
 
 
-def _count_rows(module: Any) -> None:
+def _finish(module: Any, has_lookups: bool) -> None:
+    """Makes of a module without calls what XLA gives to Shardy."""
     with module.context:
-        count_rows(functions(module)["main"].regions[0].blocks[0])
+        block = functions(module)["main"].regions[0].blocks[0]
+        if has_lookups:
+            count_rows(block)
+        order_as_xla(block)
 
 
 def _without_calls(lowered: Any) -> tuple[Any, set[str]]:

@@ -1,0 +1,173 @@
+"""flm.pod.plan: operations in the order in which XLA hands them to Shardy."""
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers import sent_as_on_cpus
+
+import flax_layoutmap as flm
+from flax_layoutmap.pod._attributes import functions
+from flax_layoutmap.pod._hlo import read_program
+from flax_layoutmap.pod._order import order_as_xla
+
+KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
+TOKENS = jax.ShapeDtypeStruct((32, 17), jnp.int32)
+
+
+def order_of(function: Callable[..., Any], *args: Any) -> list[str]:
+    """The names of the operations of a function, as they are ordered."""
+    module = jax.jit(function).lower(*args).compiler_ir("stablehlo").operation
+    block = functions(module)["main"].regions[0].blocks[0]
+    with module.context:
+        order_as_xla(block)
+    module.verify()
+    return list(names_of(block))
+
+
+def names_of(block: Any) -> Iterator[str]:
+    for op in block.operations:
+        for region in op.regions:
+            for inner in region.blocks:
+                yield from names_of(inner)
+        name = op.operation.name.rpartition(".")[2]
+        if name not in ("constant", "return"):
+            yield name
+
+
+def test_each_operation_is_behind_its_operands() -> None:
+    def function(x: Any) -> Any:
+        last, first = jnp.sin(x), jnp.exp(x)
+        return first * last + jnp.log(last)
+
+    assert order_of(function, 1.0) == "exponential sine multiply log add".split()
+
+
+def test_of_what_uses_one_value_the_first_operand_is_first() -> None:
+    def function(x: Any) -> Any:
+        first, second, third = jnp.sin(x), jnp.exp(x), jnp.log(x)
+        return third / second, second + first
+
+    assert order_of(function, 1.0) == "log exponential divide sine add".split()
+
+
+def test_loops_are_behind_what_they_use_and_ordered_within() -> None:
+    def function(x: Any, y: Any) -> Any:
+        used = jnp.cos(y)
+
+        def body(x: Any) -> Any:
+            last, first = jnp.sin(x), jnp.exp(x)
+            return first * last * used
+
+        return jax.lax.while_loop(jnp.isfinite, body, x) - jnp.tanh(y)
+
+    inside = "exponential sine multiply multiply"
+    assert order_of(function, 1.0, 2.0) == (
+        f"cosine is_finite {inside} while tanh subtract".split()
+    )
+
+
+class Generator(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(32, 1024, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(1024, 96, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(self.out(nnx.relu(self.up(x))))
+
+
+class Judge(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(96, 256, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(256, 1, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(nnx.relu(self.up(x)))
+
+
+class Tokens(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(256, 64, rngs=rngs)
+        self.up = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(256, 64, use_bias=False, rngs=rngs)
+        self.head = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        return self.head(x + self.down(nnx.gelu(self.up(x))))
+
+
+def with_optimizer(kind: type[nnx.Module]) -> tuple[Any, Any]:
+    def make() -> tuple[Any, Any]:
+        model = kind(nnx.Rngs(0))  # pyright: ignore[reportCallIssue]
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    return nnx.eval_shape(make)
+
+
+def judge_what_is_made(
+    judge: Any, optimizer: Any, generator: Any, batch: Any, key: Any
+) -> Any:
+    made = generator(jax.random.normal(key, (32, 32)))
+
+    def loss(judge: Any) -> Any:
+        return (nnx.softplus(-judge(batch)) + nnx.softplus(judge(made))).mean()
+
+    value, gradients = nnx.value_and_grad(loss)(judge)
+    optimizer.update(judge, gradients)
+    return value
+
+
+def train_on_tokens(model: Any, optimizer: Any, tokens: Any) -> Any:
+    def loss(model: Any) -> Any:
+        loss = optax.softmax_cross_entropy_with_integer_labels
+        return loss(model(tokens[:, :-1]), tokens[:, 1:]).mean()
+
+    value, gradients = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+@pytest.mark.optimised
+def test_two_models_in_one_step_as_the_compiler_has_them() -> None:
+    """In JAX's order, the plan had 200,704 bytes of gathers, and 173,831 of sums."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh({"f": 8}), batch="f")
+    layout_map["up/kernel"] = "f", None
+    layout_map["out/kernel"] = None, None
+    batch = jax.ShapeDtypeStruct((32, 96), jnp.float32)
+    generator = nnx.eval_shape(lambda: Generator(nnx.Rngs(0)))
+    args = (*with_optimizer(Judge), generator, batch, KEY)
+    step = flm.jit(judge_what_is_made, layout_map=layout_map)
+    text = step.lower(*args).compile().as_text() or ""
+    program = read_program(text, {"f": 8}, [8])
+    report = flm.pod.plan(judge_what_is_made, *args, layout_map=layout_map)
+    assert not report.unrecognised and not program.unrecognised
+    planned, compiled = map(sent_as_on_cpus, (report.collectives, program.collectives))
+    # The compiler for CPUs sums the gradients of both calls of `out` for themselves.
+    compiled["f", "all-reduce"] -= 2 * 256 * 4 * 7 // 8
+    assert planned == compiled
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(
+    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
+    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
+    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
+)
+def test_a_loss_of_labels_as_the_compiler_for_tpus_has_it() -> None:
+    """In JAX's order, the plan had three times the gathers, and an all-to-all."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh({"f": 8}), batch="f")
+    layout_map["embed/embedding"] = None, "f"
+    layout_map["(up|head)/kernel"] = "f", None
+    layout_map["down/kernel"] = None, "f"
+    step = flm.jit(train_on_tokens, layout_map=layout_map)
+    args = (*with_optimizer(Tokens), TOKENS)
+    report = flm.pod.plan(step, *args, topology="v5e:2x4")
+    compiled = flm.pod.compile(step, *args, topology="v5e:2x4")
+    assert not report.unrecognised
+    assert sent_as_on_cpus(report.collectives) == sent_as_on_cpus(compiled.collectives)
