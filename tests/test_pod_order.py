@@ -22,7 +22,8 @@ TOKENS = jax.ShapeDtypeStruct((32, 17), jnp.int32)
 
 def order_of(function: Callable[..., Any], *args: Any) -> list[str]:
     """The names of the operations of a function, as they are ordered."""
-    module = jax.jit(function).lower(*args).compiler_ir("stablehlo").operation
+    given: Any = jax.jit(function).lower(*args).compiler_ir("stablehlo")
+    module = given.operation
     block = functions(module)["main"].regions[0].blocks[0]
     with module.context:
         order_as_xla(block)

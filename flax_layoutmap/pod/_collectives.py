@@ -20,8 +20,8 @@ from flax_layoutmap.pod._operations import (
     is_shared,
     location_of,
     maker_of,
-    summed_dims,
 )
+from flax_layoutmap.pod._product_dims import summed_dims
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._slices import gathered, moved_to_slice, written_whole
 from flax_layoutmap.pod._spread import Found, Move, PerRound, Place, Spread

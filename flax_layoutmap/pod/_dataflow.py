@@ -14,8 +14,7 @@ from flax_layoutmap.pod._values import MOVES, UNIFORM, UPDATES, Value
 
 # Attributes that tell two operations of one name apart.
 _ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
-# What is read of these depends on their first operand.
-_FOLLOWED = MOVES | {"stablehlo.broadcast_in_dim"}
+_BROADCAST, _REVERSE = "stablehlo.broadcast_in_dim", "stablehlo.reverse"
 _CUTS = frozenset({"stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"})
 # A cache that is written to is still that cache.
 _WRITES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
@@ -36,12 +35,20 @@ _SUMS = ("sdy.all_reduce", "stablehlo.scatter")
 class Dataflow:
     """The values of one module.
 
+    Args:
+        attributes: reads its operations.
+        for_tpus: whether what is reversed, such as the kernel of a convolution that is
+            transposed, counts as what it was: the compiler for TPUs gathers both once.
+
     Attributes:
         attributes: reads its operations.
     """
 
-    def __init__(self, attributes: Attributes) -> None:
+    def __init__(self, attributes: Attributes, *, for_tpus: bool = False) -> None:
         self.attributes = attributes
+        self._moves = MOVES | {_REVERSE} if for_tpus else MOVES
+        # What is read of these depends on their first operand.
+        self._followed = self._moves | {_BROADCAST}
         self._known: dict[Any, Value] = {}
         self._sources: dict[Any, Sequence[Any]] = {}
         self._copies: dict[Any, Value] = {}
@@ -60,7 +67,7 @@ class Dataflow:
                 self.say(one, self.new("unknown", one))
                 break
             chain.append(op)
-            if op.name not in _FOLLOWED or not len(op.operands):
+            if op.name not in self._followed or not len(op.operands):
                 break
             one = op.operands[0]
         for op in reversed(chain):
@@ -178,10 +185,10 @@ class Dataflow:
         values = self.results(op)
         if name in UNIFORM:
             values[0].is_uniform = True
-        elif name == "stablehlo.broadcast_in_dim":
+        elif name == _BROADCAST:
             source = self.of(op.operands[0])
             values[0].is_uniform = not source.shape or source.is_uniform
-        elif name in MOVES:
+        elif name in self._moves:
             for at, value in enumerate(values):
                 source = self.of(op.operands[at if name == _BARRIER else 0])
                 self._copy(name, op, source, value)
@@ -191,7 +198,7 @@ class Dataflow:
     def _copy(self, name: str, op: Any, source: Value, value: Value) -> None:
         """What of its operand a copy still is."""
         value.leaf, value.is_uniform = source.leaf, source.is_uniform
-        if source.sums and "slice" not in name:
+        if source.sums and "slice" not in name and name != _REVERSE:
             value.sums, value.shared = source.sums, source.shared
         if name == _BARRIER:
             return  # nothing is shared across: so jax.checkpoint does not keep it
@@ -213,7 +220,7 @@ class Dataflow:
 
     def _is_reshape(self, op: Any) -> bool:
         """Whether a broadcast only adds dims of size 1."""
-        if op.name != "stablehlo.broadcast_in_dim":
+        if op.name != _BROADCAST:
             return False
         ends = (op.operands[0], op.results[0])
         before, after = (self.attributes.type_of(value)[0] for value in ends)

@@ -52,25 +52,6 @@ def is_asked(op: Any, attributes: Attributes) -> bool:
     return operation_name(attributes.location(op)) == _ASKED
 
 
-def summed_dims(op: Any) -> set[int]:
-    """The dims of a value that the matrix products it is used in sum over."""
-    from jaxlib.mlir.dialects import stablehlo
-
-    found: set[int] = set()
-    for use in op.results[0].uses:
-        user = use.owner.operation
-        if user.name == "stablehlo.dot_general":
-            numbers = stablehlo.DotDimensionNumbers(
-                user.attributes["dot_dimension_numbers"]
-            )
-            left, right = (
-                numbers.lhs_contracting_dimensions,
-                numbers.rhs_contracting_dimensions,
-            )
-            found.update(right if use.operand_number else left)
-    return found
-
-
 def is_shared(result: Any) -> bool:
     """Whether a value is used more than once."""
     uses = iter(result.uses)
@@ -141,15 +122,22 @@ def in_groups(op: Any) -> bool:
     So it does where a kernel has several channels for each group, and for the gradients
     of all kernels in groups.
     """
-    from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
-    names = ("batch_group_count", "feature_group_count")
-    batches, features = (ir.IntegerAttr(op.attributes[name]).value for name in names)
+    batches, features = groups_of(op)
     numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     kernel = op.operands[1].type.shape
     wide = kernel[numbers.kernel_input_feature_dimension] > 1
     return batches > 1 or (features > 1 and wide)
+
+
+def groups_of(op: Any) -> tuple[int, int]:
+    """The groups of a convolution: of its batch, of its features."""
+    from jaxlib.mlir import ir
+
+    batches = ir.IntegerAttr(op.attributes["batch_group_count"])
+    features = ir.IntegerAttr(op.attributes["feature_group_count"])
+    return batches.value, features.value
 
 
 def _rows_of(op: Any, ndim: int) -> Sequence[int]:

@@ -86,7 +86,7 @@ class _Walk:
     ) -> None:
         self.main = functions(module)["main"]
         self.attributes = attributes
-        self.values = Dataflow(attributes)
+        self.values = Dataflow(attributes, for_tpus=for_tpus)
         self.found = Spread(mesh_sizes(module), [])
         self.roles = roles
         self.otherwise = Otherwise(self.values, for_tpus=for_tpus)
