@@ -212,7 +212,7 @@ def sent(report: flm.pod.PodReport) -> dict[Any, int]:
 
 @pytest.mark.parametrize("spec", [("f", "t"), (None, "t")])
 def test_both_ways_to_take_labels_are_planned_alike(spec: Any) -> None:
-    """The compiler for TPUs writes both as counted places before it lays them out."""
+    """The compiler for TPUs writes the scatters of both as counted places."""
     reports = [
         flm.pod.plan(jitted(training(pick), spec), HEAD, INPUTS, LABELS, mesh="f=4,t=2")
         for pick in (along_axis, counted)

@@ -1,8 +1,8 @@
 """Places that are counted: `logits[jnp.arange(n), labels]`.
 
-The compiler for TPUs writes them so, also where a gather or scatter says that each row
-has its own place (`jnp.take_along_axis`), before Shardy lays out the program; its
-partitioner sees it again, and moves nothing.
+The compiler for TPUs writes them so, also where a scatter says that each row has its own
+place (of the gradients of `jnp.take_along_axis`), before Shardy lays out the program;
+its partitioner sees it again, and moves nothing.
 """
 
 import math
@@ -21,13 +21,14 @@ _BROADCAST, _SELECT = "stablehlo.broadcast_in_dim", "stablehlo.select"
 
 
 def count_rows(block: Any) -> None:
-    """Writes lookups of single elements in a block and below as counted places.
+    """Writes scatters of single elements in a block and below as counted places.
 
     Args:
         block: the block, which is changed. Nothing of it is laid out yet.
     """
     for op in list(_lookups(block)):
-        _count(op)
+        if op.name == SCATTER:
+            _count(op)
 
 
 def _count(op: Any) -> None:
