@@ -68,11 +68,12 @@ def test_what_was_not_read_may_be_anything() -> None:
     given = report(
         sends("all-reduce", "model", bytes=1 << 20),
         unrecognised={"cumsum along a sharded dim": 2},
+        unrecognised_at={"cumsum along a sharded dim": ("model.py:7 f",)},
     )
     message = (
         "the plan found nothing against it, but did not read all of step on mesh "
         "data=4,model=2:\n"
-        "  - cumsum along a sharded dim (2)\n"
+        "  - cumsum along a sharded dim (2); at model.py:7 f\n"
         "pass unrecognised=True where these may do what they like"
     )
     with pytest.raises(AssertionError) as caught:

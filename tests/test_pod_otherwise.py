@@ -1,6 +1,7 @@
 """flm.pod.plan: operations of which XLA moves other things than Shardy says."""
 
 import importlib.metadata
+import os
 from collections import Counter
 from typing import Any
 
@@ -410,3 +411,20 @@ def test_convolutions_in_groups(
     given = {"mesh": "data=8", "layout_map": rules, "donate_argnames": "params"}
     report = flm.pod.plan(step, params, x, **given)
     assert sum(report.unrecognised.values()) == said
+
+
+def test_lines_of_the_step_are_named() -> None:
+    def cut(x: Any) -> Any:
+        y = x[:, 1:9] + x[:, 2:10]  # one line, two slices
+        return y + x[:, 3:11]
+
+    report = planned(cut, TABLE, specs=[COLUMNS], out=COLUMNS)
+    ((what, times),) = report.unrecognised.items()
+    assert times == 3
+    line = cut.__code__.co_firstlineno
+    name = f"{os.path.basename(__file__)}:%d test_lines_of_the_step_are_named.cut"
+    lines = name % (line + 1), name % (line + 2)
+    assert report.unrecognised_at == {what: lines}
+    text = f"unrecognised: {what} (3); at {', '.join(lines)}"
+    assert text in report.report().splitlines()
+    assert report.to_json()["unrecognised_at"] == {what: [*lines]}

@@ -114,7 +114,11 @@ def test_text_says_the_rest() -> None:
             flm.pod.Drift(path=f"layers/{at}/w", before="P(fsdp)", after="replicated")
             for at in range(3)
         ),
-        unrecognised={"a loop": 2},
+        unrecognised={"a loop": 2, "a cut": 1, "a kernel": 9},
+        unrecognised_at={
+            "a cut": ("model.py:7 f",),
+            "a kernel": tuple(f"model.py:{line} g" for line in range(1, 6)),
+        },
         warnings=("look here",),
         hosts=tuple(
             flm.pod.Host(
@@ -138,6 +142,9 @@ def test_text_says_the_rest() -> None:
         "times, 512 B per device each",
         "drift: layers/{0..2}/w came as P(fsdp), left as replicated",
         "unrecognised: a loop (2)",
+        "unrecognised: a cut (1); at model.py:7 f",
+        "unrecognised: a kernel (9); at model.py:1 g, model.py:2 g, model.py:3 g, "
+        "2 more",
         "warning: look here",
         "hosts: 2 with 2 devices each; a host holds 2.0 KiB of state, reads 1.0 KiB to "
         "2.0 KiB of it in a restore and 0 B of data in a step (devices as "

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from flax_layoutmap._errors import LayoutError, bullet_list, did_you_mean
 from flax_layoutmap.pod._records import KINDS, Collective, Kind
-from flax_layoutmap.pod._report_text import Report, lines_of
+from flax_layoutmap.pod._report_text import Report, lines_of, not_read
 
 
 class Asked(Report, Protocol):
@@ -108,10 +108,9 @@ def _large(some: Iterable[Collective], small_bytes: int) -> list[Collective]:
 def _check_all_read(report: Asked, unrecognised: bool) -> None:
     """Of a program that was not read as a whole, nothing can be asserted."""
     if report.unrecognised and not unrecognised:
-        lines = [f"{what} ({times})" for what, times in report.unrecognised.items()]
         raise AssertionError(
             f"the {report.engine} found nothing against it, but did not read all of "
-            f"{report.step} on mesh {report.mesh}:\n{bullet_list(lines)}\n"
+            f"{report.step} on mesh {report.mesh}:\n{bullet_list(not_read(report))}\n"
             "pass unrecognised=True where these may do what they like"
         )
 

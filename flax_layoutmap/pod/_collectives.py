@@ -157,7 +157,8 @@ class Collectives:
         if op.name != "sdy.all_to_all" or is_asked(op, self._attributes):
             return
         if any(set(value.dims[dim]) - set(operand.dims[dim]) for dim in summed):
-            self._found.moved_to_sum += 1
+            where = location_of(op, self._attributes)
+            self._found.moved_to_sum.append(where)
 
     def _note_operand(self, op: Any, operand: Value, value: Value) -> set[int]:
         """The dims of a value that products sum over; whether it is moved along one."""
@@ -226,7 +227,10 @@ class Collectives:
             self._found.per_round.append(PerRound(value, place.times, where))
         elif maker_of(op.operands[0]).name != "sdy.all_gather":
             what = "dynamic_slice along a sharded dim, not counted as XLA moves it"
-            self._found.unrecognised[what] += 1
+            self._say(what, op)
+
+    def _say(self, what: str, op: Any) -> None:
+        self._found.unrecognised[what].append(self._attributes.location(op))
 
     # ------------------------------------------------------------------ lookups
 
@@ -257,13 +261,13 @@ class Collectives:
         kind, axes = manual_collective(name, op, self._found.sizes)
         if kind is None:
             what = f"{name} over devices that are no mesh axes, not counted"
-            self._found.unrecognised[what] += 1
+            self._say(what, op)
             return
         if parts(axes) == 1:
             return
         if name == RAGGED:
             what = f"{name} of rows that the data says, counted as if all were sent"
-            self._found.unrecognised[what] += 1
+            self._say(what, op)
         gives = kind in ("all-gather", "all-to-all") and name != RAGGED
         for at, value in enumerate(values):
             operand = self._values.of(op.operands[at])

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AxisType
@@ -229,7 +229,8 @@ class _Plan:
             compute_seconds=compute,
             seconds_bound=bound,
             drift=_drift(found, self.lowered),
-            unrecognised=dict(found.unrecognised),
+            unrecognised={what: len(at) for what, at in found.unrecognised.items()},
+            unrecognised_at=_lines(found.unrecognised),
             warnings=(
                 *notes,
                 *warnings_of(found, self.lowered, self.mesh, self.topology),
@@ -273,6 +274,14 @@ def _name_gradients(found: Spread, lowered: Lowered) -> None:
                 if one.leaf is None:
                     one.leaf = argument
     found.name_updates({value: lowered.pairs[at] for value, at in seen.items()})
+
+
+def _lines(unrecognised: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """The lines of the user's program, each once."""
+    return {
+        what: tuple(dict.fromkeys(filter(None, map(source_line, places))))
+        for what, places in unrecognised.items()
+    }
 
 
 def _record(

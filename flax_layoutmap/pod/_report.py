@@ -57,6 +57,8 @@ class PodReport:
             collectives, bandwidth alone: no latency, no overlap.
         drift: state that leaves the step in another layout than it came in.
         unrecognised: what could not be read in the program → how often.
+        unrecognised_at: the same → the lines of the step that it comes from, each once;
+            of a plan.
         warnings: what is worth a look.
         took_seconds: how long it took to find out.
         replan: what `with_layout` calls; None but for a plan.
@@ -80,6 +82,9 @@ class PodReport:
     seconds_bound: Mapping[str, float] = dataclasses.field(default_factory=dict)
     drift: tuple[Drift, ...] = ()
     unrecognised: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unrecognised_at: Mapping[str, tuple[str, ...]] = dataclasses.field(
+        default_factory=dict
+    )
     warnings: tuple[str, ...] = ()
     took_seconds: float = dataclasses.field(default=0.0, compare=False)
     replan: "Callable[[Any], PodReport] | None" = dataclasses.field(

@@ -65,6 +65,8 @@ class Report(Protocol):
     @property
     def unrecognised(self) -> Mapping[str, int]: ...
     @property
+    def unrecognised_at(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
     def warnings(self) -> tuple[str, ...]: ...
     @property
     def took_seconds(self) -> float: ...
@@ -152,6 +154,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "seconds_bound": dict(report.seconds_bound),
         "drift": [dataclasses.asdict(one) for one in report.drift],
         "unrecognised": dict(report.unrecognised),
+        "unrecognised_at": {
+            what: [*lines] for what, lines in report.unrecognised_at.items()
+        },
         "warnings": list(report.warnings),
         "took_seconds": report.took_seconds,
     }
@@ -297,13 +302,23 @@ def remarks(report: Report) -> list[str]:
             "drift: each step moves this state back; give jit out_shardings, or use "
             "flm.jit, which keeps it"
         )
-    for what, times in report.unrecognised.items():
-        lines.append(f"unrecognised: {what} ({times})")
+    lines += [f"unrecognised: {text}" for text in not_read(report)]
     lines += [f"warning: {text}" for text in report.warnings]
     if report.hosts:
         lines.append(_hosts(report.hosts))
     lines.append(f"took {report.took_seconds:.1f} s")
     return lines
+
+
+def not_read(report: Report) -> list[str]:
+    """What was not read in the program, how often, and where: the first three lines."""
+    found = []
+    for what, times in report.unrecognised.items():
+        lines = report.unrecognised_at.get(what, ())
+        more = [f"{len(lines) - 3} more"] if len(lines) > 3 else []
+        where = ", ".join([*lines[:3], *more])
+        found.append(f"{what} ({times})" + (f"; at {where}" if where else ""))
+    return found
 
 
 def _drifts(drift: Sequence[Drift]) -> Iterator[str]:

@@ -115,10 +115,10 @@ class Spread:
         per_round: values that are moved in each round of a loop, to be sliced.
         flops: of matrix products and convolutions, on one device.
         flops_whole: the same on all devices if none did another's work.
-        unrecognised: what could not be counted → how often it stands in the program.
+        unrecognised: what could not be counted → the places in the program.
         moved_operands: how many operands of products, made of more than parameters, are
             moved along dims that are summed.
-        moved_to_sum: how many are moved so that they are sharded along such a dim.
+        moved_to_sum: where some are moved so that they are sharded along such a dim.
         branching: how many conditionals have any of this in a branch.
         operations: how many operations there are.
         gradients_of: position of a result → the sums that it is made from; and what was
@@ -135,11 +135,11 @@ class Spread:
     per_round: list[PerRound] = dataclasses.field(default_factory=list)
     flops: int = 0
     flops_whole: int = 0
-    unrecognised: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
+    unrecognised: dict[str, list[str]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
     )
     moved_operands: int = 0
-    moved_to_sum: int = 0
+    moved_to_sum: list[str] = dataclasses.field(default_factory=list)
     branching: int = 0
     operations: int = 0
     gradients_of: Callable[[int, dict[Any, int]], Iterable[Value]] = lambda at, seen: ()
