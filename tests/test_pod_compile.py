@@ -512,6 +512,29 @@ ENTRY %main (p: bf16[256,256]) -> bf16[256,256] {
 """
 
 
+def rolled(params: Any, x: jax.Array) -> Any:
+    return jax.tree.map(lambda w: jnp.roll(w, 1, (0, 1)), params), x
+
+
+def test_what_a_plan_could_not_count_is_none_of_a_compiled_program(
+    child: Callable[[str], None],
+) -> None:
+    program = PROGRAM.replace("brand-new(%r), replica_groups=[2,2]<=[4]", "copy(%p)")
+    child(f"""
+        (folder / "program.txt").write_text({program!r})
+        answer(memory={{}}, slice_of=[0] * 4, seconds=1.0)
+    """)
+    given: Any = {
+        "topology": "v5e:2x2",
+        "mesh": "data=2,model=2",
+        "layout_map": LAYERS,
+        "donate_argnames": "params",
+    }
+    assert flm.pod.plan(rolled, *arguments(), **given).unrecognised_at
+    report = flm.pod.compile(rolled, *arguments(), **given)
+    assert report.unrecognised == report.unrecognised_at == {}
+
+
 def test_a_report(child: Callable[[str], None]) -> None:
     figures = {"arguments": 300_000, "temporary": 1000, "peak": 400_000}
     child(f"""

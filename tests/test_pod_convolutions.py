@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import sent_as_on_cpus
+from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod._hlo import read_program
@@ -85,17 +86,43 @@ def test_a_kernel_that_is_transposed_is_gathered_again_on_others_than_tpus() -> 
     assert found["params/first"] == FIRST and found["params/second"] == 2 * SECOND
 
 
-def test_convolutions_in_groups_are_not_laid_out_otherwise() -> None:
-    def depthwise(params: Any, x: Any) -> Any:
-        return convolved(x, params["kernel"], groups=64)
+def depthwise(params: Any, x: Any) -> Any:
+    return convolved(jnp.tanh(x), params["kernel"], groups=64)
 
-    params = {"kernel": jax.ShapeDtypeStruct((3, 3, 1, 64), jnp.float32)}
+
+WIDE = {"kernel": jax.ShapeDtypeStruct((5, 5, 1, 64), jnp.float32)}
+POINTS = jax.ShapeDtypeStruct((8, 1, 1, 64), jnp.float32)
+
+
+@pytest.mark.optimised
+def test_convolutions_in_groups_are_left() -> None:
     layout_map = flm.LayoutMap(flm.DeviceMesh({"fsdp": 8}), batch="fsdp")
     layout_map["kernel"] = None, None, None, "fsdp"
-    report = flm.pod.plan(depthwise, params, IMAGES, layout_map=layout_map)
-    assert not report.unrecognised
-    (one,) = report.collectives
-    assert (one.kind, one.path) == ("all-gather", "params/kernel")
+    step = flm.jit(depthwise, layout_map=layout_map)
+    text = step.lower(WIDE, POINTS).compile().as_text() or ""
+    program = read_program(text, {"fsdp": 8}, [8])
+    report = flm.pod.plan(step, WIDE, POINTS, platform="cpu")
+    assert not report.unrecognised and not program.unrecognised
+    found = sent_as_on_cpus(report.collectives)
+    assert found == sent_as_on_cpus(program.collectives)
+    assert found == {("fsdp", "all-to-all"): 2 * 224}
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cpu"])
+def test_slices_of_what_is_reversed_are_others(platform: str) -> None:
+    """Only the kernels of convolutions count as what they were."""
+
+    def step(params: Any, x: Any) -> Any:
+        kernel = params["head"].T
+        some = kernel[:8], jnp.flip(kernel, 0)[:8]
+        return x, [jax.lax.with_sharding_constraint(one, P()) for one in some]
+
+    layout_map = rules({"fsdp": 8})
+    report = flm.pod.plan(
+        step, PARAMETERS, IMAGES, layout_map=layout_map, platform=platform
+    )
+    kinds = [one.kind for one in report.collectives]
+    assert kinds == ["all-gather", "all-gather"] and not report.unrecognised
 
 
 @pytest.mark.libtpu

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.metadata
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import optax
 import pytest
 from flax import nnx
 from helpers import sent_as_on_cpus
+from jax.experimental.shard_alike import shard_alike
+from jaxlib.mlir import ir
 
 import flax_layoutmap as flm
 from flax_layoutmap.pod._attributes import functions
@@ -56,6 +59,42 @@ def test_of_what_uses_one_value_the_first_operand_is_first() -> None:
         return third / second, second + first
 
     assert order_of(function, 1.0) == "log exponential divide sine add".split()
+
+
+def test_what_has_an_effect_is_first() -> None:
+    def function(x: Any) -> Any:
+        value = jnp.exp(x)
+        alike, other = shard_alike(jnp.sin(x), jnp.cos(x))
+        return value, other, alike
+
+    names = order_of(function, 1.0)
+    assert names == "sine sharding_group cosine sharding_group exponential".split()
+
+
+EFFECT = """
+func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+  %unused = stablehlo.log %x : tensor<4xf32>
+  %first = stablehlo.sine %x : tensor<4xf32>
+  %pure = stablehlo.custom_call @pure(%x) : (tensor<4xf32>) -> tensor<4xf32>
+  %second = stablehlo.cosine %x : tensor<4xf32>
+  %said = stablehlo.custom_call @say(%second) {has_side_effect = true}
+    : (tensor<4xf32>) -> tensor<4xf32>
+  return %first : tensor<4xf32>
+}
+"""
+
+
+def test_so_is_a_call_with_an_effect_and_what_nothing_needs_is_last() -> None:
+    known: Any = jax.jit(jnp.sin).lower(1.0).compiler_ir("stablehlo")
+    with known.context, ir.Location.unknown():
+        module = ir.Module.parse(EFFECT)
+        block = functions(module.operation)["main"].regions[0].blocks[0]
+        order_as_xla(block)
+        module.operation.verify()
+        names = list(names_of(block))
+        targets = re.findall(r"@(pure|say)", str(module))
+    assert names == "cosine custom_call sine log custom_call".split()
+    assert targets == ["say", "pure"]
 
 
 def test_loops_are_behind_what_they_use_and_ordered_within() -> None:

@@ -110,6 +110,18 @@ def test_so_does_xla(
     assert sorted(KINDS.findall(text)) == sorted(kinds(planned(step, tokens)))
 
 
+def test_operands_that_are_moved_to_be_summed_are_said() -> None:
+    def step(params: Any, x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(jnp.tanh(x) @ params["up"], P())
+
+    report = planned(step, 16)
+    ((what, times),) = report.unrecognised.items()
+    assert what.startswith("product with an operand that is moved to be sharded")
+    (line,) = report.unrecognised_at[what]
+    at = step.__code__.co_firstlineno + 1
+    assert times == 1 and line.startswith(f"test_pod_products.py:{at} ")
+
+
 def test_what_a_constraint_asks_for_is_done() -> None:
     def step(params: Any, x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, P(None, "fsdp")) @ params["up"]

@@ -227,9 +227,10 @@ class Collectives:
             self._found.per_round.append(PerRound(value, place.times, where))
         elif maker_of(op.operands[0]).name != "sdy.all_gather":
             what = "dynamic_slice along a sharded dim, not counted as XLA moves it"
-            self._say(what, op)
+            self.say(what, op)
 
-    def _say(self, what: str, op: Any) -> None:
+    def say(self, what: str, op: Any) -> None:
+        """Something that could not be counted, or not as XLA moves it."""
         self._found.unrecognised[what].append(self._attributes.location(op))
 
     # ------------------------------------------------------------------ lookups
@@ -261,13 +262,13 @@ class Collectives:
         kind, axes = manual_collective(name, op, self._found.sizes)
         if kind is None:
             what = f"{name} over devices that are no mesh axes, not counted"
-            self._say(what, op)
+            self.say(what, op)
             return
         if parts(axes) == 1:
             return
         if name == RAGGED:
             what = f"{name} of rows that the data says, counted as if all were sent"
-            self._say(what, op)
+            self.say(what, op)
         gives = kind in ("all-gather", "all-to-all") and name != RAGGED
         for at, value in enumerate(values):
             operand = self._values.of(op.operands[at])

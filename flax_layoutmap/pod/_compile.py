@@ -176,6 +176,7 @@ def _compiled(
         collectives=program.collectives,
         seconds_bound=seconds_bound(program.collectives, sizes, where),
         unrecognised=dict(collections.Counter(program.unrecognised)),
+        unrecognised_at={},
         warnings=(
             *planned.warnings,
             *done.warnings,

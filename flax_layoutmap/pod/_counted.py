@@ -1,8 +1,8 @@
 """Places that are counted: `logits[jnp.arange(n), labels]`.
 
-The compiler for TPUs writes them so, also where a scatter says that each row has its
-own place (of the gradients of `jnp.take_along_axis`), before Shardy lays out the
-program; its partitioner sees it again, and moves nothing.
+The compiler for TPUs writes so, before Shardy lays out the program, a scatter that says
+that each row has its own place, such as the gradient of `jnp.take_along_axis`. Gathers
+are left. Its partitioner sees counted places again, and moves nothing.
 """
 
 import math

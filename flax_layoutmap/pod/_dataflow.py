@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from flax_layoutmap.pod._attributes import Attributes, Dims
-from flax_layoutmap.pod._operations import is_shared, maker_of
+from flax_layoutmap.pod._operations import MOVING, is_shared, maker_of, users_of
+from flax_layoutmap.pod._product_dims import CONVOLUTION
 from flax_layoutmap.pod._values import MOVES, UNIFORM, UPDATES, Value
 
 # Attributes that tell two operations of one name apart.
 _ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
 _BROADCAST, _REVERSE = "stablehlo.broadcast_in_dim", "stablehlo.reverse"
+# What is read of these may depend on their first operand.
+_FOLLOWED = MOVES | {_BROADCAST, _REVERSE}
 _CUTS = frozenset({"stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"})
 # A cache that is written to is still that cache.
 _WRITES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
@@ -37,18 +40,16 @@ class Dataflow:
 
     Args:
         attributes: reads its operations.
-        for_tpus: whether what is reversed, such as the kernel of a convolution that is
-            transposed, counts as what it was: the compiler for TPUs gathers both once.
+        for_tpus: whether the kernel of a convolution that is transposed, which JAX
+            reverses, counts as what it was: the compiler for TPUs gathers both once.
 
     Attributes:
         attributes: reads its operations.
     """
 
-    def __init__(self, attributes: Attributes, *, for_tpus: bool = False) -> None:
+    def __init__(self, attributes: Attributes, *, for_tpus: bool) -> None:
         self.attributes = attributes
-        self._moves = MOVES | {_REVERSE} if for_tpus else MOVES
-        # What is read of these depends on their first operand.
-        self._followed = self._moves | {_BROADCAST}
+        self._for_tpus = for_tpus
         self._known: dict[Any, Value] = {}
         self._sources: dict[Any, Sequence[Any]] = {}
         self._copies: dict[Any, Value] = {}
@@ -67,7 +68,7 @@ class Dataflow:
                 self.say(one, self.new("unknown", one))
                 break
             chain.append(op)
-            if op.name not in self._followed or not len(op.operands):
+            if op.name not in _FOLLOWED or not len(op.operands):
                 break
             one = op.operands[0]
         for op in reversed(chain):
@@ -188,7 +189,7 @@ class Dataflow:
         elif name == _BROADCAST:
             source = self.of(op.operands[0])
             values[0].is_uniform = not source.shape or source.is_uniform
-        elif name in self._moves:
+        elif name in MOVES or self._for_tpus and _is_transposed_kernel(op):
             for at, value in enumerate(values):
                 source = self.of(op.operands[at if name == _BARRIER else 0])
                 self._copy(name, op, source, value)
@@ -198,7 +199,7 @@ class Dataflow:
     def _copy(self, name: str, op: Any, source: Value, value: Value) -> None:
         """What of its operand a copy still is."""
         value.leaf, value.is_uniform = source.leaf, source.is_uniform
-        if source.sums and "slice" not in name and name != _REVERSE:
+        if source.sums and "slice" not in name:
             value.sums, value.shared = source.sums, source.shared
         if name == _BARRIER:
             return  # nothing is shared across: so jax.checkpoint does not keep it
@@ -225,6 +226,17 @@ class Dataflow:
         ends = (op.operands[0], op.results[0])
         before, after = (self.attributes.type_of(value)[0] for value in ends)
         return math.prod(before) == math.prod(after)
+
+
+def _is_transposed_kernel(op: Any) -> bool:
+    """Whether an operation reverses what convolutions alone use, moved or not."""
+    return op.name == _REVERSE and all(map(_is_for_convolutions, users_of(op)))
+
+
+def _is_for_convolutions(user: Any) -> bool:
+    if user.name in MOVING:
+        return all(map(_is_for_convolutions, users_of(user)))
+    return user.name == CONVOLUTION
 
 
 def decided(value: Any, known: dict[Any, Any], look: Callable[[Any], Any]) -> Any:

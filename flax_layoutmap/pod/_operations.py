@@ -52,6 +52,11 @@ def is_asked(op: Any, attributes: Attributes) -> bool:
     return operation_name(attributes.location(op)) == _ASKED
 
 
+def users_of(op: Any) -> list[Any]:
+    """The operations that use the first result of an operation."""
+    return [use.owner.operation for use in op.results[0].uses]
+
+
 def is_shared(result: Any) -> bool:
     """Whether a value is used more than once."""
     uses = iter(result.uses)

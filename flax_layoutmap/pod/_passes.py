@@ -76,8 +76,8 @@ class Prepared:
                 was lowered with.
             pairs: position of a result → that of the argument that it is the new value
                 of; where both were lowered with one sharding, it follows.
-            products: whether matrix products are laid out as XLA's partitioner does
-                it, which takes longer.
+            products: whether matrix products and convolutions are laid out as XLA's
+                partitioner does it, which takes longer.
 
         Returns:
             The module: every value with its sharding, and `sdy` collectives between
@@ -92,7 +92,7 @@ class Prepared:
         module, rest = self.module, self.rest
         if self.has_groups and specs or not _have_shardings(module, specs) or products:
             module, rest = _without_calls(self.lowered)[0], _PROPAGATE
-            _finish(module, self.has_lookups)
+            _write_as_xla(module, self.has_lookups)
         module = module.clone()
         if specs:
             _rewrite(module, texts, pairs or {}, self.changed)
@@ -119,7 +119,7 @@ def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
     """
     module, names = _without_calls(lowered)
     looks_up = for_tpus and bool(names & {GATHER, SCATTER})
-    _finish(module, looks_up)
+    _write_as_xla(module, looks_up)
     sizes = mesh_sizes(module)
     with module.context:
         first, rest = _halves()
@@ -129,8 +129,8 @@ def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
     return Prepared(lowered, module, rest, sizes, has_groups, looks_up, attributes)
 
 
-def _finish(module: Any, has_lookups: bool) -> None:
-    """Makes of a module without calls what XLA gives to Shardy."""
+def _write_as_xla(module: Any, has_lookups: bool) -> None:
+    """Writes a module without calls as XLA hands it to Shardy."""
     with module.context:
         block = functions(module)["main"].regions[0].blocks[0]
         if has_lookups:

@@ -66,7 +66,8 @@ def read(
         module: the module.
         attributes: what reads its operations, and has read others of this program.
         partitions: whether XLA's own partitioner does lookups, not Shardy.
-        for_tpus: whether equal gathers stay apart where their uses are.
+        for_tpus: whether the compiler is that for TPUs: equal gathers stay apart where
+            their uses are, and some operations are done in its own way.
         roles: the role of each argument, to name what is made of parameters alone.
     """
     known = attributes or Attributes(mesh_sizes(module))
@@ -164,7 +165,7 @@ class _Walk:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
-            self._say("loop of unknown length, counted as one round", op)
+            self.collectives.say("loop of unknown length, counted as one round", op)
         self.loops += 1
         dims = self.attributes.per_value(op)
         values, ends = self.values, last_of(body).operands
@@ -238,23 +239,20 @@ class _Walk:
             if name == RAGGED:
                 self.collectives.own(op, place)
             elif hides_work(op):
-                self._say(f"{name} in a shard_map, not counted", op)
+                self.collectives.say(f"{name} in a shard_map, not counted", op)
         elif "sdy.sharding" not in op.attributes and self._has_sharded(op):
-            self._say(f"{name} of sharded arrays, not counted", op)
+            self.collectives.say(f"{name} of sharded arrays, not counted", op)
         elif name == TOP_K and moved_to_slice(op, self.values) is not None:
             what = "top_k along a sharded dim, not counted as XLA moves it"
-            self._say(what, op)
+            self.collectives.say(what, op)
         else:
             self._say_if_otherwise(op, place)
-
-    def _say(self, what: str, op: Any) -> None:
-        self.found.unrecognised[what].append(self.attributes.location(op))
 
     def _say_if_otherwise(self, op: Any, place: Place) -> None:
         """What XLA does in its own way."""
         what = self.otherwise.says(op)
         if what is not None:
-            self._say(what, op)
+            self.collectives.say(what, op)
 
     def _lookup(self, op: Any, place: Place) -> None:
         self.collectives.lookup(op, place)
@@ -283,7 +281,7 @@ class _Walk:
         self.collectives.move(op, place)
         if moves_parts(op, self.values):
             what = "move between parts of an axis, not counted as XLA does it"
-            self._say(what, op)
+            self.collectives.say(what, op)
 
     def _has_sharded(self, op: Any) -> bool:
         """Whether any operand is sharded."""
@@ -304,7 +302,7 @@ class _Walk:
             what = (
                 "convolution in groups of sharded arrays, not counted as XLA moves it"
             )
-            self._say(what, op)
+            self.collectives.say(what, op)
         self._product(op, place)
 
     def _shift(self, op: Any, place: Place) -> None:
@@ -320,12 +318,12 @@ class _Walk:
         if is_shifted:
             name = op.name.rpartition(".")[2]
             what = f"{name} along a sharded dim, which moves elements, not counted"
-            self._say(what, op)
+            self.collectives.say(what, op)
         return is_shifted
 
     def _ragged_product(self, op: Any, place: Place) -> None:
         """A product with a matrix for each group of rows; Shardy has no rule for it."""
         if "sdy.sharding" not in op.attributes and self._has_sharded(op):
-            self._say(f"{op.name} of sharded arrays, not counted", op)
+            self.collectives.say(f"{op.name} of sharded arrays, not counted", op)
         else:
             self._product(op, place)
