@@ -1,5 +1,6 @@
 """Products whose operands are sharded over one axis along two dims."""
 
+import importlib.metadata
 import re
 from collections.abc import Callable
 from typing import Any
@@ -179,3 +180,60 @@ def test_parts_of_a_batch_are_moved_together() -> None:
     report = planned(in_parts, 1024)
     moved = [one for one in report.collectives if one.kind == "all-to-all"]
     assert [(one.axes, one.shape) for one in moved] == [(("fsdp",), (1024, 64))]
+
+
+def inner(params: Any, x: Any) -> Any:
+    return jnp.vdot(params["up"], jnp.tanh(params["up"])) + x.sum()
+
+
+def sent(report: flm.pod.PodReport) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for one in report.collectives:
+        found[one.kind] = found.get(one.kind, 0) + one.wire_bytes_per_step
+    return found
+
+
+def test_inner_products_of_whole_arrays_move_nothing_on_tpus() -> None:
+    report = planned(inner, 16)
+    assert not report.unrecognised
+    assert sent(report).keys() == {"all-reduce"} and sent(report)["all-reduce"] < 32
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(
+    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
+    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
+    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
+)
+def test_so_does_the_compiler_for_tpus() -> None:
+    params = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()
+    }
+    x = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    given: Any = {"mesh": MESH, "layout_map": rules(), "topology": "v5e:2x4"}
+    compiled = sent(flm.pod.compile(inner, params, x, **given))
+    planned = sent(flm.pod.plan(inner, params, x, **given))
+    assert compiled.keys() == planned.keys() == {"all-reduce"}
+    assert compiled["all-reduce"] < 64
+
+
+def test_other_compilers_move_the_arrays_to_flatten_them(mesh: flm.DeviceMesh) -> None:
+    params = {
+        path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()
+    }
+    x = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    made = rules(flm.DeviceMesh(MESH))
+    report = flm.pod.plan(inner, params, x, layout_map=made, platform="cpu")
+    step = flm.jit(inner, layout_map=made)
+    text = step.lower(params, x).compile().as_text() or ""
+    program = read_program(text, {"fsdp": 4, "tensor": 2}, (4, 2))
+    gathered = sent_as_on_cpus(report.collectives)["tensor", "all-gather"]
+    assert gathered == sent_as_on_cpus(program.collectives)["tensor", "all-gather"] > 0
+
+
+def test_vectors_and_arrays_of_other_shapes_stay() -> None:
+    def step(params: Any, x: Any) -> Any:
+        flat = params["up"].reshape(-1)
+        return jnp.vdot(flat, params["down"].reshape(-1)) + jnp.vdot(x[0], x[1])
+
+    assert "all-gather" in sent(planned(step, 16))

@@ -15,7 +15,12 @@ from flax_layoutmap.pod._counted import GATHER, SCATTER, count_rows, say_what_is
 from flax_layoutmap.pod._inline import inline_calls
 from flax_layoutmap.pod._order import order_as_xla
 from flax_layoutmap.pod._products import lay_out_as_partitioner
-from flax_layoutmap.pod._stand_ins import BROADCAST, LOOP, replace_early
+from flax_layoutmap.pod._stand_ins import (
+    BROADCAST,
+    LOOP,
+    multiply_whole_arrays,
+    replace_early,
+)
 
 # Decides a sharding for every value.
 _PROPAGATE = "sdy-propagation-pipeline"
@@ -48,7 +53,8 @@ class Prepared:
         rest: the others that decide a layout.
         sizes: axis name → size, of the mesh that it was lowered for.
         has_groups: whether arguments may be laid out by what they are alike with.
-        has_lookups: whether it looks something up, and is for the compiler for TPUs.
+        for_tpus: whether it is for the compiler for TPUs.
+        has_lookups: whether it looks something up, too.
         attributes: what was read of its operations, to be read once.
         changed: what was written on its arguments and results.
     """
@@ -58,6 +64,7 @@ class Prepared:
     rest: str
     sizes: dict[str, int]
     has_groups: bool
+    for_tpus: bool
     has_lookups: bool
     attributes: Attributes
     changed: dict[Any, Any] = dataclasses.field(default_factory=dict)
@@ -92,7 +99,7 @@ class Prepared:
         module, rest = self.module, self.rest
         if self.has_groups and specs or not _have_shardings(module, specs) or products:
             module, rest = _without_calls(self.lowered)[0], _PROPAGATE
-            _write_as_xla(module, self.has_lookups)
+            _write_as_xla(module, self.for_tpus, self.has_lookups)
         module = module.clone()
         if specs:
             _rewrite(module, texts, pairs or {}, self.changed)
@@ -119,20 +126,24 @@ def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
     """
     module, names = _without_calls(lowered)
     looks_up = for_tpus and bool(names & {GATHER, SCATTER})
-    _write_as_xla(module, looks_up)
+    _write_as_xla(module, for_tpus, looks_up)
     sizes = mesh_sizes(module)
     with module.context:
         first, rest = _halves()
     _run(first, module)
     attributes = Attributes(mesh_sizes(module))
     has_groups = _GROUP in names
-    return Prepared(lowered, module, rest, sizes, has_groups, looks_up, attributes)
+    return Prepared(
+        lowered, module, rest, sizes, has_groups, for_tpus, looks_up, attributes
+    )
 
 
-def _write_as_xla(module: Any, has_lookups: bool) -> None:
+def _write_as_xla(module: Any, for_tpus: bool, has_lookups: bool) -> None:
     """Writes a module without calls as XLA hands it to Shardy."""
     with module.context:
         block = functions(module)["main"].regions[0].blocks[0]
+        if for_tpus:
+            multiply_whole_arrays(block)
         if has_lookups:
             count_rows(block)
         order_as_xla(block)

@@ -10,6 +10,9 @@ propagates otherwise through these.
 import math
 from typing import Any
 
+from flax_layoutmap.pod._operations import maker_of
+from flax_layoutmap.pod._product_dims import PRODUCT
+
 BROADCAST, LOOP = "stablehlo.broadcast_in_dim", "stablehlo.while"
 _ELEMENTS = "stablehlo.maximum"
 _TOP_K = "chlo.top_k"
@@ -50,6 +53,40 @@ def replace_early(block: Any) -> None:
         for result, new in zip(operation.results, made.results, strict=True):
             result.replace_all_uses_with(new)
         operation.erase()
+
+
+def multiply_whole_arrays(block: Any) -> None:
+    """Makes of products of two flattened arrays products of the arrays: `jnp.vdot`.
+
+    So the compiler for TPUs has them; those for others move the arrays to flatten them.
+
+    Args:
+        block: the block, which is changed, and what is below.
+    """
+    from jaxlib.mlir.dialects import stablehlo
+
+    for op in list(block.operations):
+        operation = op.operation
+        for region in operation.regions:
+            for inner in region.blocks:
+                multiply_whole_arrays(inner)
+        if operation.name != PRODUCT or operation.results[0].type.shape:
+            continue
+        arrays = [_before_it_was_flat(value) for value in operation.operands]
+        left, right = (array.type.shape for array in arrays)
+        if left == right and len(left) > 1:
+            dims = list(range(len(left)))
+            numbers = stablehlo.DotDimensionNumbers.get([], [], dims, dims)
+            operation.attributes["dot_dimension_numbers"] = numbers
+            for at, array in enumerate(arrays):
+                operation.operands[at] = array
+
+
+def _before_it_was_flat(value: Any) -> Any:
+    maker = maker_of(value)
+    if maker is None or maker.name != "stablehlo.reshape":
+        return value
+    return maker.operands[0]
 
 
 def _replace_broadcast(op: Any) -> None:
