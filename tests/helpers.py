@@ -1,15 +1,27 @@
-"""Helpers for tests: a process of their own, what collectives send."""
+"""Helpers for tests: a process of their own, what collectives send, libtpu."""
 
 import collections
+import importlib.metadata
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import quick
 
 ROOT = Path(__file__).parents[1]
+_without_libtpu = pytest.mark.skipif(
+    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
+    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
+    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
+)
+
+
+def needs_libtpu(test: Any) -> Any:
+    """Marks a test that runs the TPU compiler; skipped where there is none."""
+    return pytest.mark.libtpu(_without_libtpu(test))
 
 
 def run_python(code: str, *, timeout: float = 300) -> str:

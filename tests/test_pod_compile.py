@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import needs_libtpu
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,18 +35,6 @@ from flax_layoutmap.pod._aot import (
     split_over_slices,
     wanted_libtpu,
 )
-
-_without_libtpu = pytest.mark.skipif(
-    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
-    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
-    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
-)
-
-
-def needs_libtpu(test: Any) -> Any:
-    """Marks a test that runs the TPU compiler; skipped where there is none."""
-    return pytest.mark.libtpu(_without_libtpu(test))
-
 
 V5E = topology("v5e:2x2")
 ROOM = "make room, or set TMPDIR to a folder with more"

@@ -1,12 +1,11 @@
 """flm.pod.plan: convolutions of few images, whose kernels are sharded."""
 
-import importlib.metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import sent_as_on_cpus
+from helpers import needs_libtpu, sent_as_on_cpus
 from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
@@ -125,12 +124,7 @@ def test_slices_of_what_is_reversed_are_others(platform: str) -> None:
     assert kinds == ["all-gather", "all-gather"] and not report.unrecognised
 
 
-@pytest.mark.libtpu
-@pytest.mark.skipif(
-    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
-    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
-    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
-)
+@needs_libtpu
 def test_the_compiler_for_tpus() -> None:
     step = flm.jit(train, layout_map=rules({"fsdp": 8}))
     with jax.default_matmul_precision("highest"):

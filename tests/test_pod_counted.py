@@ -1,12 +1,12 @@
 """flm.pod.plan: rows that are counted, as in `logits[jnp.arange(n), labels]`."""
 
-import importlib.metadata
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import needs_libtpu
 from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
@@ -173,12 +173,7 @@ def test_a_cache_that_no_rule_shards_is_gathered() -> None:
     assert one.shape == (ROWS, 2, 32, 8)
 
 
-@pytest.mark.libtpu
-@pytest.mark.skipif(
-    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
-    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
-    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
-)
+@needs_libtpu
 @pytest.mark.parametrize(
     "step, args, spec",
     [

@@ -1,7 +1,6 @@
 """flm.pod.plan: operations in the order in which XLA hands them to Shardy."""
 
 import functools
-import importlib.metadata
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import sent_as_on_cpus
+from helpers import needs_libtpu, sent_as_on_cpus
 from jax.experimental.shard_alike import shard_alike
 from jaxlib.mlir import ir
 
@@ -210,12 +209,7 @@ def test_two_models_in_one_step_as_the_compiler_has_them() -> None:
     assert planned == compiled
 
 
-@pytest.mark.libtpu
-@pytest.mark.skipif(
-    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
-    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
-    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
-)
+@needs_libtpu
 @pytest.mark.parametrize(
     "loss", [cross_entropy, of_what_is_taken, mean_of_what_is_taken]
 )

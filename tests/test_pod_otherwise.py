@@ -1,6 +1,5 @@
 """flm.pod.plan: operations of which XLA moves other things than Shardy says."""
 
-import importlib.metadata
 import os
 from collections import Counter
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import needs_libtpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
@@ -315,12 +315,7 @@ def test_what_may_lie_over_a_border(mesh: flm.DeviceMesh) -> None:
         assert report.unrecognised == {what: 1}
 
 
-@pytest.mark.libtpu
-@pytest.mark.skipif(
-    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
-    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
-    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
-)
+@needs_libtpu
 @pytest.mark.parametrize(
     "function, x, spec, same",
     [

@@ -1,6 +1,5 @@
 """Products whose operands are sharded over one axis along two dims."""
 
-import importlib.metadata
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import sent_as_on_cpus
+from helpers import needs_libtpu, sent_as_on_cpus
 from jax.sharding import PartitionSpec as P
 
 import flax_layoutmap as flm
@@ -199,12 +198,7 @@ def test_inner_products_of_whole_arrays_move_nothing_on_tpus() -> None:
     assert sent(report).keys() == {"all-reduce"} and sent(report)["all-reduce"] < 32
 
 
-@pytest.mark.libtpu
-@pytest.mark.skipif(
-    "libtpu" not in {one.name for one in importlib.metadata.distributions()},
-    reason="libtpu is not installed, and only it compiles for TPUs; pip install "
-    "'flax-layoutmap[tpu-aot]' (200 MB, Linux on x86-64) to run this test",
-)
+@needs_libtpu
 def test_so_does_the_compiler_for_tpus() -> None:
     params = {
         path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in SHAPES.items()
