@@ -11,14 +11,21 @@ reverse mode, higher orders and `vmap` alike: `custom_vjp` loses the first,
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.shard_alike import shard_alike
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
+
+# JAX lowers equal calls of a primitive once, and `shard_alike` names its group when it
+# is lowered: all pairs of one shape in a program would be one group. A number for each
+# of them in the context keeps them apart.
+_NUMBERS = itertools.count()
 
 # What JAX calls the bodies of loops.
 _LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
@@ -72,7 +79,9 @@ def _follow(x: Any, like: Any, mesh: Any) -> Any:
     # shard_alike is symmetric: an x that may lie anyhow must come first. The barrier
     # keeps that constraint from spreading to `like`.
     x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
-    return shard_alike(like, jax.lax.optimization_barrier(x))[1]
+    x = jax.lax.optimization_barrier(x)
+    with set_xla_metadata(pair=next(_NUMBERS)):
+        return shard_alike(like, x)[1]
 
 
 def _value(x: Any, *leaders: Any, there: Any, back: Any, mesh: Any) -> Any:
@@ -136,4 +145,8 @@ _relayout.def_abstract_eval(lambda x, *leaders, **params: x)
 ad.primitive_jvps[_relayout] = _jvp
 ad.primitive_transposes[_relayout] = _transpose
 batching.primitive_batchers[_relayout] = _batch
-mlir.register_lowering(_relayout, mlir.lower_fun(_value, multiple_results=False))
+mlir.register_lowering(
+    _relayout,
+    mlir.lower_fun(_value, multiple_results=False),
+    cacheable=False,  # so that every one has a number of its own
+)

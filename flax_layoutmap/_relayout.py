@@ -52,8 +52,9 @@ def relayout(
 
     - `"input"`: the compiler is told that the cotangent lies as `x` does. Exact where
       the layout of `x` is fixed: an argument of `jit`, the result of another relayout.
-      Otherwise, as in the body of a `scan` or `jax.checkpoint`, the compiler has chosen
-      one for `x`, not always the same for the gradient. It has a price: `x` is kept
+      Otherwise, as in the body of a `scan` or `jax.checkpoint`, or in a function under
+      `jax.jit` that another one calls several times, the compiler has chosen one for
+      `x`, not always the same for the gradient. It has a price: `x` is kept
       until the backward pass, and there every device gathers the whole cotangent.
     - a layout: that of `x`, which is fixed too. Exact; `x` is not kept, and the
       cotangent goes there directly. Take this one for large activations. (The carry
@@ -115,7 +116,8 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     Under `jit` on Auto axes a traced `like` has no layout to read. Then the compiler is
     told to lay both alike. It costs a gather, forward and backward, and memory, as both
     are kept until the backward pass. It is exact where the layouts of both are fixed,
-    as those of arguments are; a value in between may come to lie as the compiler likes.
+    as those of arguments are; a value in between, or in a function under `jax.jit` that
+    another one calls several times, may come to lie as the compiler likes.
     In the body of a loop (`scan`, `while_loop`) it is refused, as the layout of the
     carry gets mixed in. There, pass the layout, `flm.relayout(x, layout)`.
 

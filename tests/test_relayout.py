@@ -258,6 +258,24 @@ def test_control_jax_alone_sends_the_layout_of_the_result() -> None:
     assert_lies(jax.jit(jax.grad(plain))(put(old)), new, MESH, 2 * X)
 
 
+def test_gradients_through_relayouts_one_after_another() -> None:
+    """Each follows its own input, also where all have one shape."""
+
+    def chained(x: Any) -> Any:
+        for dims in (PLACES[1], PLACES[2], PLACES[5]):
+            x = flm.relayout(x, lay(dims))
+        return jnp.sum(x**2)
+
+    def both(x: Any, y: Any) -> Any:
+        return chained(x) + chained(y)
+
+    gradients = jax.jit(jax.grad(both, argnums=(0, 1)))
+    for first, second in [(0, 3), (3, 1), (4, 0)]:
+        made = gradients(put(PLACES[first]), put(PLACES[second]))
+        assert_lies(made[0], PLACES[first], MESH, 2 * X)
+        assert_lies(made[1], PLACES[second], MESH, 2 * X)
+
+
 @pytest.mark.parametrize("kind", ["explicit x", "explicit y"])
 @BOTH_WAYS
 def test_gradients_on_mixed_meshes(kind: str, way: Any) -> None:
@@ -386,6 +404,17 @@ def test_like_on_all_pairs_of_layouts_under_jit() -> None:
         for old, y in zip(PLACES, moved, strict=True):
             assert lies(y, other, MESH), (old, other, y.sharding)
             np.testing.assert_array_equal(y, X)
+
+
+def test_like_of_several_arrays_of_one_shape_under_jit() -> None:
+    others = [PLACES[1], PLACES[4], PLACES[5], PLACES[0]]
+
+    @jax.jit
+    def follow(likes: Any) -> Any:
+        return [flm.relayout_like(x, y) for x, y in itertools.pairwise(likes)]
+
+    for other, y in zip(others[1:], follow([put(o) for o in others]), strict=True):
+        assert_lies(y, other, MESH, X)
 
 
 def test_control_shard_alike_alone_takes_the_union() -> None:
