@@ -26,12 +26,12 @@ from flax_layoutmap._flax_internals import (
     nnx_state,
     variables_of,
 )
-from flax_layoutmap._jaxprs import SMALL, needed_inputs
+from flax_layoutmap._jaxprs import SMALL, hashes_of_outputs, needed_inputs
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped, spread
 from flax_layoutmap._parts import leaves_in, unfit
 from flax_layoutmap._place import manual_axes, need_devices, put, settle_metadata
-from flax_layoutmap._processes import Agreement
+from flax_layoutmap._processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolve import resolve, resolve_state, rule_set_of
 from flax_layoutmap._rules import RuleSet
@@ -78,7 +78,9 @@ def create(
         RuleError: `layout_map` is none.
         StructureError: `make` is no function, or an async one, gives None or what no
             array can hold, or reads values of arrays.
-        ProcessError: the processes were given different rules, meshes or models.
+        ProcessError: the processes were given different rules, meshes or models; or
+            a leaf is made from other keys or constants, say another seed. (What a
+            callback of the host gives is not compared.)
 
     Example:
         >>> import flax_layoutmap as flm
@@ -106,11 +108,13 @@ def create(
         axes = (a for leaf in resolution for a in leaf.layout.axis_names)
         _refuse_manual(axes, "the rules lay arrays out along")
         resolution.announce()
+        names = traced.values_of(resolution.paths)
+        agreement.add(lambda: made_from(names, hashes_of(traced)))
         agreement.add(resolution.fingerprint_lines)
     made, inputs = give_birth(
         traced,
         traced.values_of(resolution.sharding_list()),
-        names=traced.values_of(resolution.paths),
+        names=names,
         exact=exact,
     )
     result = traced.rebuild(traced.leaves_of(made))
@@ -148,6 +152,7 @@ def create_optimizer(
         RuleError: an optimizer rule names an axis that the model's mesh lacks.
         StructureError: `tx` is no optax transformation, `model` holds something else
             than arrays, or `wrt` selects nothing.
+        ProcessError: the processes were given different models or transformations.
 
     Example:
         >>> import optax, flax_layoutmap as flm
@@ -191,11 +196,13 @@ def create_optimizer(
             traced = trace(tx.init, (params,), keep_inputs=False)
         resolution = resolve_state(traced.abstract, rules, owners, tx, params)
         resolution.announce()
+        names = traced.values_of(resolution.paths)
+        agreement.add(lambda: made_from(names, hashes_of(traced)))
         agreement.add(resolution.fingerprint_lines)
     made, _ = give_birth(
         traced,
         traced.values_of(resolution.sharding_list()),
-        names=traced.values_of(resolution.paths),
+        names=names,
     )
     return traced.rebuild(traced.leaves_of(made))
 
@@ -358,6 +365,20 @@ def give_birth(
     )
     count = len(values) - traced.updates
     return values[:count], values[count:]
+
+
+def hashes_of(traced: Traced) -> list[str]:
+    """What each computed leaf is made from, as a hash: keys, constants, equations."""
+    every = hashes_of_outputs(traced.closed, traced.inputs, digest_of_value)
+    return every[: traced.made]
+
+
+def made_from(paths: Sequence[str], hashes: Sequence[str]) -> Parts:
+    """Lines for an `Agreement`: processes that differ here make other values."""
+    lines = [
+        f"{path}: made from {own}" for path, own in zip(paths, hashes, strict=True)
+    ]
+    return {"keys and constants": lines}
 
 
 def _from_host(value: Any, mesh: Mesh) -> Any:

@@ -94,8 +94,9 @@ def initialize(
     (`JAX_COORDINATOR_ADDRESS` and others), then the cluster that JAX detects: Cloud
     TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.initialize()`.
 
-    Unlike Keras's it agrees on no seed: Flax models are made from an explicit one.
-    Called again without arguments, it does nothing.
+    Unlike Keras's it agrees on no seed: Flax models are made from an explicit one, and
+    `flm.create` raises where that differs between processes. Called again without
+    arguments, it does nothing.
 
     Where address, count and number are all known here, process 0 first tries whether
     it can listen, and every process whether it reaches process 0, for at most

@@ -1,7 +1,8 @@
 """Jaxprs taken apart: cuts, equal structure, calls in line, what they compute with."""
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -327,3 +328,60 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     except TypeError:
         return _Same(value)
     return type(value), value
+
+
+# ----------------------------------------------------------------------------- hashes
+
+
+def hashes_of_outputs(
+    closed: ClosedJaxpr, inputs: Sequence[Any], digest: Callable[[Any], str]
+) -> list[str]:
+    """For each output, a hash of the equations and numbers that it is computed from.
+
+    The same in every process that traces the same function: names, functions and
+    devices among the parameters of equations do not count.
+
+    Args:
+        closed: the jaxpr.
+        inputs: its inputs.
+        digest: what to take of a number or an array; empty to pass over it.
+    """
+    given = list(map(digest, [*closed.consts, *inputs]))
+    return _hashes(closed.jaxpr, given, digest, {})
+
+
+def _hashes(
+    jaxpr: Jaxpr, given: Sequence[str], digest: Callable[[Any], str], seen: Any
+) -> list[str]:
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+
+    def atom(var: Any) -> str:
+        return digest(np.asarray(var.val)) if isinstance(var, Literal) else known[var]
+
+    for eqn in jaxpr.eqns:
+        left_out = _NO_VALUES.get(eqn.primitive.name, ())
+        params = [
+            (name, _hashed(value, digest, seen))
+            for name, value in sorted(eqn.params.items())
+            if name not in left_out
+        ]
+        text = repr((eqn.primitive.name, *map(atom, eqn.invars), params))
+        short = hashlib.sha256(text.encode()).hexdigest()[:16]
+        known |= {var: f"{short}.{at}" for at, var in enumerate(eqn.outvars)}
+    return list(map(atom, jaxpr.outvars))
+
+
+def _hashed(value: Any, digest: Callable[[Any], str], seen: dict[int, Any]) -> Any:
+    """The numbers in a parameter of an equation, those of inner jaxprs too."""
+    if isinstance(value, ClosedJaxpr):
+        return _hashed(value.jaxpr, digest, seen), list(map(digest, value.consts))
+    if isinstance(value, Jaxpr):
+        if id(value) not in seen:
+            count = len(value.constvars) + len(value.invars)
+            given = [f"input {at}" for at in range(count)]
+            seen[id(value)] = _hashes(value, given, digest, seen)
+        return seen[id(value)]
+    if isinstance(value, tuple | list):
+        return [_hashed(part, digest, seen) for part in value]
+    is_number = isinstance(value, int | float | complex | np.ndarray | np.generic)
+    return digest(np.asarray(value)) if is_number else ""

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_layoutmap._block import Block
-from flax_layoutmap._create import refuse_unfit
+from flax_layoutmap._create import hashes_of, made_from, refuse_unfit
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
@@ -38,7 +38,7 @@ from flax_layoutmap._mesh import spread
 from flax_layoutmap._parts import leaves_in, objects_in
 from flax_layoutmap._place import is_eager, need_devices, put, settle_metadata
 from flax_layoutmap._placeholder import AfterTheScope, Fate
-from flax_layoutmap._processes import Agreement
+from flax_layoutmap._processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve, rule_set_of
 from flax_layoutmap._rules import RuleSet
@@ -102,7 +102,7 @@ def layout_map_scope(layout_map: Any) -> Block:
         RuleError: `layout_map` is none.
         ResolveError: at the end, what does not fit the rules; nothing was made.
         StructureError: in the block, what needs values of a model that has none yet.
-        ProcessError: at the end, the processes differ in their rules or models.
+        ProcessError: at the end, the processes differ in their rules, models or seeds.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -359,6 +359,12 @@ class _Scope:
                 if (plan := follower.resolve(self.rules, shardings)) is not None
             ]
             plans = [resolution for _, _, resolution in following]
+            leaves = [leaf for model in models for leaf in model.leaves]
+            leaves += [
+                leaf for _, state, _ in following for leaf in flatten(state).leaves
+            ]
+            births = [*self._births, *(f.birth for f, _, _ in following if f.birth)]
+            agreement.add(lambda: _made_from(births, leaves, [*found, *plans]))
             for number, resolution in enumerate([*found, *plans]):
                 group = found if number < len(found) else plans
                 resolution.announce(besides=[f for f in group if f is not resolution])
@@ -524,6 +530,20 @@ def _roots(modules: Sequence[Any]) -> list[Any]:
     """Those that are part of no other one."""
     inner = {id(node) for m in modules for node in objects_of(m) if node is not m}
     return [module for module in modules if id(module) not in inner]
+
+
+def _made_from(
+    births: Sequence[Birth], leaves: Sequence[Any], found: Sequence[Resolution]
+) -> Parts:
+    """What the leaves of all models are made from; their values, if they are here."""
+    hashes: dict[int, str] = {}
+    for birth in births:
+        hashes |= zip(map(id, birth.leaves), hashes_of(birth.traced), strict=True)
+    paths = [
+        f"model {at}: {path}" for at, one in enumerate(found) for path in one.paths
+    ]
+    own = [hashes.get(id(leaf)) or digest_of_value(leaf) for leaf in leaves]
+    return made_from(paths, own)
 
 
 def _numbered(parts: Mapping[str, list[str]], number: int) -> dict[str, list[str]]:

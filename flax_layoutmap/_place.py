@@ -38,7 +38,7 @@ from flax_layoutmap._metadata import (
 )
 from flax_layoutmap._parts import NO_NUMBERS
 from flax_layoutmap._paths import join_keys, parameter_keys
-from flax_layoutmap._processes import Agreement, digest_of_values
+from flax_layoutmap._processes import Agreement, digest_of_value
 from flax_layoutmap._records import ResolvedLeaf
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Matcher, RuleSet
@@ -114,8 +114,11 @@ def place(tree: Any, resolution: Resolution) -> Any:
     leaves = flatten(tree).leaves
     _check_movable(leaves, resolution)
     with Agreement("moving a tree", resolution.mesh) as agreement:
+        named = list(zip(resolution.paths, leaves, strict=True))
+        agreement.add(
+            lambda: {"values": [f"{path}: {digest_of_value(x)}" for path, x in named]}
+        )
         agreement.add(resolution.fingerprint_lines)
-        agreement.add(lambda: {"values": digest_of_values(leaves)})
         shardings = resolution.sharding_list()
     moved = [
         put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)

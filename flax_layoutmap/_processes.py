@@ -28,6 +28,13 @@ _LINE_CHARACTERS = 300
 # What a process says has to fit in here, so that all of them send equally much.
 _BYTES = 8192
 
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_default_matmul_precision",
+)
+
 Word = dict[str, Any]
 Parts = Mapping[str, str | Sequence[str]]
 
@@ -89,7 +96,7 @@ class Agreement:
         if error is None:
             parts = {
                 name: text for part in self._parts for name, text in part().items()
-            }
+            } | _settings()
             word = _word(self._what, mesh, parts)
             words = _exchange(word, speakers, self._what, patience=self._patience)
             problems = differences(words)
@@ -127,15 +134,21 @@ def tell_of_others(
 
 def digest_of_values(leaves: Iterable[Any]) -> str:
     """A checksum of shapes, dtypes and values on the host; others are passed over."""
-    seen = []
-    for leaf in leaves:
-        if isinstance(leaf, jax.Array) and (leaf.committed or _is_key(leaf)):
-            continue
-        if isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
-            value = np.ascontiguousarray(leaf)
-            check = zlib.crc32(value.reshape(-1).view(np.uint8).data)
-            seen.append((value.shape, str(value.dtype), check))
-    return repr(seen)
+    return repr([text for leaf in leaves if (text := digest_of_value(leaf))])
+
+
+def digest_of_value(leaf: Any) -> str:
+    """A checksum of shape, dtype and value; empty for what other processes have too."""
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            return ""
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
+        return ""
+    value = np.ascontiguousarray(leaf)
+    check = zlib.crc32(value.reshape(-1).view(np.uint8).data)
+    return f"{np.shape(leaf)} {value.dtype} {check:08x}"
 
 
 def differences(words: Mapping[int, Word]) -> list[str]:
@@ -191,7 +204,7 @@ def _disagreement(
         return ProcessError(f"not all processes are ready for {what}: {said}")
     return ProcessError(
         f"the processes disagree before {what}: {said}{where}. Build mesh, rules, "
-        "model and global batch from the same values in every process"
+        "model, seeds and global batch from the same values in every process"
     )
 
 
@@ -263,6 +276,11 @@ def _word(what: str, mesh: DeviceMesh, parts: Parts) -> Word:
         "lines": {n: len(t) for n, t in parts.items() if not isinstance(t, str)},
         "error": "",
     }
+
+
+def _settings() -> Parts:
+    """Settings of JAX that change values; the last part, as the others follow it."""
+    return {"settings of JAX": [f"{n}={getattr(jax.config, n)}" for n in _SETTINGS]}
 
 
 def _short_hash(text: str) -> str:
@@ -354,7 +372,3 @@ def _unchanged(x: Any) -> Any:
 
 def _tracing() -> bool:
     return isinstance(jax.lax.full((), 0), Tracer)
-
-
-def _is_key(leaf: jax.Array) -> bool:
-    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -40,6 +40,7 @@ class Follower:
 
     Attributes:
         models: the objects that it was made of; they live as long as it does.
+        birth: how its state is made; None if it has it already.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Follower:
         self._model = _model_among(cls, args, kw)
         others = {id(v) for node in self.models for v in variables_of(node)}
         self._own = {id(v) for v in variables_of(optimizer)} - others
-        self._birth = birth  # None: it has its state already
+        self.birth = birth
         # What it was made of, by path: a parameter may be given another value later.
         self._before = {} if self._model is None else _leaves(self._params(optimizer))
 
@@ -138,10 +139,10 @@ class Follower:
             All arrays of the state.
         """
         leaves, shardings = flatten(state).leaves, resolution.sharding_list()
-        if self._birth is not None:
+        if self.birth is not None:
             own = dict(zip(map(id, leaves), shardings, strict=True))
             paths = dict(zip(map(id, leaves), resolution.paths, strict=True))
-            values |= self._birth.make(own, paths, values)
+            values |= self.birth.make(own, paths, values)
         new = [
             put(values.get(id(leaf), leaf), own)
             for leaf, own in zip(leaves, shardings, strict=True)

@@ -356,7 +356,8 @@ def test_the_mask_gives_the_original_back(
 # ------------------------------------------------------ several processes
 
 ADVICE = (
-    ". Build mesh, rules, model and global batch from the same values in every process"
+    ". Build mesh, rules, model, seeds and global batch from the same values in every "
+    "process"
 )
 
 OWN_ROWS = (

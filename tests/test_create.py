@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
-from flax_layoutmap import _birth, _compiled, _create
+from flax_layoutmap import _birth, _compiled, _create, _trace
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._scope import current_rules
 
@@ -1206,3 +1206,44 @@ def test_arguments_on_other_meshes(mesh: flm.DeviceMesh, large: bool) -> None:
         assert_lies(made["x"], ((), ()), mesh)
     closed = flm.create(lambda: make(*arguments), layout_map)
     np.testing.assert_array_equal(closed["kernel"], expected["kernel"])
+
+
+# ---------------------------------------------------------- what leaves are made from
+
+
+def made_from(make: Callable[..., Any], *args: Any) -> list[str]:
+    return _create.hashes_of(_trace.trace(make, args))
+
+
+def test_a_hash_of_what_each_leaf_is_made_from() -> None:
+    """Other in the leaves alone that another number reaches."""
+
+    def make(key: Any, seed: int, scale: float, table: Any, name: str) -> Any:
+        def drawn(x: Any) -> Any:
+            return jax.random.normal(key) * scale + x.sum()
+
+        drawn.__name__ = name
+        return {
+            "apart": jnp.ones(4),
+            "drawn": jax.jit(drawn)(jnp.asarray(table)),
+            "seeded": nnx.Rngs(seed).params(),
+        }
+
+    def hashes(
+        key: int = 0, seed: int = 0, scale: float = 1, last: float = 2, name: str = "f"
+    ) -> list[str]:
+        table = np.array([1, last], np.float32)
+        return made_from(
+            lambda key: make(key, seed, scale, table, name), jax.random.key(key)
+        )
+
+    usual = hashes()
+    assert len(set(usual)) == 3
+    assert hashes() == hashes(name="g") == usual
+    for other, differs in [
+        (hashes(key=1), [False, True, False]),
+        (hashes(seed=1), [False, False, True]),
+        (hashes(scale=2.0), [False, True, False]),
+        (hashes(last=3.0), [False, True, False]),
+    ]:
+        assert [a != b for a, b in zip(usual, other, strict=True)] == differs

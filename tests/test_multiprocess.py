@@ -4,6 +4,7 @@ The programs are in the folder `multiprocess`. Most are parts, of which many run
 start of processes; see `launch` there.
 """
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -185,6 +186,7 @@ def first_in(part: str, odd: str, usual: str) -> str:
     )
 
 
+KEYS, SCOPE = "keys and constants", "creating the models of a scope"
 RULE = "rules 3: {'pattern': 'scale', 'axes': ['...']}"
 KERNEL = "kernel (8,8) float32, P(-, {})"
 DISAGREEMENTS = {
@@ -201,7 +203,7 @@ DISAGREEMENTS = {
     ),
     "another_width": (
         "creating the model",
-        "process 1 differs in its table"
+        "process 1 differs in its keys and constants, table"
         + first_in(
             "table",
             "bias (16,) float32, replicated",
@@ -210,7 +212,7 @@ DISAGREEMENTS = {
     ),
     "another_optimizer": (
         "creating the optimizer",
-        "process 1 differs in its table"
+        "process 1 differs in its keys and constants, table"
         + first_in(
             "table",
             "opt_state/0/count () int32, replicated",
@@ -234,7 +236,26 @@ DISAGREEMENTS = {
         "restoring {folder}/saved",
         OTHER_MESH,
     ),
-    "other_values": ("moving a tree", "process 1 differs in its values"),
+}
+# Case → what comes next, the part, and the leaf that it makes another value of.
+OTHER_VALUES = {
+    "other_values": ("moving a tree", "values", "kernel"),
+    "another_key_to_place": ("moving a tree", "values", "key"),
+    "another_seed": ("creating the model", KEYS, "kernel"),
+    "another_seed_as_argument": ("creating the model", KEYS, "kernel"),
+    "another_key_of_one_of_many": ("creating the model", KEYS, "scale"),
+    "another_constant": ("creating the model", KEYS, "kernel"),
+    "another_seed_in_a_scope": (SCOPE, KEYS, "model 0: kernel"),
+    "another_number_in_an_optimizer": (
+        "creating the optimizer",
+        KEYS,
+        "opt_state/hyperparams/learning_rate",
+    ),
+    "another_number_in_an_optimizer_of_a_scope": (
+        SCOPE,
+        KEYS,
+        "model 1: opt_state/hyperparams/learning_rate",
+    ),
 }
 
 
@@ -271,10 +292,27 @@ def assert_that_1_differs(answers: list[dict[str, list[str]]], folder: Path) -> 
         point = what.format(folder=folder)
         message = (
             f"the processes disagree before {point}: {difference}. Build mesh, rules, "
-            "model and global batch from the same values in every process"
+            "model, seeds and global batch from the same values in every process"
         )
         told, own = asked(case)
         assert told == own == ["ProcessError", message], case
+
+    for case, (point, part, leaf) in OTHER_VALUES.items():
+        line = rf"'{leaf}: (made from )?[^']+'"
+        told, own = asked(case)
+        assert told == own and told[0] == "ProcessError", case
+        assert re.fullmatch(
+            rf"the processes disagree before {point}: process 1 differs in its {part}; "
+            rf"the first difference in the {part}: process 1 has {line}, where process "
+            rf"0 has {line}\. Build mesh, rules, model, seeds and global batch from "
+            "the same values in every process",
+            told[1],
+        ), told[1]
+    told, own = asked("another_setting_of_jax")
+    assert told == own and told[0] == "ProcessError"
+    setting = "jax_enable_x64"
+    assert "process 1 differs in its keys and constants, settings of JAX" in told[1]
+    assert first_in("settings of JAX", f"{setting}=True", f"{setting}=False") in told[1]
 
     # A process that fails has its own error, and the others are told of it.
     for case, kind, text in (

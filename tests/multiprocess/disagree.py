@@ -116,6 +116,68 @@ def other_values() -> None:
     rules().place({"kernel": np.full((8, 8), DIFFERS, np.float32)})
 
 
+def seeded() -> nnx.Rngs:
+    return nnx.Rngs(int(DIFFERS))
+
+
+def another_seed() -> None:
+    flm.create(lambda: nnx.Linear(8, 8, rngs=seeded()), rules())
+
+
+def another_seed_as_argument() -> None:
+    flm.create(lambda rngs: nnx.Linear(8, 8, rngs=rngs), rules(), seeded())
+
+
+def another_key_of_one_of_many() -> None:
+    """Of a plain function, under `jax.jit`; the others are the same."""
+    keys = {"kernel": jax.random.key(0), "scale": jax.random.key(int(DIFFERS))}
+
+    def make(keys: Any) -> Any:
+        return {name: jax.jit(jax.random.normal)(key) for name, key in keys.items()}
+
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"))
+    flm.create(make, layout_map, keys)
+
+
+def another_constant() -> None:
+    """An array that a constructor closes over."""
+    table = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+    table[7, 7] += DIFFERS
+    flm.create(lambda: {"kernel": jax.numpy.asarray(table) * 2}, rules())
+
+
+def another_seed_in_a_scope() -> None:
+    with flm.layout_map_scope(rules()):
+        model = nnx.Linear(8, 8, rngs=seeded())
+    del model
+
+
+def another_number_in_an_optimizer() -> None:
+    model = flm.create(linear(), rules())
+    tx = optax.inject_hyperparams(optax.sgd)(0.2 if DIFFERS else 0.1)
+    flm.create_optimizer(model, tx)
+
+
+def another_number_in_an_optimizer_of_a_scope() -> None:
+    with flm.layout_map_scope(rules()):
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        tx = optax.inject_hyperparams(optax.sgd)(0.2 if DIFFERS else 0.1)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    del optimizer
+
+
+def another_key_to_place() -> None:
+    rules().place({"key": jax.random.key(int(DIFFERS))})
+
+
+def another_setting_of_jax() -> None:
+    jax.config.update("jax_enable_x64", DIFFERS)
+    try:
+        flm.create(linear(), rules())
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
 def another_path_to_save_to(folder: Path) -> None:
     model = flm.create(linear(), rules())
     flm.checkpoint.save(folder / str(int(DIFFERS)), model, layout_map=rules())
@@ -159,6 +221,15 @@ CASES: tuple[Callable[..., None], ...] = (
     another_batch_shape,
     another_batch,
     other_values,
+    another_seed,
+    another_seed_as_argument,
+    another_key_of_one_of_many,
+    another_constant,
+    another_seed_in_a_scope,
+    another_number_in_an_optimizer,
+    another_number_in_an_optimizer_of_a_scope,
+    another_key_to_place,
+    another_setting_of_jax,
     another_path_to_save_to,
     another_mesh_to_restore_on,
     no_checkpoint_to_restore,
