@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from flax_layoutmap._errors import RuleError
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
-from flax_layoutmap._mesh import DeviceMesh, same_grid
+from flax_layoutmap._mesh import DeviceMesh, same_grid, same_places
 from flax_layoutmap._metadata import Mark, mesh_axes
 from flax_layoutmap._optimizer_state import Origin
 from flax_layoutmap._paths import Flat, parameter_keys
@@ -400,10 +400,7 @@ class Decider:
         if mark.problem is not None:
             return self.trouble(f"its metadata: {mark.problem}", shape, row.matched)
         if mark.layout is not None:
-            # Its axes count; the mesh is that of the rules, which may be another one.
-            layout = mark.layout.on(None) if self.mesh is not None else mark.layout
-            name = f"the explicit layout {layout}"
-            return self.lay(layout, shape, name, "explicit layout", matched=row.matched)
+            return self.explicit(mark.layout, shape, row.matched)
         if mark.names is None or row.reason != "no rule" or row.matched or not shape:
             return row
         axes, lost = (), ()
@@ -437,6 +434,25 @@ class Decider:
         warns = bool(lost) and (mark.kind != "linen" or not any(decision.dims))
         fallback = "; ".join(texts) or None
         return dataclasses.replace(decision, fallback=fallback, warns=warns)
+
+    def explicit(
+        self, layout: TensorLayout, shape: Shape, matched: tuple[int, ...]
+    ) -> Decision:
+        """The layout of a Variable itself, on the mesh of the rules if there is one."""
+        own, mesh = layout.device_mesh, self.mesh
+        bare = layout if mesh is None else layout.on(None)
+        name = f"the explicit layout {bare}"
+        if own is None or mesh is None or same_places(own, mesh):
+            return self.lay(bare, shape, name, "explicit layout", matched=matched)
+        name += f" of another mesh, {own!r}"
+        row = self.lay(bare, shape, name, "explicit layout", matched=matched)
+        moved = (
+            f"its layout is on {own!r}, the rules are on {mesh!r}, and so is this leaf "
+            "now: write layout.on(mesh) with the mesh of the rules, or a layout "
+            "without a mesh"
+        )
+        texts = [moved] if row.fallback is None else [moved, row.fallback]
+        return dataclasses.replace(row, fallback="; ".join(texts), warns=True)
 
 
 # Reasons of optimizer state whose parameter is not known.

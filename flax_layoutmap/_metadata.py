@@ -24,7 +24,7 @@ class Mark:
     """What is written on one Variable or box.
 
     Attributes:
-        layout: the explicit layout, which wins over every rule, or None.
+        layout: the explicit layout, whose axes win over every rule, or None.
         problem: why the explicit layout is none, or None.
         names: Flax's axis names, or None.
         rules: the logical rules that it brings: (name, mesh axes) pairs.

@@ -126,8 +126,9 @@ def remarks(
     Args:
         table: the Resolution.
         large_only: leave out fallbacks other than of annotations that name no axis of
-            the mesh, and leaves that are few, of their kind: with less than 1 % of the
-            bytes and 10 % of what a device holds. Those that are alike share a line.
+            the mesh or are of another one, and leaves that are few, of their kind: with
+            less than 1 % of the bytes and 10 % of what a device holds. Those that are
+            alike share a line.
         besides: others of the same rules: what they use is not unused.
         folded: whether leaves that are alike share a line.
     """
@@ -142,6 +143,9 @@ def remarks(
         whole = len(some.members) * leaf_bytes(leaf.shape, leaf.dtype)
         if not large_only:
             found.append(_remark(some, leaf, whole, total, held))
+        elif row.warns and leaf.reason == "explicit layout":
+            where = f"{path_cell(some)} {show_shape(leaf.shape)}"
+            lines.append(f"explicit layout: {where}: {leaf.fallback}")
         elif is_large(whole, total, held):
             if leaf.reason in UNMATCHED:
                 found.append(_remark(some, leaf, whole, total, held))

@@ -1,5 +1,7 @@
 """What Variables and Linen boxes say about their own layouts."""
 
+import re
+import warnings
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +40,46 @@ def test_an_empty_layout_says_replicated(
     tree = {"ruled": variable(layout=value)}
     leaf = layout_map.resolve(tree)["ruled"]
     assert leaf.layout.is_replicated and leaf.reason == "explicit layout"
+
+
+def test_an_explicit_layout_on_another_mesh(mesh: flm.DeviceMesh) -> None:
+    """Its axes on the mesh of the map, and a warning; also of a small leaf."""
+
+    def make(own: Any) -> Any:
+        layout = flm.TensorLayout((None, "model"), own)
+        param = nnx.Param(jnp.zeros((8, 8)), layout=layout)
+        return nnx.Dict(small=param, large=nnx.Param(jnp.zeros((128, 128))))
+
+    layout_map = flm.LayoutMap(mesh)
+    layout_map["large"] = None
+    other = flm.DeviceMesh("model=8")
+    with pytest.warns(flm.LayoutWarning) as caught:
+        model = flm.create(lambda: make(other), layout_map)
+        model = layout_map.place(model)
+    [warning] = caught
+    assert (
+        "explicit layout: small (8,8): its layout is on DeviceMesh('model=8'), the "
+        f"rules are on {mesh!r}, and so is this leaf now: write layout.on(mesh) with "
+        "the mesh of the rules, or a layout without a mesh" in str(warning.message)
+    )
+    assert flm.fetch_layout(model["small"]) == flm.TensorLayout((None, "model"), mesh)
+    assert "its layout is on" in layout_map.resolve(model).explain("small")
+
+    same = flm.DeviceMesh(mesh.shape, mesh.axis_names, axis_types="explicit")
+    plan = flm.DeviceMesh.abstract(str(mesh))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for own in (None, mesh, same, plan):
+            flm.create(lambda own=own: make(own), layout_map)
+        flm.create(lambda: make(other), flm.LayoutMap(mesh, strict=False))
+
+    lacking = flm.LayoutMap("data=8")
+    text = (
+        "the explicit layout (None, 'model') of another mesh, DeviceMesh('model=8'): "
+        "the mesh 'data=8' has no axis 'model'"
+    )
+    with pytest.raises(flm.ResolveError, match=re.escape(text)):
+        flm.create(lambda: make(other), lacking)
 
 
 def test_empty_names_are_metadata(abstract_mesh: flm.DeviceMesh) -> None:
