@@ -27,6 +27,7 @@ from flax_layoutmap._flax_internals import (
     variables_of,
 )
 from flax_layoutmap._jaxprs import SMALL, hashes_of_outputs, needed_inputs
+from flax_layoutmap._known_rules import known_rules
 from flax_layoutmap._layout import dim_axes
 from flax_layoutmap._mesh import DeviceMesh, retyped, spread
 from flax_layoutmap._parts import leaves_in, unfit
@@ -140,8 +141,10 @@ def create_optimizer(
             restore), or a tree of parameters.
         tx: the optax transformation.
         wrt: for a module, which Variables are trained.
-        layout_map: a map whose `optimizer` section has rules for the state (ZeRO-1);
-            None where there are none.
+        layout_map: a map whose `optimizer` section has rules for the state (ZeRO-1).
+            None: the map that laid the model out (`create`, `place`, a restore, a
+            `layout_map_scope`), if that has such rules. Pass it where that cannot be
+            known: for a tree, or a copy of a model, that comes from a training step.
 
     Returns:
         An `nnx.Optimizer` for a module; the state of `tx` for a tree.
@@ -149,7 +152,8 @@ def create_optimizer(
     Raises:
         MeshError: arrays of the model are on no mesh.
         ResolveError: the state does not fit the optimizer rules.
-        RuleError: an optimizer rule names an axis that the model's mesh lacks.
+        RuleError: an optimizer rule names an axis that the model's mesh lacks; or parts
+            of the model are of several maps with such rules.
         StructureError: `tx` is no optax transformation, `model` holds something else
             than arrays, or `wrt` selects nothing.
         ProcessError: the processes were given different models or transformations.
@@ -182,6 +186,8 @@ def create_optimizer(
         )
     owners, mesh = layouts_of(params)
     rules = RuleSet(mesh=mesh)
+    if layout_map is None:
+        layout_map = known_rules(model)
     if layout_map is not None:
         given = rule_set_of(layout_map, "create_optimizer(..., layout_map=)")
         # Of the map only the optimizer section counts; so do its axes.

@@ -33,6 +33,7 @@ from flax_layoutmap._flax_internals import (
     restore_eager_flag,
     without_eager_sharding,
 )
+from flax_layoutmap._known_rules import remember_rules
 from flax_layoutmap._linen_scope import sharded_inits
 from flax_layoutmap._mesh import spread
 from flax_layoutmap._parts import leaves_in, objects_in
@@ -187,6 +188,7 @@ class _Model:
         ]
         update(self.root, jax.tree.unflatten(jax.tree.structure(self.state), new))
         settle_metadata(self.state, resolution)  # its Variables are the model's own
+        remember_rules(self.root, resolution.rules)
         for leaf, array in zip(self.leaves, new, strict=True):
             made.setdefault(id(leaf), array)
         return new

@@ -26,6 +26,7 @@ from flax_layoutmap._errors import (
 from flax_layoutmap._fetch import concrete, known_layout, own_mesh
 from flax_layoutmap._flatten import flatten, plain_tree
 from flax_layoutmap._flax_internals import is_nnx_object
+from flax_layoutmap._known_rules import remember_rules
 from flax_layoutmap._layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._metadata import (
@@ -163,12 +164,15 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     """Rewrites Flax's layout metadata where it says something else than is so.
 
+    And notes the rules, for an optimizer that is made of the tree later.
+
     Where a rule has overruled it, where it did not fit fully (an axis that the mesh
     lacks), and where it names another mesh. Otherwise a later `nnx.Optimizer` or
     `unbox` would put things where the metadata says. Metadata that is right stays as
     it is, so that the tree keeps its structure. NNX Variables are changed in place;
     Linen boxes are replaced.
     """
+    remember_rules(tree, resolution.rules)
     flat = flatten(tree)
     mesh = resolution.mesh
     if not flat.annotations:

@@ -69,6 +69,7 @@ LAYERS = (
         "_ownership",
         "_serialise",
         "_scope",
+        "_known_rules",
         "_announce",
         "_lint_about",
         "_lint_examples",

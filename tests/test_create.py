@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
-from flax_layoutmap import _birth, _compiled, _create, _trace
+from flax_layoutmap import _birth, _compiled, _create, _known_rules, _trace
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._scope import current_rules
 
@@ -1206,6 +1206,105 @@ def test_arguments_on_other_meshes(mesh: flm.DeviceMesh, large: bool) -> None:
         assert_lies(made["x"], ((), ()), mesh)
     closed = flm.create(lambda: make(*arguments), layout_map)
     np.testing.assert_array_equal(closed["kernel"], expected["kernel"])
+
+
+# ------------------------------------------------------------- the map of the model
+
+
+def zero(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    """Kernels are replicated, their moments sharded."""
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map.optimizer["kernel"] = ("data", None)
+    return layout_map
+
+
+def small() -> nnx.Linear:
+    return nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+
+def in_a_scope(layout_map: flm.LayoutMap, folder: Any) -> Any:
+    with flm.layout_map_scope(layout_map):
+        model = small()
+    return model
+
+
+def restored(layout_map: flm.LayoutMap, folder: Any) -> Any:
+    flm.checkpoint.save(folder / "saved", flm.create(small, layout_map))
+    return flm.checkpoint.restore(folder / "saved", small(), layout_map=layout_map)
+
+
+def trained(layout_map: flm.LayoutMap, folder: Any) -> Any:
+    model = flm.create(small, layout_map)
+
+    @flm.jit(layout_map=layout_map)
+    def step(model: Any) -> None:
+        model.kernel[...] += 1
+
+    step(model)
+    return model
+
+
+MADE: dict[str, Callable[[flm.LayoutMap, Any], Any]] = {
+    "created": lambda layout_map, _: flm.create(small, layout_map),
+    "placed": lambda layout_map, _: layout_map.place(small()),
+    "in a scope": in_a_scope,
+    "restored": restored,
+    "trained": trained,
+    "a copy": lambda layout_map, _: nnx.clone(flm.create(small, layout_map)),
+    "a part": lambda layout_map, _: flm.create(
+        lambda: nnx.Dict(part=small()), layout_map
+    )["part"],
+    "a state": lambda layout_map, _: nnx.state(flm.create(small, layout_map)),
+    "a tree": lambda layout_map, _: flm.create(
+        lambda: {"kernel": jnp.ones((8, 8))}, layout_map
+    ),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_an_optimizer_follows_the_map_of_its_model(
+    made: str, mesh: flm.DeviceMesh, tmp_path: Any
+) -> None:
+    """As `resolve` of both says; a map that is passed counts alone."""
+    layout_map, tx = zero(mesh), optax.adam(1e-3)
+    model = MADE[made](layout_map, tmp_path)
+    optimizer: Any = flm.create_optimizer(model, tx)
+    state = getattr(optimizer, "opt_state", optimizer)
+    kernel = state[0].mu["kernel"]
+    assert_lies(kernel[...], (("data",), ()), mesh)
+    if made == "created":
+        both = {"model": model, "optimizer": optimizer}
+        wanted = layout_map.resolve(both)["optimizer/opt_state/0/mu/kernel"]
+        assert wanted.layout == flm.fetch_layout(kernel)
+    plain = flm.LayoutMap(mesh, strict=False)
+    other: Any = flm.create_optimizer(model, tx, layout_map=plain)
+    kernel = getattr(other, "opt_state", other)[0].mu["kernel"]
+    assert_lies(kernel[...], ((), ()), mesh)
+
+
+def test_models_of_other_maps_are_told_apart(mesh: flm.DeviceMesh) -> None:
+    first, second = zero(mesh), zero(mesh)
+    second.optimizer["bias"] = ("data",)
+    model = nnx.Dict(a=flm.create(small, first), b=flm.create(small, second))
+    with pytest.raises(
+        flm.RuleError, match="laid out by 2 maps .*layout_map=layout_map"
+    ):
+        flm.create_optimizer(model, optax.adam(1e-3))
+    flm.create_optimizer(model, optax.adam(1e-3), layout_map=first)
+    # The last map that moved it counts, also one without such rules.
+    plain = flm.LayoutMap(mesh, strict=False)
+    optimizer = flm.create_optimizer(plain.place(model), optax.adam(1e-3))
+    kernel = optimizer.opt_state[0].mu["a"]["kernel"]
+    assert_lies(kernel[...], ((), ()), mesh)
+
+
+def test_what_laid_out_a_model_keeps_nothing_alive(mesh: flm.DeviceMesh) -> None:
+    before = len(_known_rules._KNOWN)
+    model = flm.create(small, zero(mesh))
+    assert len(_known_rules._KNOWN) > before
+    del model
+    gc.collect()
+    assert len(_known_rules._KNOWN) == before
 
 
 # ---------------------------------------------------------- what leaves are made from
