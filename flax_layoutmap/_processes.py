@@ -94,9 +94,8 @@ class Agreement:
         if len(speakers) == 1:
             return
         if error is None:
-            parts = {
-                name: text for part in self._parts for name, text in part().items()
-            } | _settings()
+            every = [*self._parts, _settings]
+            parts = {name: text for part in every for name, text in part().items()}
             word = _word(self._what, mesh, parts)
             words = _exchange(word, speakers, self._what, patience=self._patience)
             problems = differences(words)
