@@ -32,13 +32,11 @@ def heading(text: str) -> None:
 def components_of_layouts() -> None:
     """The pages' mesh of 3 × 2, and which component of a (6, 2) array is where.
 
-    The page's devices are TPUs that are not here: the mesh is abstract, and all of this
+    The page's devices are TPUs that are not here: an abstract mesh does, as all of this
     is arithmetic.
     """
     heading("Layout: which device holds what")
-    mesh = flm.DeviceMesh.from_dtensor(
-        [f"TPU:{number}" for number in range(6)], [("x", 3), ("y", 2)]
-    )
+    mesh = flm.DeviceMesh.abstract("x=3,y=2")
     print(mesh, "strides", mesh.strides)
     layouts = {
         "x, unsharded": flm.TensorLayout(["x", "unsharded"], mesh),

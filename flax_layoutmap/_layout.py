@@ -50,6 +50,7 @@ class TensorLayout(MeshLayout):
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
             `LayoutMap` or a scope give it later.
         memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
+        mesh: DTensor's name for `device_mesh`.
 
     Raises:
         RuleError: `axes` is not such a description, or names an axis that the mesh
@@ -66,6 +67,22 @@ class TensorLayout(MeshLayout):
     __slots__ = ()
     UNSHARDED = UNSHARDED
     MATCH = MATCH
+
+    def __init__(
+        self,
+        axes: Any,
+        device_mesh: Any = None,
+        *,
+        memory_kind: str | None = None,
+        mesh: Any = None,
+    ) -> None:
+        if mesh is not None and device_mesh is not None:
+            raise MeshError(
+                "TensorLayout was given device_mesh= and mesh=, which are the same: "
+                "leave one out"
+            )
+        given = device_mesh if mesh is None else mesh
+        super().__init__(axes, given, memory_kind=memory_kind)
 
     def on_host(self) -> Self:
         """The same layout in host memory, `memory_kind="pinned_host"`.

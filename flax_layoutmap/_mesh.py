@@ -30,7 +30,7 @@ from flax_layoutmap._dtensor_format import (
     mesh_to_proto,
     mesh_to_text,
 )
-from flax_layoutmap._errors import MeshError, did_you_mean
+from flax_layoutmap._errors import MeshError, did_you_mean, warn
 from flax_layoutmap._grid import coords_of, strides_of, whole
 from flax_layoutmap._hybrid import granules_of, hybrid_grid, one_slice_grid
 from flax_layoutmap._mesh_shape import (
@@ -215,8 +215,8 @@ class DeviceMesh:
 
         Args:
             devices: names such as `"TPU:0"` in row-major order, or JAX devices. If
-                some of them are not here, the mesh is abstract: it has the axes, and
-                does not keep the names.
+                some of them are not here, the mesh is abstract, with a LayoutWarning:
+                it has the axes, and does not keep the names.
             dims: name and size of each axis; one size may be -1.
             axis_types: as for `DeviceMesh`.
 
@@ -230,26 +230,16 @@ class DeviceMesh:
             >>> flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
             DeviceMesh('x=3,y=2')
         """
-        try:
-            sizes_of = dict(dims)
-        except (TypeError, ValueError) as error:
-            raise MeshError(
-                "dims must be pairs of a name and a size, such as "
-                f'[("x", 3), ("y", 2)], got {dims!r}'
-            ) from error
-        if len(sizes_of) != len(dims):
-            raise MeshError(f"axis names must differ, got {dims!r}")
-        sizes, names = sizes_and_names(sizes_of, None)
-        keys = [key_given(device) for device in devices]
-        sizes = fill(sizes, names, len(keys))
-        if math.prod(sizes) != len(keys):
-            raise MeshError(wrong_count(sizes, names, len(keys), False))
-        if len(set(keys)) != len(keys):
-            raise MeshError(f"devices holds one device twice: {list(devices)}")
-        found = devices_here(keys)
-        if None in found:
-            return cls.abstract(sizes, names, axis_types=axis_types)
-        return cls(sizes, names, found, axis_types=axis_types)
+        mesh = _of_devices(devices, dims, axis_types)
+        if mesh.is_abstract:
+            listed = ", ".join(map(str, devices))
+            warn(
+                f"DeviceMesh.from_dtensor: some of {listed[:200]} are not here, so "
+                f"that the mesh has no devices: {mesh!r}; name devices that are here "
+                "(flm.list_devices()), or plan without a warning on "
+                f"flm.DeviceMesh.abstract({str(mesh)!r})"
+            )
+        return mesh
 
     @property
     def jax_mesh(self) -> Mesh | AbstractMesh:
@@ -373,6 +363,10 @@ class DeviceMesh:
         here = jax.process_index()
         devices = enumerate(self._mesh.devices.flat)
         return [at for at, device in devices if device.process_index == here]
+
+    def num_local_devices(self) -> int:
+        """How many devices of this process are in the mesh; none of an abstract one."""
+        return len(self.local_device_ids())
 
     def local_devices(self) -> list[str]:
         """DTensor's names of the devices of this process; JAX's ids are in them."""
@@ -580,7 +574,35 @@ def mesh_from_record(record: MeshRecord, axis_types: Any = "auto") -> DeviceMesh
     if not all(devices):
         names, sizes = [name for name, _ in record.dims], [n for _, n in record.dims]
         return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
-    return DeviceMesh.from_dtensor(devices, record.dims, axis_types=axis_types)
+    return _of_devices(devices, record.dims, axis_types)
+
+
+def _of_devices(
+    devices: Sequence[Any],
+    dims: Sequence[tuple[str, int]] | Mapping[str, int],
+    axis_types: Any,
+) -> DeviceMesh:
+    """A mesh of devices by name; an abstract one, if some of them are not here."""
+    try:
+        sizes_of = dict(dims)
+    except (TypeError, ValueError) as error:
+        raise MeshError(
+            "dims must be pairs of a name and a size, such as "
+            f'[("x", 3), ("y", 2)], got {dims!r}'
+        ) from error
+    if len(sizes_of) != len(dims):
+        raise MeshError(f"axis names must differ, got {dims!r}")
+    sizes, names = sizes_and_names(sizes_of, None)
+    keys = [key_given(device) for device in devices]
+    sizes = fill(sizes, names, len(keys))
+    if math.prod(sizes) != len(keys):
+        raise MeshError(wrong_count(sizes, names, len(keys), False))
+    if len(set(keys)) != len(keys):
+        raise MeshError(f"devices holds one device twice: {list(devices)}")
+    found = devices_here(keys)
+    if None in found:
+        return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
+    return DeviceMesh(sizes, names, found, axis_types=axis_types)
 
 
 def _rebuild_abstract(

@@ -232,7 +232,12 @@ class MeshLayout:
 
     @property
     def backend_layout(self) -> NamedSharding:
-        """Keras's name for `sharding()`."""
+        """Keras's name for `sharding()`.
+
+        Its spec has no `None` at its end, so `==` says that it is not a
+        `NamedSharding(mesh, P("data", None))` of the same meaning, as Keras makes;
+        `.is_equivalent_to(other, ndim)` says that it is.
+        """
         return self.sharding()
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

@@ -654,6 +654,15 @@ def test_what_is_not_here_has_its_reason() -> None:
     assert [name for name in gone if hasattr(flm.TensorLayout, name)] == []
 
 
+def test_the_keyword_of_dtensor() -> None:
+    layout = flm.TensorLayout(["x", "unsharded"], mesh=SIX)
+    assert layout == flm.TensorLayout(["x", "unsharded"], SIX)
+    with pytest.raises(flm.MeshError, match="device_mesh= and mesh=.*leave one out"):
+        flm.TensorLayout(["x"], SIX, mesh=SIX)
+    with pytest.raises(TypeError, match=r"^TensorLayout\.__init__"):
+        flm.TensorLayout(["x"], meshes=SIX)  # pyright: ignore[reportCallIssue]
+
+
 # Whole numbers only, of any kind that has them; never cut, never a raw TypeError.
 WHOLE: list[tuple[Any, Any]] = [
     (lambda n: ROWS.num_shards(n), 0),

@@ -1,6 +1,9 @@
 """DeviceMesh as DTensor's `Mesh`: names, numbers, text and bytes."""
 
 import pickle
+import re
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,8 +182,19 @@ def test_devices_that_are_elsewhere_make_it_abstract() -> None:
 
 def test_the_constructor_of_the_page() -> None:
     devices = ["TPU:0", "TPU:1", "TPU:2", "TPU:3", "TPU:4", "TPU:5"]
-    mesh = flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
+    with pytest.warns(flm.LayoutWarning) as caught:
+        mesh = flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
     assert mesh == flm.DeviceMesh.abstract("x=3,y=2")
+    assert [str(warning.message) for warning in caught] == [
+        f"DeviceMesh.from_dtensor: some of {', '.join(devices)} are not here, so that "
+        "the mesh has no devices: DeviceMesh('x=3,y=2', abstract); name devices that "
+        "are here (flm.list_devices()), or plan without a warning on "
+        "flm.DeviceMesh.abstract('x=3,y=2')"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = mesh.to_string()  # of another job, or of none: nothing to warn of
+        assert flm.DeviceMesh.from_string(text) == mesh
     assert SIX.shape == (3, 2)
     assert list(SIX.devices.flat) == jax.devices()[:6]
     assert SIX == flm.DeviceMesh((3, 2), ("x", "y"), devices=jax.devices()[:6])
@@ -482,7 +496,11 @@ def test_an_existing_mesh_has_the_members_too() -> None:
 MEMBERS_OF_DTENSOR = """
     as_proto contains_dim coords device_type dim_names dim_size from_proto from_string
     global_device_ids host_mesh local_device_ids local_device_locations local_devices
-    shape size strides to_string unravel_index
+    num_local_devices shape size strides to_string unravel_index
+"""
+NOT_HERE = """
+    from_device is_remote is_single_device min_global_device_id name single_device
+    use_xla_spmd
 """
 MEMBERS_OF_OURS = """
     abstract axis_names axis_sizes axis_types backend_mesh devices hybrid from_dtensor
@@ -497,8 +515,19 @@ def test_golden_list_of_members() -> None:
 
 def test_what_is_not_here_has_its_reason() -> None:
     assert all(DTENSOR_MESH.values())
-    gone = ("is_remote", "min_global_device_id", "from_device", "single_device", "name")
-    assert [name for name in gone if hasattr(flm.DeviceMesh, name)] == []
+    assert [name for name in NOT_HERE.split() if hasattr(flm.DeviceMesh, name)] == []
+
+
+def test_every_name_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text()
+    table = text[text.index("| DTensor | here |") :]
+    names = [*MEMBERS_OF_DTENSOR.split(), *NOT_HERE.split()]
+    assert [n for n in names if not re.search(rf"`(Mesh)?\.{n}\b", table)] == []
+
+
+def test_devices_of_this_process_are_counted() -> None:
+    assert SIX.num_local_devices() == 6
+    assert flm.DeviceMesh.abstract("x=3,y=2").num_local_devices() == 0
 
 
 @pytest.mark.parametrize("wrong", [1.5, 1.0, "a", "1", None], ids=str)

@@ -20,6 +20,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import bare
 from vectors import GOLDEN, Difference, Vector, check, refused
 from without_meaning import KERAS
 
@@ -570,6 +572,14 @@ def spec_of(vector: Vector, mesh: flm.DeviceMesh) -> Any:
     return [*entries, *[None] * (len(axes_of(layout)) - len(entries))]
 
 
+def test_a_backend_layout_is_spelled_short(mesh: flm.DeviceMesh) -> None:
+    """So that equal layouts are equal; JAX tells the spelling of Keras apart."""
+    short = flm.TensorLayout(("data", None), mesh).backend_layout
+    long = NamedSharding(bare(mesh), PartitionSpec("data", None))
+    assert short == flm.TensorLayout(long).backend_layout
+    assert short != long and short.is_equivalent_to(long, 2)
+
+
 def some_axis_twice(vector: Vector) -> bool:
     axes = given_axes(vector)
     if not isinstance(axes, tuple):
@@ -1048,7 +1058,9 @@ def test_data_parallel(mesh: flm.DeviceMesh) -> None:
         layout_map = flm.LayoutMap(grid, strict=False)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            flm.create(lambda: Two(nnx.Rngs(0)), layout_map)
             model = layout_map.place(Two(nnx.Rngs(0)))
+            flm.jit(lambda m: m.d1.kernel.sum(), layout_map=layout_map)(model)
         rows = flm.distribute_batch(np.arange(16.0).reshape(8, 2), layout_map)
         assert all(part == [[0, 8], [0, 16]] for part in indices(model.d1.kernel[...]))
         ways = grid.shape[0]

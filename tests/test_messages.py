@@ -433,6 +433,12 @@ CASES: dict[str, Case] = {
         flm.MeshError,
         "devices holds one device twice: ['TPU:0', 'TPU:0']",
     ),
+    "mesh: of a layout, by two names": Case(
+        lambda: flm.TensorLayout(("data",), ABSTRACT, mesh=ABSTRACT),
+        flm.MeshError,
+        "TensorLayout was given device_mesh= and mesh=, which are the same: leave one "
+        "out",
+    ),
     "mesh: unknown axis": Case(
         lambda: ABSTRACT.dim_size("modle"),
         flm.MeshError,
