@@ -424,7 +424,12 @@ class LayoutMap(_Section):
 
     @classmethod
     def from_file(
-        cls, path: Any, *, mesh: Any = None, variant: str | None = None
+        cls,
+        path: Any,
+        *,
+        mesh: Any = None,
+        variant: str | None = None,
+        within: Any = None,
     ) -> "LayoutMap":
         """Reads rules from a TOML or JSON file; `docs/rule_files.md` has the format.
 
@@ -435,10 +440,13 @@ class LayoutMap(_Section):
             path: the file; `.toml`, or `.json` (what `to_json` returned, too).
             mesh: the mesh to put the rules on; None takes that of the file, abstract.
             variant: which of the file's variants to take.
+            within: the folder that the files it `extends` have to be in, or below;
+                None: the folder of `path`. Links are followed first.
 
         Raises:
             RuleError: the file is damaged, or too large, or has unknown keys, or values
-                that are no rules; one error lists every problem, with its line.
+                that are no rules; one error lists every problem, with its line. Or it
+                extends a file elsewhere, which is not read.
 
         Example:
             >>> import flax_layoutmap as flm, pathlib, tempfile
@@ -454,7 +462,8 @@ class LayoutMap(_Section):
               '(gate|up)/kernel': (None, 'model'),
             }
         """
-        return cls.from_rule_set(read_rules(path, mesh=mesh, variant=variant))
+        rules = read_rules(path, mesh=mesh, variant=variant, within=within)
+        return cls.from_rule_set(rules)
 
     def to_file(self, path: Any) -> None:
         """Writes the rules and options into a TOML or JSON file.

@@ -12,6 +12,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from flax_layoutmap._errors import (
@@ -108,20 +109,25 @@ class _Document:
     )
 
 
-def read_rules(path: Any, *, mesh: Any = None, variant: str | None = None) -> RuleSet:
+def read_rules(
+    path: Any, *, mesh: Any = None, variant: str | None = None, within: Any = None
+) -> RuleSet:
     """Reads a file of rules; see `LayoutMap.from_file`."""
     document, problems = _Document(), list[str]()
-    _gather(os.fspath(path), document, problems, [], [])
+    path = os.fspath(path)
+    folder = os.path.dirname(path) if within is None else os.fspath(within)
+    folder = os.path.realpath(folder or os.curdir)
+    _gather(path, document, problems, [], [], folder)
     target = as_mesh(mesh)
     if target is None:
         target = _mesh_of(document, problems, variant)
-    for name in _chosen(document, target, variant, problems, os.fspath(path)):
+    for name in _chosen(document, target, variant, problems, path):
         for source, data in document.variants[name]:
             _merge(source, data, document, problems)
     rules = _built(document, target, mesh is not None, problems)
     if problems:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise RuleError(f"{count} in {os.fspath(path)}:\n{bullet_list(problems)}")
+        raise RuleError(f"{count} in {path}:\n{bullet_list(problems)}")
     assert rules is not None
     return rules
 
@@ -189,8 +195,9 @@ def _gather(
     problems: list[str],
     above: Sequence[str],
     seen: list[str],
+    folder: str,
 ) -> None:
-    """Reads a file after those that it extends."""
+    """Reads a file after those that it extends, which have to be in a folder."""
     real = os.path.realpath(path)
     if real in above:
         chain = " → ".join([*above[above.index(real) :], real])
@@ -216,11 +223,17 @@ def _gather(
         bases = []
     for base in bases:
         beside = os.path.join(os.path.dirname(path), base)
+        if not Path(os.path.realpath(beside)).is_relative_to(folder):
+            raise RuleError(
+                f"{source.line('extends')}: extends {base!r}, which is not in "
+                f"{folder}: put it there, or pass a folder that holds both files, "
+                "LayoutMap.from_file(path, within=folder)"
+            )
         if base.endswith(_SUFFIXES) and not os.path.exists(beside):
             raise RuleError(
                 f"{source.line('extends')}: extends {base!r}, but there is no {beside}"
             )
-        _gather(beside, document, problems, [*above, real], seen)
+        _gather(beside, document, problems, [*above, real], seen, folder)
     _merge(source, source.data, document, problems)
     variants = source.data.get("variants", {})
     if not isinstance(variants, dict):

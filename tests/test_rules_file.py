@@ -240,6 +240,33 @@ extends = "shared/base.toml"
     ]
 
 
+@pytest.mark.parametrize("way", ["up", "absolute", "link", "of a link", "not there"])
+def test_what_is_extended_is_in_the_folder(tmp_path: Path, way: str) -> None:
+    """Unless `within` says so; also where a file in the folder extends another one."""
+    own = tmp_path / "own"
+    (own / "below").mkdir(parents=True)
+    base = write(tmp_path, BASE, "base.toml")
+    name = {"up": "../base.toml", "absolute": str(base), "link": "link.toml"}.get(way)
+    if way == "link":
+        (own / "link.toml").symlink_to(base)
+    elif way == "of a link":
+        write(own / "below", 'schema = 1\nextends = "../../base.toml"\n', "a.toml")
+        name = "below/a.toml"
+    elif way == "not there":
+        name = "../nothing.toml"
+    text = f'schema = 1\nextends = "{name}"\n'
+    message = refused(own, text)
+    said = "../../base.toml" if way == "of a link" else name
+    assert f":2: extends {said!r}, which is not in {own.resolve()}: put it" in message
+    assert message.endswith("LayoutMap.from_file(path, within=folder)")
+    if way != "not there":
+        assert read(own, text, within=tmp_path) == read(tmp_path, BASE)
+    # Up and down again is the folder itself.
+    write(own, BASE, "mine.toml")
+    again = 'schema = 1\nextends = "../own/mine.toml"\n'
+    assert read(own, again) == read(own, BASE)
+
+
 def test_new_rules_are_behind_unless_the_first_wins(tmp_path: Path) -> None:
     write(tmp_path, BASE.replace('"first"', '"last"'), "base.toml")
     text = 'schema = 1\nextends = ["base.toml"]\n[rules]\n"new" = ["data"]\n'
