@@ -41,7 +41,8 @@ class TensorLayout(MeshLayout):
 
     Args:
         axes: per dim `None` (not sharded), the name of a mesh axis, or a tuple of
-            names; at most one `...`. `None` and `()` mean replicated, at any rank.
+            names; at most one `...`. `None`, `()` and `(..., None)` mean the same:
+            replicated, at any rank, 0 too. `(None, None)` is for two dims.
             A `PartitionSpec` keeps JAX's meaning: missing trailing dims are not
             sharded. A `NamedSharding` brings its mesh and memory kind. DTensor's two
             words are understood, unless the mesh has an axis of that very name:

@@ -249,3 +249,17 @@ def test_no_mesh(mesh: flm.DeviceMesh) -> None:
         layout.sharding()
     with pytest.raises(flm.MeshError, match="no mesh, so no shard shape"):
         layout.shard_shape((4,))
+
+
+@pytest.mark.parametrize("axes", [None, (), [], (...,), (..., None)], ids=str)
+def test_what_says_replicated(axes: Any, abstract_mesh: flm.DeviceMesh) -> None:
+    """All are one layout; `(None, None)` is for two dims."""
+    layout = flm.TensorLayout(axes)
+    assert layout == flm.TensorLayout(None) and str(layout) == "replicated"
+    shapes = {"s": (), "v": (3,), "m": (3, 5)}
+    tree = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
+    layout_map = flm.LayoutMap.from_rules([(".", axes)], abstract_mesh)
+    assert all(leaf.layout.is_replicated for leaf in layout_map.resolve(tree))
+    two = flm.LayoutMap.from_rules([(".", (None, None))], abstract_mesh)
+    with pytest.raises(flm.ResolveError, match="has 2 dims, the leaf has 1"):
+        two.resolve(tree)

@@ -240,6 +240,12 @@ extends = "shared/base.toml"
     ]
 
 
+@pytest.mark.parametrize("value", ['"replicated"', "[]", '["..."]', '["...", "-"]'])
+def test_replicated_is_one_layout(tmp_path: Path, value: str) -> None:
+    layout_map = read(tmp_path, f'schema = 1\n[rules]\n"a" = {value}\n')
+    assert layout_map["a"] == flm.TensorLayout(None)
+
+
 @pytest.mark.parametrize("way", ["up", "absolute", "link", "of a link", "not there"])
 def test_what_is_extended_is_in_the_folder(tmp_path: Path, way: str) -> None:
     """Unless `within` says so; also where a file in the folder extends another one."""
