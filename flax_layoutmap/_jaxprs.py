@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -346,8 +347,13 @@ def hashes_of_outputs(
         inputs: its inputs.
         digest: what to take of a number or an array; empty to pass over it.
     """
-    given = list(map(digest, [*closed.consts, *inputs]))
+    given = [*_digested(closed.consts, digest), *map(digest, inputs)]
     return _hashes(closed.jaxpr, given, digest, {})
+
+
+def _digested(consts: Iterable[Any], digest: Callable[[Any], str]) -> list[str]:
+    # A host array is of a type of its own in some versions of JAX.
+    return [digest(x if isinstance(x, jax.Array) else np.asarray(x)) for x in consts]
 
 
 def _hashes(
@@ -374,7 +380,7 @@ def _hashes(
 def _hashed(value: Any, digest: Callable[[Any], str], seen: dict[int, Any]) -> Any:
     """The numbers in a parameter of an equation, those of inner jaxprs too."""
     if isinstance(value, ClosedJaxpr):
-        return _hashed(value.jaxpr, digest, seen), list(map(digest, value.consts))
+        return _hashed(value.jaxpr, digest, seen), _digested(value.consts, digest)
     if isinstance(value, Jaxpr):
         if id(value) not in seen:
             count = len(value.constvars) + len(value.invars)

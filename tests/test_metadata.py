@@ -48,7 +48,7 @@ def test_an_explicit_layout_on_another_mesh(mesh: flm.DeviceMesh) -> None:
     def make(own: Any) -> Any:
         layout = flm.TensorLayout((None, "model"), own)
         param = nnx.Param(jnp.zeros((8, 8)), layout=layout)
-        return nnx.Dict(small=param, large=nnx.Param(jnp.zeros((128, 128))))
+        return {"small": param, "large": nnx.Param(jnp.zeros((128, 128)))}
 
     layout_map = flm.LayoutMap(mesh)
     layout_map["large"] = None
