@@ -144,7 +144,7 @@ def create_optimizer(
         layout_map: a map whose `optimizer` section has rules for the state (ZeRO-1).
             None: the map that laid the model out (`create`, `place`, a restore, a
             `layout_map_scope`), if that has such rules. Pass it where that cannot be
-            known: for a tree, or a copy of a model, that comes from a training step.
+            known: for what a jitted function has returned, a tree or another model.
 
     Returns:
         An `nnx.Optimizer` for a module; the state of `tx` for a tree.

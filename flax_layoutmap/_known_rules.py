@@ -38,7 +38,8 @@ def known_rules(tree: Any) -> RuleSet | None:
     """
     if not _KNOWN:
         return None
-    found = {_KNOWN[id(part)][1] for part in _parts(tree) if id(part) in _KNOWN}
+    entries = [_KNOWN.get(id(part)) for part in _parts(tree)]
+    found = {entry[1] for entry in entries if entry is not None}
     if len(found) > 1:
         raise RuleError(
             f"parts of the model were laid out by {len(found)} maps with different "

@@ -43,6 +43,7 @@ class Agreement:
     """A block that all processes of a mesh enter and must leave with the same parts.
 
     The block adds parts (name → text that must be equal everywhere, or lines of it).
+    Settings of JAX that change values, such as `jax_enable_x64`, are one of them.
     At its end the processes compare them, and those that differ are named, on every
     process, with the first line that differs. When the block raises, the others are
     told instead of being left waiting; one that waits half an hour gives up.
