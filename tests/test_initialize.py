@@ -168,6 +168,23 @@ def test_too_late() -> None:
         flm.initialize("127.0.0.1:1", 1, 0)
 
 
+def test_jax_is_asked_before_the_address_is_tried(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    """With what it refuses, so that its `initialize` is called twice."""
+    seen: list[Any] = []
+
+    def initialize(*args: Any, **options: Any) -> None:
+        seen.append(args)
+        if args[2] < 0:
+            raise ValueError("process_id must be nonnegative")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(_initialize, "try_address", lambda *_: seen.append("tried"))
+    flm.initialize("10.0.0.1:1234", 2, 1)
+    assert seen == [("localhost:1", 1, -1), "tried", ("10.0.0.1:1234", 2, 1)]
+
+
 def test_twice(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     flm.initialize()
