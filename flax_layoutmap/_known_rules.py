@@ -1,5 +1,6 @@
 """Which rules a model was laid out by: the optimizer made of it later follows them."""
 
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,12 +23,13 @@ def remember_rules(tree: Any, rules: RuleSet) -> None:
     """Notes the rules that a tree was laid out by, if they have optimizer rules."""
     if not rules.optimizer and not _KNOWN:
         return
+    own = dataclasses.replace(rules, rules=(), names=(), activations=())
     for part in _parts(tree):
         key = id(part)
         _KNOWN.pop(key, None)
-        if rules.optimizer:
+        if own.optimizer:
             gone = weakref.ref(part, lambda _, key=key: _KNOWN.pop(key, None))
-            _KNOWN[key] = gone, rules
+            _KNOWN[key] = gone, own
 
 
 def known_rules(tree: Any) -> RuleSet | None:

@@ -144,7 +144,8 @@ def digest_of_value(leaf: Any) -> str:
             return ""
         if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | int | float):
+    numbers = int | float | complex | np.ndarray | np.generic
+    if not isinstance(leaf, jax.Array | numbers):
         return ""
     value = np.ascontiguousarray(leaf)
     check = zlib.crc32(value.reshape(-1).view(np.uint8).data)
