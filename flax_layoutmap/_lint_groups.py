@@ -114,9 +114,10 @@ def bytes_of_decisions(resolution: Resolution) -> dict[int, int]:
 
 def representatives(resolution: Resolution) -> Iterator[int]:
     """One position for each path but for its numbers, as far as that is known."""
-    seen = set()
-    for block in resolution._flat.blocks:
-        key = block.folded, block.names
+    flat, seen = resolution._flat, set()
+    for block in flat.blocks:
+        prefix = NUMBER.sub("0", flat.section(block.start).prefix)
+        key = prefix, block.folded, block.names
         if key not in seen:
             seen.add(key)
             yield from range(block.start, block.start + len(block.names))

@@ -83,9 +83,9 @@ def _told_to_go(section: str, rule: Rule, _: None) -> tuple[str, str]:
 
 
 def _paths(resolution: Resolution) -> list[str]:
-    """The paths that the rules see, but for their numbers."""
-    paths = resolution._flat.paths
-    found = (NUMBER.sub("0", paths[at]) for at in representatives(resolution))
+    """The paths that the rules see, in all their forms, but for their numbers."""
+    every = map(resolution._flat.forms, representatives(resolution))
+    found = (NUMBER.sub("0", form) for own in every for form in own)
     return sorted(set(itertools.islice(found, _MOST_PATHS)))
 
 
@@ -219,18 +219,18 @@ def _inside_of_names(resolution: Resolution, some: Sequence[int]) -> Iterator[Is
     for key, row in resolution._distinct.items():
         if row.rule is not None and row.reason in ("rule", "exact key"):
             users.setdefault(row.rule, set()).add(key)
-    by_key: dict[int, dict[str, str]] = {}
+    by_key: dict[int, set[tuple[str, ...]]] = {}
     digits = {at for at in users if _ends_in_a_digit(rules.rules[at].pattern)}
     whole = {key for at in digits for key in users[at]}
-    paths = resolution._flat.paths
-    for at in range(len(paths)) if whole else some:
-        key, path = id(resolution._rows[at]), paths[at]
-        by_key.setdefault(key, {})[path] = path
+    for at in range(len(resolution)) if whole else some:
+        key, own = id(resolution._rows[at]), resolution._flat.forms(at)
+        by_key.setdefault(key, set()).add(own)
     for at, keys in users.items():
         rule = rules.rules[at]
         if rule.layout.is_replicated or not _begins_or_ends_a_name(rule.pattern):
             continue
-        found = sorted({path for key in keys for path in by_key.get(key, ())})
+        every = {own for key in keys for own in by_key.get(key, ())}
+        found = sorted({_matched(rule, rules.match, own) for own in every})
         kind = "0-9" if at in digits else "a-z"
         likely = [path for path in found if _cuts(rule, kind, rules.match, path)]
         clean = _cleanly(rule, kind, rules.match) if likely else None
@@ -278,11 +278,12 @@ def _goes_on(resolution: Resolution, some: Sequence[int]) -> Iterator[Issue]:
         at for at in deciding if at is not None and _is_for_fullmatch(rules.rules[at])
     }
     for at in some if untold else ():
-        row, path = resolution._rows[at], resolution._flat.paths[at]
+        row, path = resolution._rows[at], resolution.paths[at]
         if row.rule not in untold or row.reason != "rule":
             continue
         rule = rules.rules[row.rule]
-        if not Matcher((rule,), "fullmatch").matching(path):
+        own = resolution._flat.forms(at)
+        if not Matcher((rule,), "fullmatch").matching_forms(own):
             untold.discard(row.rule)
             key = key_code("rules", f"{rule.pattern}$")
             yield about(
@@ -312,6 +313,12 @@ def _begins_or_ends_a_name(pattern: str) -> bool:
 
 def _ends_in_a_digit(pattern: str) -> bool:
     return pattern[-1:].isdigit() and pattern[-2:-1] != "\\"
+
+
+def _matched(rule: Rule, match: Match, own: tuple[str, ...]) -> str:
+    """The form of a path that a rule matches; the whole one for its exact key."""
+    matched = (form for form in own if first_match(rule, match, form) is not None)
+    return next(matched, own[0])
 
 
 def _cuts(rule: Rule, kind: str, match: Match, path: str) -> bool:

@@ -64,7 +64,11 @@ def find_origins(
 def _parameter_groups(
     flat: Flat, shapes: Sequence[Shape], prefix: str = ""
 ) -> list[Owners]:
-    """One group for each section of parameters: a model, Linen's `params`, …"""
+    """One group for each section of parameters: a model, Linen's `params`, …
+
+    An optimizer may have been given what is in the section, or what the section is in:
+    each form of a path counts.
+    """
     keys = parameter_keys(flat)
     groups = []
     for section in flat.sections:
@@ -72,10 +76,11 @@ def _parameter_groups(
             continue
         own = [at for at in range(section.start, section.stop) if at in keys]
         if own:
+            every = [(form, at) for at in own for form in flat.forms(at)]
             groups.append(
                 Owners(
-                    {flat.paths[at]: shapes[at] for at in own},
-                    {flat.paths[at]: keys[at] for at in own},
+                    {form: shapes[at] for form, at in every},
+                    {form: keys[at] for form, at in every},
                 )
             )
     return groups

@@ -233,7 +233,8 @@ def make_program(
     order = [slot for slot, _ in slots]
     seen = _Seen()
 
-    known = () if asked.resolution is None else asked.resolution.paths
+    made = asked.resolution
+    known = () if made is None else tuple(made._flat.every_form())
     told: list[str] = []
 
     def flat(leaves: list[Any]) -> Any:
@@ -419,7 +420,8 @@ def call_job(
         job: the function.
         order: the arguments in the order of the signature.
         rules: the rule set, or None.
-        parameters: paths of the parameters among the arguments, for rules `…/output`.
+        parameters: paths of the parameters among the arguments, in all their forms,
+            for rules `…/output`.
         values: the arguments.
         tell: is told of activation rules that never fired.
     """
@@ -436,12 +438,13 @@ def call_job(
 
 
 def _roots(value: Any) -> list[tuple[str, Any]]:
-    """The NNX objects in an argument, each with its path there."""
+    """The NNX objects in an argument, each with what its paths begin with there."""
     try:
         leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_nnx_object)
     except (TypeError, ValueError):  # a constant that JAX cannot flatten
         return []
-    return [(join_keys(keys), leaf) for keys, leaf in leaves if is_nnx_object(leaf)]
+    found = [(join_keys(keys), leaf) for keys, leaf in leaves if is_nnx_object(leaf)]
+    return [(f"{path}/" if path else "", leaf) for path, leaf in found]
 
 
 def _on_leaves(

@@ -242,7 +242,7 @@ class Resolution(ResolvedTable):
             KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
-        return explain(self.leaf(at), self._rows[at], self._flat.paths[at], self.rules)
+        return explain(self.leaf(at), self._rows[at], self.rules)
 
     # ------------------------------------------------------------------ output
 

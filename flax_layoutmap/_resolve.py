@@ -281,7 +281,7 @@ def _owner_layouts(resolution: Resolution) -> dict[str, OwnerLayout]:
             rows[at].dims,
             rows[at].mesh,
             rows[at].memory_kind,
-            flat.paths[at],
+            flat.forms(at),
             key,
         )
         for at, key in parameter_keys(flat).items()
@@ -314,9 +314,11 @@ def decide_all(
     live = {} if found is None else _live_layouts(flat, found)
     blocks = flat.blocks
     if len(flat.paths) and not blocks:  # not made by `flatten`
-        fold = rule_set.matcher.fold_part
-        names = ["/".join(map(fold, path.split("/"))) for path in flat.paths]
-        blocks = [Block(0, "", tuple(names))]
+        names = list(map(rule_set.matcher.fold_path, flat.paths))
+        blocks = [
+            Block(part.start, "", tuple(names[part.start : part.stop]))
+            for part in flat.sections
+        ]
     flat = dataclasses.replace(
         flat,
         blocks=blocks,

@@ -13,12 +13,13 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
+from jax.tree_util import DictKey, GetAttrKey
 
 from flax_layoutmap._arguments import Argument, Slot, shape_key
 from flax_layoutmap._flatten import plain_tree
 from flax_layoutmap._graph import Change
 from flax_layoutmap._inputs import broadcast, own_sharding
-from flax_layoutmap._paths import Roots, is_optax_state, is_train_state
+from flax_layoutmap._paths import Roots, is_optax_state, is_train_state, join_keys
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet
@@ -268,8 +269,14 @@ def _pin_tree(
     return [
         entry
         for keys, part in parts
-        for entry in _pin_tree(part, known, made, path + jax.tree_util.keystr(keys))
+        for entry in _pin_tree(part, known, made, path + _below(keys))
     ]
+
+
+def _below(keys: tuple[Any, ...]) -> str:
+    """How the path of a result goes on: `[1]`, or `/policy`, which rules may name."""
+    named = isinstance(keys[0], DictKey | GetAttrKey) if keys else False
+    return f"/{join_keys(keys)}" if named else jax.tree_util.keystr(keys)
 
 
 def _is_made_state(tree: Any) -> bool:

@@ -247,10 +247,12 @@ def prepared(
                 f"{stored.where} was saved without rules, so mesh= is not enough; pass "
                 "layout_map="
             )
+    options = options.among(stored.record.flat)
     if target is None:
         return Ready(plan_without_target(stored, rules, options), rules, None, {})
     tree = opened(target)
     flat = flatten(tree.tree)
+    options = options.among(flat)
     leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
     _check_functions(leaves, stored.where, options.selection)
     plan = plan_for_target(
