@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 from flax_layoutmap._issues import Issue
 from flax_layoutmap._lint_about import name_of
-from flax_layoutmap._lint_groups import representatives
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
 
@@ -67,7 +66,7 @@ def swapped(resolution: Resolution) -> Iterator[Issue]:
 def _leaves(resolution: Resolution) -> Iterator[_Leaf]:
     """The sharded matrices of a model, those of equal layers once."""
     roles, paths = resolution._roles(), resolution.paths
-    for at in representatives(resolution):
+    for at in resolution._flat.representatives():
         row = resolution._rows[at]
         if row.rule is None or row.reason not in ("rule", "exact key"):
             continue

@@ -17,6 +17,7 @@ that they hold for any wrapping; see `forms`.
 import bisect
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -126,6 +127,16 @@ class Flat:
         """
         return self.section(at).forms(self.paths[at] if path is None else path)
 
+    def representatives(self) -> Iterator[int]:
+        """One position for each path but for its numbers, as far as that is known."""
+        seen = set()
+        for block in self.blocks:
+            prefix = _NUMBER.sub("0", self.section(block.start).prefix)
+            key = prefix, block.folded, block.names
+            if key not in seen:
+                seen.add(key)
+                yield from range(block.start, block.start + len(block.names))
+
     def every_form(self) -> Iterator[str]:
         """All forms of the paths of all leaves."""
         for section in self.sections:
@@ -134,6 +145,7 @@ class Flat:
 
 
 _START = operator.attrgetter("start")
+_NUMBER = re.compile(r"\d+")
 
 
 def forms(prefix: str, path: str) -> tuple[str, ...]:
