@@ -4,7 +4,8 @@ An optimizer knows its parameters by the paths of the tree it was given. The who
 may hold several models with the same paths, or its parameters below a prefix.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +33,12 @@ from flax_layoutmap._paths import (
 
 
 def find_origins(
-    tree: Any, flat: Flat, shapes: Sequence[Shape], dtypes: Sequence[Any], tx: Any
+    tree: Any,
+    flat: Flat,
+    shapes: Sequence[Shape],
+    dtypes: Sequence[Any],
+    tx: Any,
+    given: Sequence[Any] = (),
 ) -> list[Origin | None] | None:
     """Origin of each leaf in the optimizer sections; None where there are none.
 
@@ -43,6 +49,7 @@ def find_origins(
         dtypes: dtype of each leaf.
         tx: the optax transformation; None takes that of an `nnx.Optimizer` or
             TrainState in the tree.
+        given: trees of parameters that it may have been given, to be tried first.
     """
     if all(section.role != "optimizer" for section in flat.sections):
         return None
@@ -53,7 +60,11 @@ def find_origins(
             continue
         span = slice(section.start, section.stop)
         state = dict(zip(flat.paths[span], shapes[span], strict=True))
-        tags = _section_tags(tree, section, flat, state, dtypes, tx)
+        tx_of = tx if tx is not None else getattr(section.node, "tx", None)
+        tried = itertools.chain(
+            given, _candidates(tree, section.node, flat, state, shapes, dtypes)
+        )
+        tags = {} if tx_of is None else _section_tags(section, state, tx_of, tried)
         own = groups
         if is_optimizer_with_model(section.node):  # it is about no other model
             own = _parameter_groups(flat, shapes, f"{section.prefix}model/") or groups
@@ -87,22 +98,13 @@ def _parameter_groups(
 
 
 def _section_tags(
-    tree: Any,
-    section: Section,
-    flat: Flat,
-    state: Mapping[str, Shape],
-    dtypes: Sequence[Any],
-    tx: Any,
+    section: Section, state: Mapping[str, Shape], tx: Any, tried: Iterable[Any]
 ) -> Mapping[str, Any]:
-    """Traces the optimizer of one section over the parameters of the tree, if known."""
-    node = section.node
-    tx = tx if tx is not None else getattr(node, "tx", None)
-    if tx is None:
-        return {}
-    if is_train_state(node):
-        return tagged_dims(tx.init, node.params)
+    """Traces the optimizer of one section over the parameters that fit its state."""
+    if is_train_state(section.node):
+        return tagged_dims(tx.init, section.node.params)
     best: Mapping[str, Any] = {}
-    for params in _candidates(tree, node, flat, state, dtypes):
+    for params in tried:
         tags = try_tagged_dims(tx.init, params)
         for own in _parts_at(section.prefix, tags):
             for prefix in ("opt_state/", ""):
@@ -135,27 +137,46 @@ def _candidates(
     node: Any,
     flat: Flat,
     state: Mapping[str, Shape],
+    shapes: Sequence[Shape],
     dtypes: Sequence[Any],
 ) -> Iterator[Any]:
-    """Trees of parameters that an optimizer state may have been made from."""
+    """Trees of parameters that an optimizer state may have been made from.
+
+    What is in a section, and what that is in: Linen's variables as a whole.
+    """
     if is_optimizer_with_model(node):
         yield nnx_state(node.model, node.wrt)
     if node is not None:
         for module in _modules(tree):
             yield nnx_state(module, node.wrt)
+    for structs in _sections_and_around(flat, shapes, dtypes):
+        for prefix in ("", *prefixes(state, structs)):
+            below = paths_below(prefix, structs)
+            owned = {owner_of(path, below) for path in state}
+            trained = {p: leaf for p, leaf in below.items() if p in owned}
+            yield from map(_nest, filter(None, (below, trained)))
+
+
+def _sections_and_around(
+    flat: Flat, shapes: Sequence[Shape], dtypes: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
+    """The parameters of each section by their paths, and then of what sections are in:
+    of `{"model": {"params": …, "batch_stats": …}}` those of the model, and of all."""
+    full, every, starts = flat.full_paths(), {}, {}
     for section in flat.sections:
         if section.role == "parameter":
-            own = [at for at in range(section.start, section.stop) if flat.paths[at]]
-            structs = {
-                flat.paths[at]: jax.ShapeDtypeStruct(flat.leaves[at].shape, dtypes[at])
-                for at in own
-                if at not in flat.fixed and hasattr(flat.leaves[at], "shape")
+            own = {
+                at: jax.ShapeDtypeStruct(shapes[at], dtypes[at])
+                for at in range(section.start, section.stop)
+                if at not in flat.fixed and dtypes[at] is not None
             }
-            for prefix in ("", *prefixes(state, structs)):
-                below = paths_below(prefix, structs)
-                owned = {owner_of(path, below) for path in state}
-                trained = {p: leaf for p, leaf in below.items() if p in owned}
-                yield from map(_nest, filter(None, (below, trained)))
+            yield {flat.paths[at]: leaf for at, leaf in own.items() if flat.paths[at]}
+            every |= {full[at]: leaf for at, leaf in own.items()}
+            parts = section.prefix.split("/")[:-1]
+            for count in reversed(range(len(parts))):
+                starts["".join(f"{part}/" for part in parts[:count])] = None
+    for start in starts:
+        yield paths_below(start, every)
 
 
 def _modules(tree: Any) -> list[Any]:

@@ -455,6 +455,54 @@ def test_the_state_of_a_wrapper_that_is_not_of_optax(
         assert resolution[f"{key}/{below}copy/{name}"].layout.axes == axes
 
 
+@pytest.mark.parametrize("made_of", ["params", "variables"])
+@pytest.mark.parametrize("rest", [{}, {"batch_stats": {"mean": jnp.zeros(8)}}])
+def test_ambiguous_factors_of_linen_variables(made_of: str, rest: Any) -> None:
+    """Factors (4, 64) of a (4, 64, 64) kernel are its rows as well as its columns."""
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    params = {"k": jnp.zeros((4, 64, 64))}
+    variables = {"params": params, **rest}
+    state = tx.init({"params": params, "variables": variables}[made_of])
+    # optax makes trees of their parameters: a dict with the same keys in it.
+    below = "/params" if made_of == "variables" else ""
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"))
+    layout_map["k"] = (None, "data", "model")
+    layout_map["mean"] = None
+
+    def check(prefix: str, tree: Any, **options: Any) -> None:
+        resolution = layout_map.resolve(tree, **options, tx=tx)
+        for name, axis in (("v_row", "data"), ("v_col", "model")):
+            leaf = resolution[f"{prefix}0/{name}{below}/k"]
+            assert (leaf.reason, leaf.owner) == ("follows parameter", "k")
+            assert leaf.layout.dims(2) == ((), (axis,)), prefix
+
+    check("", state, params=variables)
+    check("opt_state/", {"params": variables, "opt_state": state})
+    check("opt_state/", {"model": variables, "opt_state": state})
+    check("opt_state/", {**variables, "opt_state": state})
+    check("s/opt_state/", {"s": {**variables, "opt_state": state}})
+    if made_of == "params":
+        check("", state, params=params)
+    shardings = layout_map.shardings(state, params=variables, tx=tx)
+    row, column = shardings[0].v_row, shardings[0].v_col
+    row, column = (row["params"], column["params"]) if below else (row, column)
+    assert tuple(row["k"].spec) == (None, "data")
+    assert tuple(column["k"].spec) == (None, "model")
+
+
+def test_a_transformation_that_knows_the_type_of_its_tree() -> None:
+    """A mask has the structure of the parameters, here lists: they are given as is."""
+    params = {"params": [jnp.zeros((4, 64, 64)), jnp.zeros(4)]}
+    inner = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    tx = optax.masked(inner, [True, False])
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), strict=False)
+    layout_map["0"] = (None, "data", "model")
+    state = tx.init(params["params"])
+    resolution = layout_map.resolve(state, params=params, tx=tx)
+    (row,) = [leaf for leaf in resolution if "v_row/0" in leaf.path]
+    assert row.layout.dims(2) == ((), ("data",))
+
+
 def test_a_tree_that_is_one_parameter(layout_map: flm.LayoutMap) -> None:
     layout_map = flm.LayoutMap(layout_map.device_mesh)
     layout_map[".*"] = ("data", "model")
