@@ -67,33 +67,55 @@ def find_origins(
         tags = {} if tx_of is None else _section_tags(section, state, tx_of, tried)
         own = groups
         if is_optimizer_with_model(section.node):  # it is about no other model
-            own = _parameter_groups(flat, shapes, f"{section.prefix}model/") or groups
-        result[span] = best_origins(state, own, tags)
+            below = f"{section.prefix}model/"
+            own = {p: one for p, one in groups.items() if p.startswith(below)} or groups
+        found = best_origins(state, list(own.values()), tags)
+        if any(origin.others for origin in found):
+            near = best_origins(state, _nearest(section.prefix, own), tags)
+            found = near if _explained(near) == _explained(found) else found
+        result[span] = found
     return result
 
 
-def _parameter_groups(
-    flat: Flat, shapes: Sequence[Shape], prefix: str = ""
-) -> list[Owners]:
-    """One group for each section of parameters: a model, Linen's `params`, …
+def _explained(found: Sequence[Origin]) -> int:
+    return sum(origin.dims is not None for origin in found)
+
+
+def _nearest(prefix: str, groups: Mapping[str, Owners]) -> list[Owners]:
+    """Of models with the same paths, the one that an optimizer is for by its place.
+
+    It is beside the model, in one container that holds no other, or has its name in
+    its own: `generator_optimizer`. All of them, where this tells none apart.
+    """
+
+    def nearness(other: str) -> tuple[int, bool]:
+        pairs = list(zip(prefix.split("/"), other.split("/"), strict=False))
+        same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        own, name = [*pairs, ("", "")][len(same)]
+        return len(same), name != "" and name in own
+
+    most = max(map(nearness, groups))
+    return [one for other, one in groups.items() if nearness(other) == most]
+
+
+def _parameter_groups(flat: Flat, shapes: Sequence[Shape]) -> dict[str, Owners]:
+    """By its prefix, each section of parameters: a model, Linen's `params`, …
 
     An optimizer may have been given what is in the section, or what the section is in:
     each form of a path counts.
     """
     keys = parameter_keys(flat)
-    groups = []
+    groups: dict[str, Owners] = {}
     for section in flat.sections:
-        if not section.prefix.startswith(prefix):
-            continue
         own = [at for at in range(section.start, section.stop) if at in keys]
         if own:
             every = [(form, at) for at in own for form in flat.forms(at)]
-            groups.append(
-                Owners(
-                    {form: shapes[at] for form, at in every},
-                    {form: keys[at] for form, at in every},
-                )
+            group = Owners(
+                {form: shapes[at] for form, at in every},
+                {form: keys[at] for form, at in every},
             )
+            known = groups.get(section.prefix)
+            groups[section.prefix] = group if known is None else known.merged(group)
     return groups
 
 

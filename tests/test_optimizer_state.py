@@ -388,6 +388,32 @@ def test_two_models_with_the_same_paths_keep_their_own_state() -> None:
     } == {"kernel", "small/kernel"}
 
 
+@pytest.mark.parametrize("abstract", [False, True])
+def test_an_optimizer_is_for_the_model_that_it_is_named_after(abstract: bool) -> None:
+    """Paths and shapes do not tell, and nothing has a layout yet."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["actor/"] = (None, "model")
+    layout_map["critic/"] = ("model", None)
+    models = {name: Node({"kernel": jnp.zeros((8, 8))}) for name in ("actor", "critic")}
+    state = {
+        name: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        for name, model in models.items()
+    }
+    beside = {name: {"net": models[name], "tx": state[name]} for name in models}
+    named = {**models, **{f"{name}_optimizer": state[name] for name in models}}
+    for tree, below in ((beside, "/tx"), (named, "_optimizer")):
+        make: Any = (lambda tree=tree: tree) if abstract else tree
+        resolution = layout_map.resolve(make)
+        for name, dims in (("actor", ((), ("model",))), ("critic", (("model",), ()))):
+            leaf = resolution[f"{name}{below}/opt_state/0/mu/kernel"]
+            assert leaf.reason == "follows parameter"
+            assert leaf.layout.dims(2) == dims
+    # Where neither tells, it is said.
+    resolution = layout_map.resolve({**models, "a": state["actor"]})
+    told = str(resolution["a/opt_state/0/mu/kernel"].fallback)
+    assert "may belong to 'kernel' or 'critic/kernel', which have different" in told
+
+
 def test_a_model_in_its_optimizer() -> None:
     class Own(nnx.Module):
         def __init__(self, axes: Any) -> None:
