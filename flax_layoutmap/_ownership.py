@@ -1,7 +1,8 @@
 """Which parameters of a tree each optimizer state in it belongs to.
 
 An optimizer knows its parameters by the paths of the tree it was given. The whole tree
-may hold several models with the same paths, or its parameters below a prefix.
+may hold several models with the same paths, or its parameters below a prefix. Shapes
+tell such models apart, then where the optimizer is and what it is called.
 """
 
 import itertools

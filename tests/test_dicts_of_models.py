@@ -223,6 +223,52 @@ def test_a_model_from_birth_to_a_checkpoint(
     assert set(lies(within)) == {f"{first}/up/kernel", f"{second}/up/kernel"}
 
 
+def test_all_members_and_their_optimizers_from_one_create(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    layout_map = rules(names)
+
+    def whole() -> dict[str, Any]:
+        models = make(names)
+        return models | {
+            f"{name}_opt": nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+            for name, model in models.items()
+        }
+
+    def moments(tree: Any) -> dict[str, Any]:
+        own = {
+            name: nnx.state(tree[f"{name}_opt"], nnx.optimizer.OptState)
+            for name in names
+        }
+        mu = {name: state["opt_state"][0]["mu"] for name, state in own.items()}
+        return {
+            f"{name}/{layer}/kernel": tuple(mu[name][layer]["kernel"].sharding.spec)
+            for name in names
+            for layer in ("up", "down")
+        }
+
+    tree = flm.create(whole, layout_map)
+    assert moments(tree) == wanted(names)
+
+    @flm.jit(layout_map=layout_map)
+    def step(tree: Any, x: Any) -> None:
+        for name in names:
+            grads = nnx.grad(lambda net: (net(x) ** 2).mean())(tree[name])
+            tree[f"{name}_opt"].update(tree[name], grads)
+
+    step(tree, X)
+    assert moments(tree) == wanted(names)
+    flm.checkpoint.save(tmp_path / "whole", tree, layout_map=layout_map)
+    mesh = flm.DeviceMesh("data=4,model=2")
+    assert moments(flm.checkpoint.restore(tmp_path / "whole", whole, mesh=mesh)) == (
+        wanted(names)
+    )
+    found = flm.checkpoint.resolve(tmp_path / "whole", mesh=mesh)
+    for path, spec in wanted(names).items():
+        name, _, rest = path.partition("/")
+        assert spec_of(found[f"{name}_opt/opt_state/0/mu/{rest}"]) == spec
+
+
 def test_what_plain_orbax_wrote(names: tuple[str, str], tmp_path: Path) -> None:
     models = make(names)
     states = {name: nnx.state(model) for name, model in models.items()}
