@@ -323,6 +323,7 @@ def _hint(
     # By itself, the state of an optimizer does not show whose parameters it follows.
     more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
     named = [one.name for one in arguments if one.has_objects or one is argument]
+    named = ["model", name] if len(named) == 1 else named
     both = ", ".join(f"{one!r}: {one}" for one in named)
     return (
         f"make the optimizer with flm.create_optimizer(model, tx{more}), or place the "

@@ -163,10 +163,7 @@ def _candidates(
     shapes: Sequence[Shape],
     dtypes: Sequence[Any],
 ) -> Iterator[Any]:
-    """Trees of parameters that an optimizer state may have been made from.
-
-    What is in a section, and what that is in: Linen's variables as a whole.
-    """
+    """Trees of parameters that an optimizer state may have been made from."""
     if is_optimizer_with_model(node):
         yield nnx_state(node.model, node.wrt)
     if node is not None:
@@ -183,8 +180,10 @@ def _candidates(
 def _sections_and_around(
     flat: Flat, shapes: Sequence[Shape], dtypes: Sequence[Any]
 ) -> Iterator[dict[str, Any]]:
-    """The parameters of each section by their paths, and then of what sections are in:
-    of `{"model": {"params": …, "batch_stats": …}}` those of the model, and of all."""
+    """The parameters of each section, by path; then those of what sections are in.
+
+    Of `{"model": {"params": …, "batch_stats": …}}`: of the model, and of all.
+    """
     full, every, starts = flat.full_paths(), {}, {}
     for section in flat.sections:
         if section.role == "parameter":

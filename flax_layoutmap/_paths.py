@@ -163,8 +163,8 @@ def forms(prefix: str, path: str) -> tuple[str, ...]:
         return (path,)
     parts = prefix.split("/")[:-1]
     below = [path] if path else []
-    whole = ("/".join([*parts[at:], *below]) for at in range(len(parts)))
-    return (*whole, path)
+    longer = ("/".join([*parts[at:], *below]) for at in range(len(parts)))
+    return (*longer, path)
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -82,7 +82,8 @@ def restore(
         step: which step, a number or `"latest"`, if `path` is a directory of steps.
         item: which tree, if the checkpoint holds several.
         include: a regular expression, or several, searched in the full paths
-            (`model/decoder/…`); only leaves that one of them finds are restored.
+            (`model/decoder/…`), of parameters also within their model; only leaves that
+            one of them finds are restored.
         exclude: likewise; leaves that one of them finds are not restored. Leaves of
             the target that are not restored keep their values; it must have some.
         rename: pairs of a regular expression and what takes its place, as in
