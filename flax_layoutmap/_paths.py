@@ -17,7 +17,6 @@ that they hold for any wrapping; see `forms`.
 import bisect
 import dataclasses
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -131,8 +130,7 @@ class Flat:
         """One position for each path but for its numbers, as far as that is known."""
         seen = set()
         for block in self.blocks:
-            prefix = _NUMBER.sub("0", self.section(block.start).prefix)
-            key = prefix, block.folded, block.names
+            key = self.section(block.start).prefix, block.folded, block.names
             if key not in seen:
                 seen.add(key)
                 yield from range(block.start, block.start + len(block.names))
@@ -145,7 +143,6 @@ class Flat:
 
 
 _START = operator.attrgetter("start")
-_NUMBER = re.compile(r"\d+")
 
 
 def forms(prefix: str, path: str) -> tuple[str, ...]:

@@ -107,6 +107,7 @@ def wanted_after(
     arguments: Sequence[Argument],
     wanted: Sequence[Any],
     change: Change,
+    returned: Sequence[str],
     avals: Sequence[Any],
     in_sharding: InSharding,
     rules: RuleSet | None,
@@ -117,6 +118,7 @@ def wanted_after(
         arguments: the arguments.
         wanted: the shardings of their leaves.
         change: what the function did to the objects in them.
+        returned: where in the result the new objects are: `policy/`.
         avals: the types of the outputs that are leaves after it.
         in_sharding: what the user says of an argument.
         rules: the rule set, or None.
@@ -148,8 +150,8 @@ def wanted_after(
         elif prefix is None and argument.is_state:
             whole = argument.has_objects
             trees[argument.name] = tree if whole else _without_arrays(argument)
-    # What is returned has no name of its own, as its objects have none in the call.
-    trees.update({f"{RESULT} ({at})": node for at, node in enumerate(nodes, 1)})
+    names = [f"{RESULT}/{path}".removesuffix("/") for path in returned]
+    trees.update(zip(names, nodes, strict=True))
     if rules is None:
         own = [getattr(leaf, "sharding", None) for leaf in leaves]
         keys = map(id, leaves)

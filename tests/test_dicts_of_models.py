@@ -356,6 +356,27 @@ def test_names_of_arguments_count_for_objects_of_flax() -> None:
     assert step(alone, {"x": X}).shape == (4, 8)
 
 
+def test_members_that_a_jitted_function_makes() -> None:
+    names = TREES["dpo"]
+    layout_map = rules(names)
+    made = flm.jit(lambda: make(names), layout_map=layout_map)()
+    assert lies(made) == wanted(names)
+    made = flm.jit(
+        lambda: {name: nnx.state(model) for name, model in make(names).items()},
+        layout_map=layout_map,
+    )()
+    assert lies(made) == wanted(names)
+
+
+def test_the_hint_for_a_layer_with_a_number() -> None:
+    """Of the layers of a list, the one that no rule matches is told of."""
+    layout_map = flm.LayoutMap("data=2,model=4")
+    layout_map["0/up"] = layout_map["down"] = None
+    layout_map["layers/1/up/kernel"] = None
+    found = layout_map.resolve([Net(nnx.Rngs(0)), Net(nnx.Rngs(0))]).remarks()
+    assert found[0].endswith("matches no leaf; '1/up/kernel' is matched by none")
+
+
 @pytest.mark.parametrize("pattern", ["policy/up", "^policy/up$"])
 def test_outputs_of_members(pattern: str) -> None:
     layout_map = flm.LayoutMap("data=2,model=4", strict=False)
