@@ -22,7 +22,7 @@ from flax_layoutmap._errors import LayoutError, MeshError, RuleError, closest, w
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import is_nnx_object, named_objects_of, patched
 from flax_layoutmap._layout import TensorLayout
-from flax_layoutmap._paths import escape, join_keys
+from flax_layoutmap._paths import escape, forms, join_keys
 from flax_layoutmap._place import distribute_tensor
 from flax_layoutmap._resolve import rule_set_of
 from flax_layoutmap._rules import (
@@ -86,7 +86,7 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
                 "activation_scope(layout_map, *models) takes NNX modules, got a "
                 f"{type(model).__name__}; Linen modules need not be given"
             )
-    parameters = [path for model in models for path in flatten(model).paths]
+    parameters = [form for model in models for form in flatten(model).every_form()]
     roots = [("", model) for model in models]
     return Block(functools.partial(_opened, rules, roots, parameters))
 
@@ -118,9 +118,9 @@ def call_activated(
     Args:
         call: what to call.
         rules: the rules; without any for activations nothing is done.
-        roots: NNX objects, each with the path that its own paths begin with.
-        parameters: paths of parameters: a rule `…/output` that matches one of them is
-            no rule for outputs.
+        roots: NNX objects, each with what its own paths begin with: `policy/`.
+        parameters: paths of parameters, in all their forms: a rule `…/output` that
+            matches one of them is no rule for outputs.
         tell: is told of rules that never fired; in a trace, a warning would point at
             JAX's code.
     """
@@ -174,8 +174,15 @@ def forget_path(node: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """What a module carries: its path; the rules, so that caches tell maps apart."""
+    """What a module carries; the rules, so that caches tell maps apart.
 
+    Attributes:
+        prefix: the names that lead to the outermost module that it is in.
+        path: its path in there.
+        rules: the rules.
+    """
+
+    prefix: str
     path: str
     rules: RuleSet
 
@@ -187,9 +194,10 @@ class Active:
         self._rules = rules
         # Keras's spelling, until it is known that a parameter has such a path.
         self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
-        self._found: dict[str, Rule | None] = {}
-        self._known: dict[str, None] = {}  # paths of modules
-        self._open: set[str] = set()  # of those that were not called
+        # By the forms of a path (see `_paths.forms`), of which the first is shown.
+        self._found: dict[tuple[str, ...], Rule | None] = {}
+        self._known: dict[tuple[str, ...], None] = {}  # of modules
+        self._open: set[tuple[str, ...]] = set()  # of those that were not called
         self._depth = 0
 
     def learn(self, parameters: Iterable[str]) -> None:
@@ -208,16 +216,17 @@ class Active:
         outer: set[int] = set()
         for prefix, root in roots:
             for path, node in _modules_of(root):
-                own = _joined(prefix, *map(escape, path))
-                if _definer(type(node)) is not None and own not in self._known:
-                    self._known[own] = None
-                    self._open.add(own)
+                own = "/".join(map(escape, path))
+                seen = forms(prefix, own)
+                if _definer(type(node)) is not None and seen not in self._known:
+                    self._known[seen] = None
+                    self._open.add(seen)
                 mark = vars(node).get(_MARK)
                 if mark is not None and mark.rules == self._rules:
                     outer.add(id(node))  # by a scope of the same rules around this one
                 else:
                     before.append((node, mark))
-                    vars(node)[_MARK] = _Mark(own, self._rules)
+                    vars(node)[_MARK] = _Mark(prefix, own, self._rules)
         try:
             yield
         finally:
@@ -238,7 +247,7 @@ class Active:
         if mark is None and not self._depth:
             # A model that was put together here, by nnx.merge: it is a root.
             if self._outputs:
-                self.learn(flatten(module).paths)
+                self.learn(flatten(module).every_form())
             with self.marked([("", module)]):
                 return self.call(plain, module, args, kw)
         self._depth += 1
@@ -246,27 +255,33 @@ class Active:
             output = plain(*args, **kw)
         finally:
             self._depth -= 1
-        return output if mark is None else self.laid_out(mark.path, output)
+        if mark is None:
+            return output
+        return self.laid_out(mark.prefix, mark.path, output)
 
-    def laid_out(self, path: str, output: Any) -> Any:
+    def laid_out(self, prefix: str, path: str, output: Any) -> Any:
         """The output of the module at a path, leaf by leaf in its layout."""
-        self._known[path] = None
-        self._open.discard(path)
+        self._known[forms(prefix, path)] = None
+        self._open.discard(forms(prefix, path))
         leaves, treedef = jax.tree_util.tree_flatten_with_path(
             output, is_leaf=is_nnx_object
         )
         several = len(leaves) > 1
-        return jax.tree.unflatten(
-            treedef,
-            [self._leaf(path, join_keys(keys), x, several) for keys, x in leaves],
-        )
 
-    def _leaf(self, path: str, name: str, x: Any, several: bool) -> Any:
+        def laid(keys: Any, x: Any) -> Any:
+            name = join_keys(keys)
+            own = [forms(prefix, _joined(path, name))] if name else []
+            return self._leaf([*own, forms(prefix, path)], x, several)
+
+        return jax.tree.unflatten(treedef, [laid(keys, x) for keys, x in leaves])
+
+    def _leaf(self, paths: Sequence[tuple[str, ...]], x: Any, several: bool) -> Any:
+        """A leaf of an output; its own path, if it has one, and then the module's."""
         if is_nnx_object(x) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
-        rule = self._rule(_joined(path, name)) if name else None
+        rule = self._rule(*paths[0])
         if rule is None:
-            rule = self._rule(path)
+            rule = self._rule(*paths[-1])
             if several and not x.shape:
                 return x  # a loss beside the activations
         if rule is None or (rule.rank == "skip" and not _has_rank(rule, len(x.shape))):
@@ -274,30 +289,33 @@ class Active:
         try:
             return distribute_tensor(x, self._layout(rule, x.shape))
         except (LayoutError, MeshError) as error:
+            path = paths[-1][0]
             where = (f"{path!r}" if path else "the model") + f" {tuple(x.shape)}"
             fix = ""
             if several:
-                key = _joined(path, name)
                 fix = (
                     f"; it has several outputs, of which this one may have a rule of "
-                    f"its own: layout_map.activations[{key!r}] = …"
+                    f"its own: layout_map.activations[{paths[0][0]!r}] = …"
                 )
             raise type(error)(
                 f"the rule {rule.pattern!r} for the output of {where}: {error}{fix}"
             ) from error
 
-    def _rule(self, path: str) -> Rule | None:
-        """The rule for an output; of activations first, then Keras's spelling."""
-        if path not in self._found:
-            rules = self._rules
-            rule = self._chosen(rules.activations, path)
-            if rule is None and self._outputs:
-                rule = self._chosen(self._outputs, f"{path}/output")
-            self._found[path] = rule
-        return self._found[path]
+    def _rule(self, *own: str) -> Rule | None:
+        """The rule for an output; of activations first, then Keras's spelling.
 
-    def _chosen(self, rules: Sequence[Rule], path: str) -> Rule | None:
-        found = [rules[at] for at in reaching_the_end(rules, self._rules.match, path)]
+        Args:
+            *own: the forms of its path.
+        """
+        if own not in self._found:
+            rule = self._chosen(self._rules.activations, own)
+            if rule is None and self._outputs:
+                rule = self._chosen(self._outputs, _outputs_of(own))
+            self._found[own] = rule
+        return self._found[own]
+
+    def _chosen(self, rules: Sequence[Rule], own: Sequence[str]) -> Rule | None:
+        found = [rules[at] for at in reaching_the_end(rules, self._rules.match, own)]
         if not found:
             return None
         self._rules._fired.update(map(id, found))
@@ -305,7 +323,8 @@ class Active:
         if overlap == "error" and len({rule.layout for rule in found}) > 1:
             listed = ", ".join(f"{rule.pattern!r} → {rule.layout}" for rule in found)
             raise RuleError(
-                f"rules with different layouts match the output of {path!r}: {listed}; "
+                f"rules with different layouts match the output of {own[0]!r}: "
+                f"{listed}; "
                 'make one narrower, or use overlap="first" or "last"'
             )
         return found[-1] if overlap == "last" else found[0]
@@ -339,7 +358,8 @@ class Active:
             return
         lines = []
         for pattern in unused:
-            near = closest(pattern.removesuffix("/output"), self._known)
+            known = [own[0] for own in self._known]
+            near = closest(pattern.removesuffix("/output"), known)
             hint = f"; the closest is {near[0]!r}" if near else ""
             lines.append(f"{pattern!r}{hint}")
         text = (
@@ -352,9 +372,9 @@ class Active:
             tell(text)
 
     def _is_for_known(self, rule: Rule) -> bool:
-        ending = "/output" if rule in self._outputs else ""
+        named = _outputs_of if rule in self._outputs else tuple
         match = self._rules.match
-        return any(reaching_the_end([rule], match, p + ending) for p in self._known)
+        return any(reaching_the_end([rule], match, named(own)) for own in self._known)
 
 
 _ACTIVE: ContextVar[Active | None] = ContextVar(
@@ -382,11 +402,11 @@ def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if context.module.scope is None:  # a method of a module that holds no variables
         return plain(*args, **kwargs)
     if active is not None and not context.module.path:
-        active.learn(flatten(context.module.variables).paths)
+        active.learn(flatten(context.module.variables).every_form())
     output = plain(*args, **kwargs)
     if active is None or context.method_name != "__call__":
         return output
-    return active.laid_out("/".join(map(escape, context.module.path)), output)
+    return active.laid_out("", "/".join(map(escape, context.module.path)), output)
 
 
 def _modules_of(root: Any) -> list[tuple[Any, Any]]:
@@ -404,6 +424,11 @@ def _definer(cls: type) -> type | None:
 def _classes(cls: type) -> set[type]:
     below = {own for child in cls.__subclasses__() for own in _classes(child)}
     return below | {cls}
+
+
+def _outputs_of(own: Sequence[str]) -> tuple[str, ...]:
+    """The forms of a path of a module as Keras's spelling has them."""
+    return tuple(f"{form}/output" for form in own)
 
 
 def _joined(*parts: str) -> str:

@@ -426,7 +426,9 @@ def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
     owners: dict[str, OwnerLayout] = {}
     problems: list[str] = []
     mesh: DeviceMesh | None = None
-    for path, leaf in zip(flat.paths, flat.leaves, strict=True):
+    for at, leaf in enumerate(flat.leaves):
+        seen = flat.forms(at)
+        path = seen[0]  # as the state of optax has it
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             where = f"{path} is" if path else "got"
             raise StructureError(
@@ -440,7 +442,7 @@ def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
             mesh = mesh or own
             spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
             dims = tuple(dim_axes(entry) for entry in spec)
-            owners[path] = OwnerLayout(shape, dims, own, sharding.memory_kind)
+            owners[path] = OwnerLayout(shape, dims, own, sharding.memory_kind, seen)
         else:
             problems.append(f"{path} {show_shape(shape)}: {sharding}")
     if problems or mesh is None:

@@ -14,7 +14,7 @@ from flax_layoutmap._layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._mesh import DeviceMesh, same_grid, same_places
 from flax_layoutmap._metadata import Mark, mesh_axes
 from flax_layoutmap._optimizer_state import Origin
-from flax_layoutmap._paths import Flat, parameter_keys
+from flax_layoutmap._paths import Flat, forms, parameter_keys
 from flax_layoutmap._records import Decision, Reason, Shape
 from flax_layoutmap._rules import Matcher, Rule, RuleSet
 
@@ -27,7 +27,7 @@ class OwnerLayout:
     dims: tuple[tuple[str, ...], ...]
     mesh: DeviceMesh | None
     memory_kind: str | None = None
-    path: str = ""  # within its own tree; what optimizer rules see
+    forms: tuple[str, ...] = ()  # of its path; what optimizer rules see
     key: str = ""  # among all parameters of the tree
 
 
@@ -54,13 +54,21 @@ class Decider:
         """Decides all leaves by the rules; None where `skip` has something.
 
         The questions are folded paths with shapes; blocks with equal questions, as
-        layers have them, get one list of answers.
+        layers have them, get one list of answers. Sections whose prefixes fold to one
+        ask the same.
         """
-        shapes = self.shapes
+        shapes, flat = self.shapes, self.flat
+        asked: dict[str, tuple[dict[Any, Decision], dict[Any, Any]]] = {}
         known: dict[Any, Decision] = {}
         blocks: dict[Any, tuple[Sequence[Shape], list[Any]]] = {}
         rows: list[Any] = []
-        for start, folded, names in self.flat.blocks:
+        stop, prefixes = 0, ("", "")
+        for start, folded, names in flat.blocks:
+            if start >= stop:
+                section = flat.section(start)
+                stop, prefix = section.stop, section.seen
+                prefixes = prefix, self.matcher.fold_path(prefix)
+                known, blocks = asked.setdefault(prefixes[1], ({}, {}))
             own = shapes[start : start + len(names)]
             block = folded, names
             answered = blocks.get(block)
@@ -76,7 +84,7 @@ class Decider:
                 question = folded + name, shapes[at]
                 row = known.get(question)
                 if row is None:
-                    row = self.ask(known, question, at)
+                    row = self.ask(known, question, prefixes, at)
                     is_sure = is_sure and question in known
                 answers.append(row)
             if is_sure:
@@ -85,14 +93,25 @@ class Decider:
         return rows
 
     def ask(
-        self, known: dict[Any, Decision], question: tuple[str, Shape], at: int
+        self,
+        known: dict[Any, Decision],
+        question: tuple[str, Shape],
+        prefixes: tuple[str, str],
+        at: int,
     ) -> Decision:
-        """Decides a leaf; notes the answer if it is one for the folded path."""
-        path, shape = self.flat.paths[at], self.shapes[at]
-        sure, maybe = self.matcher.fold(question[0])
+        """Decides a leaf; notes the answer if it is one for the folded path.
+
+        Args:
+            known: question → answer.
+            question: the folded path within the section, and the shape.
+            prefixes: what leads to the section, plain and folded.
+            at: position of the leaf.
+        """
+        own, shape = forms(prefixes[0], self.flat.paths[at]), self.shapes[at]
+        sure, maybe = self.matcher.fold_forms(forms(prefixes[1], question[0]))
         if maybe:
-            return self.decide(path, self.matcher.refine(path, sure, maybe), shape)
-        row = known[question] = self.decide(path, sure, shape)
+            return self.decide(own, self.matcher.refine_forms(own, sure, maybe), shape)
+        row = known[question] = self.decide(own, sure, shape)
         return row
 
     def by_origins(
@@ -114,12 +133,12 @@ class Decider:
         matcher = Matcher(self.rules.optimizer, self.rules.match)
         if owners is None:
             for at, key in parameter_keys(self.flat).items():
-                row, path = rows[at], self.flat.paths[at]
+                row, seen = rows[at], self.flat.forms(at)
                 if row is not None:
-                    if at in plain and not matcher.matching(path):
-                        path = plain[at]
+                    if at in plain and not matcher.matching_forms(seen):
+                        seen = self.flat.forms(at, plain[at])
                     own[key] = OwnerLayout(
-                        self.shapes[at], row.dims, row.mesh, row.memory_kind, path, key
+                        self.shapes[at], row.dims, row.mesh, row.memory_kind, seen, key
                     )
         for at, origin in enumerate(found):
             if origin is not None:
@@ -127,14 +146,22 @@ class Decider:
 
     # ------------------------------------------------------------ one decision
 
-    def decide(self, path: str, matched: tuple[int, ...], shape: Shape) -> Decision:
-        """The decision for a leaf of this shape that these rules match."""
+    def decide(
+        self, own: tuple[str, ...], matched: tuple[int, ...], shape: Shape
+    ) -> Decision:
+        """The decision for a leaf of this shape that these rules match.
+
+        Args:
+            own: the forms of its path.
+            matched: positions of the rules.
+            shape: its shape.
+        """
         rules = self.rules.rules
         if len(matched) > 1:
-            alone = _exact_alone(rules, matched, path)
+            alone = _exact_alone(rules, matched, own)
             if fits(rules[alone[0]].layout, len(shape)):
                 matched = alone
-        exact = len(matched) == 1 and rules[matched[0]].pattern == path
+        exact = len(matched) == 1 and rules[matched[0]].pattern in own
         key = (matched, shape, exact)
         row = self.made.get(key)
         if row is None:
@@ -304,13 +331,14 @@ class Decider:
         self, origin: Origin, owner: OwnerLayout, shape: Shape, matcher: Matcher
     ) -> Decision:
         dims, rules = origin.dims or (), self.rules.optimizer
+        seen = owner.forms or (origin.owner or "",)
         matched = tuple(
             at
-            for at in matcher.matching(owner.path or origin.owner or "")
+            for at in matcher.matching_forms(seen)
             if owner.shape  # no rule lays out a scalar, nor what belongs to one
             if rules[at].rank == "error" or fits(rules[at].layout, len(owner.shape))
         )
-        matched = _exact_alone(rules, matched, owner.path or origin.owner or "")
+        matched = _exact_alone(rules, matched, seen)
         axes, mesh, memory_kind = owner.dims, owner.mesh, owner.memory_kind
         parameter = owner.key or origin.owner
         name = f"the layout of its parameter {parameter!r}"
@@ -348,7 +376,7 @@ class Decider:
         Only a rule that names every dim of the leaf applies: the leaf may have lost
         some dims of its parameter, and nothing tells which.
         """
-        shape, parts = self.shapes[at], self.flat.paths[at].split("/")
+        shape, parts = self.shapes[at], self.flat.forms(at)[0].split("/")
         why = "its parameters are not in the tree: pass params= and tx= to resolve"
         if math.prod(shape) <= 1:  # a placeholder
             return self.unknown(at, why)
@@ -511,10 +539,11 @@ def _differ(rules: Sequence[Rule], at_each: Sequence[int]) -> bool:
 
 
 def _exact_alone(
-    rules: Sequence[Rule], at_each: tuple[int, ...], path: str
+    rules: Sequence[Rule], at_each: tuple[int, ...], own: tuple[str, ...]
 ) -> tuple[int, ...]:
     """The exact key among rules (one with `rank="skip"`), else all of them."""
-    return tuple(at for at in at_each if rules[at].pattern == path) or at_each
+    exact = {rules[at].pattern: at for at in at_each if rules[at].pattern in own}
+    return next(((exact[form],) for form in own if form in exact), at_each)
 
 
 def _named(rules: Sequence[Rule], at: int) -> str:

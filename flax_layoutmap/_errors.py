@@ -89,10 +89,18 @@ def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
     return difflib.get_close_matches(name, list(choices), n=count, cutoff=0.4)
 
 
+def meant(name: str, choices: Iterable[str]) -> str | None:
+    """Returns the one that `name` is a misspelling of, most likely; None for none."""
+    # Of a short name, a few letters are a large share.
+    cutoff = 0.6 if len(name) > 4 else 0.7
+    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Returns `'; did you mean 'x'?'`, or an empty string when nothing is close."""
-    found = closest(name, choices)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    found = meant(name, choices)
+    return "" if found is None else f"; did you mean {found!r}?"
 
 
 def warn(text: str) -> None:

@@ -18,13 +18,12 @@ from flax_layoutmap._serialise import rules_to_json
 from flax_layoutmap._table import human_bytes
 
 
-def explain(leaf: ResolvedLeaf, row: Decision, path: str, rules: RuleSet) -> str:
+def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
     """Tells in a few lines why a leaf got its layout, or why it got none.
 
     Args:
         leaf: the leaf.
         row: its decision.
-        path: its path as the rules see it.
         rules: the rules.
     """
     lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
@@ -43,7 +42,7 @@ def explain(leaf: ResolvedLeaf, row: Decision, path: str, rules: RuleSet) -> str
     if row.fallback:
         lines.append(f"  fallback: {row.fallback}")
     if row.reason == "no rule":
-        lines.append(f"  {_near_miss(path, rules)}")
+        lines.append(f"  {_near_miss(leaf.path, rules)}")
     if row.shard_shape is not None:
         per_device = human_bytes(leaf.bytes_per_device)
         lines.append(f"  each device holds {show_shape(row.shard_shape)}, {per_device}")

@@ -19,7 +19,6 @@ from flax import nnx
 from flax_layoutmap._flax_internals import (
     attributes_of,
     check_can_write,
-    is_nnx_object,
     metadata_of,
     nnx_split,
     objects_of,
@@ -209,15 +208,6 @@ def change_of(
             new.append(leaf)
     origins = tuple(number.get(id(node)) for node in after.objects)
     return Change(after.graphdef, after.treedef, origins, tuple(sources)), new
-
-
-def nodes_in(tree: Any) -> list[Any]:
-    """The NNX objects in a result."""
-    return [
-        leaf
-        for leaf in jax.tree.leaves(tree, is_leaf=is_nnx_object)
-        if is_nnx_object(leaf)
-    ]
 
 
 def without_objects(tree: Any, objects: Iterable[Any]) -> tuple[Any, bool]:

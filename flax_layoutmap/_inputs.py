@@ -51,8 +51,8 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
     except StructureError:
         return False  # without paths no rule can mean it
     found = any(
-        _is_sharded(rules, path, np.ndim(leaf))
-        for path, leaf in zip(flat.paths, flat.leaves, strict=True)
+        _is_sharded(rules, flat.forms(at), np.ndim(leaf))
+        for at, leaf in enumerate(flat.leaves)
     )
     if not found:
         _tell_of_parameters(argument.name, flat, rules)
@@ -72,7 +72,8 @@ def _tell_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
     missed = [
         at
         for at, (path, leaf) in enumerate(zip(flat.paths, flat.leaves, strict=True))
-        if np.ndim(leaf) > 1 and _PARAMETER.search(path) and not rules.matching(path)
+        if np.ndim(leaf) > 1 and _PARAMETER.search(path)
+        if not rules.matcher.matching_forms(flat.forms(at))
     ]
     if not missed:
         return
@@ -88,10 +89,10 @@ def _tell_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
     announce(rules, [text])
 
 
-def _is_sharded(rules: RuleSet, path: str, ndim: int) -> bool:
+def _is_sharded(rules: RuleSet, own: tuple[str, ...], ndim: int) -> bool:
     if not ndim:
         return False
-    found = [rules.rules[at].layout for at in rules.matching(path)]
+    found = [rules.rules[at].layout for at in rules.matcher.matching_forms(own)]
     fitting = [layout for layout in found if fits(layout, ndim)]
     if rules.overlap != "error":
         fitting = fitting[-1:] if rules.overlap == "last" else fitting[:1]
@@ -277,7 +278,7 @@ def fit(
                     f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
                     f"{show_sharding(sharding)}, it is {show_sharding(own)}"
                 )
-                hints[_hint(argument, at, rules)] = None
+                hints[_hint(arguments, argument, at, rules)] = None
     if deleted:  # given to a program, some backends end the process
         more = f" and {len(deleted) - 4} more" if len(deleted) > 4 else ""
         raise LayoutError(
@@ -303,21 +304,38 @@ def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _hint(argument: Argument, at: int, rules: RuleSet | None) -> str:
+def _hint(
+    arguments: Sequence[Argument], argument: Argument, at: int, rules: RuleSet | None
+) -> str:
     """What to do with a leaf that is elsewhere."""
-    sections = flatten(Roots({argument.name: argument.value})).sections
-    if not any(s.role == "optimizer" and s.start <= at < s.stop for s in sections):
+    flat, name = flatten(Roots({argument.name: argument.value})), argument.name
+    if flat.section(at).role != "optimizer":
+        if rules is not None and _goes_by_its_name(flat, at, rules):
+            return (
+                f"the rules name the argument {name!r}, so the model has to be called "
+                f"so where it is made or moved, too: layout_map.place({{{name!r}: "
+                f"{name}}}), or flm.create(lambda: {{{name!r}: make()}}, layout_map)"
+            )
         return (
             "move them first, layout_map.place(model), or make the model with "
             "flm.create(make, layout_map)"
         )
     # By itself, the state of an optimizer does not show whose parameters it follows.
     more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
+    named = [one.name for one in arguments if one.has_objects or one is argument]
+    named = ["model", name] if len(named) == 1 else named
+    both = ", ".join(f"{one!r}: {one}" for one in named)
     return (
         f"make the optimizer with flm.create_optimizer(model, tx{more}), or place the "
-        "tree that holds both, layout_map.place({'model': model, 'optimizer': "
-        "optimizer})"
+        f"tree that holds both, layout_map.place({{{both}}})"
     )
+
+
+def _goes_by_its_name(flat: Flat, at: int, rules: RuleSet) -> bool:
+    """Whether the rules of a leaf depend on the name of its argument."""
+    whole, *within = flat.forms(at)
+    ask = rules.matcher.matching_forms
+    return bool(within) and ask((whole, *within)) != ask(within)
 
 
 def show_sharding(sharding: Any) -> str:

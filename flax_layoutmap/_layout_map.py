@@ -176,6 +176,11 @@ class LayoutMap(_Section):
     `in`, iteration, `len`, `del`, `pop`, `setdefault`. Setting a key that exists
     raises; `replace` changes it.
 
+    A pattern sees the path of a parameter whole, as it is printed, and also without the
+    names that lead to its model: of `{"policy": model}` both `policy/up/kernel` and
+    `up/kernel`, of Linen's variables `params/up/kernel` and `up/kernel`. It holds if it
+    matches one of them, `^up/` as well as `^policy/`; of exact keys the longest wins.
+
     A LoRA matrix (`lora_a`, `kernel_lora_b`, `lora/a`, …) follows its kernel, dim by
     dim, with the rank replicated, unless a rule matches it and not the kernel; a rule
     that matches both is about the kernel. What `nnx.LoRA` was put around keeps its

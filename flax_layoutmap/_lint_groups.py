@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from flax_layoutmap._records import Decision, leaf_bytes, show_shape
@@ -110,13 +110,3 @@ def bytes_of_decisions(resolution: Resolution) -> dict[int, int]:
         for key, count in collections.Counter(own).items():
             found[key] += leaf_bytes(first[key], dtype) * count
     return found
-
-
-def representatives(resolution: Resolution) -> Iterator[int]:
-    """One position for each path but for its numbers, as far as that is known."""
-    seen = set()
-    for block in resolution._flat.blocks:
-        key = block.folded, block.names
-        if key not in seen:
-            seen.add(key)
-            yield from range(block.start, block.start + len(block.names))

@@ -1,15 +1,15 @@
 """What rules match of a model: nothing, nothing of their own, or more than they say."""
 
-import difflib
 import functools
 import itertools
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import get_args
 
 from flax_layoutmap._issues import Issue
 from flax_layoutmap._lint_about import about, axes_code, key_code, later, name_of
-from flax_layoutmap._lint_groups import NUMBER, representatives
+from flax_layoutmap._lint_groups import NUMBER
+from flax_layoutmap._report import nearest
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._rules import Match, Matcher, Rule, first_match, is_for_outputs
 
@@ -18,8 +18,6 @@ _HINTS = 5
 # More than these are rules for other models: no spelling mends that.
 _MANY = 40
 _MOST_PATHS = 2000
-# Below this likeness a path is none that the pattern was to match.
-_ALIKE = 0.4
 # Two neighbours of which the second goes on with what the first is part of.
 _GOES_ON = {"a-z": re.compile("[A-Za-z][a-z]"), "0-9": re.compile("[0-9][0-9]")}
 # Above this likeness a path is taken for what the pattern was to be.
@@ -28,6 +26,9 @@ _SURELY_MEANT = 0.8
 
 # The section of a rule, and its number in there.
 Number = tuple[str, int | None]
+# Paths, found when they are needed; and whether no rule matches them.
+_Paths = Callable[[], Sequence[str]]
+_NearPaths = Callable[[], Sequence[tuple[str, bool]]]
 
 
 def lint_matches(
@@ -42,7 +43,7 @@ def lint_matches(
     """
     yield from _unused(resolution, unused, explained)
     yield from _never_decides(resolution)
-    some = tuple(representatives(resolution))
+    some = tuple(resolution._flat.representatives())
     yield from _inside_of_names(resolution, some)
     yield from _goes_on(resolution, some)
 
@@ -63,6 +64,7 @@ def _unused(
 ) -> Iterator[Issue]:
     rules = resolution.rules
     paths = functools.cache(lambda: _paths(resolution))
+    near = functools.cache(lambda: list(resolution.parameter_paths()))
     severity = "info" if rules.strict is False else "warning"
     hints = _HINTS if len(unused) <= _MANY else 1
     for at, (section, number) in enumerate(unused):
@@ -70,7 +72,7 @@ def _unused(
             continue
         rule = getattr(rules, section)[number - 1]
         if at < hints:
-            given = rules.match, paths
+            given = rules.match, paths, near
             yield later(
                 "LM101", severity, section, number, rule, _spelt_otherwise, given
             )
@@ -83,23 +85,26 @@ def _told_to_go(section: str, rule: Rule, _: None) -> tuple[str, str]:
 
 
 def _paths(resolution: Resolution) -> list[str]:
-    """The paths that the rules see, but for their numbers."""
-    paths = resolution._flat.paths
-    found = (NUMBER.sub("0", paths[at]) for at in representatives(resolution))
-    return sorted(set(itertools.islice(found, _MOST_PATHS)))
+    """The paths that the rules see, in all their forms; of equal layers, the first."""
+    every = map(resolution._flat.forms, resolution._flat.representatives())
+    found: dict[str, str] = {}
+    for form in itertools.chain.from_iterable(every):
+        if len(found) < _MOST_PATHS:
+            found.setdefault(NUMBER.sub("0", form), form)
+    return sorted(found.values())
 
 
 def _spelt_otherwise(
-    section: str, rule: Rule, given: tuple[Match, Callable[[], Sequence[str]]]
+    section: str, rule: Rule, given: tuple[Match, _Paths, _NearPaths]
 ) -> tuple[str, str]:
     """The same, with what the rule may have meant."""
-    match, paths = given
-    hint, fix = _meant(match, paths(), section, rule)
+    match, paths, near = given
+    hint, fix = _meant(match, paths(), section, rule, near)
     return f" matches no leaf{hint}", fix
 
 
 def _meant(
-    match: Match, paths: Sequence[str], section: str, rule: Rule
+    match: Match, paths: Sequence[str], section: str, rule: Rule, near: _NearPaths
 ) -> tuple[str, str]:
     """What the rule may have meant: the end of a message, and a fix."""
     pattern = rule.pattern
@@ -130,32 +135,13 @@ def _meant(
         other = re.sub("/+", "/", other).strip("/")
         if fits(other):
             return f": {why}", f"{key_code(section, other)} = {axes}  # not {old}"
-    parts = pattern.count("/") + 1
-    near = _closest(pattern, {"/".join(path.split("/")[-parts:]) for path in paths})
-    if near is None:
+    found = nearest(pattern, near())
+    if found is None:
         return "", f"del {old}"
-    hint = f"; the closest path ends in {near!r}"
-    if difflib.SequenceMatcher(None, pattern, near).ratio() < _SURELY_MEANT:
-        return hint, f"del {old}, or make it match"
-    key = key_code(section, near.replace("0", r"\d+"))
-    return hint, f"{key} = {axes}  # not {old}"
-
-
-def _closest(pattern: str, ends: Iterable[str]) -> str | None:
-    """What `difflib.get_close_matches` finds first, with fewer of its comparisons."""
-    matcher = difflib.SequenceMatcher(b=pattern)
-    bounds = []
-    for end in ends:
-        matcher.set_seq1(end)
-        bound = min(matcher.real_quick_ratio(), matcher.quick_ratio())
-        bounds.append((bound, end))
-    best = _ALIKE, ""
-    for bound, end in sorted(bounds, reverse=True):
-        if bound < best[0]:
-            break  # the others can be no better
-        matcher.set_seq1(end)
-        best = max(best, (matcher.ratio(), end))
-    return best[1] or None
+    if found.likeness < _SURELY_MEANT and not found.is_free:
+        return found.hint, f"del {old}, or make it match"
+    key = key_code(section, NUMBER.sub(r"\\d+", found.ending))
+    return found.hint, f"{key} = {axes}  # not {old}"
 
 
 def _wider(pattern: str) -> tuple[str, ...]:
@@ -219,18 +205,18 @@ def _inside_of_names(resolution: Resolution, some: Sequence[int]) -> Iterator[Is
     for key, row in resolution._distinct.items():
         if row.rule is not None and row.reason in ("rule", "exact key"):
             users.setdefault(row.rule, set()).add(key)
-    by_key: dict[int, dict[str, str]] = {}
+    by_key: dict[int, set[tuple[str, ...]]] = {}
     digits = {at for at in users if _ends_in_a_digit(rules.rules[at].pattern)}
     whole = {key for at in digits for key in users[at]}
-    paths = resolution._flat.paths
-    for at in range(len(paths)) if whole else some:
-        key, path = id(resolution._rows[at]), paths[at]
-        by_key.setdefault(key, {})[path] = path
+    for at in range(len(resolution)) if whole else some:
+        key, own = id(resolution._rows[at]), resolution._flat.forms(at)
+        by_key.setdefault(key, set()).add(own)
     for at, keys in users.items():
         rule = rules.rules[at]
         if rule.layout.is_replicated or not _begins_or_ends_a_name(rule.pattern):
             continue
-        found = sorted({path for key in keys for path in by_key.get(key, ())})
+        every = {own for key in keys for own in by_key.get(key, ())}
+        found = sorted({_matched(rule, rules.match, own) for own in every})
         kind = "0-9" if at in digits else "a-z"
         likely = [path for path in found if _cuts(rule, kind, rules.match, path)]
         clean = _cleanly(rule, kind, rules.match) if likely else None
@@ -278,11 +264,12 @@ def _goes_on(resolution: Resolution, some: Sequence[int]) -> Iterator[Issue]:
         at for at in deciding if at is not None and _is_for_fullmatch(rules.rules[at])
     }
     for at in some if untold else ():
-        row, path = resolution._rows[at], resolution._flat.paths[at]
+        row, path = resolution._rows[at], resolution.paths[at]
         if row.rule not in untold or row.reason != "rule":
             continue
         rule = rules.rules[row.rule]
-        if not Matcher((rule,), "fullmatch").matching(path):
+        own = resolution._flat.forms(at)
+        if not Matcher((rule,), "fullmatch").matching_forms(own):
             untold.discard(row.rule)
             key = key_code("rules", f"{rule.pattern}$")
             yield about(
@@ -312,6 +299,12 @@ def _begins_or_ends_a_name(pattern: str) -> bool:
 
 def _ends_in_a_digit(pattern: str) -> bool:
     return pattern[-1:].isdigit() and pattern[-2:-1] != "\\"
+
+
+def _matched(rule: Rule, match: Match, own: tuple[str, ...]) -> str:
+    """The form of a path that a rule matches; the whole one for its exact key."""
+    matched = (form for form in own if first_match(rule, match, form) is not None)
+    return next(matched, own[0])
 
 
 def _cuts(rule: Rule, kind: str, match: Match, path: str) -> bool:

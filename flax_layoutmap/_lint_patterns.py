@@ -24,7 +24,6 @@ from flax_layoutmap._rules import (
 # there is no slash.
 _PART_START = re.compile(r"\((?:\?:)?(?:\^\|/|/\|\^)\)")
 _ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(?:\^|\$|\\A|\\Z)")
-_LINEN = re.compile(r"(?:\^|\\A)params/")
 
 
 def lint_patterns(rules: RuleSet, section: str, examples: Examples) -> Iterator[Issue]:
@@ -37,18 +36,6 @@ def lint_patterns(rules: RuleSet, section: str, examples: Examples) -> Iterator[
         if example == "":
             yield _dead(rules, section, number, rule)
             continue
-        if _LINEN.match(rule.pattern):
-            short = _LINEN.sub("^", rule.pattern)
-            yield about(
-                "LM006",
-                "warning",
-                section,
-                number,
-                rule,
-                " begins with 'params/', which is no part of the paths of Linen's "
-                "parameters",
-                f"{key_code(section, short)} = {axes_code(rule)}",
-            )
         if rules.match != "search" or rule.pattern.startswith(".*"):
             yield from _written_for_another_mode(rules, section, number, rule, example)
         if example and likely and (rules.overlap != "first" or likely[0] < at):

@@ -65,23 +65,17 @@ def swapped(resolution: Resolution) -> Iterator[Issue]:
 
 def _leaves(resolution: Resolution) -> Iterator[_Leaf]:
     """The sharded matrices of a model, those of equal layers once."""
-    roles, paths = resolution._roles(), resolution._flat.paths
-    seen = set()
-    for block in resolution._flat.blocks:
-        key = block.folded, block.names
-        if key in seen:
+    roles, paths = resolution._roles(), resolution.paths
+    for at in resolution._flat.representatives():
+        row = resolution._rows[at]
+        if row.rule is None or row.reason not in ("rule", "exact key"):
             continue
-        seen.add(key)
-        for at in range(block.start, block.start + len(block.names)):
-            row = resolution._rows[at]
-            if row.rule is None or row.reason not in ("rule", "exact key"):
-                continue
-            if len(row.dims) < 2 or not any(row.dims) or roles[at] != "parameter":
-                continue
-            *parents, name = paths[at].split("/")
-            module = parents.pop() if name in _WEIGHTS and parents else name
-            shape, where = resolution.shapes[at], "/".join(parents)
-            yield _Leaf(at, where, module, name, shape, row.dims, row.rule)
+        if len(row.dims) < 2 or not any(row.dims) or roles[at] != "parameter":
+            continue
+        *parents, name = paths[at].split("/")
+        module = parents.pop() if name in _WEIGHTS and parents else name
+        shape, where = resolution.shapes[at], "/".join(parents)
+        yield _Leaf(at, where, module, name, shape, row.dims, row.rule)
 
 
 def _of_one_layer(siblings: Sequence[_Leaf]) -> list[_Leaf]:
@@ -163,8 +157,8 @@ def _fit(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
 def _issue(
     resolution: Resolution, leaf: _Leaf, other: _Leaf, *, row: bool = False
 ) -> Issue:
-    paths, rules = resolution._flat.paths, resolution.rules.rules
-    path, shape = resolution.paths[leaf.at], resolution.shapes[leaf.at]
+    paths, rules = resolution.paths, resolution.rules.rules
+    path, shape = paths[leaf.at], resolution.shapes[leaf.at]
     if row:
         dims = (leaf.dims[-1], *leaf.dims[1:-1], leaf.dims[0])
         why = "both on their out-dims, so that the features are gathered in between"

@@ -1,10 +1,12 @@
 """Which parameters of a tree each optimizer state in it belongs to.
 
 An optimizer knows its parameters by the paths of the tree it was given. The whole tree
-may hold several models with the same paths, or its parameters below a prefix.
+may hold several models with the same paths, or its parameters below a prefix. Shapes
+tell such models apart, then where the optimizer is and what it is called.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +34,12 @@ from flax_layoutmap._paths import (
 
 
 def find_origins(
-    tree: Any, flat: Flat, shapes: Sequence[Shape], dtypes: Sequence[Any], tx: Any
+    tree: Any,
+    flat: Flat,
+    shapes: Sequence[Shape],
+    dtypes: Sequence[Any],
+    tx: Any,
+    given: Sequence[Any] = (),
 ) -> list[Origin | None] | None:
     """Origin of each leaf in the optimizer sections; None where there are none.
 
@@ -43,6 +50,7 @@ def find_origins(
         dtypes: dtype of each leaf.
         tx: the optax transformation; None takes that of an `nnx.Optimizer` or
             TrainState in the tree.
+        given: trees of parameters that it may have been given, to be tried first.
     """
     if all(section.role != "optimizer" for section in flat.sections):
         return None
@@ -53,51 +61,73 @@ def find_origins(
             continue
         span = slice(section.start, section.stop)
         state = dict(zip(flat.paths[span], shapes[span], strict=True))
-        tags = _section_tags(tree, section, flat, state, dtypes, tx)
+        tx_of = tx if tx is not None else getattr(section.node, "tx", None)
+        tried = itertools.chain(
+            given, _candidates(tree, section.node, flat, state, shapes, dtypes)
+        )
+        tags = {} if tx_of is None else _section_tags(section, state, tx_of, tried)
         own = groups
         if is_optimizer_with_model(section.node):  # it is about no other model
-            own = _parameter_groups(flat, shapes, f"{section.prefix}model/") or groups
-        result[span] = best_origins(state, own, tags)
+            below = f"{section.prefix}model/"
+            own = {p: one for p, one in groups.items() if p.startswith(below)} or groups
+        found = best_origins(state, list(own.values()), tags)
+        if any(origin.others for origin in found):
+            near = best_origins(state, _nearest(section.prefix, own), tags)
+            found = near if _explained(near) == _explained(found) else found
+        result[span] = found
     return result
 
 
-def _parameter_groups(
-    flat: Flat, shapes: Sequence[Shape], prefix: str = ""
-) -> list[Owners]:
-    """One group for each section of parameters: a model, Linen's `params`, …"""
+def _explained(found: Sequence[Origin]) -> int:
+    return sum(origin.dims is not None for origin in found)
+
+
+def _nearest(prefix: str, groups: Mapping[str, Owners]) -> list[Owners]:
+    """Of models with the same paths, the one that an optimizer is for by its place.
+
+    It is beside the model, in one container that holds no other, or has its name in
+    its own: `generator_optimizer`. All of them, where this tells none apart.
+    """
+
+    def nearness(other: str) -> tuple[int, bool]:
+        pairs = list(zip(prefix.split("/"), other.split("/"), strict=False))
+        same = list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        own, name = [*pairs, ("", "")][len(same)]
+        return len(same), name != "" and name in own
+
+    most = max(map(nearness, groups))
+    return [one for other, one in groups.items() if nearness(other) == most]
+
+
+def _parameter_groups(flat: Flat, shapes: Sequence[Shape]) -> dict[str, Owners]:
+    """By its prefix, each section of parameters: a model, Linen's `params`, …
+
+    An optimizer may have been given what is in the section, or what the section is in:
+    each form of a path counts.
+    """
     keys = parameter_keys(flat)
-    groups = []
+    groups: dict[str, Owners] = {}
     for section in flat.sections:
-        if not section.prefix.startswith(prefix):
-            continue
         own = [at for at in range(section.start, section.stop) if at in keys]
         if own:
-            groups.append(
-                Owners(
-                    {flat.paths[at]: shapes[at] for at in own},
-                    {flat.paths[at]: keys[at] for at in own},
-                )
+            every = [(form, at) for at in own for form in flat.forms(at)]
+            group = Owners(
+                {form: shapes[at] for form, at in every},
+                {form: keys[at] for form, at in every},
             )
+            known = groups.get(section.prefix)
+            groups[section.prefix] = group if known is None else known.merged(group)
     return groups
 
 
 def _section_tags(
-    tree: Any,
-    section: Section,
-    flat: Flat,
-    state: Mapping[str, Shape],
-    dtypes: Sequence[Any],
-    tx: Any,
+    section: Section, state: Mapping[str, Shape], tx: Any, tried: Iterable[Any]
 ) -> Mapping[str, Any]:
-    """Traces the optimizer of one section over the parameters of the tree, if known."""
-    node = section.node
-    tx = tx if tx is not None else getattr(node, "tx", None)
-    if tx is None:
-        return {}
-    if is_train_state(node):
-        return tagged_dims(tx.init, node.params)
+    """Traces the optimizer of one section over the parameters that fit its state."""
+    if is_train_state(section.node):
+        return tagged_dims(tx.init, section.node.params)
     best: Mapping[str, Any] = {}
-    for params in _candidates(tree, node, flat, state, dtypes):
+    for params in tried:
         tags = try_tagged_dims(tx.init, params)
         for own in _parts_at(section.prefix, tags):
             for prefix in ("opt_state/", ""):
@@ -130,6 +160,7 @@ def _candidates(
     node: Any,
     flat: Flat,
     state: Mapping[str, Shape],
+    shapes: Sequence[Shape],
     dtypes: Sequence[Any],
 ) -> Iterator[Any]:
     """Trees of parameters that an optimizer state may have been made from."""
@@ -138,19 +169,36 @@ def _candidates(
     if node is not None:
         for module in _modules(tree):
             yield nnx_state(module, node.wrt)
+    for structs in _sections_and_around(flat, shapes, dtypes):
+        for prefix in ("", *prefixes(state, structs)):
+            below = paths_below(prefix, structs)
+            owned = {owner_of(path, below) for path in state}
+            trained = {p: leaf for p, leaf in below.items() if p in owned}
+            yield from map(_nest, filter(None, (below, trained)))
+
+
+def _sections_and_around(
+    flat: Flat, shapes: Sequence[Shape], dtypes: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
+    """The parameters of each section, by path; then those of what sections are in.
+
+    Of `{"model": {"params": …, "batch_stats": …}}`: of the model, and of all.
+    """
+    full, every, starts = flat.full_paths(), {}, {}
     for section in flat.sections:
         if section.role == "parameter":
-            own = [at for at in range(section.start, section.stop) if flat.paths[at]]
-            structs = {
-                flat.paths[at]: jax.ShapeDtypeStruct(flat.leaves[at].shape, dtypes[at])
-                for at in own
-                if at not in flat.fixed and hasattr(flat.leaves[at], "shape")
+            own = {
+                at: jax.ShapeDtypeStruct(shapes[at], dtypes[at])
+                for at in range(section.start, section.stop)
+                if at not in flat.fixed and dtypes[at] is not None
             }
-            for prefix in ("", *prefixes(state, structs)):
-                below = paths_below(prefix, structs)
-                owned = {owner_of(path, below) for path in state}
-                trained = {p: leaf for p, leaf in below.items() if p in owned}
-                yield from map(_nest, filter(None, (below, trained)))
+            yield {flat.paths[at]: leaf for at, leaf in own.items() if flat.paths[at]}
+            every |= {full[at]: leaf for at, leaf in own.items()}
+            parts = section.prefix.split("/")[:-1]
+            for count in reversed(range(len(parts))):
+                starts["".join(f"{part}/" for part in parts[:count])] = None
+    for start in starts:
+        yield paths_below(start, every)
 
 
 def _modules(tree: Any) -> list[Any]:

@@ -9,12 +9,15 @@ unboxed Linen variables, an optimizer state or a checkpoint:
 - a module is read through `nnx.state`, so that a tied Variable appears once;
 - a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique.
 
-Rules see the path of a parameter within its own tree of parameters, so a tree is cut
-into sections: a module inside a dict, Linen's `params`, an optimizer state.
+A tree is cut into sections: a module inside a dict, Linen's `params`, an optimizer
+state. Rules see the path whole, and also without the names that lead to its section, so
+that they hold for any wrapping; see `forms`.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -39,6 +42,7 @@ class Section:
         prefix: what the path of the whole tree has before the section's own paths.
         role: what the leaves are.
         node: the object, for an optimizer or a train state; else None.
+        unseen: how many characters of the prefix the rules do not see.
     """
 
     start: int
@@ -46,6 +50,16 @@ class Section:
     prefix: str
     role: Role
     node: Any = None
+    unseen: int = 0
+
+    def forms(self, path: str) -> tuple[str, ...]:
+        """The forms that rules see of a path within it."""
+        return forms(self.seen, path)
+
+    @property
+    def seen(self) -> str:
+        """What of the prefix the rules see."""
+        return self.prefix[self.unseen :]
 
 
 class Block(NamedTuple):
@@ -99,12 +113,64 @@ class Flat:
             full.extend(prefix + p if p else prefix.removesuffix("/") for p in own)
         return full
 
+    def section(self, at: int) -> Section:
+        """The section of a leaf."""
+        return self.sections[bisect.bisect_right(self.sections, at, key=_START) - 1]
+
+    def forms(self, at: int, path: str | None = None) -> tuple[str, ...]:
+        """The path of a leaf in each form that rules see, whole first.
+
+        Args:
+            at: position of the leaf.
+            path: another path within its section, as if it were there.
+        """
+        return self.section(at).forms(self.paths[at] if path is None else path)
+
+    def representatives(self) -> Iterator[int]:
+        """One position for each path but for its numbers, as far as that is known."""
+        seen = set()
+        for block in self.blocks:
+            key = self.section(block.start).prefix, block.folded, block.names
+            if key not in seen:
+                seen.add(key)
+                yield from range(block.start, block.start + len(block.names))
+
+    def every_form(self) -> Iterator[str]:
+        """All forms of the paths of all leaves."""
+        for section in self.sections:
+            for path in self.paths[section.start : section.stop]:
+                yield from section.forms(path)
+
+
+_START = operator.attrgetter("start")
+
+
+def forms(prefix: str, path: str) -> tuple[str, ...]:
+    """The forms of a path that rules see: a rule is for it if it matches one of them.
+
+    Args:
+        prefix: what leads to its section, `state/params/`, or nothing.
+        path: the path within the section, `up/kernel`.
+
+    Returns:
+        The path whole, and then with less and less of the prefix:
+        `state/params/up/kernel`, `params/up/kernel`, `up/kernel`.
+    """
+    if not prefix:
+        return (path,)
+    parts = prefix.split("/")[:-1]
+    below = [path] if path else []
+    longer = ("/".join([*parts[at:], *below]) for at in range(len(parts)))
+    return (*longer, path)
+
 
 @jax.tree_util.register_pytree_with_keys_class
 class Roots:
     """Several trees under names, such as the arguments of a function.
 
-    Unlike in a dict, rules see the path of a parameter within its own tree.
+    Each is a section. Rules see the name of an object of Flax, as they would in a dict,
+    but not that of a container of arrays, which may be data: for the rule `b`, each
+    `batch` would be a parameter. A name may be a path.
     """
 
     def __init__(self, trees: Mapping[str, Any]) -> None:

@@ -44,7 +44,6 @@ from flax_layoutmap._graph import (
     change_of,
     drain,
     is_value,
-    nodes_in,
     with_objects,
     without_objects,
 )
@@ -233,7 +232,8 @@ def make_program(
     order = [slot for slot, _ in slots]
     seen = _Seen()
 
-    known = () if asked.resolution is None else asked.resolution.paths
+    made = asked.resolution
+    known = () if made is None else tuple(made._flat.every_form())
     told: list[str] = []
 
     def flat(leaves: list[Any]) -> Any:
@@ -250,8 +250,9 @@ def make_program(
     layouts: list[Any] = [wanted[at] for at in (*seen.changed, *seen.nested)]
     moved: list[int] = []
     if change is not None:
+        new = seen.returned, types[: seen.count]
         after, asked = wanted_after(
-            arguments, wanted, change, types[: seen.count], job.in_sharding, rules
+            arguments, wanted, change, *new, job.in_sharding, rules
         )
         stays = {at: wanted[at] != where for at, where in change.at(after, stays=True)}
         moved = [at for at, moves in stays.items() if moves]
@@ -392,6 +393,7 @@ class _Seen:
         changed: positions of the values that it changed.
         nested: positions of what else it changed.
         change: what else it did to NNX objects, or None.
+        returned: where in its result the new NNX objects are.
         count: how many outputs come before its result.
         out_tree: the structure of its result.
         returns_objects: whether NNX objects or their Variables are in it.
@@ -400,6 +402,7 @@ class _Seen:
     changed: tuple[int, ...] = ()
     nested: tuple[int, ...] = ()
     change: Change | None = None
+    returned: tuple[str, ...] = ()
     count: int = 0
     out_tree: Any = None
     returns_objects: bool = False
@@ -419,7 +422,8 @@ def call_job(
         job: the function.
         order: the arguments in the order of the signature.
         rules: the rule set, or None.
-        parameters: paths of the parameters among the arguments, for rules `…/output`.
+        parameters: paths of the parameters among the arguments, in all their forms,
+            for rules `…/output`.
         values: the arguments.
         tell: is told of activation rules that never fired.
     """
@@ -436,12 +440,13 @@ def call_job(
 
 
 def _roots(value: Any) -> list[tuple[str, Any]]:
-    """The NNX objects in an argument, each with its path there."""
+    """The NNX objects in an argument, each with what its paths begin with there."""
     try:
         leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_nnx_object)
     except (TypeError, ValueError):  # a constant that JAX cannot flatten
         return []
-    return [(join_keys(keys), leaf) for keys, leaf in leaves if is_nnx_object(leaf)]
+    found = [(join_keys(keys), leaf) for keys, leaf in leaves if is_nnx_object(leaf)]
+    return [(f"{path}/" if path else "", leaf) for path, leaf in found]
 
 
 def _on_leaves(
@@ -468,13 +473,15 @@ def _on_leaves(
     result = call(values)
     after = Graph(nodes)
     known = set(map(id, after.objects))
-    returned = [node for node in nodes_in(result) if id(node) not in known]
+    made = [(path, node) for path, node in _roots(result) if id(node) not in known]
+    returned = [node for _, node in made]
     new = None if returned else _changed_values(before, after, positions, seen)
     if new is None:
         check_apart(arguments, copies, nnx.Variable)
         after = Graph([*nodes, *returned])
         _check_new(arguments, copies, returned, before)
         seen.change, new = change_of(before, after, positions, leaves)
+        seen.returned = tuple(path for path, _ in made)
     plain, seen.returns_objects = without_objects(result, after.objects)
     results, seen.out_tree = jax.tree.flatten(plain)
     seen.count = len(new)

@@ -1,12 +1,14 @@
 """A resolved tree as text, Markdown or JSON, from plain records."""
 
 import dataclasses
+import difflib
+import itertools
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from flax_layoutmap._errors import LayoutError, closest
+from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._fold import Fold, apart, fold, relation
 from flax_layoutmap._leaf_table import Row, fitted, full, path_cell, printable
 from flax_layoutmap._mesh import DeviceMesh
@@ -36,8 +38,13 @@ Format = Literal["text", "markdown", "json"]
 LARGE_SHARE = 0.01
 _LARGE_HELD = 0.1
 
-# Unused rules for which a path that looks alike is looked for; it takes a while.
+# Unused rules for which a path that looks alike is looked for, and among how many; it
+# takes a while.
 _HINTS = 10
+_MOST_PATHS = 2000
+# Below this likeness a path is none that the pattern was to match; of what no rule
+# matches, below the second; above the third it is misspelt rather than renamed.
+_ALIKE, _RENAMED, _MISSPELT = 0.4, 0.6, 0.85
 
 # So many lines that say the same are made one.
 _MANY = 4
@@ -82,8 +89,7 @@ class Table(Protocol):
         self, wanted: Callable[[Decision], bool] | None = None
     ) -> list[tuple[ResolvedLeaf, Decision]]: ...
     def totals(self, role: Role | None = None) -> Totals: ...
-    @property
-    def paths(self) -> tuple[str, ...]: ...
+    def parameter_paths(self) -> Iterator[tuple[str, bool]]: ...
     @property
     def mesh(self) -> DeviceMesh | None: ...
     @property
@@ -132,7 +138,7 @@ def remarks(
         besides: others of the same rules: what they use is not unused.
         folded: whether leaves that are alike share a line.
     """
-    # A warning has no hints: they take longer to find than all else.
+    # A warning tells of what was renamed: other hints take longer than all else.
     lines = _unused(table, besides, hints=not large_only)
     rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
     total = (table.totals().total_bytes or 1) if rows else 1
@@ -357,15 +363,71 @@ def _unused(table: Table, besides: Sequence[Table], *, hints: bool) -> list[str]
         number = numbers.get(id(rule))
         name = f"rule {number}" if number else "optimizer rule"
         hint = ""
-        if hints and len(lines) < _HINTS:
-            hint = _closest_path(rule.pattern, table.paths)
+        if len(lines) < _HINTS:
+            near = nearest(rule.pattern, table.parameter_paths(), free_only=not hints)
+            hint = "" if near is None else near.hint
         lines.append(f"unused: {name} {rule.pattern!r} matches no leaf{hint}")
     return lines
 
 
-def _closest_path(pattern: str, paths: Sequence[str]) -> str:
-    """A hint, from distinct endings of the paths as long as the pattern."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Near:
+    """A path that a rule without a match may have been meant for.
+
+    Attributes:
+        ending: its last parts, as many as the pattern has.
+        likeness: of the two, 0 to 1.
+        is_free: whether no rule matches it, as after a renaming.
+    """
+
+    ending: str
+    likeness: float
+    is_free: bool
+
+    @property
+    def hint(self) -> str:
+        """The end of a message."""
+        if self.is_free and self.likeness < _MISSPELT:
+            return f"; {self.ending!r} is matched by none"
+        return f"; the closest path ends in {self.ending!r}"
+
+
+def nearest(
+    pattern: str, paths: Iterable[tuple[str, bool]], *, free_only: bool = False
+) -> Near | None:
+    """The path that is most like a pattern, rather one that no rule matches.
+
+    Args:
+        pattern: the pattern.
+        paths: paths, and whether no rule matches them.
+        free_only: whether to look at those alone.
+    """
     parts = pattern.count("/") + 1
-    endings = {"/".join(path.split("/")[-parts:]) for path in paths}
-    near = closest(pattern, sorted(endings)[:2000])
-    return f"; the closest path ends in {near[0]!r}" if near else ""
+    endings: dict[str, bool] = {}
+    for path, is_free in itertools.islice(paths, _MOST_PATHS):
+        ending = "/".join(path.split("/")[-parts:])
+        endings[ending] = endings.get(ending, False) or is_free
+    free = [ending for ending, is_free in endings.items() if is_free]
+    found = _most_alike(pattern, free, _RENAMED)
+    if found is not None or free_only:
+        return found and Near(*found, True)
+    found = _most_alike(pattern, endings, _ALIKE)
+    return found and Near(*found, endings[found[0]])
+
+
+def _most_alike(
+    pattern: str, endings: Iterable[str], least: float
+) -> tuple[str, float] | None:
+    """What `difflib.get_close_matches` finds first, with fewer of its comparisons."""
+    matcher = difflib.SequenceMatcher(b=pattern)
+    bounds = []
+    for ending in endings:
+        matcher.set_seq1(ending)
+        bounds.append((min(matcher.real_quick_ratio(), matcher.quick_ratio()), ending))
+    best = least, ""
+    for bound, ending in sorted(bounds, reverse=True):
+        if bound < best[0]:
+            break  # the others can be no better
+        matcher.set_seq1(ending)
+        best = max(best, (matcher.ratio(), ending))
+    return (best[1], best[0]) if best[1] else None

@@ -86,7 +86,7 @@ class Resolution(ResolvedTable):
         at = self._positions().get(path)
         if at is not None:
             return at
-        inner = [at for at, name in enumerate(self._flat.paths) if name == path]
+        inner = [at for at in range(len(self)) if path in self._flat.forms(at)]
         if len(inner) == 1:
             return inner[0]
         near = closest(path, self.paths, count=3)
@@ -242,7 +242,7 @@ class Resolution(ResolvedTable):
             KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
-        return explain(self.leaf(at), self._rows[at], self._flat.paths[at], self.rules)
+        return explain(self.leaf(at), self._rows[at], self.rules)
 
     # ------------------------------------------------------------------ output
 

@@ -215,9 +215,10 @@ def _resolve(
         return decide_all(flat, rule_set, shapes, dtypes, treedef, found, others=others)
     flat = _one_section(flat)
     own = _resolve(params, rule_set, None, None)
-    shapes_of = {p: owner.shape for p, owner in _owner_layouts(own).items()}
-    tags = {} if tx is None else tagged_dims(tx.init, _pure(params))
-    found = origins(flat.paths, shapes, shapes_of, tags)
+    count, both = len(own), _beside(own._flat, flat)
+    columns = [*own.shapes, *shapes], [*own.dtypes, *dtypes]
+    found = find_origins(params, both, *columns, tx, _given(params))
+    found = None if found is None else found[count:]
 
     def owners_under(rules: RuleSet) -> Mapping[str, OwnerLayout]:
         return _owner_layouts(own if rules is rule_set else own._again(rules))
@@ -233,13 +234,27 @@ def _one_section(flat: Flat) -> Flat:
     return dataclasses.replace(flat, sections=[section], paths=flat.full_paths())
 
 
-def _pure(params: Any) -> Any:
-    """What `tx.init` was given, of what the user calls the parameters."""
+def _given(params: Any) -> list[Any]:
+    """What `tx.init` may have been given, of what the user calls the parameters."""
     if is_nnx_object(params):
-        return nnx_state(params, nnx.Param)
+        return [nnx_state(params, nnx.Param)]
     if isinstance(params, Mapping) and not isinstance(params, nnx.State):
-        return params.get("params", params)
-    return params
+        return [params["params"], params] if "params" in params else [params]
+    return [params]
+
+
+def _beside(params: Flat, state: Flat) -> Flat:
+    """The paths of parameters and of their optimizer state, as of one tree."""
+    count = len(params.paths)
+    moved = [
+        dataclasses.replace(part, start=part.start + count, stop=part.stop + count)
+        for part in state.sections
+    ]
+    return Flat(
+        paths=params.paths + state.paths,
+        sections=[*params.sections, *moved],
+        fixed=params.fixed,
+    )
 
 
 def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
@@ -281,7 +296,7 @@ def _owner_layouts(resolution: Resolution) -> dict[str, OwnerLayout]:
             rows[at].dims,
             rows[at].mesh,
             rows[at].memory_kind,
-            flat.paths[at],
+            flat.forms(at),
             key,
         )
         for at, key in parameter_keys(flat).items()
@@ -314,9 +329,11 @@ def decide_all(
     live = {} if found is None else _live_layouts(flat, found)
     blocks = flat.blocks
     if len(flat.paths) and not blocks:  # not made by `flatten`
-        fold = rule_set.matcher.fold_part
-        names = ["/".join(map(fold, path.split("/"))) for path in flat.paths]
-        blocks = [Block(0, "", tuple(names))]
+        names = list(map(rule_set.matcher.fold_path, flat.paths))
+        blocks = [
+            Block(part.start, "", tuple(names[part.start : part.stop]))
+            for part in flat.sections
+        ]
     flat = dataclasses.replace(
         flat,
         blocks=blocks,

@@ -173,6 +173,18 @@ class ResolvedTable:
             strict=True,
         )
 
+    def parameter_paths(self) -> Iterator[tuple[str, bool]]:
+        """Paths that a rule may have been meant for, and whether no rule matches them.
+
+        One of those that differ in their numbers alone, as far as that is known; all
+        paths, where there are no parameters.
+        """
+        roles, rows = self._roles(), self._rows
+        wanted = "parameter" if "parameter" in roles else "optimizer"
+        for at in self._flat.representatives():
+            if roles[at] == wanted:
+                yield self.paths[at], rows[at].reason == "no rule"
+
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
         """Optimizer-state path → the parameter and the dims it came from."""
         return {

@@ -198,10 +198,11 @@ def ask_without_lora(
     """Asks the rules of what is inside of a LoRA module by its path without it."""
     rules = decider.rules.rules
     for at, path in plain.items():
-        if rows[at] is None or _own_rules(decider, rows[at], path):
+        without = decider.flat.forms(at, path)
+        if rows[at] is None or _own_rules(decider, rows[at], without):
             continue
         shape = decider.shapes[at]
-        row = decider.decide(path, decider.matcher.matching(path), shape)
+        row = decider.decide(without, decider.matcher.matching_forms(without), shape)
         if row.matched and row.matched != rows[at].matched or row.problem:
             named = f"without the LoRA module around it, its path is {path!r}"
             rows[at] = dataclasses.replace(row, note=named if rules else None)
@@ -228,12 +229,11 @@ def _matrix_row(
             return dataclasses.replace(row, fallback=_NO_KERNEL)
         return row
     kernel = options[0][0]
-    path = decider.flat.paths[kernel]
-    asked = {path, adapters.plain.get(kernel, path)}
+    flat = decider.flat
+    asked = {flat.forms(kernel), flat.forms(kernel, adapters.plain.get(kernel))}
     own_rules = _own_rules(decider, row, *asked)
     if own_rules:
-        own_path = decider.flat.paths[at]
-        return decider.decide(own_path, own_rules, decider.shapes[at])
+        return decider.decide(flat.forms(at), own_rules, decider.shapes[at])
     base = rows[kernel]
     if base is None or (base.reason == "no rule" and not base.problem):
         return row
@@ -294,14 +294,16 @@ def _axes(base: Decision, dims: KernelDims) -> tuple[tuple[str, ...], ...]:
     return tuple(() if dim is None else base.dims[dim] for dim in dims)
 
 
-def _own_rules(decider: Decider, row: Decision, *kernels: str) -> tuple[int, ...]:
-    """Rules that match a leaf, and not what it belongs to."""
+def _own_rules(
+    decider: Decider, row: Decision, *kernels: tuple[str, ...]
+) -> tuple[int, ...]:
+    """Rules that match a leaf, and not what it belongs to (the forms of its path)."""
     matcher = decider.matcher
     every = tuple(range(len(decider.rules.rules)))
     of_kernel = {
         at
-        for path in kernels
-        for at in (*matcher.matching(path), *matcher.refine(path, (), every))
+        for own in kernels
+        for at in (*matcher.matching_forms(own), *matcher.refine_forms(own, (), every))
     }
     return tuple(at for at in row.matched if at not in of_kernel)
 

@@ -349,6 +349,45 @@ class Matcher:
         found = [at for at in maybe if self._tests[at](path)]
         return tuple(sorted((*sure, *found))) if found else sure
 
+    def fold_path(self, path: str) -> str:
+        """A path with each of its parts folded."""
+        return "/".join(map(self.fold_part, path.split("/")))
+
+    # A leaf below a section has its path in several forms (see `_paths.forms`). A rule
+    # is for the leaf if it matches one of them; of exact keys, the longest wins alone.
+
+    def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
+        """Positions of the rules that match a path in one of its forms."""
+        if len(forms) == 1:
+            return self.matching(forms[0])
+        for form in forms:
+            if form in self._exact:
+                return (self._exact[form],)
+        return tuple(sorted({at for form in forms for at in self.matching(form)}))
+
+    def fold_forms(
+        self, folded: Sequence[str]
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """As `fold`, of all paths whose forms fold to these."""
+        if len(folded) == 1:
+            return self.fold(folded[0])
+        for form in folded:
+            if form in self._exact:
+                return (self._exact[form],), ()
+        answers = [self.fold(form) for form in folded]
+        sure = {at for answer, _ in answers for at in answer}
+        maybe = {at for _, answer in answers for at in answer} - sure
+        return tuple(sorted(sure)), tuple(sorted(maybe))
+
+    def refine_forms(
+        self, forms: Sequence[str], sure: tuple[int, ...], maybe: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """As `refine`, after `fold_forms`."""
+        if len(forms) == 1:
+            return self.refine(forms[0], sure, maybe)
+        found = {at for form in forms for at in self.refine(form, (), maybe)}
+        return tuple(sorted({*sure, *found})) if found else sure
+
 
 def is_for_outputs(rule: Rule) -> bool:
     """Whether a rule has Keras's spelling for the output of a layer, `…/output`.
@@ -358,7 +397,9 @@ def is_for_outputs(rule: Rule) -> bool:
     return _FOR_OUTPUTS.search(rule.pattern) is not None
 
 
-def reaching_the_end(rules: Sequence[Rule], match: Match, path: str) -> tuple[int, ...]:
+def reaching_the_end(
+    rules: Sequence[Rule], match: Match, forms: Sequence[str]
+) -> tuple[int, ...]:
     """Positions of the rules that match a path up to its end; an exact key wins alone.
 
     So that a rule for the output of `mlp` is none for that of `mlp/up`.
@@ -366,17 +407,23 @@ def reaching_the_end(rules: Sequence[Rule], match: Match, path: str) -> tuple[in
     Args:
         rules: the rules.
         match: `"search"` begins anywhere in the path, the others at its start.
-        path: the path.
+        forms: the forms of the path.
     """
-    for at, rule in enumerate(rules):
-        if rule.pattern == path and rule.rank == "error":
-            return (at,)
-    starts = range(len(path) + 1) if match == "search" else (0,)
+    exact = {rule.pattern: at for at, rule in enumerate(rules) if rule.rank == "error"}
+    for form in forms:
+        if form in exact:
+            return (exact[form],)
     return tuple(
         at
         for at, rule in enumerate(rules)
-        if rule.pattern == path
-        or any(rule._compiled.fullmatch(path, start) for start in starts)
+        if any(_reaches_the_end(rule, match, form) for form in forms)
+    )
+
+
+def _reaches_the_end(rule: Rule, match: Match, path: str) -> bool:
+    starts = range(len(path) + 1) if match == "search" else (0,)
+    return rule.pattern == path or any(
+        rule._compiled.fullmatch(path, start) for start in starts
     )
 
 

@@ -13,12 +13,13 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
+from jax.tree_util import DictKey, GetAttrKey
 
 from flax_layoutmap._arguments import Argument, Slot, shape_key
 from flax_layoutmap._flatten import plain_tree
 from flax_layoutmap._graph import Change
 from flax_layoutmap._inputs import broadcast, own_sharding
-from flax_layoutmap._paths import Roots, is_optax_state, is_train_state
+from flax_layoutmap._paths import Roots, is_optax_state, is_train_state, join_keys
 from flax_layoutmap._resolution import Resolution
 from flax_layoutmap._resolve import resolve
 from flax_layoutmap._rules import RuleSet
@@ -106,6 +107,7 @@ def wanted_after(
     arguments: Sequence[Argument],
     wanted: Sequence[Any],
     change: Change,
+    returned: Sequence[str],
     avals: Sequence[Any],
     in_sharding: InSharding,
     rules: RuleSet | None,
@@ -116,6 +118,7 @@ def wanted_after(
         arguments: the arguments.
         wanted: the shardings of their leaves.
         change: what the function did to the objects in them.
+        returned: where in the result the new objects are: `policy/`.
         avals: the types of the outputs that are leaves after it.
         in_sharding: what the user says of an argument.
         rules: the rule set, or None.
@@ -147,8 +150,8 @@ def wanted_after(
         elif prefix is None and argument.is_state:
             whole = argument.has_objects
             trees[argument.name] = tree if whole else _without_arrays(argument)
-    # What is returned has no name of its own, as its objects have none in the call.
-    trees.update({f"{RESULT} ({at})": node for at, node in enumerate(nodes, 1)})
+    names = [f"{RESULT}/{path}".removesuffix("/") for path in returned]
+    trees.update(zip(names, nodes, strict=True))
     if rules is None:
         own = [getattr(leaf, "sharding", None) for leaf in leaves]
         keys = map(id, leaves)
@@ -268,8 +271,14 @@ def _pin_tree(
     return [
         entry
         for keys, part in parts
-        for entry in _pin_tree(part, known, made, path + jax.tree_util.keystr(keys))
+        for entry in _pin_tree(part, known, made, path + _below(keys))
     ]
+
+
+def _below(keys: tuple[Any, ...]) -> str:
+    """How the path of a result goes on: `[1]`, or `/policy`, which rules may name."""
+    named = isinstance(keys[0], DictKey | GetAttrKey) if keys else False
+    return f"/{join_keys(keys)}" if named else jax.tree_util.keystr(keys)
 
 
 def _is_made_state(tree: Any) -> bool:

@@ -21,7 +21,6 @@ from flax_layoutmap._paths import (
     Role,
     Roots,
     Section,
-    escape,
     is_optax_state,
     is_optimizer,
     is_optimizer_with_model,
@@ -46,6 +45,7 @@ class Walk:
         self.names = Names(fold)
         self.box_roles: dict[type, tuple[bool, bool]] = {}
         self.base = ""  # prefix of the current section
+        self.unseen = 0  # so much of it the rules do not see
         self.role: Role = "parameter"
         self.start = 0
         self.node: Any = None
@@ -60,9 +60,8 @@ class Walk:
     def _close(self) -> None:
         stop = len(self.flat.paths)
         if stop > self.start:
-            self.flat.sections.append(
-                Section(self.start, stop, self.base, self.role, self.node)
-            )
+            own = self.base, self.role, self.node, self.unseen
+            self.flat.sections.append(Section(self.start, stop, *own))
         self.start = stop
 
     def section(
@@ -81,7 +80,8 @@ class Walk:
         if isinstance(tree, Roots):
             for name, part in tree.trees.items():
                 role: Role = "optimizer" if name == "opt_state" else "parameter"
-                self.section(f"{escape(name)}/", role, None, part, is_whole=True)
+                self.unseen = 0 if _is_of_flax(part) else len(name) + 1
+                self.section(f"{name}/", role, None, part, is_whole=True)
         elif is_train_state(tree):
             self.train_state(tree)
         elif self.role != "optimizer" and is_optax_state(tree):
@@ -247,12 +247,12 @@ class Walk:
     def special(self, node: Any, part: str, prefix: str) -> bool:
         """Walks a node that starts a section of its own; says whether it did."""
         below = f"{prefix}{part}/"
+        if self.role == "optimizer" and not is_optimizer(node):
+            return False  # moments of a module are a module, to optax
         if is_nnx_object(node):
             self.flat.has_objects = True
             role: Role = "optimizer" if is_optimizer(node) else "parameter"
             self.section(below, role, node, nnx_state(node))
-        elif self.role == "optimizer":
-            return False
         elif part == "opt_state" or is_optax_state(node):
             self.section(below, "optimizer", None, node)
         elif isinstance(node, nnx.State) or is_train_state(node):
@@ -361,6 +361,11 @@ class Walk:
             where = (self.base + prefix).removesuffix("/") or "the tree"
             raise StructureError(f"{where} cannot be flattened: {error}") from error
         return [(key[0] if key else "", child) for key, child in children]
+
+
+def _is_of_flax(node: Any) -> bool:
+    """Whether a node is a module, a State or a TrainState, and no mere container."""
+    return is_nnx_object(node) or isinstance(node, nnx.State) or is_train_state(node)
 
 
 def _inside(node: Any) -> Any:

@@ -392,6 +392,7 @@ WRONG = {
     "report --model my_model:make --rules my_model:pairs": "the rules have no mesh",
     "report --model nothing:make --rules rules.toml": "cannot import 'nothing'",
     "report --model my_model:mke --rules rules.toml": "did you mean 'make'",
+    "report --model my_model:nope --rules rules.toml": "there is no 'nope' in it\n",
     "report --model my_model --rules rules.toml": "write MODULE:NAME",
     "report --model my_model:broken --rules rules.toml": "RuntimeError: no such config",
     "report --model my_model:make --rules my_model:number": "is a int; it must be",

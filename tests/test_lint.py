@@ -158,14 +158,6 @@ CASES: dict[str, Case] = {
         "  fix: layout_map[\".*/up/kernel\"] = (None, 'model')",
         lambda: alone([(".*/up/kernel", (None, "model"))], match="fullmatch"),
     ),
-    "LM006, Linen": Case(
-        lambda: alone([("^params/up/kernel", (None, "model"))]),
-        "LM006 warning: rule 1 '^params/up/kernel' → (None, 'model') begins with "
-        "'params/', which is no part of the paths of Linen's parameters\n"
-        "  fix: layout_map[\"^up/kernel\"] = (None, 'model')",
-        # Here it is: an NNX module may have an attribute of that name.
-        lambda: on({"a": {"params": MLP}}, [("params/.*kernel", ("data", None))]),
-    ),
     "LM007": Case(
         lambda: alone([(".*kernel", None), ("up/.*kernel", (None, "model"))]),
         "LM007 warning: rule 2 'up/.*kernel' → (None, 'model') decides nothing: rule 1 "

@@ -1631,6 +1631,7 @@ def test_problems_are_kept() -> None:
 def test_did_you_mean() -> None:
     assert _errors.did_you_mean("modle", NAMES) == "; did you mean 'model'?"
     assert _errors.did_you_mean("xyz", NAMES) == ""
+    assert _errors.did_you_mean("nope", ["jnp", "opt", "np"]) == ""
     assert _errors.closest("mode", ["model", "mod", "data"], count=2) == [
         "model",
         "mod",

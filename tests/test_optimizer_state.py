@@ -388,6 +388,32 @@ def test_two_models_with_the_same_paths_keep_their_own_state() -> None:
     } == {"kernel", "small/kernel"}
 
 
+@pytest.mark.parametrize("abstract", [False, True])
+def test_an_optimizer_is_for_the_model_that_it_is_named_after(abstract: bool) -> None:
+    """Paths and shapes do not tell, and nothing has a layout yet."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["actor/"] = (None, "model")
+    layout_map["critic/"] = ("model", None)
+    models = {name: Node({"kernel": jnp.zeros((8, 8))}) for name in ("actor", "critic")}
+    state = {
+        name: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        for name, model in models.items()
+    }
+    beside = {name: {"net": models[name], "tx": state[name]} for name in models}
+    named = {**models, **{f"{name}_optimizer": state[name] for name in models}}
+    for tree, below in ((beside, "/tx"), (named, "_optimizer")):
+        make: Any = (lambda tree=tree: tree) if abstract else tree
+        resolution = layout_map.resolve(make)
+        for name, dims in (("actor", ((), ("model",))), ("critic", (("model",), ()))):
+            leaf = resolution[f"{name}{below}/opt_state/0/mu/kernel"]
+            assert leaf.reason == "follows parameter"
+            assert leaf.layout.dims(2) == dims
+    # Where neither tells, it is said.
+    resolution = layout_map.resolve({**models, "a": state["actor"]})
+    told = str(resolution["a/opt_state/0/mu/kernel"].fallback)
+    assert "may belong to 'kernel' or 'critic/kernel', which have different" in told
+
+
 def test_a_model_in_its_optimizer() -> None:
     class Own(nnx.Module):
         def __init__(self, axes: Any) -> None:
@@ -453,6 +479,54 @@ def test_the_state_of_a_wrapper_that_is_not_of_optax(
         assert (leaf.reason, leaf.layout.axes) == ("follows parameter", axes)
     for name, axes in AXES.items():
         assert resolution[f"{key}/{below}copy/{name}"].layout.axes == axes
+
+
+@pytest.mark.parametrize("made_of", ["params", "variables"])
+@pytest.mark.parametrize("rest", [{}, {"batch_stats": {"mean": jnp.zeros(8)}}])
+def test_ambiguous_factors_of_linen_variables(made_of: str, rest: Any) -> None:
+    """Factors (4, 64) of a (4, 64, 64) kernel are its rows as well as its columns."""
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    params = {"k": jnp.zeros((4, 64, 64))}
+    variables = {"params": params, **rest}
+    state = tx.init({"params": params, "variables": variables}[made_of])
+    # optax makes trees of their parameters: a dict with the same keys in it.
+    below = "/params" if made_of == "variables" else ""
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"))
+    layout_map["k"] = (None, "data", "model")
+    layout_map["mean"] = None
+
+    def check(prefix: str, tree: Any, **options: Any) -> None:
+        resolution = layout_map.resolve(tree, **options, tx=tx)
+        for name, axis in (("v_row", "data"), ("v_col", "model")):
+            leaf = resolution[f"{prefix}0/{name}{below}/k"]
+            assert (leaf.reason, leaf.owner) == ("follows parameter", "k")
+            assert leaf.layout.dims(2) == ((), (axis,)), prefix
+
+    check("", state, params=variables)
+    check("opt_state/", {"params": variables, "opt_state": state})
+    check("opt_state/", {"model": variables, "opt_state": state})
+    check("opt_state/", {**variables, "opt_state": state})
+    check("s/opt_state/", {"s": {**variables, "opt_state": state}})
+    if made_of == "params":
+        check("", state, params=params)
+    shardings = layout_map.shardings(state, params=variables, tx=tx)
+    row, column = shardings[0].v_row, shardings[0].v_col
+    row, column = (row["params"], column["params"]) if below else (row, column)
+    assert tuple(row["k"].spec) == (None, "data")
+    assert tuple(column["k"].spec) == (None, "model")
+
+
+def test_a_transformation_that_knows_the_type_of_its_tree() -> None:
+    """A mask has the structure of the parameters, here lists: they are given as is."""
+    params = {"params": [jnp.zeros((4, 64, 64)), jnp.zeros(4)]}
+    inner = optax.adafactor(1e-3, min_dim_size_to_factor=2)
+    tx = optax.masked(inner, [True, False])
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), strict=False)
+    layout_map["0"] = (None, "data", "model")
+    state = tx.init(params["params"])
+    resolution = layout_map.resolve(state, params=params, tx=tx)
+    (row,) = [leaf for leaf in resolution if "v_row/0" in leaf.path]
+    assert row.layout.dims(2) == ((), ("data",))
 
 
 def test_a_tree_that_is_one_parameter(layout_map: flm.LayoutMap) -> None:

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flax_layoutmap as flm
 from flax_layoutmap import _flatten
 from flax_layoutmap._flatten import flatten, plain_tree
-from flax_layoutmap._paths import Flat, escape, unescape
+from flax_layoutmap._paths import Flat, escape, forms, unescape
 from flax_layoutmap._patterns import Folding
 from flax_layoutmap._rules import Matcher
 from flax_layoutmap._serialise import rules_from_json, rules_to_json
@@ -167,6 +167,35 @@ def test_folded_matching_is_the_plain_loop(
             expected = by_the_plain_loop(patterns, match, path)
             assert matcher.matching(path) == expected
             assert by_the_matcher(matcher, path) == expected
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=4, unique=True),
+    st.lists(PATHS, max_size=2),
+    PATHS,
+    st.sampled_from(MATCHES),
+)
+@example(["b"], ["a"], "b", "fullmatch")
+@example(["^a/b", "b"], ["a"], "b", "search")
+@example([r"(\d)\1", "1"], ["11"], "2", "search")
+def test_a_rule_holds_for_any_form_of_a_path(
+    patterns: list[str], above: list[str], path: str, match: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matcher = Matcher([flm.Rule(text, None) for text in patterns], match)  # type: ignore[arg-type]
+        prefix = "".join(f"{part}/" for part in above)
+        every = forms(prefix, path)
+        parts = [*"/".join(above).split("/"), path] if above else [path]
+        assert every == tuple("/".join(parts[at:]) for at in range(len(parts)))
+        exact = [patterns.index(form) for form in every if form in patterns]
+        each = {at for f in every for at in by_the_plain_loop(patterns, match, f)}
+        expected = tuple(exact[:1] or sorted(each))
+        assert matcher.matching_forms(every) == expected
+        folded = forms(matcher.fold_path(prefix), matcher.fold_path(path))
+        sure, maybe = matcher.fold_forms(folded)
+        assert matcher.refine_forms(every, sure, maybe) == expected
 
 
 @settings(max_examples=200)
@@ -396,29 +425,33 @@ def test_every_form_of_a_model_resolves_alike(model: Any, pattern: str) -> None:
         plain,
         freeze(plain),
         dict_of(model, boxed),
-        {"model": module},
-        {"params": plain},
     ]
+    wrapped = {"model/": {"model": module}, "params/": {"params": plain}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         layout_map = flm.LayoutMap(
             flm.DeviceMesh.abstract("x=2"), match="match", overlap="first"
         )
         layout_map[pattern] = flm.TensorLayout(("x", ...))
-        tables = []
-        for form in forms:
-            resolution = layout_map.resolve(form)
-            tables.append(
-                {
-                    leaf.path.removeprefix("params/").removeprefix("model/"): (
-                        leaf.shape,
-                        leaf.shard_shape,
-                        leaf.rule_number,
-                    )
-                    for leaf in resolution
-                }
-            )
-    assert all(table == tables[0] for table in tables)
+
+        def table(tree: Any) -> dict[str, Any]:
+            return {
+                leaf.path: (leaf.shape, leaf.shard_shape, leaf.rule_number)
+                for leaf in layout_map.resolve(tree)
+            }
+
+        tables = [table(form) for form in forms]
+        assert all(found == tables[0] for found in tables)
+        # Within a section its rules hold as they do alone; whole paths count, too.
+        for prefix, tree in wrapped.items():
+            found = table(tree)
+            assert found.keys() == {f"{prefix}{path}" for path in tables[0]}
+            for path, alone in tables[0].items():
+                whole = f"{prefix}{path}"
+                if alone[2] is not None or not re.match(pattern, whole):
+                    assert found[whole] == alone
+                else:
+                    assert found[whole][2] == (1 if alone[0] else None)
 
 
 # ------------------------------------------------------ trees of every kind

@@ -1035,6 +1035,32 @@ def test_unused_rules_are_listed_with_a_hint() -> None:
     )
 
 
+def test_the_closest_path_exists_and_is_of_a_parameter() -> None:
+    params = {"conv7": {"kernel": jnp.zeros(2)}, "w": jnp.zeros(2)}
+    tree = {"model": params, "opt_state": optax.adam(1e-3).init(params)}
+    rules = {"mu/conv7/kernel": None, "w": None, "kernel": None}
+    resolution = mapped(rules).resolve(tree)
+    hint = "; the closest path ends in 'model/conv7/kernel'"
+    assert resolution.remarks()[0] == (
+        f"unused: rule 1 'mu/conv7/kernel' matches no leaf{hint}"
+    )
+    (found,) = [issue for issue in flm.lint(resolution) if issue.code == "LM101"]
+    assert found.message.endswith(hint)
+
+
+def test_a_renamed_module_is_offered() -> None:
+    tree = {name: {"kernel": struct(8, 8)} for name in ("down", "up_proj")}
+    rules: Any = {"down/kernel": ("data", None), "up/kernel": (None, "model")}
+    resolution = mapped(rules).resolve(tree)
+    told = "rule 2 'up/kernel' matches no leaf; 'up_proj/kernel' is matched by none"
+    assert resolution.remarks()[0] == f"unused: {told}"
+    (found,) = [issue for issue in flm.lint(resolution) if issue.code == "LM101"]
+    assert found.message.endswith("; 'up_proj/kernel' is matched by none")
+    assert found.fix.startswith("layout_map[\"up_proj/kernel\"] = (None, 'model')")
+    with pytest.warns(flm.LayoutWarning, match=told):
+        resolution.announce()
+
+
 def test_repr() -> None:
     resolution = mapped({"w": ("data",)}).resolve({"w": struct(1024)})
     assert repr(resolution) == (

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from flax_layoutmap._errors import CheckpointError, did_you_mean
+from flax_layoutmap._paths import Flat
 from flax_layoutmap.checkpoint._leaves import fits_jax, is_floating
 from flax_layoutmap.checkpoint._rename import Rename, checked_rename
 from flax_layoutmap.checkpoint._selection import Selection
@@ -52,6 +53,10 @@ class Options:
     rename: Rename
     missing: Missing
     unexpected: Unexpected
+
+    def among(self, flat: Flat) -> "Options":
+        """The same, for the leaves of a tree."""
+        return dataclasses.replace(self, selection=self.selection.among(flat))
 
 
 def checked_options(

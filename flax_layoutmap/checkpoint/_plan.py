@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError, ResolveError, closest
+from flax_layoutmap._errors import CheckpointError, ResolveError, meant
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
@@ -324,11 +324,11 @@ def _absent(
         return [moved]
     problems = []
     for number, path in enumerate(missing):
-        near = closest(path, extra) if number < _HINTS else []
+        near = meant(path, extra) if number < _HINTS else None
         hint = ""
-        if near:
-            rename = {f"^{re.escape(near[0])}$": path}
-            hint = f"; did you mean {near[0]!r}? then pass rename={rename}"
+        if near is not None:
+            rename = {f"^{re.escape(near)}$": path}
+            hint = f"; did you mean {near!r}? then pass rename={rename}"
         name = f"{path} {show_shape(np.shape(target[path]))}"
         problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
     tops = Counter(path.split("/")[0] for path in leaves)

@@ -93,6 +93,7 @@ class Record:
     Attributes:
         paths: path of every leaf, in the order of the tree that was saved.
         origins: path of each leaf of optimizer state → where it came from.
+        flat: the flattened tree, without its leaves.
         mesh: the mesh it was saved with, without devices; or None.
         rules: the rules it was saved with, as JSON; or None.
         versions: library → version that wrote it.
@@ -101,7 +102,7 @@ class Record:
 
     paths: list[str]
     origins: dict[str, Origin]
-    _flat: Flat
+    flat: Flat
     _special: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     mesh: DeviceMesh | None = None
     rules: dict[str, Any] | None = None
@@ -118,10 +119,10 @@ class Record:
 
     def roles(self) -> dict[str, Role]:
         """Path → what the leaf is."""
-        full, roles = self._flat.full_paths(), {}
-        for section in self._flat.sections:
+        full, roles = self.flat.full_paths(), {}
+        for section in self.flat.sections:
             for at in range(section.start, section.stop):
-                fixed = at in self._flat.fixed
+                fixed = at in self.flat.fixed
                 roles[full[at]] = "other" if fixed else section.role
         return roles
 
@@ -131,7 +132,7 @@ class Record:
         Args:
             names: path → new path, for all of them.
         """
-        old, flat = self._flat, flat_of(list(names.values()))
+        old, flat = self.flat, flat_of(list(names.values()))
         flat.annotations.update(old.annotations)
         flat.fixed.update(old.fixed)
         keys = parameter_keys(flat)
@@ -147,7 +148,7 @@ class Record:
             self,
             paths=list(names.values()),
             origins=origins,
-            _flat=flat,
+            flat=flat,
             _special=special,
         )
 
@@ -195,7 +196,7 @@ class Record:
             selected: paths to resolve; None for all. The parameters that their
                 optimizer state follows are resolved as well.
         """
-        flat = self._flat if selected is None else self._part(selected)
+        flat = self.flat if selected is None else self._part(selected)
         paths = flat.full_paths()
         shapes = [leaves[path].shape for path in paths]
         dtypes = [_resolving_dtype(leaves[path]) for path in paths]
@@ -205,7 +206,7 @@ class Record:
 
     def _part(self, selected: Collection[str]) -> Flat:
         """The flattened tree cut down to some paths and the owners of their state."""
-        whole = self._flat
+        whole = self.flat
         keep = set(selected)
         owners = {self.origins[path].owner for path in keep if path in self.origins}
         keys = parameter_keys(whole)

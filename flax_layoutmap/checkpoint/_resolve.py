@@ -65,13 +65,14 @@ def resolve(
     options = checked_options(None, include, exclude, rename, None, "error", "error")
     place = find(absolute(path), step, newest=True)
     stored = open_checkpoint(place, item, options.rename)
-    problems = options.selection.useless(stored.leaves)
+    selection = options.selection.among(stored.record.flat)
+    problems = selection.useless(stored.leaves)
     if problems:
         raise problem_list(f"cannot lay out {stored.where}", problems)
     rules = _rules(stored, rules, mesh)
     selected = None
-    if not options.selection.is_everything:
-        selected = [path for path in stored.leaves if path in options.selection]
+    if not selection.is_everything:
+        selected = [path for path in stored.leaves if path in selection]
     return stored.record.resolve(stored.leaves, rules, selected)
 
 

@@ -82,7 +82,8 @@ def restore(
         step: which step, a number or `"latest"`, if `path` is a directory of steps.
         item: which tree, if the checkpoint holds several.
         include: a regular expression, or several, searched in the full paths
-            (`model/decoder/…`); only leaves that one of them finds are restored.
+            (`model/decoder/…`), of parameters also within their model; only leaves that
+            one of them finds are restored.
         exclude: likewise; leaves that one of them finds are not restored. Leaves of
             the target that are not restored keep their values; it must have some.
         rename: pairs of a regular expression and what takes its place, as in
@@ -247,10 +248,12 @@ def prepared(
                 f"{stored.where} was saved without rules, so mesh= is not enough; pass "
                 "layout_map="
             )
+    options = options.among(stored.record.flat)
     if target is None:
         return Ready(plan_without_target(stored, rules, options), rules, None, {})
     tree = opened(target)
     flat = flatten(tree.tree)
+    options = options.among(flat)
     leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
     _check_functions(leaves, stored.where, options.selection)
     plan = plan_for_target(

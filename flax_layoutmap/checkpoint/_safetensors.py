@@ -135,6 +135,7 @@ def restore_safetensors(
         else:
             tree = opened(target)
             flat = flatten(tree.tree)
+            options = options.among(flat)
             can_make = tree.made is not None
             plan = plan_for_target(
                 stored, flat, tree.tree, rules, names, options, can_make

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._errors import CheckpointError, ResolveError, closest
+from flax_layoutmap._errors import CheckpointError, ResolveError, did_you_mean
 from flax_layoutmap._paths import Flat, escape
 from flax_layoutmap._records import show_shape
 from flax_layoutmap._resolution import Resolution
@@ -249,8 +249,7 @@ def _tensors_of(source: Source | None, stored: Stored, value: Any) -> set[str]:
 def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
     """Says which tensors are not there."""
     absent = [name for name in recipe.shapes if name not in stored.tensors]
-    near = closest(absent[0], stored.tensors) if hint else []
-    meant = f"; did you mean {near[0]!r}?" if near else ""
+    meant = did_you_mean(absent[0], stored.tensors) if hint else ""
     if len(absent) == 1:
         return f"there is no tensor {absent[0]!r} in {stored.where}{meant}"
     return (

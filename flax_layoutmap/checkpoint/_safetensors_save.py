@@ -93,7 +93,7 @@ def save_safetensors(
     wanted = _checked_dtype(dtype)
     with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
         flat = flatten(tree)
-        plan = plan_to_save(flat, names, selection, wanted)
+        plan = plan_to_save(flat, names, selection.among(flat), wanted)
         if jax.process_index() == 0:
             problem = cannot_write(place, overwrite)
             plan.problems += [] if problem is None else [problem]

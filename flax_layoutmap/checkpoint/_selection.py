@@ -1,14 +1,19 @@
 """Which leaves of a checkpoint to restore."""
 
+import copy
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from flax_layoutmap._errors import CheckpointError, closest
+from flax_layoutmap._paths import Flat
 
 
 class Selection:
     """Which leaves to restore: those that `include` finds and `exclude` does not.
+
+    A pattern finds a parameter, as a rule does, if it is in one of the forms of its
+    path; anything else by its whole path, so that `^step$` is no step of an optimizer.
 
     Raises:
         CheckpointError: a pattern is no regular expression.
@@ -17,6 +22,17 @@ class Selection:
     def __init__(self, include: Any, exclude: Any) -> None:
         self._include = _patterns("include", include)
         self._exclude = _patterns("exclude", exclude) or []
+        self._forms: dict[str, tuple[str, ...]] = {}
+
+    def among(self, flat: Flat) -> "Selection":
+        """The same for the leaves of a tree, whose paths have forms."""
+        known = copy.copy(self)
+        full, known._forms = flat.full_paths(), dict(self._forms)
+        for section in flat.sections:
+            if section.role == "parameter" and section.prefix:
+                for at in range(section.start, section.stop):
+                    known._forms[full[at]] = section.forms(flat.paths[at])
+        return known
 
     @property
     def is_everything(self) -> bool:
@@ -25,9 +41,12 @@ class Selection:
 
     def __contains__(self, path: str) -> bool:
         if self._include is not None:
-            if not any(pattern.search(path) for pattern in self._include):
+            if not any(self._finds(pattern, path) for pattern in self._include):
                 return False
-        return not any(pattern.search(path) for pattern in self._exclude)
+        return not any(self._finds(pattern, path) for pattern in self._exclude)
+
+    def _finds(self, pattern: re.Pattern[str], path: str) -> bool:
+        return any(map(pattern.search, self._forms.get(path, (path,))))
 
     def useless(self, paths: Iterable[str]) -> list[str]:
         """A problem for each pattern of `include` that finds none of the paths."""
@@ -36,7 +55,7 @@ class Selection:
             f"include={pattern.pattern!r} finds no leaf; the closest paths are "
             f"{closest(pattern.pattern, paths[:2000], count=3) or paths[:3]}"
             for pattern in self._include or ()
-            if not any(pattern.search(path) for path in paths)
+            if not any(self._finds(pattern, path) for path in paths)
         ]
 
 

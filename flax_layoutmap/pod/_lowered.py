@@ -229,7 +229,7 @@ def _meant(
     others = {one.name: one.value for one in arguments if one.is_container}
     used = {
         at
-        for path in (flatten(Roots(others)).paths if named else ())
+        for path in (flatten(Roots(others)).every_form() if named else ())
         for at in rules.matching(path)
     }
     return [rules.rules[at].pattern for at in named if at not in used][:1]

@@ -1,0 +1,395 @@
+"""Rules tell the members of a dict of models apart, however the models are wrapped."""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+import flax_layoutmap as flm
+from flax_layoutmap import testing
+
+X = np.ones((4, 8), np.float32)
+
+
+class Net(nnx.Module):
+    """Two layers, so that each member has `up/kernel` and `down/kernel`."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(8, 16, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+TREES = {
+    "gan": ("generator", "discriminator"),
+    "dpo": ("policy", "reference"),
+    "actor-critic": ("actor", "critic"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_warnings() -> Iterator[None]:
+    """The rules below are for every leaf, so nothing has to be told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        yield
+
+
+@pytest.fixture(params=TREES)
+def names(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return TREES[request.param]
+
+
+def rules(names: tuple[str, str], **options: Any) -> flm.LayoutMap:
+    """The first is split over the model axis, the second over the data axis."""
+    first, second = names
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), **options)
+    layout_map[f"{first}/up/kernel"] = (None, "model")
+    layout_map[f"^{first}/down/kernel$"] = ("model", None)
+    layout_map[f"{second}/.*kernel"] = ("data", None)
+    return layout_map
+
+
+WANTED = {
+    "0/up/kernel": (None, "model"),
+    "0/down/kernel": ("model",),
+    "1/up/kernel": ("data",),
+    "1/down/kernel": ("data",),
+}
+
+
+def wanted(names: tuple[str, str]) -> dict[str, tuple[Any, ...]]:
+    """Path → spec."""
+    return {f"{names[int(p[0])]}{p[1:]}": spec for p, spec in WANTED.items()}
+
+
+def make(names: tuple[str, str]) -> dict[str, Net]:
+    return {name: Net(nnx.Rngs(at)) for at, name in enumerate(names)}
+
+
+def specs(resolution: flm.Resolution, below: str = "") -> dict[str, tuple[Any, ...]]:
+    """Path → spec of the matrices, without what leads to the members."""
+    return {
+        leaf.path.removeprefix(below): spec_of(leaf)
+        for leaf in resolution
+        if leaf.role == "parameter" and len(leaf.shape) == 2
+    }
+
+
+def spec_of(leaf: flm.ResolvedLeaf) -> tuple[Any, ...]:
+    return tuple(leaf.layout.spec(len(leaf.shape)))
+
+
+def lies(tree: Any) -> dict[str, tuple[Any, ...]]:
+    """Path → spec of the arrays themselves."""
+    states = {
+        name: nnx.state(part) if isinstance(part, nnx.Module) else part
+        for name, part in tree.items()
+    }
+    flat, _ = jax.tree_util.tree_flatten_with_path(states)
+    return {
+        "/".join(str(entry.key) for entry in keys if hasattr(entry, "key")): tuple(
+            leaf.sharding.spec
+        )
+        for keys, leaf in flat
+    }
+
+
+def wrapped(names: tuple[str, str]) -> dict[str, Any]:
+    """The same members in other containers."""
+    models = make(names)
+    states = {name: nnx.state(model) for name, model in models.items()}
+    pure = {name: nnx.to_pure_dict(state) for name, state in states.items()}
+    return {
+        "modules": models,
+        "nnx.Dict": nnx.Dict(**models),
+        "states": states,
+        "arrays": pure,
+        "shapes": jax.eval_shape(lambda: pure),
+        "state of nnx.Dict": nnx.state(nnx.Dict(**models)),
+    }
+
+
+def test_every_wrapping_gets_the_same_layouts(names: tuple[str, str]) -> None:
+    for kind, tree in wrapped(names).items():
+        for match in ("search", "match"):
+            layout_map = rules(names, match=match)
+            assert specs(layout_map.resolve(tree)) == wanted(names), kind
+            if kind in ("modules", "nnx.Dict", "states"):
+                deeper = layout_map.resolve({"agents": tree})
+                assert specs(deeper, "agents/") == wanted(names), kind
+
+
+def test_fullmatch_and_exact_keys(names: tuple[str, str]) -> None:
+    first, second = names
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), match="fullmatch")
+    layout_map[f"{first}/up/kernel"] = ("data", "model")
+    layout_map["up/kernel"] = (None, "model")
+    layout_map[f"{second}/down/.*"] = ("data", None)
+    layout_map[".*/down/kernel|down/kernel"] = ("data", None)
+    found = layout_map.resolve(make(names))
+    # Of two exact keys the one of the whole path wins alone.
+    assert found[f"{first}/up/kernel"].rule_number == 1
+    assert found[f"{first}/up/kernel"].reason == "exact key"
+    assert found[f"{second}/up/kernel"].rule_number == 2
+    assert found[f"{second}/up/kernel"].reason == "exact key"
+    assert found[f"{first}/down/kernel"].rule_number == 4
+    assert found[f"{second}/down/kernel"].rule_number == 3
+
+
+@pytest.mark.parametrize("match", ["search", "match", "fullmatch"])
+def test_what_holds_within_a_section_still_does(match: Any) -> None:
+    layout_map = flm.LayoutMap("data=2,model=4", match=match)
+    layout_map["up/kernel"] = (None, "model")
+    layout_map["down/.*"] = ("model", None)
+    variables = {"params": nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0))))}
+    for tree in (
+        Net(nnx.Rngs(0)),
+        variables,
+        {"model": variables},
+        {"a": Net(nnx.Rngs(0))},
+    ):
+        assert layout_map.resolve(tree).unmatched == ()
+    anchored = flm.LayoutMap("data=2,model=4", match=match)
+    anchored["params/up/.*|^params/up/kernel$"] = (None, "model")
+    anchored["down/kernel"] = None
+    for tree in (variables, {"model": variables}):
+        assert anchored.resolve(tree).unmatched == ()
+
+
+def test_a_model_from_birth_to_a_checkpoint(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    layout_map = rules(names)
+    first, second = names
+    models = flm.create(lambda: make(names), layout_map)
+    assert lies(models) == wanted(names)
+    optimizer = flm.create_optimizer(models[first], optax.adam(1e-2), wrt=nnx.Param)
+
+    def update(trained: Net, fixed: Net, optimizer: nnx.Optimizer, x: Any) -> Any:
+        grads = nnx.grad(lambda net: ((net(x) - fixed(x)) ** 2).mean())(trained)
+        optimizer.update(trained, grads)
+
+    @flm.jit(layout_map=layout_map)
+    def step(models: Any, optimizer: nnx.Optimizer, x: Any) -> None:
+        update(models[first], models[second], optimizer, x)
+
+    before = np.asarray(models[first].up.kernel)
+    step(models, optimizer, X)
+    assert lies(models) == wanted(names)
+    assert np.any(np.asarray(models[first].up.kernel) != before)
+    # Each member as an argument that has its name.
+    separate: dict[str, Any] = {}
+    exec(
+        f"def step({first}, {second}, optimizer, x):\n"
+        f"    update({first}, {second}, optimizer, x)",
+        {"update": update},
+        separate,
+    )
+    jitted = flm.jit(separate["step"], layout_map=layout_map)
+    jitted(models[first], models[second], optimizer, X)
+    assert lies(models) == wanted(names)
+
+    tree = {"models": models, "optimizer": optimizer}
+    report = layout_map.resolve(tree).report()
+    assert "unused" not in report and "unmatched" not in report
+    flm.checkpoint.save(tmp_path / "ours", models, layout_map=layout_map)
+    mesh = flm.DeviceMesh("data=4,model=2")
+    for target in (None, models, lambda: make(names)):
+        found = flm.checkpoint.restore(
+            tmp_path / "ours", target, layout_map=layout_map, mesh=mesh
+        )
+        assert lies(found) == wanted(names)
+    # With the rules that it was saved with.
+    assert lies(flm.checkpoint.restore(tmp_path / "ours", mesh=mesh)) == wanted(names)
+    for include in (f"^{first}/", f"^{first}/(up|down)/kernel$"):
+        part = flm.checkpoint.restore(
+            tmp_path / "ours", layout_map=layout_map, include=include
+        )
+        assert lies(part) == {p: s for p, s in wanted(names).items() if first in p}
+    within = flm.checkpoint.restore(
+        tmp_path / "ours", layout_map=layout_map, include="^up/"
+    )
+    assert set(lies(within)) == {f"{first}/up/kernel", f"{second}/up/kernel"}
+
+
+def test_all_members_and_their_optimizers_from_one_create(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    layout_map = rules(names)
+
+    def whole() -> dict[str, Any]:
+        models = make(names)
+        return models | {
+            f"{name}_opt": nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+            for name, model in models.items()
+        }
+
+    def moments(tree: Any) -> dict[str, Any]:
+        own = {
+            name: nnx.state(tree[f"{name}_opt"], nnx.optimizer.OptState)
+            for name in names
+        }
+        mu = {name: state["opt_state"][0]["mu"] for name, state in own.items()}
+        return {
+            f"{name}/{layer}/kernel": tuple(mu[name][layer]["kernel"].sharding.spec)
+            for name in names
+            for layer in ("up", "down")
+        }
+
+    tree = flm.create(whole, layout_map)
+    assert moments(tree) == wanted(names)
+
+    @flm.jit(layout_map=layout_map)
+    def step(tree: Any, x: Any) -> None:
+        for name in names:
+            grads = nnx.grad(lambda net: (net(x) ** 2).mean())(tree[name])
+            tree[f"{name}_opt"].update(tree[name], grads)
+
+    step(tree, X)
+    assert moments(tree) == wanted(names)
+    flm.checkpoint.save(tmp_path / "whole", tree, layout_map=layout_map)
+    mesh = flm.DeviceMesh("data=4,model=2")
+    assert moments(flm.checkpoint.restore(tmp_path / "whole", whole, mesh=mesh)) == (
+        wanted(names)
+    )
+    found = flm.checkpoint.resolve(tmp_path / "whole", mesh=mesh)
+    for path, spec in wanted(names).items():
+        name, _, rest = path.partition("/")
+        assert spec_of(found[f"{name}_opt/opt_state/0/mu/{rest}"]) == spec
+
+
+def test_what_plain_orbax_wrote(names: tuple[str, str], tmp_path: Path) -> None:
+    models = make(names)
+    states = {name: nnx.state(model) for name, model in models.items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "plain", states)
+    layout_map = rules(names)
+    metadata = ocp.StandardCheckpointer().metadata(tmp_path / "plain")
+    tree = metadata.item_metadata.tree  # type: ignore[union-attr]
+    assert specs(layout_map.resolve(tree)) == wanted(names)
+    found = flm.checkpoint.restore(tmp_path / "plain", layout_map=layout_map)
+    assert lies(found) == wanted(names)
+    found = flm.checkpoint.restore(tmp_path / "plain", models, layout_map=layout_map)
+    assert lies(found) == wanted(names)
+
+
+def test_rules_of_optimizer_state_see_members(names: tuple[str, str]) -> None:
+    layout_map = rules(names)
+    first, second = names
+    layout_map.optimizer[f"^{first}/up/kernel"] = ("data", "model")
+    models = flm.create(lambda: make(names), layout_map)
+    tx = optax.adam(1e-2)
+    state = flm.create_optimizer(models, tx, layout_map=layout_map)
+    found = layout_map.resolve({"models": models, "optimizer": state})
+    for mu, wanted_spec in (
+        (f"optimizer/0/mu/{first}/up/kernel", ("data", "model")),
+        (f"optimizer/0/mu/{first}/down/kernel", ("model",)),
+        (f"optimizer/0/mu/{second}/up/kernel", ("data",)),
+    ):
+        assert found[mu].role == "optimizer"
+        assert spec_of(found[mu]) == wanted_spec
+    assert tuple(state[0].mu[first].up.kernel.sharding.spec) == ("data", "model")
+    assert tuple(state[0].mu[second].up.kernel.sharding.spec) == ("data",)
+    assert found.unused_rules == ()
+
+
+def test_lint_and_explain_speak_of_members(names: tuple[str, str]) -> None:
+    layout_map = rules(names)
+    first, second = names
+    resolution = layout_map.resolve(make(names))
+    assert not [i for i in flm.lint(resolution) if i.code in ("LM101", "LM102")]
+    testing.assert_covers(make(names), layout_map, ["data=2,model=4"])
+    told = resolution.explain(f"{first}/up/kernel")
+    assert f"its path is the key of rule 1 '{first}/up/kernel'" in told
+    del layout_map[f"{second}/.*kernel"]
+    layout_map[f"{second}/up/kernle"] = ("data", None)
+    found = {
+        issue.code: str(issue) for issue in flm.lint(layout_map.resolve(make(names)))
+    }
+    assert f"the closest path ends in '{second}/up/kernel'" in found["LM101"]
+    told = layout_map.resolve(make(names)).explain(f"{second}/up/kernel")
+    assert f"rule 3 '{second}/up/kernle' is closest" in told
+
+
+def test_layers_of_members_are_siblings_of_their_own() -> None:
+    """Lint compares a layer with its neighbours, not with those of another member."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["actor/up_proj"] = (None, "model")
+    layout_map["critic/up_proj"] = ("model", None)
+    leaf = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    names = ("up_proj", "gate_proj", "q_proj")
+    state = {name: {"kernel": nnx.Param(leaf)} for name in names}
+    tree = {"actor": nnx.State(state), "critic": nnx.State(state)}
+    layout_map["(gate|q)_proj"] = (None, "model")
+    found = [
+        issue for issue in flm.lint(layout_map.resolve(tree)) if issue.code == "LM110"
+    ]
+    assert [issue.path for issue in found] == ["critic/up_proj/kernel"]
+
+
+def test_names_of_arguments_count_for_objects_of_flax() -> None:
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["^policy/up/kernel"] = (None, "model")
+    layout_map["batch"] = ("model", None)
+    step = flm.jit(lambda policy, batch: policy(batch["x"]), layout_map=layout_map)
+    models = flm.create(lambda: {"policy": Net(nnx.Rngs(0))}, layout_map)
+    # A batch is data, whatever the rules call so.
+    assert step(models["policy"], {"x": X}).shape == (4, 8)
+    alone = flm.create(lambda: Net(nnx.Rngs(0)), layout_map)
+    with pytest.raises(flm.LayoutError) as caught:
+        step(alone, {"x": X})
+    text = str(caught.value)
+    assert "policy/up/kernel (8,16): wanted P(-, model) on mesh" in text
+    assert "layout_map.place({'policy': policy})" in text
+    alone = layout_map.place({"policy": alone})["policy"]
+    assert step(alone, {"x": X}).shape == (4, 8)
+
+
+def test_members_that_a_jitted_function_makes() -> None:
+    names = TREES["dpo"]
+    layout_map = rules(names)
+    made = flm.jit(lambda: make(names), layout_map=layout_map)()
+    assert lies(made) == wanted(names)
+    made = flm.jit(
+        lambda: {name: nnx.state(model) for name, model in make(names).items()},
+        layout_map=layout_map,
+    )()
+    assert lies(made) == wanted(names)
+
+
+def test_the_hint_for_a_layer_with_a_number() -> None:
+    """Of the layers of a list, the one that no rule matches is told of."""
+    layout_map = flm.LayoutMap("data=2,model=4")
+    layout_map["0/up"] = layout_map["down"] = None
+    layout_map["layers/1/up/kernel"] = None
+    found = layout_map.resolve([Net(nnx.Rngs(0)), Net(nnx.Rngs(0))]).remarks()
+    assert found[0].endswith("matches no leaf; '1/up/kernel' is matched by none")
+
+
+@pytest.mark.parametrize("pattern", ["policy/up", "^policy/up$"])
+def test_outputs_of_members(pattern: str) -> None:
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map.activations[pattern] = (None, "model")
+    layout_map.activations["^down"] = ("model", None)
+
+    @flm.jit(layout_map=layout_map)
+    def forward(models: Any, x: Any) -> Any:
+        return {name: (net.up(x), net.down(net.up(x))) for name, net in models.items()}
+
+    models = flm.create(lambda: make(TREES["dpo"]), layout_map)
+    found = forward(models, jnp.asarray(X))
+    assert tuple(found["policy"][0].sharding.spec) == (None, "model")
+    # Within its own module, a path begins with the name of the layer.
+    assert tuple(found["policy"][1].sharding.spec) == ("model",)
+    assert tuple(found["reference"][1].sharding.spec) == ("model",)
