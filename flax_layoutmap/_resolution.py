@@ -337,7 +337,9 @@ class Resolution(ResolvedTable):
         return _report.to_json(self)
 
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
-        """Warns once about unused rules and large unmatched leaves; for consumers.
+        """Warns about unused rules and large unmatched leaves; for consumers.
+
+        Each is told once for a rule set, whatever else it is part of by then.
 
         Args:
             besides: others of the same rules: what they use is not unused.
@@ -347,7 +349,7 @@ class Resolution(ResolvedTable):
         """
         if self.rules.strict is False or self._announced:
             return
-        announce(self.rules, _report.remarks(self, large_only=True, besides=besides))
+        announce(self.rules, _report.warnings(self, besides))
         object.__setattr__(self, "_announced", True)
 
     def _repr_html_(self) -> str:
