@@ -7,7 +7,9 @@ unboxed Linen variables, an optimizer state or a checkpoint:
 - the key `value` that an NNX Variable or a Linen box adds does not appear (the type of
   the node says so, never the name);
 - a module is read through `nnx.state`, so that a tied Variable appears once;
-- a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique.
+- a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique;
+  so is, as in a URL, what has no glyph (a line break is `%0A`), so that a path is one
+  line wherever it is shown.
 
 Rules see the path of a parameter within its own tree of parameters, so a tree is cut
 into sections: a module inside a dict, Linen's `params`, an optimizer state.
@@ -16,6 +18,7 @@ into sections: a module inside a dict, Linen's `params`, an optimizer state.
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
+from urllib.parse import quote, unquote
 
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -127,12 +130,22 @@ def escape(key: object) -> str:
     text = str.__str__(key) if isinstance(key, str) else str(key)
     if "/" in text or "%" in text:
         text = text.replace("%", "%25").replace("/", "%2F")
-    return text
+    return with_glyphs(text)
+
+
+def with_glyphs(path: str) -> str:
+    """A path, or a part, without characters that cannot be seen."""
+    if path.isprintable():
+        return path
+    return "".join(
+        letter if letter.isprintable() else quote(letter, errors="surrogatepass")
+        for letter in path
+    )
 
 
 def unescape(part: str) -> str:
     """The key that `escape` made a part of."""
-    return part.replace("%2F", "/").replace("%25", "%")
+    return unquote(part, errors="surrogatepass")
 
 
 def key_of(entry: Any) -> Any:

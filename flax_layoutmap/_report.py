@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flax_layoutmap._announce import Remark
-from flax_layoutmap._errors import LayoutError, closest
+from flax_layoutmap._errors import LayoutError, closest, visible
 from flax_layoutmap._fold import Fold, apart, fold, relation
-from flax_layoutmap._leaf_table import Row, fitted, full, path_cell, printable
+from flax_layoutmap._leaf_table import Row, fitted, full, path_cell
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import (
@@ -321,7 +321,7 @@ def _row(found: Fold, leaf: ResolvedLeaf, row: Decision, table: Table) -> Row:
         shape="-" if leaf.dtype is None else show_shape(leaf.shape),
         dtype="-" if leaf.dtype is None else str(leaf.dtype),
         spec=_spec(row, table.mesh),
-        rule=printable(because(row, table.rules, short=True)),
+        rule=visible(because(row, table.rules, short=True)),
         code=_code(row),
         shard="-" if leaf.shard_shape is None else show_shape(leaf.shard_shape),
         bytes_per_device=len(found.members) * leaf.bytes_per_device,

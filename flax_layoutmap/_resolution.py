@@ -1,6 +1,7 @@
 """Resolution: the one value in the middle; everything else is a function of it."""
 
 import hashlib
+import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -356,7 +357,11 @@ class Resolution(ResolvedTable):
         # Its page is large; nothing but a notebook needs what makes it.
         from flax_layoutmap import draw
 
-        return draw.model(self)._repr_html_() if len(self) else f"<p>{self!r}</p>"
+        return (
+            draw.model(self)._repr_html_()
+            if len(self)
+            else f"<p>{html.escape(repr(self))}</p>"
+        )
 
     def __repr__(self) -> str:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"

@@ -54,7 +54,8 @@ def test_headings_span_the_columns() -> None:
 
 
 def test_markdown() -> None:
-    assert markdown_table(HEADER, ROWS, (False, True)).splitlines() == [
+    grid = Grid(HEADER, (False, True), tuple(map(Line, ROWS)))
+    assert markdown_table(grid, ()).splitlines() == [
         "| name | bytes |",
         "| :-- | --: |",
         "| a | 1 |",

@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(command: str, text: str) -> int:
-    print(f"flax-layoutmap {command}: {text}", file=sys.stderr)
+    from flax_layoutmap._errors import visible
+
+    print(f"flax-layoutmap {command}: {visible(text, chr(10))}", file=sys.stderr)
     return FAILED
 
 
