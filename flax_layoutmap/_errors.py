@@ -18,6 +18,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class LayoutError(ValueError):
@@ -46,13 +47,22 @@ class ResolveError(LayoutError):
 
     Attributes:
         problems: one text per problem, each starting with the path of its leaf.
+        resolution: what was decided of the tree all the same, for `flm.lint`: leaves
+            that do not fit are replicated in it. None where no tree was resolved, and
+            in a copy (a pickle).
     """
 
     __module__ = "flax_layoutmap"
 
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, problems: Sequence[str] = (), resolution: Any = None
+    ) -> None:
         super().__init__(message)
         self.problems = tuple(visible(text, "\n") for text in problems)
+        self.resolution = resolution
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.problems)
 
 
 class StructureError(LayoutError):

@@ -35,6 +35,7 @@ CODES = {
     "LM111": "a rule that decides no leaf that it matches",
     "LM112": "a mesh axis that shards nothing",
     "LM113": "a pattern that matches inside of a name",
+    "LM114": "a leaf that does not fit the rules",
 }
 
 

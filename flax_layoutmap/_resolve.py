@@ -401,4 +401,5 @@ def _raise_problems(resolution: Resolution) -> None:
         raise ResolveError(
             f"{count} not fit the rules{mesh}:\n{bullet_list(lines)}",
             [f"{path} {text}" for path, text in found.items()],
+            resolution,
         )

@@ -203,7 +203,15 @@ def test_lint(run: Any) -> None:
     assert code == 0 and all(
         i["severity"] != "error" for i in json.loads(out)["issues"]
     )
-    assert run(bad)[0] == 2, "a dim that does not divide"
+    code, out, err = run(f"{bad} --max-replicated 0.0001")
+    assert (code, err) == (1, "") and out.endswith("\n2 errors, 2 warnings\n")
+    assert "LM114 error: up/kernel (8,32): rule 1 'up/kernel' → (None, 'model')" in out
+    assert "LM114 error: down/kernel (32,8)" in out and "max-replicated" not in out
+    code, out, _ = run(f"{bad} --json")
+    found = json.loads(out)
+    assert code == 1 and found["replicated_share"] is None
+    assert [issue["code"] for issue in found["issues"]][:2] == ["LM114", "LM114"]
+    assert run(f"{bad} --ignore LM114")[0] == 0
     assert run(f"lint {SOURCES} --max-replicated 0.0001")[0] == 1
 
 
