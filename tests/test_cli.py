@@ -57,6 +57,18 @@ def ends_the_program():
     raise SystemExit(0)
 
 
+def loss(params, x, *, scale=1.0):
+    return scale * (x @ params["up"]).sum()
+
+
+def three():
+    return {"up": jnp.ones((8, 8))}, jnp.ones((4, 8)), 3
+
+
+def wrong(params, x, number):
+    return params["nope"]
+
+
 pairs = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
 layout_map = flm.LayoutMap.from_rules(pairs, "data=2,model=4", strict=False)
 rule_set = layout_map.freeze()
@@ -421,7 +433,14 @@ WRONG = {
     "plan my_model:ends_the_program --args my_model:nothing --rules rules.toml "
     "--mesh data=2,model=4": "SystemExit: 0",
     "plan my_model:broken --args my_model:make --rules rules.toml "
-    "--mesh data=2,model=4": "TypeError: too many positional arguments (--traceback",
+    "--mesh data=2,model=4": "broken() cannot be called with (Block): too many",
+    "plan my_model:loss --args my_model:three --rules rules.toml "
+    "--mesh data=2,model=4": "loss(params, x, scale=1.0) cannot be called with "
+    "(dict, float32[4,8], int32[]): too many positional arguments; pass one argument",
+    "plan my_model:loss --args my_model:nothing --rules rules.toml "
+    "--mesh data=2,model=4": "cannot be called with (): missing a required argument",
+    "plan my_model:wrong --args my_model:three --rules rules.toml "
+    "--mesh data=2,model=4": "KeyError: 'nope' (--traceback shows where)",
     "report --checkpoint runs/7 --rules runs/7 --variant a": "--variant is for rules",
     "report --checkpoint runs/7 --arg width=2": "--arg is for --model",
     "report --checkpoint runs/7 --optimizer optax:sgd": "--optimizer is for --model",

@@ -43,11 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
-    except (UsageError, LayoutError, OSError, KeyError, AssertionError) as error:
+    except (UsageError, LayoutError, OSError) as error:
         if args.traceback:
             raise
-        text = error.args[0] if isinstance(error, KeyError) else error
-        return _failed(args.command, str(text))
+        return _failed(args.command, str(error))
     except (Exception, SystemExit) as error:  # broad: a step is the user's code
         if args.traceback:
             raise

@@ -71,9 +71,9 @@ def lint(args: Namespace) -> int:
 
 def explain(args: Namespace) -> int:
     resolution = _sources.resolution_of(args)
+    leaf = _sources.leaf_of(resolution, args.path)
     text = resolution.explain(args.path)
     if args.json:
-        leaf = resolution[args.path]
         _print_json({"path": leaf.path, "reason": leaf.reason, "text": text})
     else:
         print(text)
@@ -93,7 +93,7 @@ def draw(args: Namespace) -> int:
     if args.leaf is None:
         drawing = flm.draw.model(resolution)
     else:
-        leaf = resolution[args.leaf]
+        leaf = _sources.leaf_of(resolution, args.leaf)
         drawing = flm.draw.array(leaf.layout, leaf.shape)
     if args.json:
         _print_json(dataclasses.asdict(drawing.scene))
