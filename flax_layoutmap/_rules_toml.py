@@ -103,7 +103,8 @@ def _mesh_value(mesh: DeviceMesh) -> Any:
     data = mesh_to_json(mesh)
     assert data is not None
     if set(data["axis_types"]) == {"auto"}:
-        if not any(map(_UNPLAIN.search, mesh.axis_names)):
+        names = mesh.axis_names
+        if "".join(names).isprintable() and not any(map(_UNPLAIN.search, names)):
             return str(mesh)
     return data
 

@@ -239,8 +239,8 @@ def test_json_gives_names_back_without_raw_controls(name: str, tmp_path: Path) -
 def test_files_of_rules_show_what_they_hold(
     kind: str, name: str, tmp_path: Path
 ) -> None:
-    layout_map = flm.LayoutMap()
-    layout_map[f"up{re.escape(name)}/kernel"] = (None, "model")
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract((2, 4), ("data", name)))
+    layout_map[f"up{re.escape(name)}/kernel"] = (None, name)
     path = tmp_path / f"rules.{kind}"
     layout_map.to_file(path)
     assert_seen(path.read_text("utf-8"))
