@@ -130,16 +130,11 @@ def escape(key: object) -> str:
     text = str.__str__(key) if isinstance(key, str) else str(key)
     if "/" in text or "%" in text:
         text = text.replace("%", "%25").replace("/", "%2F")
-    return with_glyphs(text)
-
-
-def with_glyphs(path: str) -> str:
-    """A path, or a part, without characters that cannot be seen."""
-    if path.isprintable():
-        return path
+    if text.isprintable():
+        return text
     return "".join(
         letter if letter.isprintable() else quote(letter, errors="surrogatepass")
-        for letter in path
+        for letter in text
     )
 
 

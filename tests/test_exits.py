@@ -388,6 +388,12 @@ def test_commands_print_no_command(
     assert_seen(told.err)
 
 
+def test_arguments_that_are_none_are_told_as_words(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["inspect", "one", "two\x1b[2J\r"])
+    assert_seen(capsys.readouterr().err)
+
+
 def test_a_process_prints_no_command(foreign: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "flax_layoutmap", "inspect", str(foreign)],

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from flax_layoutmap._cli._parser import parser
+from flax_layoutmap._errors import LayoutError, visible
 
 # What a command found, what kept it from looking, and (as for a program that SIGPIPE
 # ends) that nobody reads on.
@@ -33,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, here)  # as `python -m` does, for --model and --rules
     from flax_layoutmap._cli import _commands
     from flax_layoutmap._cli._sources import UsageError
-    from flax_layoutmap._errors import LayoutError
 
     _any_encoding()
     try:
@@ -60,9 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(command: str, text: str) -> int:
-    from flax_layoutmap._errors import visible
-
-    print(f"flax-layoutmap {command}: {visible(text, chr(10))}", file=sys.stderr)
+    told = visible(f"flax-layoutmap {command}: {text}", "\n")
+    print(told, file=sys.stderr)
     return FAILED
 
 
