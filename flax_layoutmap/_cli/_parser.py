@@ -8,7 +8,7 @@ from flax_layoutmap._errors import visible
 
 if TYPE_CHECKING:
     # It has no name at run time.
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction["_Parser"]
 
 ABOUT = """Shows, checks and compares how rules lay out a model, with no devices.
 
@@ -32,7 +32,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; the name of the one chosen is in `command`."""
-    top: argparse.ArgumentParser = _Parser(
+    top = _Parser(
         "flax-layoutmap",
         description=ABOUT,
         epilog=ENDS,
