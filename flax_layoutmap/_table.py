@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from flax_layoutmap._errors import visible
 
 # What Markdown would read as markup.
-_MARKUP = re.compile(r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+_MARKUP = re.compile(
+    r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
+)
 _TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
