@@ -340,7 +340,7 @@ class Resolution(ResolvedTable):
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
         """Warns about unused rules and large unmatched leaves; for consumers.
 
-        Each is told once for a rule set, whatever else it is part of by then.
+        Each is told once for a rule set, also where the tree is part of another one.
 
         Args:
             besides: others of the same rules: what they use is not unused.
