@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from flax_layoutmap._announce import Remark, news
 from flax_layoutmap._block import Block
 from flax_layoutmap._errors import LayoutError, MeshError, RuleError, closest, warn
 from flax_layoutmap._flatten import flatten
@@ -367,9 +368,9 @@ class Active:
         )
         if rules.strict and not self._open:
             raise RuleError(f"strict: {text}")
-        if text not in rules._warned:
-            rules._warned.add(text)
-            tell(text)
+        about = f"no output: {' '.join(unused)}"
+        for new in news(rules, [Remark(text, about, frozenset(self._known))]):
+            tell(new)
 
     def _is_for_known(self, rule: Rule) -> bool:
         named = _outputs_of if rule in self._outputs else tuple

@@ -5,7 +5,6 @@ No device holds a full copy of a parameter that a rule shards, but while one is 
 what XLA does not compute in parts (QR, a sort): such are named in the log, at INFO.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -191,7 +190,7 @@ def create_optimizer(
     if layout_map is not None:
         given = rule_set_of(layout_map, "create_optimizer(..., layout_map=)")
         # Of the map only the optimizer section counts; so do its axes.
-        own = dataclasses.replace(given, rules=(), names=(), activations=())
+        own = given.with_changes(rules=(), names=(), activations=())
         rules = own.on(mesh)
     with Agreement("creating the optimizer", mesh) as agreement:
         if is_module:

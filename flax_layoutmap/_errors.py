@@ -18,12 +18,16 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class LayoutError(ValueError):
     """Base class of every error that flax_layoutmap raises for a user's mistake."""
 
     __module__ = "flax_layoutmap"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
 
 
 class RuleError(LayoutError):
@@ -43,13 +47,22 @@ class ResolveError(LayoutError):
 
     Attributes:
         problems: one text per problem, each starting with the path of its leaf.
+        resolution: what was decided of the tree all the same, for `flm.lint`: leaves
+            that do not fit are replicated in it. None where no tree was resolved, and
+            in a copy (a pickle).
     """
 
     __module__ = "flax_layoutmap"
 
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, problems: Sequence[str] = (), resolution: Any = None
+    ) -> None:
         super().__init__(message)
-        self.problems = tuple(problems)
+        self.problems = tuple(visible(text, "\n") for text in problems)
+        self.resolution = resolution
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.problems)
 
 
 class StructureError(LayoutError):
@@ -69,7 +82,7 @@ class CheckpointError(LayoutError):
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.problems = tuple(problems)
+        self.problems = tuple(visible(text, "\n") for text in problems)
 
 
 class ProcessError(LayoutError):
@@ -82,6 +95,28 @@ class LayoutWarning(UserWarning):
     """Something that would otherwise be silent: a rule unused, a leaf unmatched."""
 
     __module__ = "flax_layoutmap"
+
+
+def visible(text: str, keep: str = "") -> str:
+    """A text in which what a terminal would obey or hide is written as an escape.
+
+    Names may come from a checkpoint or a file of rules that somebody else wrote. What
+    becomes escapes: control characters, marks that change the direction of writing, and
+    all else without a glyph of its own.
+
+    Args:
+        text: the text.
+        keep: characters that stay, such as the line breaks of a message.
+
+    >>> print(visible("up" + chr(27) + "[2J"))
+    up\\x1b[2J
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in keep else repr(letter)[1:-1]
+        for letter in text
+    )
 
 
 def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
@@ -110,7 +145,7 @@ def warn(text: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, LayoutWarning, stacklevel=level)
+    warnings.warn(visible(text, "\n"), LayoutWarning, stacklevel=level)
 
 
 def bullet_list(problems: Sequence[str], *, limit: int = 50) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from flax_layoutmap._errors import visible
 from flax_layoutmap._records import (
     Decision,
     ResolvedLeaf,
@@ -46,7 +47,7 @@ def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
     if row.shard_shape is not None:
         per_device = human_bytes(leaf.bytes_per_device)
         lines.append(f"  each device holds {show_shape(row.shard_shape)}, {per_device}")
-    return "\n".join(lines)
+    return "\n".join(map(visible, lines))
 
 
 def _near_miss(path: str, rules: RuleSet) -> str:

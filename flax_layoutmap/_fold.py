@@ -6,9 +6,9 @@ import re
 from collections.abc import Hashable, Sequence
 
 # A whole part (`layers/0`), the end of a name (`layers_0`, `block0`) or what stands
-# between underscores. Escapes in a path (`%2F`, `%25`) hold no index, and neither do
+# between underscores. Escapes in a path (`%2F`, `%A6`) hold no index, and neither do
 # more digits than the places of a list would have.
-_INDEX = re.compile(r"(?<![0-9%])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
+_INDEX = re.compile(r"(?<![0-9%])(?<!%[A-F])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
 
 # Names such as `w1`, `w3` or `conv2` are rarely places in a list: fewer than these
 # of them stay apart.

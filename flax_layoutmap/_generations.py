@@ -26,7 +26,7 @@ class Generation:
         small_shapes: the shapes below those of the general rule.
         max_dim: for two dims, the length of a side of a whole pod, on which the
             network closes to a ring.
-        hbm_bytes: memory of one device, as sold.
+        hbm_bytes: memory of one device, as built.
         hbm_limit_bytes: what the compiler lets a program use of it.
         flops: peak of one device in bfloat16, in floating-point operations per second.
         link_bytes_per_second: one link between chips, in one direction; None where
@@ -134,7 +134,7 @@ GENERATIONS = {
             max_chips=6144,
             small_shapes=_BELOW_A_CUBE,
             max_dim=None,
-            hbm_bytes=95 * _GIB,
+            hbm_bytes=96 * _GIB,
             hbm_limit_bytes=round(95.74 * _GIB),
             flops=459e12,
             link_bytes_per_second=9e10,
@@ -181,7 +181,11 @@ SOURCES = {
     "hbm_limit_bytes": "measured with libtpu 0.0.42 (the limit in its error), 2026-11",
     "max_chips": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",
     "small_shapes": "Google Cloud TPU documentation, MaxText's table, 2026-11",
-    "hbm_bytes": "Google Cloud TPU documentation, 2026-11; v5e and v6e say GB there",
+    "hbm_bytes": (
+        "Google Cloud TPU documentation, 2026-11; v5e and v6e say GB there; v5p: "
+        "jax-ml/scaling-book, 2025-02, as the documentation has 95 GiB, which are "
+        "less than the compiler lets a program use"
+    ),
     "flops": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",
     "wrap": "MaxText's table of slices, 2026-11; v2 and v3 inferred from their pods",
     "link_bytes_per_second": (

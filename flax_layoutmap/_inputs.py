@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from flax_layoutmap._announce import announce
+from flax_layoutmap._announce import Remark, announce
 from flax_layoutmap._arguments import Argument
 from flax_layoutmap._decide import fits
 from flax_layoutmap._errors import (
@@ -86,7 +86,8 @@ def _tell_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
         f"{hint}; as no rule shards anything in it, it is taken for data, and what is "
         f"on no mesh is split over the batch axes {rules.batch}"
     )
-    announce(rules, [text])
+    paths = frozenset(flat.paths[at] for at in missed)
+    announce(rules, [Remark(text, "taken for data", paths)])
 
 
 def _is_sharded(rules: RuleSet, own: tuple[str, ...], ndim: int) -> bool:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
+from flax_layoutmap._errors import visible
+
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
@@ -33,6 +35,7 @@ CODES = {
     "LM111": "a rule that decides no leaf that it matches",
     "LM112": "a mesh axis that shards nothing",
     "LM113": "a pattern that matches inside of a name",
+    "LM114": "a leaf that does not fit the rules",
 }
 
 
@@ -97,7 +100,8 @@ class Issue(_Unwritten):
         object.__setattr__(self, "url", f"docs/lint.md#{self.code.lower()}")
 
     def __str__(self) -> str:
-        return f"{self.code} {self.severity}: {self.message}\n  fix: {self.fix}"
+        text = f"{self.code} {self.severity}: {self.message}\n  fix: {self.fix}"
+        return visible(text, "\n")
 
 
 def in_order(issues: Iterable[Issue]) -> tuple[Issue, ...]:

@@ -279,6 +279,7 @@ class LayoutMap(_Section):
         layout_map._rules.update({rule.pattern: rule for rule in rules.rules})
         for name, section in layout_map._sections.items():
             section._rules.update({rule.pattern: rule for rule in getattr(rules, name)})
+        layout_map._frozen = rules  # until an edit
         return layout_map
 
     @property

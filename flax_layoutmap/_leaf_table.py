@@ -49,12 +49,7 @@ class Row:
 def path_cell(fold: Fold, start: int = 0) -> str:
     """The path from a position on, and how many leaves it stands for."""
     many = f" ×{len(fold.members)}" if len(fold.members) > 1 else ""
-    return f"{printable(fold.text[start:])}{many}"
-
-
-def printable(text: str) -> str:
-    """A text in which line breaks and control characters are written as escapes."""
-    return text if text.isprintable() else repr(text)[1:-1]
+    return f"{fold.text[start:]}{many}"
 
 
 def short_dtype(dtype: str) -> str:
@@ -139,10 +134,9 @@ def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
         if not head:
             cells.append(path_cell(fold))
         elif many > 1 and len(head) >= fold.head:
-            heads[at] = f"{printable(head)} ×{many}"
-            cells.append(f"  {printable(fold.text[len(head) :])}")
+            heads[at] = f"{head} ×{many}"
+            cells.append(f"  {fold.text[len(head) :]}")
         else:
-            heads[at] = printable(head)
             cells.append(f"  {path_cell(fold, len(head))}")
     return heads, cells
 

@@ -7,7 +7,7 @@ from typing import Any
 from flax_layoutmap._errors import ResolveError, RuleError, bullet_list, did_you_mean
 from flax_layoutmap._issues import CODES, SEVERITIES, Issue, Severity, in_order
 from flax_layoutmap._lint_groups import groups, suggested
-from flax_layoutmap._lint_leaves import lint_leaves
+from flax_layoutmap._lint_leaves import lint_leaves, lint_unfit
 from flax_layoutmap._lint_matches import lint_matches, unused_numbers
 from flax_layoutmap._lint_pairs import read_pairs
 from flax_layoutmap._lint_rules import lint_rules
@@ -30,8 +30,9 @@ def lint(x: Any, *, tile: Any = None) -> tuple[Issue, ...]:
 
     Args:
         x: a `LayoutMap` or `RuleSet`, for what can be said without a model; a
-            `Resolution` (`layout_map.resolve(model)`) for all there is to say; or
-            `(pattern, layout)` pairs or a mapping, of which some may be no rules.
+            `Resolution` (`layout_map.resolve(model)`) for all there is to say, also
+            one that does not fit (`ResolveError.resolution`); or `(pattern, layout)`
+            pairs or a mapping, of which some may be no rules.
         tile: rows and columns below which a shard is padded by the hardware, such as
             `(8, 128)`, or `"tpu"`. None: a TPU's, where the mesh has TPUs.
 
@@ -80,6 +81,7 @@ def _of_resolution(resolution: Resolution, tile: Any) -> list[Issue]:
         if issue.code in ("LM005", "LM006", "LM010")
     }
     found += lint_matches(resolution, unused, why)
+    found += lint_unfit(resolution)
     if resolution.mesh is not None and resolution.mesh.size > 1:
         found += lint_leaves(resolution)
         found += tiles(resolution, tile)

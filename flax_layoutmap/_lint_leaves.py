@@ -39,9 +39,26 @@ def lint_leaves(resolution: Resolution) -> Iterator[Issue]:
     yield from _axes(resolution)
 
 
+def lint_unfit(resolution: Resolution) -> Iterator[Issue]:
+    """Leaves for which resolving raised; see `ResolveError.resolution`."""
+    for group in groups(resolution, lambda row: row.problem is not None):
+        clash, _, fix = (group.row.problem or "").rpartition("; ")
+        yield Issue(
+            "LM114",
+            "error",
+            f"{group.named(resolution)}: {clash or fix}",
+            fix if clash else "change the rule, or the leaf",
+            **group.where,
+        )
+
+
 def _unmatched(resolution: Resolution) -> Iterator[Issue]:
     rules = resolution.rules
-    found = groups(resolution, lambda row: row.reason == "no rule", "parameter")
+    found = groups(
+        resolution,
+        lambda row: row.reason == "no rule" and row.problem is None,
+        "parameter",
+    )
     total = total_of(resolution) if found else 1
     if not rules.rules and found:
         size = sum(group.bytes for group in found)

@@ -30,7 +30,7 @@ from flax_layoutmap._dtensor_format import (
     mesh_to_proto,
     mesh_to_text,
 )
-from flax_layoutmap._errors import MeshError, did_you_mean, warn
+from flax_layoutmap._errors import MeshError, did_you_mean, visible, warn
 from flax_layoutmap._grid import coords_of, strides_of, whole
 from flax_layoutmap._hybrid import granules_of, hybrid_grid, one_slice_grid
 from flax_layoutmap._mesh_shape import (
@@ -475,7 +475,8 @@ class DeviceMesh:
         return hash(self._mesh)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={size}" for name, size in self.axis_sizes.items())
+        sizes = self.axis_sizes.items()
+        return ",".join(f"{visible(name)}={size}" for name, size in sizes)
 
     def __repr__(self) -> str:
         notes = ["abstract"] if self.is_abstract else []

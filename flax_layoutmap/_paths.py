@@ -7,7 +7,9 @@ unboxed Linen variables, an optimizer state or a checkpoint:
 - the key `value` that an NNX Variable or a Linen box adds does not appear (the type of
   the node says so, never the name);
 - a module is read through `nnx.state`, so that a tied Variable appears once;
-- a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique.
+- a `/` inside a key is written `%2F`, and a `%` as `%25`, so that paths stay unique;
+  so is, as in a URL, what has no glyph (a line break is `%0A`), so that a path is one
+  line wherever it is shown.
 
 A tree is cut into sections: a module inside a dict, Linen's `params`, an optimizer
 state. Rules see the path whole, and also without the names that lead to its section, so
@@ -19,6 +21,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
+from urllib.parse import quote, unquote
 
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -193,12 +196,17 @@ def escape(key: object) -> str:
     text = str.__str__(key) if isinstance(key, str) else str(key)
     if "/" in text or "%" in text:
         text = text.replace("%", "%25").replace("/", "%2F")
-    return text
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else quote(letter, errors="surrogatepass")
+        for letter in text
+    )
 
 
 def unescape(part: str) -> str:
     """The key that `escape` made a part of."""
-    return part.replace("%2F", "/").replace("%25", "%")
+    return unquote(part, errors="surrogatepass")
 
 
 def key_of(entry: Any) -> Any:

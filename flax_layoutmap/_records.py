@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
+from flax_layoutmap._errors import visible
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
@@ -172,7 +173,7 @@ def show_spec(spec: PartitionSpec) -> str:
         "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
         for entry in spec
     ]
-    return f"P({', '.join(entries)})" if entries else "replicated"
+    return visible(f"P({', '.join(entries)})") if entries else "replicated"
 
 
 def leaf_json(leaf: ResolvedLeaf) -> dict[str, Any]:

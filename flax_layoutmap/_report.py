@@ -2,15 +2,17 @@
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._announce import Remark
+from flax_layoutmap._errors import LayoutError, visible
 from flax_layoutmap._fold import Fold, apart, fold, relation
-from flax_layoutmap._leaf_table import Row, fitted, full, path_cell, printable
+from flax_layoutmap._leaf_table import Row, fitted, full, path_cell
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import (
@@ -89,6 +91,7 @@ class Table(Protocol):
         self, wanted: Callable[[Decision], bool] | None = None
     ) -> list[tuple[ResolvedLeaf, Decision]]: ...
     def totals(self, role: Role | None = None) -> Totals: ...
+    def inner_paths(self, role: Role) -> dict[str, str]: ...
     def parameter_paths(self) -> Iterator[tuple[str, bool]]: ...
     @property
     def mesh(self) -> DeviceMesh | None: ...
@@ -121,47 +124,86 @@ def coloured(table: Table, width: int, *, folded: bool = True) -> "Iterator[Text
 
 
 def remarks(
-    table: Table,
-    *,
-    large_only: bool = False,
-    besides: Sequence[Table] = (),
-    folded: bool = False,
+    table: Table, *, large_only: bool = False, folded: bool = False
 ) -> list[str]:
     """Unused rules, unmatched leaves, fallbacks: one line each.
 
     Args:
         table: the Resolution.
-        large_only: leave out fallbacks other than of annotations that name no axis of
-            the mesh or are of another one, and leaves that are few, of their kind: with
-            less than 1 % of the bytes and 10 % of what a device holds. Those that are
-            alike share a line.
-        besides: others of the same rules: what they use is not unused.
+        large_only: only those that are worth a warning.
         folded: whether leaves that are alike share a line.
     """
-    # A warning tells of what was renamed: other hints take longer than all else.
-    lines = _unused(table, besides, hints=not large_only)
-    rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
-    total = (table.totals().total_bytes or 1) if rows else 1
-    held = (table.totals().bytes_per_device or 1) if rows else 1
-    found: list[_Remark] = []
-    for some in _folds(rows, folded or large_only):
-        leaf, row = rows[some.members[0]]
-        whole = len(some.members) * leaf_bytes(leaf.shape, leaf.dtype)
-        if not large_only:
-            found.append(_remark(some, leaf, whole, total, held))
-        elif row.warns and leaf.reason == "explicit layout":
-            where = f"{path_cell(some)} {show_shape(leaf.shape)}"
-            lines.append(f"explicit layout: {where}: {leaf.fallback}")
-        elif is_large(whole, total, held):
-            if leaf.reason in UNMATCHED:
-                found.append(_remark(some, leaf, whole, total, held))
-            elif row.warns:
-                lines.append(
-                    f"annotation: {path_cell(some)} {show_shape(leaf.shape)}: "
-                    f"{leaf.fallback}; map the names by Flax's logical_axis_rules, or "
-                    "add a rule for it"
-                )
+    if large_only:
+        return [one.text for one in warnings(table)]
+    groups, total, held = _unplaced(table, folded)
+    found = [
+        _remark(some, rows[0][0], whole, total, held) for some, rows, whole in groups
+    ]
+    lines = [head + hint for head, hint, _ in _unused(table, hints=True)]
     return lines + (_together(found, total) if folded else [one.line for one in found])
+
+
+def warnings(table: Table, besides: Sequence[Table] = ()) -> list[Remark]:
+    """The remarks that are worth a warning; leaves that are alike share one.
+
+    Left out are fallbacks other than of annotations that name no axis of the mesh, and
+    leaves that are few, of their kind: with less than 1 % of the bytes and 10 % of what
+    a device holds.
+
+    Args:
+        table: the Resolution.
+        besides: others of the same rules: what they use is not unused.
+    """
+    inner = functools.cache(table.inner_paths)
+    every = functools.cache(lambda role: frozenset(inner(role).values()))
+    # A warning tells of what was renamed: other hints take longer than all else.
+    unused = _unused(table, besides, hints=False)
+    found = [Remark(head + hint, head, every(role)) for head, hint, role in unused]
+    groups, total, held = _unplaced(table, folded=True)
+    for some, rows, whole in groups:
+        leaf, row = rows[0]
+        if row.warns and leaf.reason == "explicit layout":
+            about = f"explicit layout: {leaf.fallback}"
+            text = (
+                f"explicit layout: {path_cell(some)} {show_shape(leaf.shape)}: "
+                f"{leaf.fallback}"
+            )
+        elif not is_large(whole, total, held):
+            continue
+        elif leaf.reason in UNMATCHED:
+            text, about = _remark(some, leaf, whole, total, held).line, leaf.reason
+        elif row.warns:
+            about = f"annotation: {leaf.fallback}"
+            text = (
+                f"annotation: {path_cell(some)} {show_shape(leaf.shape)}: "
+                f"{leaf.fallback}; map the names by Flax's logical_axis_rules, or "
+                "add a rule for it"
+            )
+        else:
+            continue
+        own = inner("optimizer" if leaf.role == "optimizer" else "parameter")
+        paths = frozenset(own.get(each.path, each.path) for each, _ in rows)
+        found.append(Remark(text, about, paths))
+    return found
+
+
+def _unplaced(
+    table: Table, folded: bool
+) -> tuple[list[tuple[Fold, _Leaves, int]], int, int]:
+    """Leaves that are not placed, or not fully, and how many bytes those alike have.
+
+    Also the bytes of the whole tree, and those that each device holds.
+    """
+    rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
+    if not rows:
+        return [], 1, 1
+    groups = []
+    for some in _folds(rows, folded):
+        leaf, _ = rows[some.members[0]]
+        whole = len(some.members) * leaf_bytes(leaf.shape, leaf.dtype)
+        groups.append((some, [rows[at] for at in some.members], whole))
+    sums = table.totals()
+    return groups, sums.total_bytes or 1, sums.bytes_per_device or 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -291,7 +333,7 @@ def _row(found: Fold, leaf: ResolvedLeaf, row: Decision, table: Table) -> Row:
         shape="-" if leaf.dtype is None else show_shape(leaf.shape),
         dtype="-" if leaf.dtype is None else str(leaf.dtype),
         spec=_spec(row, table.mesh),
-        rule=printable(because(row, table.rules, short=True)),
+        rule=visible(because(row, table.rules, short=True)),
         code=_code(row),
         shard="-" if leaf.shard_shape is None else show_shape(leaf.shard_shape),
         bytes_per_device=len(found.members) * leaf.bytes_per_device,
@@ -353,9 +395,12 @@ def _totals(table: Table) -> list[str]:
     return lines
 
 
-def _unused(table: Table, besides: Sequence[Table], *, hints: bool) -> list[str]:
+def _unused(
+    table: Table, besides: Sequence[Table] = (), *, hints: bool
+) -> list[tuple[str, str, Role]]:
+    """A line for each unused rule, with its hint, and the role that it is for."""
     numbers = {id(rule): at + 1 for at, rule in enumerate(table.rules.rules)}
-    lines = []
+    lines: list[tuple[str, str, Role]] = []
     elsewhere = [set(map(id, other.unused_rules)) for other in besides]
     for rule in table.unused_rules:
         if not all(id(rule) in unused for unused in elsewhere):
@@ -366,7 +411,8 @@ def _unused(table: Table, besides: Sequence[Table], *, hints: bool) -> list[str]
         if len(lines) < _HINTS:
             near = nearest(rule.pattern, table.parameter_paths(), free_only=not hints)
             hint = "" if near is None else near.hint
-        lines.append(f"unused: {name} {rule.pattern!r} matches no leaf{hint}")
+        head = f"unused: {name} {rule.pattern!r} matches no leaf"
+        lines.append((head, hint, "parameter" if number else "optimizer"))
     return lines
 
 

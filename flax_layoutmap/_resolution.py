@@ -1,6 +1,7 @@
 """Resolution: the one value in the middle; everything else is a function of it."""
 
 import hashlib
+import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -337,7 +338,9 @@ class Resolution(ResolvedTable):
         return _report.to_json(self)
 
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
-        """Warns once about unused rules and large unmatched leaves; for consumers.
+        """Warns about unused rules and large unmatched leaves; for consumers.
+
+        Each is told once for a rule set, also where the tree is part of another one.
 
         Args:
             besides: others of the same rules: what they use is not unused.
@@ -347,14 +350,18 @@ class Resolution(ResolvedTable):
         """
         if self.rules.strict is False or self._announced:
             return
-        announce(self.rules, _report.remarks(self, large_only=True, besides=besides))
+        announce(self.rules, _report.warnings(self, besides))
         object.__setattr__(self, "_announced", True)
 
     def _repr_html_(self) -> str:
         # Its page is large; nothing but a notebook needs what makes it.
         from flax_layoutmap import draw
 
-        return draw.model(self)._repr_html_() if len(self) else f"<p>{self!r}</p>"
+        return (
+            draw.model(self)._repr_html_()
+            if len(self)
+            else f"<p>{html.escape(repr(self))}</p>"
+        )
 
     def __repr__(self) -> str:
         mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"

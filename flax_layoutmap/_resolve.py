@@ -86,7 +86,7 @@ def resolve(
     rule_set = rule_set_of(rules, "resolve(tree, rules)")
     tree, params = abstract_tree(tree), abstract_tree(params)
     if strict is not None and strict != rule_set.strict:
-        rule_set = dataclasses.replace(rule_set, strict=strict)
+        rule_set = rule_set.with_changes(strict=strict)
     if params is None and tx is None:
         resolution = _resolve_cached(tree, rule_set)
     else:
@@ -418,4 +418,5 @@ def _raise_problems(resolution: Resolution) -> None:
         raise ResolveError(
             f"{count} not fit the rules{mesh}:\n{bullet_list(lines)}",
             [f"{path} {text}" for path, text in found.items()],
+            resolution,
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import Flat, Role
+from flax_layoutmap._paths import Flat, Role, parameter_keys
 from flax_layoutmap._records import (
     Decision,
     ResolvedLeaf,
@@ -194,6 +194,19 @@ class ResolvedTable:
             )
             if role == "optimizer"
         }
+
+    def inner_paths(self, role: Role) -> dict[str, str]:
+        """Path in the whole tree → path within its section, for sections of a role.
+
+        Parameters with one path, in two sections, keep what tells them apart.
+        """
+        flat = self._flat
+        keys = parameter_keys(flat) if role == "parameter" else {}
+        for section in flat.sections:
+            if section.role == role != "parameter":
+                positions = range(section.start, section.stop)
+                keys |= {at: flat.paths[at] for at in positions}
+        return {self.paths[at]: key for at, key in keys.items()}
 
     # --------------------------------------------------------------- questions
 

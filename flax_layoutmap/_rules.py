@@ -184,7 +184,7 @@ class RuleSet:
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
         object.__setattr__(self, "_resolved", [])
-        object.__setattr__(self, "_warned", set())
+        object.__setattr__(self, "_told", {})  # leaves → what was told of them
         object.__setattr__(self, "_fired", set())  # ids of activation rules in use
         object.__setattr__(self, "_matcher", None)
 
@@ -222,6 +222,12 @@ class RuleSet:
             object.__setattr__(self, "_matcher", made)
         return made
 
+    def with_changes(self, **changes: Any) -> "RuleSet":
+        """The rules of this set, used otherwise: what was told of them is known."""
+        changed = dataclasses.replace(self, **changes)
+        object.__setattr__(changed, "_told", self._told)
+        return changed
+
     def on(self, mesh: Any) -> "RuleSet":
         """The same rules on another mesh.
 
@@ -246,7 +252,7 @@ class RuleSet:
         batch = tuple(axis for axis in self.batch if axis in new.axis_names)
         if not batch and (self.batch or self.mesh is None):
             batch = new.axis_names[:1]
-        return dataclasses.replace(self, mesh=new, batch=batch, **sections)
+        return self.with_changes(mesh=new, batch=batch, **sections)
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {

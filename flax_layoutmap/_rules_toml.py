@@ -1,7 +1,6 @@
 """Writing rule sets into files: TOML as a person would, JSON as `to_json` has it."""
 
 import importlib.util
-import json
 import os
 import re
 from typing import Any
@@ -18,7 +17,7 @@ from flax_layoutmap._rules_values import (
     slow_together,
 )
 from flax_layoutmap._serialise import mesh_to_json, rules_to_json
-from flax_layoutmap._whole_file import write_whole
+from flax_layoutmap._whole_file import readable_json, write_whole
 
 # What a LayoutMap has where a file says nothing. The way of matching is always written.
 _DEFAULTS = {"unmatched": "replicate", "indivisible": "error", "strict": None}
@@ -37,7 +36,7 @@ def write_rules(rules: RuleSet, path: Any) -> None:
         )
     _check_that_it_reads(rules, path)
     if kind == ".json":
-        text = json.dumps(rules_to_json(rules), indent=1, ensure_ascii=False) + "\n"
+        text = readable_json(rules_to_json(rules), indent=1) + "\n"
         _refuse_to_flatten(path)
     elif os.path.exists(path):
         text = _rewritten(rules, path)
@@ -104,7 +103,8 @@ def _mesh_value(mesh: DeviceMesh) -> Any:
     data = mesh_to_json(mesh)
     assert data is not None
     if set(data["axis_types"]) == {"auto"}:
-        if not any(map(_UNPLAIN.search, mesh.axis_names)):
+        names = mesh.axis_names
+        if "".join(names).isprintable() and not any(map(_UNPLAIN.search, names)):
             return str(mesh)
     return data
 
@@ -174,7 +174,7 @@ def _quoted(text: str, *, literal: bool = True) -> str:
     """A string of TOML; without escapes where that is possible and `literal`."""
     if literal and "\\" in text and "'" not in text and text.isprintable():
         return f"'{text}'"
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return readable_json(text)
 
 
 def _refuse_to_flatten(path: str) -> Source | None:

@@ -4,7 +4,6 @@ What one is made of may have no values yet. It is traced then, as a model is, an
 state is computed at the end of the block, after the model.
 """
 
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Mapping, Sequence
@@ -99,7 +98,7 @@ class Follower:
             # Where `wrt` selects nothing, there are counters only.
             owners, mesh = layouts_of(placed) if known else ({}, rules.mesh)
             self._add_inputs(shardings, _leaves(placed))
-            own = dataclasses.replace(rules, rules=(), names=(), activations=())
+            own = rules.with_changes(rules=(), names=(), activations=())
             resolution = resolve_state(
                 state, own.on(mesh), owners, optimizer.tx, params
             )

@@ -2,12 +2,12 @@
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._errors import LayoutError, visible
 from flax_layoutmap._fold import natural_key
+from flax_layoutmap._whole_file import readable_json
 
 Shape = tuple[int, ...]
 Change = Literal["added", "removed", "reshaped", "moved", "decided"]
@@ -37,7 +37,7 @@ class MeshShape:
 
     def __str__(self) -> str:
         pairs = zip(self.axes, self.shape, strict=True)
-        return ",".join(f"{name}={size}" for name, size in pairs)
+        return ",".join(f"{visible(name)}={size}" for name, size in pairs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,15 +273,15 @@ def _lines(value: Any, depth: int, indent: str = "") -> str:
     """JSON with one entry of the outer objects and lists in a line."""
     below = indent + "  "
     if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
-        rows = [json.dumps(entry, ensure_ascii=False) for entry in value]
+        rows = [readable_json(entry) for entry in value]
         return _block("[]", rows, indent)
     if isinstance(value, dict) and value and depth:
         rows = [
-            f"{json.dumps(key, ensure_ascii=False)}: {_lines(entry, depth - 1, below)}"
+            f"{readable_json(key)}: {_lines(entry, depth - 1, below)}"
             for key, entry in value.items()
         ]
         return _block("{}", rows, indent)
-    return json.dumps(value, ensure_ascii=False)
+    return readable_json(value)
 
 
 def _block(brackets: str, rows: Sequence[str], indent: str) -> str:

@@ -4,8 +4,13 @@ import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
+from flax_layoutmap._errors import visible
+
 # What Markdown would read as markup.
-_MARKUP = re.compile(r"[*`<\\]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+_MARKUP = re.compile(
+    r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
+)
+_TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -21,6 +26,10 @@ class Line:
 
     cells: tuple[str, ...]
     mark: str = ""
+
+    def __post_init__(self) -> None:
+        if not "".join(self.cells).isprintable():
+            object.__setattr__(self, "cells", tuple(map(visible, self.cells)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,32 +82,38 @@ def text_table(
     return Grid(tuple(header), tuple(right), lines).text()
 
 
-def markdown_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
-) -> str:
-    """The same as a Markdown table; `|` in a cell is escaped."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    rule = ["--:" if flag else ":--" for flag in right]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [list(header), rule, *cells])
+def markdown_table(grid: Grid, code: Sequence[str]) -> str:
+    """A table of Markdown, with the columns of some names as code."""
+    rule = ["--:" if flag else ":--" for flag in grid.right]
+    rows = [
+        [
+            (_code(cell) if name in code else markdown_text(cell)).replace("|", "\\|")
+            for name, cell in zip(grid.names, line.cells, strict=True)
+        ]
+        for line in grid.lines
+    ]
+    rows = [list(grid.names), rule, *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def as_markdown(grid: Grid, lines: Sequence[str]) -> str:
     """A table, with paths, specs and rules as code, and a list."""
-    code = [name in ("path", "spec", "rule") for name in grid.names]
-    cells = [
-        [_code(cell) if flag else cell for cell, flag in zip(row, code, strict=True)]
-        for row in (line.cells for line in grid.lines)
-    ]
-    return f"{markdown_table(grid.names, cells, grid.right)}\n\n{markdown_list(lines)}"
+    table = markdown_table(grid, ("path", "spec", "rule"))
+    return f"{table}\n\n{markdown_list(lines)}"
 
 
 def markdown_list(lines: Sequence[str]) -> str:
     """One item per line; an indented line is an item below the one before it."""
-    items = [_MARKUP.sub(r"\\\g<0>", line) for line in lines]
+    items = map(markdown_text, lines)
     return "\n".join(
         f"  - {item.lstrip()}" if item.startswith("  ") else f"- {item}"
         for item in items
     )
+
+
+def markdown_text(text: str) -> str:
+    """A text that Markdown shows as it is."""
+    return _MARKUP.sub(r"\\\g<0>", visible(text))
 
 
 def human_bytes(count: int | float) -> str:
@@ -164,10 +179,13 @@ def cut_path(path: str, width: int) -> str:
 
 
 def _code(cell: str) -> str:
-    """A cell as code, with marks around it that it does not hold."""
-    if not cell:
+    """A cell as code, with more marks around it than it holds in a row."""
+    if cell in ("", "-"):
         return cell
-    return f"`` {cell} ``" if "`" in cell else f"`{cell}`"
+    if "`" not in cell:
+        return f"`{cell}`"
+    marks = "`" * (1 + max(map(len, _TICKS.findall(cell))))
+    return f"{marks} {cell} {marks}"
 
 
 def _pad(

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
+from flax_layoutmap._errors import visible
 from flax_layoutmap._table import Grid, text_width
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ def axis_styles(axes: Sequence[str]) -> dict[str, str]:
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
     """Lines no longer than `width`, where words allow it; None for any length."""
+    lines = list(map(visible, lines))
     if width is None:
-        return list(lines)
+        return lines
     found: list[str] = []
     for line in lines:
         indent = line[: len(line) - len(line.lstrip())]

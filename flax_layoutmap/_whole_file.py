@@ -1,7 +1,19 @@
-"""Files that are written as a whole, so that nobody ever reads half of one."""
+"""Files for people: written as a whole, and without what nobody would see in them."""
 
+import json
 import os
+import re
 import tempfile
+from typing import Any
+
+# Controls that JSON leaves, and marks of no width, some of which reverse what follows.
+_HIDDEN = re.compile(r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+
+
+def readable_json(value: Any, *, indent: int | None = None) -> str:
+    """JSON to be reviewed: letters of all languages stay, hidden marks are escapes."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:

@@ -57,6 +57,18 @@ def ends_the_program():
     raise SystemExit(0)
 
 
+def loss(params, x, *, scale=1.0):
+    return scale * (x @ params["up"]).sum()
+
+
+def three():
+    return {"up": jnp.ones((8, 8))}, jnp.ones((4, 8)), 3
+
+
+def wrong(params, x, number):
+    return params["nope"]
+
+
 pairs = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
 layout_map = flm.LayoutMap.from_rules(pairs, "data=2,model=4", strict=False)
 rule_set = layout_map.freeze()
@@ -203,7 +215,15 @@ def test_lint(run: Any) -> None:
     assert code == 0 and all(
         i["severity"] != "error" for i in json.loads(out)["issues"]
     )
-    assert run(bad)[0] == 2, "a dim that does not divide"
+    code, out, err = run(f"{bad} --max-replicated 0.0001")
+    assert (code, err) == (1, "") and out.endswith("\n2 errors, 2 warnings\n")
+    assert "LM114 error: up/kernel (8,32): rule 1 'up/kernel' → (None, 'model')" in out
+    assert "LM114 error: down/kernel (32,8)" in out and "max-replicated" not in out
+    code, out, _ = run(f"{bad} --json")
+    found = json.loads(out)
+    assert code == 1 and found["replicated_share"] is None
+    assert [issue["code"] for issue in found["issues"]][:2] == ["LM114", "LM114"]
+    assert run(f"{bad} --ignore LM114")[0] == 0
     assert run(f"lint {SOURCES} --max-replicated 0.0001")[0] == 1
 
 
@@ -414,7 +434,14 @@ WRONG = {
     "plan my_model:ends_the_program --args my_model:nothing --rules rules.toml "
     "--mesh data=2,model=4": "SystemExit: 0",
     "plan my_model:broken --args my_model:make --rules rules.toml "
-    "--mesh data=2,model=4": "TypeError: too many positional arguments (--traceback",
+    "--mesh data=2,model=4": "broken() cannot be called with (Block): too many",
+    "plan my_model:loss --args my_model:three --rules rules.toml "
+    "--mesh data=2,model=4": "loss(params, x, scale=1.0) cannot be called with "
+    "(dict, float32[4,8], int32[]): too many positional arguments; pass one argument",
+    "plan my_model:loss --args my_model:nothing --rules rules.toml "
+    "--mesh data=2,model=4": "cannot be called with (): missing a required argument",
+    "plan my_model:wrong --args my_model:three --rules rules.toml "
+    "--mesh data=2,model=4": "KeyError: 'nope' (--traceback shows where)",
     "report --checkpoint runs/7 --rules runs/7 --variant a": "--variant is for rules",
     "report --checkpoint runs/7 --arg width=2": "--arg is for --model",
     "report --checkpoint runs/7 --optimizer optax:sgd": "--optimizer is for --model",

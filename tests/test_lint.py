@@ -41,6 +41,13 @@ def on(tree: Any, rules: Any, *, tile: Any = None, **options: Any) -> Issues:
     return flm.lint(mapped(rules, **options).resolve(tree), tile=tile)
 
 
+def unfit(tree: Any, rules: Any, mesh: str, **options: Any) -> Issues:
+    """What lint says of what resolving refuses."""
+    with pytest.raises(flm.ResolveError) as caught:
+        mapped(rules, mesh, **options).resolve(tree)
+    return flm.lint(caught.value.resolution)
+
+
 def kernel(*shape: int) -> dict[str, Any]:
     return {"kernel": struct(*shape)}
 
@@ -457,6 +464,30 @@ CASES: dict[str, Case] = {
             [("norm/scale", ("model",))],
         ),
     ),
+    "LM114": Case(
+        lambda: unfit(LAYERS, MLP_RULES, "data=2,model=3"),
+        "LM114 error: layers_0/up/kernel (64,256) and 2 more alike: rule 1 'up/kernel' "
+        "→ (None, 'model'): dim 1 of size 256 does not divide by mesh axis 'model' of "
+        "size 3\n  fix: change the size, use another layout (None for this dim), or "
+        'indivisible="replicate"',
+        lambda: on(LAYERS, MLP_RULES, mesh="data=2,model=4"),
+    ),
+    "LM114, rank": Case(
+        lambda: unfit(MLP, [("kernel", ("data", "model", None))], "data=2,model=4"),
+        "LM114 error: up/kernel (64,256): rule 1 'kernel' → ('data', 'model', None) "
+        "has 3 dims, the leaf has 2\n  fix: narrow the pattern, or Rule(pattern, "
+        'layout, rank="skip")',
+        lambda: on(MLP, [SKIP]),
+    ),
+    "LM114, two rules": Case(
+        lambda: unfit(
+            MLP, [("up", (None, "model")), ("kernel", None)], "model=2", overlap="error"
+        ),
+        "LM114 error: up/kernel (64,256): rules with different layouts match it: rule "
+        "1 'up' → (None, 'model'), rule 2 'kernel' → replicated\n  fix: make one "
+        'pattern narrower, use the path itself as key, or overlap="first" or "last"',
+        lambda: on(MLP, [("up", (None, "model")), ("kernel", None)]),
+    ),
 }
 
 
@@ -486,6 +517,27 @@ def test_a_finding_has_all_its_fields(name: str) -> None:
         if issue.path is not None:
             assert issue.leaves > 0
         assert json.loads(json.dumps(dataclasses.asdict(issue)))["code"] == issue.code
+
+
+def test_what_does_not_fit_hides_nothing_else() -> None:
+    """It is told once, as what it is, and so is all the rest."""
+    tree = {**MLP, "odd": kernel(64, 99), "gate": kernel(64, 512)}
+    rules = [("odd|up", (None, "model")), ("nothing", None)]
+    found = unfit(tree, rules, "data=2,model=4")
+    assert [(i.code, i.path) for i in found] == [
+        ("LM114", "odd/kernel"),
+        ("LM101", None),
+        ("LM102", "gate/kernel"),
+        ("LM102", "down/kernel"),
+    ]
+
+
+def test_a_tree_that_does_not_fit_is_lost_in_a_pickle() -> None:
+    with pytest.raises(flm.ResolveError) as caught:
+        mapped(MLP_RULES, "model=3").resolve(MLP)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert str(error) == str(caught.value) and error.problems == caught.value.problems
+    assert caught.value.resolution is not None and error.resolution is None
 
 
 # A fix that is a rule: applied, it is gone.

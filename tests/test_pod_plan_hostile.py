@@ -497,6 +497,35 @@ def test_in_several_threads() -> None:
     assert found == [wanted] * 4
 
 
+@pytest.mark.parametrize("made", ["a function", "flm.jit", "jax.jit", "nnx.jit"])
+def test_arguments_that_the_step_does_not_take(made: str) -> None:
+    layout_map = rules(**MEGATRON)
+    step: Any = {
+        "a function": loss_of,
+        "flm.jit": flm.jit(loss_of, layout_map=layout_map),
+        "jax.jit": jax.jit(loss_of),
+        "nnx.jit": nnx.jit(loss_of),
+    }[made]
+    tree = {"params": PARAMS}
+    for args, kwargs, text in (
+        ((PARAMS, X, 3), {}, "(dict, float32[512,16], int): too many positional arg"),
+        ((tree,), {}, "(dict): missing a required argument: 'x'"),
+        ((PARAMS,), {"y": X}, "(dict, y=float32[512,16]): missing a required argument"),
+    ):
+        with pytest.raises(flm.LayoutError) as caught:
+            plan(step, *args, layout_map=layout_map, **kwargs)
+        assert text in str(caught.value)
+        assert str(caught.value).startswith("loss_of(params, x) cannot be")
+
+
+def test_a_type_error_of_the_step_itself_stays() -> None:
+    def step(params: Any) -> Any:
+        return len(3)  # pyright: ignore[reportArgumentType]
+
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        plan(step, PARAMS, layout_map=rules(**MEGATRON))
+
+
 def test_a_step_that_returns_nothing_and_one_without_arguments() -> None:
     def nothing(params: Any, x: Any) -> None:
         jnp.sin(x @ params["up"])

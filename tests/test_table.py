@@ -11,6 +11,7 @@ from flax_layoutmap._table import (
     cut_path,
     human_bytes,
     human_share,
+    markdown_list,
     markdown_table,
     text_table,
 )
@@ -54,11 +55,22 @@ def test_headings_span_the_columns() -> None:
 
 
 def test_markdown() -> None:
-    assert markdown_table(HEADER, ROWS, (False, True)).splitlines() == [
+    grid = Grid(HEADER, (False, True), tuple(map(Line, ROWS)))
+    assert markdown_table(grid, ()).splitlines() == [
         "| name | bytes |",
         "| :-- | --: |",
         "| a | 1 |",
         r"| long\|er | 100 |",
+    ]
+
+
+def test_markdown_makes_no_headings_of_paths() -> None:
+    lines = ["leaves:", "  # a/b-c", "  - d", "e -> f"]
+    assert markdown_list(lines).splitlines() == [
+        "- leaves:",
+        r"  - \# a/b-c",
+        r"  - \- d",
+        "- e -> f",
     ]
 
 

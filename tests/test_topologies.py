@@ -141,7 +141,9 @@ def test_hosts_can_be_given() -> None:
 
 def test_a_device_is_what_the_generation_says() -> None:
     memory = {name: entry.hbm_limit_bytes for name, entry in GENERATIONS.items()}
-    assert all(limit < 2**37 for limit in memory.values())
+    for name, entry in GENERATIONS.items():
+        # A program is left with a little less than there is.
+        assert 0.9 < memory[name] / entry.hbm_bytes < 1, name
     # Two cores of v4 and v5p are one device; a chip of tpu7x is two.
     assert GENERATIONS["v4"].megacore and GENERATIONS["v5p"].megacore
     assert topology("tpu7x:2x2x1").devices == 8

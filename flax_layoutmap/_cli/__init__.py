@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from flax_layoutmap._cli._parser import parser
+from flax_layoutmap._errors import LayoutError, visible
 
 # What a command found, what kept it from looking, and (as for a program that SIGPIPE
 # ends) that nobody reads on.
@@ -33,7 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.path.insert(0, here)  # as `python -m` does, for --model and --rules
     from flax_layoutmap._cli import _commands
     from flax_layoutmap._cli._sources import UsageError
-    from flax_layoutmap._errors import LayoutError
 
     _any_encoding()
     try:
@@ -43,11 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNREAD
-    except (UsageError, LayoutError, OSError, KeyError, AssertionError) as error:
+    except (UsageError, LayoutError, OSError) as error:
         if args.traceback:
             raise
-        text = error.args[0] if isinstance(error, KeyError) else error
-        return _failed(args.command, str(text))
+        return _failed(args.command, str(error))
     except (Exception, SystemExit) as error:  # broad: a step is the user's code
         if args.traceback:
             raise
@@ -61,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(command: str, text: str) -> int:
-    print(f"flax-layoutmap {command}: {text}", file=sys.stderr)
+    told = visible(f"flax-layoutmap {command}: {text}", "\n")
+    print(told, file=sys.stderr)
     return FAILED
 
 

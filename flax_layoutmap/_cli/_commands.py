@@ -37,16 +37,23 @@ def lint(args: Namespace) -> int:
     if args.max_replicated is not None and not 0 <= args.max_replicated <= 1:
         raise UsageError(f"--max-replicated {args.max_replicated} is not from 0 to 1")
     found: Any
+    share: float | None = 0.0
     if has_model:
-        found = _sources.resolution_of(args)
+        try:
+            found = _sources.resolution_of(args)
+            share = found.replicated_share
+        except flm.ResolveError as error:
+            if error.resolution is None:
+                raise
+            found, share = error.resolution, None  # of what fits, it would say little
     else:
         mesh = _sources.mesh_of(args.mesh)
         found = _sources.rules_of(args.rules, args.variant, mesh)
         if found is None:
             raise UsageError("lint needs rules: --rules FILE or MODULE:LAYOUT_MAP")
     issues = [i for i in flm.lint(found) if i.code not in args.ignore]
-    share = found.replicated_share if has_model else 0.0
-    too_much = args.max_replicated is not None and share > args.max_replicated
+    most = args.max_replicated
+    too_much = share is not None and most is not None and share > most
     if args.json:
         found_json = [dataclasses.asdict(issue) for issue in issues]
         _print_json({"issues": found_json, "replicated_share": share})
@@ -64,9 +71,9 @@ def lint(args: Namespace) -> int:
 
 def explain(args: Namespace) -> int:
     resolution = _sources.resolution_of(args)
+    leaf = _sources.leaf_of(resolution, args.path)
     text = resolution.explain(args.path)
     if args.json:
-        leaf = resolution[args.path]
         _print_json({"path": leaf.path, "reason": leaf.reason, "text": text})
     else:
         print(text)
@@ -86,7 +93,7 @@ def draw(args: Namespace) -> int:
     if args.leaf is None:
         drawing = flm.draw.model(resolution)
     else:
-        leaf = resolution[args.leaf]
+        leaf = _sources.leaf_of(resolution, args.leaf)
         drawing = flm.draw.array(leaf.layout, leaf.shape)
     if args.json:
         _print_json(dataclasses.asdict(drawing.scene))

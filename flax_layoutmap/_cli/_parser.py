@@ -1,12 +1,14 @@
-"""The arguments of the command line. Imports nothing but the standard library."""
+"""The arguments of the command line. Imports neither JAX nor Flax."""
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from flax_layoutmap._errors import visible
 
 if TYPE_CHECKING:
     # It has no name at run time.
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction["_Parser"]
 
 ABOUT = """Shows, checks and compares how rules lay out a model, with no devices.
 
@@ -21,9 +23,16 @@ ENDS = """exit codes:
   2  it could not be done; the reason is on stderr"""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Arguments may be names of files that somebody else chose (`inspect *`)."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message, "\n"))
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; the name of the one chosen is in `command`."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         "flax-layoutmap",
         description=ABOUT,
         epilog=ENDS,

@@ -55,6 +55,14 @@ def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
     return _with_optimizer(rules, make, tx)
 
 
+def leaf_of(resolution: flm.Resolution, path: str) -> flm.ResolvedLeaf:
+    """The leaf at a path that was written by hand."""
+    try:
+        return resolution[path]
+    except KeyError as error:
+        raise UsageError(error.args[0]) from None
+
+
 def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """A step, its abstract arguments, and where it is to run."""
     from flax import nnx

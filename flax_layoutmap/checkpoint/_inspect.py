@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._errors import CheckpointError, visible
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import Shape, show_shape, show_spec
@@ -99,7 +99,8 @@ class CheckpointInfo:
             ]
             for leaf in self.leaves
         ]
-        lines = [text_table(_HEADER, rows, _RIGHT), "", f"{self.path}: {self.kind}"]
+        table = text_table(_HEADER, rows, _RIGHT)
+        lines = [f"{self.path}: {self.kind}"]
         if self.steps:
             at = self.steps.index(self.step or 0) + 1
             lines[-1] += f", step {self.step} ({at} of {len(self.steps)})"
@@ -110,7 +111,8 @@ class CheckpointInfo:
             count = len(self.rules["rules"])
             lines.append(f"with {count} rule{'s' if count > 1 else ''}")
         written = [f"{name} {v}" for name, v in self.versions.items() if v is not None]
-        return "\n".join([*lines, *([f"by {', '.join(written)}"] if written else [])])
+        lines += [f"by {', '.join(written)}"] if written else []
+        return "\n".join([table, "", *map(visible, lines)])
 
 
 def inspect(

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._errors import CheckpointError, visible
 from flax_layoutmap.checkpoint._orbax import saving_context, translated
 from flax_layoutmap.checkpoint._places import is_url
 
@@ -150,9 +150,11 @@ def _at_the_end() -> None:
     lost = list(_UNTOLD)
     for pending in lost:
         print(
-            f"flax_layoutmap: {pending.name} is lost, as the program ended before it "
-            "was complete; leave the `with` block of the Checkpointer, or call its "
-            f"close(), before that ({pending.error!r})",
+            visible(
+                f"flax_layoutmap: {pending.name} is lost, as the program ended before "
+                "it was complete; leave the `with` block of the Checkpointer, or call "
+                f"its close(), before that ({pending.error!r})"
+            ),
             file=sys.stderr,
             flush=True,
         )

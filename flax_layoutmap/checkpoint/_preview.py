@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_layoutmap._errors import visible
 from flax_layoutmap._mesh import as_mesh
 from flax_layoutmap._processes import Agreement
 from flax_layoutmap._records import Shape, because, show_shape, show_spec
@@ -113,7 +114,8 @@ class RestorePlan:
 
     def __str__(self) -> str:
         rows = [_row(leaf) for leaf in self.leaves]
-        return "\n".join([text_table(_HEADER, rows, _RIGHT), "", *self._summary()])
+        table = text_table(_HEADER, rows, _RIGHT)
+        return "\n".join([table, "", *map(visible, self._summary())])
 
     def _summary(self) -> list[str]:
         lines = [

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from flax_layoutmap._errors import visible
 from flax_layoutmap.checkpoint import _orbax
 
 _SECONDS = 0.2
@@ -48,7 +49,7 @@ def shown_progress(
     )
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
@@ -57,7 +58,7 @@ def shown_progress(
     before = count()
     ended = threading.Event()
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(visible(what), total=total)
 
         def watch() -> None:
             while not ended.wait(_SECONDS):

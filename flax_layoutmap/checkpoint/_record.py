@@ -7,7 +7,9 @@ Orbax would not give back as they were (Python numbers, PRNG keys, empty arrays)
 """
 
 import dataclasses
+import functools
 import importlib.metadata
+import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +48,12 @@ def rules_of(layout_map: Any) -> RuleSet | None:
         RuleError: it is none of these.
     """
     return None if layout_map is None else rule_set_of(layout_map, "layout_map=")
+
+
+@functools.lru_cache(maxsize=4)
+def _recorded(text: str) -> RuleSet:
+    """The rules of a record: one object, which knows what was told of them."""
+    return rules_from_json(json.loads(text))
 
 
 def to_json(
@@ -115,7 +123,10 @@ class Record:
         Raises:
             RuleError: they cannot be read, or do not fit the mesh.
         """
-        return None if self.rules is None else rules_from_json(self.rules, mesh=mesh)
+        if self.rules is None:
+            return None
+        rules = _recorded(json.dumps(self.rules))
+        return rules if mesh is None else rules.on(mesh)
 
     def roles(self) -> dict[str, Role]:
         """Path → what the leaf is."""

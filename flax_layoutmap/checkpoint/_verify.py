@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._errors import CheckpointError, visible
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._checksums import checksums
@@ -39,7 +39,7 @@ class Verified:
 
     def __str__(self) -> str:
         what = "1 leaf is" if self.leaves == 1 else f"{self.leaves} leaves are"
-        return f"{self.path}: {what} as saved ({human_bytes(self.bytes)})"
+        return visible(f"{self.path}: {what} as saved ({human_bytes(self.bytes)})")
 
 
 def verify(

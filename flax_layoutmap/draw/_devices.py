@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap._errors import MeshError
+from flax_layoutmap._errors import MeshError, visible
 from flax_layoutmap._grid import coords_of
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap.draw._grids import GAP, Cell, Panel, picture, shown, shown_panels
@@ -49,6 +49,7 @@ class Devices:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self.names = list(map(visible, mesh.axis_names))
         self.flat = [] if mesh.is_abstract else list(mesh.devices.flat)
         self.processes = [device.process_index for device in self.flat] or (
             [0] * mesh.size
@@ -66,7 +67,7 @@ class Devices:
 
     def where(self, place: int) -> str:
         """Which device it is, in words."""
-        at = zip(self.mesh.axis_names, coords_of(place, self.mesh.shape), strict=True)
+        at = zip(self.names, coords_of(place, self.mesh.shape), strict=True)
         words = [f"{name}={index}" for name, index in at]
         if self._several:
             words.append(f"process {self.processes[place]}")
@@ -86,7 +87,7 @@ class Devices:
             cell: what stands at a place.
             lines: number of lines in a cell.
         """
-        shape, names = self.mesh.shape, list(self.mesh.axis_names)
+        shape, names = self.mesh.shape, self.names
         down, across = (1, *shape[-2:])[-2:]
         rows, columns = shown(down), shown(across)
         panels = []

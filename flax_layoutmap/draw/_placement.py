@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flax_layoutmap._errors import LayoutError, MeshError
+from flax_layoutmap._errors import LayoutError, MeshError, visible
 from flax_layoutmap._fetch import known_layout, unboxed
 from flax_layoutmap._grid import coords_of, index_of, shard_offsets
 from flax_layoutmap._layout import TensorLayout
@@ -153,7 +153,7 @@ class _Slices:
     def _dim_title(self, dim: int) -> str:
         if dim < 0:
             return ""
-        axes = "+".join(self.dims[dim])
+        axes = visible("+".join(self.dims[dim]))
         return f"dim {dim} on {axes}" if axes else f"dim {dim}"
 
     def lines(self, dtype: Any) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ class _Slices:
             return (f"replicated: {each}, which is all of it",)
         used = set(itertools.chain(*self.dims))
         spare = [name for name in mesh.axis_names if name not in used]
-        copies = [name for name in spare if mesh.axis_sizes[name] > 1]
+        copies = [visible(name) for name in spare if mesh.axis_sizes[name] > 1]
         along = f", copied along {' and '.join(copies)}" if copies else ""
         held = count_devices(mesh.size // many)
         return (f"{many} slices, {held} each{along}", each)

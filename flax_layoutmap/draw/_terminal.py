@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flax_layoutmap._table import human_bytes
+from flax_layoutmap._terminal import wrapped
 from flax_layoutmap.draw._palette import fill
 from flax_layoutmap.draw._scene import (
     BarScene,
@@ -43,10 +44,10 @@ Line = list[Span]
 def lines(scene: Scene, width: int) -> list[Line]:
     """The scene in lines of at most `width` characters, as far as it can be done."""
     if isinstance(scene, GridScene):
-        return [*_head(scene.title, scene.lines), [], *_grids(scene, width)]
+        return [*_head(scene.title, scene.lines, width), [], *_grids(scene, width)]
     if isinstance(scene, ModelScene):
         scene = scene.bars
-    return [*_head(scene.title, scene.lines), [], *_bars(scene, width)]
+    return [*_head(scene.title, scene.lines, width), [], *_bars(scene, width)]
 
 
 def plain(scene: Scene, width: int) -> str:
@@ -56,8 +57,8 @@ def plain(scene: Scene, width: int) -> str:
     )
 
 
-def _head(title: str, more: Sequence[str]) -> list[Line]:
-    return [[Span(text)] for text in (title, *more)]
+def _head(title: str, more: Sequence[str], width: int) -> list[Line]:
+    return [[Span(text)] for text in wrapped((title, *more), width)]
 
 
 # ---------------------------------------------------------------- boxes in a grid

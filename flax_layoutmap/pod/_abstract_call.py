@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._arguments import Argument
+from flax_layoutmap._arguments import Argument, signature_of
 from flax_layoutmap._errors import LayoutError, MeshError
 from flax_layoutmap._flax_internals import is_nnx_object
 from flax_layoutmap._jit import Jitted, jit
@@ -90,6 +90,7 @@ def lower_step(
             "instead, or make the argument static (flm.jit(static_argnames=…))"
         ) from error
     except (AttributeError, TypeError) as error:
+        _check_arguments(step, name, args, kwargs)
         if "ShapeDtypeStruct" not in str(error):
             raise
         raise LayoutError(
@@ -103,6 +104,30 @@ def lower_step(
             f"{name} is planned for the mesh {mesh}, and names a mesh of other devices "
             f"({error}){_WITHOUT_MESH}"
         ) from error
+
+
+def _check_arguments(
+    step: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises LayoutError where a step that failed was given too much, or too little."""
+    signature = signature_of(step)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        wanted = signature.parameters.values()
+        names = [str(one.replace(annotation=one.empty)) for one in wanted]
+        given = [*map(_kind, args), *(f"{key}={_kind(kwargs[key])}" for key in kwargs)]
+        raise LayoutError(
+            f"{name}({', '.join(names)}) cannot be called with ({', '.join(given)}): "
+            f"{error}; pass one argument for each parameter"
+        ) from None
+
+
+def _kind(value: Any) -> str:
+    """What an argument is, in a word: `float32[8,16]`, `dict`."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return type(value).__name__
 
 
 def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh | None) -> Lowered:

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from flax_layoutmap._errors import visible
 from flax_layoutmap._fold import fold
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._serialise import mesh_to_json
@@ -17,6 +18,7 @@ from flax_layoutmap._table import (
     human_share,
     markdown_list,
     markdown_table,
+    markdown_text,
 )
 from flax_layoutmap._terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._topologies import Topology
@@ -84,20 +86,11 @@ def as_text(report: Report, width: int | None) -> str:
 
 def as_markdown(report: Report) -> str:
     """The same as Markdown."""
-    head = title(report).replace("<", "\\<")  # of a step that is a lambda
-    parts = [f"**{head}**"]
+    parts = [f"**{markdown_text(title(report))}**"]
     largest, more = _largest(report, None)
     for grid in (_by_axis(report), largest):
         if grid.lines:
-            code = [name in ("path", "source") for name in grid.names]
-            rows = [
-                [
-                    f"`{cell}`" if flag and cell not in ("", "-") else cell
-                    for cell, flag in zip(line.cells, code, strict=True)
-                ]
-                for line in grid.lines
-            ]
-            parts.append(markdown_table(grid.names, rows, grid.right))
+            parts.append(markdown_table(grid, ("path", "source")))
     lines = [more] if more else []
     return "\n\n".join([*parts, markdown_list([*lines, *remarks(report)])])
 
@@ -165,7 +158,7 @@ def as_json(report: Report) -> dict[str, Any]:
 def title(report: Report) -> str:
     """Whose report it is."""
     where = f" ({report.topology})" if report.topology is not None else ""
-    return (
+    return visible(
         f"{report.engine} of {report.step} on mesh {report.mesh}{where}: "
         f"{report.mesh.size} devices"
     )

@@ -1,0 +1,412 @@
+"""Names that somebody else chose are words wherever they are shown, never commands.
+
+A name comes from a checkpoint, a file of rules, or a tree of the user's: a key, an axis
+of the mesh, a pattern. Each is hostile here, and each public text is one exit.
+"""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quick
+from flax import nnx
+from helpers import ROOT
+from markdown_it import MarkdownIt
+from orbax.checkpoint import v1
+from rich.console import Console
+
+import flax_layoutmap as flm
+from flax_layoutmap._cli import main
+from flax_layoutmap._paths import escape, unescape
+from flax_layoutmap.checkpoint._progress import shown_progress
+
+# What a terminal obeys or hides.
+CONTROLS = {
+    "clears the screen": "\x1b[2J",
+    "sets the title": "\x1b]0;owned\x07",
+    "is an 8-bit escape": "\x9b2J",
+    "returns": "\r",
+    "rings": "\x07",
+    "begins a line": "x\n  fix: rm -rf /",
+    "is a line of its own": "\u2028",
+    "turns the line around": "\u202e",
+    "isolates": "\u2066",
+    "has no width": "\u200b",
+    "is half a letter": "\ud800",
+}
+MARKUP = {
+    "is a tag": "<script>alert(1)</script>",
+    "is an image": '"><img src=x onerror=alert(1)>',
+    "is markup of rich": "[red]x[/red]",
+    "is a cell": "a|b",
+    "is code": "`x` ``y``",
+    "is a link": "[a](http://b.c)",
+    "is bold": "**x** _y_",
+    "is an entity": "&lt;b&gt;",
+}
+HOSTILE = CONTROLS | MARKUP
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, "float32")
+
+
+def resolved(name: str, **options: Any) -> flm.Resolution:
+    """The name as a key, as an axis, and in a pattern."""
+    mesh = flm.DeviceMesh.abstract((2, 4), ("data", name))
+    layout_map = flm.LayoutMap(mesh, **options)
+    layout_map["kernel"] = (None, name)
+    layout_map[f"unused{re.escape(name)}"] = None
+    tree = {name: {"kernel": struct(8, 16)}, "other": {name: struct(64, 64)}}
+    return layout_map.resolve(tree)
+
+
+def problem(call: Callable[[], Any]) -> str:
+    with pytest.raises((flm.LayoutError, KeyError)) as caught:
+        call()
+    error = caught.value
+    texts = [*map(str, error.args), *map(str, getattr(error, "problems", ()))]
+    return "\n".join([str(error), *texts])
+
+
+def misfit(name: str) -> Any:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract((2, 4), ("data", name)))
+    layout_map["kernel"] = (None, name)
+    return layout_map.resolve({name: {"kernel": struct(8, 7)}})
+
+
+def warned(name: str) -> str:
+    resolution = resolved(name)
+    with pytest.warns(flm.LayoutWarning) as caught:
+        resolution.announce()
+    return "\n".join(str(w.message) for w in caught)
+
+
+def shown(thing: Any, *, is_terminal: bool) -> str:
+    """What is printed, without the colours that rich itself adds."""
+    file = io.StringIO()
+    if is_terminal:
+        console = Console(file=file, force_terminal=True, width=100)
+        console.print(thing)
+    else:
+        thing.show(file)
+    return re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
+
+
+def compared(name: str) -> Any:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract((2, 4), ("data", name)))
+    layout_map["kernel"] = ("data", name)
+    tree = {name: {"kernel": struct(8, 16)}, f"{name}2": struct(8)}
+    return resolved(name).diff(layout_map.resolve(tree))
+
+
+def drawn(name: str) -> Any:
+    return flm.draw.array(resolved(name)[f"{escape(name)}/kernel"])
+
+
+def linted(name: str) -> str:
+    issues = flm.lint(resolved(name))
+    assert issues
+    return flm.format_issues(issues)
+
+
+def planned(name: str) -> Any:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["kernel"] = (None, "model")
+
+    def step(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: (leaf @ leaf.T).sum(), params)
+
+    step.__name__ = step.__qualname__ = name.replace("\ud800", "?")
+    return flm.pod.plan(step, {name: {"kernel": struct(8, 16)}}, layout_map=layout_map)
+
+
+TEXTS: dict[str, Callable[[str], str]] = {
+    "report": lambda name: resolved(name).report(),
+    "narrow report": lambda name: resolved(name).report(width=40),
+    "remarks": lambda name: "\n".join(resolved(name).remarks()),
+    "show": lambda name: shown(resolved(name), is_terminal=False),
+    "rich": lambda name: shown(resolved(name), is_terminal=True),
+    "repr": lambda name: repr(resolved(name)),
+    "explain": lambda name: "\n".join(
+        resolved(name).explain(path) for path in resolved(name).paths
+    ),
+    "no such path": lambda name: problem(lambda: resolved(name).explain(name * 2)),
+    "error": lambda name: problem(lambda: misfit(name)),
+    "strict": lambda name: problem(lambda: resolved(name, strict=True).announce()),
+    "warning": warned,
+    "diff": lambda name: compared(name).report(),
+    "diff, shown": lambda name: shown(compared(name), is_terminal=False),
+    "diff in colours": lambda name: shown(compared(name), is_terminal=True),
+    "lint": linted,
+    "check": lambda name: problem(lambda: flm.check(resolved(name))),
+    "plan": lambda name: planned(name).report(),
+    "plan in colours": lambda name: shown(planned(name), is_terminal=True),
+    "mesh": lambda name: str(flm.DeviceMesh.abstract((2,), (name,))),
+    "drawing": lambda name: flm.draw.model(resolved(name)).text(),
+    "drawing in colours": lambda name: shown(
+        flm.draw.model(resolved(name)), is_terminal=True
+    ),
+    "array": lambda name: drawn(name).text(),
+}
+
+
+def assert_seen(text: str) -> None:
+    """Everything in a text has a glyph, and no name begins a line."""
+    hidden = {letter for letter in text if not letter.isprintable() and letter != "\n"}
+    assert hidden == set()
+    assert not re.search(r"^\s*fix: rm", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("exit", TEXTS)
+def test_texts_show_every_character(exit: str, name: str) -> None:
+    assert_seen(TEXTS[exit](name))
+
+
+@pytest.mark.parametrize("exit", ["rich", "drawing in colours", "plan in colours"])
+def test_markup_of_rich_is_text(exit: str) -> None:
+    assert "[red]x[/red]" in TEXTS[exit]("[red]x[/red]")
+
+
+MARKDOWN: dict[str, Callable[[str], str]] = {
+    "report": lambda name: resolved(name).report("markdown"),
+    "diff": lambda name: compared(name).report("markdown"),
+    "plan": lambda name: planned(name).report("markdown"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("exit", MARKDOWN)
+def test_markdown_has_the_markup_of_ours_alone(exit: str, name: str) -> None:
+    reader = MarkdownIt("commonmark", {"html": True}).enable("table")
+
+    def outline(text: str) -> list[str]:
+        """Everything but words, and how many cells each row has."""
+        return [
+            kind.type
+            for block in reader.parse(text)
+            for kind in (block, *(block.children or ()))
+            if kind.type not in ("text", "text_special", "softbreak")
+        ]
+
+    text = MARKDOWN[exit](name)
+    assert_seen(text)
+    assert outline(text) == outline(MARKDOWN[exit]("plain"))
+
+
+HTML: dict[str, Callable[[str], str]] = {
+    "model": lambda name: flm.draw.model(resolved(name)).html(),
+    "notebook": lambda name: resolved(name)._repr_html_(),
+    "empty": lambda name: flm.resolve(
+        {}, flm.LayoutMap(flm.DeviceMesh.abstract((2,), (name,)))
+    )._repr_html_(),
+    "array": lambda name: drawn(name).html(),
+    "array in a notebook": lambda name: drawn(name)._repr_html_(),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("exit", HTML)
+def test_pages_have_no_tags_of_names(exit: str, name: str) -> None:
+    text = HTML[exit](name)
+    assert_seen(text)
+    assert "<script>alert" not in text and "<img src" not in text
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_json_gives_names_back_without_raw_controls(name: str, tmp_path: Path) -> None:
+    resolution = resolved(name)
+    for text in (resolution.report("json"), compared(name).report("json")):
+        assert_seen(text)
+    read = json.loads(resolution.report("json"))
+    assert read["rules"]["mesh"]["axis_names"] == ["data", name]
+    assert [leaf["path"] for leaf in read["leaves"]] == list(resolution.paths)
+
+
+@pytest.mark.parametrize("kind", ["toml", "json"])
+@pytest.mark.parametrize("name", ["\x1b[2J", "\u202e\u2066", "\u200b\x7f\x9b"])
+def test_files_of_rules_show_what_they_hold(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract((2, 4), ("data", name)))
+    layout_map[f"up{re.escape(name)}/kernel"] = (None, name)
+    path = tmp_path / f"rules.{kind}"
+    layout_map.to_file(path)
+    assert_seen(path.read_text("utf-8"))
+    assert flm.LayoutMap.from_file(path).freeze() == layout_map.freeze()
+
+
+# ------------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE)
+def test_a_path_is_one_line_that_can_be_seen(name: str) -> None:
+    part = escape(name)
+    assert part.isprintable() and "/" not in part and unescape(part) == name
+    assert set(resolved(name).paths) == {f"{part}/kernel", f"other/{part}"}
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("model=2"))
+    layout_map[f"^{re.escape(part)}/kernel"] = ("model",)
+    tree = {name: {"kernel": struct(8)}}
+    assert layout_map.resolve(tree)[f"{part}/kernel"].rule is not None
+    assert jax.tree.structure(layout_map.resolve(tree).specs) == jax.tree.structure(
+        {name: {"kernel": 0}}
+    )
+
+
+def test_the_same_name_in_every_kind_of_tree() -> None:
+    name = "a\x1b\n"
+    state = nnx.State({name: {"kernel": nnx.Param(jnp.ones((4, 4)))}})
+    trees = [state, {name: {"kernel": np.ones((4, 4))}}, {"params": state}]
+    rules = flm.LayoutMap(flm.DeviceMesh.abstract("model=2"))
+    for tree in trees:
+        (path,) = rules.resolve(tree).paths
+        assert path.endswith("a%1B%0A/kernel")
+
+
+# ------------------------------------------------------------------- checkpoints
+
+STORED = {
+    key: CONTROLS[key]
+    for key in ("clears the screen", "begins a line", "turns the line around")
+} | {key: MARKUP[key] for key in ("is a tag", "is markup of rich")}
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that was written without us."""
+    path = tmp_path_factory.mktemp("foreign") / "there"
+    v1.save(str(path), {name: {"kernel": np.ones((4, 8))} for name in STORED.values()})
+    return path
+
+
+def test_foreign_checkpoints_are_shown_and_read(foreign: Path) -> None:
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["kernel"] = (None, "model")
+    info = flm.checkpoint.inspect(foreign)
+    assert sorted(leaf.path for leaf in info.leaves) == sorted(
+        f"{escape(name)}/kernel" for name in STORED.values()
+    )
+    assert_seen(str(info))
+    assert_seen(str(flm.checkpoint.plan(foreign, layout_map=layout_map)))
+    restored = flm.checkpoint.restore(foreign, layout_map=layout_map)
+    assert set(restored) == set(STORED.values())
+    assert_seen(
+        problem(
+            lambda: flm.checkpoint.restore(
+                foreign, {"x": struct(4)}, layout_map=layout_map
+            )
+        )
+    )
+
+
+def test_our_checkpoints_bring_names_back(tmp_path: Path) -> None:
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["kernel"] = (None, "model")
+    tree = {name: {"kernel": jnp.ones((4, 8))} for name in STORED.values()}
+    flm.checkpoint.save(tmp_path / "ours", tree, layout_map=layout_map)
+    assert_seen(str(flm.checkpoint.inspect(tmp_path / "ours")))
+    assert_seen(str(flm.checkpoint.verify(tmp_path / "ours")))
+    for target in (None, tree):
+        read = flm.checkpoint.restore(tmp_path / "ours", target, layout_map=layout_map)
+        assert set(read) == set(STORED.values())
+
+
+def test_a_forged_record_cannot_speak(tmp_path: Path) -> None:
+    """Its paths, axes and versions are those of somebody else."""
+    path = tmp_path / "ours"
+    flm.checkpoint.save(path, {"evil": {"kernel": jnp.ones((4, 8))}})
+    file = path / "_CHECKPOINT_METADATA"
+    evil = "e\x1b[2Jvil"
+    text = file.read_text("utf-8").replace("evil", json.dumps(evil)[1:-1])
+    data = json.loads(text)
+    record = data["custom_metadata"]["flax_layoutmap"]
+    record["versions"] = {"jax": "0\x1b[2J\nfix: rm"}
+    file.write_text(json.dumps(data))
+    try:
+        assert_seen(str(flm.checkpoint.inspect(path)))
+    except flm.CheckpointError as error:
+        assert_seen(str(error))
+
+
+def test_safetensors_with_hostile_names(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    names = list(STORED.values())
+    header = {
+        name: {"dtype": "F32", "shape": [4], "data_offsets": [16 * at, 16 * at + 16]}
+        for at, name in enumerate(names)
+    }
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16 * len(names)))
+    assert_seen(str(flm.checkpoint.inspect(path)))
+    header[names[0]]["dtype"] = "\x1b[2J"
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(16 * len(names)))
+    assert_seen(problem(lambda: flm.checkpoint.inspect(path)))
+
+
+# -------------------------------------------------------------- the command line
+
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "inspect": (),
+    "report": ("--rules", "RULES"),
+    "explain": ("--rules", "RULES", "PATH"),
+    "lint": ("--rules", "RULES"),
+    "draw": ("--rules", "RULES"),
+}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "fails"])
+def test_commands_print_no_command(
+    command: str, foreign: Path, tmp_path: Path, capsys: Any
+) -> None:
+    rules = flm.LayoutMap(flm.DeviceMesh.abstract((2, 2), ("data", "\x1b[2J")))
+    rules["kernel"] = (None, "\x1b[2J")
+    rules["x\u202ey"] = None
+    file = tmp_path / "rules.json"
+    rules.to_file(file)
+    where = [str(foreign)] if command == "inspect" else ["--checkpoint", str(foreign)]
+    path = f"{escape(STORED['clears the screen'])}/kernel"
+    if command == "fails":
+        assert main(["inspect", str(tmp_path / "no\x1b[2J")]) == 2
+    else:
+        given = {"RULES": str(file), "PATH": path}
+        more = [given.get(word, word) for word in COMMANDS[command]]
+        assert main([command, *where, *more]) in (0, 1)
+    told = capsys.readouterr()
+    assert_seen(told.out)
+    assert_seen(told.err)
+
+
+def test_arguments_that_are_none_are_told_as_words(capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["inspect", "one", "two\x1b[2J\r"])
+    assert_seen(capsys.readouterr().err)
+
+
+def test_a_process_prints_no_command(foreign: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flax_layoutmap", "inspect", str(foreign)],
+        capture_output=True,
+        env=quick.as_for_users(os.environ) | {"PYTHONPATH": str(ROOT)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"\x1b" not in done.stdout and b"%1B[2J/kernel" in done.stdout
+
+
+def test_progress_has_no_markup(capfd: Any) -> None:
+    with shown_progress("restoring [red]x\x07\u202e", 10, True):
+        pass
+    told = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capfd.readouterr().err)
+    assert r"restoring [red]x\x07\u202e" in told
