@@ -358,8 +358,8 @@ class Active:
         if not unused or not self._known or rules.strict is False:
             return
         lines = []
+        known = [own[0] for own in self._known]
         for pattern in unused:
-            known = [own[0] for own in self._known]
             near = closest(pattern.removesuffix("/output"), known)
             hint = f"; the closest is {near[0]!r}" if near else ""
             lines.append(f"{pattern!r}{hint}")
@@ -369,7 +369,8 @@ class Active:
         if rules.strict and not self._open:
             raise RuleError(f"strict: {text}")
         about = f"no output: {' '.join(unused)}"
-        for new in news(rules, [Remark(text, about, frozenset(self._known))]):
+        paths = frozenset(own[-1] for own in self._known)
+        for new in news(rules, [Remark(text, about, paths)]):
             tell(new)
 
     def _is_for_known(self, rule: Rule) -> bool:
