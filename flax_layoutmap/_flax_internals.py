@@ -148,6 +148,14 @@ def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     return data, static
 
 
+def constants_of(node: Any) -> dict[str, Any]:
+    """The static attributes of an NNX object; the metadata of a Variable."""
+    if isinstance(node, nnx.Variable):
+        return metadata_of(node)
+    attributes = attributes_of(node)
+    return {} if attributes is None else attributes[1]
+
+
 def _level_of(node: Any) -> Any:
     """The level of tracing that an NNX object or a Variable belongs to."""
     if isinstance(node, nnx.Variable):

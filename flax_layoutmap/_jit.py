@@ -21,12 +21,14 @@ from flax_layoutmap._arguments import (
     check_not_shared,
     names_of,
     positional_names,
+    refuse_constants,
     shape_key,
     signature_of,
     slots_of,
     static_key,
     take_apart,
 )
+from flax_layoutmap._constants import Uncomparable, contents, is_hashable
 from flax_layoutmap._dispatch import Routes
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._inputs import (
@@ -204,7 +206,8 @@ class Jitted:
         if both:
             raise LayoutError(f"static arguments have no buffers or shardings: {both}")
         self._routes = Routes(positional_names(signature))
-        self._programs: dict[Any, Program] = {}
+        # None where the key does not tell calls apart, and its contents do.
+        self._programs: dict[Any, Program | None] = {}
         self._holds_parameters: dict[Any, bool] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -369,7 +372,8 @@ class Jitted:
 
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
-        return sum(program.jitted._cache_size() for program in self._programs.values())
+        programs = filter(None, self._programs.values())
+        return sum(program.jitted._cache_size() for program in programs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -399,8 +403,8 @@ class Jitted:
         static = {s: v for s, v in slots if _named(s, self._static)}
         arguments = [self._argument(s, v, rules) for s, v in slots if s not in static]
         check_not_shared(arguments)
-        key = (rules, static_key(static), *_surroundings(arguments, rules))
-        program = self._programs.get(key)
+        surroundings = _surroundings(arguments, rules)
+        key, program = self._find((rules, static_key(static), *surroundings), arguments)
         if stale is not None and program is stale:
             del self._programs[key]
             self._routes.drop(stale)
@@ -421,6 +425,27 @@ class Jitted:
                 program.fingerprints = {}
             self._keep(key, program)
         return arguments, program
+
+    def _find(
+        self, key: Any, arguments: Sequence[Argument]
+    ) -> tuple[Any, Program | None]:
+        """The key that a program is kept under, and the program if there is one."""
+        try:
+            program = self._programs[key]
+        except KeyError:
+            if is_hashable(key):
+                return key, None
+            program = self._programs[key] = None
+        except TypeError:  # it cannot be hashed
+            program = None
+        if program is not None:
+            return key, program
+        try:
+            key = contents(key)
+        except Uncomparable as error:
+            refuse_constants(arguments, error)
+            raise
+        return key, self._programs.get(key)
 
     def _argument(self, slot: Slot, value: Any, rules: RuleSet | None) -> Argument:
         donated = _named(slot, self._donated)
@@ -450,8 +475,9 @@ class Jitted:
         if program.cacheable:
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
-                oldest = next(iter(self._programs))
-                self._routes.drop(self._programs.pop(oldest))
+                oldest = self._programs.pop(next(iter(self._programs)))
+                if oldest is not None:
+                    self._routes.drop(oldest)
 
 
 def _named(slot: Slot, names: frozenset[str]) -> bool:

@@ -48,6 +48,7 @@ from flax_layoutmap._graph import (
     with_objects,
     without_objects,
 )
+from flax_layoutmap._jaxprs import with_own_arrays
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import call_with_rules, trace_key
@@ -128,7 +129,8 @@ class Program:
         out_shapes: its abstract leaves.
         changed_shapes: the outputs before it, abstract.
         returns_objects: whether NNX objects or their Variables are in the result.
-        cacheable: whether nothing of an outer trace is inside.
+        cacheable: whether nothing of an outer trace is inside, and the function sets
+            or edits no constant that cannot be hashed, for the next call's.
         fingerprints: lines of rules, mesh and table; empty where there is one process,
             and once the processes have agreed.
         agreed: whether the processes have compared them.
@@ -245,6 +247,7 @@ def make_program(
             return jax.make_jaxpr(flat, return_shape=True)(avals)
 
     closed, shapes = call_with_rules(rules, traced)
+    closed = with_own_arrays(closed)
     # The types know about Explicit axes in every version of JAX; the shapes do not.
     types, change = closed.out_avals, seen.change
     layouts: list[Any] = [wanted[at] for at in (*seen.changed, *seen.nested)]
@@ -290,7 +293,8 @@ def make_program(
         out_shapes=list(shapes[1]),
         changed_shapes=[*shapes[0], *(abstract(leaves[at], None) for at in moved)],
         returns_objects=seen.returns_objects,
-        cacheable=not any(isinstance(const, Tracer) for const in closed.consts),
+        cacheable=seen.keeps_constants
+        and not any(isinstance(const, Tracer) for const in closed.consts),
         fingerprints=fingerprints,
     )
 
@@ -395,6 +399,7 @@ class _Seen:
         count: how many outputs come before its result.
         out_tree: the structure of its result.
         returns_objects: whether NNX objects or their Variables are in it.
+        keeps_constants: whether it set and edited no constant that cannot be hashed.
     """
 
     changed: tuple[int, ...] = ()
@@ -403,6 +408,7 @@ class _Seen:
     count: int = 0
     out_tree: Any = None
     returns_objects: bool = False
+    keeps_constants: bool = True
 
 
 def call_job(
@@ -475,6 +481,7 @@ def _on_leaves(
         after = Graph([*nodes, *returned])
         _check_new(arguments, copies, returned, before)
         seen.change, new = change_of(before, after, positions, leaves)
+        seen.keeps_constants = before.keeps_constants(after)
     plain, seen.returns_objects = without_objects(result, after.objects)
     results, seen.out_tree = jax.tree.flatten(plain)
     seen.count = len(new)

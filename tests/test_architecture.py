@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     (
         "_block",
+        "_constants",
         "_errors",
         "_flax_internals",
         "_fold",
