@@ -173,6 +173,21 @@ def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[Ja
                 yield from every(jaxpr.eqns, seen)
 
 
+def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
+    """Of the functions named so that it calls, those of whose results it makes use."""
+    made = {
+        var: name
+        for eqn in jaxpr.eqns
+        if (name := str(eqn.params.get("name"))).startswith(prefix)
+        for var in eqn.outvars
+    }
+    read = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars)]
+    found = {made[var] for var in read if isinstance(var, Var) and var in made}
+    return found.union(
+        *(results_read(inner, prefix) for eqn in jaxpr.eqns for inner in _inner(eqn))
+    )
+
+
 def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same with copies of its NumPy arrays, which their owners may change.
 

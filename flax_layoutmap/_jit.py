@@ -8,6 +8,7 @@ structure and set of shapes; what it changed in NNX objects is written back into
 caller's own objects.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -362,6 +363,7 @@ class Jitted:
             (self._static, ()),
             (self._donated, ()),
         )
+        made._job = dataclasses.replace(job, runs=False)
         made._place_data = place
         return made._with_program(args, kwargs, rules, functools.partial(use, job))
 

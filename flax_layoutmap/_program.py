@@ -30,6 +30,7 @@ from flax_layoutmap._arguments import (
     no_array,
     strong,
 )
+from flax_layoutmap._closures import Closures
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flax_internals import (
     check_can_write,
@@ -89,12 +90,14 @@ class Job:
         signature: its signature.
         in_shardings: argument name → prefix tree of layouts, over the rules.
         out_shardings: prefix tree of layouts for the result, or None.
+        runs: whether its programs run; if not, no value in them can become stale.
     """
 
     fun: Callable[..., Any]
     signature: inspect.Signature
     in_shardings: Mapping[str, Any]
     out_shardings: Any
+    runs: bool = True
 
     @property
     def name(self) -> str:
@@ -238,15 +241,20 @@ def make_program(
     known = () if asked.resolution is None else asked.resolution.paths
     told: list[str] = []
 
+    given = [(slot.name, value) for slot, value in slots]
+    closures = Closures(job.fun, job.name, given)
+
     def flat(leaves: list[Any]) -> Any:
         call = functools.partial(call_job, job, order, rules, known, tell=told.append)
-        return _on_leaves(call, static, arguments, leaves, seen)
+        on_leaves = functools.partial(_on_leaves, call, static, arguments, leaves, seen)
+        return closures.call(on_leaves) if job.runs else on_leaves()
 
     def traced() -> Any:
         with mesh_context(rules, leaves):
             return jax.make_jaxpr(flat, return_shape=True)(avals)
 
     closed, shapes = call_with_rules(rules, traced)
+    closures.check(closed.jaxpr)
     closed = with_own_arrays(closed)
     # The types know about Explicit axes in every version of JAX; the shapes do not.
     types, change = closed.out_avals, seen.change

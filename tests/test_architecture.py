@@ -76,6 +76,7 @@ LAYERS = (
         "_lint_pairs",
     ),
     (
+        "_closures",
         "_decide",
         "_explain",
         "_lint_patterns",
