@@ -406,6 +406,35 @@ def check_plain(arguments: Sequence[Argument]) -> None:
                     )
 
 
+def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
+    """Raises StructureError where JAX was asked for gradients of integers.
+
+    Args:
+        arguments: in which Params, and leaves of other states, are looked at.
+        name: the function's name.
+        cause: what JAX has raised.
+    """
+    if "requires real- or complex-valued inputs" not in str(cause):
+        return
+    found = [
+        f"{argument.path(at)} {tuple(np.shape(leaf))} {leaf.dtype}"
+        for argument in arguments
+        if argument.is_state
+        for at, (leaf, holder) in enumerate(
+            zip(argument.leaves, argument.holders(), strict=True)
+        )
+        if (holder is None or isinstance(holder[0], nnx.Param))
+        and not jax.numpy.issubdtype(leaf.dtype, np.inexact)
+    ]
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise StructureError(
+            f"{name} differentiates what is no real or complex number: "
+            f"{', '.join(found[:4])}{more}; keep it in an nnx.Variable that is no "
+            "nnx.Param, or out of the tree that is differentiated"
+        ) from cause
+
+
 def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
     """Raises StructureError for a constant in NNX objects that cannot be compared."""
     for argument in arguments:

@@ -41,6 +41,7 @@ from flax_layoutmap._inputs import (
     note_pins,
     own_sharding,
     place_data,
+    tell_of_whole_batches,
 )
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._place import need_devices
@@ -94,6 +95,10 @@ def jit(
     those on the host are split over the map's `batch` axes (scalars and PRNG keys are
     replicated).
 
+    A changed static attribute is seen, and the function traced again; also a change in
+    place of one that cannot be hashed (a list, a dataclass). README.md has a table of
+    what is compared.
+
     The function may also add, remove, replace or swap Variables and modules of NNX
     objects, edit their static attributes, and return them: the caller's own objects
     become what they would without `jit`, and what is new is laid out by the rules. Such
@@ -109,7 +114,9 @@ def jit(
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
         layout_map: a `LayoutMap` or `RuleSet`; it may be edited later: a new rule takes
-            effect at the next call. None keeps every array where it is.
+            effect at the next call. None: without rules every array stays where it is,
+            and host batches are not split; where the state is on a mesh of several
+            devices, a warning says so.
         in_shardings: argument name → sharding, spec, `TensorLayout` or its axes, such
             as `("data", None)` (or a prefix tree of them), which overrides the rules
             for that argument.
@@ -128,8 +135,9 @@ def jit(
     Raises:
         LayoutError: an option names no argument; or, when called: state is not where
             the rules say, a batch does not divide, two NNX arguments share a Variable,
-            a Variable has `ref` or `hijax`, or the function brings in an NNX object
-            from outside. Nothing was run.
+            a Variable has `ref` or `hijax`, or the function uses an NNX object or a
+            Variable from a closure, a global or the like, not from an argument. Nothing
+            was run.
         RuleError: `layout_map` is none, or a sharding names an unknown axis.
         ResolveError: state, or a state in the result, does not fit the rules.
         ProcessError: at the first call, when the processes were given different
@@ -210,6 +218,7 @@ class Jitted:
         # None where the key does not tell calls apart, and its contents do.
         self._programs: dict[Any, Program | None] = {}
         self._holds_parameters: dict[Any, bool] = {}
+        self._told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rules = self._rules()
@@ -422,6 +431,8 @@ class Jitted:
                     program = make_program(self._job, slots, static, arguments, rules)
                 fingerprints = program.fingerprints
                 agreement.add(lambda: {**fingerprints, **_data_parts(arguments)})
+            if runs and rules is None and not self._told:
+                self._told = tell_of_whole_batches(arguments, self._job.name)
             program.agreed = runs
             if runs:
                 program.fingerprints = {}

@@ -28,6 +28,7 @@ from flax_layoutmap._arguments import (
     check_apart,
     check_plain,
     no_array,
+    refuse_integers,
     strong,
 )
 from flax_layoutmap._closures import Closures
@@ -253,7 +254,11 @@ def make_program(
         with mesh_context(rules, leaves):
             return jax.make_jaxpr(flat, return_shape=True)(avals)
 
-    closed, shapes = call_with_rules(rules, traced)
+    try:
+        closed, shapes = call_with_rules(rules, traced)
+    except TypeError as error:
+        refuse_integers(arguments, job.name, error)
+        raise
     closures.check(closed.jaxpr)
     closed = with_own_arrays(closed)
     # The types know about Explicit axes in every version of JAX; the shapes do not.
