@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 
 _NUMBERS = (bool, int, float, complex)
+_BY_IDENTITY = (jax.Array, nnx.Pytree, nnx.Variable)
 _STATIC = nnx.graph.Static
 
 
@@ -79,12 +80,15 @@ class _Reader:
 
     def read(self, value: Any) -> Any:
         kind = type(value)
+        if kind is str or value is None:
+            return value
         if kind in _NUMBERS:
             return kind, repr(value)
-        if isinstance(value, jax.Array | nnx.Pytree | nnx.Variable):
-            return _Same(value)
-        if kind not in _CONTAINERS and is_hashable(value):
-            return kind, value
+        if kind not in _CONTAINERS:
+            if isinstance(value, _BY_IDENTITY):
+                return _Same(value)
+            if is_hashable(value):
+                return kind, value
         if id(value) in self.seen:
             return kind, self.seen[id(value)][0]
         self.seen[id(value)] = len(self.seen), value

@@ -175,17 +175,22 @@ def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[Ja
 
 def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
     """Of the functions named so that it calls, those of whose results it makes use."""
-    made = {
-        var: name
-        for eqn in jaxpr.eqns
-        if (name := str(eqn.params.get("name"))).startswith(prefix)
-        for var in eqn.outvars
-    }
-    read = [*jaxpr.outvars, *(var for eqn in jaxpr.eqns for var in eqn.invars)]
-    found = {made[var] for var in read if isinstance(var, Var) and var in made}
-    return found.union(
-        *(results_read(inner, prefix) for eqn in jaxpr.eqns for inner in _inner(eqn))
-    )
+    found: set[str] = set()
+    jaxprs, seen = [jaxpr], {id(jaxpr)}
+    for one in jaxprs:
+        made = {
+            var: name
+            for eqn in one.eqns
+            if (name := str(eqn.params.get("name"))).startswith(prefix)
+            for var in eqn.outvars
+        }
+        read = [*one.outvars, *(var for eqn in one.eqns for var in eqn.invars)]
+        found.update(made[var] for var in read if isinstance(var, Var) and var in made)
+        for inner in (inner for eqn in one.eqns for inner in _inner(eqn)):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                jaxprs.append(inner)
+    return found
 
 
 def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:

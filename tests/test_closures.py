@@ -14,6 +14,8 @@ from flax import nnx
 
 import flax_layoutmap as flm
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no rules")
+
 X = np.ones((8, 8), np.float32)
 
 
