@@ -14,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
+from flax_layoutmap._constants import Uncomparable, comparable
 from flax_layoutmap._errors import (
     LayoutError,
     StructureError,
@@ -21,6 +22,7 @@ from flax_layoutmap._errors import (
 )
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._flax_internals import (
+    constants_of,
     is_nnx_object,
     is_plain_variable,
     named_objects_of,
@@ -402,6 +404,53 @@ def check_plain(arguments: Sequence[Argument]) -> None:
                         f"{where} is a {type(part).__name__} with ref or hijax, which "
                         "changes in place by itself: make it without, or use nnx.jit"
                     )
+
+
+def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
+    """Raises StructureError where JAX was asked for gradients of integers.
+
+    Args:
+        arguments: in which Params, and leaves of other states, are looked at.
+        name: the function's name.
+        cause: what JAX has raised.
+    """
+    if "requires real- or complex-valued inputs" not in str(cause):
+        return
+    found = [
+        f"{argument.path(at)} {tuple(np.shape(leaf))} {leaf.dtype}"
+        for argument in arguments
+        if argument.is_state
+        for at, (leaf, holder) in enumerate(
+            zip(argument.leaves, argument.holders(), strict=True)
+        )
+        if (holder is None or isinstance(holder[0], nnx.Param))
+        and not jax.numpy.issubdtype(leaf.dtype, np.inexact)
+    ]
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise StructureError(
+            f"{name} differentiates what is no real or complex number: "
+            f"{', '.join(found[:4])}{more}; keep it in an nnx.Variable that is no "
+            "nnx.Param, or out of the tree that is differentiated"
+        ) from cause
+
+
+def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
+    """Raises StructureError for a constant in NNX objects that cannot be compared."""
+    for argument in arguments:
+        for node in argument.objects:
+            for path, part in named_objects_of(node):
+                for name, value in constants_of(part).items():
+                    try:
+                        comparable(value)
+                    except Uncomparable as error:
+                        where = "/".join((argument.name, *map(str, path), name))
+                        kind = type(error.args[0]).__name__
+                        raise StructureError(
+                            f"{where} is or holds a {kind}, which Python can neither "
+                            "hash nor copy, so no call could tell whether it changed: "
+                            f"give {kind} a __hash__, or keep it outside of the model"
+                        ) from cause
 
 
 def check_apart(

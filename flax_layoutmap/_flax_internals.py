@@ -4,7 +4,8 @@
   a large model. Fallback: `Variable.get_metadata()`.
 - `Variable._raw_value` (0.12.4 to 0.12.8): a slot, read and written without a call of
   Python for each of hundreds of Variables in every step. Fallback: `get_raw_value` and
-  `set_raw_value`.
+  `set_raw_value`. All that Flax and users read comes from it, so it is replaced while
+  the function of `jit` is traced. Fallback: what it reads from a closure is constant.
 - `Variable._raw_value`, `_var_metadata` and `_trace_state` (0.12.4 to 0.12.8) are all
   that a Variable holds: copied where a new Variable takes the place of one that was
   kept. Fallback: if there are others, the kept one is not found, and is a copy.
@@ -31,6 +32,7 @@
 """
 
 import contextlib
+import contextvars
 import inspect
 import itertools
 import threading
@@ -148,6 +150,14 @@ def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
     return data, static
 
 
+def constants_of(node: Any) -> dict[str, Any]:
+    """The static attributes of an NNX object; the metadata of a Variable."""
+    if isinstance(node, nnx.Variable):
+        return metadata_of(node)
+    attributes = attributes_of(node)
+    return {} if attributes is None else attributes[1]
+
+
 def _level_of(node: Any) -> Any:
     """The level of tracing that an NNX object or a Variable belongs to."""
     if isinstance(node, nnx.Variable):
@@ -165,6 +175,12 @@ def was_made_elsewhere(node: Any) -> bool:
     """Whether an object was made at another level of tracing; False if unknown."""
     level = _level_of(node)
     return level is not None and not level.is_valid()
+
+
+def were_made_alike(node: Any, other: Any) -> bool:
+    """Whether two objects were made at one level of tracing; False if unknown."""
+    level = _level_of(node)
+    return level is not None and level == _level_of(other)
 
 
 def replace_content(variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> None:
@@ -257,10 +273,8 @@ _PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # how often, what was th
 
 
 @contextlib.contextmanager
-def patched(
-    owner: type, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Inside, a method of a class is `wrap` of what it was; for all threads.
+def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside, a method (or slot) of a class is `wrap` of what it was; for all threads.
 
     Nests; the outermost block that ends puts back what was there. So `wrap` must not
     depend on the block.
@@ -280,6 +294,53 @@ def patched(
                 _PATCHED[key] = count - 1, plain
             else:
                 setattr(owner, name, plain)
+
+
+# What a Variable and its value are read as, in this thread.
+_READ_AS: contextvars.ContextVar[Callable[[Any, Any], Any] | None] = (
+    contextvars.ContextVar("_READ_AS", default=None)
+)
+
+
+class _WatchedSlot:
+    """The slot of the value of a Variable; who reads it gets what `_READ_AS` says."""
+
+    def __init__(self, slot: Any) -> None:
+        self._slot = slot
+
+    def __get__(self, variable: Any, owner: Any = None) -> Any:
+        if variable is None:
+            return self
+        value, read_as = self._slot.__get__(variable), _READ_AS.get()
+        return value if read_as is None else read_as(variable, value)
+
+    def __set__(self, variable: Any, value: Any) -> None:
+        self._slot.__set__(variable, value)
+
+
+def reader() -> Callable[[Any, Any], Any] | None:
+    """What `call_reading_as` was given, in a call of it; else None."""
+    return _READ_AS.get()
+
+
+def call_reading_as(read_as: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
+    """Calls; inside, Variables are read as a function of them and of their values.
+
+    No block: wherever Ctrl-C comes, they are read as ever afterwards.
+    """
+    before = _READ_AS.get()
+    try:
+        _READ_AS.set(read_as)
+        with _watched_slot():
+            return call()
+    finally:
+        _READ_AS.set(before)
+
+
+def _watched_slot() -> contextlib.AbstractContextManager[None]:
+    if "_raw_value" not in vars(nnx.Variable):
+        return contextlib.nullcontext()
+    return patched(nnx.Variable, "_raw_value", _WatchedSlot)
 
 
 @contextlib.contextmanager

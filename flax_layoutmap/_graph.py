@@ -16,9 +16,11 @@ import jax
 import numpy as np
 from flax import nnx
 
+from flax_layoutmap._constants import comparable, contents, is_hashable
 from flax_layoutmap._flax_internals import (
     attributes_of,
     check_can_write,
+    constants_of,
     metadata_of,
     nnx_split,
     objects_of,
@@ -53,6 +55,7 @@ class Graph:
         holders: per leaf, the Variable that it is in, and its number in there; None if
             it is in none.
         objects: its objects and Variables, in the order of the graph.
+        mutable: their constants that cannot be hashed, in that order.
     """
 
     def __init__(self, nodes: Sequence[Any]) -> None:
@@ -60,16 +63,25 @@ class Graph:
         self.leaves, self.treedef = jax.tree.flatten(state)
         self.holders = holders_of(state)
         self.objects = objects_of(list(nodes))
+        self.mutable = _mutable_constants(self.objects)
+        # As they are now: a function may change such a constant in place.
+        self._contents = contents(self.mutable)
+        self._structure = comparable((self.graphdef, self.treedef))
 
     def is_like(self, other: "Graph") -> bool:
         """Whether it has the same objects, in the same structure and shapes."""
         return (
             len(self.objects) == len(other.objects)
             and all(a is b for a, b in zip(self.objects, other.objects, strict=True))
-            and self.treedef == other.treedef
-            and self.graphdef == other.graphdef
+            and self._structure == other._structure
             and list(map(np.shape, self.leaves)) == list(map(np.shape, other.leaves))
         )
+
+    def keeps_constants(self, after: "Graph") -> bool:
+        """Whether a function has set and edited no constant that cannot be hashed."""
+        known = set(map(id, self.mutable))
+        is_known = all(id(constant) in known for constant in after.mutable)
+        return is_known and contents(self.mutable) == self._contents
 
 
 def holders_of(tree: Any) -> list[tuple[Any, int] | None]:
@@ -99,12 +111,15 @@ class Change:
         sources: per leaf after it, where it comes from: True and the position of the
             leaf of the arguments that it still is, or False and its number among the
             outputs of the program.
+        mutable: the constants before it that cannot be hashed. The caller's own, equal
+            ones, stay where these would come.
     """
 
     graphdef: Any
     treedef: Any
     origins: tuple[int | None, ...]
     sources: tuple[tuple[bool, int], ...]
+    mutable: tuple[Any, ...]
 
     @property
     def stays(self) -> list[int]:
@@ -157,21 +172,24 @@ class Change:
             id(new): new if origin is None else before[origin]
             for new, origin in zip(made, self.origins, strict=True)
         }
+        constants = zip(self.mutable, _mutable_constants(before), strict=True)
+        own.update((id(traced), constant) for traced, constant in constants)
         values: list[tuple[Any, Any]] = []
         metadata: list[tuple[Any, Any]] = []
-        contents: list[tuple[Any, str, Any]] = []
+        attributes: list[tuple[Any, str, Any]] = []
         for new in made:
             ours = own[id(new)]
             if not _is_variable(new):
-                contents.append((ours, "__dict__", _contents(new, own)))
+                attributes.append((ours, "__dict__", _contents(new, own)))
             elif ours is not new:
                 values.append((ours, new.get_raw_value()))
-                metadata.append((ours, dict(metadata_of(new))))
+                entries = metadata_of(new).items()
+                metadata.append((ours, {k: own.get(id(v), v) for k, v in entries}))
         drain(
             itertools.chain(
                 itertools.starmap(write_value, values),
                 itertools.starmap(write_metadata, metadata),
-                itertools.starmap(object.__setattr__, contents),
+                itertools.starmap(object.__setattr__, attributes),
             )
         )
         return [own[id(new)] for new in made]
@@ -207,7 +225,8 @@ def change_of(
             sources.append((False, len(new)))
             new.append(leaf)
     origins = tuple(number.get(id(node)) for node in after.objects)
-    return Change(after.graphdef, after.treedef, origins, tuple(sources)), new
+    mutable = tuple(before.mutable)
+    return Change(after.graphdef, after.treedef, origins, tuple(sources), mutable), new
 
 
 def without_objects(tree: Any, objects: Iterable[Any]) -> tuple[Any, bool]:
@@ -249,9 +268,15 @@ def _contents(node: Any, own: Mapping[int, Any]) -> dict[str, Any]:
     attributes = attributes_of(node)
     data = vars(node) if attributes is None else attributes[0]
     return {
-        name: _translated(value, own) if name in data else value
+        name: _translated(value, own) if name in data else own.get(id(value), value)
         for name, value in vars(node).items()
     }
+
+
+def _mutable_constants(objects: Iterable[Any]) -> list[Any]:
+    """Static attributes and metadata that cannot be hashed."""
+    constants = (value for node in objects for value in constants_of(node).values())
+    return list(itertools.filterfalse(is_hashable, constants))
 
 
 def _translated(value: Any, own: Mapping[int, Any]) -> Any:

@@ -25,6 +25,7 @@ from flax_layoutmap._errors import (
     RuleError,
     StructureError,
     bullet_list,
+    warn,
 )
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap._layout import TensorLayout, clash, dim_axes, normal_spec
@@ -151,6 +152,34 @@ def place_data(argument: Argument, rules: RuleSet | None) -> None:
         )
 
 
+def tell_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
+    """Warns where data of the host meets a mesh, and no rules say how to split it.
+
+    Returns:
+        Whether it did.
+    """
+    leaves = [leaf for argument in arguments for leaf in argument.leaves]
+    found = (own.mesh for leaf in leaves if (own := own_sharding(leaf)) is not None)
+    mesh = next((mesh for mesh in found if mesh.size > 1), None)
+    whole = [
+        f"{argument.path(at)} {show_shape(np.shape(leaf))}"
+        for argument in arguments
+        if not argument.is_state
+        for at, leaf in enumerate(argument.leaves)
+        if np.ndim(leaf) and not isinstance(leaf, _ABSTRACT) and not _on_a_mesh(leaf)
+    ]
+    if mesh is None or not whole:
+        return False
+    more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
+    warn(
+        f"{name} has no rules, so what comes from the host is not split, but whole on "
+        f"each device of the mesh {DeviceMesh(mesh)}: {', '.join(whole[:4])}{more}; "
+        "give it the rules, @flm.jit(layout_map=layout_map), or place it yourself, "
+        "batch = flm.distribute_batch(batch, layout_map)"
+    )
+    return True
+
+
 def split_leaf(
     argument: Argument, at: int, leaf: Any, rules: RuleSet, mesh: DeviceMesh
 ) -> Any:
@@ -171,8 +200,9 @@ def split_leaf(
         raise LayoutError(
             f"the batch does not divide over the batch axes {rules.batch}:\n"
             f"  - {argument.path(at)} {show_shape(shape)}: "
-            f"{clash(0, shape[0], rules.batch, sizes)}\npad it, drop the rest, or "
-            "place it yourself with flm.distribute_tensor"
+            f"{clash(0, shape[0], rules.batch, sizes)}\npad it, batch, mask = "
+            "flm.pad_batch(batch, layout_map), drop the rest, or place it yourself "
+            "with flm.distribute_tensor"
         )
     sharding = TensorLayout(axes, mesh).sharding(len(shape))
     if isinstance(leaf, jax.ShapeDtypeStruct):

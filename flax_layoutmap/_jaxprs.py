@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -172,6 +173,57 @@ def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[Ja
             if id(jaxpr) not in seen:
                 seen.add(id(jaxpr))
                 yield from every(jaxpr.eqns, seen)
+
+
+def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
+    """Of the functions named so that it calls, those of whose results it makes use."""
+    found: set[str] = set()
+    jaxprs, seen = [jaxpr], {id(jaxpr)}
+    for one in jaxprs:
+        made = {
+            var: name
+            for eqn in one.eqns
+            if (name := str(eqn.params.get("name"))).startswith(prefix)
+            for var in eqn.outvars
+        }
+        read = [*one.outvars, *(var for eqn in one.eqns for var in eqn.invars)]
+        found.update(made[var] for var in read if isinstance(var, Var) and var in made)
+        for inner in (inner for eqn in one.eqns for inner in _inner(eqn)):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                jaxprs.append(inner)
+    return found
+
+
+def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same with copies of its NumPy arrays, which their owners may change.
+
+    As long as a jaxpr holds what JAX made of an array, JAX gives that to later traces
+    too, though the array has changed (jax 0.10.2). Inner jaxprs without such arrays
+    stay the same objects, so that what is called twice is lowered once.
+    """
+    known: dict[int, ClosedJaxpr] = {}
+
+    def own(part: Any) -> Any:
+        if type(part) is tuple or type(part) is list:
+            parts = type(part)(map(own, part))
+            return part if all(map(operator.is_, parts, part)) else parts
+        if isinstance(part, np.ndarray):
+            return part.copy()
+        if isinstance(part, JaxprEqn):
+            params = {name: own(value) for name, value in part.params.items()}
+            same = all(map(operator.is_, params.values(), part.params.values()))
+            return part if same else part.replace(params=params)
+        if not isinstance(part, ClosedJaxpr):
+            return part
+        if id(part) not in known:
+            eqns, consts = own(part.jaxpr.eqns), own(part.consts)
+            same = eqns is part.jaxpr.eqns and consts is part.consts
+            jaxpr = part.jaxpr.replace(eqns=eqns)
+            known[id(part)] = part if same else ClosedJaxpr(jaxpr, consts)
+        return known[id(part)]
+
+    return own(closed)
 
 
 # ---------------------------------------------------------------------------- in line

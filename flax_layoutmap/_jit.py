@@ -8,6 +8,7 @@ structure and set of shapes; what it changed in NNX objects is written back into
 caller's own objects.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,12 +22,14 @@ from flax_layoutmap._arguments import (
     check_not_shared,
     names_of,
     positional_names,
+    refuse_constants,
     shape_key,
     signature_of,
     slots_of,
     static_key,
     take_apart,
 )
+from flax_layoutmap._constants import Uncomparable, contents, is_hashable
 from flax_layoutmap._dispatch import Routes
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._inputs import (
@@ -38,6 +41,7 @@ from flax_layoutmap._inputs import (
     note_pins,
     own_sharding,
     place_data,
+    tell_of_whole_batches,
 )
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._place import need_devices
@@ -91,6 +95,10 @@ def jit(
     those on the host are split over the map's `batch` axes (scalars and PRNG keys are
     replicated).
 
+    A changed static attribute is seen, and the function traced again; also a change in
+    place of one that cannot be hashed (a list, a dataclass). README.md has a table of
+    what is compared.
+
     The function may also add, remove, replace or swap Variables and modules of NNX
     objects, edit their static attributes, and return them: the caller's own objects
     become what they would without `jit`, and what is new is laid out by the rules. Such
@@ -106,7 +114,9 @@ def jit(
     Args:
         fun: the function; leave out to use `jit(...)` as a decorator.
         layout_map: a `LayoutMap` or `RuleSet`; it may be edited later: a new rule takes
-            effect at the next call. None keeps every array where it is.
+            effect at the next call. None: without rules every array stays where it is,
+            and host batches are not split; where the state is on a mesh of several
+            devices, a warning says so.
         in_shardings: argument name → sharding, spec, `TensorLayout` or its axes, such
             as `("data", None)` (or a prefix tree of them), which overrides the rules
             for that argument.
@@ -125,8 +135,9 @@ def jit(
     Raises:
         LayoutError: an option names no argument; or, when called: state is not where
             the rules say, a batch does not divide, two NNX arguments share a Variable,
-            a Variable has `ref` or `hijax`, or the function brings in an NNX object
-            from outside. Nothing was run.
+            a Variable has `ref` or `hijax`, or the function uses an NNX object or a
+            Variable from a closure, a global or the like, not from an argument. Nothing
+            was run.
         RuleError: `layout_map` is none, or a sharding names an unknown axis.
         ResolveError: state, or a state in the result, does not fit the rules.
         ProcessError: at the first call, when the processes were given different
@@ -204,8 +215,10 @@ class Jitted:
         if both:
             raise LayoutError(f"static arguments have no buffers or shardings: {both}")
         self._routes = Routes(positional_names(signature))
-        self._programs: dict[Any, Program] = {}
+        # None where the key does not tell calls apart, and its contents do.
+        self._programs: dict[Any, Program | None] = {}
         self._holds_parameters: dict[Any, bool] = {}
+        self._told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rules = self._rules()
@@ -359,6 +372,7 @@ class Jitted:
             (self._static, ()),
             (self._donated, ()),
         )
+        made._job = dataclasses.replace(job, runs=False)
         made._place_data = place
         return made._with_program(args, kwargs, rules, functools.partial(use, job))
 
@@ -369,7 +383,8 @@ class Jitted:
 
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
-        return sum(program.jitted._cache_size() for program in self._programs.values())
+        programs = filter(None, self._programs.values())
+        return sum(program.jitted._cache_size() for program in programs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -399,8 +414,8 @@ class Jitted:
         static = {s: v for s, v in slots if _named(s, self._static)}
         arguments = [self._argument(s, v, rules) for s, v in slots if s not in static]
         check_not_shared(arguments)
-        key = (rules, static_key(static), *_surroundings(arguments, rules))
-        program = self._programs.get(key)
+        surroundings = _surroundings(arguments, rules)
+        key, program = self._find((rules, static_key(static), *surroundings), arguments)
         if stale is not None and program is stale:
             del self._programs[key]
             self._routes.drop(stale)
@@ -416,11 +431,34 @@ class Jitted:
                     program = make_program(self._job, slots, static, arguments, rules)
                 fingerprints = program.fingerprints
                 agreement.add(lambda: {**fingerprints, **_data_parts(arguments)})
+            if runs and rules is None and not self._told:
+                self._told = tell_of_whole_batches(arguments, self._job.name)
             program.agreed = runs
             if runs:
                 program.fingerprints = {}
             self._keep(key, program)
         return arguments, program
+
+    def _find(
+        self, key: Any, arguments: Sequence[Argument]
+    ) -> tuple[Any, Program | None]:
+        """The key that a program is kept under, and the program if there is one."""
+        try:
+            program = self._programs[key]
+        except KeyError:
+            if is_hashable(key):
+                return key, None
+            program = self._programs[key] = None
+        except TypeError:  # it cannot be hashed
+            program = None
+        if program is not None:
+            return key, program
+        try:
+            key = contents(key)
+        except Uncomparable as error:
+            refuse_constants(arguments, error)
+            raise
+        return key, self._programs.get(key)
 
     def _argument(self, slot: Slot, value: Any, rules: RuleSet | None) -> Argument:
         donated = _named(slot, self._donated)
@@ -450,8 +488,9 @@ class Jitted:
         if program.cacheable:
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
-                oldest = next(iter(self._programs))
-                self._routes.drop(self._programs.pop(oldest))
+                oldest = self._programs.pop(next(iter(self._programs)))
+                if oldest is not None:
+                    self._routes.drop(oldest)
 
 
 def _named(slot: Slot, names: frozenset[str]) -> bool:

@@ -28,8 +28,10 @@ from flax_layoutmap._arguments import (
     check_apart,
     check_plain,
     no_array,
+    refuse_integers,
     strong,
 )
+from flax_layoutmap._closures import Closures
 from flax_layoutmap._errors import StructureError, warn
 from flax_layoutmap._flax_internals import (
     check_can_write,
@@ -47,6 +49,7 @@ from flax_layoutmap._graph import (
     with_objects,
     without_objects,
 )
+from flax_layoutmap._jaxprs import with_own_arrays
 from flax_layoutmap._paths import join_keys
 from flax_layoutmap._rules import RuleSet
 from flax_layoutmap._scope import call_with_rules, trace_key
@@ -87,12 +90,14 @@ class Job:
         signature: its signature.
         in_shardings: argument name → prefix tree of layouts, over the rules.
         out_shardings: prefix tree of layouts for the result, or None.
+        runs: whether its programs run; if not, no value in them can become stale.
     """
 
     fun: Callable[..., Any]
     signature: inspect.Signature
     in_shardings: Mapping[str, Any]
     out_shardings: Any
+    runs: bool = True
 
     @property
     def name(self) -> str:
@@ -127,7 +132,8 @@ class Program:
         out_shapes: its abstract leaves.
         changed_shapes: the outputs before it, abstract.
         returns_objects: whether NNX objects or their Variables are in the result.
-        cacheable: whether nothing of an outer trace is inside.
+        cacheable: whether nothing of an outer trace is inside, and the function sets
+            or edits no constant that cannot be hashed, for the next call's.
         fingerprints: lines of rules, mesh and table; empty where there is one process,
             and once the processes have agreed.
         agreed: whether the processes have compared them.
@@ -236,15 +242,25 @@ def make_program(
     known = () if made is None else tuple(made._flat.every_form())
     told: list[str] = []
 
+    given = [(slot.name, value) for slot, value in slots]
+    closures = Closures(job.fun, job.name, given)
+
     def flat(leaves: list[Any]) -> Any:
         call = functools.partial(call_job, job, order, rules, known, tell=told.append)
-        return _on_leaves(call, static, arguments, leaves, seen)
+        on_leaves = functools.partial(_on_leaves, call, static, arguments, leaves, seen)
+        return closures.call(on_leaves) if job.runs else on_leaves()
 
     def traced() -> Any:
         with mesh_context(rules, leaves):
             return jax.make_jaxpr(flat, return_shape=True)(avals)
 
-    closed, shapes = call_with_rules(rules, traced)
+    try:
+        closed, shapes = call_with_rules(rules, traced)
+    except TypeError as error:
+        refuse_integers(arguments, job.name, error)
+        raise
+    closures.check(closed.jaxpr)
+    closed = with_own_arrays(closed)
     # The types know about Explicit axes in every version of JAX; the shapes do not.
     types, change = closed.out_avals, seen.change
     layouts: list[Any] = [wanted[at] for at in (*seen.changed, *seen.nested)]
@@ -291,7 +307,8 @@ def make_program(
         out_shapes=list(shapes[1]),
         changed_shapes=[*shapes[0], *(abstract(leaves[at], None) for at in moved)],
         returns_objects=seen.returns_objects,
-        cacheable=not any(isinstance(const, Tracer) for const in closed.consts),
+        cacheable=seen.keeps_constants
+        and not any(isinstance(const, Tracer) for const in closed.consts),
         fingerprints=fingerprints,
     )
 
@@ -397,6 +414,7 @@ class _Seen:
         count: how many outputs come before its result.
         out_tree: the structure of its result.
         returns_objects: whether NNX objects or their Variables are in it.
+        keeps_constants: whether it set and edited no constant that cannot be hashed.
     """
 
     changed: tuple[int, ...] = ()
@@ -406,6 +424,7 @@ class _Seen:
     count: int = 0
     out_tree: Any = None
     returns_objects: bool = False
+    keeps_constants: bool = True
 
 
 def call_job(
@@ -482,6 +501,7 @@ def _on_leaves(
         _check_new(arguments, copies, returned, before)
         seen.change, new = change_of(before, after, positions, leaves)
         seen.returned = tuple(path for path, _ in made)
+        seen.keeps_constants = before.keeps_constants(after)
     plain, seen.returns_objects = without_objects(result, after.objects)
     results, seen.out_tree = jax.tree.flatten(plain)
     seen.count = len(new)

@@ -2,7 +2,8 @@
 
 A graph is what it was if its objects and Variables are the very ones they were, and all
 constants equal: a comparison done in C, which takes a few per cent of the time of
-`nnx.split`. Values of Variables do not count, their metadata does.
+`nnx.split`, but for constants that cannot be hashed: they are read each time. Values of
+Variables do not count, their metadata does.
 """
 
 import itertools
@@ -11,10 +12,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
+from flax_layoutmap._constants import contents, is_hashable
 from flax_layoutmap._flax_internals import (
     BOOK_KEEPING,
     attributes_of,
@@ -85,14 +86,17 @@ class Watch:
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[list[Any]] = []
         self._hashed: dict[int, Any] = {}
+        self._read: dict[int, Any] = {}
         self._roots = set(map(id, roots))
         self._alive = [weakref.ref(root, on_death) for root in roots]
         seen: set[int] = set()
         for root in roots:
             self._object(root, seen)
         self._hashes = list(map(hash, self._hashed.values()))
+        self._contents = list(map(contents, self._read.values()))
         self._metadata = _equal_as_one([dict(metadata_of(v)) for v in self.variables])
-        self._types = list(map(type, self._objects))
+        self._typed = [*self._objects, *self.variables]
+        self._types = list(map(type, self._typed))
         mappings = self._mappings(roots)
         self._lengths = [*map(len, mappings), *map(len, self._lists)]
         self._keys = list(_flat(mappings))
@@ -132,8 +136,9 @@ class Watch:
                 all(map(operator.is_, self._picked(values), self._nodes))
                 and (values == self._values or self._is_renewed(values))
                 and list(map(read_metadata, self.variables)) == self._metadata
-                and list(map(type, self._objects)) == self._types
+                and list(map(type, self._typed)) == self._types
                 and list(map(hash, self._hashed.values())) == self._hashes
+                and list(map(contents, self._read.values())) == self._contents
             )
         except (TypeError, ValueError):  # metadata that cannot be compared
             return False
@@ -184,6 +189,9 @@ class Watch:
         if isinstance(node, nnx.Variable):
             self.variables.append(node)
             self.exact = self.exact and is_plain_variable(node)
+            for value in metadata_of(node).values():
+                if not is_hashable(value):
+                    self._read[id(value)] = value
         elif isinstance(node, nnx.State):
             self._mapping(node.raw_mapping, seen)
         elif type(node) is dict:
@@ -218,12 +226,15 @@ class Watch:
             self._static(value)
 
     def _static(self, value: Any) -> None:
-        """A static attribute is compared by identity, and by hash if it has its own."""
-        if type(value) is tuple:
+        """A static attribute is compared by identity, and by hash if it has its own.
+
+        By what it holds if it cannot be hashed.
+        """
+        if not is_hashable(value):
+            self._read[id(value)] = value
+        elif type(value) is tuple:
             for part in value:
                 self._static(part)
-        elif isinstance(value, jax.Array | np.ndarray) or type(value).__hash__ is None:
-            self.exact = False
         elif not isinstance(value, _ATOMS):
             if type(value).__hash__ is not object.__hash__:
                 self._hashed[id(value)] = value

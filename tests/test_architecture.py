@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     (
         "_block",
+        "_constants",
         "_errors",
         "_flax_internals",
         "_fold",
@@ -75,6 +76,7 @@ LAYERS = (
         "_lint_pairs",
     ),
     (
+        "_closures",
         "_decide",
         "_explain",
         "_lint_patterns",

@@ -582,7 +582,6 @@ class NoPytree(nnx.Module, pytree=False):
     "make",
     [
         lambda: Odd(nnx.data(jnp.ones(2))),  # an array that is no Variable
-        lambda: Odd(nnx.static({"a": 1})),  # may change in place
         lambda: Odd(NoPytree()),
         Cycle,  # to watch it would keep it alive
     ],

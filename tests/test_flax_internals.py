@@ -2,6 +2,7 @@
 
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -258,3 +259,29 @@ def test_variables_that_hold_more_belong_to_no_level(
     monkeypatch.setattr(internals, "_VARIABLES_ARE_KNOWN", False)
     assert not internals.was_made_here(variable)
     assert not internals.was_made_elsewhere(variable)
+
+
+def test_all_reads_of_a_variable_come_from_its_slot() -> None:
+    variable, other = nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
+
+    def read_as(which: Any, value: Any) -> Any:
+        return value * 5 if which is variable else value
+
+    merge: Any = nnx.merge
+    state: Any = nnx.state
+    reads: tuple[Callable[[], Any], ...] = (
+        lambda: variable.get_value(),
+        lambda: variable[...],
+        lambda: variable[:],
+        lambda: variable + 0,
+        lambda: jnp.asarray(variable),
+        lambda: variable.get_raw_value(),
+        lambda: variable.T,
+        lambda: state(nnx.Dict(a=variable))["a"][...],
+        lambda: merge(*nnx.split(nnx.Dict(a=variable)))["a"][...],
+    )
+    for read in reads:
+        assert float(internals.call_reading_as(read_as, read)[0]) == 5
+        assert float(read()[0]) == 1
+    assert float(internals.call_reading_as(read_as, lambda: other[...])[0]) == 1
+    assert internals.reader() is None

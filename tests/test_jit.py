@@ -529,8 +529,8 @@ def test_a_batch_that_does_not_divide(mesh: flm.DeviceMesh) -> None:
         flm.LayoutError,
         "the batch does not divide over the batch axes ('data',):\n"
         "  - batch/x (3,8): dim 0 of size 3 does not divide by mesh axis 'data' of "
-        "size 2\npad it, drop the rest, or place it yourself with "
-        "flm.distribute_tensor",
+        "size 2\npad it, batch, mask = flm.pad_batch(batch, layout_map), drop the "
+        "rest, or place it yourself with flm.distribute_tensor",
     ):
         step({"x": X[:3], "y": X})
     assert function.count == 0
@@ -1010,6 +1010,55 @@ def test_without_a_map_and_without_a_mesh() -> None:
     for x in spelled:
         double(x)
     assert double._cache_size() == 1
+
+
+def test_without_a_map_a_host_batch_is_told_of(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(mesh)
+    model = flm.create(make, layout_map)
+    step = flm.jit(predict)
+    text = (
+        "predict has no rules, so what comes from the host is not split, but whole on "
+        "each device of the mesh data=2,model=4: x (8,8); give it the rules, "
+        "@flm.jit(layout_map=layout_map), or place it yourself, batch = "
+        "flm.distribute_batch(batch, layout_map)"
+    )
+    with pytest.warns(flm.LayoutWarning) as caught:
+        for batch in (X, X, X[:4]):
+            step(model, batch)
+    assert [str(one.message) for one in caught] == [text]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flm.jit(predict)(model, flm.distribute_batch(X, layout_map))
+        flm.jit(predict)(make(), X)
+        flm.jit(predict).lower(model, X)
+
+
+def test_integers_that_are_differentiated(mesh: flm.DeviceMesh) -> None:
+    class Tabled(nnx.Module):
+        def __init__(self) -> None:
+            self.up = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.tables = nnx.List([nnx.Param(jnp.arange(4))])
+            self.count = nnx.Variable(jnp.zeros((), int))
+
+    def step(model: Any, x: Any) -> Any:
+        return nnx.grad(lambda model: model.up(x).sum())(model)
+
+    def on_a_tree(params: Any, x: Any) -> Any:
+        return jax.grad(lambda params: (x @ params["up"]["kernel"]).sum())(params)
+
+    tree = {"up": {"kernel": jnp.ones((8, 8))}, "at": jnp.zeros((), bool)}
+    for fun, state, what in (
+        (step, rules(mesh).place(Tabled()), "model/tables/0 (4,) int32"),
+        (on_a_tree, rules(mesh).place(tree), "params/at () bool"),
+    ):
+        with refuses(
+            flm.StructureError,
+            f"{fun.__name__} differentiates what is no real or complex number: {what}; "
+            "keep it in an nnx.Variable that is no nnx.Param, or out of the tree that "
+            "is differentiated",
+        ):
+            flm.jit(fun, layout_map=rules(mesh))(state, X)
 
 
 # ------------------------------------------------------------------ inside other things

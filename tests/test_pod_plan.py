@@ -614,7 +614,8 @@ def heads() -> Any:
             flm.LayoutError,
             "the batch does not divide over the batch axes ('data',):\n"
             "  - x (7,16): dim 0 of size 7 does not divide by mesh axis 'data' of size "
-            "2\npad it, drop the rest, or place it yourself with flm.distribute_tensor",
+            "2\npad it, batch, mask = flm.pad_batch(batch, layout_map), drop the rest, "
+            "or place it yourself with flm.distribute_tensor",
         ),
         (
             lambda: plan(sgd, PARAMS, X, layout_map=rules(**MEGATRON)).with_layout(
