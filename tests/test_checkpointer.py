@@ -477,6 +477,7 @@ def as_two_processes(place: Path, other: Any) -> None:
     """Makes a step of one process look as if there had been another one."""
     own = json.loads((place / "data/process_0.json").read_text())
     own["processes"] = 2
+    del own["digest"]  # which older versions did not write
     (place / "data/process_0.json").write_text(json.dumps(own))
     text = json.dumps({"processes": 2, "state": other})
     (place / "data/process_1.json").write_text(text)

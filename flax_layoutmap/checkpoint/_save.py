@@ -51,8 +51,8 @@ def save(
             (`path` + `.replacement`) and takes its place when it is complete, so that a
             save that fails loses nothing. At a URL (`gs://…`) Orbax overwrites
             instead, and the old one is gone first.
-        checksums: whether to record a checksum of each leaf, by which `verify` and
-            `restore(verify=True)` find a damaged one.
+        checksums: whether to record a checksum of each leaf, by which `restore` and
+            `verify` find a damaged one.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), `path` exists, or
@@ -79,7 +79,8 @@ def save(
         lambda: _orbax.cannot_write(place, overwrite),
         checksums,
     )
-    _orbax.write(place, ready.values, {_record.KEY: ready.record}, overwrite)
+    custom = _record.sealed({_record.KEY: ready.record})
+    _orbax.write(place, ready.values, custom, overwrite)
 
 
 @dataclasses.dataclass(frozen=True)

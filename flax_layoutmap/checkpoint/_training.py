@@ -333,7 +333,9 @@ class Checkpointer:
             CheckpointError: there is no such step, or it is damaged.
         """
         _, place = self._existing(step)
-        return _orbax.read_metadata(place).custom.get(_USER) or {}
+        custom = _orbax.read_metadata(place).custom
+        _record.check_intact(custom, place)
+        return custom.get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
         """The state of data that each process saved; None is the latest step.
@@ -369,7 +371,7 @@ class Checkpointer:
 
         ready = prepare(place, state, self._rules, obstacle, self._checksums)
         custom[_record.KEY] = ready.record
-        self._writer.start(step, ready.values, custom, text)
+        self._writer.start(step, ready.values, _record.sealed(custom), text)
         self._tree = tree
 
     def _obstacle(self, step: int, tree: dict[str, str]) -> str | None:

@@ -18,6 +18,7 @@ from flax_layoutmap.checkpoint._checksums import checksums
 from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._progress import shown_progress
+from flax_layoutmap.checkpoint._record import check_intact
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
 _HOST_MEMORY = 1 << 29
@@ -85,6 +86,7 @@ def verify(
     """
     place = find(absolute(path), step)
     stored = open_checkpoint(place, item)
+    check_intact(stored.custom, stored.where)
     recorded = stored.record.checksums
     if recorded is None:
         raise CheckpointError(no_checksums(stored))
