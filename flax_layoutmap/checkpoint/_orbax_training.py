@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from flax_layoutmap._errors import CheckpointError
-from flax_layoutmap.checkpoint._orbax import saving_context, translated
+from flax_layoutmap.checkpoint._orbax import TURN, saving_context, translated
 from flax_layoutmap.checkpoint._places import is_url
 
 # Orbax's own name for the tree of a step, and ours for the states of data iterators.
@@ -187,7 +187,7 @@ class StepWriter:
         """Whether the policy wants a step."""
         if isinstance(self._every, int):
             return step % self._every == 0
-        with translated("the save policy failed"), saving_context():
+        with TURN, translated("the save policy failed"), saving_context():
             return bool(self._opened(clean=False).should_save(step))
 
     def start(
@@ -337,6 +337,7 @@ def read_data(path: str, process: int | None = None) -> dict[int, str]:
     from orbax.checkpoint import v1
 
     files = _StateFiles(wanted=process)
-    with translated(f"cannot read the states of data in {path}"), v1.Context():
+    failing = f"cannot read the states of data in {path}"
+    with TURN, translated(failing), v1.Context():
         v1.load_checkpointables(path, {_DATA: files})
     return files.texts

@@ -369,9 +369,10 @@ class Checkpointer:
             custom[_USER] = _data_state.plain(user, "metadata")
             return self._obstacle(step, tree)
 
-        ready = prepare(place, state, self._rules, obstacle, self._checksums)
-        custom[_record.KEY] = ready.record
-        self._writer.start(step, ready.values, _record.sealed(custom), text)
+        with _orbax.TURN:
+            ready = prepare(place, state, self._rules, obstacle, self._checksums)
+            custom[_record.KEY] = ready.record
+            self._writer.start(step, ready.values, _record.sealed(custom), text)
         self._tree = tree
 
     def _obstacle(self, step: int, tree: dict[str, str]) -> str | None:
