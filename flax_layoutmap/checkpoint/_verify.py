@@ -58,7 +58,8 @@ def verify(
 
     Args:
         path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
-        step: which step, a number or `"latest"`, if `path` is a directory of steps.
+        step: which step, a number or `"latest"`; None in a directory of steps is the
+            latest.
         item: which tree, if the checkpoint holds several.
         host_memory: bytes of arrays to read at a time. A larger leaf is read alone,
             but whole.
@@ -84,7 +85,7 @@ def verify(
 
     Plain JAX: none; Orbax restores an array with a flipped bit as it is.
     """
-    place = find(absolute(path), step)
+    place = find(absolute(path), step, newest=True)
     stored = open_checkpoint(place, item)
     check_intact(stored.custom, stored.where)
     recorded = stored.record.checksums
