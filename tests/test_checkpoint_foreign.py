@@ -719,6 +719,31 @@ def test_damage_is_told_by_inspect(saved: Path, tmp_path: Path) -> None:
     assert json.loads(text)["custom_metadata"]["flax_layoutmap"]["schema"] == 1
 
 
+@pytest.mark.parametrize("where", ["1", "tx", "a/b", ""])
+def test_the_step_of_an_optimizer_of_nnx(where: str, tmp_path: Path) -> None:
+    """Whatever it is called where plain Orbax saved it."""
+    model = make()
+    state: Any = nnx.state(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+    tree: Any = {"0": nnx.state(model), "1": state}
+    if where != "1":
+        tree = state
+        for key in reversed(where.split("/") if where else []):
+            tree = {"net": nnx.state(model), key: tree}
+    leaves = inspect(written(tmp_path / "a", tree)).leaves
+    roles = {leaf.path: leaf.role for leaf in leaves}
+    prefix = f"{where}/" if where else ""
+    own = {path for path in roles if path.startswith(f"{prefix}opt_state/")}
+    own.add(f"{prefix}step")
+    assert len(own) > 10
+    assert {path for path, role in roles.items() if role == "optimizer"} == own
+
+
+def test_the_step_of_a_train_state_is_of_no_optimizer(tmp_path: Path) -> None:
+    state = nn.meta.unbox(train_state()).replace(step=jnp.int32(3))
+    leaves = inspect(written(tmp_path / "a", {"state": state})).leaves
+    assert {leaf.path: leaf.role for leaf in leaves}["state/step"] != "optimizer"
+
+
 # ------------------------------------------------------------------------- verify
 
 
