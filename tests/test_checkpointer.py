@@ -316,7 +316,8 @@ def test_save_returns_before_it_is_complete(
     hold_back(monkeypatch, go_on)
     with open_at(tmp_path) as checkpointer:
         assert checkpointer.save(0, weights(0))
-        assert checkpointer.steps == []
+        assert checkpointer.steps == [] and checkpointer.latest is None
+        assert "still being saved" in str(Checkpointer.steps.__doc__)
         go_on.set()
         checkpointer.wait()
         assert checkpointer.steps == [0]

@@ -135,12 +135,15 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
-        """The finished steps, in order."""
+        """The finished steps, in order; one that is still being saved is not there yet.
+
+        `wait()` before it, where that one counts.
+        """
         return _orbax_training.steps_in(self._directory)
 
     @property
     def latest(self) -> int | None:
-        """The latest finished step; None where there is none."""
+        """The latest finished step, as in `steps`; None where there is none."""
         return max(self.steps, default=None)
 
     @property
