@@ -28,8 +28,8 @@ from flax_layoutmap.checkpoint._stored import Stored
 from flax_layoutmap.checkpoint._strategy import Way
 from flax_layoutmap.checkpoint._verify import not_as_saved, unrecorded
 
-# Arrays that are read in another dtype than theirs are read so many bytes at a time, as
-# both lie on the devices for a while.
+# Arrays that change their dtype are read so many bytes at a time, as both dtypes lie on
+# the devices for a while.
 _CAST_BYTES = 1 << 30
 # A process that cannot read waits this long for the others, which still read.
 _PATIENCE_SECONDS = 1800.0

@@ -192,15 +192,17 @@ class Files:
         dtype = tensor.dtype
         for fetch in _fetches(pieces, dtype):
             only = fetch.pieces[0]
-            is_direct = len(fetch.pieces) == 1 and only.strides
-            is_direct = is_direct and _is_direct(only, dtype)
+            alone = len(fetch.pieces) == 1 and only.strides
+            is_direct = alone and _is_direct(only, dtype)
             if is_direct:
                 buffer = only.out.reshape(-1).view(np.uint8)
             else:
                 buffer = self._block(fetch.count * dtype.itemsize)
             self._fill(tensor, fetch, buffer)
             _check_bools(tensor, fetch, buffer)
-            for piece in () if is_direct else fetch.pieces:
+            if is_direct:
+                continue
+            for piece in fetch.pieces:
                 steps = [stride * dtype.itemsize for stride in piece.strides]
                 begin = (piece.offset - fetch.start) * dtype.itemsize
                 found = np.ndarray(piece.out.shape, dtype, buffer, begin, steps)
