@@ -43,6 +43,10 @@ def tree(value):
 def save(name, value, **options):
     flm.checkpoint.save(f"{{top}}/{{name}}", tree(value), **options)
 
+def save_safetensors(name, value):
+    arrays = {{"w": tree(value)["w"]}}
+    flm.checkpoint.save_safetensors(f"{{top}}/{{name}}", arrays, overwrite=True)
+
 def loop(name):
     directory = f"{{top}}/{{name}}"
     with flm.checkpoint.Checkpointer(directory, layout_map=layout_map) as checkpointer:
@@ -67,6 +71,9 @@ CASES = {{
     "one path, overwritten": lambda at: [
         (lambda name, value: save(name, value, overwrite=True), "replaced/x", value)
         for value in range(3)
+    ],
+    "safetensors": lambda at: [
+        (save_safetensors, "safetensors/x", value) for value in range(3)
     ],
     "with loops": lambda at: [
         (loop, f"{{at}}/run"), (loop, f"{{at}}/other"), (save, f"{{at}}/0", 0),
@@ -169,3 +176,13 @@ def test_beside_loops_and_restores(said: dict[str, list[str]], folder: Path) -> 
         assert value_of(at / "3") == 3
         for run in ("run", "other"):
             assert [value_of(at / run / str(step)) for step in range(4)] == [0, 1, 2, 3]
+
+
+def test_safetensors(said: dict[str, list[str]], folder: Path) -> None:
+    """The directory was empty after."""
+    assert said["safetensors"] == []
+    path = folder / "safetensors" / "x"
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    found: Any = flm.checkpoint.restore_safetensors(path, layout_map=layout_map)
+    np.testing.assert_array_equal(found["w"], jnp.full((64, 8), found["w"][0, 0]))
+    assert [file.name for file in path.iterdir()] == ["model.safetensors"]
