@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 ROUNDS, LIMIT_SECONDS = 5, 120
 
 PROGRAM = f"""
-import json, sys, threading
+import contextlib, itertools, json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp
 jax.config.update("jax_num_cpu_devices", 4)
 import flax_layoutmap as flm
@@ -53,6 +54,21 @@ def loop(name):
         for step in range(4):
             checkpointer.save(step, tree(step))
 
+def share(name):
+    # One Checkpointer in several threads, each of which saves the next step.
+    step, directory = itertools.count(), f"{{top}}/{{name}}"
+    with flm.checkpoint.Checkpointer(directory, layout_map=layout_map) as checkpointer:
+
+        def work():
+            for _ in range(3):
+                with contextlib.suppress(flm.CheckpointError):  # others were faster
+                    checkpointer.save(next(step), tree(0))
+                    checkpointer.wait()
+
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(work) for _ in range(3)]:
+                done.result()
+
 def reshard(name):
     source = f"{{top}}/source"
     flm.checkpoint.reshard(source, f"{{top}}/{{name}}", layout_map=layout_map)
@@ -79,6 +95,7 @@ CASES = {{
         (loop, f"{{at}}/run"), (loop, f"{{at}}/other"), (save, f"{{at}}/0", 0),
         (save, f"{{at}}/1", 1), (reshard, f"{{at}}/3"), (restore, "source"),
     ],
+    "one loop": lambda at: [(share, f"{{at}}/run")],
 }}
 
 said = {{}}
@@ -136,7 +153,7 @@ def value_of(path: Path) -> int:
     flm.checkpoint.verify(path)
     layout_map = flm.LayoutMap("data=8", strict=False)
     found: Any = flm.checkpoint.restore(path, layout_map=layout_map)
-    step = found["step"]
+    step = int(found["step"])
     np.testing.assert_array_equal(found["w"], jnp.full((64, 8), float(step)))
     np.testing.assert_array_equal(found["b"], jnp.full(8, float(step)))
     return step
@@ -186,3 +203,11 @@ def test_safetensors(said: dict[str, list[str]], folder: Path) -> None:
     found: Any = flm.checkpoint.restore_safetensors(path, layout_map=layout_map)
     np.testing.assert_array_equal(found["w"], jnp.full((64, 8), found["w"][0, 0]))
     assert [file.name for file in path.iterdir()] == ["model.safetensors"]
+
+
+def test_one_loop_in_several_threads(said: dict[str, list[str]], folder: Path) -> None:
+    """The steps come in some order; what is there is whole."""
+    assert said["one loop"] == []
+    for number in range(ROUNDS):
+        steps = [*(folder / "one loop" / str(number) / "run").glob("[0-9]")]
+        assert {value_of(step) for step in steps} == {0}

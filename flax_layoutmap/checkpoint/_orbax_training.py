@@ -231,10 +231,13 @@ class StepWriter:
         Raises:
             CheckpointError: it failed.
         """
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return
-        self._pending.ended.wait()
-        pending, self._pending = self._pending, None
+        pending.ended.wait()
+        with TURN:
+            if self._pending is pending:  # not the next save, of another thread
+                self._pending = None
         _UNTOLD.discard(pending)
         if pending.error is not None:
             # It does not know any more which steps there are; a new one removes what
