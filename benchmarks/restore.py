@@ -38,9 +38,10 @@ OURS_DIRECT = '**restore**, `"direct"`'
 OURS_ALIGNED = '**restore**, `"aligned"`'
 OURS_BROADCAST = '**restore**, `"broadcast"`'
 OURS_LIMITED = "**restore**, `host_memory=`"
+OURS_UNCHECKED = "**restore**, `verify=False`"
 ALL = (
-    *(HAND, REPLICATED, NUMPY),
-    *(OURS, OURS_DIRECT, OURS_ALIGNED, OURS_BROADCAST, OURS_LIMITED),
+    *(HAND, REPLICATED, NUMPY, OURS, OURS_DIRECT),
+    *(OURS_ALIGNED, OURS_BROADCAST, OURS_LIMITED, OURS_UNCHECKED),
 )
 # Target → how the arrays are to lie on a mesh of 2 × 4.
 TARGETS = {
@@ -125,6 +126,8 @@ def way(row: str, path: str, spec: Any) -> Callable[[], Any]:
     options: dict[str, Any] = {}
     if row != OURS:
         options["strategy"] = row.split('"')[1] if '"' in row else "auto"
+    if row == OURS_UNCHECKED:
+        options["verify"] = False
     if row == OURS_LIMITED:
         options["host_memory"] = 64 << 20
     return lambda: flm.checkpoint.restore(path, layout_map=layout_map, **options)

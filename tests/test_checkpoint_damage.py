@@ -1,9 +1,10 @@
-"""Each file of a checkpoint removed, cut and zeroed in turn; places that are none.
+"""Each file of a checkpoint removed, cut, zeroed and with a bit flipped; other places.
 
 A damaged checkpoint gives a CheckpointError that names it, or, where the file is not
 needed, the right values. Wrong values it never gives.
 """
 
+import contextlib
 import gc
 import json
 import shutil
@@ -19,6 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flax_layoutmap as flm
+from flax_layoutmap.checkpoint import _orbax
 
 # Orbax abandons its other reads when one fails, and Python says so.
 pytestmark = [
@@ -209,6 +211,193 @@ def test_a_python_bool_of_plain_orbax(tmp_path: Path) -> None:
         flm.checkpoint.inspect(tmp_path / "plain")
 
 
+# ------------------------------------------------------------------ flipped bits
+
+DATA, LOSS = {"position": 12_345, "seed": [1, 2]}, {"loss": 0.125}
+HALF = {"dtype": {"large": jnp.bfloat16}}
+
+
+class Batches:
+    """A data iterator, as far as a checkpoint sees it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def get_state(self) -> Any:
+        return self.state
+
+    def set_state(self, state: Any) -> None:
+        self.state = state
+
+
+def loop(directory: Path) -> flm.checkpoint.Checkpointer:
+    return flm.checkpoint.Checkpointer(directory, layout_map=layout_map())
+
+
+def by_checkpointer(step: Path) -> Any:
+    checkpointer, batches = loop(step.parent), Batches(None)
+    restored = checkpointer.restore(data=batches)
+    return restored, batches.state, checkpointer.metadata()
+
+
+def restoring(*target: Any, **options: Any) -> Callable[[Path], Any]:
+    def way(step: Path) -> Any:
+        options.setdefault("layout_map", layout_map())
+        return flm.checkpoint.restore(step, *target, **options)
+
+    return way
+
+
+# Name → a way to restore a step that says nothing of checking.
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "no target": restoring(),
+    "a target": lambda step: restoring(tree())(step),
+    "a part": restoring(include=["large", "keys", "empty", "text"]),
+    "another dtype": restoring(**HALF),
+    "another mesh": restoring(
+        layout_map=layout_map().on(flm.DeviceMesh("data=4,model=2"))
+    ),
+    "other pieces": restoring(strategy="aligned", host_memory=20_000),
+    "Checkpointer": by_checkpointer,
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("steps")
+    placed = layout_map().place({"large": tree()["large"]})
+    loop(directory).save(7, {**tree(), **placed}, data=Batches(DATA), metadata=LOSS)
+    return directory
+
+
+def spots(step: Path, count: int) -> Iterator[tuple[str, int, int]]:
+    """File, byte and bit of flips all over a step: half of them in the largest file."""
+    rng = np.random.default_rng(21)
+    files = [p for p in step.rglob("*") if p.is_file() and p.stat().st_size]
+    files.sort(key=lambda file: file.stat().st_size)
+    # The name of our record among them, and that of its place.
+    first = files.index(step / "_CHECKPOINT_METADATA")
+    content = files[first].read_bytes()
+    for name in (b"custom_metadata", b"flax_layoutmap", b"digest", b"checksums"):
+        yield files[first].relative_to(step).as_posix(), content.index(name) + 2, 1
+    for number in range(count):
+        file = files[-1 if number % 2 else number // 2 % len(files)]
+        at = int(rng.integers(file.stat().st_size))
+        yield file.relative_to(step).as_posix(), at, int(rng.integers(8))
+
+
+def flipped(steps: Path, directory: Path, spot: tuple[str, int, int]) -> Path:
+    """The step in a copy of its directory, with one bit flipped."""
+    shutil.copytree(steps, directory)
+    name, at, bit = spot
+    file = directory / "7" / name
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+    return directory / "7"
+
+
+def comparable(result: Any) -> Any:
+    """What a restore gave, with all that may be wrong of it."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, jax.Array | np.ndarray):
+            return type(value), value
+        where = str(getattr(value, "sharding", "host"))
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return str(value.dtype), where, np.asarray(jax.random.key_data(value)).data
+        return str(value.dtype), value.shape, where, np.asarray(value).tobytes()
+
+    return jax.tree.map(leaf, result)
+
+
+def test_no_flipped_bit_restores_in_silence(steps: Path, tmp_path: Path) -> None:
+    expected = {name: comparable(way(steps / "7")) for name, way in WAYS.items()}
+    unchecked = comparable(restoring(verify=False)(steps / "7"))
+    assert unchecked == expected["no target"]
+    refused, wrong_if_unchecked = 0, 0
+    for number, spot in enumerate(spots(steps / "7", 40)):
+        step = flipped(steps, tmp_path / str(number), spot)
+        for name in ("no target", list(WAYS)[number % len(WAYS)]):
+            try:
+                result = comparable(WAYS[name](step))
+            except flm.CheckpointError:
+                refused += 1
+            else:
+                assert result == expected[name], (spot, name)
+        # The control: these flips do change values.
+        with contextlib.suppress(flm.CheckpointError):
+            result = comparable(restoring(verify=False)(step))
+            wrong_if_unchecked += result != unchecked
+    assert refused > 40
+    assert wrong_if_unchecked > 10
+
+
+def test_another_digit_beside_the_arrays(steps: Path, tmp_path: Path) -> None:
+    """JSON that is as good as before, of a loss and of a data iterator."""
+    shutil.copytree(steps, tmp_path / "a")
+    step = tmp_path / "a" / "7"
+    replaced(step / "_CHECKPOINT_METADATA", '"loss": 0.125', '"loss": 0.625')
+    replaced(step / "data/process_0.json", "12345", "12745")
+    for way in (lambda: loop(step.parent).metadata(), lambda: restoring()(step)):
+        with pytest.raises(flm.CheckpointError) as caught:
+            way()
+        assert str(caught.value) == (
+            f"the checkpoint {step} is damaged: its metadata are not those that were "
+            "saved ('custom_metadata' in its file _CHECKPOINT_METADATA); restore "
+            "another checkpoint, or this one as it seems to be, with verify=False"
+        )
+    found = restoring(verify=False)(step)
+    assert comparable(found) == comparable(restoring()(steps / "7"))
+    said = f"the states of data in {step} are damaged: .*not what was saved"
+    with pytest.raises(flm.CheckpointError, match=said):
+        loop(step.parent).data_states()
+
+
+def replaced(file: Path, old: str, new: str) -> None:
+    text = file.read_text("utf-8")
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new), "utf-8")
+
+
+def test_checkpoints_of_versions_without_digests(steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(steps, tmp_path / "old")
+    step = tmp_path / "old" / "7"
+    data = json.loads((step / "_CHECKPOINT_METADATA").read_text("utf-8"))
+    del data["custom_metadata"]["flax_layoutmap"]["digest"]
+    (step / "_CHECKPOINT_METADATA").write_text(json.dumps(data), "utf-8")
+    state = json.loads((step / "data/process_0.json").read_text("utf-8"))
+    del state["digest"]
+    (step / "data/process_0.json").write_text(json.dumps(state), "utf-8")
+    for name, way in WAYS.items():
+        assert comparable(way(step)) == comparable(way(steps / "7")), name
+    assert flm.checkpoint.verify(step).leaves == 6
+    # Their arrays are compared all the same.
+    record = data["custom_metadata"]["flax_layoutmap"]
+    record["checksums"]["small"] = "0123456789abcdef"
+    (step / "_CHECKPOINT_METADATA").write_text(json.dumps(data), "utf-8")
+    with pytest.raises(flm.CheckpointError, match="small .*not those that were saved"):
+        restoring()(step)
+
+
+def test_casts_are_read_in_portions(
+    steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both dtypes are on the devices for a while; so not of all leaves at once."""
+    read, seen = _orbax.read_arrays, []
+
+    def counted(path: Any, wanted: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append({name for name, value in wanted.items() if value is not ...})
+        return read(path, wanted, *args, **kwargs)
+
+    monkeypatch.setattr(_orbax, "read_arrays", counted)
+    restoring(**HALF)(steps / "7")
+    assert {"large/w"} in seen and len(seen) == 2
+    seen.clear()
+    restoring()(steps / "7")
+    assert len(seen) == 1
+
+
 # -------------------------------------------------------------- our own metadata
 
 
@@ -273,7 +462,8 @@ def test_damaged_record(
 
 def test_a_record_with_a_leaf_of_another_kind(intact: Path, tmp_path: Path) -> None:
     copy = with_record(intact, tmp_path / "copy", as_leaf("step", kind="string"))
-    assert "step (): Orbax read the int 12345678901" in text_of_error(copy)
+    assert "step (): Orbax read the int" in text_of_error(copy, verify=False)
+    assert "its metadata are not those that were saved" in text_of_error(copy)
 
 
 def test_a_checkpoint_of_plain_orbax(tmp_path: Path) -> None:

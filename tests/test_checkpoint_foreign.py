@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -718,6 +719,31 @@ def test_damage_is_told_by_inspect(saved: Path, tmp_path: Path) -> None:
     assert json.loads(text)["custom_metadata"]["flax_layoutmap"]["schema"] == 1
 
 
+@pytest.mark.parametrize("where", ["1", "tx", "a/b", ""])
+def test_the_step_of_an_optimizer_of_nnx(where: str, tmp_path: Path) -> None:
+    """Whatever it is called where plain Orbax saved it."""
+    model = make()
+    state: Any = nnx.state(nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+    tree: Any = {"0": nnx.state(model), "1": state}
+    if where != "1":
+        tree = state
+        for key in reversed(where.split("/") if where else []):
+            tree = {"net": nnx.state(model), key: tree}
+    leaves = inspect(written(tmp_path / "a", tree)).leaves
+    roles = {leaf.path: leaf.role for leaf in leaves}
+    prefix = f"{where}/" if where else ""
+    own = {path for path in roles if path.startswith(f"{prefix}opt_state/")}
+    own.add(f"{prefix}step")
+    assert len(own) > 10
+    assert {path for path, role in roles.items() if role == "optimizer"} == own
+
+
+def test_the_step_of_a_train_state_is_of_no_optimizer(tmp_path: Path) -> None:
+    state = nn.meta.unbox(train_state()).replace(step=jnp.int32(3))
+    leaves = inspect(written(tmp_path / "a", {"state": state})).leaves
+    assert {leaf.path: leaf.role for leaf in leaves}["state/step"] != "optimizer"
+
+
 # ------------------------------------------------------------------------- verify
 
 
@@ -746,6 +772,8 @@ def test_restore_finds_a_flipped_bit(
     def flipped(*args: Any, **kwargs: Any) -> Any:
         values = plain(*args, **kwargs)
         path = "model/layers/1/bias"
+        if values[path] is ...:  # it comes with the others that change their dtype
+            return values
         bits = np.asarray(values[path]).view(np.uint32).copy()
         bits[-1] ^= 1
         changed = bits.view(np.asarray(values[path]).dtype)
@@ -753,7 +781,7 @@ def test_restore_finds_a_flipped_bit(
 
     monkeypatch.setattr(_orbax, "read_arrays", flipped)
     with pytest.raises(flm.CheckpointError) as caught:
-        restore(saved, target, verify=True, **options)
+        restore(saved, target, **options)
     assert "1 problem" in str(caught.value)
     assert "model/layers/1/bias (16,): its data are not those that" in str(caught.value)
     assert target["model"].up.kernel[...] is before
@@ -767,10 +795,12 @@ def test_a_checksum_that_is_missing_is_told(
     copy = shutil.copytree(saved, tmp_path / "a")
     file = copy / "_CHECKPOINT_METADATA"
     data = json.loads(file.read_text("utf-8"))
-    del data["custom_metadata"]["flax_layoutmap"]["checksums"]["model/up/bias"]
+    record = data["custom_metadata"]["flax_layoutmap"]
+    del record["digest"]  # which older versions did not write
+    del record["checksums"]["model/up/bias"]
     file.write_text(json.dumps(data), "utf-8")
     with pytest.raises(flm.CheckpointError, match="model/up/bias .* no checksum of it"):
-        restore(copy, layout_map=rules(mesh), verify=True)
+        restore(copy, layout_map=rules(mesh))
 
 
 def test_the_mesh_in_context_does_not_matter(saved: Path, mesh: flm.DeviceMesh) -> None:
@@ -792,3 +822,9 @@ def test_nothing_to_verify_with(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     flm.checkpoint.save(tmp_path / "b", {"w": jnp.ones(4)}, checksums=False)
     with pytest.raises(flm.CheckpointError, match="saved with checksums=False"):
         restore(tmp_path / "b", layout_map=rules(mesh), verify=True)
+    # By default nothing is said of it.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for place in (path, tmp_path / "b"):
+            found = restore(place, layout_map=rules(mesh), include="w")
+            assert np.array_equal(found["w"], np.ones(4))

@@ -277,20 +277,44 @@ def test_inspect(run: Any) -> None:
     assert data["mesh"] == {"data": 2, "model": 4} and data["schema"] == 1
 
 
+def with_another_checksum(place: Path, leaf: str) -> None:
+    file = place / "_CHECKPOINT_METADATA"
+    data = json.loads(file.read_text())
+    record = data["custom_metadata"]["flax_layoutmap"]
+    del record["digest"]  # which older versions did not write
+    record["checksums"][leaf] = "0" * len(record["checksums"][leaf])
+    file.write_text(json.dumps(data))
+
+
 def test_verify(run: Any, folder: Path) -> None:
     code, out, _ = run("verify runs/7")
     assert code == 0 and "4 leaves are as saved" in out
     assert json.loads(run("verify runs/7 --json")[1])["leaves"] == 4
     shutil.copytree(folder / "runs" / "7", folder / "other")
-    own = folder / "other" / "_CHECKPOINT_METADATA"
-    data = json.loads(own.read_text())
-    sums = data["custom_metadata"]["flax_layoutmap"]["checksums"]
-    sums["model/up/kernel"] = "0" * len(sums["model/up/kernel"])
-    own.write_text(json.dumps(data))
+    with_another_checksum(folder / "other", "model/up/kernel")
     code, out, err = run("verify other")
     assert (code, out) == (1, "") and "model/up/kernel" in err
     problems = json.loads(run("verify other --json")[1])["problems"]
     assert len(problems) == 1 and "model/up/kernel" in problems[0]
+
+
+def test_verify_the_directory_of_a_run(run: Any, folder: Path) -> None:
+    """The latest step, as the other commands, or the one that is named."""
+    directory = folder / "training"
+    with flm.checkpoint.Checkpointer(directory) as checkpointer:
+        for step in (10, 25):
+            checkpointer.save(step, {"w": np.full(8, step)})
+    code, out, err = run("verify training")
+    assert (code, err) == (0, "") and f"{directory}/25: 1 leaf is as saved" in out
+    assert json.loads(run("verify training --json")[1])["path"] == f"{directory}/25"
+    assert f"{directory}/10: 1 leaf" in run("verify training --step 10")[1]
+    assert flm.checkpoint.verify(directory).path == f"{directory}/25"
+    code, out, err = run("verify training --step 26")
+    assert (code, out) == (2, "") and "has no step 26; it has 10, 25" in err
+    with_another_checksum(directory / "25", "w")
+    code, out, err = run("verify training")
+    assert (code, out) == (1, "") and f"{directory}/25 is damaged" in err
+    assert run("verify training --step 10")[0] == 0
 
 
 def test_convert(run: Any, folder: Path) -> None:
@@ -355,7 +379,7 @@ def test_json_of_every_command(run: Any, folder: Path) -> None:
     commands = [
         *(f"report {SOURCES}", f"lint {SOURCES}", f"explain up/kernel {SOURCES}"),
         *(f"diff {SOURCES} --arg-after width=16", f"draw {SOURCES}"),
-        *("inspect runs", "verify runs/7", "convert rules.toml every.json"),
+        *("inspect runs", "verify runs", "convert rules.toml every.json"),
         "restore runs/7 --to nowhere --mesh data=4,model=2 --dry-run",
         "plan my_model:step --args my_model:arguments --rules rules.toml",
     ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import flax_layoutmap as flm
+from flax_layoutmap.checkpoint import mappings
 from flax_layoutmap.checkpoint._safetensors_file import DTYPES, open_safetensors
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -480,3 +482,117 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     flm.checkpoint.restore_safetensors(tmp_path, target(), layout_map=rules())
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ------------------------------------------------------------------------- bools
+
+
+def bools(file: Path, rows: list[list[int]]) -> Path:
+    """A file with `mask` after `a`, its bytes as they are given."""
+    content = np.array(rows, np.uint8)
+    header = {"a": GOOD["a"], "mask": entry([*content.shape], 48, 48 + content.size)}
+    header["mask"]["dtype"] = "BOOL"
+    file.write_bytes(written(header, A.tobytes() + content.tobytes()))
+    return file
+
+
+@pytest.mark.parametrize(
+    "axes", [None, ("model", None), (None, "model"), (None, "data")]
+)
+@pytest.mark.parametrize("byte", [2, 128, 255])
+def test_a_bool_is_0_or_1(axes: Any, byte: int, tmp_path: Path) -> None:
+    rows = [[0, 1] * 4, [1] * 8, [0] * 8, [1, 1, 0, byte] * 2]
+    file = bools(tmp_path / "model.safetensors", rows)
+    layout_map = rules()
+    layout_map["mask"] = axes
+    target = {"model": {"mask": jnp.zeros((4, 8), bool)}}
+    before = target["model"]["mask"]
+    mapping = [("model/mask", "mask"), (None, "a")]
+    first = file.stat().st_size - 5
+    restores: dict[str, Callable[[], Any]] = {
+        "model/mask": lambda: flm.checkpoint.restore_safetensors(
+            file, target, layout_map=layout_map, mapping=mapping
+        ),
+        "mask": lambda: flm.checkpoint.restore_safetensors(file, layout_map=layout_map),
+        "x": lambda: flm.checkpoint.restore_safetensors(
+            file,
+            {"x": np.zeros((8, 4), bool)},
+            mapping=[("x", "mask", mappings.transpose()), (None, "a")],
+        ),
+    }
+    for leaf, restore in restores.items():
+        with pytest.raises(flm.CheckpointError) as caught:
+            restore()
+        assert str(caught.value) == (
+            f"{leaf}: tensor 'mask' (4,8) in {file}: byte {first} of the file is "
+            f"{byte}, and a BOOL is 0 or 1; the file is damaged, or was written "
+            "wrongly: download it again, or leave the leaf out with exclude="
+        )
+    assert target["model"]["mask"] is before
+    # What is not asked for is not looked at; and the control.
+    rest = flm.checkpoint.restore_safetensors(
+        file, layout_map=layout_map, exclude="mask"
+    )
+    np.testing.assert_array_equal(rest["a"], A)
+    bools(file, np.minimum(rows, 1).tolist())
+    for restore in restores.values():
+        restore()
+
+
+# ------------------------------------------------------------------ many tensors
+
+
+def many(folder: Path, count: int) -> Path:
+    """A folder with an index of so many empty tensors."""
+    folder.mkdir()
+    names = [f"t{at}.weight" for at in range(count)]
+    header = dict.fromkeys(names, entry([0, 4], 0, 0))
+    (folder / "one.safetensors").write_bytes(written(header, b""))
+    index = {"weight_map": dict.fromkeys(names, "one.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def calls_of_ours(function: Callable[[], Any]) -> int:
+    """How many functions of the package a call comes to."""
+    package, count = str(Path(flm.__file__).parent), 0
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_an_empty_tensor_costs_little(tmp_path: Path) -> None:
+    """And the next one no more: 100,000 of them took half a minute."""
+
+    def restore(count: int, folder: Path) -> Callable[[], Any]:
+        abstract = jax.ShapeDtypeStruct((0, 4), jnp.float32)
+        target = {f"t{at}": {"weight": abstract} for at in range(count)}
+        return lambda: [
+            flm.checkpoint.restore_safetensors(folder, layout_map=rules()),
+            flm.checkpoint.restore_safetensors(folder, target, layout_map=rules()),
+        ]
+
+    sizes = (100, 200, 400)
+    folders = {count: many(tmp_path / str(count), count) for count in sizes}
+    found = [calls_of_ours(restore(count, folders[count])) for count in sizes]
+    first, second = found[1] - found[0], found[2] - found[1]
+    assert first / 100 < 180
+    assert second / 200 < first / 100 * 1.1
+
+
+def test_a_name_that_occurs_twice_among_many(tmp_path: Path) -> None:
+    """Comparing each name with each other one would take minutes."""
+    file = tmp_path / "model.safetensors"
+    names = [f'"t{at}": 1' for at in range(200_000)]
+    names.append(names[-1])
+    file.write_bytes(written(f"{{{', '.join(names)}}}".encode(), b""))
+    with pytest.raises(flm.CheckpointError, match="the name 't199999' occurs twice"):
+        open_safetensors(file)

@@ -146,7 +146,7 @@ def verify(args: Namespace) -> int:
             f"{where.kind}, not saved by flax_layoutmap"
         )
     try:
-        found = flm.checkpoint.verify(args.checkpoint, step=args.step, item=args.item)
+        found = flm.checkpoint.verify(where.path, item=args.item)
     except flm.CheckpointError as error:
         problems = error.problems or [str(error)]
         if args.json:

@@ -217,7 +217,7 @@ def _verify(commands: "Commands") -> None:
     own = _command(commands)(
         "verify",
         "Reads all of a checkpoint and compares it with its checksums.",
-        "flax-layoutmap verify runs/7",
+        "flax-layoutmap verify runs",
     )
     _add_checkpoint(own)
     _add_json(own)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap.checkpoint._checksums import json_digest
 
 # Name of the method that gives a state → of the one that takes it.
 _METHODS = {"get_state": "set_state", "state_dict": "load_state_dict"}
@@ -24,7 +25,8 @@ def text_of(data: Any) -> str:
             a NumPy array.
     """
     state = _encoded(_state_of(data), "data")
-    return json.dumps({"processes": jax.process_count(), "state": state})
+    held = {"processes": jax.process_count(), "state": state}
+    return json.dumps({**held, "digest": json_digest(held)})
 
 
 def states_of(texts: Mapping[int, str], path: str) -> list[Any]:
@@ -34,7 +36,7 @@ def states_of(texts: Mapping[int, str], path: str) -> list[Any]:
         CheckpointError: texts are missing or damaged.
     """
     try:
-        read = {at: json.loads(text) for at, text in texts.items()}
+        read = {at: _intact(json.loads(text)) for at, text in texts.items()}
         states = [_decoded(one["state"]) for one in read.values()]
         counts = {one["processes"] for one in read.values()}
     except (ValueError, KeyError, TypeError) as error:
@@ -48,6 +50,14 @@ def states_of(texts: Mapping[int, str], path: str) -> list[Any]:
             f"processes {sorted(texts)}, written by {sorted(counts)}"
         )
     return states
+
+
+def _intact(read: dict[str, Any]) -> dict[str, Any]:
+    """What one process wrote, if it is that; older versions wrote no digest."""
+    held = {"processes": read["processes"], "state": read["state"]}
+    if read.keys() > held.keys() and read.get("digest") != json_digest(held):
+        raise ValueError("it is not what was saved")
+    return read
 
 
 def own_state(states: Sequence[Any], path: str) -> Any:

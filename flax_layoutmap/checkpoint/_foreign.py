@@ -7,7 +7,7 @@ T5X and MaxText give them: `params` and `model` hold parameters, `opt_state` and
 paths end with.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -60,7 +60,8 @@ def leaf_of_held(path: str, held: Any) -> Leaf | None:
 def flat_of(names: Sequence[str]) -> Flat:
     """The tree that has these paths, cut into sections by their names."""
     flat = Flat()
-    ends = [_section(name) for name in names]
+    optimizers = _nnx_optimizers(names)
+    ends = [_section(name, optimizers) for name in names]
     for (prefix, role), run in groupby(ends):
         start = len(flat.paths)
         for _ in run:
@@ -86,10 +87,31 @@ def origins_of(flat: Flat, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     }
 
 
-def _section(name: str) -> tuple[str, Role]:
+def _nnx_optimizers(names: Sequence[str]) -> set[str]:
+    """The folders that hold `opt_state` and `step` alone, as an `nnx.Optimizer` does.
+
+    A TrainState has parameters beside them.
+    """
+    parts = [name.split("/") for name in names]
+    inside: dict[str, set[str]] = {
+        "/".join(own[: own.index("opt_state")]): set()
+        for own in parts
+        if "opt_state" in own[:-1]
+    }
+    for own in parts:
+        for at, part in enumerate(own):
+            folder = "/".join(own[:at])
+            if folder in inside:
+                inside[folder].add(part)
+    return {folder for folder, held in inside.items() if held == {"opt_state", "step"}}
+
+
+def _section(name: str, optimizers: Container[str]) -> tuple[str, Role]:
     """The section that a leaf is in: how its path begins, and its role."""
     parts = name.split("/")
     own = parts[:-1]
+    if parts[-1] == "step" and "/".join(own) in optimizers:
+        return name.removesuffix("step"), "optimizer"
     if "opt_state" in own:
         return "/".join(parts[: own.index("opt_state") + 1]) + "/", "optimizer"
     if own and own[0] in _OPTIMIZER:

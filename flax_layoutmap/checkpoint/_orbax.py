@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,13 @@ _CHUNK_BYTES = 16 << 20
 _V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
 # What TensorStore counts of the files it reads.
 _COUNTER = "/tensorstore/kvstore/file/bytes_read"
+
+
+# Threads take turns. Orbax numbers what it does by one counter of the process, which
+# saves and loads move on: a save during whose beginning another thread does so loses
+# track of its own directories, and fails or waits for ever. Once a save goes on in the
+# background, others may begin.
+TURN = threading.RLock()
 
 
 # -------------------------------------------------------------------- writing
@@ -315,7 +323,7 @@ def read_arrays(
         context.multiprocessing.active_processes = {own_number}
         context.multiprocessing.barrier_sync_key_prefix = f"alone_{own_number}"
     target = jax.tree.unflatten(jax.tree.structure(tree), list(wanted.values()))
-    with translated(f"cannot read the checkpoint {path}"), context:
+    with TURN, translated(f"cannot read the checkpoint {path}"), context:
         read = v1.load(path, target, **own)
     return dict(zip(wanted, jax.tree.leaves(read), strict=True))
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from flax_layoutmap._errors import CheckpointError, visible
-from flax_layoutmap.checkpoint._orbax import saving_context, translated
+from flax_layoutmap.checkpoint._orbax import TURN, saving_context, translated
 from flax_layoutmap.checkpoint._places import is_url
 
 # Orbax's own name for the tree of a step, and ours for the states of data iterators.
@@ -189,7 +189,7 @@ class StepWriter:
         """Whether the policy wants a step."""
         if isinstance(self._every, int):
             return step % self._every == 0
-        with translated("the save policy failed"), saving_context():
+        with TURN, translated("the save policy failed"), saving_context():
             return bool(self._opened(clean=False).should_save(step))
 
     def start(
@@ -233,10 +233,13 @@ class StepWriter:
         Raises:
             CheckpointError: it failed.
         """
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return
-        self._pending.ended.wait()
-        pending, self._pending = self._pending, None
+        pending.ended.wait()
+        with TURN:
+            if self._pending is pending:  # not the next save, of another thread
+                self._pending = None
         _UNTOLD.discard(pending)
         if pending.error is not None:
             # It does not know any more which steps there are; a new one removes what
@@ -339,6 +342,7 @@ def read_data(path: str, process: int | None = None) -> dict[int, str]:
     from orbax.checkpoint import v1
 
     files = _StateFiles(wanted=process)
-    with translated(f"cannot read the states of data in {path}"), v1.Context():
+    failing = f"cannot read the states of data in {path}"
+    with TURN, translated(failing), v1.Context():
         v1.load_checkpointables(path, {_DATA: files})
     return files.texts

@@ -28,6 +28,9 @@ from flax_layoutmap.checkpoint._stored import Stored
 from flax_layoutmap.checkpoint._strategy import Way
 from flax_layoutmap.checkpoint._verify import not_as_saved, unrecorded
 
+# Arrays that change their dtype are read so many bytes at a time, as both dtypes lie on
+# the devices for a while.
+_CAST_BYTES = 1 << 30
 # A process that cannot read waits this long for the others, which still read.
 _PATIENCE_SECONDS = 1800.0
 
@@ -136,14 +139,16 @@ def portions(
     plan: Plan, ways: Mapping[str, tuple[Read, Way]], host_memory: int | None
 ) -> list[tuple[list[str], int | None]]:
     """Leaves that are read at a time, and the mesh axis that they are sent along."""
-    groups: dict[int | None, list[str]] = {}
+    groups: dict[tuple[int | None, bool], list[str]] = {}
     for path, read in plan.reads.items():
         if not read.stored.is_empty:
             axis = ways[path][1].replica_axis if path in ways else None
-            groups.setdefault(axis, []).append(path)
-    limit = math.inf if host_memory is None else host_memory
+            is_cast = path in ways and read.stored.dtype != read.result.dtype
+            groups.setdefault((axis, is_cast), []).append(path)
     found: list[tuple[list[str], int | None]] = []
-    for axis, paths in groups.items():
+    for (axis, is_cast), paths in groups.items():
+        limit = math.inf if host_memory is None else host_memory
+        limit = min(limit, _CAST_BYTES) if is_cast else limit
         used = math.inf
         for path in paths:
             host = ways[path][1].host if path in ways else 0
@@ -169,7 +174,8 @@ def _orbax_target(read: Read, held: Any, way: Way | None, as_stored: bool) -> An
 
 def _is_to_be_cast(value: Any, read: Read) -> bool:
     is_array = isinstance(value, jax.Array) and read.result.kind == "array"
-    return is_array and not _is_keys(value) and value.dtype != read.result.dtype
+    # What Orbax has cut to 32 bits is no array to cast.
+    return is_array and value.dtype == read.stored.dtype != read.result.dtype
 
 
 def _laid_out(value: jax.Array, sharding: Any, dtype: Any) -> jax.Array:

@@ -33,10 +33,18 @@ from flax_layoutmap._serialise import (
     rules_from_json,
     rules_to_json,
 )
+from flax_layoutmap.checkpoint._checksums import json_digest
 from flax_layoutmap.checkpoint._foreign import flat_of
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
+from flax_layoutmap.checkpoint._places import METADATA_FILE
 
 KEY = "flax_layoutmap"
+
+# What a record has had in every version, before there was a digest beside it.
+_ENTRIES = {
+    *("schema", "versions", "mesh", "rules", "sections", "leaves"),
+    *("random", "layouts", "checksums"),
+}
 
 _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
 
@@ -92,6 +100,47 @@ def to_json(
         "random": [paths[at] for at in sorted(flat.fixed)],
         "layouts": {path: entry for path, entry in layouts.items() if entry},
     }
+
+
+def sealed(custom: Mapping[str, Any]) -> dict[str, Any]:
+    """Custom metadata, with a digest of all of them in our record."""
+    record = {name: v for name, v in custom[KEY].items() if name != "digest"}
+    digest = json_digest({**custom, KEY: record})
+    return {**custom, KEY: {**record, "digest": digest}}
+
+
+def check_intact(custom: Mapping[str, Any], where: str) -> None:
+    """Compares custom metadata with their digest.
+
+    Older versions wrote none; then only what none of them wrote is a sign of damage.
+
+    Args:
+        custom: the custom metadata.
+        where: path of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: they are not those that were saved.
+    """
+    record = custom.get(KEY)
+    if not isinstance(record, dict):  # of plain Orbax, or its name is damaged
+        intact = not any(map(_holds_record, custom.values()))
+    elif "digest" in record:
+        intact = sealed(custom)[KEY]["digest"] == record["digest"]
+    else:
+        intact = record.keys() <= _ENTRIES
+    if not intact:
+        raise CheckpointError(
+            f"the checkpoint {where} is damaged: its metadata are not those that were "
+            f"saved ('custom_metadata' in its file {METADATA_FILE}); restore another "
+            "checkpoint, or this one as it seems to be, with verify=False"
+        )
+
+
+def _holds_record(value: Any) -> bool:
+    """Whether it is our record, or holds it, under a name that was damaged."""
+    return isinstance(value, dict) and (
+        KEY in value or value.keys() >= {"schema", "sections", "leaves"}
+    )
 
 
 @dataclasses.dataclass(frozen=True)

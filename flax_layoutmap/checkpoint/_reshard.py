@@ -79,14 +79,14 @@ def reshard(
         item=item,
         include=include,
         exclude=exclude,
-        verify=stored.record.checksums is not None,
         progress=progress,
     )
-    ready = prepare(goal, tree, rules, lambda: _orbax.cannot_write(goal, False))
-    custom = {_record.KEY: ready.record}
-    if include is None and exclude is None:
-        custom = {**stored.custom, _record.KEY: _kept(stored, ready.record)}
-    _orbax.write(goal, ready.values, custom, overwrite=False)
+    with _orbax.TURN:
+        ready = prepare(goal, tree, rules, lambda: _orbax.cannot_write(goal, False))
+        custom = {_record.KEY: ready.record}
+        if include is None and exclude is None:
+            custom = {**stored.custom, _record.KEY: _kept(stored, ready.record)}
+        _orbax.write(goal, ready.values, _record.sealed(custom), overwrite=False)
 
 
 def _kept(stored: Stored, record: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from flax_layoutmap.checkpoint._plan import (
 )
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._read import portions, read_leaves
-from flax_layoutmap.checkpoint._record import rules_of
+from flax_layoutmap.checkpoint._record import check_intact, rules_of
 from flax_layoutmap.checkpoint._selection import Selection
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Chooser, Way, check_host_memory
@@ -57,7 +57,7 @@ def restore(
     unexpected: Unexpected = "error",
     strategy: str = "auto",
     host_memory: int | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
     progress: bool | None = None,
 ) -> Any:
     r"""Restores a checkpoint, each leaf straight into its shards.
@@ -105,9 +105,10 @@ def restore(
             possible are read directly. See `plan`.
         host_memory: bytes that the arrays being read may take on the host of each
             process; they are read in as many portions as that takes. None: all at once.
-        verify: whether to compare what is read with the checksums of the save, before
-            anything is given back. Arrays that are to have another dtype are read in
-            their own one first.
+        verify: whether to compare what is read, and the metadata, with the checksums
+            of the save, before anything is given back. None: where there are any; True:
+            it is an error if there are none; False: take what is there. Arrays that are
+            to have another dtype are read in their own one first, some at a time.
         progress: whether process 0 shows on stderr how much has been read; None: if
             that is a terminal.
 
@@ -149,6 +150,8 @@ def restore(
     check_processes(own)
     with Agreement(f"restoring {where}", own) as agreement:
         stored = open_checkpoint(find(where, step), item, options.rename)
+        if verify is not False:
+            check_intact(stored.custom, stored.where)
         ready = prepared(stored, target, rules, mesh, options)
         _check_mesh(ready.rules)
         chooser = Chooser(stored, strategy, exact=is_shown(progress))
@@ -156,7 +159,7 @@ def restore(
         problems = list(ready.plan.problems)
         if host_memory is not None:
             problems += check_host_memory(ways, host_memory)
-        recorded = stored.record.checksums if verify else None
+        recorded = None if verify is False else stored.record.checksums
         if verify and recorded is None:
             problems.append(no_checksums(stored))
         if problems:

@@ -1,7 +1,7 @@
 """flm.checkpoint.restore_safetensors."""
 
+import functools
 import hashlib
-import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -216,13 +216,14 @@ def _read(
     stored: Stored, plan: Plan, progress: bool | Callable[[int, int], object] | None
 ) -> dict[str, Any]:
     """Path → restored value of every leaf of the plan."""
-    groups = _together(list(plan.reads.values()))
+    reads = list(plan.reads.values())
+    made = {read.result.path: _empty(read) for read in reads if _is_empty(read)}
+    groups = _together([read for read in reads if not _is_empty(read)])
     tell = progress if callable(progress) else None
     shown = False if callable(progress) else progress
     planned = 0
     if tell is not None or is_shown(shown):
         planned = sum(planned_bytes(stored, group) for group in groups)
-    made: dict[str, Any] = {}
     with Files() as files:
         what = f"restoring {stored.where}"
         with shown_progress(what, planned, shown, lambda: files.bytes_read):
@@ -276,7 +277,11 @@ def _read_group(files: Files, stored: Stored, group: list[Read]) -> dict[str, An
             own[index] = out
         buffers.append(own)
     for name, parts in pieces.items():
-        files.read(stored.tensors[name], parts)
+        try:
+            files.read(stored.tensors[name], parts)
+        except CheckpointError as error:
+            paths = [r.result.path for r in group if name in r.recipe.shapes]
+            raise CheckpointError(f"{', '.join(paths)}: {error}") from error
     return {
         read.result.path: _made(read, own)
         for read, own in zip(group, buffers, strict=True)
@@ -303,13 +308,28 @@ def _buffer(read: Read, shape: Shape) -> np.ndarray:
     return made.transpose(np.argsort(order))
 
 
+def _is_empty(read: Read) -> bool:
+    return 0 in read.result.shape
+
+
+def _empty(read: Read) -> Any:
+    """A leaf without elements, for which nothing is read."""
+    value = np.zeros(read.result.shape, read.result.dtype)
+    return value if read.sharding is None else put(value, read.sharding)
+
+
 def _indices(read: Read) -> dict[Index, list[Any]]:
     """The boxes of a leaf that this process needs, each with its devices."""
-    shape = read.result.shape
-    if read.sharding is None:
+    return _boxes(read.sharding, read.result.shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _boxes(sharding: Any, shape: Shape) -> dict[Index, list[Any]]:
+    """Many leaves have the same ones."""
+    if sharding is None:
         return {tuple((0, size) for size in shape): []}
     found: dict[Index, list[Any]] = {}
-    for device, index in read.sharding.addressable_devices_indices_map(shape).items():
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
         box = tuple(
             part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
         )
@@ -323,8 +343,6 @@ def _made(read: Read, buffers: dict[Index, np.ndarray]) -> Any:
     if sharding is None:
         [value] = buffers.values()
         return TYPES[result.kind](value.item()) if result.is_python else value
-    if math.prod(result.shape) == 0:
-        return put(np.zeros(result.shape, result.dtype), sharding)
     arrays = [
         jax.device_put(
             buffers[index],

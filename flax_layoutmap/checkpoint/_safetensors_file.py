@@ -5,6 +5,7 @@ dtype, shape, first and last byte), and the numbers, without holes. Large checkp
 are several files and `model.safetensors.index.json`, which says who holds what.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -282,8 +283,8 @@ def _parsed(text: bytes, file: str) -> dict[str, Any]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        names = collections.Counter(name for name, _ in pairs)
+        twice = names.most_common(1)[0][0]
         raise ValueError(f"the name {twice!r} occurs twice")
     return found
 

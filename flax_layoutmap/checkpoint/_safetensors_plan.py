@@ -19,8 +19,8 @@ from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._safetensors_file import Stored
 from flax_layoutmap.checkpoint._target import own_sharding, shardings_by_path
 
-# Names that look alike are looked for this often; after that it would take too long.
-_HINTS = 50
+# Names that look alike are looked for among so many in all; more would take too long.
+_COMPARISONS = 500_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,7 +214,8 @@ def _recipe(
         return None, None
     recipe = _present(recipes, stored)
     if recipe is None:
-        return None, _absent(stored, recipes[0], hint=len(plan.problems) < _HINTS)
+        compared = len(plan.problems) * len(stored.tensors)
+        return None, _absent(stored, recipes[0], hint=compared < _COMPARISONS)
     wrong = [
         f"{path} {show_shape(shape)}: needs {stored.tensors[name]} to have the shape "
         f"{show_shape(needed)}; build the target with the sizes of the checkpoint, or "

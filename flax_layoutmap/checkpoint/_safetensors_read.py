@@ -186,16 +186,22 @@ class Files:
         """Fills the arrays of some pieces of a tensor.
 
         Raises:
-            CheckpointError: the file is gone, was cut, or cannot be read.
+            CheckpointError: the file is gone, was cut, or cannot be read; or a byte of
+                a BOOL is neither 0 nor 1.
         """
         dtype = tensor.dtype
         for fetch in _fetches(pieces, dtype):
             only = fetch.pieces[0]
-            if len(fetch.pieces) == 1 and only.strides and _is_direct(only, dtype):
-                self._fill(tensor, fetch, only.out.reshape(-1).view(np.uint8))
-                continue
-            buffer = self._block(fetch.count * dtype.itemsize)
+            alone = len(fetch.pieces) == 1 and only.strides
+            is_direct = alone and _is_direct(only, dtype)
+            if is_direct:
+                buffer = only.out.reshape(-1).view(np.uint8)
+            else:
+                buffer = self._block(fetch.count * dtype.itemsize)
             self._fill(tensor, fetch, buffer)
+            _check_bools(tensor, fetch, buffer)
+            if is_direct:
+                continue
             for piece in fetch.pieces:
                 steps = [stride * dtype.itemsize for stride in piece.strides]
                 begin = (piece.offset - fetch.start) * dtype.itemsize
@@ -236,3 +242,15 @@ class Files:
             self._open.popitem(last=False)[1].close()
         self._open[file] = FileIO(file)
         return self._open[file]
+
+
+def _check_bools(tensor: Tensor, fetch: Fetch, buffer: np.ndarray) -> None:
+    """Raises CheckpointError for bytes that are no bools; NumPy would keep them."""
+    if tensor.dtype != np.bool_ or buffer.max(initial=0) <= 1:
+        return
+    first = int(np.argmax(buffer > 1))
+    raise CheckpointError(
+        f"{tensor}: byte {tensor.offset + fetch.start + first} of the file is "
+        f"{buffer[first]}, and a BOOL is 0 or 1; the file is damaged, or was written "
+        "wrongly: download it again, or leave the leaf out with exclude="
+    )

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,9 @@ from flax_layoutmap.checkpoint._safetensors_write import (
 )
 from flax_layoutmap.checkpoint._selection import Selection
 
+# Threads take turns: a save sweeps up what others have left unfinished in a directory.
+_TURN = threading.RLock()
+
 
 def save_safetensors(
     path: str | os.PathLike[str],
@@ -50,6 +54,7 @@ def save_safetensors(
 
     Process 0 writes, one tensor after another, and holds no more of the model than two
     copies of one tensor. Every process of a job calls it with the same arguments.
+    Threads of a process take turns.
 
     Args:
         path: a directory, which is made if need be and may hold other files
@@ -91,21 +96,22 @@ def save_safetensors(
     names = NameMapping(mapping)
     selection = Selection(include, exclude)
     wanted = _checked_dtype(dtype)
-    with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
-        flat = flatten(tree)
-        plan = plan_to_save(flat, names, selection.among(flat), wanted)
+    with _TURN:
+        with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
+            flat = flatten(tree)
+            plan = plan_to_save(flat, names, selection.among(flat), wanted)
+            if jax.process_index() == 0:
+                problem = cannot_write(place, overwrite)
+                plan.problems += [] if problem is None else [problem]
+            if plan.problems:
+                raise problem_list(f"cannot save to {place}", plan.problems)
+            agreement.add(lambda: {"leaves": _digest(plan)})
+        files = distributed(place, plan.tensors, max_file_bytes)
+        writer = None
         if jax.process_index() == 0:
-            problem = cannot_write(place, overwrite)
-            plan.problems += [] if problem is None else [problem]
-        if plan.problems:
-            raise problem_list(f"cannot save to {place}", plan.problems)
-        agreement.add(lambda: {"leaves": _digest(plan)})
-    files = distributed(place, plan.tensors, max_file_bytes)
-    writer = None
-    if jax.process_index() == 0:
-        writer = Writer(place, files, {"format": "pt", **(metadata or {})})
-    order = [tensor for held in files.values() for tensor in held]
-    _write(place, order, flat.leaves, writer, progress)
+            writer = Writer(place, files, {"format": "pt", **(metadata or {})})
+        order = [tensor for held in files.values() for tensor in held]
+        _write(place, order, flat.leaves, writer, progress)
 
 
 def _checked_dtype(dtype: Any) -> Any:

@@ -39,7 +39,7 @@ def save(
     Every process of a job calls it with the same path, on storage that all of them
     see. What an NNX object holds is saved, not the object: PRNG counters and batch
     statistics too. Python numbers and strings come back as such; of them, and of NumPy
-    arrays, process 0 writes its own.
+    arrays, process 0 writes its own. Threads of a process take turns.
 
     Args:
         path: a directory that does not exist yet; a relative one is made absolute.
@@ -51,8 +51,8 @@ def save(
             (`path` + `.replacement`) and takes its place when it is complete, so that a
             save that fails loses nothing. At a URL (`gs://…`) Orbax overwrites
             instead, and the old one is gone first.
-        checksums: whether to record a checksum of each leaf, by which `verify` and
-            `restore(verify=True)` find a damaged one.
+        checksums: whether to record a checksum of each leaf, by which `restore` and
+            `verify` find a damaged one.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), `path` exists, or
@@ -72,14 +72,16 @@ def save(
     Plain JAX: `orbax.checkpoint.v1.save(path, tree)`.
     """
     place = _orbax.absolute(path)
-    ready = prepare(
-        place,
-        tree,
-        layout_map,
-        lambda: _orbax.cannot_write(place, overwrite),
-        checksums,
-    )
-    _orbax.write(place, ready.values, {_record.KEY: ready.record}, overwrite)
+    with _orbax.TURN:
+        ready = prepare(
+            place,
+            tree,
+            layout_map,
+            lambda: _orbax.cannot_write(place, overwrite),
+            checksums,
+        )
+        custom = _record.sealed({_record.KEY: ready.record})
+        _orbax.write(place, ready.values, custom, overwrite)
 
 
 @dataclasses.dataclass(frozen=True)

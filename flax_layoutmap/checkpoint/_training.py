@@ -135,12 +135,15 @@ class Checkpointer:
 
     @property
     def steps(self) -> list[int]:
-        """The finished steps, in order."""
+        """The finished steps, in order; one that is still being saved is not there yet.
+
+        `wait()` before it, where that one counts.
+        """
         return _orbax_training.steps_in(self._directory)
 
     @property
     def latest(self) -> int | None:
-        """The latest finished step; None where there is none."""
+        """The latest finished step, as in `steps`; None where there is none."""
         return max(self.steps, default=None)
 
     @property
@@ -333,7 +336,9 @@ class Checkpointer:
             CheckpointError: there is no such step, or it is damaged.
         """
         _, place = self._existing(step)
-        return _orbax.read_metadata(place).custom.get(_USER) or {}
+        custom = _orbax.read_metadata(place).custom
+        _record.check_intact(custom, place)
+        return custom.get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
         """The state of data that each process saved; None is the latest step.
@@ -367,9 +372,10 @@ class Checkpointer:
             custom[_USER] = _data_state.plain(user, "metadata")
             return self._obstacle(step, tree)
 
-        ready = prepare(place, state, self._rules, obstacle, self._checksums)
-        custom[_record.KEY] = ready.record
-        self._writer.start(step, ready.values, custom, text)
+        with _orbax.TURN:
+            ready = prepare(place, state, self._rules, obstacle, self._checksums)
+            custom[_record.KEY] = ready.record
+            self._writer.start(step, ready.values, _record.sealed(custom), text)
         self._tree = tree
 
     def _obstacle(self, step: int, tree: dict[str, str]) -> str | None:

@@ -18,6 +18,7 @@ from flax_layoutmap.checkpoint._checksums import checksums
 from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._progress import shown_progress
+from flax_layoutmap.checkpoint._record import check_intact
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
 _HOST_MEMORY = 1 << 29
@@ -57,7 +58,8 @@ def verify(
 
     Args:
         path: a checkpoint of `save` or `Checkpointer`, or a directory of steps.
-        step: which step, a number or `"latest"`, if `path` is a directory of steps.
+        step: which step, a number or `"latest"`; None in a directory of steps is the
+            latest.
         item: which tree, if the checkpoint holds several.
         host_memory: bytes of arrays to read at a time. A larger leaf is read alone,
             but whole.
@@ -83,8 +85,9 @@ def verify(
 
     Plain JAX: none; Orbax restores an array with a flipped bit as it is.
     """
-    place = find(absolute(path), step)
+    place = find(absolute(path), step, newest=True)
     stored = open_checkpoint(place, item)
+    check_intact(stored.custom, stored.where)
     recorded = stored.record.checksums
     if recorded is None:
         raise CheckpointError(no_checksums(stored))

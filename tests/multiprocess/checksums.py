@@ -56,11 +56,37 @@ def damage(path: Path) -> None:
         file.write_bytes(content[: len(content) // 2])
 
 
+def flip(path: Path) -> None:
+    """Flips a bit in the largest file of arrays of the last process."""
+    process = jax.process_count() - 1
+    files = path.glob(f"state/ocdbt.process_{process}/d/*")
+    file = max(files, key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def restored(path: Path, spec: str) -> str:
+    """What a restore says that asks for nothing but layouts."""
+    rules = flm.LayoutMap(flm.DeviceMesh(spec), strict=False)
+    rules["rows|columns|both"] = (None, rules.device_mesh.axis_names[-1])  # pyright: ignore
+    try:
+        flm.checkpoint.restore(path, layout_map=rules)
+    except flm.CheckpointError as caught:
+        return str(caught)
+    return ""
+
+
 def main(folder: Path) -> dict[str, Any]:
     path = folder / "a"
     flm.checkpoint.save(path, tree(MESH))
     verified = verify(path)
+    intact = [restored(path, spec) for spec in (MESH, "x=8")]
+    flm.checkpoint.save(folder / "b", tree(MESH))
+    if jax.process_index() == 0:
+        flip(folder / "b")
     multihost_utils.sync_global_devices("verified")
+    flipped = [restored(folder / "b", spec) for spec in (MESH, "x=8")]
     if jax.process_index() == 0:
         damage(path)
     multihost_utils.sync_global_devices("damaged")
@@ -74,4 +100,6 @@ def main(folder: Path) -> dict[str, Any]:
         "other mesh": found("x=8"),
         "verified": str(verified),
         "error": error,
+        "intact": intact,
+        "flipped": flipped,
     }
