@@ -1,6 +1,7 @@
 """A resolved tree as text, Markdown or JSON, from plain records."""
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -12,8 +13,10 @@ from flax_layoutmap._leaf_table import Row, fitted, full, path_cell, printable
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import (
+    Columns,
     Decision,
     ResolvedLeaf,
+    Shape,
     Totals,
     because,
     leaf_bytes,
@@ -70,17 +73,14 @@ _CODES = {
 # A cell of the column "rule" with the number of one.
 _NUMBERED = re.compile(r"(optimizer |)(\d+) (.*)", re.DOTALL)
 
-_Leaves = Sequence[tuple[ResolvedLeaf, Decision]]
-
 
 class Table(Protocol):
     """What of a Resolution is shown."""
 
     rules: RuleSet
 
-    def rows(
-        self, wanted: Callable[[Decision], bool] | None = None
-    ) -> list[tuple[ResolvedLeaf, Decision]]: ...
+    def __iter__(self) -> Iterator[ResolvedLeaf]: ...
+    def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns: ...
     def totals(self, role: Role | None = None) -> Totals: ...
     @property
     def paths(self) -> tuple[str, ...]: ...
@@ -133,22 +133,23 @@ def remarks(
     """
     # A warning has no hints: they take longer to find than all else.
     lines = _unused(table, besides, hints=not large_only)
-    rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
-    total = (table.totals().total_bytes or 1) if rows else 1
-    held = (table.totals().bytes_per_device or 1) if rows else 1
+    leaves = table.columns(lambda row: row.reason in UNMATCHED or bool(row.fallback))
+    total = (table.totals().total_bytes or 1) if leaves.rows else 1
+    held = (table.totals().bytes_per_device or 1) if leaves.rows else 1
     found: list[_Remark] = []
-    for some in _folds(rows, folded or large_only):
-        leaf, row = rows[some.members[0]]
-        whole = len(some.members) * leaf_bytes(leaf.shape, leaf.dtype)
+    for some in _folds(leaves, folded or large_only):
+        at = some.members[0]
+        shape, row = leaves.shapes[at], leaves.rows[at]
+        whole = len(some.members) * leaf_bytes(shape, leaves.dtypes[at])
         if not large_only:
-            found.append(_remark(some, leaf, whole, total, held))
+            found.append(_remark(some, shape, row, whole, total, held))
         elif is_large(whole, total, held):
-            if leaf.reason in UNMATCHED:
-                found.append(_remark(some, leaf, whole, total, held))
+            if row.reason in UNMATCHED:
+                found.append(_remark(some, shape, row, whole, total, held))
             elif row.warns:
                 lines.append(
-                    f"annotation: {path_cell(some)} {show_shape(leaf.shape)}: "
-                    f"{leaf.fallback}; map the names by Flax's logical_axis_rules, or "
+                    f"annotation: {path_cell(some)} {show_shape(shape)}: "
+                    f"{row.fallback}; map the names by Flax's logical_axis_rules, or "
                     "add a rule for it"
                 )
     return lines + (_together(found, total) if folded else [one.line for one in found])
@@ -171,23 +172,24 @@ def is_large(whole: int, total: int, held: int) -> bool:
 
 
 def _remark(
-    some: Fold, leaf: ResolvedLeaf, whole: int, total: int, held: int
+    some: Fold, shape: Shape, row: Decision, whole: int, total: int, held: int
 ) -> _Remark:
     name, count = path_cell(some), len(some.members)
-    if leaf.reason not in UNMATCHED:
-        line = f"fallback: {name}: {leaf.fallback}"
-        return _Remark(line, name, f"fallback: {leaf.fallback}", count, whole)
-    because = f" ({leaf.fallback})" if leaf.fallback else ""
+    reason, fallback = row.reason, row.fallback
+    if reason not in UNMATCHED:
+        line = f"fallback: {name}: {fallback}"
+        return _Remark(line, name, f"fallback: {fallback}", count, whole)
+    because = f" ({fallback})" if fallback else ""
     them = "it" if count == 1 else "each"
     share = f"{human_share(whole / total)} of the bytes"
     if whole <= LARGE_SHARE * total and is_large(whole, total, held):
         share += f", {human_share(whole / held)} of what each device holds"
-    name += f" {show_shape(leaf.shape)}"
+    name += f" {show_shape(shape)}"
     return _Remark(
-        f"unmatched: {name} {UNMATCHED[leaf.reason]}{because}, so every device holds "
+        f"unmatched: {name} {UNMATCHED[reason]}{because}, so every device holds "
         f"{them} in full ({share})",
         f"{name}, {share.removesuffix(' of the bytes')}",
-        f"unmatched: every device holds in full what {UNMATCHED[leaf.reason]}{because}",
+        f"unmatched: every device holds in full what {UNMATCHED[reason]}{because}",
         count,
         whole,
     )
@@ -213,7 +215,7 @@ def _together(found: Sequence[_Remark], total: int) -> list[str]:
 def to_json(table: Table) -> dict[str, Any]:
     """The table as plain JSON values, schema 1."""
     sums = table.totals()
-    leaves = [leaf for leaf, _ in table.rows()]
+    leaves = list(table)
     return {
         "schema": 1,
         "rules": rules_to_json(table.rules),
@@ -244,49 +246,61 @@ def _leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
 
 def _parts(table: Table, folded: bool, width: int | None) -> tuple[Grid, list[str]]:
     """The table, and the lines below it."""
-    leaves = table.rows()
+    leaves = table.columns()
     folds = _folds(leaves, folded)
-    rows = [_row(found, *leaves[found.members[0]], table) for found in folds]
+    rows = [_row(found, leaves, table) for found in folds]
     grid = full(rows) if width is None else fitted(rows, width)
     lines = [*_notes(rows, grid), *_totals(table), *remarks(table, folded=folded)]
     return grid, wrapped(lines, width)
 
 
-def _folds(leaves: _Leaves, folded: bool) -> list[Fold]:
+def _folds(leaves: Columns, folded: bool) -> list[Fold]:
     """Leaves as rows: those that are alike in all but the indices in their paths."""
-    paths = [leaf.path for leaf, _ in leaves]
     if not folded:
-        return apart(paths)
-    known: dict[int, Hashable] = {}
-    keys = []
-    for leaf, row in leaves:
-        # Many leaves share one decision.
+        return apart(leaves.paths)
+    numbers: dict[Hashable, int] = {}  # a number for each kind of leaf
+    known: dict[int, int] = {}  # many leaves share one decision
+    keys: list[int] = []
+    for path, shape, dtype, row, role in zip(*leaves, strict=True):
         same = known.get(id(row))
         if same is None:
             why = (row.reason, row.rule, row.fallback, row.note)
-            same = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
-            known[id(row)] = same
-        owner = None if row.owner is None else relation(leaf.path, row.owner)
-        keys.append((leaf.shape, leaf.dtype, leaf.role, owner, same))
-    return fold(paths, keys)
+            said = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
+            same = known[id(row)] = numbers.setdefault(said, len(numbers))
+        owner = None if row.owner is None else _owner_key(path, row.owner)
+        kind = (shape, dtype, role, owner, same)
+        keys.append(numbers.setdefault(kind, len(numbers)))
+    return fold(leaves.paths, keys)
 
 
-def _row(found: Fold, leaf: ResolvedLeaf, row: Decision, table: Table) -> Row:
-    if row.owner is not None:
-        owner = found.spell(relation(leaf.path, row.owner))
+def _owner_key(path: str, owner: str) -> Hashable:
+    """Equal for leaves whose owners have the same relation to their paths."""
+    # `mu/layers/7/w` ends in its owner: what is in front of it says enough.
+    if path.endswith(f"/{owner}"):
+        return path.count("/", 0, len(path) - len(owner))
+    return relation(path, owner)
+
+
+def _row(found: Fold, leaves: Columns, table: Table) -> Row:
+    at, many = found.members[0], len(found.members)
+    shape, dtype, row = leaves.shapes[at], leaves.dtypes[at], leaves.rows[at]
+    if row.owner is not None and many > 1:
+        owner = found.spell(relation(leaves.paths[at], row.owner))
         row = dataclasses.replace(row, owner=owner)
-    is_warning = leaf.reason in UNMATCHED or bool(leaf.fallback)
     return Row(
         fold=found,
-        shape="-" if leaf.dtype is None else show_shape(leaf.shape),
-        dtype="-" if leaf.dtype is None else str(leaf.dtype),
+        shape="-" if dtype is None else show_shape(shape),
+        dtype="-" if dtype is None else _name(dtype),
         spec=_spec(row, table.mesh),
         rule=printable(because(row, table.rules, short=True)),
         code=_code(row),
-        shard="-" if leaf.shard_shape is None else show_shape(leaf.shard_shape),
-        bytes_per_device=len(found.members) * leaf.bytes_per_device,
-        mark="warning" if is_warning else "",
+        shard="-" if row.shard_shape is None else show_shape(row.shard_shape),
+        bytes_per_device=many * leaf_bytes(row.shard_shape or shape, dtype),
+        mark="warning" if row.reason in UNMATCHED or row.fallback else "",
     )
+
+
+_name = functools.lru_cache(maxsize=256)(str)
 
 
 def _spec(row: Decision, mesh: DeviceMesh | None) -> str:

@@ -163,12 +163,14 @@ def _mark(row: Decision) -> Mark:
 
 def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene:
     """The scene of a model and of its optimizer; see `flm.draw.model`."""
-    leaves = [(leaf, resolution) for leaf in resolution.columns()]
+    leaves = [(leaf, resolution) for leaf in zip(*resolution.columns(), strict=True)]
     if optimizer is not None and optimizer is not resolution:
         # Its own parameters are those of the model, or a copy of them.
         leaves = [pair for pair in leaves if pair[0][4] != "optimizer"]
         leaves += [
-            (leaf, optimizer) for leaf in optimizer.columns() if leaf[4] != "parameter"
+            (leaf, optimizer)
+            for leaf in zip(*optimizer.columns(), strict=True)
+            if leaf[4] != "parameter"
         ]
     if not leaves:
         raise LayoutError(_NOTHING)
@@ -265,7 +267,7 @@ def compared(before: Resolved, after: Resolved, names: tuple[str, str]) -> BarSc
     for resolution in (before, after):
         sizes = [
             (path, show_spec(row.spec), leaf_bytes(row.shard_shape or shape, dtype))
-            for path, shape, dtype, row, _ in resolution.columns()
+            for path, shape, dtype, row, _ in zip(*resolution.columns(), strict=True)
         ]
         for _, spec, size in sizes:
             specs[spec] += size
