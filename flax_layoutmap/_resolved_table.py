@@ -154,7 +154,7 @@ class ResolvedTable:
             return own
         found = {key for key, row in self._distinct.items() if wanted(row)}
         chosen = [id(row) in found for row in self._rows] if found else ()
-        return Columns(*(list(itertools.compress(column, chosen)) for column in own))
+        return Columns._make(list(itertools.compress(column, chosen)) for column in own)
 
     def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
         """Optimizer-state path → the parameter and the dims it came from."""

@@ -41,7 +41,8 @@ class Grid:
     def widths(self) -> list[int]:
         """Width of each column, in cells of a terminal."""
         rows = [self.names, *(row.cells for row in self.lines if row.mark != "heading")]
-        return [_widest(column) for column in zip(*rows, strict=True)]
+        places = range(len(self.names))
+        return [_widest([row[at] for row in rows]) for at in places]
 
     def width(self) -> int:
         """Width of the whole table, in cells of a terminal."""
