@@ -16,6 +16,7 @@ KINDS = {
     "state": "`nnx.State`",
     "module": "NNX module",
     "digits": "plain dicts, rules with digits",
+    "layers": "plain dicts, a rule for each layer",
 }
 
 
@@ -110,6 +111,10 @@ def checks(results: Results, regex_peers: list[str]) -> Iterable[Check]:
             "rules)",
             floor_cells(results, row, kinds, lambda n: 5 if n >= 1000 else 3, 30_000),
         )
+    yield Check(
+        f"{plain(COLD)}, rules with digits, 30,000 leaves and more: ≤ 5 × the floor",
+        floor_cells(results, COLD, ("digits", "layers"), lambda _: 5, 30_000),
+    )
     for row in (COLD, COLD_BUILD):
         yield Check(
             f"{plain(row)}: faster than the fastest regex peer in every cell (share of "

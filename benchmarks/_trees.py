@@ -116,6 +116,17 @@ def regex_rules(count: int, *, digits: bool = False) -> Pairs:
     return [*itertools.chain.from_iterable(chosen), (".*", _REPLICATED)]
 
 
+def layer_rules(count: int) -> Pairs:
+    """Rules that each name one tensor of one layer, and a catch-all."""
+    specs = {1: _REPLICATED, 2: _DATA_MODEL}
+    single = (
+        (f"layers/{layer}/{'/'.join(tensor.path)}", specs[len(tensor.shape)])
+        for layer in itertools.count()
+        for tensor in _LAYER
+    )
+    return [*itertools.islice(single, count - 1), (".*", _REPLICATED)]
+
+
 def logical_rules(count: int) -> list[tuple[str, str | None]]:
     """(logical axis, mesh axis) pairs; those that the trees use are in the middle."""
     fill = [
@@ -207,8 +218,8 @@ class Trees:
     Each is made when first asked for.
 
     Attributes:
-        kind: ``dict``, ``state``, ``module`` or ``digits``: plain dicts again, with
-            rules of which some can tell digits apart.
+        kind: ``dict``, ``state``, ``module``; or plain dicts again, with rules of
+            which some (``digits``) or all (``layers``) can tell digits apart.
         size: About how many leaves.
     """
 
@@ -217,6 +228,8 @@ class Trees:
 
     def rules(self, count: int) -> Pairs:
         """The rules for this kind of tree."""
+        if self.kind == "layers":
+            return layer_rules(count)
         return regex_rules(count, digits=self.kind == "digits")
 
     def _make(self) -> Any:

@@ -71,7 +71,7 @@ def forget() -> None:
         _pattern_tree.shape_of,
         _pattern_tree._mask,
         _pattern_cost._judged,
-        _pattern_cost._has_few_ways,
+        _pattern_cost._counted,
         _lint_patterns._ends_in_a_word,
         _languages._template,
         _languages.automaton,

@@ -6,7 +6,7 @@ The model is a decoder with a list of layers and AdamW's state, resolved on an a
 mesh of 256 devices; resolving is not in the figures, and neither is importing rich.
 All rows are measured in turn, round after round; a cell is the median of the CPU time
 of the thread, with the garbage collector off. Prints one Markdown table, then the
-target as PASS or FAIL: a report of 3,000 leaves in 0.3 s.
+targets as PASS or FAIL: a report of 3,000 leaves in 0.3 s, of 300,000 in 2 s.
 """
 
 import argparse
@@ -31,7 +31,8 @@ from rich.console import Console  # noqa: E402
 
 import flax_layoutmap as flm  # noqa: E402
 
-TARGET_LEAVES, TARGET_SECONDS = 3000, 0.3
+# Leaves → seconds that the report may take.
+TARGETS = {3000: 0.3, 300_000: 2.0}
 KERNELS = ("query", "key", "value", "out", "gate", "up", "down")
 
 
@@ -123,17 +124,17 @@ def main() -> int:
     for name in next(iter(columns.values())):
         cells = (f"{column[name]:.4f}" for column in columns.values())
         print(f"| {name} | {' | '.join(cells)} |")
-    near = [leaves for leaves in columns if leaves >= 0.95 * TARGET_LEAVES]
-    if not near:
-        return 0
-    seconds = max(
-        columns[near[0]][name] for name in ("`report()`", "`report(width=80)`")
-    )
-    missed = seconds > TARGET_SECONDS
-    print(
-        f"\n- {'FAIL' if missed else 'PASS'}: the report of {near[0]:,} leaves takes "
-        f"{seconds:.3f} s of {TARGET_SECONDS} s allowed"
-    )
+    missed = False
+    for wanted, allowed in TARGETS.items():
+        near = [leaves for leaves in columns if 0.95 < leaves / wanted < 1.05]
+        for leaves in near:
+            names = ("`report()`", "`report(width=80)`")
+            seconds = max(columns[leaves][name] for name in names)
+            missed = missed or seconds > allowed
+            print(
+                f"\n- {'FAIL' if seconds > allowed else 'PASS'}: the report of "
+                f"{leaves:,} leaves takes {seconds:.3f} s of {allowed} s allowed"
+            )
     return int(missed)
 
 

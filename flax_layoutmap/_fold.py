@@ -1,9 +1,9 @@
 """Paths that differ in their indices alone, as one: `layers/{0..79}/mlp/up/kernel`."""
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 # A whole part (`layers/0`), the end of a name (`layers_0`, `block0`) or what stands
 # between underscores. Escapes in a path (`%2F`, `%A6`) hold no index, and neither do
@@ -21,28 +21,40 @@ Indices = tuple[int, ...]
 Relation = tuple[tuple[str, ...], tuple[int | None, ...]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(NamedTuple):
     """Leaves that are shown as one.
 
     Attributes:
         text: their path, in which `{0..79}` stands for the indices 0 to 79.
         members: their positions, ascending.
-        slots: the text of each index in the path, from the left.
-        head: how many characters of the text make up its beginning, up to and with
-            the `/` after the last index that stands for several; without such an
-            index, after the last index.
+        slots: where there are several members, the text of each index in the path,
+            from the left.
+        varied: how many characters of the text there are up to the end of the last
+            index that stands for several.
     """
 
     text: str
     members: tuple[int, ...]
-    slots: tuple[str, ...]
-    head: int
+    slots: tuple[str, ...] = ()
+    varied: int = 0
+
+    @property
+    def head(self) -> int:
+        """How many characters of the text make up its beginning.
+
+        Up to and with the `/` after the last index that stands for several; without
+        such an index, after the last index.
+        """
+        end = self.varied
+        for found in () if end else _INDEX.finditer(self.text):
+            end = found.end()
+        return self.text.find("/", end) + 1 if end else 0
 
     def spell(self, relation: Relation) -> str:
         """A path that is related to that of every member, with the same indices."""
         texts, indices = relation
-        slots = self.slots[len(self.slots) - len(indices) :] if indices else ()
+        own = self.slots or _INDEX.split(self.text)[1::2]
+        slots = own[len(own) - len(indices) :] if indices else ()
         spelled = [
             slot if index is None else str(index)
             for slot, index in zip(slots, indices, strict=True)
@@ -80,11 +92,7 @@ def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
 
 def apart(paths: Sequence[str]) -> list[Fold]:
     """Every path by itself."""
-    pieces = [_INDEX.split(path) for path in paths]
-    return [
-        _fold_of(split[::2], [[int(index)] for index in split[1::2]], [at])
-        for at, split in enumerate(pieces)
-    ]
+    return [Fold(path, (at,)) for at, path in enumerate(paths)]
 
 
 def relation(path: str, other: str) -> Relation:
@@ -168,14 +176,12 @@ def _fold_of(
     texts: Sequence[str], box: Sequence[Sequence[int]], members: Sequence[int]
 ) -> Fold:
     slots = tuple(map(spell_indices, box))
-    last = max((at for at, some in enumerate(box) if len(some) > 1), default=-1)
-    last = len(box) - 1 if last < 0 else last
-    head = 0
-    if last >= 0:
-        after = texts[last + 1].find("/")
-        until = _join(texts[: last + 1], slots[: last + 1])
-        head = 0 if after < 0 else len(until) + after + 1
-    return Fold(_join(texts, slots), tuple(sorted(members)), slots, head)
+    text = _join(texts, slots)
+    if len(members) == 1:
+        return Fold(text, tuple(members))
+    last = max(at for at, some in enumerate(box) if len(some) > 1)
+    varied = len(_join(texts[: last + 1], slots[: last + 1]))
+    return Fold(text, tuple(sorted(members)), slots, varied)
 
 
 def _join(texts: Sequence[str], slots: Sequence[str]) -> str:

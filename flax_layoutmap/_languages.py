@@ -28,8 +28,7 @@ _SLASH = 1 << PLACE["/"]
 # A witness is written with the first of these that fits.
 _PREFERRED = [*"xkernalbiup0123456789_-.", *CHARACTERS]
 
-# States of an automaton; subsets visited by one search.
-_MOST_STATES = 400
+# Subsets of states visited by one search.
 _MOST_STEPS = 4_000
 
 _ANCHORED = re.compile(r"\^|\\A")
@@ -53,6 +52,9 @@ class Automaton:
         last: the accepting state.
     """
 
+    most_states = 400
+    characters = _ALL
+
     def __init__(self, node: Node, mode: Mode) -> None:
         self.steps: list[tuple[int, int] | None] = []
         self.free: list[list[tuple[int, str]]] = []
@@ -67,7 +69,7 @@ class Automaton:
         self._read: dict[tuple[int, int], int] = {}
 
     def _state(self) -> int:
-        if len(self.steps) >= _MOST_STATES:
+        if len(self.steps) >= self.most_states:
             raise NotUnderstood
         self.steps.append(None)
         self.free.append([])
@@ -92,7 +94,7 @@ class Automaton:
         if kind == "set":
             begin, end = self._state(), self._state()
             self.free[start].append((begin, ""))
-            self.steps[begin] = (node[1], end)
+            self.steps[begin] = (node[1] & self.characters, end)
             return end
         if kind in ("start", "end"):
             end = self._state()
@@ -108,6 +110,8 @@ class Automaton:
                 self.free[self._build(branch, start)].append((end, ""))
             return end
         _, inner, least, most = node
+        if max(least, most or 0) > self.most_states:
+            raise NotUnderstood  # something empty needs no state
         for _ in range(least):
             start = self._build(inner, start)
         if most is None:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from flax_layoutmap._fold import Fold
 from flax_layoutmap._table import Grid, Line, cut_path, human_bytes
@@ -19,8 +19,7 @@ _CELL = re.compile(r"((?:  )?)(.*?)( ×\d+)?")
 _NUMBER = re.compile(r"float|uint|int|complex")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One leaf, or several that are alike, as texts.
 
     Attributes:

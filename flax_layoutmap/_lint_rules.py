@@ -11,7 +11,7 @@ from flax_layoutmap._languages import difference
 from flax_layoutmap._lint_about import about, axes_code, key_code, name_of
 from flax_layoutmap._lint_examples import Examples
 from flax_layoutmap._lint_patterns import lint_patterns
-from flax_layoutmap._pattern_cost import slow_because
+from flax_layoutmap._pattern_cost import QUICKER, slow_because
 from flax_layoutmap._rules import Rule, RuleSet
 
 SECTIONS = ("rules", "activations", "names", "optimizer")
@@ -39,8 +39,7 @@ def _findings(rules: RuleSet) -> Iterator[Issue]:
                     number,
                     rule,
                     f" may take very long to try: {slow}",
-                    "write it without a repetition inside of a repetition, and with "
-                    'narrower characters, such as [^/]+ in place of ".*"',
+                    QUICKER,
                 )
     parameters = Examples(rules.rules, rules.match)
     state = Examples(rules.optimizer, rules.match)

@@ -1,372 +1,222 @@
-"""How long a pattern may take on a path that it does not match, found by reading it.
+"""How long `re` may take to try a pattern on a path, found by reading the pattern.
 
 `re` tries every way to match before it gives up. Where the number of ways doubles with
-each character, as in `(a+)+`, a path of 40 characters takes days. What decides this
-is how ambiguous the automaton of the pattern is (Weber and Seidl, "On the degree of
-ambiguity of finite automata", 1991): a loop that can read one text in two ways is
-exponential; loops in a row that can share one text make a polynomial.
+each character, as in `(a+)+`, a path of 40 characters takes days. Here each character
+that it may try is counted, on the worst path that there could be: repetitions such as
+`{60}` are written out, and where it has a choice, the next character is the one with
+which most ways go on. What `re` knows to leave out is counted too: it never tries more.
 """
 
 import functools
-import itertools
-import math
 import re
 from collections.abc import Iterator
 
+from flax_layoutmap._languages import Automaton
 from flax_layoutmap._pattern_tree import (
-    PLACE,
+    ANY,
     WORD,
     Node,
     NotUnderstood,
-    parse,
+    parse_more,
     shape_of,
 )
 
-# Loops in a row that can share one text: the time grows with this power of the length.
-MOST_DEGREE = 3
-# Ways to match that do not grow with the length: `a?a?a?…` has twice as many with each.
-MOST_CHOICES = 256
-LONGEST_PATTERN = 2_000
+# Steps of one pattern, and of all of a file, on a path of so many characters: a step
+# is one character tried, and takes some nanoseconds.
+MOST_STEPS = 300_000_000
+MOST_STEPS_TOGETHER = 2_000_000_000
 USUAL_PATH = 100
+LONGEST_PATTERN = 2_000
 
-_MOST_PLACES = 120
-_MOST_EDGES = 200_000
-_MOST_WALKS = 20_000
+# Those that take no more need not be counted to the last one.
+_FEW_STEPS = MOST_STEPS // 100
+_MOST_CHOICES = 100_000
+
+QUICKER = (
+    "write it so that the next character tells how it goes on: ([^/]+/)* in place of "
+    "(.*/)*, a{0,9} in place of (a?){9}"
+)
 
 # Without any of these there is one way to match, from each place.
 _CHOOSES = re.compile(r"[*+?{|]")
-
-# Of patterns that no automaton here understands (look-around, back-references).
-_QUANTIFIER = re.compile(r"(?<!\\)(?:\\\\)*(?:[*+?]|\{\d*,?\d*\})")
-_GROUP_OPENING = re.compile(r"\(\?(?:[:=!]|<[=!]|P<\w+>|P=|[aiLmsux-]+[:)])")
-_REPEATED_GROUP = re.compile(r"\)(?:[*+]|\{)")
-_MOST_QUANTIFIERS = 4
 
 
 def slow_because(pattern: str) -> str | None:
     """Why a pattern that compiles may take very long on some path; None if it cannot.
 
-    "Cannot": at most `steps_of(pattern)` steps on a path of `USUAL_PATH` characters,
-    and a polynomial of degree `MOST_DEGREE` + 2 in the length of longer ones.
+    "Cannot": at most `MOST_STEPS` steps on a path of `USUAL_PATH` characters, and a
+    polynomial in the length of longer ones.
     """
-    return None if _is_quick(pattern) else _judged(pattern)[0]
+    return _judged(pattern)[0]
 
 
 def steps_of(pattern: str) -> int:
-    """About how many steps it takes at most, on a path of `USUAL_PATH` characters."""
-    _, degree, choices = _judged(pattern)
-    # As many places where to begin, and where each of the loops may end.
-    return choices * math.comb(USUAL_PATH, degree + 2)
-
-
-def _is_quick(pattern: str) -> bool:
-    """Whether it is, as most are: a few repetitions, none of them inside another."""
-    if len(pattern) > LONGEST_PATTERN:
-        return False
-    if len(pattern) > _MOST_PLACES:
-        return not _CHOOSES.search(pattern)
-    # With any character for each word it has as many ways to match, or more.
-    return _has_few_ways(shape_of(pattern)[0], ".") or _has_few_ways(pattern, WORD)
-
-
-@functools.lru_cache(maxsize=1024)
-def _has_few_ways(shape: str, word: str) -> bool:
-    """Whether its repetitions are few and plain, and so is what else it may choose."""
-    try:
-        node = parse(shape.replace(WORD, word))
-    except (NotUnderstood, RecursionError):
-        return False
-    loops = list(_loops(node))
-    # A repetition that is read in one way cannot double, nor can several in a row.
-    return (
-        len(loops) <= MOST_DEGREE + 1
-        and all(_is_plain(loop[1]) for loop in loops)
-        and _choices(node) <= MOST_CHOICES
-    )
+    """How many steps it takes at most, on a path of `USUAL_PATH` characters."""
+    return _judged(pattern)[1]
 
 
 @functools.lru_cache(maxsize=4096)
-def _judged(pattern: str) -> tuple[str | None, int, int]:
-    """Why it is slow, the degree of its loops, the ways to read what is no loop."""
+def _judged(pattern: str) -> tuple[str | None, int]:
     if len(pattern) > LONGEST_PATTERN:
         text = f"it is {len(pattern)} characters long, more than {LONGEST_PATTERN}"
-        return text, 0, 1
+        return text, 0
     if not _CHOOSES.search(pattern):
-        return None, -1, 1
-    try:
-        node = parse(pattern)
-    except (NotUnderstood, RecursionError):
-        return _by_its_looks(pattern)
-    choices = _choices(node)
-    if choices > MOST_CHOICES:
-        return "it has many optional parts that can read the same text", 0, 1
-    loops = list(_loops(node))
-    if not loops or (len(loops) == 1 and _is_plain(loops[0][1])):
-        return None, len(loops) - 1, choices
-    try:
-        places = _Places(node)
-        if places.doubles():
-            text = (
-                "a repetition in it can read one text in several ways, so that each "
-                "further character doubles the time"
-            )
-            return text, 0, 1
-        degree = places.degree()
-    except _TooMuch:
-        return "it is too complicated to tell", 0, 1
-    if degree > MOST_DEGREE:
-        text = (
-            f"it has {degree + 1} repetitions in a row that can read the same text; "
-            f"up to {MOST_DEGREE + 1} are allowed"
-        )
-        return text, 0, 1
-    return None, degree, choices
+        return None, len(pattern) * USUAL_PATH
+    shape, words = shape_of(pattern)
+    if shape != pattern:
+        why, steps = _counted(_like(shape, words))
+        if why is None and 2 * steps <= _FEW_STEPS:
+            return why, 2 * steps
+    return _counted(pattern)
 
 
-def _by_its_looks(pattern: str) -> tuple[str | None, int, int]:
-    plain = _GROUP_OPENING.sub("(", pattern)
-    count = len(_QUANTIFIER.findall(plain))
-    text = None
-    if _REPEATED_GROUP.search(plain):
-        text = "it repeats a group, beside look-around or back-references"
-    elif count > _MOST_QUANTIFIERS:
-        text = (
-            f"it has more than {_MOST_QUANTIFIERS} quantifiers, beside look-around or "
-            "back-references"
-        )
-    return text, count - 1, 1
+def _like(shape: str, words: list[str]) -> str:
+    """What many patterns have in common, and takes at least half as many steps.
 
-
-def _loops(node: Node) -> Iterator[Node]:
-    """The repetitions of a node that may read more than one thing."""
-    if node[0] == "rep":
-        if node[3] is None or node[3] > 1:
-            yield node
-        yield from _loops(node[1])
-    elif node[0] in ("cat", "alt"):
-        for part in node[1]:
-            yield from _loops(part)
-
-
-def _is_plain(node: Node) -> bool:
-    """Whether there is one way to read it."""
-    if node[0] == "cat":
-        return all(map(_is_plain, node[1]))
-    return node[0] in ("text", "set", "start", "end")
-
-
-def _first(node: Node) -> tuple[int, bool]:
-    """Characters that a match may begin with, and whether it may be empty."""
-    kind = node[0]
-    if kind == "text":
-        return 1 << PLACE[node[1][0]], False
-    if kind == "set":
-        return node[1], False
-    if kind == "alt":
-        found = [_first(part) for part in node[1]]
-        return functools.reduce(int.__or__, (m for m, _ in found)), any(
-            empty for _, empty in found
-        )
-    if kind == "rep":
-        mask, empty = _first(node[1])
-        return mask, empty or node[2] == 0
-    if kind == "cat":
-        mask = 0
-        for part in node[1]:
-            more, empty = _first(part)
-            mask |= more
-            if not empty:
-                return mask, False
-        return mask, True
-    return 0, True  # an anchor
-
-
-def _choices(node: Node) -> int:
-    """Ways in which parts without loops may read one text: an upper bound."""
-    kind = node[0]
-    if kind == "cat":
-        ways = 1
-        for at, part in enumerate(node[1]):
-            own = _choices(part)
-            if part[0] == "rep" and part[2] == 0 and part[3] == 1:
-                # Optional: no choice where what comes next begins otherwise.
-                after, open_end = _first(("cat", node[1][at + 1 :]))
-                if open_end or after & _first(part[1])[0]:
-                    own *= 2
-            ways *= own
-        return ways
-    if kind == "rep":
-        return _choices(node[1])
-    if kind != "alt":
-        return 1
-    firsts = [_first(part) for part in node[1]]
-    clear = not any(empty for _, empty in firsts) and all(
-        not a & b for (a, _), (b, _) in itertools.combinations(firsts, 2)
+    Each word is as many dots as a power of two allows for: it is as soon behind, and
+    where it could be read, they can.
+    """
+    lengths = [1 << len(word).bit_length() - 1 for word in words]
+    return "".join(
+        f"{between}{'.' * length}"
+        for between, length in zip(shape.split(WORD), [*lengths, 0], strict=True)
     )
-    ways = [_choices(part) for part in node[1]]
-    return max(ways) if clear else sum(ways)
 
 
-class _TooMuch(Exception):
-    """The analysis takes too long."""
+@functools.lru_cache(maxsize=1024)
+def _counted(pattern: str) -> tuple[str | None, int]:
+    try:
+        tries = _Tries(parse_more(pattern))
+    except NotUnderstood:
+        return "it is too complicated to tell", 0
+    except RecursionError:
+        return "it is nested too deeply", 0
+    if tries.turns:
+        return "it repeats what may be empty", 0
+    if tries.doubles():
+        text = (
+            "a repetition in it can read one text in several ways, so that each "
+            "further character doubles the time"
+        )
+        return text, 0
+    steps = tries.most_steps()
+    if steps > MOST_STEPS:
+        text = (
+            f"more than {MOST_STEPS:.0e} steps on a path of {USUAL_PATH} characters: "
+            "too many parts of it can read the same text"
+        )
+        return text, 0
+    return None, steps
 
 
-class _Places:
-    """The places of a pattern where a character is read, and which follow which.
+class _Tries(Automaton):
+    """What `re` may go through with a pattern, from one place in a path.
 
     Attributes:
-        masks: place → characters.
-        after: place → {place that may be next: 1, or 2 if in several ways}.
+        turns: whether something can be repeated without reading a character.
+        after: state behind a character → how often the next one is tried, and for each
+            kind of it the states behind that: how often each.
     """
 
-    def __init__(self, node: Node) -> None:
-        self.masks: list[int] = []
-        self._free: list[list[int]] = []
-        self._reads: dict[int, int] = {}  # state → place
-        self._behind: list[int] = []  # place → state
-        self._edges = 0
-        self._build(node, self._state())
-        self.after = [self._next(state) for state in self._behind]
+    most_states = 4_000
+    characters = ANY
 
-    def _state(self) -> int:
-        self._free.append([])
-        return len(self._free) - 1
+    def __init__(self, node: Node) -> None:
+        super().__init__(node, "fullmatch")
+        order = self._in_order()
+        self.turns = len(order) < len(self.free)
+        self.after: dict[int, tuple[int, list[dict[int, int]]]] = {}
+        if self.turns:
+            return
+        places = {self.first, *(step[1] for step in self.steps if step is not None)}
+        ways: dict[int, dict[int, int]] = {}
+        tried: dict[int, int] = {}
+        choices = 0
+        for state in order:  # those behind come first
+            tried[state] = sum(tried[after] for after, _ in self.free[state]) or 1
+            ways[state] = {} if self.steps[state] is None else {state: 1}
+            for after, _ in self.free[state]:
+                for reader, count in ways[after].items():
+                    ways[state][reader] = ways[state].get(reader, 0) + count
+            choices += len(ways[state])
+            if choices > _MOST_CHOICES:
+                raise NotUnderstood
+            if state in places:
+                self.after[state] = tried[state], list(self._kinds(ways[state]))
 
     def _build(self, node: Node, start: int) -> int:
-        kind = node[0]
-        if kind == "cat":
-            for part in node[1]:
-                start = self._build(part, start)
-            return start
-        if kind == "text":
-            for char in node[1]:
-                start = self._build(("set", 1 << PLACE[char]), start)
-            return start
-        begin, end = self._state(), self._state()
-        self._free[start].append(begin)
-        if kind == "set":
-            if len(self.masks) >= _MOST_PLACES:
-                raise _TooMuch
-            self._reads[begin] = len(self.masks)
-            self.masks.append(node[1])
-            self._behind.append(end)
-        elif kind == "alt":
-            for branch in node[1]:
-                self._free[self._build(branch, begin)].append(end)
-        elif kind == "rep":
-            inner = self._build(node[1], begin)
-            self._free[inner].append(end)
-            if node[3] is None or node[3] > 1:
-                self._free[inner].append(begin)
-            if node[2] == 0:
-                self._free[start].append(end)
-        else:
-            self._free[begin].append(end)
+        if node[0] != "aside":
+            return super()._build(node, start)
+        end = self._state()
+        self._build(node[1], start)  # it leads nowhere
+        self.free[start].append((end, ""))
         return end
 
-    def _next(self, state: int) -> dict[int, int]:
-        """The places that may come after a state, and in how many ways (up to 2)."""
-        ways: dict[int, int] = {}
-        walks = 0
-        stack = [(state, frozenset([state]))]
-        while stack:
-            at, been = stack.pop()
-            walks += 1
-            if walks > _MOST_WALKS:
-                raise _TooMuch
-            place = self._reads.get(at)
-            if place is not None:
-                ways[place] = min(2, ways.get(place, 0) + 1)
-            for other in self._free[at]:
-                if other not in been:
-                    stack.append((other, been | {other}))
-        return ways
+    def _in_order(self) -> list[int]:
+        """The states, each behind those that it leads to without a character."""
+        waits = [len(edges) for edges in self.free]
+        before: list[list[int]] = [[] for _ in self.free]
+        for state, edges in enumerate(self.free):
+            for after, _ in edges:
+                before[after].append(state)
+        order = [state for state, count in enumerate(waits) if not count]
+        for after in order:
+            for state in before[after]:
+                waits[state] -= 1
+                if not waits[state]:
+                    order.append(state)
+        return order
 
-    @functools.cached_property
-    def group_of(self) -> dict[int, int]:
-        """Place → number of the loop (strongly connected places) that it is in."""
-        reach = self._reach
-        return {
-            place: min(
-                o for o, more in enumerate(reach) if found >> o & more >> place & 1
-            )
-            for place, found in enumerate(reach)
-            if found >> place & 1
-        }
+    def _kinds(self, ways: dict[int, int]) -> Iterator[dict[int, int]]:
+        """For each kind of character: the states behind it, and how often each."""
+        steps = [(self.steps[state] or (0, 0), count) for state, count in ways.items()]
+        kinds = {ANY}
+        for mask in {mask for (mask, _), _ in steps}:
+            kinds = {part for own in kinds for part in (own & mask, own & ~mask)} - {0}
+        for kind in kinds:
+            yield {after: count for (mask, after), count in steps if mask & kind}
 
-    @functools.cached_property
-    def _reach(self) -> list[int]:
-        """The places that each one leads to, as bits."""
-        reach = [0] * len(self.masks)
+    def doubles(self) -> bool:
+        """Whether a character can lead from a place back to it in several ways."""
+        reach = self._reach()
+        return any(
+            sum(count for after, count in kind.items() if reach[after] >> place & 1) > 1
+            for place, (_, kinds) in self.after.items()
+            for kind in kinds
+        )
+
+    def _reach(self) -> dict[int, int]:
+        """The places that each one leads to, itself too, as bits."""
+        reach = {place: 1 << place for place in self.after}
         changed = True
         while changed:
             changed = False
-            for place in reversed(range(len(reach))):
+            for place in sorted(reach, reverse=True):
                 found = reach[place]
-                for other in self.after[place]:
-                    found |= reach[other] | 1 << other
+                for kind in self.after[place][1]:
+                    for after in kind:
+                        found |= reach[after]
                 changed = changed or found != reach[place]
                 reach[place] = found
         return reach
 
-    def _walk(
-        self, start: tuple[int, ...], within: list[set[int]]
-    ) -> set[tuple[int, ...]]:
-        """Tuples of places that one text leads to from `start`, each kept `within`."""
-        found, queue = set(), [start]
-        while queue:
-            places = queue.pop()
-            if not functools.reduce(int.__and__, (self.masks[p] for p in places)):
-                continue
-            options = [
-                [o for o in self.after[p] if o in allowed]
-                for p, allowed in zip(places, within, strict=True)
-            ]
-            self._edges += math.prod(map(len, options))
-            if self._edges > _MOST_EDGES:
-                raise _TooMuch
-            for after in itertools.product(*options):
-                if after not in found:
-                    found.add(after)
-                    queue.append(after)
-        return found
-
-    def doubles(self) -> bool:
-        """Whether a loop can read one text in two ways and be where it was."""
-        for group in set(self.group_of.values()):
-            inside = {p for p, g in self.group_of.items() if g == group}
-            for place in inside:
-                if any(
-                    ways > 1 and other in inside
-                    for other, ways in self.after[place].items()
-                ):
-                    return True
-                for pair in self._walk((place, place), [inside, inside]):
-                    if pair[0] != pair[1]:
-                        if (place, place) in self._walk(pair, [inside, inside]):
-                            return True
-        return False
-
-    def degree(self) -> int:
-        """The longest chain of loops of which each can share a text with the next."""
-        groups = sorted(set(self.group_of.values()))
-        inside = {
-            g: {p for p, own in self.group_of.items() if own == g} for g in groups
-        }
-        everything = set(range(len(self.masks)))
-        shares = {
-            (a, b)
-            for a, b in itertools.permutations(groups, 2)
-            if self._reach[a] >> b & 1
-            if any(
-                (p, q, q) in self._walk((p, p, q), [inside[a], everything, inside[b]])
-                for p in inside[a]
-                for q in inside[b]
-            )
-        }
-
-        @functools.cache
-        def longest(group: int) -> int:
-            return max((1 + longest(b) for a, b in shares if a == group), default=0)
-
-        return max(map(longest, groups), default=0)
+    def most_steps(self, length: int = USUAL_PATH) -> int:
+        """The steps on a path of this length, at most; it stops at too many."""
+        total = 0
+        worst = dict.fromkeys(self.after, 0)
+        for _ in range(length + 1):  # so many characters are left to read
+            worst = {
+                place: tried
+                + max(
+                    (
+                        sum(count * worst[after] for after, count in kind.items())
+                        for kind in kinds
+                    ),
+                    default=0,
+                )
+                for place, (tried, kinds) in self.after.items()
+            }
+            total += worst[self.first]
+            if total > MOST_STEPS:
+                break
+        return total

@@ -17,6 +17,8 @@ _PLAIN_ESCAPES = frozenset("dDwWsSbBAZ")
 _GROUP = re.compile(r"\(\?(?::|P<[A-Za-z_]+>|=|!|<=|<!|>)")
 _PLAIN = re.compile(r"[^\\\[{()}*?|+.^$]+")
 _DIGIT = re.compile(r"\d")
+# Letters or digits, as many as there are: what is none of both ends a word.
+_WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,12 +28,14 @@ class View:
     Attributes:
         understood: whether the pattern sees no digits but those in `chunks`.
         texts: texts that every match holds, longest first.
+        words: words that every match has, by themselves: see `words_of`.
         chunks: the runs of plain characters with digits in them, none of which holds
             a `/`: each lies within one part of any path where it matters.
     """
 
     understood: bool
     texts: tuple[str, ...] = ()
+    words: frozenset[str] = frozenset()
     chunks: frozenset[str] = frozenset()
 
 
@@ -91,7 +95,23 @@ def view_of(pattern: str) -> View:
         at += width
     reader.add("", True)
     texts = () if alternatives else sorted(reader.texts, key=len, reverse=True)
-    return View(True, tuple(texts), frozenset(reader.chunks))
+    words = frozenset(word for text in texts for word in _whole_words(text))
+    return View(True, tuple(texts), words, frozenset(reader.chunks))
+
+
+def words_of(path: str) -> list[str]:
+    """The runs of letters, and those of digits.
+
+    >>> words_of("layers_17/mlp/fc1")
+    ['layers', '17', 'mlp', 'fc', '1']
+    """
+    return _WORD.findall(path)
+
+
+def _whole_words(text: str) -> list[str]:
+    """The words of each path that holds a text: not what may go on beyond its ends."""
+    first, last = _WORD.match(text[:1]), _WORD.match(text[-1:])
+    return _WORD.findall(text)[first is not None : -1 if last else None]
 
 
 class _Reader:
@@ -142,28 +162,25 @@ class Folding:
     """
 
     def __init__(self, chunks: Iterable[str]) -> None:
-        ordered = sorted(set(chunks), key=len)
-        # Length of a part → the chunks that fit into it.
-        longest = len(ordered[-1]) if ordered else 0
-        self._fitting = [
-            [chunk for chunk in ordered if len(chunk) <= length]
-            for length in range(longest + 1)
-        ]
+        self._chunks = frozenset(chunks)
+        self._lengths = sorted({len(chunk) for chunk in self._chunks})
 
     def __call__(self, part: str) -> str:
         """The folded part; of the same length."""
-        if part.isalpha():
-            return part
-        fitting = self._fitting[min(len(part), len(self._fitting) - 1)]
-        if not fitting:
-            return part.translate(_TO_DIGIT["0"])
-        if any(chunk in part for chunk in fitting):
+        if part.isalpha() or self._holds_chunk(part):
             return part
         for table in _TO_DIGIT.values():
             folded = part.translate(table)
-            if not any(chunk in folded for chunk in fitting):
+            if not self._holds_chunk(folded):
                 return folded
         return part
+
+    def _holds_chunk(self, part: str) -> bool:
+        return any(
+            part[at : at + length] in self._chunks
+            for length in self._lengths
+            for at in range(len(part) - length + 1)
+        )
 
 
 _TO_DIGIT = {

@@ -2,9 +2,10 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -89,6 +90,16 @@ class ResolvedLeaf:
     note: str | None = None
 
 
+class Columns(NamedTuple):
+    """What a table has of its leaves, without an object for each."""
+
+    paths: Sequence[str]
+    shapes: Sequence[Shape]
+    dtypes: Sequence[Any]
+    rows: Sequence[Decision]
+    roles: Sequence[Role]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Totals:
     """Sums over the leaves of one role, in bytes.
@@ -162,11 +173,13 @@ def leaf_bytes(shape: Shape, dtype: Any) -> int:
     return math.prod(shape) * int(getattr(dtype, "itemsize", 0) or 0)
 
 
+@functools.lru_cache(maxsize=4096)
 def show_shape(shape: Shape) -> str:
     """`(64, 128)` → `'(64,128)'`."""
     return f"({','.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
+@functools.lru_cache(maxsize=4096)
 def show_spec(spec: PartitionSpec) -> str:
     """`P(None, "model")` → `'P(-, model)'`."""
     entries = [

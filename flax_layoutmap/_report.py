@@ -16,8 +16,10 @@ from flax_layoutmap._leaf_table import Row, fitted, full, path_cell
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import (
+    Columns,
     Decision,
     ResolvedLeaf,
+    Shape,
     Totals,
     because,
     leaf_bytes,
@@ -79,17 +81,14 @@ _CODES = {
 # A cell of the column "rule" with the number of one.
 _NUMBERED = re.compile(r"(optimizer |)(\d+) (.*)", re.DOTALL)
 
-_Leaves = Sequence[tuple[ResolvedLeaf, Decision]]
-
 
 class Table(Protocol):
     """What of a Resolution is shown."""
 
     rules: RuleSet
 
-    def rows(
-        self, wanted: Callable[[Decision], bool] | None = None
-    ) -> list[tuple[ResolvedLeaf, Decision]]: ...
+    def __iter__(self) -> Iterator[ResolvedLeaf]: ...
+    def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns: ...
     def totals(self, role: Role | None = None) -> Totals: ...
     def inner_paths(self, role: Role) -> dict[str, str]: ...
     def parameter_paths(self) -> Iterator[tuple[str, bool]]: ...
@@ -135,10 +134,9 @@ def remarks(
     """
     if large_only:
         return [one.text for one in warnings(table)]
-    groups, total, held = _unplaced(table, folded)
-    found = [
-        _remark(some, rows[0][0], whole, total, held) for some, rows, whole in groups
-    ]
+    leaves = table.columns(_is_unplaced)
+    groups, total, held = _unplaced(table, leaves, folded)
+    found = [_remark(*group, total, held) for group in groups]
     lines = [head + hint for head, hint, _ in _unused(table, hints=True)]
     return lines + (_together(found, total) if folded else [one.line for one in found])
 
@@ -159,49 +157,54 @@ def warnings(table: Table, besides: Sequence[Table] = ()) -> list[Remark]:
     # A warning tells of what was renamed: other hints take longer than all else.
     unused = _unused(table, besides, hints=False)
     found = [Remark(head + hint, head, every(role)) for head, hint, role in unused]
-    groups, total, held = _unplaced(table, folded=True)
-    for some, rows, whole in groups:
-        leaf, row = rows[0]
-        if row.warns and leaf.reason == "explicit layout":
-            about = f"explicit layout: {leaf.fallback}"
+    leaves = table.columns(_is_unplaced)
+    groups, total, held = _unplaced(table, leaves, folded=True)
+    for some, shape, row, whole in groups:
+        if row.warns and row.reason == "explicit layout":
+            about = f"explicit layout: {row.fallback}"
             text = (
-                f"explicit layout: {path_cell(some)} {show_shape(leaf.shape)}: "
-                f"{leaf.fallback}"
+                f"explicit layout: {path_cell(some)} {show_shape(shape)}: "
+                f"{row.fallback}"
             )
         elif not is_large(whole, total, held):
             continue
-        elif leaf.reason in UNMATCHED:
-            text, about = _remark(some, leaf, whole, total, held).line, leaf.reason
+        elif row.reason in UNMATCHED:
+            about = row.reason
+            text = _remark(some, shape, row, whole, total, held).line
         elif row.warns:
-            about = f"annotation: {leaf.fallback}"
+            about = f"annotation: {row.fallback}"
             text = (
-                f"annotation: {path_cell(some)} {show_shape(leaf.shape)}: "
-                f"{leaf.fallback}; map the names by Flax's logical_axis_rules, or "
-                "add a rule for it"
+                f"annotation: {path_cell(some)} {show_shape(shape)}: {row.fallback}; "
+                "map the names by Flax's logical_axis_rules, or add a rule for it"
             )
         else:
             continue
-        own = inner("optimizer" if leaf.role == "optimizer" else "parameter")
-        paths = frozenset(own.get(each.path, each.path) for each, _ in rows)
-        found.append(Remark(text, about, paths))
+        role = leaves.roles[some.members[0]]
+        own = inner("optimizer" if role == "optimizer" else "parameter")
+        names = (leaves.paths[at] for at in some.members)
+        found.append(Remark(text, about, frozenset(own.get(n, n) for n in names)))
     return found
 
 
+def _is_unplaced(row: Decision) -> bool:
+    return row.reason in UNMATCHED or bool(row.fallback)
+
+
 def _unplaced(
-    table: Table, folded: bool
-) -> tuple[list[tuple[Fold, _Leaves, int]], int, int]:
+    table: Table, leaves: Columns, folded: bool
+) -> tuple[list[tuple[Fold, Shape, Decision, int]], int, int]:
     """Leaves that are not placed, or not fully, and how many bytes those alike have.
 
     Also the bytes of the whole tree, and those that each device holds.
     """
-    rows = table.rows(lambda row: row.reason in UNMATCHED or bool(row.fallback))
-    if not rows:
+    if not leaves.rows:
         return [], 1, 1
     groups = []
-    for some in _folds(rows, folded):
-        leaf, _ = rows[some.members[0]]
-        whole = len(some.members) * leaf_bytes(leaf.shape, leaf.dtype)
-        groups.append((some, [rows[at] for at in some.members], whole))
+    for some in _folds(leaves, folded):
+        at = some.members[0]
+        shape, row = leaves.shapes[at], leaves.rows[at]
+        whole = len(some.members) * leaf_bytes(shape, leaves.dtypes[at])
+        groups.append((some, shape, row, whole))
     sums = table.totals()
     return groups, sums.total_bytes or 1, sums.bytes_per_device or 1
 
@@ -223,23 +226,24 @@ def is_large(whole: int, total: int, held: int) -> bool:
 
 
 def _remark(
-    some: Fold, leaf: ResolvedLeaf, whole: int, total: int, held: int
+    some: Fold, shape: Shape, row: Decision, whole: int, total: int, held: int
 ) -> _Remark:
     name, count = path_cell(some), len(some.members)
-    if leaf.reason not in UNMATCHED:
-        line = f"fallback: {name}: {leaf.fallback}"
-        return _Remark(line, name, f"fallback: {leaf.fallback}", count, whole)
-    because = f" ({leaf.fallback})" if leaf.fallback else ""
+    reason, fallback = row.reason, row.fallback
+    if reason not in UNMATCHED:
+        line = f"fallback: {name}: {fallback}"
+        return _Remark(line, name, f"fallback: {fallback}", count, whole)
+    because = f" ({fallback})" if fallback else ""
     them = "it" if count == 1 else "each"
     share = f"{human_share(whole / total)} of the bytes"
     if whole <= LARGE_SHARE * total and is_large(whole, total, held):
         share += f", {human_share(whole / held)} of what each device holds"
-    name += f" {show_shape(leaf.shape)}"
+    name += f" {show_shape(shape)}"
     return _Remark(
-        f"unmatched: {name} {UNMATCHED[leaf.reason]}{because}, so every device holds "
+        f"unmatched: {name} {UNMATCHED[reason]}{because}, so every device holds "
         f"{them} in full ({share})",
         f"{name}, {share.removesuffix(' of the bytes')}",
-        f"unmatched: every device holds in full what {UNMATCHED[leaf.reason]}{because}",
+        f"unmatched: every device holds in full what {UNMATCHED[reason]}{because}",
         count,
         whole,
     )
@@ -265,7 +269,7 @@ def _together(found: Sequence[_Remark], total: int) -> list[str]:
 def to_json(table: Table) -> dict[str, Any]:
     """The table as plain JSON values, schema 1."""
     sums = table.totals()
-    leaves = [leaf for leaf, _ in table.rows()]
+    leaves = list(table)
     return {
         "schema": 1,
         "rules": rules_to_json(table.rules),
@@ -296,49 +300,61 @@ def _leaf_json(leaf: ResolvedLeaf, mesh: DeviceMesh | None) -> dict[str, Any]:
 
 def _parts(table: Table, folded: bool, width: int | None) -> tuple[Grid, list[str]]:
     """The table, and the lines below it."""
-    leaves = table.rows()
+    leaves = table.columns()
     folds = _folds(leaves, folded)
-    rows = [_row(found, *leaves[found.members[0]], table) for found in folds]
+    rows = [_row(found, leaves, table) for found in folds]
     grid = full(rows) if width is None else fitted(rows, width)
     lines = [*_notes(rows, grid), *_totals(table), *remarks(table, folded=folded)]
     return grid, wrapped(lines, width)
 
 
-def _folds(leaves: _Leaves, folded: bool) -> list[Fold]:
+def _folds(leaves: Columns, folded: bool) -> list[Fold]:
     """Leaves as rows: those that are alike in all but the indices in their paths."""
-    paths = [leaf.path for leaf, _ in leaves]
     if not folded:
-        return apart(paths)
-    known: dict[int, Hashable] = {}
-    keys = []
-    for leaf, row in leaves:
-        # Many leaves share one decision.
+        return apart(leaves.paths)
+    numbers: dict[Hashable, int] = {}  # a number for each kind of leaf
+    known: dict[int, int] = {}  # many leaves share one decision
+    keys: list[int] = []
+    for path, shape, dtype, row, role in zip(*leaves, strict=True):
         same = known.get(id(row))
         if same is None:
             why = (row.reason, row.rule, row.fallback, row.note)
-            same = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
-            known[id(row)] = same
-        owner = None if row.owner is None else relation(leaf.path, row.owner)
-        keys.append((leaf.shape, leaf.dtype, leaf.role, owner, same))
-    return fold(paths, keys)
+            said = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
+            same = known[id(row)] = numbers.setdefault(said, len(numbers))
+        owner = None if row.owner is None else _owner_key(path, row.owner)
+        kind = (shape, dtype, role, owner, same)
+        keys.append(numbers.setdefault(kind, len(numbers)))
+    return fold(leaves.paths, keys)
 
 
-def _row(found: Fold, leaf: ResolvedLeaf, row: Decision, table: Table) -> Row:
-    if row.owner is not None:
-        owner = found.spell(relation(leaf.path, row.owner))
+def _owner_key(path: str, owner: str) -> Hashable:
+    """Equal for leaves whose owners have the same relation to their paths."""
+    # `mu/layers/7/w` ends in its owner: what is in front of it says enough.
+    if path.endswith(f"/{owner}"):
+        return path.count("/", 0, len(path) - len(owner))
+    return relation(path, owner)
+
+
+def _row(found: Fold, leaves: Columns, table: Table) -> Row:
+    at, many = found.members[0], len(found.members)
+    shape, dtype, row = leaves.shapes[at], leaves.dtypes[at], leaves.rows[at]
+    if row.owner is not None and many > 1:
+        owner = found.spell(relation(leaves.paths[at], row.owner))
         row = dataclasses.replace(row, owner=owner)
-    is_warning = leaf.reason in UNMATCHED or bool(leaf.fallback)
     return Row(
         fold=found,
-        shape="-" if leaf.dtype is None else show_shape(leaf.shape),
-        dtype="-" if leaf.dtype is None else str(leaf.dtype),
+        shape="-" if dtype is None else show_shape(shape),
+        dtype="-" if dtype is None else _name(dtype),
         spec=_spec(row, table.mesh),
         rule=visible(because(row, table.rules, short=True)),
         code=_code(row),
-        shard="-" if leaf.shard_shape is None else show_shape(leaf.shard_shape),
-        bytes_per_device=len(found.members) * leaf.bytes_per_device,
-        mark="warning" if is_warning else "",
+        shard="-" if row.shard_shape is None else show_shape(row.shard_shape),
+        bytes_per_device=many * leaf_bytes(row.shard_shape or shape, dtype),
+        mark="warning" if row.reason in UNMATCHED or row.fallback else "",
     )
+
+
+_name = functools.lru_cache(maxsize=256)(str)
 
 
 def _spec(row: Decision, mesh: DeviceMesh | None) -> str:

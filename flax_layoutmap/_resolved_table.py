@@ -1,5 +1,8 @@
 """Leaves by their position, each with what was decided for it; and their sums."""
 
+import itertools
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -7,6 +10,7 @@ from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Flat, Role, parameter_keys
 from flax_layoutmap._records import (
+    Columns,
     Decision,
     ResolvedLeaf,
     Shape,
@@ -143,35 +147,14 @@ class ResolvedTable:
         """Random state, strings, and whole numbers (a `step`): no parameters."""
         return row.reason != "scalar" or self.dtypes[at].kind in "iub"
 
-    def rows(
-        self, wanted: Callable[[Decision], bool] | None = None
-    ) -> list[tuple[ResolvedLeaf, Decision]]:
-        """Each leaf with the decision that it shares with others; for reports.
-
-        Args:
-            wanted: which decisions; None for all.
-        """
+    def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns:
+        """The leaves with the decisions that are wanted; None for all."""
+        own = Columns(self.paths, self.shapes, self.dtypes, self._rows, self._roles())
         if wanted is None:
-            return [(self.leaf(at), row) for at, row in enumerate(self._rows)]
+            return own
         found = {key for key, row in self._distinct.items() if wanted(row)}
-        if not found:
-            return []
-        return [
-            (self.leaf(at), row)
-            for at, row in enumerate(self._rows)
-            if id(row) in found
-        ]
-
-    def columns(self) -> Iterator[tuple[str, Shape, Any, Decision, Role]]:
-        """Path, shape, dtype, decision and role of each leaf; for pictures."""
-        return zip(
-            self.paths,
-            self.shapes,
-            self.dtypes,
-            self._rows,
-            self._roles(),
-            strict=True,
-        )
+        chosen = [id(row) in found for row in self._rows] if found else ()
+        return Columns._make(list(itertools.compress(column, chosen)) for column in own)
 
     def parameter_paths(self) -> Iterator[tuple[str, bool]]:
         """Paths that a rule may have been meant for, and whether no rule matches them.
@@ -245,20 +228,23 @@ class ResolvedTable:
         return known
 
     def _sum(self, role: Role | None) -> Totals:
-        roles = self._roles()
         leaves = total = per_device = replicated = 0
-        for at, row in enumerate(self._rows):
-            if role is not None and roles[at] != role:
-                continue
-            leaves += 1
-            whole = leaf_bytes(self.shapes[at], self.dtypes[at])
-            total += whole
-            per_device += leaf_bytes(
-                row.shard_shape or self.shapes[at], self.dtypes[at]
-            )
-            if row.shard_shape in (None, self.shapes[at]):
-                replicated += whole
+        for (own, shape, dtype, shard), count in self._alike().items():
+            if role is None or own == role:
+                leaves += count
+                whole = count * leaf_bytes(shape, dtype)
+                total += whole
+                per_device += count * leaf_bytes(shard or shape, dtype)
+                if shard in (None, shape):
+                    replicated += whole
         return Totals(leaves, total, per_device, replicated)
+
+    def _alike(self) -> Counter[tuple[Role, Shape, Any, Shape | None]]:
+        """How many leaves there are of each role, shape, dtype and shape of a shard."""
+        shards = map(operator.attrgetter("shard_shape"), self._rows)
+        return Counter(
+            zip(self._roles(), self.shapes, self.dtypes, shards, strict=True)
+        )
 
     @property
     def total_bytes(self) -> int:

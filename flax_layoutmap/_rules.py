@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from flax_layoutmap._errors import MeshError, RuleError, did_you_mean
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._patterns import Folding, View, key_chunks, view_of
+from flax_layoutmap._patterns import Folding, View, key_chunks, view_of, words_of
 
 Match = Literal["search", "match", "fullmatch"]
 Overlap = Literal["error", "first", "last"]
@@ -37,12 +38,12 @@ class Rule:
     """
 
     __module__ = "flax_layoutmap"
-    __slots__ = ("pattern", "layout", "rank", "_compiled", "_view")
+    __slots__ = ("pattern", "layout", "rank", "_compiled", "view")
     pattern: str
     layout: TensorLayout
     rank: RankPolicy
     _compiled: re.Pattern[str]
-    _view: View | None
+    view: View  # what is known of the pattern without trying it
 
     def __init__(
         self, pattern: str, layout: Any, *, rank: RankPolicy = "error"
@@ -75,7 +76,7 @@ class Rule:
         put(self, "layout", layout)
         put(self, "rank", rank)
         put(self, "_compiled", compiled)
-        put(self, "_view", None)
+        put(self, "view", view_of(pattern))
 
     def on(self, mesh: Any) -> "Rule":
         """The same rule with its layout on another mesh (an own one is replaced)."""
@@ -88,19 +89,10 @@ class Rule:
     def _with(self, layout: TensorLayout) -> "Rule":
         rule = object.__new__(Rule)
         put = object.__setattr__
-        for name in ("pattern", "rank", "_compiled", "_view"):
+        for name in ("pattern", "rank", "_compiled", "view"):
             put(rule, name, getattr(self, name))
         put(rule, "layout", layout)
         return rule
-
-    @property
-    def view(self) -> View:
-        """What is known of the pattern without trying it (found on first use)."""
-        view = self._view
-        if view is None:
-            view = view_of(self.pattern)
-            object.__setattr__(self, "_view", view)
-        return view
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"Rule is immutable: cannot set {name!r}")
@@ -286,7 +278,9 @@ class Matcher:
     """Which rules match which paths: the only place where patterns are tried.
 
     A question is asked once for all paths that fold to one (see `Folding`); patterns
-    that are not understood are tried path by path.
+    that are not understood are tried path by path. A pattern is tried where the path
+    has its rarest word alone, so that of ten thousand rules for a layer each, one path
+    tries those of its own layer.
 
     Attributes:
         fold_part: folds one part of a path, as `fold` expects it.
@@ -303,30 +297,25 @@ class Matcher:
         self._tests: list[Callable[[str], Any]] = [
             getattr(rule._compiled, match) for rule in rules
         ]
-        # (position, texts that must occur, test)
-        self._understood: list[tuple[int, str, tuple[str, ...], Any]] = []
-        self._others: list[int] = []
-        chunks: set[str] = set()
-        for at, rule in enumerate(rules):
-            view = rule.view
+        self._others = [at for at, r in enumerate(rules) if not r.view.understood]
+        views = [rule.view for rule in rules]
+        counts = Counter(word for view in views for word in view.words)
+        # A word that a path must have, or "" → positions, with the texts that it must
+        # hold: the longest, and the others.
+        self._understood: dict[str, list[tuple[int, str, tuple[str, ...]]]] = {}
+        for at, view in enumerate(views):
             if view.understood:
+                word = min(view.words, key=counts.__getitem__, default="")
                 first, *rest = view.texts or ("",)
-                self._understood.append((at, first, tuple(rest), self._tests[at]))
-                chunks |= view.chunks
-            else:
-                self._others.append(at)
+                self._understood.setdefault(word, []).append((at, first, tuple(rest)))
+        chunks = {chunk for view in views for chunk in view.chunks}
         for rule in rules:
             chunks |= key_chunks(rule.pattern, rule.view.chunks)
         self.fold_part = Folding(chunks)
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
-        if path in self._exact:
-            return (self._exact[path],)
-        own = self._optional.get(path)
-        return tuple(
-            at for at, test in enumerate(self._tests) if at == own or test(path)
-        )
+        return self.refine(path, *self.fold(path))
 
     def fold(self, folded: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Asks about all paths whose parts fold to `folded`.
@@ -337,14 +326,18 @@ class Matcher:
         """
         if folded in self._exact:
             return (self._exact[folded],), ()
-        sure = tuple(
+        tests = self._tests
+        sure = [
             at
-            for at, first, rest, test in self._understood
-            if first in folded and all(text in folded for text in rest) and test(folded)
-        )
+            for word in {"", *words_of(folded)} & self._understood.keys()
+            for at, first, rest in self._understood[word]
+            if first in folded
+            and (not rest or all(text in folded for text in rest))
+            and tests[at](folded)
+        ]
         own = self._optional.get(folded)
         if own is None:
-            return sure, tuple(self._others)
+            return tuple(sorted(sure)), tuple(self._others)
         others = tuple(at for at in self._others if at != own)
         return tuple(sorted({*sure, own})), others
 

@@ -7,15 +7,18 @@ from typing import Any, get_args
 from flax_layoutmap._errors import RuleError, did_you_mean
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._pattern_cost import USUAL_PATH, slow_because, steps_of
+from flax_layoutmap._pattern_cost import (
+    MOST_STEPS_TOGETHER,
+    QUICKER,
+    USUAL_PATH,
+    slow_because,
+    steps_of,
+)
 from flax_layoutmap._rules import RankPolicy, Rule
 from flax_layoutmap._serialise import mesh_from_json
 
 # What stands for None, for any number of dims, and for a layout without axes.
 NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
-
-# Of all patterns together on one path; some seconds, where all is at its worst.
-MOST_STEPS = 1_000_000_000
 
 _ENTRY_KEYS = {"axes", "rank", "memory_kind", "mesh"}
 
@@ -41,13 +44,13 @@ def slow_together(sections: Mapping[str, Sequence[Rule]]) -> str | None:
         for rules in sections.values()
         for rule in rules
     }
-    if sum(steps.values()) <= MOST_STEPS:
+    if sum(steps.values()) <= MOST_STEPS_TOGETHER:
         return None
     worst = sorted(steps, key=lambda pattern: -steps[pattern])[:5]
     return (
         f"together the patterns may take {sum(steps.values()):.1e} steps on a path of "
-        f"{USUAL_PATH} characters, more than {MOST_STEPS:.0e}; the slowest are "
-        f'{worst}: write [^/]+ in place of ".*", and drop ".*" at the ends'
+        f"{USUAL_PATH} characters, more than {MOST_STEPS_TOGETHER:.0e}; the slowest "
+        f'are {worst}: write [^/]+ in place of ".*", and drop ".*" at the ends'
     )
 
 
@@ -74,10 +77,7 @@ def rule_of(pattern: str, value: Any, mesh: DeviceMesh | None, moved: bool) -> R
     rule = Rule(pattern, layout, rank=rank)
     slow = slow_because(pattern)
     if slow is not None:
-        raise RuleError(
-            f"the pattern may take very long to try: {slow}; write it without a "
-            "repetition inside of a repetition"
-        )
+        raise RuleError(f"the pattern may take very long to try: {slow}; {QUICKER}")
     return rule
 
 

@@ -1,8 +1,10 @@
 """Columns of plain values as text or Markdown; knows no rules."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from flax_layoutmap._errors import visible
 
@@ -14,8 +16,7 @@ _TICKS = re.compile("`+")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One line of a Grid.
 
     Attributes:
@@ -49,7 +50,8 @@ class Grid:
     def widths(self) -> list[int]:
         """Width of each column, in cells of a terminal."""
         rows = [self.names, *(row.cells for row in self.lines if row.mark != "heading")]
-        return [max(map(text_width, column)) for column in zip(*rows, strict=True)]
+        places = range(len(self.names))
+        return [_widest([row[at] for row in rows]) for at in places]
 
     def width(self) -> int:
         """Width of the whole table, in cells of a terminal."""
@@ -116,6 +118,7 @@ def markdown_text(text: str) -> str:
     return _MARKUP.sub(r"\\\g<0>", visible(text))
 
 
+@functools.lru_cache(maxsize=4096)
 def human_bytes(count: int | float) -> str:
     """`1536` → `'1.5 KiB'`."""
     value, power = float(count), 0
@@ -140,6 +143,11 @@ def text_width(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)
+
+
+def _widest(texts: Sequence[str]) -> int:
+    plain = all(map(str.isascii, texts))
+    return max(map(len if plain else text_width, texts))
 
 
 def _characters(text: str, width: int) -> int:
@@ -191,11 +199,10 @@ def _code(cell: str) -> str:
 def _pad(
     cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]
 ) -> list[str]:
-    blank = [
-        " " * (width - text_width(cell))
-        for cell, width in zip(cells, widths, strict=True)
-    ]
+    if not "".join(cells).isascii():
+        wide = [text_width(cell) - len(cell) for cell in cells]
+        widths = [width - more for width, more in zip(widths, wide, strict=True)]
     return [
-        more + cell if flag else cell + more
-        for cell, more, flag in zip(cells, blank, right, strict=True)
+        cell.rjust(width) if flag else cell.ljust(width)
+        for cell, width, flag in zip(cells, widths, right, strict=True)
     ]

@@ -42,8 +42,9 @@ def test_the_limits_are_those_of_the_code() -> None:
         f"{_rules_file.MOST_RULES:,} rules together",
         f"{_pattern_cost.LONGEST_PATTERN:,} characters a pattern",
         f"{_rules_file.MOST_DOTS} dots in a line",
-        f"{_rules_values.MOST_STEPS / 1e9:.0f}e9 steps on a path of "
+        f"{_pattern_cost.MOST_STEPS / 1e8:.0f}e8 steps on a path of "
         f"{_pattern_cost.USUAL_PATH} characters",
+        f"all patterns of the files {_pattern_cost.MOST_STEPS_TOGETHER / 1e9:.0f}e9",
         f"judging the patterns may take {_rules_file.PATIENCE_SECONDS:.0f} s",
     ):
         assert text in PAGE, text

@@ -255,8 +255,8 @@ CASES: dict[str, Case] = {
         "LM011 warning: rule 1 '(\\\\w+_?)+/kernel' → (None, 'model') may take very "
         "long to try: a repetition in it can read one text in several ways, so that "
         "each further character doubles the time\n"
-        "  fix: write it without a repetition inside of a repetition, and with "
-        'narrower characters, such as [^/]+ in place of ".*"',
+        "  fix: write it so that the next character tells how it goes on: ([^/]+/)* in "
+        "place of (.*/)*, a{0,9} in place of (a?){9}",
         lambda: alone([(r"(\w+/)+kernel", (None, "model"))]),
     ),
     "LM101": Case(

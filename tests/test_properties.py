@@ -157,6 +157,9 @@ def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
 @example([r"(\d)\1", r"(?P<n>\d)(?P=n)"], ["11", "12"], "search")
 @example([r"\x31", r"[\x32]", r"\063", "\\u0034"], ["1", "2", "3", "4"], "search")
 @example(["a7??9"], ["a9", "a79", "a19"], "search")
+@example(["a/b/a"], ["a/b/a", "aa/b/ab", "a/bb/a", "a/b_/a"], "search")
+@example(["a7_b/1", "7_b"], ["a7_b/1", "ba7_b/12", "a77_b/1", "7_b"], "search")
+@example(["/7/", "_é1b_"], ["a/7/b", "a/77/b", "a_é1b_", "é_é1b_é"], "search")
 def test_folded_matching_is_the_plain_loop(
     patterns: list[str], paths: list[str], match: str
 ) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import flax_layoutmap as flm
+from flax_layoutmap import _resolved_table
 
 Tree = dict[str, Any]
 
@@ -169,6 +170,21 @@ def test_folding_loses_no_leaf_and_no_byte(name: str) -> None:
     apart = resolution.report(fold=False).split("\n\n")[-1].splitlines()
     told = re.compile("parameters|optimizer state|other|mesh")
     assert list(filter(told.match, below)) == list(filter(told.match, apart))
+
+
+def test_a_report_makes_no_object_for_each_leaf(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is most of what it takes where there are many."""
+    resolution = rules(strict=False).resolve(trained(optax.adamw(1e-3)))
+    expected = [resolution.report(), resolution.report(fold=False, width=80)]
+    sums = [resolution.totals(role) for role in ("parameter", "optimizer", "other")]
+    monkeypatch.setattr(_resolved_table, "ResolvedLeaf", None)
+    again = rules(strict=False).resolve(trained(optax.adamw(1e-3)))
+    assert [again.report(), again.report(fold=False, width=80)] == expected
+    assert sum(some.leaves for some in sums) == len(again)
+    with pytest.raises(TypeError):
+        again.leaf(0)  # control
 
 
 def test_leaves_that_are_unlike_are_not_folded() -> None:

@@ -312,6 +312,32 @@ def test_folding_keeps_the_parts_that_matter() -> None:
     assert Folding(())("w12") == Folding(())("w99")
 
 
+class Counted(str):
+    """A path that counts how often it is asked for a text."""
+
+    asked = 0
+
+    def __contains__(self, text: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        Counted.asked += 1
+        return super().__contains__(text)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path"),
+    [
+        ("layers/{}/mlp/up/kernel", "model/layers/123/mlp/up/kernel"),
+        ("layers_{}/kernel", "x/layers_123/kernel"),
+        (r"experts/{}/(gate|up)/\w+$", "experts/123/up/kernel"),
+    ],
+)
+def test_a_path_is_asked_by_the_rules_of_its_own_layer(pattern: str, path: str) -> None:
+    matcher = Matcher(rules(*(pattern.format(at) for at in range(1000))), "search")
+    Counted.asked = 0
+    folded = "/".join(matcher.fold_part(Counted(part)) for part in path.split("/"))
+    assert matcher.fold(Counted(folded)) == ((123,), ())
+    assert folded == path and 0 < Counted.asked < 10
+
+
 def test_folding_never_makes_what_matters() -> None:
     assert Folding({"00"})("12") == "11"
     every = Folding({digit * 2 for digit in "0123456789"})

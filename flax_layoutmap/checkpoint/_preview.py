@@ -283,8 +283,8 @@ def _rules_of(plan: Plan) -> dict[str, str]:
     if resolution is None:
         return {}
     return {
-        leaf.path: because(row, resolution.rules, short=True)
-        for leaf, row in resolution.rows()
+        path: because(row, resolution.rules, short=True)
+        for path, row in zip(resolution.paths, resolution.columns().rows, strict=True)
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
-from flax_layoutmap._records import (
+from flax_layoutmap._records import Columns, (
     Decision,
     Shape,
     because,
@@ -59,7 +59,7 @@ class Resolved(Protocol):
 
     rules: RuleSet
 
-    def columns(self) -> Iterator[Leaf]: ...
+    def columns(self) -> Columns: ...
     def explain(self, path: str) -> str: ...
     def remarks(self, *, fold: bool = False) -> list[str]: ...
     @property
@@ -163,12 +163,14 @@ def _mark(row: Decision) -> Mark:
 
 def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene:
     """The scene of a model and of its optimizer; see `flm.draw.model`."""
-    leaves = [(leaf, resolution) for leaf in resolution.columns()]
+    leaves = [(leaf, resolution) for leaf in zip(*resolution.columns(), strict=True)]
     if optimizer is not None and optimizer is not resolution:
         # Its own parameters are those of the model, or a copy of them.
         leaves = [pair for pair in leaves if pair[0][4] != "optimizer"]
         leaves += [
-            (leaf, optimizer) for leaf in optimizer.columns() if leaf[4] != "parameter"
+            (leaf, optimizer)
+            for leaf in zip(*optimizer.columns(), strict=True)
+            if leaf[4] != "parameter"
         ]
     if not leaves:
         raise LayoutError(_NOTHING)
@@ -265,7 +267,7 @@ def compared(before: Resolved, after: Resolved, names: tuple[str, str]) -> BarSc
     for resolution in (before, after):
         sizes = [
             (path, show_spec(row.spec), leaf_bytes(row.shard_shape or shape, dtype))
-            for path, shape, dtype, row, _ in resolution.columns()
+            for path, shape, dtype, row, _ in zip(*resolution.columns(), strict=True)
         ]
         for _, spec, size in sizes:
             specs[spec] += size
