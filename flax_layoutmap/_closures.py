@@ -218,7 +218,7 @@ def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value.func
         yield from ((f"args[{at}]", part) for at, part in enumerate(value.args))
         yield from value.keywords.items()
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"{name}[{at}]", part) for at, part in enumerate(value))
@@ -235,13 +235,13 @@ def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         with contextlib.suppress(ValueError):  # not set yet
             yield name, cell.cell_contents
     yield from _defaults_of(function)
-    names = set(_names_in(function.__code__))
-    for name in names.intersection(function.__globals__):
+    names = list(dict.fromkeys(_names_in(function.__code__)))
+    for name in filter(function.__globals__.__contains__, names):
         value = function.__globals__[name]
         yield name, value
         if isinstance(value, type | types.ModuleType):
             # Of what holds this much, what the function says.
-            for other in names.intersection(vars(value)):
+            for other in filter(vars(value).__contains__, names):
                 yield f"{name}.{other}", vars(value)[other]
 
 

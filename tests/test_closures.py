@@ -210,6 +210,15 @@ def test_behind_a_constant_of_an_argument(layout_map: Any) -> None:
         step(Holder(), X)
 
 
+def test_a_state_in_a_closure(layout_map: Any) -> None:
+    state: Any = nnx.state(make())
+    step = flm.jit(lambda x: x @ state["kernel"][...], layout_map=layout_map)
+    with pytest.raises(flm.StructureError) as caught:
+        step(X)
+    what = "state['kernel']"
+    assert str(caught.value) == message("<lambda>", "reads", f"{what} (8,8)", what)
+
+
 def test_one_that_no_name_leads_to(layout_map: Any) -> None:
     kept = iter([make()])
     with pytest.raises(flm.StructureError, match=r"reads a Param \(8,\), a Param \(8,"):
