@@ -5,7 +5,7 @@
     python examples/pod_plan.py --compile        the first one by the compiler too
 
 No device, no TPU library, no weights: the models are shapes, the meshes are names.
-Only `--compile` needs libtpu (pip install 'flax-layoutmap[tpu-aot]'), and minutes.
+Only `--compile` needs libtpu (pip install 'flax-layoutmap[tpu-aot]').
 """
 
 import argparse

@@ -117,8 +117,8 @@ def plan(args: Namespace) -> int:
 
 def compile(args: Namespace) -> int:
     step, arguments, options = _sources.step_of(args)
-    found = flm.pod.compile(step, *arguments, **options, timeout=args.timeout)
-    return _shown(found, args)
+    options |= {"timeout": args.timeout, "exact_memory": args.exact_memory}
+    return _shown(flm.pod.compile(step, *arguments, **options), args)
 
 
 def _shown(report: Any, args: Namespace) -> int:

@@ -201,6 +201,11 @@ def _compile(commands: "Commands") -> None:
         metavar="SECONDS",
         help="after which the compiler is ended (default: 900)",
     )
+    own.add_argument(
+        "--exact-memory",
+        action="store_true",
+        help="wait for the whole compile and the peak of memory of its executable",
+    )
 
 
 def _inspect(commands: "Commands") -> None:

@@ -69,7 +69,8 @@ class Compiled:
 
     Attributes:
         text: the program after all optimisations; None where it does not fit.
-        memory: bytes on one device, by kind: `"arguments"`, `"temporary"`, `"peak"`.
+        memory: bytes on one device, by kind: `"arguments"`, `"temporary"`, and `"peak"`
+            of a finished executable; `"allocated"` where the compiler was ended early.
         too_large: bytes that it needs and bytes there are, where it does not fit.
         slice_of: slice of each place of the mesh, row by row; empty where the compiler
             did not come so far.
@@ -95,6 +96,7 @@ def compile_for(
     *,
     timeout: float,
     options: Mapping[str, Any] | None = None,
+    exact_memory: bool = False,
 ) -> Compiled:
     """Compiles a lowered module for a topology, in a child process.
 
@@ -105,11 +107,18 @@ def compile_for(
         timeout: seconds after which the child is ended; waiting for another compile
             on this machine is part of it.
         options: options of the XLA compiler.
+        exact_memory: finish the executable, for its own figures of memory.
 
     Raises:
-        LayoutError: libtpu is missing, or the child died, hung or failed.
+        LayoutError: libtpu is missing, or the child died, hung or failed; or the
+            options set `xla_dump_to`.
         MeshError: the mesh does not fill the slices.
     """
+    if "xla_dump_to" in (options or {}):
+        raise LayoutError(
+            "compiler_options cannot set xla_dump_to: flm.pod.compile has the compiler "
+            "write its program to a folder of its own, and reads it there"
+        )
     within, between = split_over_slices(sizes, topology)
     warning = check_libtpu()
     name, told = topology.compiler_arguments()
@@ -119,6 +128,7 @@ def compile_for(
         "within": within,
         "between": between,
         "compiler_options": dict(options or {}),
+        "exact_memory": exact_memory,
     }
     ends = time.monotonic() + timeout
     try:
@@ -306,10 +316,6 @@ def _understood(
             "the devices are in the order of their numbers, because JAX finds no "
             f"order along the links: {answer['mesh_note']}"
         )
-    if "text_error" in answer:
-        notes.append(
-            f"the program was read from a dump: {_first_line(answer['text_error'])}"
-        )
     return Compiled(
         text=text.read_text(encoding="utf-8") if error is None else None,
         memory=answer.get("memory", {}),
@@ -397,7 +403,3 @@ def _why_it_failed(error: str, stage: str, topology: str, warning: str | None) -
     }
     text = f"{where.get(stage, stage)} {topology}: {error.strip()}"
     return f"{text}\n  {warning}" if warning else text
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else ""

@@ -4,10 +4,17 @@ It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this pac
 only JAX and the TPU library, which may end the process at any moment. The folder has
 `request.json` and `module.mlirbc`; what is found goes to `program.txt` and, last and
 whole, to `result.json`.
+
+Nearly all of a compile is code generation. The compiler writes the final program and
+its buffers to files before that, so the process ends there unless the request says
+`"exact_memory"`.
 """
 
+import contextlib
+import errno
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -24,6 +31,12 @@ _FIGURES = {
     "code": "generated_code_size_in_bytes",
     "peak": "peak_memory_in_bytes",
 }
+# The compiler writes these one after the other; the last one begins when the others
+# are complete.
+_PROGRAM = "after_optimizations.txt"
+_BUFFERS = "after_optimizations-buffer-assignment.txt"
+_ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (?!color)(.*)", re.MULTILINE)
 # What JAX and the compiler raise. Anything else ends the process, with a trace that
 # the parent shows.
 _FAILURES = (
@@ -45,7 +58,7 @@ def main(folder: Path) -> None:
         _answer(folder, request, answer)
     except _FAILURES as error:
         answer["error"] = f"{type(error).__name__}: {error}"
-    _write(folder / "result.json", json.dumps(answer))
+    _end(folder, answer)
 
 
 def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -63,8 +76,13 @@ def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> No
     answer["process_of"] = [device.process_index for device in flat]
     answer["stage"] = "compile"
     started = time.perf_counter()
+    dump = folder / "dump"
+    dump.mkdir()
     code = (folder / "module.mlirbc").read_bytes()
-    executable = _compiled(code, flat, request["compiler_options"])
+    options = request["compiler_options"]
+    options |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+    with _answering_early(folder, dict(answer), not request["exact_memory"]):
+        executable = _compiled(code, flat, options)
     answer["seconds"] = time.perf_counter() - started
     answer["stage"] = "memory"
     stats = executable.get_compiled_memory_stats()
@@ -74,13 +92,73 @@ def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> No
         if hasattr(stats, name)
     }
     answer["stage"] = "text"
-    try:
-        text = executable.hlo_modules()[0].to_string()
-    except _FAILURES as error:
-        answer["text_error"] = f"{type(error).__name__}: {error}"
-        text = _dumped(folder, code, flat, request["compiler_options"])
-    _write(folder / "program.txt", text)
+    _write(folder / "program.txt", _dumped(dump, _PROGRAM, "}\n\n"))
     answer["stage"] = "done"
+
+
+@contextlib.contextmanager
+def _answering_early(folder: Path, answer: dict[str, Any], wanted: bool) -> Any:
+    """Answers, and ends the process, while the block is still making code."""
+    is_compiled = threading.Event()
+    given = [folder, answer, is_compiled]
+    early = threading.Thread(target=_answer_early, args=given, daemon=True)
+    if wanted:
+        early.start()
+    try:
+        yield
+    finally:
+        is_compiled.set()
+        if wanted:
+            early.join()
+
+
+def _answer_early(
+    folder: Path, answer: dict[str, Any], is_compiled: threading.Event
+) -> None:
+    dump, started = folder / "dump", time.perf_counter()
+    while not any(dump.glob(f"*.{_ASSIGNED}")):
+        if is_compiled.wait(0.02):
+            return  # a compiler that writes no such file
+    answer["seconds"] = time.perf_counter() - started
+    answer["stage"] = "text"
+    try:
+        answer["memory"] = allocated(_dumped(dump, _BUFFERS, "\n"))
+        _write(folder / "program.txt", _dumped(dump, _PROGRAM, "}\n\n"))
+        answer["stage"] = "done"
+    except _FAILURES as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+    _end(folder, answer)
+
+
+def _dumped(dump: Path, name: str, end: str) -> str:
+    """A text of the compiler, which does not say when a disk has no space for it."""
+    (path,) = dump.glob(f"*.{name}")
+    text = path.read_text(encoding="utf-8")
+    if not text.endswith(end):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path.name)
+    return text
+
+
+def allocated(buffers: str) -> dict[str, int]:
+    """Bytes of a device's memory by kind, from the text of a buffer assignment.
+
+    Allocations with a color are in other memories, such as that of the vector unit.
+    """
+    found = {"arguments": 0, "temporary": 0, "allocated": 0}
+    for size, what in _ALLOCATION.findall(buffers):
+        found["allocated"] += int(size)
+        if what.startswith("parameter "):
+            found["arguments"] += int(size)
+        elif what.startswith("preallocated-temp"):
+            found["temporary"] += int(size)
+    return found
+
+
+def _end(folder: Path, answer: dict[str, Any]) -> None:
+    """Writes the answer; the library's own threads are not waited for."""
+    _write(folder / "result.json", json.dumps(answer))
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _end_with_the_parent(folder: Path) -> None:
@@ -170,18 +248,6 @@ def _with_sharding(op: Any, name: str, count: int) -> list[bool]:
     return ["sdy.sharding" in one for one in op.attributes[name]]
 
 
-def _dumped(
-    folder: Path, code: bytes, devices: Sequence[Any], options: dict[str, Any]
-) -> str:
-    """The text as the compiler dumps it, where jaxlib cannot print the program."""
-    dump = folder / "dump"
-    dump.mkdir()
-    more = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
-    _compiled(code, devices, options | more)
-    (path,) = dump.glob("*.after_optimizations.txt")
-    return path.read_text(encoding="utf-8")
-
-
 def _write(path: Path, text: str) -> None:
     """Writes a file that is whole or not there."""
     part = path.with_suffix(".part")
@@ -191,6 +257,3 @@ def _write(path: Path, text: str) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    # The library's own threads are not waited for.
-    sys.stdout.flush()
-    os._exit(0)

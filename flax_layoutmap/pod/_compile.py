@@ -39,16 +39,19 @@ def compile(
     donate_argnames: str | Iterable[str] = (),
     timeout: float = 900.0,
     compiler_options: Mapping[str, Any] | None = None,
+    exact_memory: bool = False,
     **kwargs: Any,
 ) -> PodReport:
     """Compiles a step for TPU slices that are not there, and says what came out.
 
     The step is lowered here, as for `flm.pod.plan`, and compiled by libtpu in another
     process, which may die or hang without harm. What that gives beyond a plan: whether
-    the step fits, with the peak of memory as the compiler sees it; the collectives as
-    they will run, after the compiler has merged, moved and split them; the traffic
-    between slices; and its warnings. Hosts, reshards, drift and operations are the
-    plan's. One compile runs at a time on a machine.
+    the step fits; the collectives as they will run, after the compiler has merged,
+    moved and split them; the traffic between slices; and its warnings. Hosts, reshards,
+    drift and operations are the plan's. One compile runs at a time on a machine.
+
+    The process is ended when the compiler has its final program and has assigned its
+    memory, which takes seconds; what it would do after that is code generation.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
@@ -59,9 +62,12 @@ def compile(
         layout_map: the rules, as for `flm.pod.plan`.
         donate_argnames: arguments that are given away, where `step` is a function.
         timeout: seconds after which the compiler is ended, with the wait for another
-            compile. A scan over layers takes one or two minutes on two cores.
+            compile.
         compiler_options: options of XLA by name, such as
             `{"xla_tpu_max_hbm_size_mib": 14000}` for a smaller budget of memory.
+        exact_memory: wait for the whole compile, minutes for a large step, and take the
+            peak of memory from the executable. Otherwise it is what the compiler
+            allocates for arguments and temporaries, gaps between them included.
         **kwargs: arguments of the step by name.
 
     Returns:
@@ -70,7 +76,8 @@ def compile(
 
     Raises:
         LayoutError: libtpu is missing; the compiler refused the step, died, or did not
-            finish in time; the step needs real values, or has no rules.
+            finish in time; the step needs real values, or has no rules; the options
+            set `xla_dump_to`.
         MeshError: there is no such topology, or the mesh does not fill it.
         RuleError: a rule names an axis that the mesh does not have.
         ResolveError: the arguments do not fit the rules on this mesh.
@@ -101,6 +108,7 @@ def compile(
         own.shape,
         timeout=timeout,
         options=compiler_options,
+        exact_memory=exact_memory,
     )
     report = _too_large(planned, done) if done.text is None else planned
     if done.text is not None:
@@ -202,16 +210,19 @@ def _state_results(lowered: Lowered) -> dict[int, str]:
 def _memory(planned: Memory, done: Compiled) -> Memory:
     found = done.memory
     at_rest = planned.at_rest_bytes
+    peak, note = found.get("peak"), "the peak is that of the executable; "
+    if peak is None:
+        peak = found.get("allocated")
+        note = (
+            "the peak is what the compiler allocates, gaps included; "
+            "exact_memory=True waits for the executable's own; "
+        )
     return dataclasses.replace(
         planned,
         padding_bytes=max(0, found.get("arguments", at_rest) - at_rest),
         temporary_bytes=found.get("temporary"),
-        peak_bytes=found.get("peak"),
-        note=(
-            "the compiler's figures; the runtime, other programs and host buffers "
-            "come on top. Temporaries share memory, so that the peak may be less "
-            "than the sum"
-        ),
+        peak_bytes=peak,
+        note=f"{note}the runtime, other programs and host buffers come on top",
     )
 
 
