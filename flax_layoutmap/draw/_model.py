@@ -3,13 +3,14 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from flax_layoutmap._errors import LayoutError
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
-from flax_layoutmap._records import Columns, (
+from flax_layoutmap._records import (
+    Columns,
     Decision,
     Shape,
     because,
