@@ -28,10 +28,6 @@ class Line(NamedTuple):
     cells: tuple[str, ...]
     mark: str = ""
 
-    def __post_init__(self) -> None:
-        if not "".join(self.cells).isprintable():
-            object.__setattr__(self, "cells", tuple(map(visible, self.cells)))
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
@@ -40,12 +36,17 @@ class Grid:
     Attributes:
         names: the header, one per column.
         right: whether a column is aligned to the right.
-        lines: the lines below the header.
+        lines: the lines below the header; what a terminal would obey is escaped.
     """
 
     names: tuple[str, ...]
     right: tuple[bool, ...]
     lines: tuple[Line, ...]
+
+    def __post_init__(self) -> None:
+        if not all("".join(line.cells).isprintable() for line in self.lines):
+            seen = (Line(tuple(map(visible, own)), mark) for own, mark in self.lines)
+            object.__setattr__(self, "lines", tuple(seen))
 
     def widths(self) -> list[int]:
         """Width of each column, in cells of a terminal."""
