@@ -57,8 +57,11 @@ def damage(path: Path) -> None:
 
 
 def flip(path: Path) -> None:
-    """Flips a bit in the largest file of arrays of the last process."""
-    process = jax.process_count() - 1
+    """Flips a bit in the largest file of the process with the second half of `rows`.
+
+    Others have files with nothing but an index, of which not every bit is read.
+    """
+    process = jax.process_count() // 2
     files = path.glob(f"state/ocdbt.process_{process}/d/*")
     file = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(file.read_bytes())
