@@ -179,18 +179,18 @@ class ResolvedTable:
         }
 
     def inner_paths(self, role: Role) -> dict[str, str]:
-        """Path in the whole tree → path within its section, for sections of a role.
+        """Path in the whole tree → path within its section, for leaves of a role.
 
-        A path that several sections have ends in a number: `kernel`, `kernel #2`.
+        Without scalars, such as a metric beside a model, of which no rule is asked. A
+        path that several sections have ends in a number: `kernel`, `kernel #2`.
         """
-        flat, found, counts = self._flat, dict[str, str](), Counter[str]()
-        for section in flat.sections:
-            if section.role == role:
-                for at in range(section.start, section.stop):
-                    path = flat.paths[at]
-                    counts[path] += 1
-                    more = f" #{counts[path]}" if counts[path] > 1 else ""
-                    found[self.paths[at]] = path + more
+        found, counts = dict[str, str](), Counter[str]()
+        for at, own in enumerate(self._roles()):
+            if own == role and self.shapes[at]:
+                path = self._flat.paths[at]
+                counts[path] += 1
+                more = f" #{counts[path]}" if counts[path] > 1 else ""
+                found[self.paths[at]] = path + more
         return found
 
     # --------------------------------------------------------------- questions

@@ -47,11 +47,19 @@ def told() -> Iterator[list[str]]:
 
 
 def train(layout_map: flm.LayoutMap) -> Any:
+    losses = nnx.metrics.Average()
+
     @flm.jit(layout_map=layout_map)
-    def step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    def update(
+        model: Model, optimizer: nnx.Optimizer, losses: nnx.Metric, x: jax.Array
+    ) -> jax.Array:
         loss, gradients = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
         optimizer.update(model, gradients)
+        losses.update(values=loss)
         return loss
+
+    def step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+        return update(model, optimizer, losses, x)
 
     return step
 
@@ -77,7 +85,7 @@ def test_a_whole_program_is_told_once(tmp_path: Path) -> None:
         optimizer = flm.create_optimizer(model, optax.adam(1e-3), layout_map=layout_map)
         train(layout_map)(model, optimizer, jnp.ones((8, 8)))
         predict(model, jnp.ones((8, 8)))
-        tree = {"net": model, "tx": optimizer}
+        tree = {"net": model, "tx": optimizer, "step": 3, "key": jax.random.key(0)}
         flm.checkpoint.save(tmp_path / "both", tree, layout_map=layout_map)
         flm.checkpoint.save(tmp_path / "model", model, layout_map=layout_map)
         flm.checkpoint.restore(tmp_path / "both", tree, layout_map=layout_map)
