@@ -350,8 +350,8 @@ def _hint(
         is_ruled = rules is None or rules.matcher.matching_forms(flat.forms(at))
         if not is_ruled and not argument.leaves[at].sharding.is_fully_replicated:
             return (
-                f"no rule is for them in the argument {name!r}: if rules name what they "
-                "were made in, such as 'policy', pass them as that, "
+                f"no rule is for them in the argument {name!r}: if rules name what "
+                "they were made in, such as 'policy', pass them as that, "
                 f"{{'policy': {name}}}, or call the argument so; if not, move them "
                 f"first, layout_map.place({name})"
             )
