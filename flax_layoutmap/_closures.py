@@ -51,7 +51,7 @@ _ASKS_FOR_NUMBERS = (
     jax.errors.TracerIntegerConversionError,
 )
 
-# Among so many things a Variable is looked for, to name its path.
+# How many objects are searched for a Variable at most, to name its path.
 _LOOKED_AT = 10_000
 
 
@@ -59,7 +59,7 @@ class Closures:
     """The Variables that a function reads, and that none of its arguments holds."""
 
     def __init__(self, fun: Any, name: str, given: Sequence[tuple[str, Any]]):
-        """Begins with none. To be made before the trace, where it begins.
+        """Starts empty. To be made right before the trace.
 
         Args:
             fun: the function.
