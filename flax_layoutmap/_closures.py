@@ -51,7 +51,7 @@ _ASKS_FOR_NUMBERS = (
     jax.errors.TracerIntegerConversionError,
 )
 
-# Among so many things a Variable is looked for, to name its path.
+# How many objects are searched for a Variable at most, to name its path.
 _LOOKED_AT = 10_000
 
 
@@ -59,7 +59,7 @@ class Closures:
     """The Variables that a function reads, and that none of its arguments holds."""
 
     def __init__(self, fun: Any, name: str, given: Sequence[tuple[str, Any]]):
-        """Begins with none. To be made before the trace, where it begins.
+        """Starts empty. To be made right before the trace.
 
         Args:
             fun: the function.
@@ -137,14 +137,19 @@ class Closures:
             _objects_within([("", self._fun)]), _objects_within(self._given)
         )
         found = _paths(objects, dict(wanted))
-        paths = sorted(path for path, _ in found)
-        more = f" and {len(paths) - 4} more" if len(paths) > 4 else ""
-        owners = ", ".join(sorted({owner for _, owner in found if owner}))
+        paths = _listed(path for path, _ in found)
+        owners = _listed({owner for _, owner in found if owner})
         return StructureError(
-            f"{self._name} {verb} {', '.join(paths[:4])}{more} outside of its "
-            "arguments: compiled, it would go on with the values that are there now; "
-            f"pass {owners or 'the module'} as an argument of {self._name} and use that"
+            f"{self._name} {verb} {paths} outside of its arguments: compiled, it would "
+            f"go on with the values that are there now; pass {owners or 'the module'} "
+            f"as an argument of {self._name} and use that"
         )
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = sorted(names)
+    more = f" and {len(every) - 4} more" if len(every) > 4 else ""
+    return ", ".join(every[:4]) + more
 
 
 def _self_of(error: Exception) -> Any:
@@ -191,14 +196,14 @@ def _shown(name: str, variable: Any) -> str:
 
 
 def _objects_within(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The NNX objects and Variables that can be reached, with names; nearest first."""
+    """NNX objects, Variables and States within reach, with names; nearest first."""
     queue, seen = collections.deque(named), set[int]()
     while queue and len(seen) < _LOOKED_AT:
         name, value = queue.popleft()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if is_nnx_object(value) or isinstance(value, nnx.Variable):
+        if is_nnx_object(value) or isinstance(value, nnx.Variable | nnx.State):
             yield name, value
             for path, part in named_objects_of(value):
                 where = ".".join((name, *map(str, path)))

@@ -347,6 +347,14 @@ def _hint(
                 f"so where it is made or moved, too: layout_map.place({{{name!r}: "
                 f"{name}}}), or flm.create(lambda: {{{name!r}: make()}}, layout_map)"
             )
+        is_ruled = rules is None or rules.matcher.matching_forms(flat.forms(at))
+        if not is_ruled and not argument.leaves[at].sharding.is_fully_replicated:
+            return (
+                f"no rule is for them in the argument {name!r}: if rules name what "
+                "they were made in, such as 'policy', pass them as that, "
+                f"{{'policy': {name}}}, or call the argument so; if not, move them "
+                f"first, layout_map.place({name})"
+            )
         return (
             "move them first, layout_map.place(model), or make the model with "
             "flm.create(make, layout_map)"

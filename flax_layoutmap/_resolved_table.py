@@ -8,7 +8,7 @@ from typing import Any
 
 from flax_layoutmap._layout import TensorLayout
 from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import Flat, Role, parameter_keys
+from flax_layoutmap._paths import Flat, Role
 from flax_layoutmap._records import (
     Columns,
     Decision,
@@ -179,17 +179,19 @@ class ResolvedTable:
         }
 
     def inner_paths(self, role: Role) -> dict[str, str]:
-        """Path in the whole tree → path within its section, for sections of a role.
+        """Path in the whole tree → path within its section, for leaves of a role.
 
-        Parameters with one path, in two sections, keep what tells them apart.
+        Without scalars, such as a metric beside a model, of which no rule is asked. A
+        path that several sections have ends in a number: `kernel`, `kernel #2`.
         """
-        flat = self._flat
-        keys = parameter_keys(flat) if role == "parameter" else {}
-        for section in flat.sections:
-            if section.role == role != "parameter":
-                positions = range(section.start, section.stop)
-                keys |= {at: flat.paths[at] for at in positions}
-        return {self.paths[at]: key for at, key in keys.items()}
+        found, counts = dict[str, str](), Counter[str]()
+        for at, own in enumerate(self._roles()):
+            if own == role and self.shapes[at]:
+                path = self._flat.paths[at]
+                counts[path] += 1
+                more = f" #{counts[path]}" if counts[path] > 1 else ""
+                found[self.paths[at]] = path + more
+        return found
 
     # --------------------------------------------------------------- questions
 

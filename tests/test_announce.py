@@ -47,11 +47,19 @@ def told() -> Iterator[list[str]]:
 
 
 def train(layout_map: flm.LayoutMap) -> Any:
+    losses = nnx.metrics.Average()
+
     @flm.jit(layout_map=layout_map)
-    def step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    def update(
+        model: Model, optimizer: nnx.Optimizer, losses: nnx.Metric, x: jax.Array
+    ) -> jax.Array:
         loss, gradients = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
         optimizer.update(model, gradients)
+        losses.update(values=loss)
         return loss
+
+    def step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+        return update(model, optimizer, losses, x)
 
     return step
 
@@ -77,7 +85,7 @@ def test_a_whole_program_is_told_once(tmp_path: Path) -> None:
         optimizer = flm.create_optimizer(model, optax.adam(1e-3), layout_map=layout_map)
         train(layout_map)(model, optimizer, jnp.ones((8, 8)))
         predict(model, jnp.ones((8, 8)))
-        tree = {"net": model, "tx": optimizer}
+        tree = {"net": model, "tx": optimizer, "step": 3, "key": jax.random.key(0)}
         flm.checkpoint.save(tmp_path / "both", tree, layout_map=layout_map)
         flm.checkpoint.save(tmp_path / "model", model, layout_map=layout_map)
         flm.checkpoint.restore(tmp_path / "both", tree, layout_map=layout_map)
@@ -134,6 +142,31 @@ def test_members_of_a_tree_with_equal_paths_are_told_apart() -> None:
         layout_map.place({"reference": tree["reference"], "policy": tree["policy"]})
     (text,) = first
     assert "policy/down/kernel" in text and "reference/down/kernel" in text
+
+
+def test_members_of_a_tree_are_told_of_once_wherever_it_lies(tmp_path: Path) -> None:
+    layout_map = rules()
+    with told() as first:
+        members = flm.create(lambda: {"policy": Model(), "value": Model()}, layout_map)
+    (text,) = first
+    assert "policy/down/kernel" in text and "value/down/kernel" in text
+    policy, value = members["policy"], members["value"]
+    with told() as afterwards:
+        optimizers = {
+            name: flm.create_optimizer(model, optax.adam(1e-3), layout_map=layout_map)
+            for name, model in members.items()
+        }
+        flm.jit(lambda m, o, x: m["value"](x), layout_map=layout_map)(
+            members, optimizers, jnp.ones((8, 8))
+        )
+        flm.jit(lambda value, policy, x: policy(x) + value(x), layout_map=layout_map)(
+            value, policy, jnp.ones((8, 8))
+        )
+        tree = {"model": members, "optimizer": optimizers}
+        flm.checkpoint.save(tmp_path / "both", tree, layout_map=layout_map)
+        flm.checkpoint.restore(tmp_path / "both", tree, layout_map=layout_map)
+        layout_map.place(value)
+    assert afterwards == []
 
 
 def test_rules_that_a_checkpoint_holds_are_told_of_once(tmp_path: Path) -> None:

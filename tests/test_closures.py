@@ -72,6 +72,9 @@ def compiled_before(x: Any) -> Any:
     return REF(x)
 
 
+KERNEL_AND_BIAS = ("bias (8,)", "kernel (8,8)")
+
+
 def in_a_closure(ref: Any) -> Any:
     return lambda model, x: ref(x)
 
@@ -215,8 +218,22 @@ def test_a_state_in_a_closure(layout_map: Any) -> None:
     step = flm.jit(lambda x: x @ state["kernel"][...], layout_map=layout_map)
     with pytest.raises(flm.StructureError) as caught:
         step(X)
-    what = "state['kernel']"
-    assert str(caught.value) == message("<lambda>", "reads", f"{what} (8,8)", what)
+    assert str(caught.value) == message(
+        "<lambda>", "reads", "state/kernel (8,8)", "state"
+    )
+
+
+def test_many_modules_in_a_closure(layout_map: Any) -> None:
+    """The text stays short."""
+    nets = [make() for _ in range(6)]
+    step = flm.jit(lambda x: sum(net(x) for net in nets), layout_map=layout_map)
+    with pytest.raises(flm.StructureError) as caught:
+        step(X)
+    four = ", ".join(f"nets[{at}]/{name}" for at in (0, 1) for name in KERNEL_AND_BIAS)
+    owners = "nets[0], nets[1], nets[2], nets[3] and 2 more"
+    assert str(caught.value) == message(
+        "<lambda>", "reads", f"{four} and 8 more", owners
+    )
 
 
 def test_one_that_no_name_leads_to(layout_map: Any) -> None:

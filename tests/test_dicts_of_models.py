@@ -356,6 +356,23 @@ def test_names_of_arguments_count_for_objects_of_flax() -> None:
     assert step(alone, {"x": X}).shape == (4, 8)
 
 
+def test_a_member_that_is_passed_under_another_name() -> None:
+    names = TREES["dpo"]
+    layout_map = rules(names, strict=False)
+    models = flm.create(lambda: {n: Net(nnx.Rngs(0)) for n in names}, layout_map)
+    predict = flm.jit(lambda model, x: model(x), layout_map=layout_map)
+    with pytest.raises(flm.LayoutError) as caught:
+        predict(models["policy"], X)
+    assert str(caught.value).splitlines()[-1] == (
+        "no rule is for them in the argument 'model': if rules name what they were "
+        "made in, such as 'policy', pass them as that, {'policy': model}, or call the "
+        "argument so; if not, move them first, layout_map.place(model)"
+    )
+    as_member = flm.jit(lambda models, x: models["policy"](x), layout_map=layout_map)
+    as_member({"policy": models["policy"]}, X)
+    flm.jit(lambda policy, x: policy(x), layout_map=layout_map)(models["policy"], X)
+
+
 def test_members_that_a_jitted_function_makes() -> None:
     names = TREES["dpo"]
     layout_map = rules(names)
