@@ -157,9 +157,9 @@ class _Tries(Automaton):
     def _build(self, node: Node, start: int) -> int:
         if node[0] != "aside":
             return super()._build(node, start)
-        end = self._state()
-        self._build(node[1], start)  # it leads nowhere
-        self.free[start].append((end, ""))
+        inside, end = self._state(), self._state()
+        self._build(node[1], inside)  # it leads nowhere
+        self.free[start] += [(inside, ""), (end, "")]
         return end
 
     def _in_order(self) -> list[int]:

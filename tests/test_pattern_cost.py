@@ -225,6 +225,7 @@ def tried(node: Node, text: str) -> int:
 @example("(?:|a|)(?=a*a*x)a{2,3}", "aaaaaa")
 @example("(a|ab){1,3}(?:a??b?)?", "ababab")
 @example(".*a.*ab.*a/.*b", "aabaabb")
+@example(r"(?=\b)", "")
 def test_no_more_is_tried_than_is_counted(pattern: str, text: str) -> None:
     assume(compiles(pattern))
     try:
