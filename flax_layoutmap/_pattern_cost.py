@@ -44,7 +44,7 @@ _Groups = dict[_Group, tuple[int, list[dict[_Group, int]]]]
 
 QUICKER = (
     "write it so that the next character tells how it goes on: ([^/]+/)* in place of "
-    "(.*/)*, a{0,9} in place of (a?){9}"
+    "(.*/)*, a{0,9} in place of (a?){9}, [^/]+ in place of .*; drop .* at the ends"
 )
 
 # Without any of these there is one way to match, from each place.
