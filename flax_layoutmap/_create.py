@@ -142,8 +142,9 @@ def create_optimizer(
         wrt: for a module, which Variables are trained.
         layout_map: a map whose `optimizer` section has rules for the state (ZeRO-1).
             None: the map that laid the model out (`create`, `place`, a restore, a
-            `layout_map_scope`), if that has such rules. Pass it where that cannot be
-            known: for what a jitted function has returned, a tree or another model.
+            `layout_map_scope`), if that had such rules then. Pass it where that cannot
+            be known: for what a jitted function has returned, a deep copy, a tree or
+            another model.
 
     Returns:
         An `nnx.Optimizer` for a module; the state of `tx` for a tree.

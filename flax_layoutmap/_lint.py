@@ -158,7 +158,7 @@ def problems(
         str(issue).replace("\n", "\n  ")
         for issue in lint(resolution)
         if issue.severity in counts and issue.code not in codes
-        if issue.path is None or not spared.matching(issue.path)
+        if issue.path is None or not is_spared(resolution, issue.path, spared)
     ]
     return found + _too_much_replicated(resolution, max_replicated, spared)
 
@@ -175,6 +175,13 @@ def _ignored(ignore: str | Iterable[str]) -> tuple[set[str], Matcher]:
     return codes, Matcher(patterns, "search")
 
 
+def is_spared(resolution: Resolution, path: str, spared: Matcher) -> bool:
+    """Whether a pattern of `ignore` matches a leaf, as rules do: in any form."""
+    at = resolution._positions().get(path)
+    forms = (path,) if at is None else resolution._flat.forms(at)
+    return bool(spared.matching_forms(forms))
+
+
 def _too_much_replicated(
     resolution: Resolution, most: float, spared: Matcher
 ) -> list[str]:
@@ -185,7 +192,7 @@ def _too_much_replicated(
         group
         for group in groups(resolution, lambda row: True)
         if group.row.shard_shape in (None, resolution.shapes[group.at])
-        if not spared.matching(group.path)
+        if not is_spared(resolution, group.path, spared)
     ]
     share = sum(group.bytes for group in found) / total
     if share <= most:

@@ -78,18 +78,6 @@ def tagged_dims(
     }
 
 
-def try_tagged_dims(
-    init: Callable[[Any], Any], params: Any
-) -> dict[str, tuple[Shape, Dims | None]]:
-    """The same for a guess at the parameters; empty where `init` refuses them."""
-    try:
-        return tagged_dims(init, params)
-    except Exception as error:
-        if not _is_refusal(error):
-            raise
-        return {}
-
-
 def _dims_by_sharding(
     init: Callable[[Any], Any], shapes: Any, plain: Flat
 ) -> list[Dims | None]:
@@ -196,13 +184,13 @@ def _try_init(init: Callable[[Any], Any], params: Any, plain: Flat) -> Any:
     try:
         made = flatten(jax.eval_shape(init, params))
     except Exception as error:
-        if not _is_refusal(error):
+        if not is_refusal(error):
             raise
         return None
     return made.leaves if made.full_paths() == plain.full_paths() else None
 
 
-def _is_refusal(error: Exception) -> bool:
+def is_refusal(error: Exception) -> bool:
     """Whether `init` cannot be traced so; a true mistake failed the plain trace."""
     # JAX has no public name for ShardingTypeError, which derives from Exception.
     return isinstance(error, _REFUSALS) or type(error).__name__ == "ShardingTypeError"

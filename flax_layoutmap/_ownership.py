@@ -17,11 +17,11 @@ from flax_layoutmap._optimizer_state import (
     Owners,
     Shape,
     best_origins,
+    is_refusal,
     owner_of,
     paths_below,
     prefixes,
     tagged_dims,
-    try_tagged_dims,
 )
 from flax_layoutmap._paths import (
     Flat,
@@ -62,10 +62,10 @@ def find_origins(
         span = slice(section.start, section.stop)
         state = dict(zip(flat.paths[span], shapes[span], strict=True))
         tx_of = tx if tx is not None else getattr(section.node, "tx", None)
-        tried = itertools.chain(
-            given, _candidates(tree, section.node, flat, state, shapes, dtypes)
-        )
-        tags = {} if tx_of is None else _section_tags(section, state, tx_of, tried)
+        guesses = _candidates(tree, section.node, flat, state, shapes, dtypes)
+        tags = {}
+        if tx_of is not None:
+            tags = _section_tags(section, state, tx_of, given, guesses)
         own = groups
         if is_optimizer_with_model(section.node):  # it is about no other model
             below = f"{section.prefix}model/"
@@ -121,14 +121,30 @@ def _parameter_groups(flat: Flat, shapes: Sequence[Shape]) -> dict[str, Owners]:
 
 
 def _section_tags(
-    section: Section, state: Mapping[str, Shape], tx: Any, tried: Iterable[Any]
+    section: Section,
+    state: Mapping[str, Shape],
+    tx: Any,
+    given: Sequence[Any],
+    guesses: Iterable[Any],
 ) -> Mapping[str, Any]:
-    """Traces the optimizer of one section over the parameters that fit its state."""
+    """Traces the optimizer of one section over the parameters that fit its state.
+
+    It may refuse guesses; if it refuses what was given as well, that error is raised.
+    """
     if is_train_state(section.node):
         return tagged_dims(tx.init, section.node.params)
     best: Mapping[str, Any] = {}
-    for params in tried:
-        tags = try_tagged_dims(tx.init, params)
+    refusals: list[Exception] = []
+    tried = 0
+    for params in itertools.chain(given, guesses):
+        tried += 1
+        try:
+            tags = tagged_dims(tx.init, params)
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            refusals.append(error)
+            continue
         for own in _parts_at(section.prefix, tags):
             for prefix in ("opt_state/", ""):
                 fits = all(
@@ -138,6 +154,9 @@ def _section_tags(
                     best = own
         if len(best) >= len(state) - 1:  # an nnx.Optimizer adds its `step`
             break
+    if given and len(refusals) == tried:
+        refusals[0].add_note("raised by tx.init, traced over what was given as params=")
+        raise refusals[0]
     return best
 
 

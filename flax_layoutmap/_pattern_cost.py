@@ -31,10 +31,20 @@ LONGEST_PATTERN = 2_000
 # Those that take no more need not be counted to the last one.
 _FEW_STEPS = MOST_STEPS // 100
 _MOST_CHOICES = 100_000
+# States that are counted as one group, and groups.
+_MOST_BEGUN = 4
+_MOST_GROUPS = 500
+
+# Characters, as bits, and the states behind one of them: how often each.
+_Kind = tuple[int, dict[int, int]]
+# States that read the same characters; how often a character is tried there, and for
+# each kind of it the groups behind it: how often each.
+_Group = tuple[int, ...]
+_Groups = dict[_Group, tuple[int, list[dict[_Group, int]]]]
 
 QUICKER = (
     "write it so that the next character tells how it goes on: ([^/]+/)* in place of "
-    "(.*/)*, a{0,9} in place of (a?){9}"
+    "(.*/)*, a{0,9} in place of (a?){9}, [^/]+ in place of .*; drop .* at the ends"
 )
 
 # Without any of these there is one way to match, from each place.
@@ -115,7 +125,7 @@ class _Tries(Automaton):
     Attributes:
         turns: whether something can be repeated without reading a character.
         after: state behind a character → how often the next one is tried, and for each
-            kind of it the states behind that: how often each.
+            kind of it, as bits, the states behind that: how often each.
     """
 
     most_states = 4_000
@@ -125,7 +135,7 @@ class _Tries(Automaton):
         super().__init__(node, "fullmatch")
         order = self._in_order()
         self.turns = len(order) < len(self.free)
-        self.after: dict[int, tuple[int, list[dict[int, int]]]] = {}
+        self.after: dict[int, tuple[int, list[_Kind]]] = {}
         if self.turns:
             return
         places = {self.first, *(step[1] for step in self.steps if step is not None)}
@@ -147,9 +157,9 @@ class _Tries(Automaton):
     def _build(self, node: Node, start: int) -> int:
         if node[0] != "aside":
             return super()._build(node, start)
-        end = self._state()
-        self._build(node[1], start)  # it leads nowhere
-        self.free[start].append((end, ""))
+        inside, end = self._state(), self._state()
+        self._build(node[1], inside)  # it leads nowhere
+        self.free[start] += [(inside, ""), (end, "")]
         return end
 
     def _in_order(self) -> list[int]:
@@ -167,14 +177,15 @@ class _Tries(Automaton):
                     order.append(state)
         return order
 
-    def _kinds(self, ways: dict[int, int]) -> Iterator[dict[int, int]]:
+    def _kinds(self, ways: dict[int, int]) -> Iterator[_Kind]:
         """For each kind of character: the states behind it, and how often each."""
         steps = [(self.steps[state] or (0, 0), count) for state, count in ways.items()]
         kinds = {ANY}
         for mask in {mask for (mask, _), _ in steps}:
             kinds = {part for own in kinds for part in (own & mask, own & ~mask)} - {0}
         for kind in kinds:
-            yield {after: count for (mask, after), count in steps if mask & kind}
+            own = [(after, count) for (mask, after), count in steps if mask & kind]
+            yield kind, dict(own)
 
     def doubles(self) -> bool:
         """Whether a character can lead from a place back to it in several ways."""
@@ -182,7 +193,7 @@ class _Tries(Automaton):
         return any(
             sum(count for after, count in kind.items() if reach[after] >> place & 1) > 1
             for place, (_, kinds) in self.after.items()
-            for kind in kinds
+            for _, kind in kinds
         )
 
     def _reach(self) -> dict[int, int]:
@@ -193,7 +204,7 @@ class _Tries(Automaton):
             changed = False
             for place in sorted(reach, reverse=True):
                 found = reach[place]
-                for kind in self.after[place][1]:
+                for _, kind in self.after[place][1]:
                     for after in kind:
                         found |= reach[after]
                 changed = changed or found != reach[place]
@@ -202,21 +213,84 @@ class _Tries(Automaton):
 
     def most_steps(self, length: int = USUAL_PATH) -> int:
         """The steps on a path of this length, at most; it stops at too many."""
+        alone = {
+            (place,): (tried, [_alone(counts) for _, counts in kinds])
+            for place, (tried, kinds) in self.after.items()
+        }
+        steps = self._most_steps(alone, length)
+        if steps <= _FEW_STEPS:
+            return steps
+        return self._most_steps(self._groups(), length)
+
+    def _most_steps(self, groups: _Groups, length: int) -> int:
         total = 0
-        worst = dict.fromkeys(self.after, 0)
+        worst = dict.fromkeys(groups, 0)
         for _ in range(length + 1):  # so many characters are left to read
             worst = {
-                place: tried
+                group: tried
                 + max(
-                    (
-                        sum(count * worst[after] for after, count in kind.items())
-                        for kind in kinds
-                    ),
+                    (sum(n * worst[to] for to, n in kind.items()) for kind in kinds),
                     default=0,
                 )
-                for place, (tried, kinds) in self.after.items()
+                for group, (tried, kinds) in groups.items()
             }
-            total += worst[self.first]
+            total += worst[self.first,]
             if total > MOST_STEPS:
                 break
         return total
+
+    def _groups(self) -> _Groups:
+        """As `after`, of groups of states that read the same characters.
+
+        In `.*encoder.*layers` the first `.*` goes on while a word is read behind it.
+        Alone, each state would be given the character that is worst for it, as if a
+        word could begin and end at every place. So `.*` and the words begun behind it
+        are one group, up to the next repetition.
+        """
+        groups: _Groups = {}
+        waiting: list[_Group] = [(self.first,)]
+        while waiting:
+            group = waiting.pop()
+            if group in groups:
+                continue
+            joint: list[_Kind] = [(ANY, {})]
+            for place in group:
+                joint = [
+                    (mask & own, _added(counts, kind))
+                    for mask, counts in joint
+                    for own, kind in self.after[place][1]
+                    if mask & own
+                ]
+            full = len(groups) > _MOST_GROUPS
+            kinds = [self._grouped(group[0], counts, full) for _, counts in joint]
+            groups[group] = sum(self.after[place][0] for place in group), kinds
+            waiting.extend(other for kind in kinds for other in kind)
+        return groups
+
+    def _grouped(
+        self, head: int, counts: dict[int, int], full: bool
+    ) -> dict[_Group, int]:
+        """Groups a repetition that goes on with what is begun; others are alone."""
+        alone = _alone(counts)
+        if full or counts.get(head) != 1:
+            return alone
+        begun = [
+            at for at, count in counts.items() if count == 1 and not self._loops(at)
+        ]
+        if not 0 < len(begun) <= _MOST_BEGUN:
+            return alone
+        for at in (head, *begun):
+            del alone[at,]
+        return {**alone, (head, *sorted(begun)): 1}
+
+    def _loops(self, place: int) -> bool:
+        return any(place in kind for _, kind in self.after[place][1])
+
+
+def _alone(counts: dict[int, int]) -> dict[_Group, int]:
+    """Each state as a group of its own."""
+    return {(place,): count for place, count in counts.items()}
+
+
+def _added(first: dict[int, int], second: dict[int, int]) -> dict[int, int]:
+    return first | {at: count + first.get(at, 0) for at, count in second.items()}

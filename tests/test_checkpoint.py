@@ -1116,6 +1116,32 @@ def test_places_where_nothing_can_be_written(
         flm.checkpoint.save(tmp_path / "a" / "b", {"w": jnp.ones(8)})
 
 
+@pytest.mark.parametrize("name", ["[red]x", "run?", "a*b"])
+def test_names_that_are_patterns_of_glob(tmp_path: Path, name: str) -> None:
+    """Orbax saves there without a word what cannot be read back."""
+    place = tmp_path / name / "weights"
+    plain = tmp_path / {"[red]x": "_red_x", "run?": "run_", "a*b": "a_b"}[name]
+    tree = {"w": jnp.ones(8)}
+    with refused(f"cannot save to {place}", "Orbax", f"'{plain / 'weights'}'"):
+        flm.checkpoint.save(place, tree)
+    with refused(f"cannot save to {place}", "Orbax", f"'{plain / 'weights'}'"):
+        flm.checkpoint.Checkpointer(place)
+    flm.checkpoint.save(plain / "weights", tree)
+    with refused(f"cannot write to {place}", "Orbax"):
+        flm.checkpoint.reshard(plain / "weights", place, layout_map=plain_rules())
+    assert os.listdir(tmp_path) == [plain.name]  # nothing was written
+    # What is moved there is read; of safetensors all is right.
+    plain.rename(tmp_path / name)
+    assert flm.checkpoint.restore(place, layout_map=plain_rules())["w"].all()
+    (tmp_path / "link").symlink_to(place)
+    with refused("cannot save to", "Orbax"):  # it is replaced where it lies
+        flm.checkpoint.save(tmp_path / "link", tree, overwrite=True)
+    file = place.parent / "w.safetensors"
+    flm.checkpoint.save_safetensors(file, tree)
+    restored = flm.checkpoint.restore_safetensors(file, layout_map=plain_rules())
+    assert restored["w"].all()
+
+
 def test_a_failed_overwrite_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

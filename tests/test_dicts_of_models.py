@@ -221,6 +221,30 @@ def test_a_model_from_birth_to_a_checkpoint(
         tmp_path / "ours", layout_map=layout_map, include="^up/"
     )
     assert set(lies(within)) == {f"{first}/up/kernel", f"{second}/up/kernel"}
+    dtype = {f"^{first}/up/": "float16", "^up/": "bfloat16"}
+    for target in (None, models):
+        found = flm.checkpoint.restore(
+            tmp_path / "ours", target, layout_map=layout_map, dtype=dtype
+        )
+        kernels = (
+            [found[name]["up"]["kernel"] for name in names]
+            if target is None
+            else [found[name].up.kernel for name in names]
+        )
+        assert [kernel.dtype.name for kernel in kernels] == ["float16", "bfloat16"]
+
+
+def test_leaves_to_ignore_are_named_in_any_form(names: tuple[str, str]) -> None:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["down/kernel"] = (None, "model")
+    resolution = layout_map.resolve(make(names))
+    with pytest.raises(flm.ResolveError):
+        flm.check(resolution, level="warning")
+    for ignore in (["^up/kernel"], [f"^{name}/up/kernel" for name in names]):
+        flm.check(resolution, level="warning", ignore=ignore)
+        flm.testing.assert_covers(
+            make(names), layout_map, ["data=2,model=4"], ignore=ignore
+        )
 
 
 def test_all_members_and_their_optimizers_from_one_create(

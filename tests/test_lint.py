@@ -256,7 +256,8 @@ CASES: dict[str, Case] = {
         "long to try: a repetition in it can read one text in several ways, so that "
         "each further character doubles the time\n"
         "  fix: write it so that the next character tells how it goes on: ([^/]+/)* in "
-        "place of (.*/)*, a{0,9} in place of (a?){9}",
+        "place of (.*/)*, a{0,9} in place of (a?){9}, [^/]+ in place of .*; drop .* at "
+        "the ends",
         lambda: alone([(r"(\w+/)+kernel", (None, "model"))]),
     ),
     "LM101": Case(

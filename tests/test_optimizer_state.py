@@ -529,6 +529,25 @@ def test_a_transformation_that_knows_the_type_of_its_tree() -> None:
     assert row.layout.dims(2) == ((), ("data",))
 
 
+@pytest.mark.parametrize("error", [KeyError, ValueError, RuntimeError])
+def test_the_error_of_an_init_is_raised(error: type[Exception]) -> None:
+    """Not hidden behind "unknown optimizer state": the mistake is the user's."""
+
+    def init(params: Any) -> Any:
+        raise error("no head")
+
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), strict=False)
+    params = {"w": jnp.zeros((8, 8))}
+    state = optax.adam(1e-3).init(params)
+    for given in (params, {"params": params}):
+        with pytest.raises(error, match="no head") as caught:
+            layout_map.resolve(state, params=given, tx=tx)
+        if error is not RuntimeError:  # which no guess at the parameters explains
+            note = caught.value.__notes__[-1]
+            assert "tx.init, traced over what was given as params=" in note
+
+
 def test_a_tree_that_is_one_parameter(layout_map: flm.LayoutMap) -> None:
     layout_map = flm.LayoutMap(layout_map.device_mesh)
     layout_map[".*"] = ("data", "model")

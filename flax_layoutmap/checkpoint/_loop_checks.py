@@ -7,7 +7,7 @@ from typing import Any
 from flax_layoutmap._errors import CheckpointError
 from flax_layoutmap._flatten import flatten
 from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of
-from flax_layoutmap.checkpoint._places import METADATA_FILE, is_url
+from flax_layoutmap.checkpoint._places import METADATA_FILE, cannot_name, is_url
 
 
 def check_numbers(every: Any, keep: Any, keep_every: Any) -> None:
@@ -36,6 +36,9 @@ def _is_count(value: Any) -> bool:
 
 def check_directory(directory: str) -> None:
     """Raises CheckpointError where no steps can be."""
+    unnamed = cannot_name(directory)
+    if unnamed:
+        raise CheckpointError(f"cannot save to {directory}: {unnamed}")
     if is_url(directory):
         return
     if os.path.lexists(directory) and not os.path.isdir(directory):

@@ -11,7 +11,7 @@ from flax_layoutmap._errors import CheckpointError, did_you_mean
 from flax_layoutmap._paths import Flat
 from flax_layoutmap.checkpoint._leaves import fits_jax, is_floating
 from flax_layoutmap.checkpoint._rename import Rename, checked_rename
-from flax_layoutmap.checkpoint._selection import Selection
+from flax_layoutmap.checkpoint._selection import Selection, forms_of_parameters
 
 Missing = Literal["error", "keep", "init"]
 Unexpected = Literal["error", "ignore"]
@@ -24,14 +24,16 @@ class Dtypes:
     Attributes:
         rules: pairs of a pattern, searched in the path, and a dtype, `"target"` or
             None for the stored one; the first that is found counts.
+        forms: of parameters, the forms of the path: it is searched in each.
     """
 
     rules: tuple[tuple[re.Pattern[str], Any], ...]
+    forms: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def of(self, path: str) -> Any:
         """A dtype, `"target"`, or None: as it is stored."""
         for pattern, dtype in self.rules:
-            if pattern.search(path):
+            if any(map(pattern.search, self.forms.get(path, (path,)))):
                 return dtype
         return None
 
@@ -56,7 +58,12 @@ class Options:
 
     def among(self, flat: Flat) -> "Options":
         """The same, for the leaves of a tree."""
-        return dataclasses.replace(self, selection=self.selection.among(flat))
+        forms = {**self.dtypes.forms, **forms_of_parameters(flat)}
+        return dataclasses.replace(
+            self,
+            selection=self.selection.among(flat),
+            dtypes=dataclasses.replace(self.dtypes, forms=forms),
+        )
 
 
 def checked_options(

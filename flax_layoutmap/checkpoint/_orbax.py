@@ -23,6 +23,7 @@ from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,
     NEW,
     OLD,
+    cannot_name,
     check_place,
     is_url,
 )
@@ -54,9 +55,9 @@ TURN = threading.RLock()
 def cannot_write(path: str, overwrite: bool) -> str | None:
     """Why nothing can be written to a path, or None."""
     if is_url(path):
-        return None
+        return cannot_name(path)
     if not os.path.lexists(path):
-        return _no_place(Path(path).parent)
+        return cannot_name(path) or _no_place(Path(path).parent)
     if not overwrite:
         return "the path exists; save to another one, or pass overwrite=True"
     if not os.path.isfile(os.path.join(path, METADATA_FILE)):
@@ -64,7 +65,7 @@ def cannot_write(path: str, overwrite: bool) -> str | None:
             "the path exists and is no checkpoint, so overwrite=True does not replace "
             "it; remove it yourself, or save to another path"
         )
-    return None
+    return cannot_name(os.path.realpath(path))  # see `write`
 
 
 def _no_place(parent: Path) -> str | None:

@@ -124,6 +124,21 @@ def is_safetensors(path: str) -> bool:
     return path.endswith((".safetensors", ".safetensors.index.json"))
 
 
+def cannot_name(path: str) -> str | None:
+    """Why nothing is to be saved to a path of this name, or None.
+
+    Orbax looks with `glob` for what it has just written. Where the path itself is a
+    pattern, it finds nothing, or what another save has written.
+    """
+    if glob.escape(path) == path:
+        return None
+    plain = re.sub(r"[][*?]", "_", path)
+    return (
+        "the path has a character of '*', '?' and '[', by which Orbax would not find "
+        f"what it has written; save to a path without them, such as {plain!r}"
+    )
+
+
 def check_place(path: str) -> None:
     """Says in plain words what is wrong with a path, where that can be seen."""
     place = Path(path)

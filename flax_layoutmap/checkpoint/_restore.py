@@ -91,8 +91,8 @@ def restore(
             the checkpoint, before anything else. Of each path, the first expression
             that is found in it counts.
         dtype: a floating-point dtype for all floating-point arrays that are read, or
-            `"target"` for the target's, or pairs of a regular expression and one of
-            these. No other numbers are ever converted.
+            `"target"` for the target's, or pairs of a regular expression, searched as
+            `include` is, and one of these. No other numbers are ever converted.
         missing: what to do about leaves that only the target has: `"error"`, `"keep"`
             its values, where they are, or `"init"`: make them, with the function that
             the target is.

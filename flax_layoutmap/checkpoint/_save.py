@@ -42,7 +42,8 @@ def save(
     arrays, process 0 writes its own. Threads of a process take turns.
 
     Args:
-        path: a directory that does not exist yet; a relative one is made absolute.
+        path: a directory that does not exist yet, without `*`, `?` and `[` in its path;
+            a relative one is made absolute.
         tree: NNX modules, an `nnx.Optimizer`, `nnx.State`s, Linen variables,
             TrainStates, optax states, arrays, Python numbers and strings, in any tree.
         layout_map: the rules to write into the metadata; they are resolved against the

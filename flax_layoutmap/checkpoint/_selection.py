@@ -27,11 +27,7 @@ class Selection:
     def among(self, flat: Flat) -> "Selection":
         """The same for the leaves of a tree, whose paths have forms."""
         known = copy.copy(self)
-        full, known._forms = flat.full_paths(), dict(self._forms)
-        for section in flat.sections:
-            if section.role == "parameter" and section.prefix:
-                for at in range(section.start, section.stop):
-                    known._forms[full[at]] = section.forms(flat.paths[at])
+        known._forms = self._forms | forms_of_parameters(flat)
         return known
 
     @property
@@ -57,6 +53,17 @@ class Selection:
             for pattern in self._include or ()
             if not any(self._finds(pattern, path) for path in paths)
         ]
+
+
+def forms_of_parameters(flat: Flat) -> dict[str, tuple[str, ...]]:
+    """The path of each parameter below a prefix → its forms, as rules see them."""
+    full = flat.full_paths()
+    return {
+        full[at]: section.forms(flat.paths[at])
+        for section in flat.sections
+        if section.role == "parameter" and section.prefix
+        for at in range(section.start, section.stop)
+    }
 
 
 def _patterns(name: str, given: Any) -> list[re.Pattern[str]] | None:

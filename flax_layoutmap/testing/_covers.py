@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError, ResolveError, bullet_list
-from flax_layoutmap._lint import lint, problems
+from flax_layoutmap._lint import is_spared, lint, problems
 from flax_layoutmap._lint_groups import NUMBER, groups, suggested
 from flax_layoutmap._mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolution import Resolution
@@ -127,7 +127,7 @@ def _left_to_chance(resolution: Resolution, ignore: list[str]) -> Iterator[str]:
         if (
             len(shape) > 1
             and group.path not in told
-            and not spared.matching(group.path)
+            and not is_spared(resolution, group.path, spared)
         ):
             fix = suggested(resolution, group.path, shape)
             yield f"{group.named(resolution)}: matched by no rule\n    fix: {fix}"
