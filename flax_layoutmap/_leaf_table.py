@@ -156,13 +156,15 @@ def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
     Neighbours that begin alike up to their last index share a heading; so do those
     whose paths are too long for the width.
     """
-    starts = [fold.text[: fold.head] for fold in folds]
+    ends = [fold.head for fold in folds]
+    starts = [fold.text[:end] for fold, end in zip(folds, ends, strict=True)]
     kept = []
-    for at, fold in enumerate(folds):
-        beside = starts[max(at - 1, 0) : at] + starts[at + 1 : at + 2]
-        head = fold.head if starts[at] in beside else 0
+    for fold, start, before, after in zip(
+        folds, starts, [None, *starts], [*starts[1:], None], strict=False
+    ):
+        head = len(start) if start in (before, after) else 0
         if not head and len(path_cell(fold)) > width:
-            head = fold.head
+            head = len(start)
         kept.append(_longer(fold, head, width))
     heads = [fold.text[:head] for fold, head in zip(folds, kept, strict=True)]
     _adopt(heads, folds)
@@ -171,7 +173,7 @@ def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
         head, many = heads[at], len(fold.members)
         if not head:
             cells.append(path_cell(fold))
-        elif many > 1 and len(head) >= fold.head:
+        elif many > 1 and len(head) >= ends[at]:
             heads[at] = f"{head} ×{many}"
             cells.append(f"  {fold.text[len(head) :]}")
         else:

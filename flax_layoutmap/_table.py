@@ -199,12 +199,11 @@ def cut_path(path: str, width: int) -> str:
     if text_width(path) <= width:
         return path
     width = _characters(path, width)
-    first, *parts = path.split("/")
-    for start, fewest in ((f"{first}/…", 2), ("…", 1)):
-        for at in range(1, len(parts) - fewest + 1):
-            short = "/".join([start, *parts[at:]])
-            if len(short) <= width:
-                return short
+    first = path.find("/") + 1
+    for start, fewest in ((f"{path[:first]}…", 2), ("…", 1)):
+        at = path.find("/", max(first, len(path) + len(start) - width))
+        if at >= 0 and path.count("/", at) >= fewest:
+            return f"{start}{path[at:]}"
     return f"…{path[max(len(path) - width + 1, 0) :]}"
 
 
