@@ -33,6 +33,13 @@ import flax_layoutmap as flm  # noqa: E402
 
 # Leaves → seconds that the report may take.
 TARGETS = {3000: 0.3, 300_000: 2.0}
+# The rows that this is asked of.
+TEXTS = (
+    "`report()`",
+    "`report(width=80)`",
+    "`report(fold=False)`",
+    "`report(fold=False, width=80)`",
+)
 KERNELS = ("query", "key", "value", "out", "gate", "up", "down")
 
 
@@ -80,6 +87,9 @@ def calls(leaves: int, folder: Path) -> tuple[int, dict[str, Callable[[], object
         "`report()`": lambda: resolution.report(),
         "`report(width=80)`": lambda: resolution.report(width=80),
         "`report(fold=False)`": lambda: resolution.report(fold=False),
+        "`report(fold=False, width=80)`": lambda: resolution.report(
+            fold=False, width=80
+        ),
         '`report("markdown")`': lambda: resolution.report("markdown"),
         '`report("json")`': lambda: resolution.report("json"),
         "rich, 100 columns, in colour": show,
@@ -128,12 +138,13 @@ def main() -> int:
     for wanted, allowed in TARGETS.items():
         near = [leaves for leaves in columns if 0.95 < leaves / wanted < 1.05]
         for leaves in near:
-            names = ("`report()`", "`report(width=80)`")
-            seconds = max(columns[leaves][name] for name in names)
+            slowest = max(TEXTS, key=columns[leaves].__getitem__)
+            seconds = columns[leaves][slowest]
             missed = missed or seconds > allowed
             print(
                 f"\n- {'FAIL' if seconds > allowed else 'PASS'}: the report of "
-                f"{leaves:,} leaves takes {seconds:.3f} s of {allowed} s allowed"
+                f"{leaves:,} leaves takes up to {seconds:.3f} s ({slowest}) of "
+                f"{allowed} s allowed"
             )
     return int(missed)
 

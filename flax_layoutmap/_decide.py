@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +31,17 @@ class OwnerLayout:
     key: str = ""  # among all parameters of the tree
 
 
+class _Laid(NamedTuple):
+    """A layout on a leaf of some shape; texts go on after whose layout it is."""
+
+    dims: tuple[tuple[str, ...], ...] = ()
+    spec: PartitionSpec = PartitionSpec()
+    mesh: DeviceMesh | None = None
+    shard_shape: Shape | None = None
+    fallback: str | None = None
+    problem: str | None = None
+
+
 class Decider:
     """Decides leaf after leaf; asks each question once."""
 
@@ -48,6 +59,7 @@ class Decider:
         self.sizes = {} if self.mesh is None else self.mesh.axis_sizes
         self.matcher = matcher
         self.made: dict[Any, Decision] = {}
+        self.laid: dict[tuple[TensorLayout, Shape], _Laid] = {}
         self.troubled = False
 
     def by_rules(self, skip: Sequence[Any] | None = None) -> list[Any]:
@@ -107,11 +119,14 @@ class Decider:
             prefixes: what leads to the section, plain and folded.
             at: position of the leaf.
         """
-        own, shape = forms(prefixes[0], self.flat.paths[at]), self.shapes[at]
-        sure, maybe = self.matcher.fold_forms(forms(prefixes[1], question[0]))
+        (path, shape), matcher = question, self.matcher
+        folded = forms(prefixes[1], path)
+        sure, maybe = matcher.fold_forms(folded)
         if maybe:
-            return self.decide(own, self.matcher.refine_forms(own, sure, maybe), shape)
-        row = known[question] = self.decide(own, sure, shape)
+            own = forms(prefixes[0], self.flat.paths[at])
+            return self.decide(own, matcher.refine_forms(own, sure, maybe), shape)
+        # A path that folds to a key is that key.
+        row = known[question] = self.decide(folded, sure, shape)
         return row
 
     def by_origins(
@@ -152,14 +167,14 @@ class Decider:
         """The decision for a leaf of this shape that these rules match.
 
         Args:
-            own: the forms of its path.
+            own: the forms of its path, or what they fold to.
             matched: positions of the rules.
             shape: its shape.
         """
         rules = self.rules.rules
         if len(matched) > 1:
             alone = _exact_alone(rules, matched, own)
-            if fits(rules[alone[0]].layout, len(shape)):
+            if len(alone) == 1 and fits(rules[alone[0]].layout, len(shape)):
                 matched = alone
         exact = len(matched) == 1 and rules[matched[0]].pattern in own
         key = (matched, shape, exact)
@@ -190,59 +205,79 @@ class Decider:
             listed = f"rules with different layouts match it: {_listed(rules, fitting)}"
             return self.trouble(f"{listed}; {_CONFLICT_FIX}", shape, fitting)
         reason: Reason = "exact key" if exact else "rule"
-        name = f"rule {_named(rules, winner)}"
         layout = rules[winner].layout
-        return self.lay(layout, shape, name, reason, rule=winner, matched=fitting)
+        return self.lay(layout, shape, None, reason, rule=winner, matched=fitting)
 
     def lay(
-        self, layout: TensorLayout, shape: Shape, name: str, reason: Reason, **more: Any
+        self,
+        layout: TensorLayout,
+        shape: Shape,
+        name: str | None,
+        reason: Reason,
+        **more: Any,
     ) -> Decision:
         """Lays a leaf out, or says why that is impossible.
 
         Args:
             layout: the layout wanted.
             shape: shape of the leaf.
-            name: whose layout it is, for messages.
+            name: whose layout it is, for messages; None where it is that of a rule.
             reason: the reason of the Decision.
             **more: other fields of the Decision.
         """
-        mesh, matched = self.mesh or layout.device_mesh, more.get("matched", ())
-        own = layout.device_mesh
+        matched = more.get("matched", ())
+        key = layout, shape
+        laid = self.laid.get(key)
+        if laid is None:
+            laid = self.laid[key] = self._lay(layout, shape)
+        if name is None and (laid.problem or laid.fallback):
+            name = f"rule {_named(self.rules.rules, more['rule'])}"
+        if laid.problem:
+            return self.trouble(f"{name}{laid.problem}", shape, matched)
+        if laid.fallback:
+            more["fallback"] = f"{name}{laid.fallback}"
+        return Decision(
+            laid.dims,
+            laid.spec,
+            laid.mesh,
+            laid.shard_shape,
+            reason,
+            memory_kind=layout.memory_kind,
+            **more,
+        )
+
+    def _lay(self, layout: TensorLayout, shape: Shape) -> _Laid:
+        mesh, own = self.mesh or layout.device_mesh, layout.device_mesh
         if own is not None and mesh is not None and own != mesh:
             if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
-                problem = (
-                    f"{name} is on another mesh, {own!r}, than the rules, {mesh!r}; a "
-                    "tree lies on one mesh: leave the mesh of the layout out"
+                return _Laid(
+                    problem=f" is on another mesh, {own!r}, than the rules, {mesh!r}; "
+                    "a tree lies on one mesh: leave the mesh of the layout out"
                 )
-                return self.trouble(problem, shape, matched)
         if not fits(layout, len(shape)):
-            problem = (
-                f"{name} has {_rank(layout)} dims, the leaf has {len(shape)}; "
+            return _Laid(
+                problem=f" has {_rank(layout)} dims, the leaf has {len(shape)}; "
                 f"{_rank_fix(layout, shape)}"
             )
-            return self.trouble(problem, shape, matched)
-        dims, shard = layout.dims(len(shape)), None
-        if mesh is not None:
-            sizes = self.sizes if mesh is self.mesh else mesh.axis_sizes
-            for axis in (axis for axes in dims for axis in axes):
-                if axis not in sizes:
-                    problem = f"{name}: the mesh {str(mesh)!r} has no axis {axis!r}"
-                    return self.trouble(problem, shape, matched)
-            dims, clashes = _divisible(dims, shape, sizes)
-            if clashes and self.rules.indivisible == "error":
-                problem = f"{name}: {'; '.join(clashes)}; {_INDIVISIBLE_FIX}"
-                return self.trouble(problem, shape, matched)
-            if clashes:
-                texts = [f"{text}, so that dim is replicated" for text in clashes]
-                more["fallback"] = f"{name}: {'; '.join(texts)}"
-            shard = tuple(
-                size // math.prod(sizes[axis] for axis in axes)
-                for size, axes in zip(shape, dims, strict=True)
-            )
-        kind = layout.memory_kind
-        return Decision(
-            dims, normal_spec(dims), mesh, shard, reason, memory_kind=kind, **more
+        dims = layout.dims(len(shape))
+        if mesh is None:
+            return _Laid(dims, normal_spec(dims))
+        sizes = self.sizes if mesh is self.mesh else mesh.axis_sizes
+        for axis in (axis for axes in dims for axis in axes):
+            if axis not in sizes:
+                return _Laid(problem=f": the mesh {str(mesh)!r} has no axis {axis!r}")
+        dims, clashes = _divisible(dims, shape, sizes)
+        if clashes and self.rules.indivisible == "error":
+            return _Laid(problem=f": {'; '.join(clashes)}; {_INDIVISIBLE_FIX}")
+        fallback = None
+        if clashes:
+            texts = [f"{text}, so that dim is replicated" for text in clashes]
+            fallback = f": {'; '.join(texts)}"
+        shard = tuple(
+            size // math.prod(sizes[axis] for axis in axes)
+            for size, axes in zip(shape, dims, strict=True)
         )
+        return _Laid(dims, normal_spec(dims), mesh, shard, fallback)
 
     def replicated(
         self, reason: Reason, shape: Shape, matched: tuple[int, ...] = (), **more: Any

@@ -10,6 +10,8 @@ from typing import NamedTuple
 # more digits than the places of a list would have.
 _INDEX = re.compile(r"(?<![0-9%])(?<!%[A-F])(0|[1-9][0-9]{0,8})(?=[/_]|$)")
 
+_TO_LAST_INDEX = re.compile(".*" + _INDEX.pattern)
+
 # Names such as `w1`, `w3` or `conv2` are rarely places in a list: fewer than these
 # of them stay apart.
 _GLUED = 4
@@ -45,9 +47,8 @@ class Fold(NamedTuple):
         Up to and with the `/` after the last index that stands for several; without
         such an index, after the last index.
         """
-        end = self.varied
-        for found in () if end else _INDEX.finditer(self.text):
-            end = found.end()
+        last = None if self.varied else _TO_LAST_INDEX.match(self.text)
+        end = self.varied if last is None else last.end()
         return self.text.find("/", end) + 1 if end else 0
 
     def spell(self, relation: Relation) -> str:

@@ -1,48 +1,46 @@
 """Leaves as a table that fits a width: which columns, how long, and in what groups."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from flax_layoutmap._fold import Fold
-from flax_layoutmap._table import Grid, Line, cut_path, human_bytes
+from flax_layoutmap._table import Grid, Line, cut_path, total_width, widest
 
 # Below these widths a column says too little to be worth its place. Rules are given
 # more of it than shards, and less than it takes to repeat the beginnings of paths.
 _RULE, _SHORT_RULE, _PATH = 26, 16, 16
 
-# Two columns, one, or neither.
-_Shapes = Literal["apart", "merged", "none"]
-
 _CELL = re.compile(r"((?:  )?)(.*?)( ×\d+)?")
 _NUMBER = re.compile(r"float|uint|int|complex")
 
 
-class Row(NamedTuple):
-    """One leaf, or several that are alike, as texts.
+class Texts(NamedTuple):
+    """Columns: what is said of each leaf, or of several that are alike.
 
     Attributes:
-        fold: the path, and how many leaves it stands for.
-        shape: global shape, `(64,256)`.
-        dtype: name of the dtype, or `-`.
-        spec: `P(-, model)`.
-        rule: number and pattern of the rule, or why there is none.
-        code: the same in a few characters.
-        shard: shape of one device's part, or `-`.
-        bytes_per_device: the sum over the leaves.
-        mark: `""` or `"warning"`.
+        folds: the path, and how many leaves it stands for.
+        shapes: global shape, `(64,256)`.
+        dtypes: name of the dtype, or `-`.
+        specs: `P(-, model)`.
+        rules: number and pattern of the rule, or why there is none.
+        codes: the same in a few characters.
+        shards: shape of one device's part, or `-`.
+        bytes: the sum over the leaves, of one device.
+        marks: `""` or `"warning"`.
     """
 
-    fold: Fold
-    shape: str
-    dtype: str
-    spec: str
-    rule: str
-    code: str
-    shard: str
-    bytes_per_device: int
-    mark: str = ""
+    folds: Sequence[Fold]
+    shapes: Sequence[str]
+    dtypes: Sequence[str]
+    specs: Sequence[str]
+    rules: Sequence[str]
+    codes: Sequence[str]
+    shards: Sequence[str]
+    bytes: Sequence[str]
+    marks: Sequence[str]
 
 
 def path_cell(fold: Fold, start: int = 0) -> str:
@@ -56,59 +54,100 @@ def short_dtype(dtype: str) -> str:
     return _NUMBER.sub(lambda found: found.group()[0], dtype)
 
 
-def array(row: Row) -> str:
+@functools.lru_cache(maxsize=4096)
+def array(shape: str, dtype: str) -> str:
     """`f32[64,256]`, as JAX writes it; `-` for what is no array."""
-    if row.dtype == "-":
+    if dtype == "-":
         return "-"
-    return f"{short_dtype(row.dtype)}[{row.shape.strip('()').removesuffix(',')}]"
+    return f"{short_dtype(dtype)}[{shape.strip('()').removesuffix(',')}]"
 
 
-def full(rows: Sequence[Row]) -> Grid:
+def full(texts: Texts) -> Grid:
     """All columns, each as wide as it needs."""
-    return _grid(
-        rows, [path_cell(row.fold) for row in rows], [row.rule for row in rows]
-    )
+    return _Table(texts).grid(_FULL[0])
 
 
-def fitted(rows: Sequence[Row], width: int) -> Grid:
+def fitted(texts: Texts, width: int) -> Grid:
     """As much as fits: the first of these that does.
 
     Everything; long rules cut; shape and dtype as one; no shards; the beginnings of
     paths as headings, with the rules cut or as numbers. What is cut keeps its end.
     """
-    grid = full(rows)
-    if grid.width() <= width or not rows:
-        return grid
-    paths = [path_cell(row.fold) for row in rows]
-    options: tuple[tuple[_Shapes, bool], ...] = (
-        ("apart", True),
-        ("merged", True),
-        ("merged", False),
-    )
-    for shapes, shards in options:
-        found = _cut_rules(rows, paths, width, _RULE, shapes, shards)
-        if found is not None:
-            return found
-    folds = [row.fold for row in rows]
-    heads, paths = headed(folds, width)
-    found = _cut_rules(rows, paths, width, _SHORT_RULE, "merged", False)
-    if found is None:
-        heads, found = _shortest(rows, width)
-    return with_headings(found, heads)
+    table = _Table(texts)
+    if not texts.folds or table.room(_FULL[0], width) >= 0:
+        return table.grid(_FULL[0])
+    for names in _FULL:
+        if table.cut_rules(names, width, _RULE):
+            return table.grid(names)
+    heads, paths = headed(texts.folds, width)
+    table.put("path", paths)
+    if not table.cut_rules(_FULL[-1], width, _SHORT_RULE):
+        return _shortest(table, width)
+    return with_headings(table.grid(_FULL[-1]), heads)
 
 
-def _shortest(rows: Sequence[Row], width: int) -> tuple[list[str], Grid]:
+def _shortest(table: "_Table", width: int) -> Grid:
     """Rules as numbers; where that is not enough, no shapes and dtypes either."""
-    codes = [row.code for row in rows]
-    room, shapes = 0, "merged"
-    for shapes in get_args(_Shapes)[1:]:
-        bare = _grid(rows, [""] * len(rows), codes, shapes, False)
-        room = width - bare.width() + len("path")
+    table.put("rule", table.texts.codes)
+    room, names = 0, _FULL[-1]
+    for names in _SHORTEST:
+        room = table.room(names, width, "path")
         if room >= _PATH:
             break
-    heads, paths = headed([row.fold for row in rows], max(room, _PATH))
-    paths = [cut_cell(path, max(room, _PATH)) for path in paths]
-    return heads, _grid(rows, paths, codes, shapes, False)
+    heads, paths = headed(table.texts.folds, max(room, _PATH))
+    table.put("path", [cut_cell(path, max(room, _PATH)) for path in paths])
+    return with_headings(table.grid(names), heads)
+
+
+# The columns of a table, from the widest choice to the narrowest.
+_FULL = (
+    ("path", "shape", "dtype", "spec", "rule", "shard", "bytes/device"),
+    ("path", "array", "spec", "rule", "shard", "per device"),
+    ("path", "array", "spec", "rule", "per device"),
+)
+_SHORTEST = (_FULL[-1], ("path", "spec", "rule", "per device"))
+
+
+class _Table:
+    """The columns that a table may have, and how wide they are."""
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+        self.columns: dict[str, Sequence[str]] = {}
+        self.widths: dict[str, int] = {}
+        self.put("path", list(map(path_cell, texts.folds)))
+        self.put("shape", texts.shapes)
+        self.put("dtype", texts.dtypes)
+        self.put("array", list(map(array, texts.shapes, texts.dtypes)))
+        self.put("spec", texts.specs)
+        self.put("rule", texts.rules)
+        self.put("shard", texts.shards)
+        self.put("bytes/device", texts.bytes)
+        self.put("per device", texts.bytes)
+
+    def put(self, name: str, cells: Sequence[str]) -> None:
+        self.columns[name] = cells
+        self.widths[name] = widest((name, *cells))
+
+    def room(self, names: Sequence[str], width: int, column: str = "") -> int:
+        """What is left of a width for a column; below 0: too little for the others."""
+        taken = [0 if name == column else self.widths[name] for name in names]
+        return width - total_width(taken)
+
+    def cut_rules(self, names: Sequence[str], width: int, least: int) -> bool:
+        """Gives the rules the place that is left, if that is enough."""
+        rules = self.texts.rules
+        room = self.room(names, width, "rule")
+        if room < min(least, max(map(len, rules))):
+            return False
+        self.put("rule", [cut_rule(rule, room) for rule in rules])
+        return True
+
+    def grid(self, names: tuple[str, ...]) -> Grid:
+        cells = zip(*(self.columns[name] for name in names), strict=True)
+        lines = tuple(map(Line, cells, self.texts.marks))
+        right = tuple(name in ("bytes/device", "per device") for name in names)
+        return Grid(names, right, lines)
 
 
 def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
@@ -117,13 +156,15 @@ def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
     Neighbours that begin alike up to their last index share a heading; so do those
     whose paths are too long for the width.
     """
-    starts = [fold.text[: fold.head] for fold in folds]
+    ends = [fold.head for fold in folds]
+    starts = [fold.text[:end] for fold, end in zip(folds, ends, strict=True)]
     kept = []
-    for at, fold in enumerate(folds):
-        beside = starts[max(at - 1, 0) : at] + starts[at + 1 : at + 2]
-        head = fold.head if starts[at] in beside else 0
+    for fold, start, before, after in zip(
+        folds, starts, [None, *starts], [*starts[1:], None], strict=False
+    ):
+        head = len(start) if start in (before, after) else 0
         if not head and len(path_cell(fold)) > width:
-            head = fold.head
+            head = len(start)
         kept.append(_longer(fold, head, width))
     heads = [fold.text[:head] for fold, head in zip(folds, kept, strict=True)]
     _adopt(heads, folds)
@@ -132,7 +173,7 @@ def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
         head, many = heads[at], len(fold.members)
         if not head:
             cells.append(path_cell(fold))
-        elif many > 1 and len(head) >= fold.head:
+        elif many > 1 and len(head) >= ends[at]:
             heads[at] = f"{head} ×{many}"
             cells.append(f"  {fold.text[len(head) :]}")
         else:
@@ -200,48 +241,3 @@ def cut_rule(rule: str, width: int) -> str:
     if first == "follows":
         return f"follows {cut_path(rest, room)}"
     return f"{first}{space}…{rest[max(len(rest) - room + 1, 0) :]}"
-
-
-def _cut_rules(
-    rows: Sequence[Row],
-    paths: Sequence[str],
-    width: int,
-    least: int,
-    shapes: _Shapes,
-    shards: bool,
-) -> Grid | None:
-    """The table with the rules in the place that is left, if that is enough."""
-    bare = _grid(rows, paths, ["rule"] * len(rows), shapes, shards)
-    room = width - bare.width() + len("rule")
-    widest = max(len(row.rule) for row in rows)
-    if room < min(least, widest):
-        return None
-    rules = [cut_rule(row.rule, room) for row in rows]
-    return _grid(rows, paths, rules, shapes, shards)
-
-
-def _grid(
-    rows: Sequence[Row],
-    paths: Sequence[str],
-    rules: Sequence[str],
-    shapes: _Shapes = "apart",
-    shards: bool = True,
-) -> Grid:
-    columns: list[tuple[str, Sequence[str]]] = [("path", paths)]
-    if shapes == "merged":
-        columns.append(("array", [array(row) for row in rows]))
-    elif shapes == "apart":
-        columns += [
-            ("shape", [row.shape for row in rows]),
-            ("dtype", [row.dtype for row in rows]),
-        ]
-    columns += [("spec", [row.spec for row in rows]), ("rule", rules)]
-    if shards:
-        columns.append(("shard", [row.shard for row in rows]))
-    count = "bytes/device" if shapes == "apart" else "per device"
-    columns.append((count, [human_bytes(row.bytes_per_device) for row in rows]))
-    names = tuple(name for name, _ in columns)
-    right = tuple(name == count for name in names)
-    cells = zip(*(cells for _, cells in columns), strict=True)
-    lines = [Line(tuple(row), r.mark) for row, r in zip(cells, rows, strict=True)]
-    return Grid(names, right, tuple(lines))

@@ -161,10 +161,8 @@ def forms(prefix: str, path: str) -> tuple[str, ...]:
     """
     if not prefix:
         return (path,)
-    parts = prefix.split("/")[:-1]
-    below = [path] if path else []
-    longer = ("/".join([*parts[at:], *below]) for at in range(len(parts)))
-    return (*longer, path)
+    whole = prefix + path if path else prefix[:-1]
+    return (whole, *forms(prefix.partition("/")[2], path))
 
 
 @jax.tree_util.register_pytree_with_keys_class

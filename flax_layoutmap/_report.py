@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from flax_layoutmap._announce import Remark
 from flax_layoutmap._errors import LayoutError, visible
 from flax_layoutmap._fold import Fold, apart, fold, relation
-from flax_layoutmap._leaf_table import Row, fitted, full, path_cell
+from flax_layoutmap._leaf_table import Texts, fitted, full, path_cell
 from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._paths import Role
 from flax_layoutmap._records import (
@@ -302,9 +302,9 @@ def _parts(table: Table, folded: bool, width: int | None) -> tuple[Grid, list[st
     """The table, and the lines below it."""
     leaves = table.columns()
     folds = _folds(leaves, folded)
-    rows = [_row(found, leaves, table) for found in folds]
-    grid = full(rows) if width is None else fitted(rows, width)
-    lines = [*_notes(rows, grid), *_totals(table), *remarks(table, folded=folded)]
+    texts = _texts(folds, leaves, table)
+    grid = full(texts) if width is None else fitted(texts, width)
+    lines = [*_notes(texts, grid), *_totals(table), *remarks(table, folded=folded)]
     return grid, wrapped(lines, width)
 
 
@@ -335,26 +335,43 @@ def _owner_key(path: str, owner: str) -> Hashable:
     return relation(path, owner)
 
 
-def _row(found: Fold, leaves: Columns, table: Table) -> Row:
-    at, many = found.members[0], len(found.members)
-    shape, dtype, row = leaves.shapes[at], leaves.dtypes[at], leaves.rows[at]
-    if row.owner is not None and many > 1:
-        owner = found.spell(relation(leaves.paths[at], row.owner))
-        row = dataclasses.replace(row, owner=owner)
-    return Row(
-        fold=found,
-        shape="-" if dtype is None else show_shape(shape),
-        dtype="-" if dtype is None else _name(dtype),
-        spec=_spec(row, table.mesh),
-        rule=visible(because(row, table.rules, short=True)),
-        code=_code(row),
-        shard="-" if row.shard_shape is None else show_shape(row.shard_shape),
-        bytes_per_device=many * leaf_bytes(row.shard_shape or shape, dtype),
-        mark="warning" if row.reason in UNMATCHED or row.fallback else "",
+def _texts(folds: Sequence[Fold], leaves: Columns, table: Table) -> Texts:
+    if len(folds) < len(leaves.rows):
+        firsts = [found.members[0] for found in folds]
+        leaves = Columns._make([column[at] for at in firsts] for column in leaves)
+    shapes, dtypes, rows = leaves.shapes, leaves.dtypes, leaves.rows
+    counts = [len(found.members) for found in folds]
+    rows = [
+        row
+        if row.owner is None or many == 1
+        else dataclasses.replace(row, owner=found.spell(relation(path, row.owner)))
+        for found, many, path, row in zip(
+            folds, counts, leaves.paths, rows, strict=True
+        )
+    ]
+    names = {dtype: "-" if dtype is None else str(dtype) for dtype in set(dtypes)}
+    shards = [row.shard_shape for row in rows]
+    return Texts(
+        folds=folds,
+        shapes=[
+            "-" if dtype is None else show_shape(shape)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        ],
+        dtypes=[names[dtype] for dtype in dtypes],
+        specs=[_spec(row, table.mesh) for row in rows],
+        rules=[visible(because(row, table.rules, short=True)) for row in rows],
+        codes=list(map(_code, rows)),
+        shards=["-" if shard is None else show_shape(shard) for shard in shards],
+        bytes=[
+            human_bytes(many * leaf_bytes(shard or shape, dtype))
+            for many, shard, shape, dtype in zip(
+                counts, shards, shapes, dtypes, strict=True
+            )
+        ],
+        marks=[
+            "warning" if row.reason in UNMATCHED or row.fallback else "" for row in rows
+        ],
     )
-
-
-_name = functools.lru_cache(maxsize=256)(str)
 
 
 def _spec(row: Decision, mesh: DeviceMesh | None) -> str:
@@ -372,15 +389,15 @@ def _code(row: Decision) -> str:
     )
 
 
-def _notes(rows: Sequence[Row], grid: Grid) -> Iterator[str]:
+def _notes(texts: Texts, grid: Grid) -> Iterator[str]:
     """What the table does not say by itself."""
-    cells = [line.cells for line in grid.lines if line.mark != "heading"]
     at = grid.names.index("rule")
-    cut = {row.rule for row, c in zip(rows, cells, strict=True) if c[at] != row.rule}
+    cells = [line.cells[at] for line in grid.lines if line.mark != "heading"]
+    cut = {rule for rule, c in zip(texts.rules, cells, strict=True) if c != rule}
     found = [match for rule in cut if (match := _NUMBERED.fullmatch(rule))]
     for match in sorted(found, key=lambda match: (match[1], int(match[2]))):
         yield f"{match[1]}rule {match[2]}: {match[3]}"
-    many = max((len(row.fold.members) for row in rows), default=1)
+    many = max((len(fold.members) for fold in texts.folds), default=1)
     if many > 1:
         yield f"×{many}: {many} leaves that are alike, with the sum of their bytes"
 

@@ -1,6 +1,7 @@
 """Rule and RuleSet: frozen rules, patterns compiled once, the matching policies."""
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -297,17 +298,27 @@ class Matcher:
         self._tests: list[Callable[[str], Any]] = [
             getattr(rule._compiled, match) for rule in rules
         ]
-        self._others = [at for at, r in enumerate(rules) if not r.view.understood]
+        self._others = tuple(
+            at for at, rule in enumerate(rules) if not rule.view.understood
+        )
         views = [rule.view for rule in rules]
         counts = Counter(word for view in views for word in view.words)
         # A word that a path must have, or "" → positions, with the texts that it must
         # hold: the longest, and the others.
-        self._understood: dict[str, list[tuple[int, str, tuple[str, ...]]]] = {}
+        understood: dict[str, list[tuple[int, str, tuple[str, ...]]]] = {}
         for at, view in enumerate(views):
             if view.understood:
                 word = min(view.words, key=counts.__getitem__, default="")
                 first, *rest = view.texts or ("",)
-                self._understood.setdefault(word, []).append((at, first, tuple(rest)))
+                understood.setdefault(word, []).append((at, first, tuple(rest)))
+        # The same for a part of a path; for "", those that any path may match.
+        self._tried = functools.cache(
+            lambda part: [
+                test
+                for word in words_of(part) or [""]
+                for test in understood.get(word, ())
+            ]
+        )
         chunks = {chunk for view in views for chunk in view.chunks}
         for rule in rules:
             chunks |= key_chunks(rule.pattern, rule.view.chunks)
@@ -327,17 +338,17 @@ class Matcher:
         if folded in self._exact:
             return (self._exact[folded],), ()
         tests = self._tests
-        sure = [
+        sure = {
             at
-            for word in {"", *words_of(folded)} & self._understood.keys()
-            for at, first, rest in self._understood[word]
+            for part in ("", *folded.split("/"))
+            for at, first, rest in self._tried(part)
             if first in folded
             and (not rest or all(text in folded for text in rest))
             and tests[at](folded)
-        ]
+        }
         own = self._optional.get(folded)
         if own is None:
-            return tuple(sorted(sure)), tuple(self._others)
+            return tuple(sorted(sure)), self._others
         others = tuple(at for at in self._others if at != own)
         return tuple(sorted({*sure, own})), others
 

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from flax_layoutmap._errors import visible
@@ -44,33 +45,36 @@ class Grid:
     lines: tuple[Line, ...]
 
     def __post_init__(self) -> None:
-        if not all("".join(line.cells).isprintable() for line in self.lines):
+        cells = itertools.chain.from_iterable(line.cells for line in self.lines)
+        if not "".join(cells).isprintable():
             seen = (Line(tuple(map(visible, own)), mark) for own, mark in self.lines)
             object.__setattr__(self, "lines", tuple(seen))
 
+    def _columns(self) -> list[tuple[str, ...]]:
+        """Header and cells of each column, without the headings."""
+        rows = (line.cells for line in self.lines if line.mark != "heading")
+        return list(zip(self.names, *rows, strict=True))
+
     def widths(self) -> list[int]:
         """Width of each column, in cells of a terminal."""
-        rows = [self.names, *(row.cells for row in self.lines if row.mark != "heading")]
-        places = range(len(self.names))
-        return [_widest([row[at] for row in rows]) for at in places]
+        return list(map(widest, self._columns()))
 
     def width(self) -> int:
         """Width of the whole table, in cells of a terminal."""
-        widths = self.widths()
-        return sum(widths) + 2 * (len(widths) - 1)
+        return total_width(self.widths())
 
     def padded(self) -> Iterator[tuple[list[str], str]]:
         """The cells of each line, filled to the width of their columns, and its mark.
 
         The header (mark `"header"`) and a line below it (mark `"rule"`) come first.
         """
-        widths = self.widths()
-        yield _pad(self.names, widths, self.right), "header"
+        columns = self._columns()
+        widths = list(map(widest, columns))
+        filled = zip(*map(_filled, columns, widths, self.right), strict=True)
+        yield list(next(filled)), "header"
         yield ["─" * width for width in widths], "rule"
-        for line in self.lines:
-            is_heading = line.mark == "heading"
-            cells = line.cells if is_heading else _pad(line.cells, widths, self.right)
-            yield list(cells), line.mark
+        for cells, mark in self.lines:
+            yield list(cells if mark == "heading" else next(filled)), mark
 
     def text(self) -> str:
         """The table with two spaces between columns."""
@@ -139,16 +143,33 @@ def text_width(text: str) -> int:
     >>> text_width("kernel"), text_width("核")
     (6, 2)
     """
-    if text.isascii():
+    if _is_narrow(text):
         return len(text)
     from rich.cells import cell_len
 
     return cell_len(text)
 
 
-def _widest(texts: Sequence[str]) -> int:
-    plain = all(map(str.isascii, texts))
-    return max(map(len if plain else text_width, texts))
+def widest(texts: Sequence[str]) -> int:
+    """Cells of a terminal that the widest of some texts takes."""
+    return max(map(len if _is_narrow("".join(texts)) else text_width, texts))
+
+
+def total_width(widths: Collection[int]) -> int:
+    """Cells of a terminal that a table takes, from those of its columns."""
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _is_narrow(text: str) -> bool:
+    """Whether each character takes one cell; those that we add are looked at here."""
+    return text.isascii() or text.replace("…", "").replace("×", "").isascii()
+
+
+def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
+    fill = str.rjust if right else str.ljust
+    if _is_narrow("".join(texts)):
+        return map(fill, texts, itertools.repeat(width))
+    return (fill(text, width - text_width(text) + len(text)) for text in texts)
 
 
 def _characters(text: str, width: int) -> int:
@@ -178,12 +199,11 @@ def cut_path(path: str, width: int) -> str:
     if text_width(path) <= width:
         return path
     width = _characters(path, width)
-    first, *parts = path.split("/")
-    for start, fewest in ((f"{first}/…", 2), ("…", 1)):
-        for at in range(1, len(parts) - fewest + 1):
-            short = "/".join([start, *parts[at:]])
-            if len(short) <= width:
-                return short
+    first = path.find("/") + 1
+    for start, fewest in ((f"{path[:first]}…", 2), ("…", 1)):
+        at = path.find("/", max(first, len(path) + len(start) - width))
+        if at >= 0 and path.count("/", at) >= fewest:
+            return f"{start}{path[at:]}"
     return f"…{path[max(len(path) - width + 1, 0) :]}"
 
 
@@ -195,15 +215,3 @@ def _code(cell: str) -> str:
         return f"`{cell}`"
     marks = "`" * (1 + max(map(len, _TICKS.findall(cell))))
     return f"{marks} {cell} {marks}"
-
-
-def _pad(
-    cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]
-) -> list[str]:
-    if not "".join(cells).isascii():
-        wide = [text_width(cell) - len(cell) for cell in cells]
-        widths = [width - more for width, more in zip(widths, wide, strict=True)]
-    return [
-        cell.rjust(width) if flag else cell.ljust(width)
-        for cell, width, flag in zip(cells, widths, right, strict=True)
-    ]

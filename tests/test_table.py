@@ -1,4 +1,7 @@
-"""Columns of plain values as tables."""
+"""Columns of plain values as tables, and the lines below them."""
+
+import random
+import textwrap
 
 import pytest
 from rich.cells import cell_len
@@ -15,6 +18,7 @@ from flax_layoutmap._table import (
     markdown_table,
     text_table,
 )
+from flax_layoutmap._terminal import wrapped
 
 HEADER = ("name", "bytes")
 ROWS = [("a", "1"), ("long|er", "100")]
@@ -140,3 +144,23 @@ def test_a_path_is_never_cut_at_its_end(width: int, short: str) -> None:
     path = "opt_state/0/mu/layers/7/attention/query/kernel"
     found = cut_path(path, width)
     assert found == short and len(found) <= width
+
+
+def test_lines_are_wrapped_as_textwrap_wraps_them() -> None:
+    numbers = random.Random(0)
+    pieces = ("a", "bb-c/", " ", " ", "  ", "d" * 7, "e" * 30)
+    for _ in range(3000):
+        indent = " " * numbers.choice((0, 0, 2, 4, 30))
+        line = indent + "".join(numbers.choices(pieces, k=numbers.randrange(25)))
+        start = line[: len(line) - len(line.lstrip())]
+        width = numbers.randint(20, 60)
+        assert wrapped([line], width) == (
+            textwrap.wrap(
+                line,
+                width,
+                subsequent_indent=start + "  ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            or [""]
+        )
