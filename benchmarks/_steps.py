@@ -421,6 +421,17 @@ def experts_sorted() -> Step:
 
 # --------------------------------------------------------- encoders, images, series
 
+# Of Flax's own layers.
+LAYER_RULES = {
+    "embedding": ("tensor", "fsdp"),
+    "(query|key|value)/kernel": ("fsdp", "tensor", None),
+    "(query|key|value)/bias": ("tensor", None),
+    "out/kernel": ("tensor", None, "fsdp"),
+    "up/kernel": ("fsdp", "tensor"),
+    "up/bias": ("tensor",),
+    "down/kernel": ("tensor", "fsdp"),
+}
+
 
 def encoder_decoder() -> Step:
     """Linen's own layers."""
@@ -463,17 +474,8 @@ def encoder_decoder() -> Step:
         logits = model.apply({"params": params}, given, made[:, :-1])
         return cross_entropy(jnp.asarray(logits), made[:, 1:])
 
-    rules = {
-        "embedding": ("tensor", "fsdp"),
-        "(query|key|value)/kernel": ("fsdp", "tensor", None),
-        "(query|key|value)/bias": ("tensor", None),
-        "out/kernel": ("tensor", None, "fsdp"),
-        "up/kernel": ("fsdp", "tensor"),
-        "up/bias": ("tensor",),
-        "down/kernel": ("tensor", "fsdp"),
-    }
     step, args = trained(loss, params, given, made)
-    return Step(step, args, rules, BOTH)
+    return Step(step, args, LAYER_RULES, BOTH)
 
 
 def vision_transformer() -> Step:
@@ -711,16 +713,7 @@ def nnx_transformer() -> Step:
         state.update(params, gradients)
         return loss
 
-    rules = {
-        "embedding": ("tensor", "fsdp"),
-        "(query|key|value)/kernel": ("fsdp", "tensor", None),
-        "(query|key|value)/bias": ("tensor", None),
-        "out/kernel": ("tensor", None, "fsdp"),
-        "up/kernel": ("fsdp", "tensor"),
-        "up/bias": ("tensor",),
-        "down/kernel": ("tensor", "fsdp"),
-    }
-    return Step(step, (*nnx.eval_shape(make), TOKENS), rules, BOTH)
+    return Step(step, (*nnx.eval_shape(make), TOKENS), LAYER_RULES, BOTH)
 
 
 STEPS: dict[str, Callable[[], Step]] = {
