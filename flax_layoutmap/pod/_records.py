@@ -105,7 +105,8 @@ class Memory:
         padding_bytes: what the tiles of the accelerator add to them; an estimate in a
             plan.
         temporary_bytes: what the step needs besides; None where it is not known.
-        peak_bytes: the most that is in use at a time; None where it is not known.
+        peak_bytes: the most that is in use at a time, or, where the compiler was ended
+            before it made code, all that it allocates; None where neither is known.
         limit_bytes: what the compiler allows on the device; None without a topology.
         note: what the figures leave out.
     """
