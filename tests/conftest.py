@@ -1,6 +1,10 @@
 """Eight CPU devices for every test, and the meshes that most tests use."""
 
 import os
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Before JAX is imported: with an accelerator's plugin installed, a bare JAX probes for
@@ -16,6 +20,7 @@ from multiprocess import launch
 
 import flax_layoutmap as flm
 from flax_layoutmap import _compiled, _jit
+from flax_layoutmap.pod import _aot
 
 quick.set_xla_flags()
 jax.config.update("jax_num_cpu_devices", 8)
@@ -82,6 +87,42 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(_jit, "take_apart", take_apart)
     return seen
+
+
+@pytest.fixture
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """So that nothing waits for a compile of somebody else's, or leaves files there."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_temporary_folder: Path
+) -> Callable[[str], None]:
+    """Puts another program in the place of the child process of flm.pod."""
+    head = """\
+        import json, os, resource, runpy, signal, sys, threading, time
+        from pathlib import Path
+        folder = Path(sys.argv[1])
+        request = json.loads((folder / "request.json").read_text())
+        def answer(**values):
+            (folder / "result.json").write_text(json.dumps(values))
+        def written(text):
+            (folder / "program.txt").write_text(text)
+        def real():
+            runpy.run_path(CHILD, run_name="__main__")
+        """
+    real = f"CHILD = {str(_aot._CHILD)!r}\n"
+
+    def put(body: str) -> None:
+        path = tmp_path / "child.py"
+        path.write_text(real + textwrap.dedent(head) + textwrap.dedent(body))
+        monkeypatch.setattr(_aot, "_CHILD", path)
+
+    return put
 
 
 @pytest.fixture

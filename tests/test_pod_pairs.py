@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from pods import rules, struct
 
 import flax_layoutmap as flm
-from flax_layoutmap.pod._flows import flows
+from flax_layoutmap.pod._pairs import flows
 
 P = PartitionSpec
 MESH = "fsdp=4,tensor=2"
 JAX_MESH: Any = flm.DeviceMesh.abstract(MESH).jax_mesh
-X = jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
-W = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+X, W = struct(8192, 2048), struct(2048, 2048)
 
 
 def on(shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
@@ -77,7 +77,7 @@ def test_a_training_step_of_jax_jit_without_rules() -> None:
         (lambda p, x: ({"loss": x.sum()}, [{"w": moved(p["w"], x)}]), {"w": SHARDED}),
         (
             lambda p, x: {**p, "params": [moved(p["params"][0], x)], "loss": x.sum()},
-            {"params": [SHARDED], "step": jax.ShapeDtypeStruct((), jnp.int32)},
+            {"params": [SHARDED], "step": struct(dtype=jnp.int32)},
         ),
     ],
 )
@@ -115,14 +115,9 @@ def test_what_looks_like_a_result_is_no_state(step: Any, args: Any) -> None:
 # ------------------------------------------------------------------ with rules
 
 
-def rules() -> flm.LayoutMap:
-    layout_map = flm.LayoutMap(batch="fsdp")
-    layout_map["w"] = ("fsdp", "tensor")
-    return layout_map
-
-
 def plan(step: Any, *args: Any, **more: Any) -> flm.pod.PodReport:
-    return flm.pod.plan(step, *args, mesh=MESH, layout_map=rules(), **more)
+    layout_map = rules("fsdp", w=("fsdp", "tensor"))
+    return flm.pod.plan(step, *args, mesh=MESH, layout_map=layout_map, **more)
 
 
 def test_gradients_are_no_new_values() -> None:

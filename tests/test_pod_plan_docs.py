@@ -4,12 +4,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+import jax
+import pytest
+
 PAGE = (Path(__file__).parents[1] / "docs" / "pod.md").read_text("utf-8")
-PLAN = PAGE.partition("## Time")[0]
-BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PLAN, re.DOTALL)
+BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PAGE, re.DOTALL)
 _TOOK = re.compile(r"took [\d.]+ s")
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 9),
+    reason="With jax 0.8 the source of a collective is Flax's line, and the page shows "
+    "that of the model, which later versions name.",
+)
 def test_it_prints_what_is_shown() -> None:
     printed: list[str] = []
     names: dict[str, Any] = {"print": lambda text: printed.append(str(text))}

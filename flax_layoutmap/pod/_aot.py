@@ -19,14 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError, MeshError
 from flax_layoutmap._hybrid import over_slices
 from flax_layoutmap._topologies import Topology
-from flax_layoutmap.pod._hlo_frames import Frames
+from flax_layoutmap.pod._hlo_source import Frames
 
 _CHILD = Path(__file__).with_name("_child.py")
 _PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
@@ -89,8 +89,29 @@ class Compiled:
     warnings: tuple[str, ...]
 
 
+# Waits for a child, and gives what it found.
+Answer = Callable[[], Compiled]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """A lowered program, for another process with the same jaxlib.
+
+    Attributes:
+        bytecode: its module.
+        free_arguments: of each argument, whether it has no sharding of its own.
+        free_results: of each result.
+        has_manual: whether there is a shard_map in it.
+    """
+
+    bytecode: bytes
+    free_arguments: list[bool]
+    free_results: list[bool]
+    has_manual: bool = False
+
+
 def compile_for(
-    code: bytes,
+    code: Code,
     topology: Topology,
     sizes: Sequence[int],
     *,
@@ -101,7 +122,7 @@ def compile_for(
     """Compiles a lowered module for a topology, in a child process.
 
     Args:
-        code: bytecode of the module, lowered for a mesh of these sizes.
+        code: the module, lowered for a mesh of these sizes.
         topology: the slices.
         sizes: sizes of the mesh axes; the first ones go over the slices.
         timeout: seconds after which the child is ended; waiting for another compile
@@ -131,23 +152,147 @@ def compile_for(
         "exact_memory": exact_memory,
     }
     ends = time.monotonic() + timeout
-    try:
-        with tempfile.TemporaryDirectory(
-            prefix="flax_layoutmap_", ignore_cleanup_errors=True
-        ) as folder:
-            with only_one(ends, timeout):
+    compiler = _Child("the compiler", str(topology), timeout, warning, alone=True)
+    with compiler.asked(request, code, ends) as answer:
+        return answer()
+
+
+def partition_for(
+    code: Code, devices: int, *, timeout: float
+) -> contextlib.AbstractContextManager[Answer]:
+    """Partitions a lowered module by the CPU client of jaxlib, in a child process.
+
+    The child runs while the context is open, and is ended with it.
+
+    Args:
+        code: the module, lowered for a mesh of so many devices.
+        devices: how many.
+        timeout: seconds after which the child is ended.
+
+    Returns:
+        A context that gives what waits for the answer.
+
+    Raises:
+        LayoutError: the child died, hung or failed.
+    """
+    partitioner = _Child("XLA's partitioner", f"{devices:,} devices", timeout)
+    request = {"topology": None, "devices": devices}
+    return partitioner.asked(request, code, time.monotonic() + timeout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Child:
+    """A process that is asked for one program.
+
+    Attributes:
+        who: what runs in it.
+        where: what it makes the program for.
+        timeout: seconds that it has.
+        warning: what may be the matter if it fails.
+        alone: whether others of this user on this machine wait for it.
+    """
+
+    who: str
+    where: str
+    timeout: float
+    warning: str | None = None
+    alone: bool = False
+
+    @contextlib.contextmanager
+    def asked(
+        self, request: Mapping[str, Any], code: Code, ends: float
+    ) -> Iterator[Answer]:
+        """Runs the process while the context is open.
+
+        Args:
+            request: what it reads from `request.json`.
+            code: the program.
+            ends: when it is ended, by the monotonic clock.
+        """
+        own = {
+            "free_arguments": code.free_arguments,
+            "free_results": code.free_results,
+        }
+        wait = only_one(ends, self.timeout) if self.alone else contextlib.nullcontext()
+        try:
+            with (
+                tempfile.TemporaryDirectory(
+                    prefix="flax_layoutmap_", ignore_cleanup_errors=True
+                ) as folder,
+                wait,
+            ):
                 path = Path(folder)
-                (path / "module.mlirbc").write_bytes(code)
-                asked = json.dumps(request)
+                (path / "module.mlirbc").write_bytes(code.bytecode)
+                asked = json.dumps({**request, **own})
                 (path / "request.json").write_text(asked, encoding="utf-8")
-                code_of_exit, said = _run(path, ends)
-                return _understood(
-                    path, code_of_exit, said, str(topology), timeout, warning
-                )
-    except OSError as error:
-        raise LayoutError(
-            f"flm.pod.compile cannot work in the temporary folder: {error}; {_ROOM}"
-        ) from error
+                with _running(path) as child:
+                    yield lambda: self.understood(path, *_end_of(child, path, ends))
+        except OSError as error:
+            raise LayoutError(
+                f"{self.who} cannot work in the temporary folder: {error}; {_ROOM}"
+            ) from error
+
+    def understood(self, folder: Path, code: int | None, said: str) -> Compiled:
+        """What a child that ended has found; raises where it found nothing."""
+        result = folder / "result.json"
+        if not result.is_file():
+            if shutil.disk_usage(folder).free < _LEAST_SPACE:
+                said += "\nNo space left on device"
+            raise LayoutError(self.how_it_ended(code, said))
+        answer = json.loads(result.read_text(encoding="utf-8"))
+        error = answer.get("error")
+        too_large = _too_large(error or "")
+        if error is not None and _NO_SPACE.search(error):
+            raise LayoutError(f"{self.who} found no space on the disk; {_ROOM}")
+        if error is not None and too_large is None:
+            raise LayoutError(self.why_it_failed(error, answer["stage"]))
+        text = folder / "program.txt"
+        notes = [*([self.warning] if self.warning else []), *_largest(error or "")]
+        if "mesh_note" in answer:
+            notes.append(
+                "the devices are in the order of their numbers, because JAX finds no "
+                f"order along the links: {answer['mesh_note']}"
+            )
+        return Compiled(
+            text=text.read_text(encoding="utf-8") if error is None else None,
+            memory=answer.get("memory", {}),
+            too_large=too_large,
+            slice_of=tuple(answer.get("slice_of", ())),
+            seconds=float(answer.get("seconds", 0.0)),
+            rematerialised=tuple(rematerialised(said)),
+            warnings=tuple(notes),
+        )
+
+    def how_it_ended(self, code: int | None, said: str) -> str:
+        who, where = self.who, self.where
+        if code is None:
+            text = (
+                f"{who} did not finish for {where} in {self.timeout:g} seconds, and "
+                "was ended; pass a larger timeout. A model whose layers are unrolled "
+                "takes 2 to 4 times as long as a scan over them"
+            )
+        elif _NO_SPACE.search(said):
+            text = f"{who} found no space on the disk; {_ROOM}"
+        elif code < 0:
+            name = signal.Signals(-code).name
+            text = f"{who} died for {where}, by {name}"
+            if name == "SIGKILL":
+                text += " (out of memory, if nobody killed it)"
+        else:
+            text = f"{who} ended for {where}, with exit code {code}"
+        return _with_last_words(text, said, self.warning)
+
+    def why_it_failed(self, error: str, stage: str) -> str:
+        texts = {
+            "topology": "the TPU library does not make",
+            "mesh": "no mesh on",
+            "compile": "the compiler refuses the program for",
+            "memory": "no memory figures of the program for",
+            "partition": "XLA's partitioner refuses the program for",
+            "text": "no text of the program for",
+        }
+        text = f"{texts.get(stage, stage)} {self.where}: {error.strip()}"
+        return f"{text}\n  {self.warning}" if self.warning else text
 
 
 def split_over_slices(
@@ -264,8 +409,9 @@ def _environment() -> dict[str, str]:
     return kept | _ENVIRONMENT
 
 
-def _run(folder: Path, ends: float) -> tuple[int | None, str]:
-    """Runs the child; its exit code (None: it was ended here) and what it said."""
+@contextlib.contextmanager
+def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs the child, and ends it with the context."""
     with (folder / "stderr.txt").open("wb") as said:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(folder)],
@@ -276,55 +422,30 @@ def _run(folder: Path, ends: float) -> tuple[int | None, str]:
             env=_environment() | {"TMPDIR": str(folder)},
             start_new_session=True,
         )
-        try:
-            code = child.wait(max(0.0, ends - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if child.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+    try:
+        yield child
+    finally:
+        _kill(child)
+
+
+def _end_of(
+    child: "subprocess.Popen[bytes]", folder: Path, ends: float
+) -> tuple[int | None, str]:
+    """The exit code of the child (None: it was ended here) and what it said."""
+    try:
+        code = child.wait(max(0.0, ends - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        code = None
+        _kill(child)
     return code, (folder / "stderr.txt").read_text(encoding="utf-8", errors="replace")
 
 
-def _understood(
-    folder: Path,
-    code: int | None,
-    said: str,
-    topology: str,
-    timeout: float,
-    warning: str | None,
-) -> Compiled:
-    """What a child that ended has found; raises where it found nothing."""
-    result = folder / "result.json"
-    if not result.is_file():
-        if shutil.disk_usage(folder).free < _LEAST_SPACE:
-            said += "\nNo space left on device"
-        raise LayoutError(_how_it_ended(code, said, topology, timeout, warning))
-    answer = json.loads(result.read_text(encoding="utf-8"))
-    error = answer.get("error")
-    too_large = _too_large(error or "")
-    if error is not None and _NO_SPACE.search(error):
-        raise LayoutError(f"the compiler found no space on the disk; {_ROOM}")
-    if error is not None and too_large is None:
-        raise LayoutError(_why_it_failed(error, answer["stage"], topology, warning))
-    text = folder / "program.txt"
-    notes = [*([warning] if warning else []), *_largest(error or "")]
-    if "mesh_note" in answer:
-        notes.append(
-            "the devices are in the order of their numbers, because JAX finds no "
-            f"order along the links: {answer['mesh_note']}"
-        )
-    return Compiled(
-        text=text.read_text(encoding="utf-8") if error is None else None,
-        memory=answer.get("memory", {}),
-        too_large=too_large,
-        slice_of=tuple(answer.get("slice_of", ())),
-        seconds=float(answer.get("seconds", 0.0)),
-        rematerialised=tuple(rematerialised(said)),
-        warnings=tuple(notes),
-    )
+def _kill(child: "subprocess.Popen[bytes]") -> None:
+    """Ends a child that is still there, and what it has started."""
+    if child.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def rematerialised(said: str) -> list[tuple[str, str]]:
@@ -361,27 +482,6 @@ def _largest(error: str) -> list[str]:
     return lines
 
 
-def _how_it_ended(
-    code: int | None, said: str, topology: str, timeout: float, warning: str | None
-) -> str:
-    if code is None:
-        text = (
-            f"the compiler did not finish for {topology} in {timeout:g} seconds, and "
-            "was ended; pass a larger timeout. A model whose layers are unrolled takes "
-            "2 to 4 times as long as a scan over them"
-        )
-    elif _NO_SPACE.search(said):
-        text = f"the compiler found no space on the disk; {_ROOM}"
-    elif code < 0:
-        name = signal.Signals(-code).name
-        text = f"the compiler died for {topology}, by {name}"
-        if name == "SIGKILL":
-            text += " (out of memory, if nobody killed it)"
-    else:
-        text = f"the compiler ended for {topology}, with exit code {code}"
-    return _with_last_words(text, said, warning)
-
-
 def _with_last_words(text: str, said: str, warning: str | None) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     fatal = [
@@ -391,15 +491,3 @@ def _with_last_words(text: str, said: str, warning: str | None) -> str:
     if warning:
         text += f". {warning}"
     return "\n  ".join([f"{text}. Its last words:" if last else text, *last])
-
-
-def _why_it_failed(error: str, stage: str, topology: str, warning: str | None) -> str:
-    where = {
-        "topology": "the TPU library does not make",
-        "mesh": "no mesh on",
-        "compile": "the compiler refuses the program for",
-        "memory": "no memory figures of the program for",
-        "text": "no text of the program for",
-    }
-    text = f"{where.get(stage, stage)} {topology}: {error.strip()}"
-    return f"{text}\n  {warning}" if warning else text

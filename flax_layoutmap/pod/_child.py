@@ -1,12 +1,13 @@
-"""The child process of `flm.pod.compile`: one program in, the compiler's word out.
+"""The child process of `flm.pod.plan` and `compile`: one program in, XLA's word out.
 
 It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package:
-only JAX and the TPU library, which may end the process at any moment. The folder has
-`request.json` and `module.mlirbc`; what is found goes to `program.txt` and, last and
-whole, to `result.json`.
+only jaxlib or, to compile for TPUs, JAX and the TPU library, which may end the process
+at any moment. The folder has `request.json` and `module.mlirbc`; what is found goes to
+`program.txt` and, last and whole, to `result.json`.
 
-Nearly all of a compile is code generation. The compiler writes the final program and
-its buffers to files before that, so the process ends there unless the request says
+Nearly all of a compile is code generation. XLA writes its programs to files before
+that, so the process ends when the one that is wanted is there: the partitioned program
+for a plan; the final program and its buffers for `compile`, unless the request says
 `"exact_memory"`.
 """
 
@@ -19,7 +20,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _FIGURES = {
 }
 # The compiler writes these one after the other; the last one begins when the others
 # are complete.
+_PARTITIONED = ".after_spmd-partitioning."
 _PROGRAM = "after_optimizations.txt"
 _BUFFERS = "after_optimizations-buffer-assignment.txt"
 _ASSIGNED = "after_optimizations_after_buffer_assignment.txt"
@@ -55,13 +57,44 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     answer: dict[str, Any] = {"stage": "topology"}
     try:
-        _answer(folder, request, answer)
+        answered = _partition if request["topology"] is None else _compile
+        answered(folder, request, answer)
     except _FAILURES as error:
         answer["error"] = f"{type(error).__name__}: {error}"
     _end(folder, answer)
 
 
-def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> None:
+def _partition(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> None:
+    """XLA's partitioner, by the CPU client that is part of jaxlib."""
+    import numpy as np
+    from jaxlib import xla_client
+
+    answer["stage"] = "partition"
+    client = xla_client.make_cpu_client(num_devices=request["devices"])
+    devices = client.devices()
+    options = {"xla_dump_hlo_pass_re": "^spmd-partitioning$"}
+    options |= _dump_to(folder)
+    made = _options(np.arange(len(devices))[None], options, request)
+    build = made.executable_build_options
+    build.device_assignment = made.device_assignment
+    code = (folder / "module.mlirbc").read_bytes()
+    with _answering_early(folder, dict(answer), _partitioned):
+        client.compile_and_load(code, xla_client.DeviceList(tuple(devices)), made)
+    if any((folder / "dump").glob(f"*{_PARTITIONED}*")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    raise RuntimeError("XLA wrote no partitioned program")
+
+
+def _partitioned(dump: Path) -> dict[str, Any] | None:
+    """The partitioned program; None until all of it is there, the entry last."""
+    for path in dump.glob(f"*{_PARTITIONED}*"):
+        text = path.read_text(encoding="utf-8")
+        if "\nENTRY " in text and text.endswith("}\n\n"):
+            return {"text": text}
+    return None
+
+
+def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> None:
     import numpy as np
     from jax.experimental import topologies
 
@@ -76,13 +109,11 @@ def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> No
     answer["process_of"] = [device.process_index for device in flat]
     answer["stage"] = "compile"
     started = time.perf_counter()
-    dump = folder / "dump"
-    dump.mkdir()
     code = (folder / "module.mlirbc").read_bytes()
-    options = request["compiler_options"]
-    options |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
-    with _answering_early(folder, dict(answer), not request["exact_memory"]):
-        executable = _compiled(code, flat, options)
+    options = request["compiler_options"] | _dump_to(folder)
+    early = None if request["exact_memory"] else _assigned
+    with _answering_early(folder, dict(answer), early):
+        executable = _compiled(code, flat, options, request)
     answer["seconds"] = time.perf_counter() - started
     answer["stage"] = "memory"
     stats = executable.get_compiled_memory_stats()
@@ -92,42 +123,75 @@ def _answer(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> No
         if hasattr(stats, name)
     }
     answer["stage"] = "text"
-    _write(folder / "program.txt", _dumped(dump, _PROGRAM, "}\n\n"))
+    text = _dumped(folder / "dump", _PROGRAM, "}\n\n")
+    _write(folder / "program.txt", text)
     answer["stage"] = "done"
 
 
+def _dump_to(folder: Path) -> dict[str, Any]:
+    """Options of XLA that make it write its programs."""
+    dump = folder / "dump"
+    dump.mkdir()
+    return {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
+
+
 @contextlib.contextmanager
-def _answering_early(folder: Path, answer: dict[str, Any], wanted: bool) -> Any:
-    """Answers, and ends the process, while the block is still making code."""
+def _answering_early(
+    folder: Path,
+    answer: dict[str, Any],
+    found: Callable[[Path], dict[str, Any] | None] | None,
+) -> Any:
+    """Answers, and ends the process, while the block is still making code.
+
+    Args:
+        folder: where the answer goes.
+        answer: the answer so far.
+        found: looks into the folder of dumps: the program as `"text"`, and more for the
+            answer; None until it is there. None instead of it waits for the block.
+    """
     is_compiled = threading.Event()
-    given = [folder, answer, is_compiled]
+    given = [folder, answer, found, is_compiled]
     early = threading.Thread(target=_answer_early, args=given, daemon=True)
-    if wanted:
+    if found is not None:
         early.start()
     try:
         yield
     finally:
         is_compiled.set()
-        if wanted:
+        if found is not None:
             early.join()
 
 
 def _answer_early(
-    folder: Path, answer: dict[str, Any], is_compiled: threading.Event
+    folder: Path,
+    answer: dict[str, Any],
+    found: Callable[[Path], dict[str, Any] | None],
+    is_compiled: threading.Event,
 ) -> None:
-    dump, started = folder / "dump", time.perf_counter()
-    while not any(dump.glob(f"*.{_ASSIGNED}")):
-        if is_compiled.wait(0.02):
-            return  # a compiler that writes no such file
-    answer["seconds"] = time.perf_counter() - started
-    answer["stage"] = "text"
+    started = time.perf_counter()
     try:
-        answer["memory"] = allocated(_dumped(dump, _BUFFERS, "\n"))
-        _write(folder / "program.txt", _dumped(dump, _PROGRAM, "}\n\n"))
-        answer["stage"] = "done"
+        while True:
+            ended = is_compiled.is_set()
+            more = found(folder / "dump")
+            if more is not None:
+                break
+            if ended:
+                return  # a compiler that writes no such file
+            is_compiled.wait(0.02)
+        _write(folder / "program.txt", more.pop("text"))
+        answer |= more | {"stage": "done"}
     except _FAILURES as error:
-        answer["error"] = f"{type(error).__name__}: {error}"
+        answer |= {"stage": "text", "error": f"{type(error).__name__}: {error}"}
+    answer["seconds"] = time.perf_counter() - started
     _end(folder, answer)
+
+
+def _assigned(dump: Path) -> dict[str, Any] | None:
+    """The final program and its memory; None until its buffers are assigned."""
+    if not any(dump.glob(f"*.{_ASSIGNED}")):
+        return None
+    memory = allocated(_dumped(dump, _BUFFERS, "\n"))
+    return {"memory": memory, "text": _dumped(dump, _PROGRAM, "}\n\n")}
 
 
 def _dumped(dump: Path, name: str, end: str) -> str:
@@ -198,7 +262,9 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
         return np.array(list(devices), dtype=object).reshape(shape)
 
 
-def _compiled(code: bytes, devices: Sequence[Any], options: dict[str, Any]) -> Any:
+def _compiled(
+    code: bytes, devices: Sequence[Any], options: dict[str, Any], own: dict[str, Any]
+) -> Any:
     """Compiles a lowered module for devices that are not there.
 
     `jax.jit` lowers for the devices it is going to run on; a module that was lowered
@@ -211,41 +277,31 @@ def _compiled(code: bytes, devices: Sequence[Any], options: dict[str, Any]) -> A
 
     with mlir.make_ir_context():
         module = ir.Module.parse(code)
-        arguments, results = _laid_out(module)
-    made = xla_client.CompileOptions()
-    made.num_replicas = 1
-    made.num_partitions = len(devices)
-    made.device_assignment = xla_client.DeviceAssignment.create(
-        np.array([[device.id for device in devices]])
-    )
-    made.env_option_overrides = list(options.items())
-    build = made.executable_build_options
-    build.num_replicas = 1
-    build.num_partitions = len(devices)
-    build.use_spmd_partitioning = True
-    build.use_shardy_partitioner = True
-    build.allow_spmd_sharding_propagation_to_parameters = [not own for own in arguments]
-    build.allow_spmd_sharding_propagation_to_output = [not own for own in results]
+    made = _options(np.array([[device.id for device in devices]]), options, own)
     where = xla_client.DeviceList(tuple(devices))
     return devices[0].client.compile(module, where, made)
 
 
-def _laid_out(module: Any) -> tuple[list[bool], list[bool]]:
-    """Whether each argument, and each result, of a module has a sharding."""
-    for op in module.body.operations:
-        if op.operation.name == "func.func" and '"main"' in str(op.sym_name):
-            kind = op.type
-            return (
-                _with_sharding(op, "arg_attrs", len(kind.inputs)),
-                _with_sharding(op, "res_attrs", len(kind.results)),
-            )
-    raise ValueError("the module has no function main")
+def _options(ids: Any, options: dict[str, Any], own: dict[str, Any]) -> Any:
+    """Options for one program on devices with these ids, of shape [1, devices].
 
+    Of the arguments and results, `own` says which have no sharding of their own.
+    """
+    from jaxlib import xla_client
 
-def _with_sharding(op: Any, name: str, count: int) -> list[bool]:
-    if name not in op.attributes:
-        return [False] * count
-    return ["sdy.sharding" in one for one in op.attributes[name]]
+    made = xla_client.CompileOptions()
+    made.num_replicas = 1
+    made.num_partitions = ids.size
+    made.device_assignment = xla_client.DeviceAssignment.create(ids)
+    made.env_option_overrides = list(options.items())
+    build = made.executable_build_options
+    build.num_replicas = 1
+    build.num_partitions = ids.size
+    build.use_spmd_partitioning = True
+    build.use_shardy_partitioner = True
+    build.allow_spmd_sharding_propagation_to_parameters = own["free_arguments"]
+    build.allow_spmd_sharding_propagation_to_output = own["free_results"]
+    return made
 
 
 def _write(path: Path, text: str) -> None:

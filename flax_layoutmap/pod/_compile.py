@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import io
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,19 +11,19 @@ from flax_layoutmap._mesh import DeviceMesh
 from flax_layoutmap._table import human_bytes
 from flax_layoutmap._topologies import Topology
 from flax_layoutmap._topologies import topology as topology_of
-from flax_layoutmap.pod._abstract_call import Lowered, lower_step
 from flax_layoutmap.pod._aot import (
     Compiled,
     check_libtpu,
     compile_for,
     split_over_slices,
 )
-from flax_layoutmap.pod._hlo import read_program
-from flax_layoutmap.pod._hlo_frames import Frames
+from flax_layoutmap.pod._hlo_source import Frames
 from flax_layoutmap.pod._links import seconds_bound
+from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
+from flax_layoutmap.pod._lowered import Lowered
+from flax_layoutmap.pod._partition import code_of, read_step
 from flax_layoutmap.pod._passes import prepare
-from flax_layoutmap.pod._plan import _Plan
-from flax_layoutmap.pod._plan_mesh import rules_and_mesh
+from flax_layoutmap.pod._planner import Planner
 from flax_layoutmap.pod._records import Memory
 from flax_layoutmap.pod._report import PodReport
 
@@ -101,35 +100,43 @@ def compile(
     rules, own = rules_and_mesh(step, args, kwargs, mesh, layout_map, where)
     split_over_slices(own.shape, where)
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu", own)
-    planned = _planned(lowered, own, where, start)
+    ends = start + timeout
     done = compile_for(
-        bytecode(lowered.lowered),
+        code_of(lowered.lowered),
         where,
         own.shape,
         timeout=timeout,
         options=compiler_options,
         exact_memory=exact_memory,
     )
-    report = _too_large(planned, done) if done.text is None else planned
-    if done.text is not None:
+    left = None if done.text is not None else ends - time.perf_counter()
+    planned = _planned(lowered, own, where, start, left)
+    if done.text is None:
+        report = _too_large(planned, done)
+    else:
         report = _compiled(planned, done, done.text, lowered, where)
     return dataclasses.replace(report, took_seconds=time.perf_counter() - start)
 
 
-def bytecode(lowered: Any) -> bytes:
-    """A lowered module as bytes, for a process with the same jaxlib."""
-    made = io.BytesIO()
-    lowered.compiler_ir("stablehlo").operation.write_bytecode(made)
-    return made.getvalue()
-
-
 def _planned(
-    lowered: Lowered, mesh: DeviceMesh, where: Topology, start: float
+    lowered: Lowered,
+    mesh: DeviceMesh,
+    where: Topology,
+    start: float,
+    timeout: float | None,
 ) -> PodReport:
-    """The plan's report; as much of it as there is where Shardy refuses."""
+    """What the compiler does not say; as much of it as there is where Shardy refuses.
+
+    Args:
+        lowered: the step.
+        mesh: the mesh.
+        where: the topology.
+        start: when the compile began.
+        timeout: seconds that are left to plan the collectives; None for an estimate.
+    """
     try:
-        made = _Plan(lowered, mesh, where, prepare(lowered.lowered))
-        planned = made.report(start)
+        made = Planner(lowered, mesh, where, prepare(lowered.lowered))
+        planned = made.estimate(start) if timeout is None else made.plan(start, timeout)
     except LayoutError as error:
         planned = PodReport(
             engine="compile",
@@ -164,19 +171,8 @@ def _compiled(
     planned: PodReport, done: Compiled, text: str, lowered: Lowered, where: Topology
 ) -> PodReport:
     sizes = planned.mesh.axis_sizes
-    program = read_program(
-        text,
-        sizes.keys(),
-        sizes.values(),
-        slice_of=done.slice_of if where.slices > 1 else (),
-        paths=[leaf.path for leaf in lowered.leaves],
-        results=_state_results(lowered),
-        parameters=[
-            result
-            for result, at in lowered.pairs.items()
-            if lowered.leaves[at].role == "parameter"
-        ],
-    )
+    slice_of = done.slice_of if where.slices > 1 else ()
+    program = read_step(text, lowered, sizes, slice_of)
     return dataclasses.replace(
         planned,
         fits=True,
@@ -192,19 +188,6 @@ def _compiled(
             *program.notes,
         ),
     )
-
-
-def _state_results(lowered: Lowered) -> dict[int, str]:
-    """Results that are new state → their paths, the parameters first.
-
-    What an optimizer sums for its own state it sums for a parameter.
-    """
-    order = {"parameter": 0, "optimizer": 1}
-    leaves = {result: lowered.leaves[at] for result, at in lowered.pairs.items()}
-    ranked = sorted(leaves, key=lambda result: order.get(leaves[result].role, 2))
-    return {
-        result: leaves[result].path for result in ranked if leaves[result].role in order
-    }
 
 
 def _memory(planned: Memory, done: Compiled) -> Memory:

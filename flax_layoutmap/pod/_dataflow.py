@@ -1,38 +1,61 @@
-"""The values of a laid-out program, each made when something asks for it.
+"""Where the values of a laid-out module come from, and which all-reduces are one.
 
-What a plan reads is a small part of a program: collectives, matrix products, and where
-their operands come from. The rest is not looked at.
+Values are made when something asks for them: collectives, matrix products and their
+operands are a small part of a program.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap.pod._attributes import Attributes, Dims
-from flax_layoutmap.pod._operations import MOVING, is_shared, maker_of, users_of
-from flax_layoutmap.pod._product_dims import CONVOLUTION
-from flax_layoutmap.pod._values import MOVES, UNIFORM, UPDATES, Value
+from flax_layoutmap.pod._mlir import Attributes, AxisRef, Dims
+from flax_layoutmap.pod._shardy_ops import is_shared, maker_of
+from flax_layoutmap.pod._values import Found, Value
 
-# Attributes that tell two operations of one name apart.
-_ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
-_BROADCAST, _REVERSE = "stablehlo.broadcast_in_dim", "stablehlo.reverse"
-# What is read of these may depend on their first operand.
-_FOLLOWED = MOVES | {_BROADCAST, _REVERSE}
-_CUTS = frozenset({"stablehlo.reshape", "stablehlo.slice", "stablehlo.dynamic_slice"})
-# A cache that is written to is still that cache.
-_WRITES = ("stablehlo.dynamic_update_slice", "stablehlo.scatter")
 _BARRIER = "stablehlo.optimization_barrier"
-# Their regions use no values from outside.
-_PURE = frozenset(
+_MOVED = ("sdy.all_gather", "sdy.all_slice", "sdy.all_to_all", "sdy.collective_permute")
+
+# What copies or converts elements, or takes some, and changes none of them.
+_COPIES = frozenset(
     {
-        "stablehlo.reduce",
-        "stablehlo.reduce_window",
-        "stablehlo.scatter",
-        "stablehlo.select_and_scatter",
-        "stablehlo.sort",
+        "stablehlo.transpose",
+        "stablehlo.reshape",
+        "stablehlo.convert",
+        "stablehlo.slice",
+        "stablehlo.dynamic_slice",
+        _BARRIER,
     }
 )
-_SUMS = ("sdy.all_reduce", "stablehlo.scatter")
+# Attributes that tell two of these apart.
+_ATTRIBUTES = ("permutation", "start_indices", "limit_indices", "strides")
+
+# Through these an update reaches a parameter, and from them a gradient is found.
+_UPDATES = frozenset(
+    {
+        *_COPIES,
+        *_MOVED,
+        "sdy.sharding_constraint",
+        "sdy.reshard",
+        "stablehlo.add",
+        "stablehlo.subtract",
+        "stablehlo.multiply",
+        "stablehlo.divide",
+        "stablehlo.negate",
+        "stablehlo.select",
+        "stablehlo.sqrt",
+        "stablehlo.rsqrt",
+        "stablehlo.power",
+        "stablehlo.maximum",
+        "stablehlo.minimum",
+        "stablehlo.clamp",
+        "stablehlo.abs",
+        "stablehlo.sign",
+        "stablehlo.concatenate",
+        "stablehlo.dynamic_update_slice",
+        "stablehlo.while",
+        "stablehlo.custom_call",
+    }
+)
 
 
 class Dataflow:
@@ -40,20 +63,16 @@ class Dataflow:
 
     Args:
         attributes: reads its operations.
-        for_tpus: whether the kernel of a convolution that is transposed, which JAX
-            reverses, counts as what it was: the compiler for TPUs gathers both once.
 
     Attributes:
         attributes: reads its operations.
     """
 
-    def __init__(self, attributes: Attributes, *, for_tpus: bool) -> None:
+    def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
-        self._for_tpus = for_tpus
         self._known: dict[Any, Value] = {}
         self._sources: dict[Any, Sequence[Any]] = {}
         self._copies: dict[Any, Value] = {}
-        self._entered: dict[Any, Any] = {}
 
     def of(self, value: Any) -> Value:
         """The value that an operation makes, or that a block was said to begin with."""
@@ -68,25 +87,14 @@ class Dataflow:
                 self.say(one, self.new("unknown", one))
                 break
             chain.append(op)
-            if op.name not in _FOLLOWED or not len(op.operands):
+            if op.name not in _COPIES:
                 break
-            one = op.operands[0]
+            one = op.operands[_place_of(one, op)]
         for op in reversed(chain):
-            self._make(op)
+            for at, made in enumerate(self.results(op)):
+                if op.name in _COPIES:
+                    self._copy(op, at, made)
         return self._known[value]
-
-    def every(self, values: Iterable[Any]) -> tuple[Value, ...]:
-        """The same for several."""
-        return tuple(map(self.of, values))
-
-    def with_sums(self, value: Any) -> Value | None:
-        """The same where it may be a sum of all-reduces; else it is not made."""
-        found = self._known.get(value)
-        if found is None:
-            op = maker_of(value)
-            if op is not None and op.name in MOVES:
-                found = self.of(value)
-        return found if found is not None and found.sums else None
 
     def say(self, value: Any, made: Value, sources: Sequence[Any] = ()) -> Value:
         """Says what a value is, and what it is made from where no operands tell."""
@@ -94,47 +102,6 @@ class Dataflow:
         if sources:
             self._sources[value] = sources
         return made
-
-    def enter(self, argument: Any, operand: Any, made: Value | None = None) -> Value:
-        """Says that an argument of a block is a value from outside of it.
-
-        Args:
-            argument: the argument.
-            operand: the value.
-            made: what it is inside; None for the same.
-        """
-        self._entered[argument] = operand
-        return self.say(argument, self.of(operand) if made is None else made)
-
-    def is_from_outside(self, value: Any, op: Any) -> bool:
-        """Whether a value that an operation uses is from outside of its block."""
-        maker = maker_of(value)
-        home = value.owner if maker is None else maker.block
-        return value in self._entered or home != op.block
-
-    def leaf_of(self, value: Any) -> int | None:
-        """The argument that a value was found to be, or a part of."""
-        found = self._known.get(value)
-        return None if found is None else found.leaf
-
-    def ingredients(self, value: Any) -> tuple[Sequence[Any] | None, bool]:
-        """What a value is made from, and whether it is but a part or a copy of that.
-
-        Returns:
-            None where that is not known: of what changes from round to round.
-        """
-        if value in self._entered:
-            return (self._entered[value],), True
-        if value in self._sources:
-            return self._sources[value], True
-        op = maker_of(value)
-        if op is None or len(op.regions) and op.name not in _PURE:
-            return None, False
-        if op.name == _BARRIER:
-            return (op.operands[list(op.results).index(value)],), True
-        if op.name in MOVES or op.name in _WRITES:
-            return (op.operands[0],), True
-        return tuple(op.operands), False
 
     def new(self, name: str, result: Any, dims: Dims | None = None) -> Value:
         """A value of the type of a result, laid out so; None is replicated."""
@@ -145,115 +112,135 @@ class Dataflow:
 
     def results(self, op: Any) -> list[Value]:
         """A new value for each result of an operation, as its sharding says."""
-        dims, name = self.attributes.per_value(op), op.name
-        values = []
-        for at, result in enumerate(op.results):
-            made = self.new(name, result, dims[at] if at < len(dims) else None)
-            values.append(made)
-            self._known[result] = made
-        return values
+        dims = self.attributes.per_value(op)
+        return [
+            self.say(
+                result, self.new(op.name, result, dims[at] if at < len(dims) else None)
+            )
+            for at, result in enumerate(op.results)
+        ]
 
-    def gradients_of(
-        self, value: Any, seen: dict[Any, int], at: int = 0
-    ) -> Iterator[Value]:
+    def gradients_of(self, value: Any, seen: set[Any]) -> Iterator[Value]:
         """The sums from which a new value of a parameter is made.
 
         Args:
             value: the new value, a result of the step.
-            seen: values that were looked at, which are not looked at again, and for
-                which result.
-            at: the position of this one.
+            seen: values that were looked at, which are not looked at again.
         """
         todo = [value]
         while todo:
             one = todo.pop()
             if one in seen:
                 continue
-            seen[one] = at
+            seen.add(one)
             known, op = self._known.get(one), maker_of(one)
             if known is not None and known.index is not None:
-                if known.name in _SUMS or known.name == "sdy.all_gather":
+                if known.name in ("sdy.all_reduce", "sdy.all_gather"):
                     yield known
-                if known.name in _SUMS:
+                if known.name == "sdy.all_reduce":
                     continue
             if one in self._sources:
                 todo += self._sources[one]
-            elif op is not None and (op.name in UPDATES or self._is_reshape(op)):
+            elif op is not None and (op.name in _UPDATES or self._is_reshape(op)):
                 todo += op.operands
 
-    def _make(self, op: Any) -> None:
-        name = op.name
-        values = self.results(op)
-        if name in UNIFORM:
-            values[0].is_uniform = True
-        elif name == _BROADCAST:
-            source = self.of(op.operands[0])
-            values[0].is_uniform = not source.shape or source.is_uniform
-        elif name in MOVES or self._for_tpus and _is_transposed_kernel(op):
-            for at, value in enumerate(values):
-                source = self.of(op.operands[at if name == _BARRIER else 0])
-                self._copy(name, op, source, value)
-                if value.sums and not value.shared:
-                    value.shared = is_shared(op.results[at])
-
-    def _copy(self, name: str, op: Any, source: Value, value: Value) -> None:
-        """What of its operand a copy still is."""
-        value.leaf, value.is_uniform = source.leaf, source.is_uniform
+    def _copy(self, op: Any, at: int, value: Value) -> None:
+        """What of its operand a copy still is; equal copies are one value."""
+        result, name = op.results[at], op.name
+        source = self.of(op.operands[at if name == _BARRIER else 0])
+        value.leaf = source.leaf
         if source.sums and "slice" not in name:
-            value.sums, value.shared = source.sums, source.shared
+            value.sums = source.sums
+            value.shared = source.shared or is_shared(result)
         if name == _BARRIER:
             return  # nothing is shared across: so jax.checkpoint does not keep it
-        if name in _CUTS:
-            given = tuple(
-                str(op.attributes[key]) for key in _ATTRIBUTES if key in op.attributes
-            )
-            operands = self.every(op.operands)
-            roots = tuple((id(one.root), one.order) for one in operands)
-            key = (name, value.shape, value.dims, roots, given)
-            first = self._copies.setdefault(key, value)
-            value.base = None if first is value else first
-            return
-        order = source.order or tuple(range(len(source.shape)))
-        if name == "stablehlo.transpose":
-            moved = [int(dim) for dim in op.attributes["permutation"]]
-            order = tuple(order[dim] for dim in moved)
-        value.base, value.order = source.root, order
+        given = tuple(op.attributes[key] for key in _ATTRIBUTES if key in op.attributes)
+        sources = tuple(id(self.of(one)) for one in op.operands)
+        key = name, value.shape, value.element, value.dims, sources, given
+        self.say(result, self._copies.setdefault(key, value))
 
     def _is_reshape(self, op: Any) -> bool:
         """Whether a broadcast only adds dims of size 1."""
-        if op.name != _BROADCAST:
+        if op.name != "stablehlo.broadcast_in_dim":
             return False
         ends = (op.operands[0], op.results[0])
         before, after = (self.attributes.type_of(value)[0] for value in ends)
         return math.prod(before) == math.prod(after)
 
 
-def _is_transposed_kernel(op: Any) -> bool:
-    """Whether an operation reverses what convolutions alone use, moved or not."""
-    return op.name == _REVERSE and all(map(_is_for_convolutions, users_of(op)))
+def _place_of(value: Any, op: Any) -> int:
+    """Which operand of an operation that copies a result is a copy of."""
+    return list(op.results).index(value) if op.name == _BARRIER else 0
 
 
-def _is_for_convolutions(user: Any) -> bool:
-    if user.name in MOVING:
-        return all(map(_is_for_convolutions, users_of(user)))
-    return user.name == CONVOLUTION
+# Between a sum and the slices that are taken of it, the compiler moves these behind.
+_LOOKED_THROUGH = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.reshape")
 
 
-def decided(value: Any, known: dict[Any, Any], look: Callable[[Any], Any]) -> Any:
-    """What is decided of a value, and first of those that it depends on.
+def scattered(
+    op: Any, axes: Sequence[AxisRef], attributes: Attributes
+) -> tuple[AxisRef, ...]:
+    """The axes over which every user takes its own slice of the sum."""
+    left = tuple(axes)
+    todo = [op.results[0]]
+    for value in todo:
+        users = [use.owner.operation for use in value.uses]
+        for user in users:
+            if user.name == "sdy.all_slice":
+                sliced = attributes.axes_in(user.attributes["slicing_axes"])
+                left = tuple(axis for axis in left if axis in sliced)
+            elif user.name in _LOOKED_THROUGH and _keeps_dims(user, left, attributes):
+                todo.append(user.results[0])
+            else:
+                return ()
+        if not users:
+            return ()
+    return left
+
+
+def _keeps_dims(op: Any, axes: Sequence[AxisRef], attributes: Attributes) -> bool:
+    """Whether the dims that are sliced after an operation are dims before it, too."""
+    if op.name != "stablehlo.reshape":
+        return True
+    ends = op.operands[0], op.results[0]
+    before, after = (attributes.type_of(one)[0] for one in ends)
+    same = {(math.prod(before[:dim]), size) for dim, size in enumerate(before)}
+    for use in op.results[0].uses:
+        user = use.owner.operation
+        if user.name != "sdy.all_slice":
+            return False
+        for dim, own in enumerate(attributes.of(user.attributes["out_sharding"])):
+            if not set(axes).isdisjoint(own):
+                if (math.prod(after[:dim]), after[dim]) not in same:
+                    return False
+    return True
+
+
+def added(
+    found: Sequence[Found], first: tuple[int, ...], second: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The sums in a sum; those of the second become one with those of the first.
 
     Args:
-        value: the value.
-        known: what was decided before; it grows.
-        look: decides of a value, or says of which one to decide before.
+        found: all collectives.
+        first: positions of the sums in one value.
+        second: of those in the value that is added.
     """
-    todo = [value]
-    while todo:  # as a loop: a chain may be longer than Python's stack
-        one = todo[-1]
-        if one not in known:
-            after = look(one)
-            if after is not None:
-                todo.append(after)
-                continue
-        todo.pop()
-    return known[value]
+    if not first or not second:
+        return ()  # with something else between them, the compiler adds them apart
+    if first == second or len(first) != len(second):
+        return first
+    pairs = [(found[a], found[b]) for a, b in zip(first, second, strict=True)]
+    if any((a.kind, a.axes, a.scope) != (b.kind, b.axes, b.scope) for a, b in pairs):
+        return first
+    for at, (_, other) in zip(first, pairs, strict=True):
+        other.into = at
+    return first
+
+
+def gathered_from(op: Any, values: Dataflow) -> int | None:
+    """The argument from which a `gather` took what is summed here: an embedding."""
+    maker = maker_of(op.operands[0])
+    if maker is None or maker.name != "stablehlo.gather":
+        return None
+    return values.of(maker.operands[0]).leaf

@@ -8,38 +8,39 @@ fusions), or it is listed as not recognised. None is dropped.
 import collections
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
-from flax_layoutmap.pod._hlo_lines import (
-    REFERENCE,
-    active,
-    communicates,
-    may_communicate,
-    read_alone,
-)
 from flax_layoutmap.pod._hlo_loops import trips
-from flax_layoutmap.pod._hlo_origin import Call
+from flax_layoutmap.pod._hlo_source import Whence
 from flax_layoutmap.pod._hlo_text import (
+    REFERENCE,
     Array,
     Instruction,
     Line,
     Module,
     Type,
+    active,
     arrays_of,
+    communicates,
+    may_communicate,
+    read_alone,
     rendezvous,
     split,
 )
-from flax_layoutmap.pod._hlo_whence import Whence
+from flax_layoutmap.pod._hlo_values import Call
 from flax_layoutmap.pod._records import Collective, Kind
 
 _KINDS: dict[str, Kind] = {
     "all-reduce": "all-reduce",
     "all-gather": "all-gather",
     "reduce-scatter": "reduce-scatter",
+    # As `_merge.py` writes an all-reduce of which every device keeps its part.
+    "all-reduce-scatter": "reduce-scatter",
     "all-to-all": "all-to-all",
     "ragged-all-to-all": "all-to-all",
     "collective-permute": "collective-permute",
@@ -90,6 +91,7 @@ def read_program(
     paths: Sequence[str] = (),
     results: Mapping[int, str] | None = None,
     parameters: Collection[int] = (),
+    new_parameters: Collection[int] = (),
 ) -> Program:
     """Reads the collectives of a compiled program, by mesh axis.
 
@@ -101,7 +103,8 @@ def read_program(
         paths: path of the leaf that each argument of the program is, in order.
         results: position of a result → path of the leaf that it becomes: what is summed
             for it gets this path. The first ones come first.
-        parameters: those that are parameters, which are among the first.
+        parameters: positions of the arguments that are parameters.
+        new_parameters: those of the results, which are among the first.
     """
     sizes, slices = tuple(sizes), tuple(slice_of)
     found = _PARTITIONS.search(text[: text.find("\n")])
@@ -112,7 +115,7 @@ def read_program(
         partitions = count
     grid = Grid(tuple(names), sizes, slices, partitions)
     module = split(text)
-    whence = Whence(module, text, paths, results or {}, parameters)
+    whence = Whence(module, text, paths, results or {}, parameters, new_parameters)
     return _Reader(module, grid, whence).read()
 
 
@@ -285,7 +288,7 @@ class _Reader:
             return []
         if kind == "all-reduce" and self.scatters(found.home):
             kind = "reduce-scatter"
-        elif kind == "reduce-scatter":
+        elif instruction.opcode.startswith("reduce-scatter"):
             arrays = _widened(arrays, groups.shape[1])
         crosses = self.grid.crosses(groups)
         return self.record(found, kind, axes, arrays, groups.shape[1], crosses)
@@ -356,6 +359,16 @@ def wire_bytes(kind: Kind, size: int, members: int) -> int:
     if kind == "all-reduce":
         return 2 * size * (members - 1) // members
     return size * (members - 1) // members
+
+
+def members_of(one: Collective, sizes: Mapping[str, int]) -> int | None:
+    """How many devices a collective is over: all along its axes, or fewer."""
+    every = math.prod(sizes[name] for name in one.axes)
+    for parts in range(1, every + 1):
+        sent = wire_bytes(one.kind, one.bytes, every // parts)
+        if every % parts == 0 and sent == one.wire_bytes:
+            return every // parts
+    return None
 
 
 def _operations(found: Iterable[_Found]) -> Iterable[list[_Found]]:

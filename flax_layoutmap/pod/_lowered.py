@@ -17,7 +17,7 @@ from flax_layoutmap._flatten import flatten
 from flax_layoutmap._jaxprs import every
 from flax_layoutmap._paths import Roots
 from flax_layoutmap._rules import RuleSet
-from flax_layoutmap.pod._state import Layouts
+from flax_layoutmap.pod._layouts import Layouts
 
 # A collection of Linen, an argument or an entry of that name, and what is in them.
 _CACHE = re.compile(r"(?:^|/)(?:(?:kv_)?caches?|cached_(?:key|value))(?:/|$)")

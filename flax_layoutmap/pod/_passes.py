@@ -10,17 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._errors import LayoutError
-from flax_layoutmap.pod._attributes import Attributes, functions, mesh_of, mesh_sizes
-from flax_layoutmap.pod._counted import GATHER, SCATTER, count_rows, say_what_is_counted
-from flax_layoutmap.pod._inline import inline_calls
-from flax_layoutmap.pod._order import order_as_xla
-from flax_layoutmap.pod._products import lay_out_as_partitioner
-from flax_layoutmap.pod._stand_ins import (
-    BROADCAST,
-    LOOP,
-    multiply_whole_arrays,
-    replace_early,
-)
+from flax_layoutmap.pod._mlir import Attributes, functions, mesh_of, mesh_sizes
+from flax_layoutmap.pod._rewrite import inline_calls, replace_early
 
 # Decides a sharding for every value.
 _PROPAGATE = "sdy-propagation-pipeline"
@@ -53,8 +44,6 @@ class Prepared:
         rest: the others that decide a layout.
         sizes: axis name → size, of the mesh that it was lowered for.
         has_groups: whether arguments may be laid out by what they are alike with.
-        for_tpus: whether it is for the compiler for TPUs.
-        has_lookups: whether it looks something up, too.
         attributes: what was read of its operations, to be read once.
         changed: what was written on its arguments and results.
     """
@@ -64,18 +53,10 @@ class Prepared:
     rest: str
     sizes: dict[str, int]
     has_groups: bool
-    for_tpus: bool
-    has_lookups: bool
     attributes: Attributes
     changed: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def spread(
-        self,
-        specs: Specs | None = None,
-        pairs: Pairs | None = None,
-        *,
-        products: bool = False,
-    ) -> Any:
+    def spread(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
         """Lays a copy of the program out.
 
         Args:
@@ -83,8 +64,6 @@ class Prepared:
                 was lowered with.
             pairs: position of a result → that of the argument that it is the new value
                 of; where both were lowered with one sharding, it follows.
-            products: whether matrix products and convolutions are laid out as XLA's
-                partitioner does it, which takes longer.
 
         Returns:
             The module: every value with its sharding, and `sdy` collectives between
@@ -97,56 +76,32 @@ class Prepared:
         specs = specs or {}
         texts = {at: _checked(spec, self.sizes) for at, spec in specs.items()}
         module, rest = self.module, self.rest
-        if self.has_groups and specs or not _have_shardings(module, specs) or products:
+        if self.has_groups and specs or not _have_shardings(module, specs):
             module, rest = _without_calls(self.lowered)[0], _PROPAGATE
-            _write_as_xla(module, self.for_tpus, self.has_lookups)
         module = module.clone()
         if specs:
             _rewrite(module, texts, pairs or {}, self.changed)
         _run(rest, module)
-        if products:
-            lay_out_as_partitioner(module)
-        if self.has_lookups:
-            with module.context:
-                main = functions(module)["main"]
-                say_what_is_counted(main.regions[0].blocks[0])
         _run(_RESHARD, module)
         return module
 
 
-def prepare(lowered: Any, *, for_tpus: bool = True) -> Prepared:
+def prepare(lowered: Any) -> Prepared:
     """Runs the passes that do not depend on a layout, on a copy of a lowered module.
 
     Args:
         lowered: what `jax.jit(...).trace(...).lower(...)` gives.
-        for_tpus: whether it is for the compiler for TPUs.
 
     Raises:
         LayoutError: this jaxlib has no such passes, or they refuse the program.
     """
     module, names = _without_calls(lowered)
-    looks_up = for_tpus and bool(names & {GATHER, SCATTER})
-    _write_as_xla(module, for_tpus, looks_up)
     sizes = mesh_sizes(module)
     with module.context:
         first, rest = _halves()
     _run(first, module)
-    attributes = Attributes(mesh_sizes(module))
-    has_groups = _GROUP in names
-    return Prepared(
-        lowered, module, rest, sizes, has_groups, for_tpus, looks_up, attributes
-    )
-
-
-def _write_as_xla(module: Any, for_tpus: bool, has_lookups: bool) -> None:
-    """Writes a module without calls as XLA hands it to Shardy."""
-    with module.context:
-        block = functions(module)["main"].regions[0].blocks[0]
-        if for_tpus:
-            multiply_whole_arrays(block)
-        if has_lookups:
-            count_rows(block)
-        order_as_xla(block)
+    attributes = Attributes(sizes)
+    return Prepared(lowered, module, rest, sizes, _GROUP in names, attributes)
 
 
 def _without_calls(lowered: Any) -> tuple[Any, set[str]]:
@@ -156,9 +111,7 @@ def _without_calls(lowered: Any) -> tuple[Any, set[str]]:
     with original.context:
         module = original.operation.clone()
         names = inline_calls(functions(module))
-        early = names & {BROADCAST, LOOP}
-        if early or any(name.startswith("chlo.") for name in names):
-            replace_early(functions(module)["main"].regions[0].blocks[0])
+        replace_early(functions(module)["main"].regions[0].blocks[0])
         try:
             module.verify()
         except ir.MLIRError as error:

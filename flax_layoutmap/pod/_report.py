@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-Engine = Literal["plan", "compile"]
+Engine = Literal["plan", "compile", "estimate"]
 Format = Literal["text", "markdown", "json"]
 
 # Below this many bytes on the wire in a step, `expect` looks away: the mean of a loss,
@@ -39,10 +39,12 @@ class PodReport:
     Made by `flm.pod.plan` and `flm.pod.compile`.
 
     Attributes:
-        engine: who says so: `"plan"` (Shardy's passes) or `"compile"` (the compiler).
+        engine: who says so: `"plan"` (XLA's partitioner), `"compile"` (the compiler for
+            TPUs) or `"estimate"` (Shardy's passes).
         step: name of the step.
         mesh: the mesh, without devices.
         topology: the slices that it is on, or None.
+        platform: what the step was lowered for: `"tpu"`, `"cuda"`, `"rocm"` or `"cpu"`.
         fits: whether the compiler accepts it; of a plan, False where what is at rest is
             too much already, else None.
         memory: bytes on one device.
@@ -71,6 +73,7 @@ class PodReport:
     step: str
     mesh: DeviceMesh
     topology: Topology | None = None
+    platform: str = "tpu"
     fits: bool | None = None
     memory: Memory = dataclasses.field(default_factory=Memory)
     collectives: tuple[Collective, ...] = ()

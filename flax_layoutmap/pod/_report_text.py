@@ -39,6 +39,8 @@ class Report(Protocol):
     @property
     def engine(self) -> str: ...
     @property
+    def platform(self) -> str: ...
+    @property
     def step(self) -> str: ...
     @property
     def mesh(self) -> DeviceMesh: ...
@@ -114,6 +116,7 @@ def as_json(report: Report) -> dict[str, Any]:
     topology = report.topology
     return {
         "engine": report.engine,
+        "platform": report.platform,
         "step": report.step,
         "mesh": mesh_to_json(report.mesh),
         "topology": None if topology is None else str(topology),
@@ -157,7 +160,9 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def title(report: Report) -> str:
     """Whose report it is."""
-    where = f" ({report.topology})" if report.topology is not None else ""
+    where = "" if report.platform == "tpu" else f" ({report.platform})"
+    if report.topology is not None:
+        where = f" ({report.topology})"
     return visible(
         f"{report.engine} of {report.step} on mesh {report.mesh}{where}: "
         f"{report.mesh.size} devices"

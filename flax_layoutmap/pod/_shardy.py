@@ -1,124 +1,202 @@
-"""Reads a module that Shardy has laid out: collectives, reshards, matrix products.
+"""An estimate of a step's collectives, from a module that Shardy has laid out.
 
-Loops are multiplied. These are counted as the compiler does them, not as they are
-written: a chain of additions of all-reduces is one all-reduce; a sum that is sliced
-later is scattered; equal gathers of one value are one gather if they are close to each
-other; rows are looked up in sharded tables, and slices written along sharded dims, as
-the partitioner of XLA does it.
+It counts the collectives that Shardy's passes write, times the loops around them. A
+chain of additions of all-reduces is one all-reduce, a sum that is sliced later is a
+reduce-scatter, and equal gathers of one value are one. Matrix products and reshards are
+exact; what XLA's partitioner adds is not in it.
 """
 
-import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flax_layoutmap.pod._attributes import Attributes, Dims, functions, mesh_sizes
-from flax_layoutmap.pod._collectives import Collectives
-from flax_layoutmap.pod._dataflow import Dataflow
-from flax_layoutmap.pod._lookup_ops import GATHER, SCATTER, looks_up_rows
-from flax_layoutmap.pod._loops import trip_count
-from flax_layoutmap.pod._manual import RAGGED, hides_work, operands_of, target_of
-from flax_layoutmap.pod._operations import (
+from flax_layoutmap.pod._dataflow import Dataflow, added, gathered_from, scattered
+from flax_layoutmap.pod._mlir import Attributes, AxisRef, functions, mesh_sizes
+from flax_layoutmap.pod._records import Kind
+from flax_layoutmap.pod._shardy_ops import (
     MOVING,
+    OWN,
+    RAGGED,
     RAGGED_DOT,
-    in_groups,
+    changed_axes,
+    hides_work,
+    is_shared,
     last_of,
+    location_of,
+    manual_collective,
     multiplications,
+    operands_of,
+    target_of,
+    trip_count,
 )
-from flax_layoutmap.pod._otherwise import (
-    GATHERED,
-    JOIN,
-    OTHERWISE,
-    PERMUTE,
-    Otherwise,
-    adds_places,
-    moves_parts,
-)
-from flax_layoutmap.pod._shifts import SHIFTING, shifts
-from flax_layoutmap.pod._slices import TAKE, TOP_K, WRITE, moved_to_slice
-from flax_layoutmap.pod._spread import Place, Spread
-from flax_layoutmap.pod._updates import name_updates
-from flax_layoutmap.pod._values import parts
+from flax_layoutmap.pod._values import Found, Move, Place, Spread, Value, parts
 
+
+class Collectives:
+    """The collectives of one module.
+
+    Args:
+        values: its values.
+        found: what is read from it, to which they are added.
+    """
+
+    def __init__(self, values: Dataflow, found: Spread) -> None:
+        self._values = values
+        self._found = found
+        self._attributes = values.attributes
+        self._gathered: dict[Any, Value] = {}
+
+    def say(self, what: str, op: Any) -> None:
+        """Something that could not be counted, or not as XLA moves it."""
+        self._found.unrecognised[what].append(self._attributes.location(op))
+
+    # --------------------------------------------------------------- sums and moves
+
+    def all_reduce(self, op: Any, place: Place) -> None:
+        """A sum of what the devices have: whole, or in parts."""
+        axes = self._attributes.axes_in(op.attributes["reduction_axes"])
+        value = self._moved(op)
+        if parts(axes) == 1:
+            return
+        leaf, shape = gathered_from(op, self._values), value.local_shape
+        scatters = scattered(op, axes, self._attributes)
+        rest = tuple(axis for axis in axes if axis not in scatters)
+        if scatters:
+            at = self._add("reduce-scatter", scatters, shape, value, op, place, leaf)
+            value.sums = (at,)
+            shape = (-(-math.prod(shape) // parts(scatters)),)
+        if rest and parts(rest) > 1:
+            at = self._add("all-reduce", rest, shape, value, op, place, leaf)
+            value.sums = (*value.sums, at)
+        value.index = value.sums[0] if value.sums else None
+        value.shared = is_shared(op.results[0])
+
+    def add_sums(self, op: Any, place: Place) -> None:
+        """A sum of all-reduces is one all-reduce of a sum."""
+        operands = [self._values.of(one) for one in op.operands]
+        if any(one.sums for one in operands):
+            value = self._values.of(op.results[0])
+            sums = [() if one.shared else one.sums for one in operands]
+            value.sums = added(self._found.collectives, *sums)
+            value.shared = bool(value.sums) and is_shared(op.results[0])
+
+    def slice(self, op: Any, place: Place) -> None:
+        """A value of which each device takes its part."""
+        operand, value = self._values.of(op.operands[0]), self._moved(op)
+        value.leaf, value.sums = operand.leaf, operand.sums
+        value.shared = bool(value.sums) and (operand.shared or is_shared(op.results[0]))
+
+    def move(self, op: Any, place: Place) -> None:
+        """A value that gets another layout."""
+        name, operand = op.name, self._values.of(op.operands[0])
+        value = self._moved(op)
+        key = place.scope, name, id(operand), value.dims
+        known = self._gathered.get(key)
+        if known is not None:
+            self._values.say(op.results[0], known)
+            return
+        self._gathered[key] = value
+        value.leaf = operand.leaf
+        axes = changed_axes(name, operand.dims, value.dims)
+        if parts(axes) > 1:
+            shape, leaf = value.local_shape, value.leaf
+            value.index = self._add(MOVING[name], axes, shape, value, op, place, leaf)
+            self._note_move(op, operand, value, place)
+
+    def _moved(self, op: Any) -> Value:
+        """The result of an operation that moves its operand."""
+        dims = self._attributes.of(op.attributes["out_sharding"])
+        result = op.results[0]
+        return self._values.say(result, self._values.new(op.name, result, dims))
+
+    def _note_move(self, op: Any, operand: Value, value: Value, place: Place) -> None:
+        earlier = self._found.moves.get(id(operand))
+        only, before = op.name == "sdy.all_gather", operand
+        # There and back are two moves.
+        if earlier is not None and earlier.before.dims != value.dims:
+            del self._found.moves[id(operand)]
+            before, only = earlier.before, only and earlier.gathers_only
+        where = location_of(op, self._attributes)
+        move = Move(before, value, place.times, where, only)
+        self._found.moves[id(value)] = move
+
+    # ---------------------------------------------------------------- in shard_map
+
+    def own(self, op: Any, place: Place) -> None:
+        """A collective that the program itself asks for, inside of a shard_map."""
+        name, values = target_of(op), self._values.results(op)
+        kind, axes = manual_collective(name, op, self._found.sizes)
+        if kind is None:
+            what = f"{name} over devices that are no mesh axes, not counted"
+            self.say(what, op)
+            return
+        if parts(axes) == 1:
+            return
+        if name == RAGGED:
+            what = f"{name} of rows that the data says, counted as if all were sent"
+            self.say(what, op)
+        gives = kind in ("all-gather", "all-to-all") and name != RAGGED
+        for at, value in enumerate(values):
+            operand = self._values.of(op.operands[at])
+            shape = (value if gives else operand).local_shape
+            self._add(kind, axes, shape, value, op, place, operand.leaf)
+
+    def _add(
+        self,
+        kind: Kind,
+        axes: tuple[AxisRef, ...],
+        shape: tuple[int, ...],
+        value: Value,
+        op: Any,
+        place: Place,
+        leaf: int | None,
+    ) -> int:
+        """Adds a collective; returns its position."""
+        where, element = location_of(op, self._attributes), value.element
+        scope = place.scope
+        one = Found(kind, axes, shape, element, place.times, where, scope, leaf)
+        self._found.collectives.append(one)
+        return len(self._found.collectives) - 1
+
+
+_ONE_ROUND = "loop of unknown length, counted as one round"
 # Operations of other compilers, some of which Shardy knows.
 _NO_RULE = ("stablehlo.custom_call", "chlo.")
-# What an operation inside of shard_map says for itself.
-_MANUAL = (
-    "stablehlo.all_reduce",
-    "stablehlo.all_gather",
-    "stablehlo.reduce_scatter",
-    "stablehlo.all_to_all",
-    "stablehlo.collective_permute",
-    "stablehlo.collective_broadcast",
-)
 
 
-def read(
-    module: Any,
-    attributes: Attributes | None = None,
-    *,
-    partitions: bool = True,
-    for_tpus: bool = False,
-    roles: Sequence[str] = (),
-) -> Spread:
+def read(module: Any, attributes: Attributes | None = None) -> Spread:
     """Walks through a module that `spread` made.
 
     Args:
         module: the module.
         attributes: what reads its operations, and has read others of this program.
-        partitions: whether XLA's own partitioner does lookups, not Shardy.
-        for_tpus: whether the compiler is that for TPUs: equal gathers stay apart where
-            their uses are, and some operations are done in its own way.
-        roles: the role of each argument, to name what is made of parameters alone.
     """
-    known = attributes or Attributes(mesh_sizes(module))
-    return _Walk(module, known, partitions, for_tpus, roles).run()
+    return _Walk(module, attributes or Attributes(mesh_sizes(module))).run()
 
 
 class _Walk:
     """One walk through a module, from loop to loop."""
 
-    def __init__(
-        self,
-        module: Any,
-        attributes: Attributes,
-        partitions: bool,
-        for_tpus: bool,
-        roles: Sequence[str],
-    ) -> None:
+    def __init__(self, module: Any, attributes: Attributes) -> None:
         self.main = functions(module)["main"]
         self.attributes = attributes
-        self.values = Dataflow(attributes, for_tpus=for_tpus)
+        self.values = Dataflow(attributes)
         self.found = Spread(mesh_sizes(module), [])
-        self.roles = roles
-        self.otherwise = Otherwise(self.values, for_tpus=for_tpus)
-        self.partitions, self.for_tpus = partitions, for_tpus
         self.loops = 0
-        self.collectives = collectives = Collectives(
-            self.values, self.found, roles, partitions=partitions, for_tpus=for_tpus
-        )
+        self.collectives = collectives = Collectives(self.values, self.found)
         self.handlers: dict[str, Callable[[Any, Place], None]] = {
             "sdy.all_reduce": collectives.all_reduce,
-            "sdy.all_slice": collectives.move,
+            "sdy.all_slice": collectives.slice,
             **dict.fromkeys(MOVING, collectives.move),
             "stablehlo.add": collectives.add_sums,
-            GATHERED: self._gather,
-            PERMUTE: self._permute,
-            GATHER: self._lookup,
-            SCATTER: self._lookup,
+            **dict.fromkeys(OWN, collectives.own),
             "stablehlo.dot_general": self._product,
-            **dict.fromkeys(OTHERWISE, self._say_if_otherwise),
-            **dict.fromkeys(SHIFTING, self._shift),
-            WRITE: collectives.write,
-            TAKE: collectives.take,
-            "stablehlo.convolution": self._convolution,
-            RAGGED_DOT: self._ragged_product,
-            "stablehlo.sort": self._sort,
+            "stablehlo.convolution": self._product,
             "stablehlo.while": self._loop,
             "stablehlo.case": self._branches,
             "stablehlo.if": self._branches,
             "sdy.manual_computation": self._manual,
             "sdy.named_computation": self._named,
-            **dict.fromkeys(_MANUAL, collectives.own),
         }
 
     def run(self) -> Spread:
@@ -136,12 +214,9 @@ class _Walk:
             self.found.arguments.append(self.values.say(argument, value))
         self._block(block, Place(1, ()))
         ends = last_of(block).operands
-        self.found.results = [*self.values.every(ends)]
+        self.found.results = [*map(self.values.of, ends)]
         self.found.gradients_of = lambda at, seen: self.values.gradients_of(
-            ends[at], seen, at
-        )
-        self.found.name_updates = lambda owners: name_updates(
-            self.found, self.values, self.roles, owners
+            ends[at], seen
         )
         return self.found
 
@@ -149,23 +224,22 @@ class _Walk:
 
     def _block(self, block: Any, place: Place) -> None:
         """Walks through a block; of most operations nothing is read here."""
-        handlers, at = self.handlers, -1
-        for at, op in enumerate(block.operations):
+        handlers = self.handlers
+        for op in block.operations:
             operation = op.operation
             name = operation.name
             handler = handlers.get(name)
             if handler is not None:
-                self.collectives.at = at
                 handler(operation, place)
             elif name.startswith(_NO_RULE):
                 self._without_rule(operation, place)
-        self.found.operations += at + 1
+        self.found.operations += len(block.operations)
 
     def _loop(self, op: Any, place: Place) -> None:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
-            self.collectives.say("loop of unknown length, counted as one round", op)
+            self.collectives.say(_ONE_ROUND, op)
         self.loops += 1
         dims = self.attributes.per_value(op)
         values, ends = self.values, last_of(body).operands
@@ -174,15 +248,18 @@ class _Walk:
         ]
         for at, argument in enumerate(body.arguments):
             if same[at]:  # in every round
-                values.enter(argument, op.operands[at])
+                values.say(argument, values.of(op.operands[at]))
             else:
                 own = dims[at] if at < len(dims) else None
                 values.say(argument, values.new("loop", argument, own))
         for argument, operand in zip(condition.arguments, op.operands, strict=True):
             values.say(argument, values.of(operand))
         times, scope = place.times * (count or 1), (*place.scope, self.loops)
-        self._block(condition, Place(times, scope, place.cuts))
-        self._block(body, Place(times, scope, place.cuts))
+        before = self.found.flops
+        for block in (condition, body):
+            self._block(block, Place(times, scope, place.cuts))
+        if count is None and self.found.flops > before:
+            self.found.more_flops[_ONE_ROUND] = None
         for at, result in enumerate(op.results):
             if same[at]:
                 values.say(result, values.of(op.operands[at]), (op.operands[at],))
@@ -200,17 +277,15 @@ class _Walk:
             self._block(block, place)
             counted += before != (self.found.flops, len(self.found.collectives))
         self.found.branching += counted > 0
-        dims = self.attributes.per_value(op)
-        for at, result in enumerate(op.results):
+        for at, value in enumerate(self.values.results(op)):
             ends = [last_of(block).operands[at] for block in blocks]
-            own = dims[at] if at < len(dims) else None
-            self.values.say(result, self.values.new(op.name, result, own), ends)
+            self.values.say(op.results[at], value, ends)
 
     def _named(self, op: Any, place: Place) -> None:
         """A computation that stands in the place of a call."""
         block = op.regions[0].blocks[0]
         for argument, operand in zip(block.arguments, op.operands, strict=True):
-            self.values.enter(argument, operand)
+            self.values.say(argument, self.values.of(operand))
         self._block(block, place)
         for result, end in zip(op.results, last_of(block).operands, strict=True):
             self.values.say(result, self.values.of(end), (end,))
@@ -222,71 +297,13 @@ class _Walk:
         for at, argument in enumerate(block.arguments):
             value = values.new("manual", argument, dims[at])
             value.leaf = values.of(op.operands[at]).leaf
-            values.enter(argument, op.operands[at], value)
+            values.say(argument, value)
         # In one shard_map inside of another, both cut.
         self._block(block, Place(place.times, place.scope, (place.cuts or 1) * cuts))
         dims, ends = self.attributes.per_value(op, "out_shardings"), last_of(block)
         for at, result in enumerate(op.results):
             made = values.new("manual", result, dims[at])
             values.say(result, made, (ends.operands[at],))
-
-    # ------------------------------------------------------------ what is not read
-
-    def _without_rule(self, op: Any, place: Place) -> None:
-        """What Shardy may have no rule for: then it is made whole on every device."""
-        name = target_of(op)
-        if place.cuts:
-            if name == RAGGED:
-                self.collectives.own(op, place)
-            elif hides_work(op):
-                self.collectives.say(f"{name} in a shard_map, not counted", op)
-        elif "sdy.sharding" not in op.attributes and self._has_sharded(op):
-            self.collectives.say(f"{name} of sharded arrays, not counted", op)
-        elif name == TOP_K and moved_to_slice(op, self.values) is not None:
-            what = "top_k along a sharded dim, not counted as XLA moves it"
-            self.collectives.say(what, op)
-        else:
-            self._say_if_otherwise(op, place)
-
-    def _say_if_otherwise(self, op: Any, place: Place) -> None:
-        """What XLA does in its own way."""
-        what = self.otherwise.says(op)
-        if what is not None:
-            self.collectives.say(what, op)
-
-    def _lookup(self, op: Any, place: Place) -> None:
-        self.collectives.lookup(op, place)
-        if self.partitions and not looks_up_rows(op):
-            self._say_if_otherwise(op, place)
-
-    def _sort(self, op: Any, place: Place) -> None:
-        """The compiler for TPUs sorts places, too, where equal elements keep theirs."""
-        if self.for_tpus and self.partitions and adds_places(op, self.values):
-            moved = self.values.of(op.operands[0])
-            if moved.name == "sdy.all_to_all" and moved.index is not None:
-                one = self.found.collectives[moved.index]
-                plain = {"leaf": None, "made_of": (), "source": None}
-                places = dataclasses.replace(one, element="i32", **plain)
-                self.found.collectives.append(places)
-
-    def _gather(self, op: Any, place: Place) -> None:
-        if not self.partitions or not self.otherwise.leaves_out(op):
-            self.collectives.move(op, place)
-            return
-        operand, result = self.values.of(op.operands[0]), op.results[0]
-        value = operand.laid_out(self.attributes.of(op.attributes["out_sharding"]))
-        self.values.say(result, value)
-
-    def _permute(self, op: Any, place: Place) -> None:
-        self.collectives.move(op, place)
-        if moves_parts(op, self.values):
-            what = "move between parts of an axis, not counted as XLA does it"
-            self.collectives.say(what, op)
-
-    def _has_sharded(self, op: Any) -> bool:
-        """Whether any operand is sharded."""
-        operands = self.values.every(op.operands)
-        return any(parts(axes) > 1 for one in operands for axes in one.dims)
 
     # ----------------------------------------------------------------- products
 
@@ -296,34 +313,22 @@ class _Walk:
         self.found.flops += 2 * place.times * local
         self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
 
-    def _convolution(self, op: Any, place: Place) -> None:
-        self._say_if_shifted(op, self.values.of(op.operands[0]).dims)
-        if in_groups(op) and self._has_sharded(op):
-            what = (
-                "convolution in groups of sharded arrays, not counted as XLA moves it"
-            )
+    def _without_rule(self, op: Any, place: Place) -> None:
+        """What Shardy may have no rule for: then it is made whole on every device."""
+        name = target_of(op)
+        if place.cuts and name == RAGGED:
+            self.collectives.own(op, place)
+        elif "sdy.sharding" not in op.attributes and self._has_sharded(op):
+            what = f"{name} of sharded arrays, not counted"
             self.collectives.say(what, op)
-        self._product(op, place)
-
-    def _shift(self, op: Any, place: Place) -> None:
-        dims = self.attributes.per_value(op)
-        if dims and self._say_if_shifted(op, dims[0]):
-            return
-        if op.name == JOIN:
-            self._say_if_otherwise(op, place)
-
-    def _say_if_shifted(self, op: Any, dims: Dims) -> bool:
-        """What XLA moves after Shardy."""
-        is_shifted = any(dims) and shifts(op, dims, self.attributes)
-        if is_shifted:
-            name = op.name.rpartition(".")[2]
-            what = f"{name} along a sharded dim, which moves elements, not counted"
-            self.collectives.say(what, op)
-        return is_shifted
-
-    def _ragged_product(self, op: Any, place: Place) -> None:
-        """A product with a matrix for each group of rows; Shardy has no rule for it."""
-        if "sdy.sharding" not in op.attributes and self._has_sharded(op):
-            self.collectives.say(f"{op.name} of sharded arrays, not counted", op)
-        else:
+            if name == RAGGED_DOT:
+                self.found.more_flops[what] = None
+        elif name == RAGGED_DOT:
             self._product(op, place)
+        elif place.cuts and hides_work(op):
+            self.collectives.say(f"{name} in a shard_map, not counted", op)
+
+    def _has_sharded(self, op: Any) -> bool:
+        """Whether any operand is sharded."""
+        operands = map(self.values.of, op.operands)
+        return any(parts(axes) > 1 for one in operands for axes in one.dims)

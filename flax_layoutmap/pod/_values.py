@@ -1,12 +1,14 @@
-"""A value of a program: what it is a copy, a part or a sum of."""
+"""Records of a module that Shardy has laid out: values, collectives, reshards."""
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from flax_layoutmap.pod._attributes import AxisRef, Dims
+from flax_layoutmap.pod._mlir import AxisRef, Dims
+from flax_layoutmap.pod._records import Kind
 
 Shape = tuple[int, ...]
 
@@ -27,49 +29,6 @@ _NAMES = {
     "complex<f64>": "complex128",
 }
 
-# Every device makes these by itself, in any layout.
-UNIFORM = frozenset({"stablehlo.constant", "sdy.constant", "stablehlo.iota"})
-
-# What moves or converts elements and changes none of them.
-MOVES = frozenset(
-    {
-        "stablehlo.transpose",
-        "stablehlo.reshape",
-        "stablehlo.convert",
-        "stablehlo.optimization_barrier",
-        "stablehlo.slice",
-        "stablehlo.dynamic_slice",
-        "sdy.sharding_constraint",
-        "sdy.all_gather",
-        "sdy.all_slice",
-        "sdy.all_to_all",
-        "sdy.collective_permute",
-        "sdy.reshard",
-    }
-)
-
-# Through these an update reaches a parameter, and from them a gradient is found.
-UPDATES = MOVES | {
-    "stablehlo.add",
-    "stablehlo.subtract",
-    "stablehlo.multiply",
-    "stablehlo.divide",
-    "stablehlo.negate",
-    "stablehlo.select",
-    "stablehlo.sqrt",
-    "stablehlo.rsqrt",
-    "stablehlo.power",
-    "stablehlo.maximum",
-    "stablehlo.minimum",
-    "stablehlo.clamp",
-    "stablehlo.abs",
-    "stablehlo.sign",
-    "stablehlo.concatenate",
-    "stablehlo.dynamic_update_slice",
-    "stablehlo.while",
-    "stablehlo.custom_call",
-}
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Value:
@@ -81,14 +40,10 @@ class Value:
         element: MLIR's name of the element type.
         dims: mesh axes of each dim.
         leaf: the argument of the step that it is, or a part of, in any layout.
-        base: the value that it is a transposed or converted copy of; None for itself.
-        order: for each of its dims, that of the base.
         shared: whether it is used more than once.
         sums: the all-reduces that it is the sum of, by position in the list of all
             collectives; empty where something else is in it.
         index: position of its collective in that list, or None.
-        is_uniform: whether every device can make any part of it by itself, such as
-            zeros.
     """
 
     name: str
@@ -96,17 +51,9 @@ class Value:
     element: str
     dims: Dims
     leaf: int | None = None
-    base: "Value | None" = None
-    order: tuple[int, ...] = ()
     shared: bool = False
     sums: tuple[int, ...] = ()
     index: int | None = None
-    is_uniform: bool = False
-
-    @property
-    def root(self) -> "Value":
-        """The value that it is a copy of, or itself."""
-        return self if self.base is None else self.base
 
     @property
     def local_shape(self) -> Shape:
@@ -127,20 +74,6 @@ class Value:
     def local_bytes(self) -> int:
         """Bytes of one device's part."""
         return bytes_of(self.local_shape, self.element)
-
-    def laid_out(self, dims: Dims) -> "Value":
-        """A copy in another layout."""
-        order = self.order or tuple(range(len(self.shape)))
-        return dataclasses.replace(self, dims=dims, base=self.root, order=order)
-
-    def root_dims(self) -> Dims:
-        """The axes of each dim, in the order of the root's dims."""
-        if self.base is None or not self.order:
-            return self.dims
-        found: list[Any] = [()] * len(self.order)
-        for dim, axes in zip(self.order, self.dims, strict=True):
-            found[dim] = axes
-        return tuple(found)
 
 
 def parts(axes: Sequence[AxisRef]) -> int:
@@ -178,3 +111,103 @@ def spec_text(dims: Dims) -> str:
     while entries[-1] == "-":
         entries.pop()
     return f"P({', '.join(entries)})"
+
+
+Scope = tuple[int, ...]  # the loops around an operation, by number
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the program the walk is.
+
+    Attributes:
+        times: how often what stands there runs in a step.
+        scope: the loops around it.
+        cuts: inside of a shard_map, into how many parts its axes cut the work; else 0.
+    """
+
+    times: int
+    scope: Scope
+    cuts: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """A collective as it stands in the program.
+
+    Attributes:
+        kind: what it does.
+        axes: the axes it runs over.
+        shape: payload on one device.
+        element: MLIR's name of its element type.
+        executions: how often it runs in a step.
+        location: where it comes from, as MLIR writes it.
+        scope: the loops around it.
+        leaf: the argument that it moves, or whose gradient it sums.
+        into: the collective that it is one with, or None.
+    """
+
+    kind: Kind
+    axes: tuple[AxisRef, ...]
+    shape: tuple[int, ...]
+    element: str
+    executions: int
+    location: str
+    scope: Scope = ()
+    leaf: int | None = None
+    into: int | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Move:
+    """A value that changes its sharding, by one collective or several.
+
+    Attributes:
+        before: the value.
+        after: the same in the other layout.
+        executions: how often.
+        location: where, as MLIR writes it.
+        gathers_only: whether it is only gathered.
+    """
+
+    before: Value
+    after: Value
+    executions: int
+    location: str
+    gathers_only: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Spread:
+    """What was read from a module.
+
+    Attributes:
+        sizes: axis name → size.
+        arguments: the arguments of the step.
+        results: its results.
+        collectives: in the order of the program.
+        moves: values that change their sharding.
+        flops: of matrix products and convolutions, on one device.
+        flops_whole: the same on all devices if none did another's work.
+        more_flops: what has matrix products that are not in these, each once.
+        unrecognised: what could not be counted → the places in the program.
+        branching: how many conditionals have any of this in a branch.
+        operations: how many operations there are.
+        gradients_of: position of a result → the sums that it is made from; and what was
+            looked at before, which is not again.
+    """
+
+    sizes: dict[str, int]
+    arguments: list[Value]
+    results: list[Value] = dataclasses.field(default_factory=list)
+    collectives: list[Found] = dataclasses.field(default_factory=list)
+    moves: dict[int, Move] = dataclasses.field(default_factory=dict)
+    flops: int = 0
+    flops_whole: int = 0
+    more_flops: dict[str, None] = dataclasses.field(default_factory=dict)
+    unrecognised: dict[str, list[str]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    branching: int = 0
+    operations: int = 0
+    gradients_of: Callable[[int, set[Any]], Iterable[Value]] = lambda at, seen: ()

@@ -1,0 +1,317 @@
+"""Values of a compiled program, followed backwards: to arguments, and from results.
+
+A value goes through fusions, loops, branches, tuples and transfers between slices. What
+a collective moves is followed to the argument that it is a part of, or to the
+parameters that it is computed from (`origin`). What an optimizer computes element by
+element is followed from a result to the collectives that sum its gradient
+(`results_of`).
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+from flax_layoutmap.pod._hlo_text import Instruction, Module, arrays_of, rendezvous
+
+# The place of a call: the computation that it is in, and the calling instruction.
+Call = tuple[str, Instruction]
+
+_COLLECTIVE = re.compile(
+    r"(all-reduce(?:-scatter)?|all-gather|reduce-scatter|all-to-all|collective-permute)"
+    r"(-start)?"
+)
+_MOVES = frozenset(
+    (
+        *("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"),
+        *("transpose", "slice", "slice-start", "slice-done", "dynamic-slice"),
+        *("all-gather", "all-gather-start", "all-gather-done", "all-to-all"),
+        *("collective-permute", "collective-permute-start"),
+        *("collective-permute-done", "opt-barrier", "async-done"),
+        *("async-update", "call-done", "bitcast-convert", "reduce-precision"),
+        *("send-done", "recv-done"),
+    )
+)
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "negate", "sqrt", "rsqrt"),
+        *("power", "maximum", "minimum", "clamp", "abs", "sign", "concatenate"),
+        *("select", "pad"),
+    )
+)
+# What may stand between parameters and a value that is made of them alone.
+_COMPUTES = _ELEMENTWISE | {"broadcast", "dot", "exponential", "log", "tanh"}
+_CONSTANTS = frozenset(("constant", "iota", "partition-id"))
+_CALLS = frozenset(("fusion", "call", "call-start", "async-start"))
+_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+# The parts of one array, put together again after they were moved apart.
+_JOINS = '"ConcatBitcast"'
+_STEPS = 400
+# A program of many layers without a scan has this many values behind its results.
+_STEPS_OF_RESULTS = 500_000
+_DEEP = 64
+
+# Computation and name of a collective → its operand → results of the program.
+Results = dict[tuple[str, str], dict[int, list[int]]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Value:
+    """An element of what an instruction gives, in one call of its computation."""
+
+    module: Module
+    where: str
+    name: str
+    calls: tuple[Call, ...] = ()
+    # Which elements of tuples are followed, the innermost last.
+    wanted: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for the same value."""
+        calls = tuple((where, call.name) for where, call in self.calls)
+        return self.where, self.name, self.wanted, calls
+
+    def instruction(self) -> Instruction | None:
+        return self.module.instruction(self.where, self.name)
+
+    def of(
+        self, names: Sequence[str], wanted: tuple[int, ...] | None = None
+    ) -> Iterator["_Value"]:
+        """Operands of its instruction."""
+        for name in names:
+            given = self.wanted if wanted is None else wanted
+            yield dataclasses.replace(self, name=name, wanted=given)
+
+    def in_tuples(self, own: Instruction) -> Iterator["_Value"]:
+        """The tuple that it is taken from, or what a tuple has in its place."""
+        index = _INDEX.search(own.attributes)
+        if own.opcode == "tuple" and self.wanted:
+            at = self.wanted[-1]
+            yield from self.of(own.operands[at : at + 1], self.wanted[:-1])
+        elif own.opcode == "get-tuple-element" and index is not None:
+            yield from self.of(own.operands[:1], (*self.wanted, int(index[1])))
+
+    def sent(self, own: Instruction) -> Iterator["_Value"]:
+        """What another slice sends, of a `recv`."""
+        send = self.module.sends.get((self.where, rendezvous(own.attributes)))
+        if send is not None:
+            yield dataclasses.replace(self, name=send.name, wanted=())
+
+    def into(self, call: Instruction) -> Iterator["_Value"]:
+        """What the computations that are called give; of a branch, each of them."""
+        calls = (*self.calls, (self.where, call))
+        for name in _called(call) if len(self.calls) <= _DEEP else ():
+            root = self.module.root(name)
+            if root is not None:
+                yield _Value(self.module, name, root, calls, self.wanted)
+
+    def out(self) -> Iterator["_Value"]:
+        """What a parameter of a computation stands for."""
+        number = self.module.parameter_number(self.where, self.name)
+        if not self.calls or number is None:
+            return
+        where, call = self.calls[-1]
+        if call.opcode == "conditional":
+            names = _called(call)
+            number = names.index(self.where) + 1 if self.where in names else 0
+        for name in call.operands[number : number + 1]:
+            yield _Value(self.module, where, name, self.calls[:-1], self.wanted)
+
+
+def _called(call: Instruction) -> list[str]:
+    """The computations that an instruction takes its result from."""
+    if call.opcode == "conditional":
+        found = _BRANCHES.search(call.attributes)
+        names = found[1].split(",") if found else []
+        return [name.strip().lstrip("%") for name in names]
+    found = (_BODY if call.opcode == "while" else _CALLED).search(call.attributes)
+    return [found[1]] if found else []
+
+
+# --------------------------------------------------------------------- to arguments
+
+
+@dataclasses.dataclass(slots=True)
+class Origin:
+    """Where a value comes from.
+
+    Attributes:
+        arguments: position of the argument that the value is, or is a part of, or those
+            of the parameters that it is computed from, the largest first; empty for
+            others.
+        attributes: attributes of the instructions on the way, the nearest first.
+    """
+
+    arguments: list[int]
+    attributes: list[str]
+
+
+def origin(
+    module: Module,
+    where: str,
+    start: Instruction,
+    calls: Sequence[Call],
+    parameters: Collection[int] = (),
+) -> Origin:
+    """Follows the first operand of an instruction backwards.
+
+    Args:
+        module: the program.
+        where: the computation of the instruction.
+        start: the instruction.
+        calls: how the computation was reached, the outermost call first.
+        parameters: the arguments that are parameters of the model.
+    """
+    found, sizes, computed = Origin([], []), dict[int, int](), False
+    todo = [_Value(module, where, name, tuple(calls)) for name in start.operands[:1]]
+    for _ in range(_STEPS):
+        if not todo:
+            break
+        value = todo.pop()
+        own = value.instruction()
+        if own is None:
+            return found
+        if not computed:
+            found.attributes.append(own.attributes)
+        number = module.parameter_number(value.where, value.name)
+        if number is not None and value.where == module.entry:
+            sizes[number] = sum(array.bytes for array in arrays_of(own.type))
+            continue
+        before = list(_before(value, own))
+        if not before and own.opcode in _COMPUTES:
+            computed, before = True, list(value.of(own.operands))
+        if not before and not (computed and own.opcode in _CONSTANTS):
+            return found
+        todo += reversed(before)
+    is_one = len(sizes) == 1 and not computed
+    if not todo and (is_one or sizes and sizes.keys() <= set(parameters)):
+        found.arguments = sorted(sizes, key=lambda at: -sizes[at])
+    return found
+
+
+def _before(value: _Value, own: Instruction) -> Iterator[_Value]:
+    """What an instruction moves; several where it takes one of them."""
+    if own.opcode in ("tuple", "get-tuple-element"):
+        yield from value.in_tuples(own)
+    elif own.opcode == "parameter":
+        yield from value.out()
+    elif own.opcode == "while":
+        if _is_kept(value, own):
+            yield from value.of(own.operands[:1])
+    elif own.opcode in _CALLS or own.opcode == "conditional":
+        yield from value.into(own)
+    elif own.opcode == "select":
+        yield from value.of(_unmasked(value, own.operands))
+    elif own.opcode == "recv":
+        yield from value.sent(own)
+    elif own.opcode in _MOVES | {"gather", "send"} or _JOINS in own.attributes:
+        yield from value.of(own.operands[:1])
+
+
+def _unmasked(value: _Value, operands: Sequence[str]) -> list[str]:
+    """What is kept where a mask has it.
+
+    Each device looks up what it has of a table, and puts zeros for the rest.
+    """
+    made = [value.module.instruction(value.where, name) for name in operands[1:]]
+    kept = zip(operands[1:], made, strict=True)
+    return [name for name, one in kept if one is None or one.opcode != "broadcast"]
+
+
+def _is_kept(value: _Value, loop: Instruction) -> bool:
+    """Whether a loop gives back the element that is followed as it got it."""
+    body = _called(loop)
+    root = value.module.root(body[0]) if body and value.wanted else None
+    made = None if root is None else value.module.instruction(body[0], root)
+    if made is None or made.opcode != "tuple" or value.wanted[-1] >= len(made.operands):
+        return False
+    kept = value.module.instruction(body[0], made.operands[value.wanted[-1]])
+    index = None if kept is None else _INDEX.search(kept.attributes)
+    return (
+        kept is not None
+        and kept.opcode == "get-tuple-element"
+        and index is not None
+        and int(index[1]) == value.wanted[-1]
+    )
+
+
+# --------------------------------------------------------------------- from results
+
+
+def results_of(
+    module: Module, order: Sequence[int], parameters: Collection[int] = ()
+) -> Results:
+    """Says for which result each collective on the way to one is.
+
+    Args:
+        module: the program.
+        order: positions of the results to follow; what is on the way to several is the
+            first one's.
+        parameters: the first ones of these, of which one array may hold several: the
+            compiler packs small sums.
+    """
+    found: Results = collections.defaultdict(dict)
+    root = module.root(module.entry) if module.entry else None
+    seen: set[tuple[object, ...]] = set()
+    steps = 0
+    for result in order if module.entry and root else ():
+        several = result in parameters
+        own = set[tuple[object, ...]]() if several else seen
+        todo = [_Value(module, module.entry or "", root or "", (), (result,))]
+        while todo and steps < _STEPS_OF_RESULTS:
+            value = todo.pop()
+            if value.key in own or len(value.calls) + len(value.wanted) > _DEEP:
+                continue
+            own.add(value.key)
+            steps += 1
+            instruction = value.instruction()
+            if instruction is None:
+                continue
+            place = _place_in(value, instruction)
+            if place is not None:
+                named = found[value.where, value.name].setdefault(place, [result])
+                if several and result not in named:
+                    named.append(result)
+            todo += _made_from(value, instruction)
+        seen |= own
+    return dict(found)
+
+
+def _place_in(value: _Value, own: Instruction) -> int | None:
+    """Which operand of a collective a value is the result of; None for others."""
+    if own.opcode == "send":
+        return 0
+    if not _COLLECTIVE.fullmatch(own.opcode):
+        return None
+    return value.wanted[-1] if len(own.operands) > 1 and value.wanted else 0
+
+
+def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
+    """The values that one is made from, where it is made element by element."""
+    opcode, operands, place = own.opcode, own.operands, _place_in(value, own)
+    if place is not None:
+        wanted = value.wanted[:-1] if len(operands) > 1 else value.wanted
+        yield from value.of(operands[place : place + 1], wanted)
+    elif opcode in ("tuple", "get-tuple-element"):
+        yield from value.in_tuples(own)
+    elif opcode == "parameter":
+        if value.calls and value.calls[-1][1].opcode == "while":
+            root = value.module.root(value.where)  # of the round before
+            yield from value.of([root] if root else [])
+        yield from value.out()
+    elif opcode == "while" or opcode == "conditional" or opcode in _CALLS:
+        if opcode == "while":
+            yield from value.of(operands[:1])
+        yield from value.into(own)
+    elif opcode == "recv":
+        yield from value.sent(own)
+    elif opcode in _ELEMENTWISE or opcode in _MOVES:
+        yield from value.of(operands[opcode == "select" :])
+    elif opcode == "dynamic-update-slice":
+        yield from value.of(operands[:2])
+    elif _JOINS in own.attributes:
+        yield from value.of(operands)

@@ -1,0 +1,147 @@
+"""A step of `jax.jit`, lowered as it is, with its arguments where the rules say."""
+
+import contextlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from flax_layoutmap._arguments import Argument, call_with, slots_of, take_apart
+from flax_layoutmap._inputs import holds_parameters
+from flax_layoutmap._program import mesh_context
+from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._shardings import abstract
+from flax_layoutmap.pod._layouts import Layouts
+from flax_layoutmap.pod._lowered import (
+    Lowered,
+    constants_of,
+    kept_by,
+    leaves_of,
+    lower,
+    notes_of,
+)
+from flax_layoutmap.pod._pairs import Results, comes_back, look_at, pairs_of
+
+
+def lower_jitted(
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rules: RuleSet | None,
+    platform: str,
+) -> Lowered:
+    """A function of `jax.jit`: as it is, with its arguments where the rules say."""
+    signature = inspect.signature(step)
+    slots = slots_of(signature.bind(*args, **kwargs))
+    # What holds something else is static: nothing to lay out.
+    arguments = {
+        slot: take_apart(slot, value, is_state=False, is_donated=False)
+        for slot, value in slots
+        if all(map(_is_array_or_number, jax.tree.leaves(value)))
+    }
+    every = list(arguments.values())
+
+    def trace() -> Any:
+        values = [
+            (slot, arguments[slot].plain() if slot in arguments else value)
+            for slot, value in slots
+        ]
+        leaves = [leaf for one in every for leaf in one.leaves]
+        with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
+            return call_with(step.trace, signature, values)
+
+    if rules is not None:
+        for one in every:
+            if not one.is_state and holds_parameters(one, rules):
+                one.make_state()
+        if not any(one.is_state for one in every) and len(every) > 1:
+            _find_state(every, _donated(trace()))
+        _lay_out(every, rules)
+    traced = trace()
+    lowered = lower(traced, platform, getattr(step, "__name__", "the step"))
+    donated = _donated(lowered)
+    taken = _taken(every, len(donated))
+    kept = kept_by(lowered, [one.slot.parameter for one in taken])
+    place = {leaf: at for at, leaf in enumerate(kept)}
+    count = sum(len(one.leaves) for one in taken)
+    results = look_at(traced, range(count), lowered.out_info, 0, taken)
+    if rules is None:
+        _find_state(taken, donated, results)
+    shapes = jax.tree.leaves(lowered.out_info)
+    found, gradients = pairs_of(results, taken, shapes, {})
+    return Lowered(
+        getattr(step, "__name__", "the step"),
+        lowered,
+        leaves_of(taken, kept, [donated[at] for at in kept]),
+        {result: place[leaf] for result, leaf in found.items() if leaf in place},
+        kept,
+        Layouts(taken),
+        constants_of(traced),
+        {} if rules is None else _specs(taken, kept),
+        () if rules is None else notes_of(taken, rules),
+        gradients,
+    )
+
+
+def _donated(step: Any) -> list[bool]:
+    """Of each leaf that a traced or lowered step takes, whether it is given away."""
+    return [info.donated for info in jax.tree.leaves(step.args_info)]
+
+
+def _taken(arguments: Sequence[Argument], count: int) -> list[Argument]:
+    """The arguments with so many leaves that a step takes."""
+    if sum(len(one.leaves) for one in arguments) > count:
+        # Numbers that are static; which they are, only jax.jit knows.
+        return [one for one in arguments if any(map(_is_array, one.raw))]
+    return list(arguments)
+
+
+def _find_state(
+    arguments: Sequence[Argument],
+    donated: Sequence[bool],
+    results: Results | None = None,
+) -> None:
+    """What is given away is state where no rule says it, and what comes back changed.
+
+    Args:
+        arguments: the arguments, which are changed.
+        donated: of each leaf that the step takes, whether it is given away.
+        results: its results; None where the rules lay out data over the batch axes, so
+            that containers alone are looked at, and only what is given away.
+    """
+    start = 0
+    for one in _taken(arguments, len(donated)):
+        own = range(start, start + len(one.leaves))
+        start = own.stop
+        found = any(donated[at] for at in own)
+        if results is None:
+            found = found and one.is_container
+        else:
+            found = found or comes_back(results, one, own)
+        if found and not one.is_state:
+            one.make_state()
+
+
+def _specs(arguments: Sequence[Argument], kept: Sequence[int]) -> dict[int, Any]:
+    """Position of each argument of a program → the spec that its leaf was given."""
+    leaves = [leaf for one in arguments for leaf in one.leaves]
+    found = {
+        at: getattr(leaves[leaf], "sharding", None) for at, leaf in enumerate(kept)
+    }
+    return {at: one.spec for at, one in found.items() if one is not None}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")
+
+
+def _is_array_or_number(leaf: Any) -> bool:
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _lay_out(arguments: Sequence[Argument], rules: RuleSet) -> None:
+    """Gives the leaves of arguments the shardings of the rules."""
+    shardings = iter(Layouts(arguments).under(rules))
+    for one in arguments:
+        one.leaves = [abstract(leaf, next(shardings)) for leaf in one.leaves]

@@ -1,0 +1,343 @@
+"""The collectives of a step by XLA's SPMD partitioner, without devices.
+
+The CPU client of jaxlib has the partitioner that every backend has. The compiler for
+TPUs does more around it. What was measured to matter is done here, too: some scatters
+and `top_k` are rewritten before (`_rewrite.py`); afterwards sums are taken out of loops
+(`_after_loops.py`), merged and scattered (`_merge.py`, `_tpu_sums.py`).
+
+The client takes no more than 2,048 devices. The program has the same operations on any
+number of devices, and only sizes of arrays depend on it. So a step for a larger mesh is
+partitioned on the mesh with one axis shortened, twice: the largest where that can be.
+What is constant on both is constant, and what shrinks with the axis shrinks further.
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._aot import Answer, Code, Compiled, partition_for
+from flax_layoutmap.pod._hlo import Program, members_of, read_program, wire_bytes
+from flax_layoutmap.pod._links import dcn_axes
+from flax_layoutmap.pod._lowered import Lowered
+from flax_layoutmap.pod._merge import merge
+from flax_layoutmap.pod._mlir import functions
+from flax_layoutmap.pod._records import Collective
+from flax_layoutmap.pod._rewrite import inline_calls, rewrite_for_tpus
+from flax_layoutmap.pod._tpu_sums import scatters, within_and_between
+
+_NOT_SCALED = "collectives of which two smaller meshes do not tell the size, left out"
+_MIXED = "collectives over parts of axes that cross slices, counted as if all crossed"
+
+
+class NotScaled(Exception):
+    """Why smaller meshes do not tell the collectives of a mesh."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shortened:
+    """A mesh and two smaller ones, which differ in the size of one axis.
+
+    Attributes:
+        sizes: axis name → size, of the mesh.
+        axis: the axis that is shortened.
+        short: its size on the larger of the two.
+        shorter: on the smaller.
+    """
+
+    sizes: Mapping[str, int]
+    axis: str
+    short: int
+    shorter: int
+
+    def on(self, size: int) -> dict[str, int]:
+        """The sizes with another one of that axis."""
+        return {**self.sizes, self.axis: size}
+
+    @property
+    def both(self) -> tuple[int, int]:
+        """The sizes of that axis on the two."""
+        return self.short, self.shorter
+
+    @property
+    def factor(self) -> int:
+        """By how much the axis is longer than on the larger of the two."""
+        return self.sizes[self.axis] // self.short
+
+
+def shortened(sizes: Mapping[str, int], most: int) -> Shortened:
+    """Two meshes with no more than so many devices.
+
+    Raises:
+        NotScaled: there are none.
+
+    >>> mesh = shortened({"data": 3, "fsdp": 256, "tensor": 8}, 2048)
+    >>> mesh.axis, mesh.short, mesh.shorter
+    ('fsdp', 64, 32)
+    """
+    for axis in sorted(sizes, key=lambda name: -sizes[name]):
+        size, rest = sizes[axis], math.prod(sizes.values()) // sizes[axis]
+        for short in range(size // 2, 3, -1):
+            if size % short == 0 and short * rest <= most:
+                for shorter in range(short // 2, 1, -1):
+                    if short % shorter == 0:
+                        return Shortened(sizes, axis, short, shorter)
+    raise NotScaled("no axis has two smaller sizes")
+
+
+def scaled(large: Program, small: Program, mesh: Shortened) -> Program:
+    """The program on the whole mesh.
+
+    Args:
+        large: on the larger of the two smaller meshes.
+        small: on the smaller.
+        mesh: the meshes.
+
+    Returns:
+        The larger program with other sizes; what could not be told is in
+        `unrecognised`.
+
+    Raises:
+        NotScaled: the two are different programs.
+    """
+    pairs = list(zip(large.collectives, small.collectives, strict=False))
+    same = len(large.collectives) == len(small.collectives) and all(
+        _what(one) == _what(other) for one, other in pairs
+    )
+    if not same:
+        raise NotScaled("the program is another on smaller meshes")
+    found = [_scaled(one, other, mesh) for one, other in pairs]
+    unread = (*large.unrecognised, *[_NOT_SCALED for one in found if one is None])
+    kept = tuple(one for one in found if one is not None)
+    return dataclasses.replace(large, collectives=kept, unrecognised=unread)
+
+
+def _what(one: Collective) -> tuple[object, ...]:
+    return one.kind, one.axes, one.dtype, one.executions, one.path, len(one.shape)
+
+
+def _scaled(one: Collective, other: Collective, mesh: Shortened) -> Collective | None:
+    ratio, shape = mesh.short // mesh.shorter, list[int]()
+    for size, before in zip(one.shape, other.shape, strict=True):
+        if size == before:
+            shape.append(size)
+        elif size * ratio == before and size % mesh.factor == 0:
+            shape.append(size // mesh.factor)
+        elif size == before * ratio:
+            shape.append(size * mesh.factor)
+        else:
+            return None
+    before, after = math.prod(one.shape), math.prod(shape)
+    size = one.bytes * after // before if before else one.bytes
+    members = members_of(one, mesh.on(mesh.short))
+    fewer = members_of(other, mesh.on(mesh.shorter))
+    if members is None or fewer is None or members not in (fewer, fewer * ratio):
+        return None
+    if members != fewer:
+        members *= mesh.factor
+    sent = wire_bytes(one.kind, size, members)
+    return dataclasses.replace(one, bytes=size, wire_bytes=sent, shape=tuple(shape))
+
+
+_MANUAL = "sdy.manual_computation"
+# The CPU client of jaxlib takes no more; it refuses 4,096.
+MOST_DEVICES = 2048
+
+
+@contextlib.contextmanager
+def partitioning(
+    lowered: Lowered,
+    code: Code,
+    sizes: Mapping[str, int],
+    topology: Topology | None,
+    *,
+    timeout: float,
+) -> Iterator[Callable[[], Program]]:
+    """The collectives of a step, by XLA's partitioner.
+
+    It runs while the context is open, and is ended with it.
+
+    Args:
+        lowered: the step.
+        code: its program, as `code_to_partition` gives it.
+        sizes: axis name → size, of the mesh that it was lowered for.
+        topology: where it is to run; None where that is not known.
+        timeout: seconds after which the partitioner is ended.
+
+    Yields:
+        What waits for them.
+
+    Raises:
+        LayoutError: the partitioner refused the program, died, or did not finish.
+        NotScaled: smaller meshes do not tell what happens on one that is too large.
+    """
+    mesh = None
+    if math.prod(sizes.values()) > MOST_DEVICES:
+        if code.has_manual:
+            raise NotScaled("in a shard_map, sizes are those of single devices")
+        mesh = shortened(sizes, MOST_DEVICES)
+    with contextlib.ExitStack() as children:
+
+        def begin(own: Mapping[str, int]) -> Answer:
+            """Partitions on a mesh of such sizes."""
+            written = code
+            if mesh is not None:
+                bytecode = on_mesh(code.bytecode, own)
+                written = dataclasses.replace(code, bytecode=bytecode)
+            count = math.prod(own.values())
+            return children.enter_context(
+                partition_for(written, count, timeout=timeout)
+            )
+
+        meshes = [sizes] if mesh is None else [*map(mesh.on, mesh.both)]
+        answers = [begin(own) for own in meshes]
+
+        def found() -> Program:
+            programs = [
+                _read(answer(), lowered, own, topology, mesh)
+                for answer, own in zip(answers, meshes, strict=True)
+            ]
+            if mesh is None:
+                (program,) = programs
+            else:
+                large, small = programs
+                program = scaled(large, small, mesh)
+            return _over_slices(program, sizes, topology)
+
+        yield found
+
+
+def _read(
+    done: Compiled,
+    lowered: Lowered,
+    sizes: Mapping[str, int],
+    topology: Topology | None,
+    mesh: Shortened | None,
+) -> Program:
+    """The program on a mesh, which may be a shortened one."""
+    assert done.text is not None
+    longer = (1, 1)
+    if mesh is not None:
+        size = sizes[mesh.axis]
+        longer = size, mesh.sizes[mesh.axis] // size
+    rules = None if topology is None else scatters(topology, longer)
+    text = merge(done.text, rules, for_tpus=topology is not None)
+    return read_step(text, lowered, sizes)
+
+
+def _over_slices(
+    program: Program, sizes: Mapping[str, int], topology: Topology | None
+) -> Program:
+    """The program with what goes within slices and between them."""
+    if topology is None or topology.slices == 1:
+        return program
+    apart = [[*within_and_between(one, sizes, topology)] for one in program.collectives]
+    crosses = dcn_axes(sizes, topology)
+    mixed = [
+        _MIXED
+        for first, *more in apart
+        if first.over_dcn and not more
+        if members_of(first, sizes) != math.prod(crosses.get(n, 1) for n in first.axes)
+    ]
+    return dataclasses.replace(
+        program,
+        collectives=tuple(part for parts in apart for part in parts),
+        unrecognised=(*program.unrecognised, *mixed),
+    )
+
+
+def read_step(
+    text: str, lowered: Lowered, sizes: Mapping[str, int], slice_of: Any = ()
+) -> Program:
+    """Reads a program of XLA, with the paths of a step's leaves."""
+    leaves = enumerate(lowered.leaves)
+    parameters = {at for at, leaf in leaves if leaf.role == "parameter"}
+    return read_program(
+        text,
+        sizes.keys(),
+        sizes.values(),
+        slice_of=slice_of,
+        paths=[leaf.path for leaf in lowered.leaves],
+        results=_state_results(lowered),
+        parameters=parameters,
+        new_parameters=[r for r, at in lowered.pairs.items() if at in parameters],
+    )
+
+
+def _state_results(lowered: Lowered) -> dict[int, str]:
+    """Results that are new state → their paths, the parameters first.
+
+    What an optimizer sums for its own state it sums for a parameter.
+    """
+    order = {"parameter": 0, "optimizer": 1}
+    leaves = {result: lowered.leaves[at] for result, at in lowered.pairs.items()}
+    ranked = sorted(leaves, key=lambda result: order.get(leaves[result].role, 2))
+    return {
+        result: leaves[result].path for result in ranked if leaves[result].role in order
+    }
+
+
+def code_of(lowered: Any) -> Code:
+    """A lowered module for a process with the same jaxlib.
+
+    Args:
+        lowered: what `jax.jit(...).trace(...).lower(...)` gives.
+    """
+    return _code(lowered.compiler_ir("stablehlo").operation)
+
+
+def code_to_partition(lowered: Any, *, as_tpus: bool) -> Code:
+    """The same for the partitioner alone.
+
+    Args:
+        lowered: what `jax.jit(...).trace(...).lower(...)` gives.
+        as_tpus: whether to write what the compiler for TPUs writes before it asks
+            Shardy.
+    """
+    module = lowered.compiler_ir("stablehlo").operation
+    with module.context:
+        module = module.clone()
+        names = inline_calls(functions(module))
+        if as_tpus:
+            block = functions(module)["main"].regions[0].blocks[0]
+            rewrite_for_tpus(block)
+        return dataclasses.replace(_code(module), has_manual=_MANUAL in names)
+
+
+def on_mesh(bytecode: bytes, sizes: Mapping[str, int]) -> bytes:
+    """The same program on a mesh of other sizes."""
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+
+    written = ", ".join(f'"{name}"={size}' for name, size in sizes.items())
+    count, made = math.prod(sizes.values()), io.BytesIO()
+    with mlir.make_ir_context():
+        module = ir.Module.parse(bytecode)
+        for op in module.body.operations:
+            if op.operation.name == "sdy.mesh":
+                op.attributes["mesh"] = ir.Attribute.parse(f"#sdy.mesh<[{written}]>")
+        attributes = module.operation.attributes
+        attributes["mhlo.num_partitions"] = ir.Attribute.parse(f"{count} : i32")
+        module.operation.write_bytecode(made)
+    return made.getvalue()
+
+
+def _code(module: Any) -> Code:
+    with module.context:
+        main, made = functions(module)["main"], io.BytesIO()
+        module.write_bytecode(made)
+        kind = main.attributes["function_type"].value
+        return Code(
+            made.getvalue(),
+            _without_sharding(main, "arg_attrs", len(kind.inputs)),
+            _without_sharding(main, "res_attrs", len(kind.results)),
+        )
+
+
+def _without_sharding(main: Any, name: str, count: int) -> list[bool]:
+    if name not in main.attributes:
+        return [True] * count
+    return ["sdy.sharding" not in one for one in main.attributes[name]]

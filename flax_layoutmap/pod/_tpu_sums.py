@@ -1,0 +1,251 @@
+"""Sums of gradients as the compiler for TPUs makes them: in slices, and over slices.
+
+Where every device keeps its part of a sum, the compiler makes a reduce-scatter, which
+moves chunks of 4 KiB: 8 rows of 512 bytes. It makes an all-reduce, with twice the
+bytes,
+
+- where the part of a device is no multiple of that along the lanes, or is cut across a
+  dim of one element;
+- over all devices of a slice that is a square of at least 4 x 4 or has three dims;
+- over 256 devices of a slice with three dims, for some widths with few rows;
+- where the chunks do not divide into equal pieces that fit on the core (a padded
+  vocabulary with a large prime factor).
+
+A collective over several slices is one within each slice, and one of a share between
+them. Found by compiling single gradients and collectives for v2 to tpu7x with libtpu
+0.0.42, on 2026-11-22.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from flax_layoutmap._topologies import Topology
+from flax_layoutmap.pod._hlo import members_of, wire_bytes
+from flax_layoutmap.pod._links import dcn_axes
+from flax_layoutmap.pod._records import Collective, Kind
+
+# Rows and lanes of a tile, and bytes of a row of a chunk.
+_ROWS, _LANES, _ROW_BYTES = 8, 128, 512
+# Over so many, sums of few rows are whole, too.
+_MANY = 256
+# Generation → the fewest and most tiles that are moved at a time by all devices of a
+# group, of elements of two bytes; each lies between two sizes that were compiled.
+_PIECES = {
+    "v4": (176, 1440),
+    "v5p": (176, 1440),
+    "v5e": (208, 1600),
+    "v6e": (400, 3408),
+}
+# Their sums are made beside the cores, in parts of any shape.
+_SCATTER_ANYTHING = ("tpu7x",)
+
+
+def scatters(
+    topology: Topology, longer: tuple[int, int] = (1, 1)
+) -> Callable[[tuple[int, ...], int, int, int, str], bool]:
+    """Says which sums the compiler makes with a reduce-scatter.
+
+    Args:
+        topology: where the step runs.
+        longer: the size of an axis in what is asked of, and by how much it is longer
+            where the step runs.
+    """
+    generation = topology.generation.name
+    has_three_dims = len(_sides(topology)) == 3
+
+    def asked(
+        part: tuple[int, ...], cut: int, item: int, members: int, name: str
+    ) -> bool:
+        if generation in _SCATTER_ANYTHING:
+            return True
+        # The rows of an embedding are added up in other ways.
+        if name.rpartition("/")[2].startswith("scatter"):
+            return True
+        if longer[1] > 1 and members % longer[0] == 0:
+            sliced = -(-part[cut] // longer[1])
+            part = (*part[:cut], sliced, *part[cut + 1 :])
+            members *= longer[1]
+        within = min(members, topology.devices // topology.slices)
+        many = within == _MANY and has_three_dims
+        pieces = _PIECES.get(generation)
+        return scatters_over(within, topology) and not _is_whole(
+            part, cut, item, members, many, pieces
+        )
+
+    return asked
+
+
+def scatters_over(count: int, topology: Topology) -> bool:
+    """Whether the compiler has a reduce-scatter for groups of so many devices.
+
+    Args:
+        count: how many devices of a slice.
+        topology: where the step runs.
+    """
+    if topology.generation.name in _SCATTER_ANYTHING:
+        return True
+    everywhere = topology.devices // topology.slices
+    return count < everywhere or not _has_all_links(topology)
+
+
+def _has_all_links(topology: Topology) -> bool:
+    """Whether the compiler has an all-reduce for all links of such a slice."""
+    sides, cores = _sides(topology), topology.generation.devices_per_chip
+    if len(sides) == 2:
+        return sides[0] == sides[1] and sides[0] * cores >= 4
+    return len(sides) == 3
+
+
+def _sides(topology: Topology) -> list[int]:
+    return [size for size in topology.shape if size > 1]
+
+
+def _is_whole(
+    shape: tuple[int, ...],
+    cut: int,
+    item: int,
+    members: int,
+    many: bool,
+    pieces: tuple[int, int] | None,
+) -> bool:
+    """Whether the part of a device has a shape that is not scattered.
+
+    Args:
+        shape: that part.
+        cut: the dim along which it is one.
+        item: bytes of an element.
+        members: how many devices sum.
+        many: whether they are 256 of a slice with three dims.
+        pieces: the fewest and most tiles that are moved at a time, where that is known.
+    """
+    if sum(size > 1 for size in shape) < 2:
+        return False
+    row, lane = tiled_dims(shape)
+    if cut not in (row, lane):
+        lanes = _padded(shape[cut], _LANES) * item
+        return cut == len(shape) - 1 and lanes % _ROW_BYTES > 0
+    others = math.prod(shape) // (shape[row] * shape[lane])
+    if cut == lane:
+        if _padded(shape[lane], _LANES) * item % _ROW_BYTES > 0:
+            return True
+        tiles = _padded(shape[row], _ROWS) // _ROWS * others
+        return pieces is not None and item == 2 and _is_odd(tiles, members, pieces)
+    # Such as the kernel of keys with one head on a device.
+    between = shape[min(row, lane) + 1 : max(row, lane)]
+    if cut == row and len(between) > 0 and others == 1:
+        return True
+    wide = _padded(shape[lane], _LANES) // _LANES * others
+    return cut == row and many and _falls_apart(shape[row], wide)
+
+
+def _is_odd(tiles: int, count: int, pieces: tuple[int, int]) -> bool:
+    """Whether no piece of a size that is moved divides what a device has.
+
+    Args:
+        tiles: how many tiles of rows a device has.
+        count: how many devices sum.
+        pieces: the fewest and most tiles of all devices of a group at a time.
+    """
+    least, most = (-(-pieces[0] // count), pieces[1] // count)
+    return tiles > most and all(tiles % rows for rows in range(least, most + 1))
+
+
+def _falls_apart(rows: int, tiles: int) -> bool:
+    """Whether the pieces of a sum over 256 devices do not come out even.
+
+    Found by trying some forty shapes; we know no reason.
+
+    Args:
+        rows: rows of the part of a device.
+        tiles: how many tiles lie beside each other.
+    """
+    while tiles % 2 == 0 or tiles % 3 == 0:
+        tiles //= 2 if tiles % 2 == 0 else 3
+    return rows < 64 and (rows < 16 or tiles > 1)
+
+
+def tiled_dims(shape: Sequence[int]) -> tuple[int, int]:
+    """The dims that the compiler lays in the rows and lanes of its tiles.
+
+    They are the two largest; the one goes along the lanes that wastes less, and the
+    last of the two where they waste the same.
+
+    >>> tiled_dims((128, 4, 128)), tiled_dims((512, 8, 64)), tiled_dims((128, 16032))
+    ((0, 2), (2, 0), (1, 0))
+    """
+    first, last = sorted(
+        sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))[-2:]
+    )
+
+    def waste(row: int, lane: int) -> float:
+        rows, lanes = _padded(shape[row], _ROWS), _padded(shape[lane], _LANES)
+        return rows * lanes / (shape[row] * shape[lane])
+
+    swapped = waste(last, first) < waste(first, last)
+    return (last, first) if swapped else (first, last)
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+# Elements of a tile, whatever their dtype. What has no tile for each device of a slice
+# is not scattered.
+_TILE = 8 * 128
+
+
+def within_and_between(
+    whole: Collective, sizes: Mapping[str, int], topology: Topology
+) -> Iterator[Collective]:
+    """What a collective is made of: the part within slices and the one between them.
+
+    Args:
+        whole: the collective, as if there were one slice.
+        sizes: axis name → number of devices.
+        topology: where the step runs.
+    """
+    crosses = dcn_axes(sizes, topology)
+    slices = math.prod(crosses.get(name, 1) for name in whole.axes)
+    members = members_of(whole, sizes)
+    if slices == 1 or members is None or members % slices or members == slices:
+        yield dataclasses.replace(whole, over_dcn=slices > 1)
+        return
+    within = members // slices
+    inner = [name for name in whole.axes if sizes[name] > crosses.get(name, 1)]
+    outer = [name for name in whole.axes if name in crosses]
+
+    def part(kind: Kind, axes: Sequence[str], share: int) -> Collective:
+        members = slices if axes is outer else within
+        shape = whole.shape
+        if share > 1:
+            shape = (-(-math.prod(shape) // share),)
+        size = -(-whole.bytes // share)
+        return dataclasses.replace(
+            whole,
+            kind=kind,
+            axes=tuple(axes),
+            shape=shape,
+            bytes=size,
+            wire_bytes=wire_bytes(kind, size, members),
+            over_dcn=axes is outer,
+        )
+
+    if whole.kind in ("all-reduce", "reduce-scatter"):
+        if -(-math.prod(whole.shape) // _TILE) <= within:
+            yield part("all-reduce", inner, 1)
+            yield part("all-reduce", outer, 1)
+            return
+        # Every device gets the whole sum, also where it keeps only a part of it.
+        yield part(
+            "reduce-scatter" if scatters_over(within, topology) else "all-reduce",
+            inner,
+            1,
+        )
+        yield part("all-reduce", outer, within)
+        yield part("all-gather", inner, 1)
+        return
+    moves_all = whole.kind in ("all-to-all", "collective-permute")
+    # Of an all-to-all, what stays within a slice need not be sent twice.
+    yield part(whole.kind, inner, slices if whole.kind == "all-to-all" else 1)
+    yield part(whole.kind, outer, 1 if moves_all else within)

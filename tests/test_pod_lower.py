@@ -1,0 +1,591 @@
+"""What flm.pod.plan takes, of steps, arguments and meshes, and what it refuses."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from pods import (
+    MEGATRON,
+    MESH,
+    PARAMS,
+    SQUARE,
+    X,
+    kinds,
+    loss_of,
+    plan,
+    rules,
+    sgd,
+    struct,
+)
+
+import flax_layoutmap as flm
+from flax_layoutmap.pod._values import dtype_name
+
+P = PartitionSpec
+BY_RULES: dict[str, Any] = {"layout_map": rules(**MEGATRON)}
+
+
+def jax_mesh_of(mesh: flm.DeviceMesh) -> Any:
+    return mesh.jax_mesh
+
+
+# --------------------------------------------------------- modules, jits, and rules
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(nnx.relu(self.up(x)))
+
+
+def abstract_net() -> Any:
+    def make() -> Any:
+        model = Net(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    return nnx.eval_shape(make)
+
+
+def net_step(model: Any, optimizer: Any, x: Any) -> Any:
+    loss, gradients = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+NET = {"up/kernel": ("data", "model"), "down/kernel": ("model", "data")}
+
+
+def test_modules_as_with_jit() -> None:
+    model, optimizer = abstract_net()
+    layout_map = rules(**NET)
+    report = plan(net_step, model, optimizer, X, layout_map=layout_map)
+    resolved = layout_map.on(flm.DeviceMesh.abstract(MESH)).resolve(model)
+    # Two moments of each parameter, and two counters.
+    assert report.memory.at_rest == {
+        "parameter": resolved.bytes_per_device,
+        "optimizer": 2 * resolved.bytes_per_device + 8,
+        "data": 512 * 16 * 4 // 2,
+    }
+    found = kinds(report)
+    assert found["all-gather", ("data",), "model/up/kernel"] == 1
+    assert found["reduce-scatter", ("data",), "model/up/kernel"] == 1
+    assert report.drift == ()
+    (source,) = {one.source for one in report.collectives if one.axes == ("model",)}
+    # The line is the user's, where Flax makes the product; with jax 0.8 Flax's.
+    named = r"test_pod_lower.py:\d+ Net.__call__"
+    with_jax_0_8 = jax.__version_info__ < (0, 9)
+    assert re.fullmatch(r"linear.py:\d+" if with_jax_0_8 else named, source or "")
+
+
+@pytest.mark.parametrize("jit", [flm.jit, nnx.jit])
+def test_every_kind_of_function_gives_the_same_plan(jit: Any) -> None:
+    layout_map = rules(**NET)
+    jitted, plain = (
+        plan(step, *abstract_net(), X, layout_map=layout_map)
+        for step in (jit(net_step), net_step)
+    )
+    assert kinds(jitted) == kinds(plain) and jitted.memory == plain.memory
+
+
+def test_a_step_of_flm_jit_brings_its_rules_and_donation() -> None:
+    layout_map = rules(**NET).on(flm.DeviceMesh.abstract(MESH))
+    step = flm.jit(
+        net_step, layout_map=layout_map, donate_argnames=("model", "optimizer")
+    )
+    report = flm.pod.plan(step, *abstract_net(), X)
+    assert (report.step, str(report.mesh)) == ("net_step", MESH)
+    assert report.warnings == ()
+
+
+def test_a_mesh_of_any_size() -> None:
+    layout_map = rules(**{"up/kernel": (None, "tensor")}, down=("tensor", None))
+    mesh = {"data": 2304, "tensor": 8}
+    data = struct(4608, 16)
+    report = plan(net_step, *abstract_net(), data, mesh=mesh, layout_map=layout_map)
+    assert report.mesh.size == 18432
+    assert report.memory.at_rest["parameter"] == 2 * 16 * 32 * 4 // 8
+
+
+def adafactor_step(params: Any, opt_state: Any, x: Any) -> Any:
+    gradients = jax.grad(loss_of)(params, x)
+    updates, opt_state = ADAFACTOR.update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+ADAFACTOR = optax.adafactor(1e-3)
+FACTORS = jax.eval_shape(ADAFACTOR.init, PARAMS)
+
+
+def explicit_step(params: Any, x: Any) -> Any:
+    return jax.nn.relu(x @ params["up"]).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "other", "args"),
+    [
+        (sgd, jax.jit(sgd), (PARAMS, X)),
+        (adafactor_step, jax.jit(adafactor_step), (PARAMS, FACTORS, X)),
+    ],
+)
+def test_jax_jit_as_a_function(step: Any, other: Any, args: Any) -> None:
+    """Parameters and state of an optimizer are told apart there, too."""
+    plain, jitted = (plan(one, *args, **BY_RULES) for one in (step, other))
+    assert jitted.memory == plain.memory and kinds(jitted) == kinds(plain)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "gpu", "rocm", "cpu"])
+def test_other_platforms(platform: str) -> None:
+    wanted = kinds(plan(sgd, PARAMS, X, **BY_RULES))
+    report = plan(sgd, PARAMS, X, **BY_RULES, platform=platform)
+    assert kinds(report) == wanted
+    assert report.platform == ("cuda" if platform == "gpu" else platform)
+    assert f" on mesh {MESH} ({report.platform}): " in report.report()
+
+
+def test_real_arrays_of_a_step_that_is_running(mesh: flm.DeviceMesh) -> None:
+    layout_map = rules(**MEGATRON).on(mesh)
+    step = flm.jit(sgd, layout_map=layout_map, donate_argnames="params")
+    arrays = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), PARAMS)
+    x = np.ones((512, 16), np.float32)
+    params, _ = step(layout_map.place(arrays), x)
+    wanted = kinds(plan(sgd, PARAMS, X, **BY_RULES))
+    for given in (params, jax.tree.map(np.asarray, params)):
+        assert kinds(flm.pod.plan(step, given, x)) == wanted
+    params, _ = step(params, x)
+    assert step._cache_size() == 1
+    larger = flm.pod.plan(step, params, x, mesh="data=16,model=2")
+    assert larger.memory.at_rest["data"] == 512 * 16 * 4 // 16
+
+
+# ---------------------------------------------------------------------- arguments
+
+UP, DATA = 16 * 8 * 4, 256 * 16 * 4
+
+
+def product(params: Any, other: Any, x: Any) -> Any:
+    return (x @ params["up"]) * other
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "kwargs", "wanted"),
+    [
+        (
+            jax.jit(lambda params, unused, x: x @ params["up"]),
+            (PARAMS, struct(8, 5), X),
+            {},
+            {"parameter": UP, "data": DATA},
+        ),
+        (
+            jax.jit(product, static_argnums=1),
+            (PARAMS, 3, X),
+            {},
+            {"parameter": UP, "data": DATA},
+        ),
+        (jax.jit(product), (PARAMS, 3, X), {}, {"parameter": UP, "data": DATA + 4}),
+        (product, (PARAMS, 3), {"x": X}, {"parameter": UP, "data": DATA + 4}),
+        (lambda params, x: None, (PARAMS, X), {}, {}),
+        (jax.jit(lambda params, x: None), (PARAMS, X), {}, {}),
+        (lambda: jnp.ones(8).sum(), (), {}, {}),
+    ],
+)
+def test_arguments(step: Any, args: Any, kwargs: Any, wanted: dict[str, int]) -> None:
+    """By name, static, of numbers, not used; and none."""
+    report = plan(step, *args, **kwargs, **BY_RULES)
+    assert report.memory.at_rest == wanted and report.collectives == ()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(jnp.int8, 64), (jnp.int4, 32), (jnp.float8_e4m3fn, 64), (jnp.float32, 256)],
+)
+def test_quantised_matrices_are_parameters_and_keys_are_not(
+    dtype: Any, size: int
+) -> None:
+    def step(state: Any, x: Any) -> Any:
+        return (x @ state["w"].astype(x.dtype)).sum()
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = {"w": struct(16, 32, dtype=dtype), "key": key, "step": struct(dtype=int)}
+    report = plan(step, state, X, layout_map=rules(w=("data", "model")))
+    assert report.memory.at_rest["parameter"] == size
+    assert report.reshards == ()
+
+
+class Block(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones((16, 16)))
+        self.keys = nnx.Cache(jnp.zeros((8, 32, 16)))
+
+
+def decode(model: Any, x: Any) -> Any:
+    model.keys[...] = model.keys[...] + 1
+    return x @ model.w
+
+
+def decode_in_linen(model: Any, x: Any) -> Any:
+    cache = jax.tree.map(lambda a: a + 1, model["cache"])
+    return {**model, "cache": cache}, x @ model["params"]["w"]
+
+
+CACHE = {"attention": {"keys": struct(8, 32, 16)}}
+
+
+@pytest.mark.parametrize(
+    ("step", "model"),
+    [
+        (decode, nnx.eval_shape(Block)),
+        (decode_in_linen, {"params": SQUARE, "cache": CACHE}),
+    ],
+)
+def test_caches_are_no_parameters(step: Any, model: Any) -> None:
+    layout = rules(w=("model", None), keys=("data", None, None))
+    report = plan(step, model, X, layout_map=layout, donate_argnames="model")
+    assert report.memory.at_rest["parameter"] == 16 * 16 * 4 // 4
+    assert report.memory.at_rest["other"] == 8 * 32 * 16 * 4 // 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("float4_e2m1fn", "int2", "uint2", "int4", "uint4", "bool_", "bfloat16"),
+        *("float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),
+        *("float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+        *("float16", "int8", "uint16", "complex64"),
+    ],
+)
+def test_bytes_of_dtypes_as_the_compiler_counts(name: str) -> None:
+    x = struct(6, 5, dtype=getattr(jnp, name))
+    jitted = jax.jit(lambda x: x)
+    lowered = jitted.lower(x)
+    analysis: Any = lowered.compile().memory_analysis()
+    report = flm.pod.plan(jitted, x, mesh="data=1")
+    assert sum(report.memory.at_rest.values()) == analysis.argument_size_in_bytes
+    # As MLIR calls the type of an element.
+    module: Any = lowered.compiler_ir()
+    element = module.body.operations[0].type.inputs[0].element_type
+    assert dtype_name(str(element)) == name.rstrip("_")
+
+
+# ------------------------------------------------------------------------- meshes
+
+
+def constrained(mesh: flm.DeviceMesh) -> Any:
+    sharding = NamedSharding(jax_mesh_of(mesh), P("data"))
+    return lambda p, x: jax.lax.with_sharding_constraint(x @ p["w"], sharding)
+
+
+def mapped(mesh: flm.DeviceMesh) -> Any:
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    call = jax.shard_map(lambda w, x: x @ w, mesh=jax_mesh_of(mesh), **specs)
+    return lambda p, x: call(p["w"], x)
+
+
+def given_out(mesh: flm.DeviceMesh) -> Any:
+    sharding = NamedSharding(jax_mesh_of(mesh), P("data"))
+    return jax.jit(lambda p, x: x @ p["w"], out_shardings=sharding)
+
+
+SPREAD: dict[str, Any] = {"layout_map": rules(w=("data", "model"))}
+
+
+@pytest.mark.parametrize("make", [constrained, mapped, given_out])
+def test_a_step_that_names_another_mesh(make: Any, mesh: flm.DeviceMesh) -> None:
+    """Silently it would be without layouts where the number of devices is the same."""
+    step = make(mesh)
+    for other in ("data=4,model=2", "model=4,data=2"):
+        with pytest.raises(flm.MeshError) as caught:
+            plan(step, SQUARE, X, mesh=other, **SPREAD)
+        assert str(caught.value) == (
+            f"<lambda> is planned for the mesh {other}, and names another one, "
+            "data=2,model=4: in a NamedSharding, a jax.shard_map(mesh=…), or in "
+            "out_shardings; name axes alone, jax.lax.with_sharding_constraint(x, "
+            'PartitionSpec("data")), flm.distribute_tensor(x, ("data", None)), '
+            "jax.shard_map without mesh=, or take jax.sharding.get_abstract_mesh() in "
+            "the step"
+        )
+    with pytest.raises(flm.MeshError) as caught:
+        plan(step, SQUARE, X, mesh="data=16,model=4", **SPREAD)
+    assert str(caught.value).startswith(
+        "<lambda> is planned for the mesh data=16,model=4, and names a mesh of other "
+        "devices (AbstractMesh size: 64 does not match"
+    )
+    assert plan(step, SQUARE, X, **SPREAD).collectives
+
+
+def without_mesh(p: Any, x: Any) -> Any:
+    specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
+    return jax.shard_map(lambda w, x: x @ w, **specs)(p["w"], x)
+
+
+def from_context(p: Any, x: Any) -> Any:
+    sharding = NamedSharding(jax.sharding.get_abstract_mesh(), P("data"))
+    return jax.lax.with_sharding_constraint(x @ p["w"], sharding)
+
+
+ROWS_ALONE = flm.DeviceMesh.abstract("rows=64")
+BY_NAME = flm.TensorLayout(("data", None))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        without_mesh,
+        from_context,
+        lambda p, x: jax.lax.with_sharding_constraint(x @ p["w"], P("data")),
+        jax.jit(lambda p, x: jax.lax.with_sharding_constraint(x @ p["w"], P("data"))),
+        lambda p, x: flm.distribute_tensor(x @ p["w"], ("data", None)),
+        lambda p, x: flm.distribute_tensor(x @ p["w"], BY_NAME),
+    ],
+)
+def test_a_step_that_names_axes_alone(step: Any) -> None:
+    """As under jax.set_mesh, which needs devices; with another mesh in context, too."""
+    found = plan(step, SQUARE, X, mesh="data=16,model=4", **SPREAD)
+    assert found.collectives and not found.unrecognised
+    with jax.sharding.use_abstract_mesh(jax_mesh_of(ROWS_ALONE)):
+        again = plan(step, SQUARE, X, mesh="data=16,model=4", **SPREAD)
+    assert kinds(again) == kinds(found)
+
+
+def test_explicit_axes() -> None:
+    mesh = flm.DeviceMesh.abstract(MESH, axis_types="explicit")
+    report = plan(explicit_step, PARAMS, X, **BY_RULES, mesh=mesh)
+    assert kinds(report) == {
+        ("all-reduce", ("model",), None): 1,
+        ("all-reduce", ("data",), None): 1,
+    }
+    own = jax.sharding.AbstractMesh(
+        (4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2
+    )
+
+    def step(w: Any, x: Any) -> Any:
+        return x @ jax.sharding.reshard(w, P(None, "tensor"))
+
+    w, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(own, spec))
+        for shape, spec in (((64, 32), P("fsdp", "tensor")), ((16, 64), P("fsdp")))
+    )
+    report = flm.pod.plan(jax.jit(step), w, x, mesh=own)
+    assert [(one.kind, one.axes) for one in report.collectives] == [
+        ("all-gather", ("fsdp",))
+    ]
+
+
+# ------------------------------------------------------------------- what is refused
+
+
+def needs_values(params: Any, x: Any) -> Any:
+    return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit, flm.jit])
+def test_a_step_that_needs_values(wrap: Any) -> None:
+    with pytest.raises(flm.LayoutError) as caught:
+        plan(wrap(needs_values), PARAMS, X, **BY_RULES)
+    assert str(caught.value).startswith(
+        "needs_values needs the values of its arguments, and a plan has none: Attempted"
+    )
+    assert "use jax.lax.cond, jnp.where" in str(caught.value)
+
+
+@pytest.mark.parametrize("jit", [lambda step: step, flm.jit, jax.jit, nnx.jit])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "text"),
+    [
+        ((PARAMS, X, 3), {}, "(dict, float32[512,16], int): too many positional arg"),
+        (({"params": PARAMS},), {}, "(dict): missing a required argument: 'x'"),
+        ((PARAMS,), {"y": X}, "(dict, y=float32[512,16]): missing a required argument"),
+    ],
+)
+def test_arguments_that_the_step_does_not_take(
+    jit: Any, args: Any, kwargs: Any, text: str
+) -> None:
+    with pytest.raises(flm.LayoutError) as caught:
+        plan(jit(loss_of), *args, **BY_RULES, **kwargs)
+    assert text in str(caught.value)
+    assert str(caught.value).startswith("loss_of(params, x) cannot be")
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "said"),
+    [
+        (lambda p, x: len(3), TypeError, "object of type 'int' has no len"),  # type: ignore[arg-type]
+        (lambda p, x: x @ p["upp"], KeyError, "upp"),
+        (lambda p, x: x.nosuch, AttributeError, "nosuch"),
+    ],
+)
+def test_what_the_step_itself_raises_is_raised(
+    step: Any, error: Any, said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        plan(step, PARAMS, X, **BY_RULES)
+
+
+@pytest.mark.parametrize("use", [lambda w: w.reshape(16, 4), lambda w: w.astype("f2")])
+def test_an_abstract_model_in_a_closure(use: Any) -> None:
+    closed = struct(64)
+    with pytest.raises(flm.LayoutError) as caught:
+        plan(lambda p, x: x @ use(closed), SQUARE, X, **SPREAD)
+    assert str(caught.value).startswith(
+        "<lambda> uses a jax.ShapeDtypeStruct that is none of its arguments "
+        "('ShapeDtypeStruct' object has no attribute "
+    )
+    assert str(caught.value).endswith(
+        "a model in its closure; pass that as an argument"
+    )
+
+
+def calls_back(params: Any, x: Any) -> Any:
+    jax.debug.print("loss {}", x.sum())
+    return x @ params["up"]
+
+
+def planned(step: Any = sgd, params: Any = PARAMS, x: Any = X, **options: Any) -> Any:
+    return lambda: plan(step, params, x, **{**BY_RULES, **options})
+
+
+SMALL = NamedSharding(jax_mesh_of(flm.DeviceMesh.abstract(MESH)), P("data"))
+OWN = jax.ShapeDtypeStruct((6, 16), jnp.float32, sharding=SMALL)
+MODEL: Any = nnx.eval_shape(lambda: Net(nnx.Rngs(0)))
+EXPLICIT = flm.DeviceMesh.abstract(MESH, axis_types="explicit")
+TYPES = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Manual)
+MANUAL = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=TYPES)
+ELSEWHERE = flm.TensorLayout(("data", None), flm.DeviceMesh.abstract("data=8"))
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    (
+        planned(mesh=None),
+        flm.MeshError,
+        'plan needs a mesh: pass mesh="fsdp=16,tensor=4", or rules that have one',
+    ),
+    (
+        planned(layout_map=None),
+        flm.LayoutError,
+        "plan needs rules for a step that is no function of jax.jit; pass "
+        "layout_map=layout_map",
+    ),
+    (
+        planned(slices=2),
+        flm.MeshError,
+        'slices of which topology? pass topology="v5p:4x4x4" too',
+    ),
+    (
+        planned(topology="v5e:4x4"),
+        flm.MeshError,
+        "the mesh data=2,model=4 has 8 devices, and v5e:4x4 has 16; change a size, or "
+        "write -1 for one of them",
+    ),
+    (
+        planned(mesh="data=8"),
+        flm.RuleError,
+        "rule 'up': the layout (None, 'model') names the axis 'model', but the mesh "
+        "'data=8' has no such axis",
+    ),
+    (
+        planned(
+            lambda params, x: x @ params["key"][:, 0],
+            {"key": struct(16, 3, 4)},
+            layout_map=rules(key=(None, "model", None)),
+        ),
+        flm.ResolveError,
+        "1 leaf does not fit the rules on mesh data=2,model=4:\n  - params/key (",
+    ),
+    (
+        planned(x=struct(7, 16)),
+        flm.LayoutError,
+        "the batch does not divide over the batch axes ('data',):\n  - x (",
+    ),
+    (
+        lambda: planned()().with_layout(rules().on(flm.DeviceMesh.abstract("data=8"))),
+        flm.LayoutError,
+        "the plan is for the mesh data=2,model=4, and these rules are for data=8; plan "
+        "again for another mesh: flm.pod.plan(step, …)",
+    ),
+    (
+        planned(platform="cud"),
+        flm.LayoutError,
+        "there is no platform 'cud'; did you mean 'cuda'?; they are tpu, cuda, rocm, "
+        "cpu",
+    ),
+    (
+        planned(mesh="data=8", topology="v5e:2x4", platform="gpu"),
+        flm.MeshError,
+        "v5e:2x4 is of TPUs, and platform='cuda' is not: leave out the topology, or "
+        'take platform="tpu"',
+    ),
+    (
+        planned(mesh=MANUAL),
+        flm.MeshError,
+        "the axes 'model' of the mesh data=2,model=4 are manual, as inside of a "
+        'shard_map; plan for a mesh of auto axes: mesh="data=2,model=4"',
+    ),
+    (
+        planned(mesh="data=3,model=-1", topology="v5e:2x4"),
+        flm.MeshError,
+        "the mesh data=3,model=-1 does not fill v5e:2x4, which has 8 devices; change a "
+        "size",
+    ),
+    (
+        planned(mesh="data=2,fsdp=-1,model=-1", topology="v5e:2x4"),
+        flm.MeshError,
+        "only one axis may have size -1, got (2, -1, -1)",
+    ),
+    (
+        planned(
+            lambda p, x: flm.distribute_tensor(x @ p["up"], ELSEWHERE),
+            mesh="data=16,model=4",
+        ),
+        flm.MeshError,
+        "or name axes alone, TensorLayout(",
+    ),
+    (planned(calls_back), flm.LayoutError, "calls_back calls back into Python ("),
+    (
+        lambda: plan(MODEL, X, layout_map=rules(up=(None, "model"))),
+        flm.LayoutError,
+        "the step is a module (Net), whose arrays would be constants of the program; "
+        "pass it as an argument: flm.pod.plan(lambda model, x: model(x), model, x, …)",
+    ),
+    (
+        lambda: plan(lambda x: MODEL(x), X, layout_map=rules(up=(None, "model"))),
+        flm.LayoutError,
+        "<lambda> uses a jax.ShapeDtypeStruct that is none of its arguments (",
+    ),
+    (
+        planned(x=OWN, mesh="data=4,model=4"),
+        flm.LayoutError,
+        "x (6,16) has the sharding P(data) of its own, which does not fit the mesh "
+        "data=4,model=4: shape (6, 16): dim 0 of size 6 does not divide by mesh axis "
+        "'data' of size 4; pass its shape alone, jax.ShapeDtypeStruct(x.shape, "
+        "x.dtype)",
+    ),
+    (
+        lambda: planned(layout_map=rules())().with_layout(rules(**MEGATRON)),
+        flm.LayoutError,
+        "these rules shard leaves of 'params', which the plan took for data, as its "
+        "own rules shard none of them: plan again with these rules, or say that it is "
+        "state, donate_argnames='params'",
+    ),
+    (
+        lambda: planned(explicit_step, mesh=EXPLICIT)().with_layout(rules()),
+        flm.LayoutError,
+        "the axes of data=2,model=4 are explicit: layouts are part of the types that "
+        "the step was traced with; plan again with these rules: flm.pod.plan(step, …, "
+        "layout_map=layout_map)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_messages(call: Any, error: type[Exception], message: str) -> None:
+    """A message that ends with "(" is a part of what is said."""
+    with pytest.raises(error) as caught:
+        call()
+    said = str(caught.value)
+    assert message in said if message.endswith("(") else said == message
