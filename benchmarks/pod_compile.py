@@ -161,10 +161,11 @@ def _by_path(report: Any) -> list[tuple[str, str, str, int]]:
 
 def in_a_process(case: Case, options: str, limit: float) -> dict[str, Any]:
     """The same in a process of its own, which is given up after the limit."""
+    path = [str(ROOT), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+        "PYTHONPATH": os.pathsep.join(path),
     }
     asked = json.dumps([dataclasses.asdict(case), options, limit])
     row: dict[str, Any] = {"case": dataclasses.asdict(case), "options": options}
