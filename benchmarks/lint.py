@@ -19,7 +19,10 @@ from _trees import Pairs, dict_tree, regex_rules
 from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap import _languages, _lint_patterns, _pattern_cost, _pattern_tree
+from flax_layoutmap._lint import patterns as _lint_patterns
+from flax_layoutmap._rules import languages as _languages
+from flax_layoutmap._rules import pattern_cost as _pattern_cost
+from flax_layoutmap._rules import pattern_tree as _pattern_tree
 
 MESH = "data=8,model=8"
 TIMES = 15

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
-from flax_layoutmap._block import Block
-from flax_layoutmap._errors import RuleError, did_you_mean
-from flax_layoutmap._layout import TensorLayout
-from flax_layoutmap._layout_scope import layout_map_scope
-from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._place import place, settle_metadata
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import resolve
-from flax_layoutmap._rules import (
+from flax_layoutmap._birth.layout_scope import layout_map_scope
+from flax_layoutmap._core.block import Block
+from flax_layoutmap._core.errors import RuleError, did_you_mean
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._place.place import place, settle_metadata
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.rules import (
     Indivisible,
     Match,
     Matcher,
@@ -22,9 +22,9 @@ from flax_layoutmap._rules import (
     check_options,
     make_rules,
 )
-from flax_layoutmap._rules_file import read_rules
-from flax_layoutmap._rules_toml import write_rules
-from flax_layoutmap._serialise import rules_from_json, rules_to_json
+from flax_layoutmap._rules.rules_file import read_rules
+from flax_layoutmap._rules.rules_toml import write_rules
+from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 
 _MISSING = object()
 _SECTIONS = ("activations", "names", "optimizer")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from flax_layoutmap._resolution import Resolution
+    from flax_layoutmap._resolve.resolution import Resolution
 
 _WRITTEN = "layouts written"
 

@@ -19,7 +19,8 @@ import quick
 from multiprocess import launch
 
 import flax_layoutmap as flm
-from flax_layoutmap import _compiled, _jit
+from flax_layoutmap._step import jit as _jit
+from flax_layoutmap._tree import compiled as _compiled
 from flax_layoutmap.pod import _aot
 
 quick.set_xla_flags()

@@ -15,7 +15,7 @@ from shards import Dims, bare
 from shards import assert_lies as lies_on
 
 import flax_layoutmap as flm
-from flax_layoutmap import _activations
+from flax_layoutmap._step import activations as _activations
 
 X = jnp.arange(8.0 * 4 * 16).reshape(8, 4, 16) / 100
 HIDDEN: Dims = (("data",), (), ("model",))

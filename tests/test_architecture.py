@@ -1,7 +1,7 @@
-"""Imports go strictly down the layer table, and only to public names of JAX and Flax.
+"""Imports go down the table of rooms, and only to public names of JAX and Flax.
 
-The table is CONTRIBUTING.md's. A module that is not in it fails, so that a new one is
-given its place on purpose.
+The table is CONTRIBUTING.md's. What is in no room fails, so that a new folder is given
+its place on purpose. Files of one room import each other without cycles.
 """
 
 import ast
@@ -13,100 +13,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Modules of one layer do not import each other; a folder counts as one module.
+# Rooms of one layer do not import each other.
 LAYERS = (
-    (
-        "_block",
-        "_constants",
-        "_errors",
-        "_flax_internals",
-        "_fold",
-        "_follow",
-        "_generations",
-        "_grid",
-        "_jaxprs",
-        "_lora",
-        "_patterns",
-        "_whole_file",
-    ),
-    (
-        "_structure",
-        "_watch",
-        "_graph",
-        "_coordinator",
-        "_devices",
-        "_dtensor_format",
-        "_hybrid",
-        "_issues",
-        "_mesh_shape",
-        "_moves",
-        "_parts",
-        "_pattern_tree",
-        "_placeholder",
-        "_snapshot",
-        "_table",
-        "_topologies",
-    ),
-    (
-        "_axes",
-        "_compiled",
-        "_identity",
-        "_initialize",
-        "_languages",
-        "_leaf_table",
-        "_mesh",
-        "_paths",
-        "_statics",
-        "_terminal",
-        "_update",
-    ),
-    (
-        "_diff_text",
-        "_mesh_layout",
-        "_pattern_cost",
-        "_processes",
-        "_small",
-        "_trace",
-        "_walk",
-    ),
-    ("_diff", "_layout", "_flatten"),
-    ("_rules", "_metadata", "_optimizer_state", "_fetch"),
-    (
-        "_records",
-        "_ownership",
-        "_serialise",
-        "_scope",
-        "_known_rules",
-        "_announce",
-        "_lint_about",
-        "_lint_examples",
-        "_lint_pairs",
-    ),
-    (
-        "_closures",
-        "_decide",
-        "_explain",
-        "_lint_patterns",
-        "_report",
-        "_resolved_table",
-        "_rules_values",
-        "draw",
-    ),
-    ("_resolution", "_roles", "_rules_file", "_lint_rules"),
-    ("_resolve", "_rules_toml", "_lint_groups", "_lint_siblings", "_lint_tile"),
-    ("_place", "_arguments", "_lint_leaves", "_lint_matches"),
-    ("_activations", "_batch", "_call", "_lint", "_pack", "_relayout"),
-    ("_birth", "_inputs"),
-    ("_create",),
-    ("_linen_scope", "_shardings", "_scope_birth", "checkpoint"),
-    ("_scope_optimizer",),
-    ("_layout_scope",),
+    ("_core",),
+    ("_tree",),
+    ("_rules",),
+    ("_show",),
+    ("draw",),
+    ("_resolve",),
+    ("_lint", "_place"),
+    ("_birth",),
+    ("_step", "checkpoint"),
     ("_layout_map",),
-    ("_program", "testing"),
-    ("_route", "_pytest_plugin"),
-    ("_dispatch",),
-    ("_jit",),
-    ("pod",),
+    ("testing",),
+    ("_pytest_plugin", "pod"),
     ("__init__",),
     ("_cli",),
     ("__main__",),
@@ -123,7 +43,7 @@ def dotted(path: str) -> str:
 
 
 def house(path: str) -> str:
-    """The name in the table: a module's own, or that of the folder it is in."""
+    """The name in the table: that of the folder, or of a module in none."""
     return PurePosixPath(path).parts[0].removesuffix(".py")
 
 
@@ -205,7 +125,7 @@ def read(folder: Path) -> Sources:
 
 def test_imports_go_down_the_table() -> None:
     sources = read(ROOT / "flax_layoutmap")
-    assert "_resolve.py" in sources
+    assert "_resolve/resolve.py" in sources
     assert layer_problems(sources) == []
 
 
@@ -236,11 +156,11 @@ def test_contributing_has_the_same_table() -> None:
 
 CLEAN = {
     "__init__.py": "from flax_layoutmap import checkpoint as checkpoint\n",
-    "_errors.py": "import re\n",
-    "_rules.py": "from flax_layoutmap._errors import RuleError\n",
-    "_resolve.py": "def f():\n    from ._rules import Rule\n",
+    "_core/errors.py": "import re\n",
+    "_rules/rules.py": "from flax_layoutmap._core.errors import RuleError\n",
+    "_resolve/resolve.py": "def f():\n    from .._rules.rules import Rule\n",
     "checkpoint/__init__.py": "from flax_layoutmap.checkpoint import _save\n",
-    "checkpoint/_save.py": "from .. import _resolve\n",
+    "checkpoint/_save.py": "from .._resolve import resolve\n",
 }
 
 
@@ -258,29 +178,29 @@ def test_control_clean_imports_pass() -> None:
     ("path", "planted", "problem"),
     [
         (
-            "_rules.py",
-            "def f():\n    from flax_layoutmap._resolve import resolve\n",
-            goes_up("_rules.py", "_resolve.py"),
+            "_rules/rules.py",
+            "def f():\n    from flax_layoutmap._resolve.resolve import resolve\n",
+            goes_up("_rules/rules.py", "_resolve/resolve.py"),
         ),
         (
-            "_rules.py",
-            "from . import checkpoint\n",
-            goes_up("_rules.py", "checkpoint/__init__.py"),
+            "_rules/rules.py",
+            "from .. import checkpoint\n",
+            goes_up("_rules/rules.py", "checkpoint/__init__.py"),
         ),
         (
-            "_fold.py",
-            "import flax_layoutmap._errors\n",
-            goes_up("_fold.py", "_errors.py"),
+            "_core/grid.py",
+            "import flax_layoutmap._rules.rules\n",
+            goes_up("_core/grid.py", "_rules/rules.py"),
         ),
         (
-            "_rules.py",
+            "_rules/rules.py",
             "import flax_layoutmap as flm\n",
-            goes_up("_rules.py", "__init__.py"),
+            goes_up("_rules/rules.py", "__init__.py"),
         ),
         (
-            "_rules.py",
+            "_rules/rules.py",
             "from flax_layoutmap import LayoutMap\n",
-            goes_up("_rules.py", "__init__.py"),
+            goes_up("_rules/rules.py", "__init__.py"),
         ),
         (
             "checkpoint/_save.py",
@@ -313,8 +233,10 @@ def test_control_violations_are_caught(path: str, planted: str, problem: str) ->
     ],
 )
 def test_control_private_uses_are_caught(planted: str) -> None:
-    assert private_uses("_rules.py", planted)
+    assert private_uses("_rules/rules.py", planted)
 
 
 def test_control_public_uses_pass() -> None:
-    assert private_uses("_rules.py", "import jax\nfrom jax.extend import core") == []
+    assert (
+        private_uses("_rules/rules.py", "import jax\nfrom jax.extend import core") == []
+    )

@@ -16,7 +16,7 @@ from multiprocess import launch
 from shards import assert_lies, bare
 
 import flax_layoutmap as flm
-from flax_layoutmap._batch import (
+from flax_layoutmap._place.batch import (
     Split,
     clash_of_rows,
     has_rows,

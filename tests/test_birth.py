@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap import _birth, _compiled
+from flax_layoutmap._birth import birth as _birth
+from flax_layoutmap._tree import compiled as _compiled
 
 pytestmark = pytest.mark.optimised
 
@@ -185,7 +186,7 @@ def with_qr() -> dict[str, Any]:
 def test_exact_values_of_what_reduces(
     mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
+    with caplog.at_level(logging.INFO, "flax_layoutmap._birth.birth"):
         exact = flm.create(with_qr, rules(mesh), exact=True)
         told = caplog.messages[:]
         caplog.clear()
@@ -227,7 +228,7 @@ def test_what_is_not_made_in_parts_is_named(
 ) -> None:
     layout_map = flm.LayoutMap(mesh)
     layout_map[".*"] = (("data", "model"),)
-    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
+    with caplog.at_level(logging.INFO, "flax_layoutmap._birth.birth"):
         made = flm.create(not_in_parts, layout_map)
     pattern = r"made with (\S+) KiB on each device, more than whole arrays take: (.*)"
     told = [re.fullmatch(pattern, message) for message in caplog.messages]
@@ -559,7 +560,7 @@ def test_what_has_effects_is_one_program(
         jax.debug.print("sum {}", made["a"].sum())
         return made
 
-    with caplog.at_level(logging.DEBUG, "flax_layoutmap._birth"):
+    with caplog.at_level(logging.DEBUG, "flax_layoutmap._birth.birth"):
         made = flm.create(make, rules(mesh))
         jax.effects_barrier()
     assert programs == [3]

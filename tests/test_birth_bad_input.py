@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._scope import current_rules
-from flax_layoutmap._trace import is_tracing_constructor
+from flax_layoutmap._rules.scope import current_rules
+from flax_layoutmap._tree.trace import is_tracing_constructor
 
 COLUMN = ((), ("model",))
 

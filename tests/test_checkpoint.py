@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import flax_layoutmap as flm
-from flax_layoutmap._flatten import flatten
+from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap.checkpoint import _orbax
 
 # Orbax's own annotations speak of no pathlib.Path and of any JSON value.

@@ -54,7 +54,7 @@ def rules(mesh: Any) -> flm.LayoutMap:
 
 
 def by_path(tree: Any) -> dict[str, Any]:
-    from flax_layoutmap._flatten import flatten
+    from flax_layoutmap._tree.flatten import flatten
 
     flat = flatten(tree)
     return dict(zip(flat.full_paths(), flat.leaves, strict=True))

@@ -25,7 +25,7 @@ from helpers import run_python
 from jax.core import Tracer
 
 import flax_layoutmap as flm
-from flax_layoutmap._flatten import flatten
+from flax_layoutmap._tree.flatten import flatten
 
 v1: Any = ocp.v1
 policies = v1.training.save_decision_policies

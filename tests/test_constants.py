@@ -16,9 +16,9 @@ import pytest
 from flax import nnx
 
 import flax_layoutmap as flm
-from flax_layoutmap import _jit
-from flax_layoutmap._constants import contents, is_hashable
-from flax_layoutmap._jaxprs import with_own_arrays
+from flax_layoutmap._core.constants import contents, is_hashable
+from flax_layoutmap._step import jit as _jit
+from flax_layoutmap._tree.jaxprs import with_own_arrays
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no rules")
 

@@ -16,9 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
-from flax_layoutmap import _birth, _compiled, _create, _known_rules, _trace
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._scope import current_rules
+from flax_layoutmap._birth import birth as _birth
+from flax_layoutmap._birth import create as _create
+from flax_layoutmap._resolve import known_rules as _known_rules
+from flax_layoutmap._rules.scope import current_rules
+from flax_layoutmap._tree import compiled as _compiled
+from flax_layoutmap._tree import trace as _trace
+from flax_layoutmap._tree.flatten import flatten
 
 pytestmark = pytest.mark.optimised
 

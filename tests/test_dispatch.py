@@ -17,9 +17,11 @@ from flax import nnx
 from interrupts import interrupted, interrupted_at
 
 import flax_layoutmap as flm
-from flax_layoutmap import _activations, _program, _scope
-from flax_layoutmap import _flax_internals as internals
-from flax_layoutmap._watch import Watch
+from flax_layoutmap._rules import scope as _scope
+from flax_layoutmap._step import activations as _activations
+from flax_layoutmap._step import program as _program
+from flax_layoutmap._tree import flax_internals as internals
+from flax_layoutmap._tree.watch import Watch
 
 X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 
@@ -616,7 +618,7 @@ def test_without_the_private_names(
     variable = nnx.Param(jnp.ones(2), note="x")
     write(variable, jnp.zeros(2))
     assert float(read(variable)[0]) == 0 and metadata(variable)["note"] == "x"
-    monkeypatch.setattr("flax_layoutmap._watch.attributes_of", lambda node: None)
+    monkeypatch.setattr("flax_layoutmap._tree.watch.attributes_of", lambda node: None)
     layout_map = rules(mesh)
     model = layout_map.place(Model())
     step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")

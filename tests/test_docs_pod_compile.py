@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flax_layoutmap._generations import GENERATIONS
+from flax_layoutmap._core.generations import GENERATIONS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "pod_compile.md").read_text("utf-8")
 

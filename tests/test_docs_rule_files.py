@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import flax_layoutmap as flm
-from flax_layoutmap import _pattern_cost, _rules_file, _rules_values
+from flax_layoutmap._rules import pattern_cost as _pattern_cost
+from flax_layoutmap._rules import rules_file as _rules_file
+from flax_layoutmap._rules import rules_values as _rules_values
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rule_files.md").read_text("utf-8")
 BLOCKS = re.findall(r"```(toml|json|python)(?: file=(\S+))?\n(.*?)```", PAGE, re.DOTALL)

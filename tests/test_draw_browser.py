@@ -9,7 +9,7 @@ import pytest
 from pictures import FLAGS, MESH, browser_path, resolved, struct, why_no_browser
 
 import flax_layoutmap as flm
-from flax_layoutmap._table import human_bytes
+from flax_layoutmap._show.table import human_bytes
 
 REASON = why_no_browser()
 if REASON is not None:

@@ -15,8 +15,8 @@ from vectors import Difference, Vector, check, load, mesh_of, or_refused, refuse
 from without_meaning import DTENSOR_LAYOUT
 
 import flax_layoutmap as flm
-from flax_layoutmap import _dtensor_format
-from flax_layoutmap._dtensor_format import (
+from flax_layoutmap._core import dtensor_format as _dtensor_format
+from flax_layoutmap._core.dtensor_format import (
     LayoutRecord,
     MeshRecord,
     layout_from_proto,

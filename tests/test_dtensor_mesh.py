@@ -17,17 +17,17 @@ from vectors import Difference, Vector, check, load, mesh_of, or_refused, refuse
 from without_meaning import DTENSOR_MESH
 
 import flax_layoutmap as flm
-from flax_layoutmap import _mesh
-from flax_layoutmap._devices import cpu_devices_beside, key_in, long_name
-from flax_layoutmap._dtensor_format import (
+from flax_layoutmap._core import mesh as _mesh
+from flax_layoutmap._core.devices import cpu_devices_beside, key_in, long_name
+from flax_layoutmap._core.dtensor_format import (
     MeshRecord,
     mesh_from_proto,
     mesh_from_text,
     mesh_to_proto,
     mesh_to_text,
 )
-from flax_layoutmap._grid import coords_of, index_of, strides_of
-from flax_layoutmap._mesh import mesh_from_record
+from flax_layoutmap._core.grid import coords_of, index_of, strides_of
+from flax_layoutmap._core.mesh import mesh_from_record
 
 CPUS = [f"CPU:{at}" for at in range(8)]
 SIX = flm.DeviceMesh.from_dtensor(CPUS[:6], [("x", 3), ("y", 2)])

@@ -27,7 +27,7 @@ from rich.console import Console
 
 import flax_layoutmap as flm
 from flax_layoutmap._cli import main
-from flax_layoutmap._paths import escape, unescape
+from flax_layoutmap._tree.paths import escape, unescape
 from flax_layoutmap.checkpoint._progress import shown_progress
 
 # What a terminal obeys or hides.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
 
-from flax_layoutmap import _flax_internals as internals
+from flax_layoutmap._tree import flax_internals as internals
 
 
 class Tied(nnx.Module):

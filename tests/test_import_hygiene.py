@@ -83,7 +83,7 @@ def test_import_alone_loads_nothing_else(use: str) -> None:
 
 def test_control_first_use_is_seen() -> None:
     loaded = modules_loaded_by("import flax_layoutmap as flm; flm.DeviceMesh")
-    assert {"flax_layoutmap._mesh", "jax", "numpy"} <= loaded
+    assert {"flax_layoutmap._core.mesh", "jax", "numpy"} <= loaded
 
 
 @pytest.mark.parametrize("code", [EVERY_NAME, PLAN], ids=["every name", "plan"])

@@ -15,7 +15,8 @@ import jax
 import pytest
 
 import flax_layoutmap as flm
-from flax_layoutmap import _coordinator, _initialize
+from flax_layoutmap._core import coordinator as _coordinator
+from flax_layoutmap._core import initialize as _initialize
 
 ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 VARIABLES = {

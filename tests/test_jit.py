@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
-from flax_layoutmap import _jit
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._scope import current_rules
+from flax_layoutmap._rules.scope import current_rules
+from flax_layoutmap._step import jit as _jit
+from flax_layoutmap._tree.flatten import flatten
 
 P = PartitionSpec
 NAMES = ("data", "model")

@@ -130,7 +130,7 @@ def test_which_containers_are_state() -> None:
 def test_what_is_state_is_decided_once_for_a_structure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from flax_layoutmap import _jit
+    from flax_layoutmap._step import jit as _jit
 
     asked: list[str] = []
     plain = _jit.holds_parameters

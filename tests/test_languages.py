@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from test_properties import PATTERNS, compiles
 
 from flax_layoutmap import Rule
-from flax_layoutmap._languages import (
+from flax_layoutmap._lint.examples import _FEW, Examples
+from flax_layoutmap._lint.patterns import _ends_in_a_word
+from flax_layoutmap._rules.languages import (
     Mode,
     automaton,
     difference,
@@ -17,9 +19,7 @@ from flax_layoutmap._languages import (
     sample,
     witness,
 )
-from flax_layoutmap._lint_examples import _FEW, Examples
-from flax_layoutmap._lint_patterns import _ends_in_a_word
-from flax_layoutmap._pattern_tree import WORD, shape_of
+from flax_layoutmap._rules.pattern_tree import WORD, shape_of
 
 MODES: list[Mode] = ["search", "match", "fullmatch"]
 

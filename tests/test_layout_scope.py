@@ -23,7 +23,7 @@ from shards import Dims, bare
 from shards import assert_lies as lies_on
 
 import flax_layoutmap as flm
-from flax_layoutmap._scope import current_rules
+from flax_layoutmap._rules.scope import current_rules
 
 X = jnp.ones((4, 8))
 
@@ -507,7 +507,7 @@ def test_errors_leave_nothing_behind(mesh: flm.DeviceMesh) -> None:
 def test_what_does_not_fit_is_told_before_anything_is_made(
     mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flax_layoutmap import _scope_birth
+    from flax_layoutmap._birth import scope_birth as _scope_birth
 
     made: list[Any] = []
     plain = _scope_birth.give_birth
@@ -1288,7 +1288,7 @@ def test_a_scope_needs_rules_and_a_mesh() -> None:
 def test_without_the_metaclass(
     mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flax_layoutmap import _layout_scope
+    from flax_layoutmap._birth import layout_scope as _layout_scope
 
     monkeypatch.setattr(_layout_scope, "metaclass_of_objects", lambda: None)
     layout_map = rules(mesh, **{"d1/kernel": (None, "model")})

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 import flax_layoutmap as flm
-from flax_layoutmap._issues import CODES
+from flax_layoutmap._rules.issues import CODES
 
 Issues = tuple[flm.Issue, ...]
 MESH = flm.DeviceMesh.abstract("data=2,model=4")

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import flax_layoutmap as flm
-from flax_layoutmap._mesh import as_mesh, retyped, same_grid
+from flax_layoutmap._core.mesh import as_mesh, retyped, same_grid
 
 NAMES = ("data", "model")
 

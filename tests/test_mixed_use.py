@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._flatten import flatten
+from flax_layoutmap._tree.flatten import flatten
 
 P = PartitionSpec
 X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)

@@ -15,7 +15,7 @@ import pytest
 from multiprocess import births, launch, restores, whole_line
 
 import flax_layoutmap as flm
-from flax_layoutmap import _processes
+from flax_layoutmap._core import processes as _processes
 
 pytestmark = pytest.mark.multiprocess
 

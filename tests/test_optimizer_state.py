@@ -13,7 +13,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import flax_layoutmap as flm
-from flax_layoutmap._optimizer_state import origins, owner_of, tagged_dims
+from flax_layoutmap._resolve.optimizer_state import origins, owner_of, tagged_dims
 
 Axes = tuple[Any, ...]
 

@@ -18,9 +18,9 @@ from flax.core import FrozenDict, freeze
 from flax.training.train_state import TrainState
 
 import flax_layoutmap as flm
-from flax_layoutmap import _flatten
-from flax_layoutmap._flatten import flatten, plain_tree
-from flax_layoutmap._paths import (
+from flax_layoutmap._tree import flatten as _flatten
+from flax_layoutmap._tree.flatten import flatten, plain_tree
+from flax_layoutmap._tree.paths import (
     Roots,
     escape,
     is_optax_state,

@@ -10,9 +10,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from test_properties import PATTERNS, compiles
 
-from flax_layoutmap import _pattern_cost
-from flax_layoutmap._pattern_cost import _Tries, slow_because, steps_of
-from flax_layoutmap._pattern_tree import _FURTHER, Node, NotUnderstood, parse_more
+from flax_layoutmap._rules import pattern_cost as _pattern_cost
+from flax_layoutmap._rules.pattern_cost import _Tries, slow_because, steps_of
+from flax_layoutmap._rules.pattern_tree import _FURTHER, Node, NotUnderstood, parse_more
 
 # What people write: of published tables of rules, and of each construct.
 USUAL = [

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._place import put, settle_metadata
-from flax_layoutmap._scope import using_rules
+from flax_layoutmap._place.place import put, settle_metadata
+from flax_layoutmap._rules.scope import using_rules
 
 P = PartitionSpec
 NAMES = ("data", "model")
@@ -650,7 +650,7 @@ def test_a_failure_leaves_the_tree_as_it_was(
         moved.append(x)
         return put(x, sharding)
 
-    monkeypatch.setattr("flax_layoutmap._place.put", failing)
+    monkeypatch.setattr("flax_layoutmap._place.place.put", failing)
     with pytest.raises(MemoryError):
         rules(mesh).place(tree)
     after = jax.tree.leaves(nnx.state(tree) if isinstance(tree, nnx.Module) else tree)

@@ -20,7 +20,7 @@ import pytest
 from pods import SQUARE, X, plan, rules
 
 import flax_layoutmap as flm
-from flax_layoutmap._topologies import topology
+from flax_layoutmap._core.topologies import topology
 from flax_layoutmap.pod import _aot, _planner
 from flax_layoutmap.pod._aot import (
     Code,

@@ -10,7 +10,7 @@ from pods import MEGATRON, PARAMS, X, rules, sgd, struct
 from pods import plan as plan_of
 
 import flax_layoutmap as flm
-from flax_layoutmap._topologies import topology
+from flax_layoutmap._core.topologies import topology
 from flax_layoutmap.pod._links import devices_of, placed, seconds_bound
 from flax_layoutmap.pod._memory import tiled_bytes
 from flax_layoutmap.pod._records import Kind

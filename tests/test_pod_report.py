@@ -10,7 +10,7 @@ from pods import MEGATRON, PARAMS, X, plan, rules, sgd, struct
 from rich.console import Console
 
 import flax_layoutmap as flm
-from flax_layoutmap._topologies import topology as topology_of
+from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap.pod._records import Kind
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from pods import rules, struct
 
 import flax_layoutmap as flm
-from flax_layoutmap._topologies import topology
+from flax_layoutmap._core.topologies import topology
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._records import Collective, Kind
 from flax_layoutmap.pod._tpu_sums import scatters, within_and_between

@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap import _flatten
-from flax_layoutmap._flatten import flatten, plain_tree
-from flax_layoutmap._paths import Flat, escape, forms, unescape
-from flax_layoutmap._patterns import Folding
-from flax_layoutmap._rules import Matcher
-from flax_layoutmap._serialise import rules_from_json, rules_to_json
-from flax_layoutmap._structure import structure_of
-from flax_layoutmap._walk import Walk
+from flax_layoutmap._rules.patterns import Folding
+from flax_layoutmap._rules.rules import Matcher
+from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
+from flax_layoutmap._tree import flatten as _flatten
+from flax_layoutmap._tree.flatten import flatten, plain_tree
+from flax_layoutmap._tree.paths import Flat, escape, forms, unescape
+from flax_layoutmap._tree.structure import structure_of
+from flax_layoutmap._tree.walk import Walk
 
 MATCHES = ["search", "match", "fullmatch"]
 

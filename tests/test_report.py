@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import flax_layoutmap as flm
-from flax_layoutmap import _resolved_table
+from flax_layoutmap._show import resolved_table as _resolved_table
 
 Tree = dict[str, Any]
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import flax_layoutmap as flm
-from flax_layoutmap._patterns import Folding, view_of
-from flax_layoutmap._rules import Matcher, make_rules
+from flax_layoutmap._rules.patterns import Folding, view_of
+from flax_layoutmap._rules.rules import Matcher, make_rules
 
 
 def rules(*patterns: str) -> tuple[flm.Rule, ...]:

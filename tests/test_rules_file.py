@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_properties import PATTERNS, compiles
 
 import flax_layoutmap as flm
-from flax_layoutmap import _rules_file
-from flax_layoutmap._pattern_cost import slow_because
+from flax_layoutmap._rules import rules_file as _rules_file
+from flax_layoutmap._rules.pattern_cost import slow_because
 
 MESH = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 OTHER = flm.DeviceMesh.abstract("data=2,model=2,expert=2")

@@ -135,7 +135,7 @@ def test_rules_for_the_state(kind: str) -> None:
 def test_what_does_not_fit_is_told_before_anything_is_made(
     mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flax_layoutmap._scope_birth import Birth
+    from flax_layoutmap._birth.scope_birth import Birth
 
     monkeypatch.setattr(Birth, "make", None)
     layout_map = rules(mesh)

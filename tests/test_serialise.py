@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._serialise import (
+from flax_layoutmap._rules.serialise import (
     mesh_from_json,
     mesh_to_json,
     rules_from_json,

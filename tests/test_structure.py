@@ -12,7 +12,7 @@ from flax import nnx
 from flax.core import freeze
 
 import flax_layoutmap as flm
-from flax_layoutmap._structure import structure_of
+from flax_layoutmap._tree.structure import structure_of
 
 
 def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

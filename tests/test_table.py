@@ -6,7 +6,7 @@ import textwrap
 import pytest
 from rich.cells import cell_len
 
-from flax_layoutmap._table import (
+from flax_layoutmap._show.table import (
     Grid,
     Line,
     as_markdown,
@@ -18,7 +18,7 @@ from flax_layoutmap._table import (
     markdown_table,
     text_table,
 )
-from flax_layoutmap._terminal import wrapped
+from flax_layoutmap._show.terminal import wrapped
 
 HEADER = ("name", "bytes")
 ROWS = [("a", "1"), ("long|er", "100")]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from flax_layoutmap import _topologies
-from flax_layoutmap._errors import MeshError
-from flax_layoutmap._generations import ALIASES, GENERATIONS, SOURCES
-from flax_layoutmap._topologies import Topology, shapes_of, topology
+from flax_layoutmap._core import topologies as _topologies
+from flax_layoutmap._core.errors import MeshError
+from flax_layoutmap._core.generations import ALIASES, GENERATIONS, SOURCES
+from flax_layoutmap._core.topologies import Topology, shapes_of, topology
 
 # Name → shape, accelerator type, devices and hosts of one slice.
 KNOWN: dict[str, tuple[tuple[int, ...], str, int, int]] = {

@@ -17,8 +17,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType
 
 import flax_layoutmap as flm
-from flax_layoutmap._birth import compute
-from flax_layoutmap._trace import Traced, trace
+from flax_layoutmap._birth.birth import compute
+from flax_layoutmap._tree.trace import Traced, trace
 
 
 class Model(nnx.Module):

@@ -11,8 +11,8 @@ from flax import nnx, struct
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._flax_internals import nnx_state
-from flax_layoutmap._update import update
+from flax_layoutmap._tree.flax_internals import nnx_state
+from flax_layoutmap._tree.update import update
 
 
 class Pair(NamedTuple):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from flax_layoutmap._cli._parser import parser
-from flax_layoutmap._errors import LayoutError, visible
+from flax_layoutmap._core.errors import LayoutError, visible
 
 # What a command found, what kept it from looking, and (as for a program that SIGPIPE
 # ends) that nobody reads on.

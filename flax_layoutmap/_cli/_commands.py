@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 import flax_layoutmap as flm
 from flax_layoutmap._cli import _sources
 from flax_layoutmap._cli._sources import UsageError
-from flax_layoutmap._errors import did_you_mean
-from flax_layoutmap._issues import CODES
-from flax_layoutmap._table import human_bytes
+from flax_layoutmap._core.errors import did_you_mean
+from flax_layoutmap._rules.issues import CODES
+from flax_layoutmap._show.table import human_bytes
 
 _DONE, _FOUND = 0, 1
 

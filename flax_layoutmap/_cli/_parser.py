@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from flax_layoutmap._errors import visible
+from flax_layoutmap._core.errors import visible
 
 if TYPE_CHECKING:
     # It has no name at run time.

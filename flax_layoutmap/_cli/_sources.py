@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax_layoutmap as flm
-from flax_layoutmap._errors import did_you_mean
+from flax_layoutmap._core.errors import did_you_mean
 
 _FILES = (".toml", ".json")
 # CPU devices that stand in for those of a mesh, at most.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint._checksums import json_digest
 
 # Name of the method that gives a state → of the one that takes it.

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from flax_layoutmap._ownership import find_origins
-from flax_layoutmap._paths import Flat, Role, Section
+from flax_layoutmap._resolve.ownership import find_origins
+from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint._leaves import Leaf
 
 _OPTIMIZER = ("optimizer", "optimizer_state", "opt")

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._errors import CheckpointError, visible
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import Role
-from flax_layoutmap._records import Shape, show_shape, show_spec
-from flax_layoutmap._table import human_bytes, text_table
+from flax_layoutmap._core.errors import CheckpointError, visible
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.records import Shape, show_shape, show_spec
+from flax_layoutmap._show.table import human_bytes, text_table
+from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax, _record
 from flax_layoutmap.checkpoint._ocdbt import damage_in
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url

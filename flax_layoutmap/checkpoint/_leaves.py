@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from flax_layoutmap._errors import CheckpointError, bullet_list
-from flax_layoutmap._flatten import plain_tree
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._records import Shape, show_shape
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.errors import CheckpointError, bullet_list
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.flatten import plain_tree
 
 Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
 

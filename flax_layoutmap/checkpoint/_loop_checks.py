@@ -4,8 +4,8 @@ import operator
 import os
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError
-from flax_layoutmap._flatten import flatten
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of
 from flax_layoutmap.checkpoint._places import METADATA_FILE, cannot_name, is_url
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError
-from flax_layoutmap._paths import unescape
-from flax_layoutmap._records import Shape
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint._mapping_blocks import Block, whole
 from flax_layoutmap.checkpoint._mapping_patterns import Pattern
 from flax_layoutmap.checkpoint._mapping_transforms import KINDS, Cast, Stack, Transform

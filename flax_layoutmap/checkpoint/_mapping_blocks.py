@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from flax_layoutmap._records import Shape
+from flax_layoutmap._rules.records import Shape
 from flax_layoutmap.checkpoint._safetensors_read import Piece
 
 Factors = tuple[tuple[int, int], ...]

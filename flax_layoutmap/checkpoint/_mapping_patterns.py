@@ -4,7 +4,7 @@ import math
 import re
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError
 
 # Ways to take one path apart that may be tried; a few seconds.
 _MOST_STEPS = 10**8

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint._leaves import is_floating
 from flax_layoutmap.checkpoint._mapping_transforms import (
     Cast,

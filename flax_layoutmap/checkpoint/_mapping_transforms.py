@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_layoutmap._records import Shape, show_shape
+from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap.checkpoint._mapping_blocks import Block, full_index, regroup
 
 

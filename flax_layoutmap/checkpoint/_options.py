@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError, did_you_mean
-from flax_layoutmap._paths import Flat
+from flax_layoutmap._core.errors import CheckpointError, did_you_mean
+from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import fits_jax, is_floating
 from flax_layoutmap.checkpoint._rename import Rename, checked_rename
 from flax_layoutmap.checkpoint._selection import Selection, forms_of_parameters

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._errors import CheckpointError, LayoutError, did_you_mean
-from flax_layoutmap._paths import escape, key_of
-from flax_layoutmap._records import Shape
+from flax_layoutmap._core.errors import CheckpointError, LayoutError, did_you_mean
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._tree.paths import escape, key_of
 from flax_layoutmap.checkpoint._ocdbt import damage_in
 from flax_layoutmap.checkpoint._places import (
     METADATA_FILE,

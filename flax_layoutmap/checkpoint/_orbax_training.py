@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._errors import CheckpointError, visible
+from flax_layoutmap._core.errors import CheckpointError, visible
 from flax_layoutmap.checkpoint._orbax import TURN, saving_context, translated
 from flax_layoutmap.checkpoint._places import is_url
 

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from flax_layoutmap._errors import CheckpointError, did_you_mean
+from flax_layoutmap._core.errors import CheckpointError, did_you_mean
 
 METADATA_FILE = "_CHECKPOINT_METADATA"
 # Suffixes beside a checkpoint while it is replaced: the new one, and the old one.

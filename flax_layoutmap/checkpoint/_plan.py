@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError, ResolveError, meant
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._records import show_shape
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import resolve, resolve_with_origins
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.errors import CheckpointError, ResolveError, meant
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     key_data_shape,

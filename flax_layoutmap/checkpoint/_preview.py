@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_layoutmap._errors import visible
-from flax_layoutmap._mesh import as_mesh
-from flax_layoutmap._processes import Agreement
-from flax_layoutmap._records import Shape, because, show_shape, show_spec
-from flax_layoutmap._table import human_bytes, text_table
+from flax_layoutmap._core.errors import visible
+from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
+from flax_layoutmap._show.table import human_bytes, text_table
 from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
 from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
 from flax_layoutmap.checkpoint._places import absolute, find

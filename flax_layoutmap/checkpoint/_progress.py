@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from flax_layoutmap._errors import visible
+from flax_layoutmap._core.errors import visible
 from flax_layoutmap.checkpoint import _orbax
 
 _SECONDS = 0.2

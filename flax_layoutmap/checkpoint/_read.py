@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError
-from flax_layoutmap._flax_internals import no_mesh
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._place import put
-from flax_layoutmap._processes import Agreement
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._place.place import put
+from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._checksums import mismatches
 from flax_layoutmap.checkpoint._leaves import (

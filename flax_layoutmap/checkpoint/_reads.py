@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._records import Shape
+from flax_layoutmap._rules.records import Shape
 
 AnyMesh = Mesh | AbstractMesh
 

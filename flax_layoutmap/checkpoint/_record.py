@@ -17,22 +17,22 @@ import jax
 import numpy as np
 from flax import linen, nnx
 
-from flax_layoutmap._errors import CheckpointError, LayoutError
-from flax_layoutmap._flax_internals import without_eager_sharding
-from flax_layoutmap._layout import TensorLayout
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._metadata import Mark, mark_of
-from flax_layoutmap._optimizer_state import Origin
-from flax_layoutmap._paths import Flat, Role, Section, parameter_keys
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import decide_all, rule_set_of
-from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._serialise import (
+from flax_layoutmap._core.errors import CheckpointError, LayoutError
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._resolve.metadata import Mark, mark_of
+from flax_layoutmap._resolve.optimizer_state import Origin
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import decide_all, rule_set_of
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.serialise import (
     mesh_from_json,
     mesh_to_json,
     rules_from_json,
     rules_to_json,
 )
+from flax_layoutmap._tree.flax_internals import without_eager_sharding
+from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
 from flax_layoutmap.checkpoint._checksums import json_digest
 from flax_layoutmap.checkpoint._foreign import flat_of
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf

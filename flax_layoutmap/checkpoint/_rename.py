@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError, closest
+from flax_layoutmap._core.errors import CheckpointError, closest
 
 # What a pattern may take, in seconds, on all paths together.
 PATIENCE_SECONDS = 10.0

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint import _orbax, _record
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._restore import restore, rules_on

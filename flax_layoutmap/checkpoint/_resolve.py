@@ -4,10 +4,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError
-from flax_layoutmap._mesh import as_mesh
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.checkpoint._leaves import problem_list
 from flax_layoutmap.checkpoint._options import checked_options
 from flax_layoutmap.checkpoint._places import absolute, find

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._errors import CheckpointError, MeshError
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._paths import unescape
-from flax_layoutmap._place import settle_metadata
-from flax_layoutmap._processes import Agreement
-from flax_layoutmap._records import show_shape, show_spec
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.errors import CheckpointError, MeshError
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._place.place import settle_metadata
+from flax_layoutmap._rules.records import show_shape, show_spec
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
 from flax_layoutmap.checkpoint._options import (

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from flax_layoutmap._errors import CheckpointError, MeshError
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._mesh import as_mesh
-from flax_layoutmap._paths import Flat
-from flax_layoutmap._place import put, settle_metadata
-from flax_layoutmap._processes import Agreement
-from flax_layoutmap._records import Shape
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.errors import CheckpointError, MeshError
+from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._place.place import put, settle_metadata
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import TYPES, mesh_of, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping
 from flax_layoutmap.checkpoint._mapping_blocks import Range, pieces_of

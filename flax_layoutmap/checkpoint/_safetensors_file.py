@@ -16,8 +16,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError
-from flax_layoutmap._records import Shape, show_shape
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap.checkpoint._leaves import problem_list
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,8 +9,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._paths import Flat
-from flax_layoutmap._records import Shape, show_shape
+from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import is_floating, leaf_of
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import Block, Range

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._errors import CheckpointError, ResolveError, did_you_mean
-from flax_layoutmap._paths import Flat, escape
-from flax_layoutmap._records import show_shape
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import resolve
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.errors import CheckpointError, ResolveError, did_you_mean
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.paths import Flat, escape
 from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, Source
 from flax_layoutmap.checkpoint._mapping_blocks import whole

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint._safetensors_file import Tensor
 
 # To read on past a gap of this size takes about as long as to begin another read.

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._errors import CheckpointError
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._processes import Agreement
-from flax_layoutmap._records import Shape
+from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap.checkpoint._leaves import (
     is_floating,
     mesh_of,

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._processes import Agreement
-from flax_layoutmap._resolve import resolve
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap.checkpoint import _checksums, _orbax, _record
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,

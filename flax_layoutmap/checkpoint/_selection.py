@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError, closest
-from flax_layoutmap._paths import Flat
+from flax_layoutmap._core.errors import CheckpointError, closest
+from flax_layoutmap._tree.paths import Flat
 
 
 class Selection:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint._places import is_url
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from flax_layoutmap._errors import CheckpointError
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint import _foreign, _orbax, _record
 from flax_layoutmap.checkpoint._leaves import Leaf
 from flax_layoutmap.checkpoint._places import Place

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flax_layoutmap._errors import CheckpointError, did_you_mean
-from flax_layoutmap._records import Shape, show_shape
+from flax_layoutmap._core.errors import CheckpointError, did_you_mean
+from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._ocdbt import stored_bytes
 from flax_layoutmap.checkpoint._plan import Read

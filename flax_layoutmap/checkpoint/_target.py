@@ -9,13 +9,13 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from flax_layoutmap._create import give_birth
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._flax_internals import is_nnx_object, nnx_split, nnx_state
-from flax_layoutmap._paths import is_train_state
-from flax_layoutmap._place import with_leaves
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._trace import Traced, trace
+from flax_layoutmap._birth.create import give_birth
+from flax_layoutmap._place.place import with_leaves
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
+from flax_layoutmap._tree.paths import is_train_state
+from flax_layoutmap._tree.trace import Traced, trace
 from flax_layoutmap.checkpoint._leaves import Leaf
 
 

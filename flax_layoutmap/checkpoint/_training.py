@@ -8,9 +8,9 @@ from typing import Any, Self
 
 import jax
 
-from flax_layoutmap._create import create
-from flax_layoutmap._errors import CheckpointError, warn
-from flax_layoutmap._processes import Agreement, tell_of_others
+from flax_layoutmap._birth.create import create
+from flax_layoutmap._core.errors import CheckpointError, warn
+from flax_layoutmap._core.processes import Agreement, tell_of_others
 from flax_layoutmap.checkpoint import _data_state, _orbax, _orbax_training, _record
 from flax_layoutmap.checkpoint._leaves import mesh_of
 from flax_layoutmap.checkpoint._lock import WriteLock

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._errors import CheckpointError, visible
-from flax_layoutmap._table import human_bytes
+from flax_layoutmap._core.errors import CheckpointError, visible
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._checksums import checksums
 from flax_layoutmap.checkpoint._leaves import Leaf, problem_list

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from flax_layoutmap._table import human_bytes
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.draw._scene import Bar, BarScene, Forest, Kind, Shade, View
 
 Size = tuple[str, int, int]  # path of a leaf, position of its shade, bytes per device

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap._errors import MeshError, visible
-from flax_layoutmap._grid import coords_of
-from flax_layoutmap._mesh import DeviceMesh, as_mesh
+from flax_layoutmap._core.errors import MeshError, visible
+from flax_layoutmap._core.grid import coords_of
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap.draw._grids import GAP, Cell, Panel, picture, shown, shown_panels
 from flax_layoutmap.draw._scene import COLOURS, NEUTRAL, GridScene, Picture
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._whole_file import write_whole
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.whole_file import write_whole
 from flax_layoutmap.draw import _html, _png, _svg, _terminal
 from flax_layoutmap.draw._palette import INK, colour
 from flax_layoutmap.draw._scene import GridScene, ModelScene, Scene

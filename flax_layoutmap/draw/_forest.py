@@ -5,7 +5,7 @@ import operator
 import re
 from collections.abc import Iterable, Sequence
 
-from flax_layoutmap._fold import spell_indices
+from flax_layoutmap._tree.fold import spell_indices
 from flax_layoutmap.draw import _treemap
 from flax_layoutmap.draw._scene import Forest, Kind
 

@@ -6,10 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._paths import Role
-from flax_layoutmap._records import (
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.records import (
     Columns,
     Decision,
     Shape,
@@ -18,7 +17,8 @@ from flax_layoutmap._records import (
     show_shape,
     show_spec,
 )
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.draw import _bars, _forest
 from flax_layoutmap.draw._explained import owner_pieces, pieces
 from flax_layoutmap.draw._scene import (

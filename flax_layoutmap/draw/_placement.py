@@ -8,13 +8,18 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from flax_layoutmap._errors import LayoutError, MeshError, visible
-from flax_layoutmap._fetch import known_layout, unboxed
-from flax_layoutmap._grid import coords_of, index_of, shard_offsets
-from flax_layoutmap._layout import TensorLayout
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._records import ResolvedLeaf, leaf_bytes, show_shape, show_spec
-from flax_layoutmap._table import human_bytes
+from flax_layoutmap._core.errors import LayoutError, MeshError, visible
+from flax_layoutmap._core.fetch import known_layout, unboxed
+from flax_layoutmap._core.grid import coords_of, index_of, shard_offsets
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.records import (
+    ResolvedLeaf,
+    leaf_bytes,
+    show_shape,
+    show_spec,
+)
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.draw._devices import Devices, count_devices
 from flax_layoutmap.draw._grids import (
     GAP,

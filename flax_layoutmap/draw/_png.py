@@ -3,8 +3,8 @@
 import io
 from typing import TYPE_CHECKING, Any
 
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._table import human_bytes
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.draw._palette import INK, colour, hatch
 from flax_layoutmap.draw._scene import (
     NEUTRAL,

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from flax_layoutmap._table import human_bytes
-from flax_layoutmap._terminal import wrapped
+from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._show.terminal import wrapped
 from flax_layoutmap.draw._palette import fill
 from flax_layoutmap.draw._scene import (
     BarScene,

@@ -1,8 +1,8 @@
 """What a step does on a pod slice that is not there: memory, collectives, fit."""
 
-from flax_layoutmap._generations import Generation as Generation
-from flax_layoutmap._topologies import Topology as Topology
-from flax_layoutmap._topologies import topology as topology
+from flax_layoutmap._core.generations import Generation as Generation
+from flax_layoutmap._core.topologies import Topology as Topology
+from flax_layoutmap._core.topologies import topology as topology
 from flax_layoutmap.pod._compile import compile as compile
 from flax_layoutmap.pod._plan import plan as plan
 from flax_layoutmap.pod._records import Collective as Collective

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax_layoutmap._errors import LayoutError, MeshError
-from flax_layoutmap._hybrid import over_slices
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.errors import LayoutError, MeshError
+from flax_layoutmap._core.hybrid import over_slices
+from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._hlo_source import Frames
 
 _CHILD = Path(__file__).with_name("_child.py")

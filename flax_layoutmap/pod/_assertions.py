@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from flax_layoutmap._errors import LayoutError, bullet_list, did_you_mean
+from flax_layoutmap._core.errors import LayoutError, bullet_list, did_you_mean
 from flax_layoutmap.pod._records import KINDS, Collective, Kind
 from flax_layoutmap.pod._report_text import Report, lines_of, not_read
 

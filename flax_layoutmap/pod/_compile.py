@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._table import human_bytes
-from flax_layoutmap._topologies import Topology
-from flax_layoutmap._topologies import topology as topology_of
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._core.topologies import topology as topology_of
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.pod._aot import (
     Compiled,
     check_libtpu,

@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap._layout import dim_axes
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._records import show_shape, show_spec
-from flax_layoutmap._table import human_bytes
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.layout import dim_axes
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._rules.records import show_shape, show_spec
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.pod._links import placed
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._mlir import (

@@ -11,18 +11,18 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._arguments import Argument
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._inputs import holds_parameters, split_leaf
-from flax_layoutmap._layout import TensorLayout
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._ownership import find_origins
-from flax_layoutmap._paths import Roots
-from flax_layoutmap._records import show_shape, show_spec
-from flax_layoutmap._resolve import decide_all
-from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._shardings import abstract
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._resolve.ownership import find_origins
+from flax_layoutmap._resolve.resolve import decide_all
+from flax_layoutmap._rules.records import show_shape, show_spec
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._step.arguments import Argument
+from flax_layoutmap._step.inputs import holds_parameters, split_leaf
+from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.paths import Roots
 
 
 class Layouts:

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from flax_layoutmap._errors import MeshError
-from flax_layoutmap._hybrid import (
+from flax_layoutmap._core.errors import MeshError
+from flax_layoutmap._core.hybrid import (
     hybrid_call,
     hybrid_grid,
     one_slice_grid,
     over_slices,
 )
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._records import Collective
 from flax_layoutmap.pod._report_text import axes_text
 

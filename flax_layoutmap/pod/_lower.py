@@ -9,16 +9,16 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from flax_layoutmap._arguments import Argument, signature_of
-from flax_layoutmap._errors import LayoutError, MeshError
-from flax_layoutmap._flax_internals import is_nnx_object
-from flax_layoutmap._jit import Jitted, jit
-from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._program import Job, Program, mesh_context
-from flax_layoutmap._resolve import rule_set_of
-from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._shardings import abstract
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.errors import LayoutError, MeshError
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._step.arguments import Argument, signature_of
+from flax_layoutmap._step.jit import Jitted, jit
+from flax_layoutmap._step.program import Job, Program, mesh_context
+from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._aot import split_over_slices
 from flax_layoutmap.pod._layouts import Layouts, split_data
 from flax_layoutmap.pod._lower_jit import lower_jitted

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._arguments import Argument, call_with, slots_of, take_apart
-from flax_layoutmap._inputs import holds_parameters
-from flax_layoutmap._program import mesh_context
-from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._shardings import abstract
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._step.arguments import Argument, call_with, slots_of, take_apart
+from flax_layoutmap._step.inputs import holds_parameters
+from flax_layoutmap._step.program import mesh_context
+from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap.pod._layouts import Layouts
 from flax_layoutmap.pod._lowered import (
     Lowered,

@@ -10,13 +10,13 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from flax_layoutmap._arguments import Argument
-from flax_layoutmap._decide import fits
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._flatten import flatten
-from flax_layoutmap._jaxprs import every
-from flax_layoutmap._paths import Roots
-from flax_layoutmap._rules import RuleSet
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._resolve.decide import fits
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._step.arguments import Argument
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.jaxprs import every
+from flax_layoutmap._tree.paths import Roots
 from flax_layoutmap.pod._layouts import Layouts
 
 # A collection of Linen, an argument or an entry of that name, and what is in them.

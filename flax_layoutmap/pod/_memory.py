@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._links import placed
 from flax_layoutmap.pod._lowered import Leaf
 from flax_layoutmap.pod._records import Host, Memory

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from flax_layoutmap._arguments import Argument
+from flax_layoutmap._step.arguments import Argument
 
 Flow = frozenset[int]
 _NOTHING: Flow = frozenset()

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._aot import Answer, Code, Compiled, partition_for
 from flax_layoutmap.pod._hlo import Program, members_of, read_program, wire_bytes
 from flax_layoutmap.pod._links import dcn_axes

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_layoutmap._errors import LayoutError
+from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap.pod._mlir import Attributes, functions, mesh_of, mesh_sizes
 from flax_layoutmap.pod._rewrite import inline_calls, replace_early
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from flax_layoutmap._errors import LayoutError, MeshError, did_you_mean
-from flax_layoutmap._topologies import topology as topology_of
+from flax_layoutmap._core.errors import LayoutError, MeshError, did_you_mean
+from flax_layoutmap._core.topologies import topology as topology_of
 from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
 from flax_layoutmap.pod._passes import prepare
 from flax_layoutmap.pod._planner import Planner

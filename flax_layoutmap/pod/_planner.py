@@ -9,11 +9,11 @@ from typing import Any
 
 from jax.sharding import AxisType
 
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._resolve import rule_set_of
-from flax_layoutmap._rules import RuleSet
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.pod._findings import listing, warnings_of
 from flax_layoutmap.pod._hlo import Program, wire_bytes
 from flax_layoutmap.pod._links import seconds_bound

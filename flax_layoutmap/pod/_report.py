@@ -5,11 +5,11 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._table import human_bytes
-from flax_layoutmap._terminal import show
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._show.terminal import show
 from flax_layoutmap.pod import _assertions, _report_text
 from flax_layoutmap.pod._records import (
     Collective,

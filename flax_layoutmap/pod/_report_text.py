@@ -5,11 +5,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flax_layoutmap._errors import visible
-from flax_layoutmap._fold import fold
-from flax_layoutmap._mesh import DeviceMesh
-from flax_layoutmap._serialise import mesh_to_json
-from flax_layoutmap._table import (
+from flax_layoutmap._core.errors import visible
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap._rules.serialise import mesh_to_json
+from flax_layoutmap._show.table import (
     Grid,
     Line,
     cut,
@@ -20,8 +20,8 @@ from flax_layoutmap._table import (
     markdown_table,
     markdown_text,
 )
-from flax_layoutmap._terminal import coloured_grid, coloured_lines, wrapped
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
+from flax_layoutmap._tree.fold import fold
 from flax_layoutmap.pod._records import Collective, Drift, Host, Memory, Reshard
 
 if TYPE_CHECKING:

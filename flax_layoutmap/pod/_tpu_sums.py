@@ -20,7 +20,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from flax_layoutmap._topologies import Topology
+from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._hlo import members_of, wire_bytes
 from flax_layoutmap.pod._links import dcn_axes
 from flax_layoutmap.pod._records import Collective, Kind

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flax_layoutmap._errors import LayoutError, ResolveError, bullet_list
-from flax_layoutmap._lint import is_spared, lint, problems
-from flax_layoutmap._lint_groups import NUMBER, groups, suggested
-from flax_layoutmap._mesh import DeviceMesh, as_mesh
-from flax_layoutmap._resolution import Resolution
-from flax_layoutmap._resolve import abstract_tree, resolve, rule_set_of
-from flax_layoutmap._rules import Matcher, Rule, RuleSet
+from flax_layoutmap._core.errors import LayoutError, ResolveError, bullet_list
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._lint.groups import NUMBER, groups, suggested
+from flax_layoutmap._lint.lint import is_spared, lint, problems
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
+from flax_layoutmap._rules.rules import Matcher, Rule, RuleSet
 
 # What else there is to say of leaves that a ResolveError names: the sizes that fit.
 _HINTS = ("LM103", "LM104", "LM108")

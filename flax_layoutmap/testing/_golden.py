@@ -5,13 +5,13 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flax_layoutmap._diff import difference
-from flax_layoutmap._errors import LayoutError
-from flax_layoutmap._snapshot import Snapshot, golden_text, snapshot_of
-from flax_layoutmap._whole_file import write_whole
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.whole_file import write_whole
+from flax_layoutmap._show.diff import difference
+from flax_layoutmap._show.snapshot import Snapshot, golden_text, snapshot_of
 
 if TYPE_CHECKING:
-    from flax_layoutmap._resolution import Resolution
+    from flax_layoutmap._resolve.resolution import Resolution
 
 # Of the text of a failure, which is read in logs too.
 _WIDTH = 100

@@ -28,7 +28,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from flax_layoutmap import _dtensor_format as ours
+from flax_layoutmap._core import dtensor_format as ours
 
 # Not by `import`: the project is checked where there is no TensorFlow.
 tf: Any = importlib.import_module("tensorflow")

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 import flax_layoutmap as flm
-from flax_layoutmap import _processes
+from flax_layoutmap._core import processes as _processes
 from multiprocess import launch
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""Models and optimizers that are created sharded."""

@@ -1,0 +1,455 @@
+"""create and create_optimizer: sharded from birth.
+
+The constructor is traced once, abstractly; then every leaf is computed in its shards.
+No device holds a full copy of a parameter that a rule shards, but while one is made by
+what XLA does not compute in parts (QR, a sort): such are named in the log, at INFO.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._birth.birth import SKIP, compute
+from flax_layoutmap._core.errors import MeshError, StructureError, bullet_list
+from flax_layoutmap._core.layout import dim_axes
+from flax_layoutmap._core.mesh import DeviceMesh, retyped, spread
+from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
+from flax_layoutmap._place.place import manual_axes, need_devices, put, settle_metadata
+from flax_layoutmap._resolve.decide import OwnerLayout
+from flax_layoutmap._resolve.known_rules import known_rules
+from flax_layoutmap._resolve.resolve import resolve, resolve_state, rule_set_of
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flax_internals import (
+    is_nnx_object,
+    nnx_state,
+    variables_of,
+)
+from flax_layoutmap._tree.jaxprs import SMALL, hashes_of_outputs, needed_inputs
+from flax_layoutmap._tree.parts import leaves_in, unfit
+from flax_layoutmap._tree.trace import Traced, trace
+
+
+def create(
+    make: Callable[..., Any],
+    layout_map: Any,
+    *args: Any,
+    exact: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Makes a model already in its shards.
+
+    Args:
+        make: a function that makes what is wanted: an NNX constructor, Linen's
+            `model.init`, a function that makes a TrainState, or any function that
+            returns a tree of arrays or NNX objects.
+        layout_map: a `LayoutMap` (or `RuleSet`) with a mesh of devices.
+        *args: arguments of `make`. Arrays and NNX objects (an `nnx.Rngs`, which counts
+            as usual) are inputs of the program; everything else is static. An array of
+            which only the shape matters may be a `jax.ShapeDtypeStruct`, if `make`
+            does not read it.
+        exact: whether no bit may depend on the layout. None does with the initialisers
+            of Flax, where each element is random or the same number. Where one is
+            computed from many (a norm, a product of matrices), sums in shards may
+            round otherwise (1e-5, relative), and so may a table of sines; with `exact`
+            such an array has the bits of `jax.jit` of what makes it: each device
+            computes it whole, one array at a time, and keeps its shard.
+        **kwargs: keyword arguments of `make`, likewise.
+
+    Returns:
+        What `make` returns, its arrays laid out by the rules. The values are those of
+        `jax.jit(make)` with the same shardings, to the bit where each element is
+        computed by itself; what is computed from arrays that `make` closes over, which
+        XLA would fold, may be rounded otherwise in the last bit. Python numbers become
+        arrays. Objects that were there before and are no arguments come back as copies.
+
+    Raises:
+        ResolveError: leaves do not fit the rules; nothing was compiled or allocated.
+        MeshError: the rules have no mesh, or one without devices; or this is inside
+            of `jax.shard_map`.
+        RuleError: `layout_map` is none.
+        StructureError: `make` is no function, or an async one, gives None or what no
+            array can hold, or reads values of arrays.
+        ProcessError: the processes were given different rules, meshes or models; or
+            a leaf is made from other keys or constants, say another seed. (What a
+            callback of the host gives is not compared.)
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["kernel"] = (None, "data")
+        >>> layout_map["bias"] = None
+        >>> linear = flm.create(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), layout_map)
+        >>> tuple(linear.kernel.sharding.spec)
+        (None, 'data')
+
+    Plain JAX, for a tree: `jax.jit(make, out_shardings=shardings)(*args)`.
+    """
+    rules = rule_set_of(layout_map, "create(make, layout_map)")
+    need_devices(rules, "create")
+    _check_function(make)
+    varying = (axis for leaf in leaves_in((args, kwargs)) for axis in _varying(leaf))
+    _refuse_manual(varying, "an argument differs along")
+    with Agreement("creating the model", rules.mesh) as agreement:
+        traced = trace(make, args, kwargs)
+        _check_result(traced.abstract, make)
+        _refuse_abstract(traced, args, kwargs)
+        resolution = resolve(traced.abstract, rules)
+        refuse_unfit(resolution.paths, jax.tree.leaves(traced.abstract), "create")
+        axes = (a for leaf in resolution for a in leaf.layout.axis_names)
+        _refuse_manual(axes, "the rules lay arrays out along")
+        resolution.announce()
+        names = traced.values_of(resolution.paths)
+        agreement.add(lambda: made_from(names, hashes_of(traced)))
+        agreement.add(resolution.fingerprint_lines)
+    made, inputs = give_birth(
+        traced,
+        traced.values_of(resolution.sharding_list()),
+        names=names,
+        exact=exact,
+    )
+    result = traced.rebuild(traced.leaves_of(made))
+    traced.update_inputs(inputs)
+    return settle_metadata(result, resolution)
+
+
+def create_optimizer(
+    model: Any,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: Any = nnx.Param,
+    layout_map: Any = None,
+) -> Any:
+    """Makes the optimizer of a sharded model; its state follows the model's layouts.
+
+    Each dim of the state lies as the dim of the parameter that it was made from:
+    moments as the parameter, Adafactor's row and column statistics as its rows and
+    columns. Counters are replicated on the mesh.
+
+    Args:
+        model: an NNX module whose arrays are on a mesh (from `create`, `place`, or a
+            restore), or a tree of parameters.
+        tx: the optax transformation.
+        wrt: for a module, which Variables are trained.
+        layout_map: a map whose `optimizer` section has rules for the state (ZeRO-1).
+            None: the map that laid the model out (`create`, `place`, a restore, a
+            `layout_map_scope`), if that had such rules then. Pass it where that cannot
+            be known: for what a jitted function has returned, a deep copy, a tree or
+            another model.
+
+    Returns:
+        An `nnx.Optimizer` for a module; the state of `tx` for a tree.
+
+    Raises:
+        MeshError: arrays of the model are on no mesh.
+        ResolveError: the state does not fit the optimizer rules.
+        RuleError: an optimizer rule names an axis that the model's mesh lacks; or parts
+            of the model are of several maps with such rules.
+        StructureError: `tx` is no optax transformation, `model` holds something else
+            than arrays, or `wrt` selects nothing.
+        ProcessError: the processes were given different models or transformations.
+
+    Example:
+        >>> import optax, flax_layoutmap as flm
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("model=-1", strict=False)
+        >>> layout_map["kernel"] = (None, "model")
+        >>> model = flm.create(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)), layout_map)
+        >>> optimizer = flm.create_optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> tuple(optimizer.opt_state[0].mu["kernel"].sharding.spec)
+        (None, 'model')
+
+    Plain JAX: `jax.jit(tx.init, out_shardings=…)`; without `out_shardings` the moments
+    end on one device.
+    """
+    if not hasattr(tx, "init") or not hasattr(tx, "update"):
+        raise StructureError(
+            "create_optimizer(model, tx) needs an optax transformation, such as "
+            f"optax.adamw(3e-4), as tx; got {tx!r}"
+        )
+    is_module = is_nnx_object(model)
+    params = nnx_state(model, wrt) if is_module else model
+    if is_module and not jax.tree.leaves(params):
+        kinds = sorted({type(v).__name__ for v in variables_of(model)})
+        raise StructureError(
+            f"create_optimizer: wrt={_name_of(wrt)} selects no Variables of the "
+            f"{type(model).__name__}, which has {', '.join(kinds) or 'none at all'}"
+        )
+    owners, mesh = layouts_of(params)
+    rules = RuleSet(mesh=mesh)
+    if layout_map is None:
+        layout_map = known_rules(model)
+    if layout_map is not None:
+        given = rule_set_of(layout_map, "create_optimizer(..., layout_map=)")
+        # Of the map only the optimizer section counts; so do its axes.
+        own = given.with_changes(rules=(), names=(), activations=())
+        rules = own.on(mesh)
+    with Agreement("creating the optimizer", mesh) as agreement:
+        if is_module:
+            traced = trace(
+                lambda m: nnx.Optimizer(m, tx, wrt=wrt), (model,), keep_inputs=False
+            )
+        else:
+            traced = trace(tx.init, (params,), keep_inputs=False)
+        resolution = resolve_state(traced.abstract, rules, owners, tx, params)
+        resolution.announce()
+        names = traced.values_of(resolution.paths)
+        agreement.add(lambda: made_from(names, hashes_of(traced)))
+        agreement.add(resolution.fingerprint_lines)
+    made, _ = give_birth(
+        traced,
+        traced.values_of(resolution.sharding_list()),
+        names=names,
+    )
+    return traced.rebuild(traced.leaves_of(made))
+
+
+def _check_function(make: Any) -> None:
+    """Raises StructureError where `create` was given no function."""
+    if is_nnx_object(make):
+        raise StructureError(
+            f"create was given a {type(make).__name__} that exists already; pass a "
+            f"function that makes it: lambda: {type(make).__name__}(...); or move what "
+            "exists with layout_map.place(module)"
+        )
+    if not isinstance(make, type) and hasattr(make, "init") and hasattr(make, "apply"):
+        raise StructureError(
+            f"create was given a Linen module ({type(make).__name__}), which holds no "
+            "variables; pass a function: lambda: module.init(key, x)"
+        )
+    if not callable(make):
+        raise StructureError(
+            "create(make, layout_map) needs a function that makes the model, got "
+            f"a {type(make).__name__}; to move what exists use layout_map.place(tree)"
+        )
+
+
+def _refuse_manual(axes: Iterable[str], what: str) -> None:
+    """Raises MeshError where `jax.shard_map` around us has taken over an axis."""
+    manual = manual_axes(jax.sharding.get_abstract_mesh()).intersection(axes)
+    if manual:
+        raise MeshError(
+            f"create inside of shard_map: {what} the mesh axis {min(manual)!r}, which "
+            "is manual here, so that each device works on a part of its own: make the "
+            "model outside of shard_map, and pass its arrays in"
+        )
+
+
+def _varying(value: Any) -> Iterable[str]:
+    """The axes of a surrounding `jax.shard_map` along which a traced value differs."""
+    if not isinstance(value, Tracer):
+        return ()
+    aval: Any = jax.typeof(value)
+    # As it is called up to jax 0.9, and since.
+    kind = getattr(aval, "vma", None)
+    return (
+        getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+        if kind is None
+        else kind
+    )
+
+
+def _check_result(result: Any, make: Any) -> None:
+    """Raises StructureError where a constructor has made no model."""
+    name = getattr(make, "__name__", make)
+    if result is None:
+        raise StructureError(
+            f"create(make, layout_map): {name} gives None: let it return the model "
+            "that it makes"
+        )
+    if inspect.iscoroutine(result):
+        result.close()
+        raise StructureError(
+            f"create(make, layout_map): {name} is an async function, which gives a "
+            "coroutine and no model: pass a plain function; what is to be awaited can "
+            "be awaited before, and passed as an argument"
+        )
+
+
+def _refuse_abstract(
+    traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises StructureError where `make` reads an argument that has no values."""
+    needed = needed_inputs(traced.closed.jaxpr)
+    pairs = zip(traced.inputs, traced.closed.jaxpr.invars, strict=True)
+    read = [x for x, v in pairs if type(x) is jax.ShapeDtypeStruct and v in needed]
+    if not read:
+        return
+    # A node of NNX is a leaf for some versions of Flax.
+    named = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
+    for keys, leaf in named:
+        if leaf is read[0]:
+            rest = jax.tree_util.keystr(keys[2:])
+            first: Any = keys[1]
+            name = f"argument {first.idx}" if hasattr(first, "idx") else first.key
+            break
+    else:
+        name, rest = "an argument", ""
+    raise StructureError(
+        f"create(make, layout_map, ...): {name}{rest} is abstract, a "
+        f"jax.ShapeDtypeStruct {show_shape(read[0].shape)}, but what make returns is "
+        "computed from its values: pass an array"
+    )
+
+
+def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None:
+    """Raises where a model has a leaf that cannot become an array as it is.
+
+    Raises:
+        StructureError: the first such leaf.
+    """
+    for path, leaf in zip(paths, leaves, strict=True):
+        kind = unfit(leaf)
+        if kind is None:
+            continue
+        if isinstance(leaf, np.ma.MaskedArray):
+            way = "make it a plain one, with array.filled(number)"
+        elif "does not hold" in kind:
+            way = (
+                "jax.config.update('jax_enable_x64', True) keeps 64 bits, or set it "
+                "after the model is made"
+            )
+        else:
+            way = "set it after the model is made"
+        where = f"{path} is" if path else "it is"
+        raise StructureError(
+            f"{what} makes arrays of numbers, but {where} {kind}: {way}"
+        )
+
+
+def _name_of(wrt: Any) -> str:
+    return wrt.__name__ if isinstance(wrt, type) else repr(wrt)
+
+
+def give_birth(
+    traced: Traced,
+    shardings: Sequence[NamedSharding | None],
+    *,
+    names: Sequence[str] = (),
+    exact: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """Computes the leaves of a traced constructor, in their shards.
+
+    The inputs of the programs are on Auto axes: on Explicit axes JAX would ask how a
+    product of them lies, which a constructor does not say. The results have the user's
+    own axis types.
+
+    Args:
+        traced: the trace.
+        shardings: one for each computed leaf; None for what is not wanted.
+        names: what to call the leaves in the log.
+        exact: whether to compute whole what shards may round otherwise.
+
+    Returns:
+        The arrays of the leaves that are wanted, and the new state of NNX arguments.
+    """
+    meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
+    consts, inputs = list(traced.closed.consts), list(traced.inputs)
+    auto = retyped(meshes[0], AxisType.Auto) if meshes else None
+    if meshes:
+        jaxpr, mesh = traced.closed.jaxpr, meshes[0]
+        # What goes back to the arguments stays what it is.
+        back = jaxpr.outvars[len(shardings) :]
+        consts = [_on_auto_axes(_from_host(value, mesh), mesh) for value in consts]
+        inputs = [
+            _on_auto_axes(value if var in back else _from_host(value, mesh), mesh)
+            for var, value in zip(jaxpr.invars, inputs, strict=True)
+        ]
+    wanted = [SKIP if sharding is None else sharding for sharding in shardings]
+    wanted += [None] * traced.updates
+    values = compute(
+        traced.closed, consts, inputs, wanted, auto, names=names, exact=exact
+    )
+    count = len(values) - traced.updates
+    return values[:count], values[count:]
+
+
+def hashes_of(traced: Traced) -> list[str]:
+    """What each computed leaf is made from, as a hash: keys, constants, equations."""
+    every = hashes_of_outputs(traced.closed, traced.inputs, digest_of_value)
+    return every[: traced.made]
+
+
+def made_from(paths: Sequence[str], hashes: Sequence[str]) -> Parts:
+    """Lines for an `Agreement`: processes that differ here make other values."""
+    lines = [
+        f"{path}: made from {own}" for path, own in zip(paths, hashes, strict=True)
+    ]
+    return {"keys and constants": lines}
+
+
+def _from_host(value: Any, mesh: Mesh) -> Any:
+    """A large array of one device as one of the host.
+
+    From there it goes to its shards, and not as a whole to each device.
+    """
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
+    alone = value.committed and len(value.sharding.device_set) == 1
+    if is_key or not alone or value.size <= SMALL or mesh.size == 1:
+        return value
+    return np.asarray(value) if value.is_fully_addressable else value
+
+
+def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
+    """An input of the program, on the mesh and with Auto axes.
+
+    On another mesh of the same devices it would not do: JAX folds no number of one mesh
+    into a key of another one.
+    """
+    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
+        return value
+    own, auto = value.sharding, retyped(mesh, AxisType.Auto)
+    if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
+        if retyped(own.mesh, AxisType.Auto) == auto:
+            return put(value, NamedSharding(auto, own.spec))
+    elif not value.committed or own.device_set == set(mesh.devices.flat):
+        return value
+    if value.size <= SMALL or own.is_fully_replicated:
+        return put(value, NamedSharding(auto, PartitionSpec()))
+    return put(value, spread(value.shape, mesh))
+
+
+def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
+    """The layout that each parameter has now, and their mesh."""
+    flat = flatten(params)
+    owners: dict[str, OwnerLayout] = {}
+    problems: list[str] = []
+    mesh: DeviceMesh | None = None
+    for at, leaf in enumerate(flat.leaves):
+        seen = flat.forms(at)
+        path = seen[0]  # as the state of optax has it
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            where = f"{path} is" if path else "got"
+            raise StructureError(
+                "create_optimizer(model, tx) needs an NNX module or a tree of arrays "
+                f"as model; {where} the {type(leaf).__name__} {leaf!r}"
+            )
+        sharding = getattr(leaf, "sharding", None)
+        shape = tuple(leaf.shape)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            own = DeviceMesh(sharding.mesh)
+            mesh = mesh or own
+            spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
+            dims = tuple(dim_axes(entry) for entry in spec)
+            owners[path] = OwnerLayout(shape, dims, own, sharding.memory_kind, seen)
+        else:
+            problems.append(f"{path} {show_shape(shape)}: {sharding}")
+    if problems or mesh is None:
+        listed = bullet_list(problems or ["(there are no parameters)"])
+        raise MeshError(
+            "create_optimizer follows the layouts of the model, but these parameters "
+            f"are on no mesh:\n{listed}\nmake the model with flm.create(make, "
+            "layout_map), or move it with layout_map.place(model)"
+        )
+    return owners, mesh

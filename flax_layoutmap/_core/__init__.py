@@ -1,0 +1,1 @@
+"""Errors, meshes, layouts, processes, TPU topologies."""

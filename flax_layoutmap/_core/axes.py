@@ -1,0 +1,111 @@
+"""The dims of a layout, from what a user writes: axes, a spec, DTensor's words."""
+
+import math
+from collections.abc import Collection, Sequence
+from types import EllipsisType
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from flax_layoutmap._core.dtensor_format import UNSHARDED
+from flax_layoutmap._core.errors import RuleError
+
+# One dim: not sharded, on one axis (or MATCH), on several axes, or (once) any number
+# of dims.
+Dim = None | str | tuple[str, ...] | EllipsisType
+
+
+def clash(dim: int, size: int, names: Sequence[str], sizes: dict[str, int]) -> str:
+    """Says which dim of which size does not divide by which axes."""
+    if len(names) == 1:
+        axes = f"mesh axis {names[0]!r} of size {sizes[names[0]]}"
+    else:
+        listed = " × ".join(f"{name!r} ({sizes[name]})" for name in names)
+        axes = f"mesh axes {listed}, {math.prod(sizes[n] for n in names)} together"
+    return f"dim {dim} of size {size} does not divide by {axes}"
+
+
+def dim_axes(dim: Dim) -> tuple[str, ...]:
+    """The mesh axes of one dim, as a tuple."""
+    if dim is None or dim is ...:
+        return ()
+    return (dim,) if isinstance(dim, str) else dim
+
+
+def normal_spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
+    """The one `PartitionSpec` for these dims: no trailing None, no 1-tuples.
+
+    JAX tells `P("data")` from `P("data", None)`, so that a jitted function given
+    both compiles twice; the normal form keeps equal layouts equal.
+    """
+    entries = [
+        None if not names else names[0] if len(names) == 1 else names for names in dims
+    ]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
+    """A `PartitionSpec` as axes: missing trailing dims are not sharded."""
+    if spec.unreduced or spec.reduced:
+        raise RuleError(
+            f"{spec!r} speaks of values that are not yet reduced, which a layout does "
+            "not: say only how the dims are sharded"
+        )
+    return (*spec, ...)
+
+
+def read_dims(
+    axes: tuple[Any, ...], given: Any, names: Collection[str]
+) -> tuple[Dim, ...]:
+    """The dims of a layout on a mesh with these axes; `given` is named in errors.
+
+    Raises:
+        RuleError: they are none.
+    """
+    if sum(dim is ... for dim in axes) > 1:
+        raise RuleError(f"a layout may hold one '...', got {given!r}")
+    dims: list[Dim] = []
+    for dim in axes:
+        if dim is PartitionSpec.UNCONSTRAINED:
+            raise RuleError(
+                f"{given!r} leaves a dim unconstrained; a layout says where every dim "
+                "lies: use None for a dim that is not sharded"
+            )
+        if dim is None or dim is ... or isinstance(dim, str):
+            dims.append(None if dim == UNSHARDED and dim not in names else dim)
+        elif isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim):
+            dims.append(tuple(dim))
+        else:
+            raise RuleError(not_a_layout(given))
+    return tuple(dims)
+
+
+def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """Unwraps 1-tuples, drops empty ones and None beside a '...'."""
+    result: list[Dim] = []
+    for dim in dims:
+        if isinstance(dim, tuple) and len(dim) < 2:
+            dim = dim[0] if dim else None
+        result.append(dim)
+    if not any(dim_axes(dim) for dim in result) and ... in result:
+        # Only unsharded dims and a "...": replicated, if at least that many dims.
+        return (...,)
+    return tuple(result)
+
+
+def not_a_layout(value: Any) -> str:
+    """Says that something is no layout, and what to write."""
+    if isinstance(value, str):
+        return (
+            f"a layout cannot be a string, got {value!r}; write a tuple with one entry "
+            f"per dim, such as ({value!r},) for a 1-D array or (None, {value!r})"
+        )
+    if isinstance(value, jax.Array):
+        return "a layout cannot be an array; pass array.sharding"
+    return (
+        f"not a layout: {value!r}; use a tuple such as (None, 'model'), None for "
+        "replicated, a PartitionSpec, a NamedSharding or a flm.TensorLayout"
+    )

@@ -1,0 +1,106 @@
+"""Devices by name: Keras's `cpu:0`, DTensor's long names, and those that are here."""
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from flax_layoutmap._core.errors import MeshError
+
+# "TPU:0", "/device:TPU:0" and "/job:localhost/replica:0/task:0/device:TPU:0".
+_NAME = re.compile(r"(?:/(?:job|replica|task):[^/]+)*/?(?:device:)?([A-Za-z]\w*):(\d+)")
+
+
+def key_of(device: Any) -> tuple[str, int]:
+    """Platform and id: what tells a device from all others of the job."""
+    return device.platform, device.id
+
+
+def key_in(name: str) -> tuple[str, int]:
+    """Platform and id in a name such as `"cpu:0"`.
+
+    Raises:
+        MeshError: it is no such name.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise MeshError(
+            f'cannot read the device {name!r}; write its platform and id, "cpu:0"'
+        )
+    return found[1].lower(), int(found[2])
+
+
+def key_given(device: Any) -> tuple[str, int]:
+    """Platform and id of a device or in its name.
+
+    Raises:
+        MeshError: it is neither, or no such name.
+    """
+    if isinstance(device, str):
+        return key_in(device)
+    if not hasattr(device, "device_kind"):
+        raise MeshError(
+            "devices must be JAX devices, such as jax.devices()[:4], or names like "
+            f'"cpu:0", got {device!r}'
+        )
+    return key_of(device)
+
+
+def long_name(device: Any) -> str:
+    """DTensor's name of a device; the number is JAX's id, which is global."""
+    return (
+        f"/job:localhost/replica:0/task:{device.process_index}/device:"
+        f"{device.platform.upper()}:{device.id}"
+    )
+
+
+def devices_here(keys: Sequence[tuple[str, int]]) -> list[Any | None]:
+    """The devices with these platforms and ids; None for one that is not here."""
+    known = {
+        (platform, device.id): device
+        for platform in {platform for platform, _ in keys}
+        for device in _on_platform(platform)
+    }
+    return [known.get(key) for key in keys]
+
+
+def require_here(keys: Sequence[tuple[str, int]]) -> list[Any]:
+    """The devices with these platforms and ids.
+
+    Raises:
+        MeshError: some are not here.
+    """
+    found = devices_here(keys)
+    missing = [key for key, device in zip(keys, found, strict=True) if device is None]
+    if missing:
+        raise MeshError(
+            f"there are no devices {_listed(missing)}; this job has "
+            f"{_listed(map(key_of, jax.devices()))}"
+        )
+    return found
+
+
+def _on_platform(platform: str) -> list[Any]:
+    try:
+        return jax.devices(platform)
+    except RuntimeError:  # JAX knows no such platform, or it has no devices.
+        return []
+
+
+def _listed(keys: Iterable[tuple[str, int]]) -> str:
+    names = [f"{platform}:{number}" for platform, number in keys]
+    return ", ".join(names if len(names) < 9 else [*names[:7], "…", names[-1]])
+
+
+def cpu_devices_beside(devices: Iterable[Any]) -> list[Any] | None:
+    """For each device a CPU device of its process, or None if there are too few."""
+    spare: dict[int, list[Any]] = {}
+    for cpu in reversed(_on_platform("cpu")):
+        spare.setdefault(cpu.process_index, []).append(cpu)
+    beside = []
+    for device in devices:
+        if not spare.get(device.process_index):
+            return None
+        beside.append(spare[device.process_index].pop())
+    return beside

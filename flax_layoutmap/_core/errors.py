@@ -1,0 +1,156 @@
+"""The exceptions and warnings of flax_layoutmap.
+
+    LayoutError(ValueError)     everything below
+    ├── RuleError               a rule is wrong by itself: bad regex, value, taken key
+    ├── MeshError               a mesh cannot be made, or is missing, or is abstract
+    ├── ResolveError            rules do not fit a tree: rank, divisibility, overlap
+    ├── StructureError          a tree has no unique paths, or does not fit another
+    ├── CheckpointError         a checkpoint cannot be written, read or used
+    └── ProcessError            the processes of one job disagree, or do not meet
+    LayoutWarning(UserWarning)  something that would otherwise be silent
+
+A message says, in this order: which leaf, which rule, what clashed, what to do.
+"""
+
+import contextlib
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+class LayoutError(ValueError):
+    """Base class of every error that flax_layoutmap raises for a user's mistake."""
+
+    __module__ = "flax_layoutmap"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(visible(a, "\n") if isinstance(a, str) else a for a in args))
+
+
+class RuleError(LayoutError):
+    """A rule is wrong by itself: a bad regex, a bad value, a key that is taken."""
+
+    __module__ = "flax_layoutmap"
+
+
+class MeshError(LayoutError):
+    """A mesh cannot be made, is missing, or has no devices where some are needed."""
+
+    __module__ = "flax_layoutmap"
+
+
+class ResolveError(LayoutError):
+    """Rules do not fit a tree. One error lists every problem of the tree.
+
+    Attributes:
+        problems: one text per problem, each starting with the path of its leaf.
+        resolution: what was decided of the tree all the same, for `flm.lint`: leaves
+            that do not fit are replicated in it. None where no tree was resolved, and
+            in a copy (a pickle).
+    """
+
+    __module__ = "flax_layoutmap"
+
+    def __init__(
+        self, message: str, problems: Sequence[str] = (), resolution: Any = None
+    ) -> None:
+        super().__init__(message)
+        self.problems = tuple(visible(text, "\n") for text in problems)
+        self.resolution = resolution
+
+    def __reduce__(self) -> Any:
+        return type(self), (str(self), self.problems)
+
+
+class StructureError(LayoutError):
+    """A tree cannot be given unique paths, or does not fit another tree."""
+
+    __module__ = "flax_layoutmap"
+
+
+class CheckpointError(LayoutError):
+    """A checkpoint cannot be written, read, or used with the given target.
+
+    Attributes:
+        problems: one text per problem; empty when there is a single one.
+    """
+
+    __module__ = "flax_layoutmap"
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(visible(text, "\n") for text in problems)
+
+
+class ProcessError(LayoutError):
+    """The processes of one job disagree, or do not come together."""
+
+    __module__ = "flax_layoutmap"
+
+
+class LayoutWarning(UserWarning):
+    """Something that would otherwise be silent: a rule unused, a leaf unmatched."""
+
+    __module__ = "flax_layoutmap"
+
+
+def visible(text: str, keep: str = "") -> str:
+    """A text in which what a terminal would obey or hide is written as an escape.
+
+    Names may come from a checkpoint or a file of rules that somebody else wrote. What
+    becomes escapes: control characters, marks that change the direction of writing, and
+    all else without a glyph of its own.
+
+    Args:
+        text: the text.
+        keep: characters that stay, such as the line breaks of a message.
+
+    >>> print(visible("up" + chr(27) + "[2J"))
+    up\\x1b[2J
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in keep else repr(letter)[1:-1]
+        for letter in text
+    )
+
+
+def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
+    """Returns at most `count` of `choices` that look like `name`, best first."""
+    return difflib.get_close_matches(name, list(choices), n=count, cutoff=0.4)
+
+
+def meant(name: str, choices: Iterable[str]) -> str | None:
+    """Returns the one that `name` is a misspelling of, most likely; None for none."""
+    # Of a short name, a few letters are a large share.
+    cutoff = 0.6 if len(name) > 4 else 0.7
+    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """Returns `'; did you mean 'x'?'`, or an empty string when nothing is close."""
+    found = meant(name, choices)
+    return "" if found is None else f"; did you mean {found!r}?"
+
+
+def warn(text: str) -> None:
+    """Issues a LayoutWarning that points at the user's line, not at one of ours."""
+    # A block of ours ends by way of contextlib.
+    ours = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(visible(text, "\n"), LayoutWarning, stacklevel=level)
+
+
+def bullet_list(problems: Sequence[str], *, limit: int = 50) -> str:
+    """Joins problems to indented lines and says how many more there are."""
+    lines = [f"  - {text}" for text in problems[:limit]]
+    if len(problems) > limit:
+        lines.append(f"  … and {len(problems) - limit} more (see .problems)")
+    return "\n".join(lines)

@@ -1,0 +1,280 @@
+"""The devices and processes of a job, by Keras's names."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from flax_layoutmap._core.coordinator import Address, host_and_port, try_address
+from flax_layoutmap._core.errors import MeshError, ProcessError, warn
+
+_ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+_PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
+_PROCESS = "KERAS_DISTRIBUTION_PROCESS_ID"
+_ADDRESS_OF_JAX = "JAX_COORDINATOR_ADDRESS"
+
+# JAX's own default.
+_TIMEOUT_SECONDS = 300
+
+# After this long, a process says what it waits for.
+_PATIENCE_SECONDS = 60.0
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """The devices of all processes, as `"platform:id"`.
+
+    Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
+
+    Args:
+        device_type: `"cpu"`, `"gpu"`, `"tpu"`; None for what JAX uses by default.
+
+    Raises:
+        MeshError: there are no such devices.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.list_devices("cpu")[0]
+        'cpu:0'
+
+    Plain JAX: `jax.devices(device_type)`.
+    """
+    return [f"{device.platform}:{device.id}" for device in _devices(device_type)]
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """How many devices all processes have together.
+
+    Keras's `get_device_count`.
+
+    Args:
+        device_type: as for `list_devices`.
+
+    Raises:
+        MeshError: there are no such devices.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.get_device_count() == len(flm.list_devices())
+        True
+
+    Plain JAX: `jax.device_count(device_type)`.
+    """
+    return len(_devices(device_type))
+
+
+def _devices(device_type: str | None) -> list[Any]:
+    if not isinstance(device_type, str | None):
+        raise MeshError(
+            f'device_type is a text such as "cpu", "gpu" or "tpu", got {device_type!r}'
+        )
+    kind = device_type if device_type is None else device_type.lower()
+    try:
+        return jax.devices(kind)
+    except RuntimeError as error:
+        raise MeshError(
+            f"there are no devices of type {device_type!r}; by default JAX uses "
+            f"{jax.default_backend()!r} here"
+        ) from error
+
+
+def initialize(
+    job_addresses: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    **options: Any,
+) -> None:
+    """Makes this process one of a job of several; to be called before all else of JAX.
+
+    Keras's `initialize`, over `jax.distributed`. What is None is taken from the
+    environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
+    and `KERAS_DISTRIBUTION_PROCESS_ID`, then what JAX itself reads
+    (`JAX_COORDINATOR_ADDRESS` and others), then the cluster that JAX detects: Cloud
+    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.initialize()`.
+
+    Unlike Keras's it agrees on no seed: Flax models are made from an explicit one, and
+    `flm.create` raises where that differs between processes. Called again without
+    arguments, it does nothing.
+
+    Where address, count and number are all known here, process 0 first tries whether
+    it can listen, and every process whether it reaches process 0, for at most
+    `initialization_timeout` seconds (300 by default). That all have come is then seen
+    by JAX: where one never comes, JAX ends the others 5 s after the same time, with
+    `DEADLINE_EXCEEDED` and its own words, which no program can catch. A `LayoutWarning`
+    says so before, after a minute.
+
+    A process that has ended, by an error too, waits for the others to end. JAX ends
+    those that have not after `shutdown_timeout_seconds` (300 by default): so long after
+    an error in one process the job goes on, and so long a process may go on alone, such
+    as process 0 with an export. Pass less to learn of errors sooner, or more.
+
+    Args:
+        job_addresses: `"host:port"` of process 0; or those of all processes, with
+            commas between them, of which the first is that of process 0.
+        num_processes: how many processes there are.
+        process_id: the number of this one, from 0.
+        **options: further arguments of `jax.distributed.initialize`, such as
+            `initialization_timeout` and `shutdown_timeout_seconds`.
+
+    Raises:
+        ProcessError: what is given does not fit together, no cluster was found, JAX
+            has been used already, process 0 cannot listen at its port, or cannot be
+            reached in time.
+
+    Example:
+        In every process, before anything else of JAX, where a cluster (a TPU slice,
+        Slurm, GKE) says which process this is: `flm.initialize()`. By hand:
+
+        >>> import flax_layoutmap as flm
+        >>> flm.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
+        Traceback (most recent call last):
+        ...
+        flax_layoutmap.ProcessError: ...
+
+    Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
+    """
+    given = (job_addresses, num_processes, process_id)
+    if jax.distributed.is_initialized():
+        if given == (None, None, None) and not options:
+            return
+        raise ProcessError(
+            "this process is part of a job already: call flm.initialize once, before "
+            "all else"
+        )
+    from_variable = job_addresses is None and _ADDRESSES in os.environ
+    source = f"the variable {_ADDRESSES}" if from_variable else "job_addresses"
+    known = _addresses(
+        os.environ[_ADDRESSES] if from_variable else job_addresses, source
+    )
+    count = _number(num_processes, "num_processes", _PROCESSES)
+    number = _number(process_id, "process_id", _PROCESS)
+    if count is None and len(known) > 1:
+        count = len(known)
+    _check_numbers(known, source, count, number)
+    coordinator = known[0] if known else None
+    seconds = options.get("initialization_timeout", _TIMEOUT_SECONDS)
+    if not isinstance(seconds, int) or seconds < 1:
+        raise ProcessError(
+            f"initialization_timeout is a whole number of seconds, got {seconds!r}"
+        )
+    address = None
+    if coordinator is not None:
+        address = Address(coordinator, source)
+    elif _ADDRESS_OF_JAX in os.environ:
+        address = Address(
+            os.environ[_ADDRESS_OF_JAX], f"the variable {_ADDRESS_OF_JAX}"
+        )
+    with _told_after_a_while(address, seconds):
+        if address is not None:
+            host_and_port(address)
+            if count is not None and number is not None:
+                _refuse_if_too_late()
+                bind = options.get("coordinator_bind_address")
+                try_address(address, number, seconds, bind)
+        _join(coordinator, count, number, options)
+
+
+def _addresses(text: Any, source: str) -> list[str]:
+    if not isinstance(text, str | None):
+        raise ProcessError(
+            f'{source} is a text, "host:port", with commas between several, got '
+            f"{text!r}"
+        )
+    known = [part.strip() for part in text.split(",")] if text else []
+    if not all(known):
+        raise ProcessError(
+            f'{source} has an empty part: {text!r}; write "host:port", or '
+            "one for each process with commas between them"
+        )
+    return known
+
+
+def _check_numbers(
+    known: list[str], source: str, count: int | None, number: int | None
+) -> None:
+    if len(known) > 1 and count != len(known):
+        raise ProcessError(
+            f"{source} has {len(known)} addresses, but num_processes is {count}: "
+            "give one for each process, or that of process 0 alone"
+        )
+    if count is not None and count < 1:
+        raise ProcessError(f"num_processes is 1 or more, got {count}")
+    if number is not None and number < 0:
+        raise ProcessError(f"process_id is 0 or more, got {number}")
+    if number is not None and count is not None and number >= count:
+        raise ProcessError(
+            f"process_id is {number}, but of {count} processes the numbers are 0 to "
+            f"{count - 1}"
+        )
+
+
+@contextlib.contextmanager
+def _told_after_a_while(address: Address | None, seconds: int) -> Iterator[None]:
+    """Warns while the block takes long: JAX itself waits without a word."""
+    where = f" at {address}" if address else ""
+    patience = min(_PATIENCE_SECONDS, seconds / 2)
+    text = (
+        f"this process has waited {patience:.0f} s for the others of the job{where}, "
+        "and goes on waiting: at least one has not come; see which of them have called "
+        f"flm.initialize. When they do not come in {seconds} s, this process ends"
+    )
+    timer = threading.Timer(patience, warn, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _refuse_if_too_late() -> None:
+    """Asks JAX for what it refuses; that it is too late is what it looks at first."""
+    try:
+        jax.distributed.initialize(
+            "localhost:1", 1, -1, cluster_detection_method="deactivate"
+        )
+    except ValueError:
+        return
+    except RuntimeError as error:
+        raise _not_joined(error) from error
+
+
+def _join(
+    coordinator: str | None, count: int | None, number: int | None, options: Any
+) -> None:
+    try:
+        jax.distributed.initialize(coordinator, count, number, **options)
+    except ValueError as error:
+        raise ProcessError(
+            "no cluster was found, and not everything is given: "
+            f"job_addresses={coordinator!r}, num_processes={count}, "
+            f"process_id={number} ({error}); give all three, "
+            'flm.initialize("host:1234", 2, 0), or leave the call out for one process'
+        ) from error
+    except RuntimeError as error:
+        raise _not_joined(error) from error
+
+
+def _not_joined(error: RuntimeError) -> ProcessError:
+    return ProcessError(
+        f"this process could not join the job: {error}; call flm.initialize before "
+        "anything else of JAX (jax.devices() is too late), in every process, with "
+        "an address that all of them reach"
+    )
+
+
+def _number(given: int | None, name: str, variable: str) -> int | None:
+    """The number that is given, or that the environment has."""
+    text = os.environ.get(variable)
+    if given is None and text is None:
+        return None
+    value: Any = text if given is None else given
+    try:
+        if isinstance(value, bool | float):
+            raise TypeError
+        return int(value)
+    except (TypeError, ValueError) as error:
+        where = f"the variable {variable}" if given is None else name
+        raise ProcessError(f"{where} is no whole number: {value!r}") from error

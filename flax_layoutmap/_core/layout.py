@@ -1,0 +1,437 @@
+"""TensorLayout: how the dims of one array lie on the axes of a mesh."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from flax_layoutmap._core.axes import Dim, dim_axes
+from flax_layoutmap._core.axes import clash as clash
+from flax_layoutmap._core.axes import normal_spec as normal_spec
+from flax_layoutmap._core.dtensor_format import (
+    MATCH,
+    UNSHARDED,
+    LayoutRecord,
+    dim_of,
+    layout_from_proto,
+    layout_from_text,
+    layout_to_proto,
+    layout_to_text,
+    words_of,
+)
+from flax_layoutmap._core.errors import LayoutError, MeshError
+from flax_layoutmap._core.grid import index_of, shard_offsets, whole
+from flax_layoutmap._core.mesh import (
+    DeviceMesh,
+    as_mesh,
+    mesh_from_record,
+    mesh_to_record,
+)
+from flax_layoutmap._core.mesh_layout import MeshLayout, names_of
+from flax_layoutmap._core.mesh_layout import named_sharding as named_sharding
+
+
+class TensorLayout(MeshLayout):
+    """How the dims of an array lie on the axes of a mesh.
+
+    Keras's `TensorLayout(axes, device_mesh)`, immutable and hashable, with two
+    additions: one dim may lie on several axes, `(("data", "model"), None)`, and one
+    `...` stands for any number of dims that are not sharded, `(..., None, "model")`.
+
+    DTensor's `Layout` is here too: its members have its names. Those that speak of
+    single dims raise LayoutError where the rank is open, by a `...` or by `()`, which
+    is replicated at any rank (`TensorLayout.replicated(mesh, 0)` has rank 0), and
+    where a dim is `MATCH`. Those that count shards raise MeshError without a mesh.
+
+    Args:
+        axes: per dim `None` (not sharded), the name of a mesh axis, or a tuple of
+            names; at most one `...`. `None`, `()` and `(..., None)` mean the same:
+            replicated, at any rank, 0 too. `(None, None)` is for two dims.
+            A `PartitionSpec` keeps JAX's meaning: missing trailing dims are not
+            sharded. A `NamedSharding` brings its mesh and memory kind. DTensor's two
+            words are understood, unless the mesh has an axis of that very name:
+            `TensorLayout.UNSHARDED` is None, and `TensorLayout.MATCH` keeps what the
+            dim of an array has (for `relayout` and `distribute_tensor` only).
+        device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
+            `LayoutMap` or a scope give it later.
+        memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
+        mesh: DTensor's name for `device_mesh`.
+
+    Raises:
+        RuleError: `axes` is not such a description, or names an axis that the mesh
+            does not have, or one axis twice.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> layout = flm.TensorLayout((None, "model"))
+        >>> tuple(layout.spec())
+        (None, 'model')
+    """
+
+    __module__ = "flax_layoutmap"
+    __slots__ = ()
+    UNSHARDED = UNSHARDED
+    MATCH = MATCH
+
+    def __init__(
+        self,
+        axes: Any,
+        device_mesh: Any = None,
+        *,
+        memory_kind: str | None = None,
+        mesh: Any = None,
+    ) -> None:
+        if mesh is not None and device_mesh is not None:
+            raise MeshError(
+                "TensorLayout was given device_mesh= and mesh=, which are the same: "
+                "leave one out"
+            )
+        given = device_mesh if mesh is None else mesh
+        super().__init__(axes, given, memory_kind=memory_kind)
+
+    def on_host(self) -> Self:
+        """The same layout in host memory, `memory_kind="pinned_host"`.
+
+        What DTensor's `Mesh.host_mesh` is for. The shards stay with their devices, and
+        the mesh stays as it is.
+
+        Plain JAX: `sharding.with_memory_kind("pinned_host")`.
+        """
+        return self._exactly(self.axes, self.device_mesh, "pinned_host")
+
+    # ----------------------------------------------- the members of DTensor's Layout
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """DTensor's name for `device_mesh`."""
+        return self.device_mesh
+
+    @property
+    def sharding_specs(self) -> list[str]:
+        """DTensor's word for each dim: an axis, `"unsharded"` or `"match"`.
+
+        A dim on several axes, which DTensor does not have, is `"x+y"`.
+
+        Raises:
+            LayoutError: the rank is open, or an axis has a name that DTensor reserves.
+        """
+        return list(words_of(self._every_dim(), names_of(self.device_mesh)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of shards along each dim, as in the documented DTensor.
+
+        (TensorFlow 2.21 gives the shape of the mesh, which is `mesh.shape` here.)
+        """
+        self._check_complete()
+        sizes = self._some_mesh().axis_sizes
+        return tuple(
+            math.prod(sizes[name] for name in dim_axes(dim))
+            for dim in self._every_dim()
+        )
+
+    def num_shards(self, idx: int) -> int:
+        """Number of shards along one dim; a negative `idx` counts from the end.
+
+        Raises:
+            LayoutError: there is no such dim.
+        """
+        return self.shape[self._position(idx)]
+
+    def is_fully_replicated(self) -> bool:
+        """Whether every device holds all of the array.
+
+        As documented for DTensor, an axis of size 1 shards nothing. (TensorFlow 2.21
+        says False as soon as a dim names an axis.)
+        """
+        self._check_complete()
+        names = self.axis_names
+        return not names or all(
+            self._some_mesh().axis_sizes[name] == 1 for name in names
+        )
+
+    def is_batch_parallel(self) -> bool:
+        """Whether dim 0, and no other, lies on a mesh axis."""
+        self._check_complete()
+        first, *rest = map(dim_axes, self._every_dim() or (None,))
+        return bool(first) and not any(rest)
+
+    def offset_to_shard(self) -> list[tuple[int, ...]]:
+        """Per device of the mesh, row by row, which shard it holds.
+
+        Returns:
+            One tuple per device: the position of its shard in each dim.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> mesh = flm.DeviceMesh.abstract("x=3,y=2")
+            >>> flm.TensorLayout(("x", None), mesh).offset_to_shard()
+            [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
+
+        Plain JAX: `sharding.devices_indices_map(shape)`, in elements.
+        """
+        self._check_complete()
+        mesh = self._some_mesh()
+        at = mesh.axis_names.index
+        dims = [[at(name) for name in dim_axes(dim)] for dim in self._every_dim()]
+        return shard_offsets(mesh.shape, dims)
+
+    def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
+        """The number of a shard, counted row by row over all shards.
+
+        Args:
+            offset_tuple: its position in each dim, as `offset_to_shard` gives it.
+
+        Raises:
+            LayoutError: there is no such shard.
+        """
+        grid, offset = self.shape, tuple(offset_tuple)
+        numbers = [at for each in offset if (at := whole(each)) is not None]
+        if not len(numbers) == len(offset) == len(grid) or not all(
+            0 <= at < count for at, count in zip(numbers, grid, strict=True)
+        ):
+            raise LayoutError(
+                f"the layout {self} has {grid} shards along its dims, so none at "
+                f"{offset}"
+            )
+        return index_of(numbers, grid)
+
+    def unravel(self, unpacked_tensors: Sequence[Any]) -> np.ndarray:
+        """Arranges the components of an array by their place in it.
+
+        Args:
+            unpacked_tensors: one component per device of the mesh, row by row. Of
+                several devices with one shard the last counts, as in DTensor.
+
+        Returns:
+            An array of objects, in the shape of `shape`.
+
+        Raises:
+            LayoutError: another number of components.
+        """
+        offsets, grid = self.offset_to_shard(), self.shape
+        if len(unpacked_tensors) != len(offsets):
+            raise LayoutError(
+                f"the layout {self} is on {len(offsets)} devices, got "
+                f"{len(unpacked_tensors)} components; pass one per device"
+            )
+        arranged = np.empty(math.prod(grid), dtype=object)
+        for offset, component in zip(offsets, unpacked_tensors, strict=True):
+            arranged[index_of(offset, grid)] = component
+        return arranged.reshape(grid)
+
+    def global_shape_from_local_shape(
+        self, local_shape: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Shape of an array from that of one device's part.
+
+        Raises:
+            LayoutError: the layout has another rank.
+        """
+        dims = self.dims(len(local_shape))
+        sizes = self._some_mesh().axis_sizes
+        return tuple(
+            size * math.prod(sizes[name] for name in names)
+            for size, names in zip(local_shape, dims, strict=True)
+        )
+
+    def local_shape_from_global_shape(
+        self, global_shape: Sequence[int]
+    ) -> tuple[int, ...]:
+        """DTensor's name for `shard_shape`, which see.
+
+        (TensorFlow 2.21 rounds down where a dim does not divide.)
+
+        Raises:
+            LayoutError: the layout has another rank, or a dim does not divide.
+        """
+        return self.shard_shape(global_shape)
+
+    def delete(self, dims: int | np.integer | Sequence[int]) -> Self:
+        """The layout without some dims, for an array that was reduced over them.
+
+        Args:
+            dims: a dim, or several; negative ones count from the end.
+
+        Raises:
+            LayoutError: there is no such dim.
+        """
+        several = whole(dims) is None and hasattr(dims, "__iter__")
+        given: Any = dims if several else [dims]
+        gone = {self._position(dim) for dim in given}
+        kept = (dim for at, dim in enumerate(self._every_dim()) if at not in gone)
+        return self._exactly(tuple(kept), self.device_mesh, self.memory_kind)
+
+    @classmethod
+    def replicated(cls, mesh: Any, rank: int) -> Self:
+        """A layout of this rank that shards nothing.
+
+        Raises:
+            LayoutError: the rank is negative, or no whole number.
+        """
+        count = whole(rank)
+        if count is None or count < 0:
+            raise LayoutError(f"the rank must be 0 or more, got {rank!r}")
+        return cls._exactly((None,) * count, as_mesh(mesh))
+
+    @classmethod
+    def batch_sharded(
+        cls, mesh: Any, batch_dim: str | tuple[str, ...], rank: int, axis: int = 0
+    ) -> Self:
+        """A layout of this rank with one dim on a mesh axis.
+
+        Args:
+            mesh: anything that `DeviceMesh` accepts.
+            batch_dim: the mesh axis, or several.
+            rank: number of dims.
+            axis: the dim; a negative one counts from the end.
+
+        Raises:
+            LayoutError: there is no such dim.
+            RuleError: there is no such axis.
+        """
+        plain = cls.replicated(mesh, rank)
+        at = plain._position(axis)
+        return cls((*plain.axes[:at], batch_dim, *plain.axes[at + 1 :]), plain.mesh)
+
+    @classmethod
+    def inner_sharded(
+        cls, mesh: Any, inner_dim: str | tuple[str, ...], rank: int
+    ) -> Self:
+        """A layout of this rank with the last dim on a mesh axis.
+
+        Raises:
+            LayoutError: the rank is 0 or less.
+            RuleError: there is no such axis.
+        """
+        return cls.batch_sharded(mesh, inner_dim, rank, axis=-1)
+
+    def to_string(self) -> str:
+        """Writes the layout as DTensor's `Layout.to_string` does.
+
+        A dim on several axes is written `x+y`, which only `from_string` reads.
+
+        Raises:
+            LayoutError: the rank is open, or there is a memory kind, or an axis has a
+                name that DTensor's text cannot hold.
+            MeshError: the layout has no mesh.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> mesh = flm.DeviceMesh.abstract("x=2")
+            >>> flm.TensorLayout(("x", None), mesh).to_string()
+            'sharding_specs:x,unsharded, mesh:|x=2|0,1||'
+        """
+        return layout_to_text(self._record())
+
+    @classmethod
+    def from_string(cls, text: str, *, strict: bool = False) -> Self:
+        """Reads what `to_string` wrote, here or in TensorFlow.
+
+        (TensorFlow drops the last dim without a word if the comma after it is missing;
+        here that is an error.) The mesh has the devices if all are listed and here; see
+        `DeviceMesh.from_string`. Its axes are Auto; `.on(mesh)` takes another one.
+
+        Args:
+            text: the text of a layout.
+            strict: refuse `x+y`, as DTensor does.
+
+        Raises:
+            LayoutError: the text cannot be read.
+        """
+        return cls._from_record(layout_from_text(text), strict)
+
+    def as_proto(self) -> Any:
+        """Makes a protobuf message with the bytes of TensorFlow's `LayoutProto`.
+
+        A dim on several axes is written `x+y`, which only `from_proto` reads.
+
+        Raises:
+            LayoutError: the rank is open, or there is a memory kind.
+            MeshError: the layout has no mesh.
+        """
+        return layout_to_proto(self._record())
+
+    @classmethod
+    def from_proto(cls, proto: Any, *, strict: bool = False) -> Self:
+        """Reads a `LayoutProto`: what `as_proto` made, or TensorFlow's own.
+
+        Args:
+            proto: the message, or its bytes.
+            strict: refuse `x+y`, as DTensor does.
+
+        Raises:
+            LayoutError: the message cannot be read.
+        """
+        return cls._from_record(layout_from_proto(proto), strict)
+
+    def mesh_proto(self) -> Any:
+        """The mesh as a `MeshProto`.
+
+        Raises:
+            MeshError: the layout has no mesh.
+        """
+        return self._some_mesh().as_proto()
+
+    def serialized_string(self) -> bytes:
+        """The bytes of `as_proto()`, the same for equal layouts in one process."""
+        return self.as_proto().SerializeToString(deterministic=True)
+
+    @classmethod
+    def from_str(cls, proto_str: bytes, *, strict: bool = False) -> Self:
+        """Reads what `serialized_string` wrote, here or in TensorFlow.
+
+        Raises:
+            LayoutError: the bytes cannot be read.
+        """
+        return cls.from_proto(proto_str, strict=strict)
+
+    def _some_mesh(self) -> DeviceMesh:
+        if self.device_mesh is None:
+            raise MeshError(
+                f"the layout {self} has no mesh, which this needs; give one, "
+                "layout.on(mesh)"
+            )
+        return self.device_mesh
+
+    def _every_dim(self) -> tuple[Dim, ...]:
+        if ... in self.axes:
+            raise LayoutError(
+                f"the layout {self} leaves the rank open, and this needs it; write "
+                "every dim, or use flm.TensorLayout.replicated(mesh, rank)"
+            )
+        return self.axes
+
+    def _position(self, dim: Any) -> int:
+        """The dim counted from 0, of one that may be counted from the end."""
+        rank, at = len(self._every_dim()), whole(dim)
+        if at is None or not -rank <= at < rank:
+            among = f"dims {-rank} to {rank - 1}" if rank else "no dims"
+            raise LayoutError(f"the layout {self} has {among}, got dim {dim!r}")
+        return at % rank
+
+    def _record(self) -> LayoutRecord:
+        if self.memory_kind is not None:
+            raise LayoutError(
+                f"DTensor has no word for the memory kind {self.memory_kind!r} of the "
+                f"layout {self}; pickle it, or write it without"
+            )
+        return LayoutRecord(
+            tuple(self.sharding_specs), mesh_to_record(self._some_mesh())
+        )
+
+    @classmethod
+    def _from_record(cls, record: LayoutRecord, strict: bool) -> Self:
+        mesh = mesh_from_record(record.mesh)
+        dims = (dim_of(word, mesh.axis_names, strict) for word in record.words)
+        return cls._exactly(tuple(dims), mesh)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.axes, self.device_mesh, self.memory_kind)
+
+
+def _rebuild(
+    axes: tuple[Dim, ...], mesh: DeviceMesh | None, memory_kind: str | None
+) -> TensorLayout:
+    return TensorLayout._exactly(axes, mesh, memory_kind)

@@ -1,0 +1,640 @@
+"""DeviceMesh: a named grid of devices, with or without the devices."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
+
+from flax_layoutmap._core.devices import (
+    cpu_devices_beside,
+    devices_here,
+    key_given,
+    key_in,
+    key_of,
+    long_name,
+    require_here,
+)
+from flax_layoutmap._core.dtensor_format import (
+    MeshRecord,
+    mesh_from_proto,
+    mesh_from_text,
+    mesh_to_proto,
+    mesh_to_text,
+)
+from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
+from flax_layoutmap._core.grid import coords_of, strides_of, whole
+from flax_layoutmap._core.hybrid import granules_of, hybrid_grid, one_slice_grid
+from flax_layoutmap._core.mesh_shape import (
+    Shape,
+    axis_types_of,
+    check_one_open,
+    fill,
+    sizes_and_names,
+    wrong_count,
+)
+
+
+class DeviceMesh:
+    """A named grid of devices.
+
+    The constructor is Keras's (`keras.distribution.DeviceMesh`) and more: the shape
+    may hold one `-1`, be one line (`"data=2,model=-1"`) or a dict, or be a mesh that
+    exists.
+    Values are immutable, hashable, and equal when shape, axis names, axis types and
+    devices are equal. They pickle, with or without devices: a mesh with devices is
+    read back where devices of the same platform and ids are.
+
+    DTensor's `Mesh` is here too: `from_dtensor` is the constructor that its pages
+    show, and its members have their names. They number the devices by their place in
+    the mesh, row by row, as DTensor does, which need not be `jax.Device.id`.
+
+    Args:
+        shape: sizes of the axes, `(2, 4)`; or one line, `"data=2,model=-1"`; or a
+            mapping, `{"data": 2, "model": -1}`; or a `jax.sharding.Mesh`,
+            `AbstractMesh` or `DeviceMesh`.
+        axis_names: one name per axis; must be left out when `shape` brings names.
+        devices: the devices to use, in the order of the grid (row-major), or their
+            names, `"cpu:0"`. None takes all devices of all processes, ordered by
+            `jax.make_mesh` for the hardware. To use only some, pass them:
+            `devices=jax.devices()[:4]`.
+        axis_types: `"auto"` (the default: the compiler decides what no layout says),
+            `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. A
+            mesh that exists keeps its own.
+        allow_split_physical_axes: whether a mesh axis may take a part of a physical
+            axis of the slice, where the sizes do not fit otherwise. `devices` that
+            are given keep their order.
+
+    Raises:
+        MeshError: sizes, names and devices do not fit together, or not on the links of
+            the slice; or the devices are of several slices, which is for `hybrid`.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.DeviceMesh.abstract("data=2,model=4")
+        DeviceMesh('data=2,model=4', abstract)
+
+    Plain JAX: `jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * n)`; note
+    that `jax.make_mesh` without `axis_types` makes Explicit axes.
+    """
+
+    __module__ = "flax_layoutmap"
+    __slots__ = ("_mesh", "__weakref__")
+    _mesh: Mesh | AbstractMesh
+
+    def __init__(
+        self,
+        shape: "Shape | Mesh | AbstractMesh | DeviceMesh",
+        axis_names: Sequence[str] | None = None,
+        devices: Sequence[Any] | np.ndarray | None = None,
+        *,
+        axis_types: Any = "auto",
+        allow_split_physical_axes: bool = False,
+    ) -> None:
+        if isinstance(shape, DeviceMesh | Mesh | AbstractMesh):
+            if axis_names is not None or devices is not None or axis_types != "auto":
+                raise MeshError(
+                    "DeviceMesh(mesh) takes an existing mesh as it is; leave out "
+                    "axis_names, devices and axis_types"
+                )
+            mesh = shape._mesh if isinstance(shape, DeviceMesh) else shape
+            object.__setattr__(self, "_mesh", mesh)
+            return
+        sizes, names = sizes_and_names(shape, axis_names)
+        given = None if devices is None else _checked_devices(devices)
+        available = jax.devices() if given is None else given
+        sizes = fill(sizes, names, len(available))
+        if math.prod(sizes) != len(available):
+            raise MeshError(wrong_count(sizes, names, len(available), given is None))
+        types = axis_types_of(axis_types, len(sizes))
+        if given is None:
+            # As jax.make_mesh does, which does not say what to write instead.
+            grid = one_slice_grid(sizes, names, available, allow_split_physical_axes)
+        else:
+            grid = np.array(given, dtype=object).reshape(sizes)
+        mesh = Mesh(grid, names, axis_types=types)
+        object.__setattr__(self, "_mesh", mesh)
+
+    @classmethod
+    def abstract(
+        cls,
+        shape: Shape,
+        axis_names: Sequence[str] | None = None,
+        *,
+        axis_types: Any = "auto",
+    ) -> "DeviceMesh":
+        """Makes a mesh without devices, for planning: a 4,096-chip layout on a laptop.
+
+        Args:
+            shape: sizes of the axes, or one line, `"data=256,model=16"`, or a mapping;
+                no `-1`.
+            axis_names: one name per axis, unless `shape` brings them.
+            axis_types: as for `DeviceMesh`.
+
+        Raises:
+            MeshError: sizes and names do not fit together.
+        """
+        sizes, names = sizes_and_names(shape, axis_names)
+        check_one_open(sizes)
+        if -1 in sizes:
+            raise MeshError(
+                f"an abstract mesh has no devices to compute -1 from: {sizes}; "
+                "write the size"
+            )
+        types = axis_types_of(axis_types, len(sizes))
+        return cls(AbstractMesh(sizes, names, axis_types=types))
+
+    @classmethod
+    def hybrid(
+        cls,
+        ici: Mapping[str, int] | str,
+        dcn: Mapping[str, int] | str,
+        *,
+        devices: Sequence[Any] | None = None,
+        axis_types: Any = "auto",
+        allow_split_physical_axes: bool = False,
+    ) -> "DeviceMesh":
+        """Makes a mesh over several slices, between which the network is slower.
+
+        The axes of `dcn` come first. An axis that is in both is cut over the slices
+        first, and within each of them then. A slice is what TPUs say
+        (`slice_index`); of devices that are of one slice by name only, as those of CPUs
+        and GPUs are, each process is one.
+
+        Args:
+            ici: axis → size within a slice (over the inter-chip interconnect), or one
+                line, `"fsdp=16,tensor=4"`; one size may be -1.
+            dcn: axis → size over the slices (over the data-centre network); one size
+                may be -1.
+            devices: the devices; None takes all of all processes.
+            axis_types: as for `DeviceMesh`.
+            allow_split_physical_axes: whether a mesh axis may take a part of a physical
+                axis of the slice, where the sizes do not fit otherwise.
+
+        Raises:
+            MeshError: the sizes are not those of the slices, which are listed.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> flm.DeviceMesh.hybrid(ici={"fsdp": -1}, dcn={"data": -1}).axis_names
+            ('data', 'fsdp')
+
+        Plain JAX: `mesh_utils.create_hybrid_device_mesh`, and `jax.sharding.Mesh`.
+        """
+        given = jax.devices() if devices is None else _checked_devices(devices)
+        _, granules = granules_of(given)
+        each = min(map(len, granules.values()))
+        inner, outer = (
+            dict(zip(names, fill(sizes, names, count), strict=True))
+            for (sizes, names), count in (
+                (sizes_and_names(ici, None), each),
+                (sizes_and_names(dcn, None), len(granules)),
+            )
+        )
+        grid, names = hybrid_grid(inner, outer, given, allow_split_physical_axes)
+        types = axis_types_of(axis_types, len(names))
+        return cls(Mesh(grid, names, axis_types=types))
+
+    @classmethod
+    def from_dtensor(
+        cls,
+        devices: Sequence[Any],
+        dims: Sequence[tuple[str, int]] | Mapping[str, int],
+        *,
+        axis_types: Any = "auto",
+    ) -> "DeviceMesh":
+        """Makes a mesh as DTensor's documentation does.
+
+        Args:
+            devices: names such as `"TPU:0"` in row-major order, or JAX devices. If
+                some of them are not here, the mesh is abstract, with a LayoutWarning:
+                it has the axes, and does not keep the names.
+            dims: name and size of each axis; one size may be -1.
+            axis_types: as for `DeviceMesh`.
+
+        Raises:
+            MeshError: the number of devices is not that of the places, one is given
+                twice, or a name cannot be read.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> devices = ["CPU:0", "CPU:1", "CPU:2", "CPU:3", "CPU:4", "CPU:5"]
+            >>> flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
+            DeviceMesh('x=3,y=2')
+        """
+        mesh = _of_devices(devices, dims, axis_types)
+        if mesh.is_abstract:
+            listed = ", ".join(map(str, devices))
+            warn(
+                f"DeviceMesh.from_dtensor: some of {listed[:200]} are not here, so "
+                f"that the mesh has no devices: {mesh!r}; name devices that are here "
+                "(flm.list_devices()), or plan without a warning on "
+                f"flm.DeviceMesh.abstract({str(mesh)!r})"
+            )
+        return mesh
+
+    @property
+    def jax_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh as JAX knows it."""
+        return self._mesh
+
+    @property
+    def backend_mesh(self) -> Mesh | AbstractMesh:
+        """Keras's name for `jax_mesh`."""
+        return self._mesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes, in devices."""
+        return tuple(self._mesh.axis_sizes)
+
+    @property
+    def axis_names(self) -> tuple[str, ...]:
+        """Names of the axes, in the order of `shape`."""
+        return tuple(self._mesh.axis_names)
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Axis name → number of devices along it."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
+    @property
+    def axis_types(self) -> tuple[AxisType, ...]:
+        """One `jax.sharding.AxisType` per axis."""
+        return tuple(self._mesh.axis_types)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether the mesh is without devices."""
+        return not isinstance(self._mesh, Mesh)
+
+    @property
+    def devices(self) -> np.ndarray:
+        """The devices, as an array in the shape of the mesh.
+
+        Raises:
+            MeshError: the mesh is abstract.
+        """
+        if not isinstance(self._mesh, Mesh):
+            raise MeshError(
+                f"{self!r} has no devices; use a concrete mesh, "
+                f'flm.DeviceMesh("{self}")'
+            )
+        return self._mesh.devices
+
+    # ------------------------------------------------- the members of DTensor's Mesh
+
+    @property
+    def dim_names(self) -> list[str]:
+        """DTensor's name for `axis_names`."""
+        return list(self.axis_names)
+
+    def dim_size(self, name: str) -> int:
+        """Number of devices along an axis.
+
+        Raises:
+            MeshError: there is no such axis.
+        """
+        if name not in self.axis_names:
+            raise MeshError(
+                f"the mesh {str(self)!r} has no axis {name!r}"
+                f"{did_you_mean(str(name), self.axis_names)}"
+            )
+        return self.axis_sizes[name]
+
+    def contains_dim(self, name: str) -> bool:
+        """Whether there is an axis of this name; the same as `name in mesh`."""
+        return name in self.axis_names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.axis_names
+
+    @property
+    def strides(self) -> list[int]:
+        """How far apart the numbers of neighbours along each axis are."""
+        return list(strides_of(self.shape))
+
+    def coords(self, device_id: int) -> tuple[int, ...]:
+        """Where on the grid a device is.
+
+        Args:
+            device_id: its place in the mesh, row by row, from 0. (DTensor starts again
+                at 0 after the last one; here that is an error.)
+
+        Raises:
+            MeshError: there is no such place.
+        """
+        at = whole(device_id)
+        if at is None or not 0 <= at < self.size:
+            raise MeshError(
+                f"the mesh {str(self)!r} has the device ids 0 to {self.size - 1}, got "
+                f"{device_id!r}"
+            )
+        return coords_of(at, self.shape)
+
+    def unravel_index(self) -> dict[int, dict[str, int]]:
+        """Device id → axis name → position along that axis."""
+        return {
+            at: dict(zip(self.axis_names, coords_of(at, self.shape), strict=True))
+            for at in range(self.size)
+        }
+
+    def global_device_ids(self) -> np.ndarray:
+        """The device ids, 0 and up, in the shape of the mesh."""
+        return np.arange(self.size).reshape(self.shape)
+
+    def local_device_ids(self) -> list[int]:
+        """The ids of the devices of this process; none for an abstract mesh."""
+        if not isinstance(self._mesh, Mesh):
+            return []
+        here = jax.process_index()
+        devices = enumerate(self._mesh.devices.flat)
+        return [at for at, device in devices if device.process_index == here]
+
+    def num_local_devices(self) -> int:
+        """How many devices of this process are in the mesh; none of an abstract one."""
+        return len(self.local_device_ids())
+
+    def local_devices(self) -> list[str]:
+        """DTensor's names of the devices of this process; JAX's ids are in them."""
+        flat = self._mesh.devices.flat if isinstance(self._mesh, Mesh) else ()
+        names = [long_name(device) for device in flat]
+        return [names[at] for at in self.local_device_ids()]
+
+    def local_device_locations(self) -> list[dict[str, int]]:
+        """Where on the grid the devices of this process are: axis name → position."""
+        places = self.unravel_index()
+        return [places[at] for at in self.local_device_ids()]
+
+    def device_type(self) -> str:
+        """`"CPU"`, `"GPU"` or `"TPU"`.
+
+        Raises:
+            MeshError: the mesh is abstract.
+        """
+        return self.devices.flat[0].platform.upper()
+
+    def host_mesh(self) -> "DeviceMesh":
+        """The same axes on the CPU devices of the same processes, as in DTensor.
+
+        A mesh on CPU devices, or without devices, is its own. To keep arrays in host
+        memory beside their accelerators, `TensorLayout.on_host` is what JAX has for
+        it: it needs no other mesh, and as many CPU devices are rarely there.
+
+        Raises:
+            MeshError: there are fewer CPU devices than places.
+        """
+        if not isinstance(self._mesh, Mesh) or self.device_type() == "CPU":
+            return self
+        found = cpu_devices_beside(self._mesh.devices.flat)
+        if found is None:
+            raise MeshError(
+                f"{self!r} has {self.size} devices, and there are fewer CPU devices "
+                "beside them; for host memory use layout.on_host(), which needs none, "
+                f'or call jax.config.update("jax_num_cpu_devices", {self.size}) first'
+            )
+        kinds = self.axis_types
+        return DeviceMesh(self.shape, self.axis_names, found, axis_types=kinds)
+
+    def to_string(self) -> str:
+        """Writes the mesh as DTensor's `Mesh.to_string` does.
+
+        An abstract mesh has no devices in it. Axis types are not written.
+
+        Raises:
+            MeshError: an axis name has one of `|`, `,`, `=` or a space in it.
+
+        Example:
+            >>> import flax_layoutmap as flm
+            >>> flm.DeviceMesh.abstract("x=3,y=2").to_string()
+            '|x=3,y=2|0,1,2,3,4,5||'
+        """
+        return mesh_to_text(mesh_to_record(self))
+
+    @classmethod
+    def from_string(cls, text: str, *, axis_types: Any = "auto") -> "DeviceMesh":
+        """Reads what `to_string` wrote, here or in TensorFlow.
+
+        DTensor's name of the mesh, and where its device ids start, are not kept.
+
+        Args:
+            text: the text of a mesh.
+            axis_types: as for `DeviceMesh`.
+
+        Returns:
+            A mesh with devices, if the text lists all of them and all are here;
+            otherwise an abstract one.
+
+        Raises:
+            MeshError: the text cannot be read.
+        """
+        return mesh_from_record(mesh_from_text(text), axis_types)
+
+    def as_proto(self) -> Any:
+        """Makes a protobuf message with the bytes of TensorFlow's `MeshProto`."""
+        return mesh_to_proto(mesh_to_record(self))
+
+    @classmethod
+    def from_proto(cls, proto: Any, *, axis_types: Any = "auto") -> "DeviceMesh":
+        """Reads a `MeshProto`: what `as_proto` made, TensorFlow's own, or its bytes.
+
+        Args:
+            proto: the message or its bytes.
+            axis_types: as for `DeviceMesh`.
+
+        Returns:
+            A mesh with or without devices, as for `from_string`.
+
+        Raises:
+            MeshError: the message cannot be read.
+        """
+        return mesh_from_record(mesh_from_proto(proto), axis_types)
+
+    # ------------------------------------------------------------ Python's protocols
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"DeviceMesh is immutable: cannot set {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceMesh) and self._mesh == other._mesh
+
+    def __hash__(self) -> int:
+        return hash(self._mesh)
+
+    def __str__(self) -> str:
+        sizes = self.axis_sizes.items()
+        return ",".join(f"{visible(name)}={size}" for name, size in sizes)
+
+    def __repr__(self) -> str:
+        notes = ["abstract"] if self.is_abstract else []
+        if any(kind is not AxisType.Auto for kind in self.axis_types):
+            kinds = "/".join(kind.name.lower() for kind in self.axis_types)
+            notes.append(f"axis_types={kinds}")
+        return f"DeviceMesh({', '.join([repr(str(self)), *notes])})"
+
+    def __copy__(self) -> "DeviceMesh":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "DeviceMesh":
+        # Immutable; so that settings that hold a LayoutMap can be copied.
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        types = tuple(kind.name for kind in self.axis_types)
+        if isinstance(self._mesh, Mesh):
+            keys = tuple(key_of(device) for device in self._mesh.devices.flat)
+            return _rebuild, (self.shape, self.axis_names, types, keys)
+        return _rebuild_abstract, (self.shape, self.axis_names, types)
+
+
+def as_mesh(mesh: Any) -> DeviceMesh | None:
+    """Makes a `DeviceMesh` of anything that a mesh argument accepts; None stays None.
+
+    Raises:
+        MeshError: `mesh` is something else.
+    """
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return mesh
+    if isinstance(mesh, Mesh | AbstractMesh | str | Mapping):
+        return DeviceMesh(mesh)
+    raise MeshError(
+        f"not a mesh: {mesh!r}; use flm.DeviceMesh((2, 4), ('data', 'model')), a "
+        'jax.sharding.Mesh or AbstractMesh, or a line like "data=2,model=-1"'
+    )
+
+
+def same_grid(first: DeviceMesh, second: DeviceMesh) -> bool:
+    """Whether two meshes have the same axes, whatever their devices and axis types."""
+    return first.axis_names == second.axis_names and first.shape == second.shape
+
+
+def same_places(first: DeviceMesh, second: DeviceMesh) -> bool:
+    """Whether arrays lie alike on two meshes; any devices stand for those of none."""
+    if not same_grid(first, second) or first.is_abstract or second.is_abstract:
+        return same_grid(first, second)
+    return list(first.devices.flat) == list(second.devices.flat)
+
+
+def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
+    """The same devices and axis names with all axes of one type."""
+    if all(axis_type is kind for axis_type in mesh.axis_types):
+        return mesh
+    types = (kind,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """Somewhere to keep an array of which no layout is known: in parts of equal size.
+
+    On Auto axes, where anything may be computed with it.
+    """
+    auto = retyped(mesh, AxisType.Auto)
+    left = list(shape)
+    spec: list[tuple[str, ...]] = [()] * len(left)
+    for name, size in sorted(auto.shape.items(), key=lambda axis: -axis[1]):
+        for dim in sorted(range(len(left)), key=lambda dim: -left[dim]):
+            if left[dim] and left[dim] % size == 0:
+                left[dim] //= size
+                spec[dim] = (*spec[dim], name)
+                break
+    return NamedSharding(auto, PartitionSpec(*spec))
+
+
+def mesh_to_record(mesh: DeviceMesh) -> MeshRecord:
+    """What DTensor writes of a mesh."""
+    ids = tuple(range(mesh.size))
+    local = tuple(mesh.local_device_ids())
+    every: tuple[str, ...] = ()
+    if not mesh.is_abstract and len(local) < mesh.size:
+        every = tuple(long_name(device) for device in mesh.devices.flat)
+    dims = tuple(mesh.axis_sizes.items())
+    return MeshRecord(dims, ids, local, tuple(mesh.local_devices()), every)
+
+
+def mesh_from_record(record: MeshRecord, axis_types: Any = "auto") -> DeviceMesh:
+    """A mesh with devices, if all are listed and here; otherwise an abstract one.
+
+    Raises:
+        MeshError: its names, or those of its devices, cannot be read.
+    """
+    local = dict(zip(record.local_ids, record.local_devices, strict=True))
+    devices = record.global_devices or [local.get(at, "") for at in record.global_ids]
+    if not all(devices):
+        names, sizes = [name for name, _ in record.dims], [n for _, n in record.dims]
+        return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
+    return _of_devices(devices, record.dims, axis_types)
+
+
+def _of_devices(
+    devices: Sequence[Any],
+    dims: Sequence[tuple[str, int]] | Mapping[str, int],
+    axis_types: Any,
+) -> DeviceMesh:
+    """A mesh of devices by name; an abstract one, if some of them are not here."""
+    try:
+        sizes_of = dict(dims)
+    except (TypeError, ValueError) as error:
+        raise MeshError(
+            "dims must be pairs of a name and a size, such as "
+            f'[("x", 3), ("y", 2)], got {dims!r}'
+        ) from error
+    if len(sizes_of) != len(dims):
+        raise MeshError(f"axis names must differ, got {dims!r}")
+    sizes, names = sizes_and_names(sizes_of, None)
+    keys = [key_given(device) for device in devices]
+    sizes = fill(sizes, names, len(keys))
+    if math.prod(sizes) != len(keys):
+        raise MeshError(wrong_count(sizes, names, len(keys), False))
+    if len(set(keys)) != len(keys):
+        raise MeshError(f"devices holds one device twice: {list(devices)}")
+    found = devices_here(keys)
+    if None in found:
+        return DeviceMesh.abstract(sizes, names, axis_types=axis_types)
+    return DeviceMesh(sizes, names, found, axis_types=axis_types)
+
+
+def _rebuild_abstract(
+    shape: tuple[int, ...], names: tuple[str, ...], types: tuple[str, ...]
+) -> DeviceMesh:
+    kinds = tuple(AxisType[kind.capitalize()] for kind in types)
+    return DeviceMesh(AbstractMesh(shape, names, axis_types=kinds))
+
+
+def _rebuild(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    types: tuple[str, ...],
+    keys: tuple[tuple[str, int], ...],
+) -> DeviceMesh:
+    grid = np.array(require_here(keys), dtype=object).reshape(shape)
+    return DeviceMesh(
+        Mesh(grid, names, axis_types=tuple(map(AxisType.__getitem__, types)))
+    )
+
+
+def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
+    devices = list(np.asarray(given, dtype=object).ravel())
+    named = [at for at, device in enumerate(devices) if isinstance(device, str)]
+    found = require_here([key_in(devices[at]) for at in named])
+    for at, device in zip(named, found, strict=True):
+        devices[at] = device
+    for device in devices:
+        key_given(device)
+    if not devices:
+        raise MeshError("devices is empty; leave it out to use all devices")
+    if len(set(devices)) != len(devices):
+        raise MeshError("DeviceMesh was given the same device twice in devices")
+    return devices

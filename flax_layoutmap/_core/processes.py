@@ -1,0 +1,375 @@
+"""Running across processes: do all of them mean the same?"""
+
+import collections
+import hashlib
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._core.errors import ProcessError, warn
+from flax_layoutmap._core.mesh import DeviceMesh
+
+# After this long, a process says what it waits for; one that failed waits no longer.
+PATIENCE_SECONDS = 60.0
+# After this long, it gives up: the others will not come.
+LIMIT_SECONDS = 1800.0
+
+# Of a line that differs, so much is told.
+_LINE_CHARACTERS = 300
+
+# What a process says has to fit in here, so that all of them send equally much.
+_BYTES = 8192
+
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_default_matmul_precision",
+)
+
+Word = dict[str, Any]
+Parts = Mapping[str, str | Sequence[str]]
+
+
+class Agreement:
+    """A block that all processes of a mesh enter and must leave with the same parts.
+
+    The block adds parts (name → text that must be equal everywhere, or lines of it).
+    Settings of JAX that change values, such as `jax_enable_x64`, are one of them.
+    At its end the processes compare them, and those that differ are named, on every
+    process, with the first line that differs. When the block raises, the others are
+    told instead of being left waiting; one that waits half an hour gives up.
+
+    Nothing is exchanged where only this process is on the mesh, or while a function is
+    being traced. All processes of the mesh must come here, as to every collective.
+
+    Args:
+        what: what comes next, for the message: `"creating the model"`.
+        mesh: the mesh, which is itself a part; None, or one without devices, compares
+            nothing.
+        patience: seconds until a process says that it waits, and that one whose block
+            raised waits for the others to come and hear of it; None: a minute. Long
+            work takes more.
+
+    Raises:
+        ProcessError: at the end of the block, on every process.
+
+    Example:
+        >>> with Agreement("creating the model", None) as agreement:
+        ...     agreement.add(lambda: {"rules": "(gate|up)/kernel: (None, 'model')"})
+    """
+
+    def __init__(
+        self, what: str, mesh: DeviceMesh | None, *, patience: float | None = None
+    ) -> None:
+        self._what = what
+        self._mesh = mesh
+        self._patience = patience
+        self._parts: list[Callable[[], Parts]] = []
+
+    def __enter__(self) -> "Agreement":
+        return self
+
+    def add(self, parts: Callable[[], Parts]) -> None:
+        """Adds parts; the function is called only where there is a comparison."""
+        self._parts.append(parts)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        mesh = self._mesh
+        if mesh is None or jax.process_count() == 1 or _tracing():
+            return
+        speakers = _speakers(mesh)
+        if len(speakers) == 1:
+            return
+        if error is None:
+            every = [*self._parts, _settings]
+            parts = {name: text for part in every for name, text in part().items()}
+            word = _word(self._what, mesh, parts)
+            words = _exchange(word, speakers, self._what, patience=self._patience)
+            problems = differences(words)
+            if problems:
+                name = _listed(words)
+                where = _first_line(parts, name, words, speakers, self._what)
+                raise _disagreement(problems, words, self._what, where)
+        elif isinstance(error, Exception):
+            word = _word(self._what, mesh, {})
+            word["error"] = f"{type(error).__name__}: {error}"[:1000]
+            patience = self._patience or PATIENCE_SECONDS
+            _exchange(word, speakers, self._what, gives_up_after=patience)
+
+
+def tell_of_others(
+    error: BaseException | None,
+    go_on: Callable[[], str] = lambda: ", from the last checkpoint",
+) -> None:
+    """Notes on an error of JAX's runtime what another process may have to do with it.
+
+    Args:
+        error: what was raised; other kinds are passed over.
+        go_on: what to go on from, in words.
+    """
+    count = jax.process_count()
+    failed_running = isinstance(error, jax.errors.JaxRuntimeError)
+    if error is not None and failed_running and count > 1:
+        error.add_note(
+            f"This is process {jax.process_index()} of {count}. When one of them ends "
+            "or cannot be reached, the collectives of the others fail like this: look "
+            "for the first error in the logs of all, and start all of them again"
+            + go_on()
+        )
+
+
+def digest_of_values(leaves: Iterable[Any]) -> str:
+    """A checksum of shapes, dtypes and values on the host; others are passed over."""
+    return repr([text for leaf in leaves if (text := digest_of_value(leaf))])
+
+
+def digest_of_value(leaf: Any) -> str:
+    """A checksum of shape, dtype and value; empty for what other processes have too."""
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            return ""
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+    numbers = int | float | complex | np.ndarray | np.generic
+    if not isinstance(leaf, jax.Array | numbers):
+        return ""
+    value = np.ascontiguousarray(leaf)
+    check = zlib.crc32(value.reshape(-1).view(np.uint8).data)
+    return f"{np.shape(leaf)} {value.dtype} {check:08x}"
+
+
+def differences(words: Mapping[int, Word]) -> list[str]:
+    """Says which processes do not mean what most of them mean.
+
+    Args:
+        words: what each process said.
+
+    Returns:
+        One text per process that failed or differs.
+    """
+    problems = [
+        f"process {process} failed: {word['error']}"
+        for process, word in words.items()
+        if word["error"]
+    ]
+    well = {p: w for p, w in words.items() if not w["error"]}
+    if not well:
+        return problems
+    texts = collections.Counter(json.dumps(word) for word in well.values())
+    # Of equally many, the first to come is that of the lowest process.
+    usual = json.loads(texts.most_common(1)[0][0])
+    for process, word in well.items():
+        if word["what"] != usual["what"]:
+            problems.append(
+                f"process {process} is at {word['what']}, not at {usual['what']}"
+            )
+            continue
+        parts = [
+            name
+            for name in {**usual["parts"], **word["parts"]}
+            if word["parts"].get(name) != usual["parts"].get(name)
+        ]
+        if word["mesh"] != usual["mesh"]:
+            parts.insert(0, _mesh_part(word, usual))
+        if parts:
+            problems.append(f"process {process} differs in its {', '.join(parts)}")
+    return problems
+
+
+def _mesh_part(word: Word, usual: Word) -> str:
+    mine, theirs = word["mesh"][0], usual["mesh"][0]
+    if mine == theirs:
+        return f"mesh (other devices, or another order of them, in {mine})"
+    return f"mesh ({mine} instead of {theirs})"
+
+
+def _disagreement(
+    problems: Sequence[str], words: Mapping[int, Word], what: str, where: str
+) -> ProcessError:
+    said = "; ".join(problems)
+    if len(problems) == sum(bool(word["error"]) for word in words.values()):
+        return ProcessError(f"not all processes are ready for {what}: {said}")
+    return ProcessError(
+        f"the processes disagree before {what}: {said}{where}. Build mesh, rules, "
+        "model, seeds and global batch from the same values in every process"
+    )
+
+
+def _listed(words: Mapping[int, Word]) -> str | None:
+    """The last part that differs and is made of lines in all processes, if any.
+
+    The last one says what the others come to: the table, where the rules differ too.
+    """
+    if any(word["error"] for word in words.values()):
+        return None
+    if len({json.dumps([word["what"], word["mesh"]]) for word in words.values()}) > 1:
+        return None  # which says it all
+    first, *others = words.values()
+    return next(
+        (
+            name
+            for name in reversed(first["parts"])
+            if all(name in word["lines"] for word in words.values())
+            and any(word["parts"][name] != first["parts"][name] for word in others)
+        ),
+        None,
+    )
+
+
+def _first_line(
+    parts: Parts,
+    name: str | None,
+    words: Mapping[int, Word],
+    speakers: Mapping[int, Any],
+    what: str,
+) -> str:
+    """Finds, with all processes, the first line of a part in which they differ."""
+    if name is None:
+        return ""
+    lines = parts[name]
+    most = max(word["lines"][name] for word in words.values())
+    low, high = 0, most  # the first `low` lines agree, the first `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        prefix = _short_hash("\n".join(lines[:middle]))
+        heard = _exchange({"prefix": prefix}, speakers, what)
+        if len({word["prefix"] for word in heard.values()}) == 1:
+            low = middle
+        else:
+            high = middle
+    own = lines[low][:_LINE_CHARACTERS] if low < len(lines) else "nothing"
+    texts = {p: w["line"] for p, w in _exchange({"line": own}, speakers, what).items()}
+    usual = collections.Counter(texts.values()).most_common(1)[0][0]
+    odd = next((p for p, text in texts.items() if text != usual), None)
+    if odd is None:  # they differ beyond what is told of a line
+        return f"; the first difference in the {name} is in {usual!r}"
+    other = next(p for p, text in texts.items() if text == usual)
+    return (
+        f"; the first difference in the {name}: process {odd} has {texts[odd]!r}, "
+        f"where process {other} has {usual!r}"
+    )
+
+
+def _word(what: str, mesh: DeviceMesh, parts: Parts) -> Word:
+    order = [device.id for device in mesh.devices.flat]
+    return {
+        "what": what[:200],
+        "mesh": [repr(mesh)[:200], _short_hash(f"{mesh!r} {order}")],
+        "parts": {
+            name: _short_hash(text if isinstance(text, str) else "\n".join(text))
+            for name, text in parts.items()
+            if name != "mesh"
+        },
+        "lines": {n: len(t) for n, t in parts.items() if not isinstance(t, str)},
+        "error": "",
+    }
+
+
+def _settings() -> Parts:
+    """Settings of JAX that change values; the last part, as the others follow it."""
+    return {"settings of JAX": [f"{n}={getattr(jax.config, n)}" for n in _SETTINGS]}
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _speakers(mesh: DeviceMesh) -> dict[int, Any]:
+    """One device for each process of a mesh, the same ones in every process.
+
+    Not the first ones of the mesh, whose order may be what the processes differ in.
+    """
+    if mesh.is_abstract:
+        return {jax.process_index(): None}
+    wanted = {device.process_index for device in mesh.devices.flat}
+    every = jax.devices(mesh.devices.flat[0].platform)
+    lowest = {d.process_index: d for d in sorted(every, key=lambda d: -d.id)}
+    return {process: lowest[process] for process in sorted(wanted)}
+
+
+def _exchange(
+    word: Word,
+    speakers: Mapping[int, Any],
+    what: str,
+    *,
+    gives_up_after: float | None = None,
+    patience: float | None = None,
+) -> dict[int, Word]:
+    """What each process says. Waits for all of them, or only some seconds."""
+    sent = json.dumps(word, ensure_ascii=False).encode()
+    assert len(sent) <= _BYTES, f"{len(sent)} bytes do not fit in {_BYTES}"
+    row = np.frombuffer(sent.ljust(_BYTES), np.uint8)
+    heard: list[np.ndarray] = []
+    failed: list[Exception] = []
+
+    def talk() -> None:
+        try:
+            heard.append(_gather(row, list(speakers.values())))
+        except Exception as error:  # broad: those of the runtime have no common kind
+            failed.append(error)
+
+    # A thread of its own is out of reach of the caller's mesh, transfer guard and other
+    # settings, and can be left behind when nobody answers.
+    thread = threading.Thread(target=talk, daemon=True)
+    thread.start()
+    patience = patience or PATIENCE_SECONDS
+    limit = max(LIMIT_SECONDS, 4 * patience)
+    thread.join(gives_up_after or patience)
+    if thread.is_alive() and gives_up_after is None:
+        warn(
+            f"process {jax.process_index()} has waited {patience:.0f} s before "
+            f"{what} and goes on waiting: the processes {list(speakers)} of the mesh "
+            "must all come here, and at least one has not"
+        )
+        thread.join(limit - patience)
+        if thread.is_alive():
+            raise ProcessError(
+                f"process {jax.process_index()} has waited {limit:.0f} s "
+                f"before {what}, and gives up: of the processes {list(speakers)} at "
+                "least one has not come; look at what each one printed last"
+            )
+    if heard:
+        rows = (json.loads(bytes(row).decode(errors="replace")) for row in heard[0])
+        return dict(zip(speakers, rows, strict=True))
+    if gives_up_after is not None:
+        return {}
+    raise ProcessError(
+        f"process {jax.process_index()} could not reach the other processes before "
+        f"{what}: one of them has ended (look at what each printed last), or the "
+        f"network between them fails: {failed[0]}"
+    ) from failed[0]
+
+
+def _gather(row: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
+    """The rows of all processes, one device of each taking part."""
+    mesh = Mesh(np.asarray(devices, dtype=object), ("process",))
+    own = next(d for d in devices if d.process_index == jax.process_index())
+    rows = jax.make_array_from_single_device_arrays(
+        (len(devices), row.size),
+        NamedSharding(mesh, PartitionSpec("process")),
+        [jax.device_put(row[None], own)],
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return np.asarray(jax.jit(_unchanged, out_shardings=everywhere)(rows))
+
+
+def _unchanged(x: Any) -> Any:
+    return x
+
+
+def _tracing() -> bool:
+    return isinstance(jax.lax.full((), 0), Tracer)

@@ -1,0 +1,293 @@
+"""TPU generations as plain data, and the slices that exist of them.
+
+A slice is named as `"v5p:4x4x4"` (chips along each dim) or by its accelerator type,
+`"v5p-128"`.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from flax_layoutmap._core.errors import MeshError, did_you_mean
+from flax_layoutmap._core.generations import ALIASES, GENERATIONS, Generation, Shape
+
+# Chips on one host along each dim; a slice that is smaller has one host.
+_HOST: Shape = (2, 2, 1)
+_NAME = re.compile(
+    r"(?P<generation>[a-z0-9 ]+?)\s*"
+    r"(?:[:=_](?P<shape>\d+(?:x\d+)*)(?P<twisted>_twisted)?|-(?P<count>\d+))"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Topology:
+    """One or more slices of TPU chips: what `flm.pod.topology` makes.
+
+    Attributes:
+        generation: the generation's figures.
+        shape: chips along each dim of one slice.
+        slices: how many slices, joined by the network of the data center.
+        chips_per_host: chips of one host along each dim, as one process has them.
+        twisted: whether the ring of the slice is twisted.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    generation: Generation
+    shape: Shape
+    slices: int
+    chips_per_host: Shape
+    twisted: bool
+
+    @property
+    def name(self) -> str:
+        """Such as `"v5p:4x4x4"`; it says nothing of the number of slices."""
+        return f"{self.generation.name}:{_written(self)}"
+
+    @property
+    def accelerator_type(self) -> str:
+        """Such as `"v5p-128"`: two TensorCores to a chip, or chips (v5e, v6e)."""
+        name = "v5litepod" if self.generation.name == "v5e" else self.generation.name
+        each = 2 if self.generation.counts_cores else 1
+        return f"{name}-{self.chips_per_slice * each}"
+
+    @property
+    def chips_per_slice(self) -> int:
+        """Chips of one slice."""
+        return math.prod(self.shape)
+
+    @property
+    def chips(self) -> int:
+        """Chips of all slices."""
+        return self.chips_per_slice * self.slices
+
+    @property
+    def devices_per_slice(self) -> int:
+        """JAX devices of one slice."""
+        return self.chips_per_slice * self.generation.devices_per_chip
+
+    @property
+    def devices(self) -> int:
+        """JAX devices of all slices."""
+        return self.devices_per_slice * self.slices
+
+    @property
+    def devices_per_host(self) -> int:
+        """JAX devices of one process."""
+        return math.prod(self.chips_per_host) * self.generation.devices_per_chip
+
+    @property
+    def hosts(self) -> int:
+        """Hosts (one process each) of all slices."""
+        return self.devices // self.devices_per_host
+
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """For each dim, whether the links close to a ring."""
+        if self.generation.dims == 2:
+            return tuple(size == self.generation.max_dim for size in self.shape)
+        return (all(size % 4 == 0 for size in self.shape),) * 3
+
+    def compiler_arguments(self) -> tuple[str, dict[str, Any]]:
+        """What `jax.experimental.topologies.get_topology_desc` needs to be told.
+
+        Without them the compiler takes a slice that has no rings, the two cores of a
+        v4 chip as two devices, and hosts of four chips everywhere.
+        """
+        wrap, host = self.wrap, self.chips_per_host
+        options: dict[str, Any] = {
+            "chips_per_host_bounds": (*host, *(1,) * (3 - len(host))),
+            "wrap": (*wrap, *(False,) * (3 - len(wrap))),
+        }
+        if self.generation.megacore:
+            options["chip_config_name"] = "megacore"
+        if self.slices > 1:
+            options["num_slices"] = self.slices
+        return self.name, options
+
+    def __str__(self) -> str:
+        return f"{self.slices} × {self.name}" if self.slices > 1 else self.name
+
+
+def topology(
+    name: "str | Topology", *, slices: int | None = None, chips_per_host: Any = None
+) -> Topology:
+    """Reads the name of a TPU slice, and says what it is.
+
+    Args:
+        name: `"v5p:4x4x4"`, chips along each dim, or an accelerator type,
+            `"v5p-128"`, `"v5litepod-16"`, which takes the shape closest to a cube. In
+            3 dims, `_twisted` may follow the shape. A Topology is taken as it is.
+        slices: how many such slices; 1 where it is left out.
+        chips_per_host: chips of one host along each dim, where it is not the usual:
+            `(2, 2)` for a `v5e:2x4` on two hosts.
+
+    Raises:
+        MeshError: there is no such generation or slice; the nearest are named.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> slices = flm.pod.topology("v5p-128", slices=2)
+        >>> str(slices), slices.devices, slices.hosts
+        ('2 × v5p:4x4x4', 128, 32)
+
+    Plain JAX: `jax.experimental.topologies.get_topology_desc`, which needs libtpu,
+    and takes shapes that do not exist.
+    """
+    if isinstance(name, Topology):
+        kept = name.slices if slices is None else _checked_slices(slices)
+        host = name.chips_per_host
+        if chips_per_host is not None:
+            host = _checked_host(name.generation, name.shape, chips_per_host)
+        return dataclasses.replace(name, slices=kept, chips_per_host=host)
+    found = _NAME.fullmatch(name.strip().lower()) if isinstance(name, str) else None
+    if found is None:
+        raise MeshError(
+            f'not a topology: {name!r}; write "v5p:4x4x4" (chips along each dim) or an '
+            'accelerator type, "v5p-128"'
+        )
+    generation = _generation(found["generation"])
+    if found["count"] is not None:
+        shape = _shape_of_count(generation, int(found["count"]))
+    else:
+        shape = tuple(map(int, found["shape"].split("x")))
+        _require_shape(generation, shape)
+    twisted = found["twisted"] is not None
+    if twisted and not _twistable(shape):
+        raise MeshError(
+            f"{generation.name}:{_by_x(shape)} cannot be twisted: only n x n x 2n and "
+            "n x 2n x 2n with n a multiple of 4 can, such as 4x4x8; leave out _twisted"
+        )
+    count = 1 if slices is None else _checked_slices(slices)
+    host = _checked_host(generation, shape, chips_per_host)
+    return Topology(generation, shape, count, host, twisted)
+
+
+@functools.cache
+def shapes_of(generation: Generation) -> tuple[Shape, ...]:
+    """Every shape that a slice of the generation can have, smallest first."""
+    if generation.dims == 2:
+        return generation.small_shapes
+    cubes = _cubes(generation.max_chips // 64)
+    return (*generation.small_shapes, *sorted(cubes, key=lambda s: (math.prod(s), s)))
+
+
+def _cubes(count: int) -> Iterator[Shape]:
+    """Slices of whole 4x4x4 cubes, at most `count`, short dims first."""
+    for first in range(1, count + 1):
+        for second in range(first, count // first + 1):
+            for third in range(second, count // (first * second) + 1):
+                yield 4 * first, 4 * second, 4 * third
+
+
+def _generation(written: str) -> Generation:
+    short = written.strip().removeprefix("tpu ").strip()
+    found = GENERATIONS.get(ALIASES.get(short, short))
+    if found is None:
+        known = [*GENERATIONS, *ALIASES]
+        raise MeshError(
+            f"there is no TPU generation {written.strip()!r}"
+            f"{did_you_mean(short, known)}; known are {', '.join(GENERATIONS)}"
+        )
+    return found
+
+
+def _require_shape(generation: Generation, shape: Shape) -> None:
+    if shape in shapes_of(generation):
+        return
+    name = f"{generation.name}:{_by_x(shape)}"
+    chips = math.prod(shape)
+    if len(shape) != generation.dims:
+        why = f"{generation.name} has {generation.dims} dims, not {len(shape)}"
+    elif chips > generation.max_chips:
+        why = _too_many(generation, chips)
+    elif tuple(sorted(shape)) in shapes_of(generation):
+        why = "the short dims come first"
+    elif generation.dims == 3:
+        why = "each dim is a multiple of 4, unless the slice is smaller than 4x4x4"
+    else:
+        why = "slices of two dims come in few shapes"
+    nearest = (f"{generation.name}:{_by_x(s)}" for s in _nearest(generation, shape))
+    raise MeshError(
+        f"there is no slice {name}: {why}. The nearest: {', '.join(nearest)}"
+    )
+
+
+def _nearest(generation: Generation, shape: Shape) -> list[Shape]:
+    wanted = tuple(sorted(max(size, 1) for size in shape))
+    padded = (1,) * max(0, generation.dims - len(wanted)) + wanted
+
+    def distance(other: Shape) -> tuple[float, int]:
+        sizes = math.log(math.prod(other)) - math.log(math.prod(wanted))
+        pairs = itertools.zip_longest(sorted(other), padded, fillvalue=1)
+        return abs(sizes), sum(abs(mine - its) for mine, its in pairs)
+
+    return sorted(shapes_of(generation), key=distance)[:3]
+
+
+def _shape_of_count(generation: Generation, count: int) -> Shape:
+    each = 2 if generation.counts_cores else 1
+    sizes = sorted({math.prod(shape) for shape in shapes_of(generation)})
+    if count % each == 0 and count // each in sizes:
+        same = [s for s in shapes_of(generation) if math.prod(s) * each == count]
+        return min(same, key=lambda shape: (sum(shape), shape))
+    if count > generation.max_chips * each:
+        why = _too_many(generation, count // each)
+    else:
+        why = "the number counts "
+        why += "TensorCores, two to a chip" if each == 2 else "chips"
+    nearest = sorted(sizes, key=lambda size: abs(size * each - count))[:3]
+    written = ", ".join(f"{generation.name}-{n * each}" for n in sorted(nearest))
+    raise MeshError(
+        f"there is no slice {generation.name}-{count}: {why}. The nearest: {written}"
+    )
+
+
+def _too_many(generation: Generation, chips: int) -> str:
+    return (
+        f"{chips:,} chips are more than the {generation.max_chips:,} of the largest "
+        "slice; take several, slices=…"
+    )
+
+
+def _twistable(shape: Shape) -> bool:
+    if len(shape) != 3 or any(size % 4 for size in shape):
+        return False
+    first, second, third = shape
+    return third == 2 * first and second in (first, third)
+
+
+def _checked_slices(slices: int) -> int:
+    if isinstance(slices, bool) or not isinstance(slices, int) or slices < 1:
+        raise MeshError(f"slices must be a whole number, 1 or more, got {slices!r}")
+    return slices
+
+
+def _checked_host(generation: Generation, shape: Shape, given: Any) -> Shape:
+    if given is None:
+        if generation.max_dim is not None and math.prod(shape) <= 8:
+            # The slices of v5e and v6e with eight chips are one host's.
+            return shape
+        usual = _HOST[: len(shape)]
+        return tuple(map(min, usual, shape))
+    host = tuple(given) if isinstance(given, tuple | list) else ()
+    if len(host) == len(shape) and all(
+        isinstance(part, int) and part > 0 and size % part == 0
+        for part, size in zip(host, shape, strict=True)
+    ):
+        return host
+    raise MeshError(
+        f"chips_per_host must divide the slice {_by_x(shape)} dim by dim, got "
+        f"{given!r}; for example {tuple(map(min, _HOST[: len(shape)], shape))}"
+    )
+
+
+def _by_x(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def _written(of: Topology) -> str:
+    return _by_x(of.shape) + ("_twisted" if of.twisted else "")

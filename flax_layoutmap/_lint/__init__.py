@@ -1,0 +1,1 @@
+"""Checks of rules against a model."""

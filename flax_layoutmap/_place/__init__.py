@@ -1,0 +1,1 @@
+"""Arrays onto devices, and from one layout to another."""

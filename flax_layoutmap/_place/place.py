@@ -1,0 +1,545 @@
+"""Moving arrays to layouts: the one place that picks how.
+
+`jax.device_put` for arrays that exist, `jax.sharding.reshard` for traced values on
+Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from flax.core.meta import AxisMetadata
+from jax.core import Tracer
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from flax_layoutmap._core.errors import (
+    LayoutError,
+    MeshError,
+    RuleError,
+    StructureError,
+    did_you_mean,
+)
+from flax_layoutmap._core.fetch import concrete, known_layout, own_mesh
+from flax_layoutmap._core.layout import TensorLayout, clash, normal_spec
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.processes import Agreement, digest_of_value
+from flax_layoutmap._resolve.known_rules import remember_rules
+from flax_layoutmap._resolve.metadata import (
+    Mark,
+    is_bound,
+    mark_of,
+    mesh_of_box,
+    reannotated,
+    settled_names,
+)
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._rules.records import ResolvedLeaf
+from flax_layoutmap._rules.rules import Matcher, RuleSet
+from flax_layoutmap._rules.scope import current_rules, get_default_mesh
+from flax_layoutmap._tree.flatten import flatten, plain_tree
+from flax_layoutmap._tree.flax_internals import is_nnx_object
+from flax_layoutmap._tree.parts import NO_NUMBERS
+from flax_layoutmap._tree.paths import join_keys, parameter_keys
+from flax_layoutmap._tree.update import update
+
+# Per dim, the mesh axes it lies on.
+_Dims = tuple[tuple[str, ...], ...]
+
+# Fixes a traced value on Auto axes: `with_sharding_constraint`, or one like it.
+_Pin = Callable[[Any, NamedSharding], Any]
+
+
+def distribute_tensor(x: Any, layout: Any) -> Any:
+    """Gives an array a layout, eagerly or inside a traced function.
+
+    Outside of `jit` the array is moved; inside, its layout is fixed: by a sharding
+    constraint on Auto axes, by a reshard on Explicit axes (both, on a mesh that mixes
+    them). Rank and divisibility are always checked: JAX alone drops an indivisible
+    constraint under `jit` in silence.
+
+    Arrays go to other devices only outside of `jit` and `vmap`. A trace shows how many
+    devices there are, not which: with as many others, the error is JAX's own.
+
+    Args:
+        x: an array, a traced value, or a tree of them; None leaves stay None.
+        layout: anything that `TensorLayout` takes, or the name of a layout in
+            `layout_map.names` of the surrounding `flm.jit`. Axes without a mesh take
+            that of the surrounding `flm.jit`, else that of `flm.default_mesh`, else
+            that of `jax.set_mesh`.
+
+    Returns:
+        The array (or tree) with that layout; the same object where it has it already.
+
+    Raises:
+        LayoutError: another rank, a dim that does not divide, or no array.
+        RuleError: no such name or axis.
+        MeshError: no mesh to be found; an axis that is manual inside `shard_map`; in a
+            trace, a mesh with another number of devices.
+        StructureError: an NNX object, which `layout_map.place` moves.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh("data=-1")
+        >>> layout = flm.TensorLayout(("data",), mesh)
+        >>> x = flm.distribute_tensor(jax.numpy.ones(8), layout)
+        >>> tuple(x.sharding.spec)
+        ('data',)
+
+    Plain JAX: `jax.device_put(x, s)`, `jax.lax.with_sharding_constraint(x, s)` or
+    `jax.sharding.reshard(x, s)`.
+    """
+    wanted = wanted_layout(layout)
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: distribute(leaf, wanted, keys), x, is_leaf=is_nnx_object
+    )
+
+
+def is_eager() -> bool:
+    """Whether this runs outside of `jit` and its like (`grad` and `vmap` do not count).
+
+    A constant inside of `jit` is no tracer; what is computed from nothing is one.
+    """
+    return not isinstance(jax.lax.full((), 0), Tracer)
+
+
+def place(tree: Any, resolution: Resolution) -> Any:
+    """Moves every leaf of a tree to the layout that a Resolution of it says.
+
+    Everything is moved before anything is written back, so that a failure leaves the
+    tree as it was.
+    """
+    leaves = flatten(tree).leaves
+    _check_movable(leaves, resolution)
+    with Agreement("moving a tree", resolution.mesh) as agreement:
+        named = list(zip(resolution.paths, leaves, strict=True))
+        agreement.add(
+            lambda: {"values": [f"{path}: {digest_of_value(x)}" for path, x in named]}
+        )
+        agreement.add(resolution.fingerprint_lines)
+        shardings = resolution.sharding_list()
+    moved = [
+        put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    return with_leaves(tree, moved)
+
+
+def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
+    """Raises LayoutError where a leaf is nothing that can be moved."""
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            path = resolution.paths[at] or "the leaf"
+            raise LayoutError(
+                f"place moves arrays, but {path} is abstract, a jax.ShapeDtypeStruct "
+                f"{tuple(leaf.shape)} without values: make the tree with "
+                "flm.create, or restore it from a checkpoint; "
+                "layout_map.abstract(tree) gives it its shardings"
+            )
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in NO_NUMBERS:
+            path = resolution.paths[at] or "the leaf"
+            raise LayoutError(
+                f"place moves arrays of numbers, but {path} is a NumPy array of "
+                f"{leaf.dtype}: take it out of the tree"
+            )
+
+
+def with_leaves(tree: Any, leaves: list[Any]) -> Any:
+    """The tree with new leaves; NNX objects are updated in place."""
+    plain = plain_tree(tree)
+    new = jax.tree.unflatten(jax.tree.structure(plain), leaves)
+    if not is_nnx_object(tree) and plain is tree:
+        return new
+    objects, treedef = jax.tree.flatten(tree, is_leaf=is_nnx_object)
+    parts = treedef.flatten_up_to(new)
+    for at, node in enumerate(objects):
+        if is_nnx_object(node):
+            update(node, parts[at])
+            parts[at] = node
+    return jax.tree.unflatten(treedef, parts)
+
+
+def settle_metadata(tree: Any, resolution: Resolution) -> Any:
+    """Rewrites Flax's layout metadata where it says something else than is so.
+
+    And notes the rules, for an optimizer that is made of the tree later.
+
+    Where a rule has overruled it, where it did not fit fully (an axis that the mesh
+    lacks), and where it names another mesh. Otherwise a later `nnx.Optimizer` or
+    `unbox` would put things where the metadata says. Metadata that is right stays as
+    it is, so that the tree keeps its structure. NNX Variables are changed in place;
+    Linen boxes are replaced.
+    """
+    remember_rules(tree, resolution.rules)
+    flat = flatten(tree)
+    mesh = resolution.mesh
+    if not flat.annotations:
+        return tree
+    own = None if mesh is None or mesh.is_abstract else mesh.jax_mesh
+    owners = {key: at for at, key in parameter_keys(flat).items()}
+    new: dict[int, Any] = {}
+    for at, box in flat.annotations.items():
+        leaf, other = resolution.leaf(at), mesh_of_box(box)
+        is_elsewhere = other is not None and own is not None and other != own
+        decisive, mark = leaf, mark_of(box)
+        if leaf.role == "optimizer" and leaf.owner in owners:
+            # Boxes of moments must equal those of the parameters: trees are mapped.
+            decisive = resolution.leaf(owners[leaf.owner])
+            same_rank = len(leaf.shape) == len(decisive.shape)
+            if not isinstance(box, nnx.Variable):
+                leaf = decisive
+            elif not same_rank:
+                continue
+        by_role = leaf.reason == "optimizer rule"
+        if by_role or _is_overruled(decisive, mark) or is_bound(box) or is_elsewhere:
+            dims = leaf.layout.dims(len(leaf.shape))
+            axes = () if mesh is None else mesh.axis_names
+            names, rules = settled_names(mark, dims, axes)
+            kept = own if other is not None or is_bound(box) else None
+            new[id(box)] = reannotated(box, names, rules, kept)
+
+    def settled(node: Any) -> Any:
+        return new.get(id(node), node) if isinstance(node, AxisMetadata) else node
+
+    if is_nnx_object(tree):
+        return tree
+    return jax.tree.map(
+        settled, tree, is_leaf=lambda n: isinstance(n, AxisMetadata) or is_nnx_object(n)
+    )
+
+
+def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
+    """Whether a leaf lies elsewhere than the metadata on it says."""
+    if leaf.reason == "flax metadata":
+        # Linen itself leaves names that it has no rule for whole.
+        return leaf.fallback is not None and mark.kind != "linen"
+    return leaf.reason in ("rule", "exact key", "explicit layout")
+
+
+def need_devices(rules: RuleSet, what: str) -> None:
+    """Raises MeshError where rules have no mesh of devices."""
+    if rules.mesh is None or rules.mesh.is_abstract:
+        have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
+        raise MeshError(
+            f"{what} needs a mesh of devices, the rules have {have}; use "
+            "layout_map.on(flm.DeviceMesh(...))"
+        )
+
+
+def put(x: Any, sharding: NamedSharding) -> Any:
+    """Moves one concrete value to a sharding; no copy where it is there already.
+
+    What is no array and no number (a string, a function) stays as it is.
+    """
+    if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+        return x
+    if isinstance(x, jax.Array) and x.sharding == sharding and x.committed:
+        return x
+    if jax.process_count() > 1:
+        return _put_across_processes(x, sharding)
+    return jax.device_put(x, sharding)
+
+
+def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
+    """Each process hands over its part of a value that all of them hold."""
+    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # JAX moves no keys between processes, but their data; its last dim is whole.
+        data = _put_across_processes(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        try:
+            return jax.device_put(x, sharding)
+        except NotImplementedError as error:
+            raise MeshError(
+                f"an array {tuple(x.shape)} that lies on devices of other processes "
+                "too can only be moved to a mesh of the same devices, not to "
+                f"{DeviceMesh(sharding.mesh)!r}; save a checkpoint and restore it there"
+            ) from error
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLayout:
+    """The layout that is meant, with the mesh of the surroundings if it has none.
+
+    Raises:
+        RuleError: no such name.
+        MeshError: no mesh to be found, and none given to take `otherwise`.
+    """
+    if isinstance(layout, str):
+        layout = _named(layout)
+    layout = layout if isinstance(layout, TensorLayout) else TensorLayout(layout)
+    if layout.device_mesh is not None:
+        return layout
+    mesh = _ambient_mesh() or otherwise
+    if mesh is not None:
+        own = otherwise.jax_mesh if otherwise is not None else None
+        if isinstance(own, Mesh) and own.abstract_mesh == mesh.jax_mesh:
+            mesh = otherwise  # the same one, with its devices
+        return layout.on(mesh)
+    raise MeshError(
+        f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); "
+        "or call inside a flm.jit(layout_map=…), flm.default_mesh(mesh) or "
+        "jax.set_mesh(mesh)"
+    )
+
+
+def mesh_of(layout: TensorLayout) -> DeviceMesh:
+    """The mesh of a layout that `wanted_layout` gave one."""
+    assert layout.device_mesh is not None
+    return layout.device_mesh
+
+
+def _ambient_mesh() -> DeviceMesh | None:
+    rules = current_rules()
+    if rules is not None and rules.mesh is not None:
+        return rules.mesh
+    default = get_default_mesh()
+    if default is not None:
+        return default
+    context: Any = jax.sharding.get_abstract_mesh()
+    if is_eager() and not manual_axes(context):
+        with contextlib.suppress(ValueError):
+            # Under `grad` and `vmap` JAX does not give it, eagerly neither.
+            found = jax.sharding.get_mesh()
+            context = context if found.empty else found
+    return DeviceMesh(context) if context.axis_names else None
+
+
+def _named(name: str) -> TensorLayout:
+    rules = current_rules()
+    if rules is None:
+        raise RuleError(
+            f"{name!r} is the name of a layout only inside a flm.jit(layout_map=…) "
+            f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
+        )
+    found = Matcher(rules.names, "fullmatch").matching(name)
+    layouts = [rules.names[at].layout for at in found]
+    if not found:
+        names = [rule.pattern for rule in rules.names]
+        raise RuleError(
+            f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
+            f"{names}"
+        )
+    if len(set(layouts)) > 1 and rules.overlap == "error":
+        listed = ", ".join(repr(rules.names[at].pattern) for at in found)
+        raise RuleError(
+            f"several names with different layouts match {name!r}: {listed}; make one "
+            'narrower, or use overlap="first" or "last"'
+        )
+    return layouts[-1 if rules.overlap == "last" else 0]
+
+
+def distribute(
+    x: Any,
+    layout: TensorLayout,
+    keys: Any = (),
+    *,
+    what: str = "distribute_tensor",
+    pin: _Pin = jax.lax.with_sharding_constraint,
+) -> Any:
+    """Gives one array a layout on a mesh, as `distribute_tensor` does.
+
+    Args:
+        x: the array.
+        layout: the layout, with its mesh.
+        keys: where the array stands in its tree.
+        what: the name of the caller, for messages.
+        pin: what fixes a traced value on Auto axes.
+
+    Raises:
+        LayoutError: another rank, a dim that does not divide, or no array.
+        MeshError: an abstract mesh, or a manual axis.
+        StructureError: an NNX object.
+    """
+    x = as_array(x, keys, what)
+    mesh = mesh_of(layout)
+    # First: inside shard_map, rank and divisibility are those of a part.
+    manual = manual_axes(jax.sharding.get_abstract_mesh())
+    for axis in layout.axis_names:
+        if axis in manual:
+            raise MeshError(
+                f"{what} names the mesh axis {axis!r}, which is manual here: inside "
+                "shard_map each device already holds its part, so drop the call or "
+                "name other axes only"
+            )
+    dims = checked_dims(layout, x, what)
+    if manual.issuperset(mesh.axis_names):
+        return x  # no axis is left that could be constrained
+    eager = is_eager()
+    if eager and (not isinstance(x, Tracer) or _held_elsewhere(x, mesh)):
+        return move(x, layout, dims)
+    check_same_devices(x, mesh, what)
+
+    def constrain(value: Any) -> Any:
+        return _constrain(value, layout, dims, bool(manual), what, pin)
+
+    if eager and AxisType.Auto in mesh.axis_types and explicit_axes(mesh):
+        # Eagerly, under `grad`, the two steps for a mixed mesh have types that do not
+        # fit together; in one compiled step they do.
+        return jax.jit(constrain)(x)
+    return constrain(x)
+
+
+def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
+    """An array, traced or on the host.
+
+    Raises:
+        LayoutError: it is none.
+        StructureError: an NNX object.
+    """
+    if is_nnx_object(x):
+        raise StructureError(
+            f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
+            "layout_map.place(module), or its arrays one by one"
+        )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        where = f" at {join_keys(keys)}" if keys else ""
+        raise LayoutError(
+            f"{what} takes arrays and numbers, got the abstract {x}{where}; "
+            "layout_map.abstract(tree) gives abstract trees their shardings"
+        )
+    if hasattr(x, "shape") and not isinstance(x, np.ndarray | np.generic):
+        return x
+    array = np.asarray(x)
+    if array.dtype.kind in NO_NUMBERS:
+        raise LayoutError(
+            f"{what} takes arrays and numbers, got the {type(x).__name__} {x!r}"
+        )
+    return array
+
+
+def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
+    """Moves an array to the devices of a mesh; one that `grad` traces too, eagerly.
+
+    Raises:
+        MeshError: the mesh has no devices.
+    """
+    mesh = mesh_of(layout)
+    if mesh.is_abstract:
+        raise MeshError(
+            f"{mesh!r} has no devices to move an array to; use a concrete mesh"
+        )
+    spec = normal_spec(dims)
+    sharding = NamedSharding(mesh.jax_mesh, spec, memory_kind=layout.memory_kind)
+    return jax.device_put(x, sharding) if isinstance(x, Tracer) else put(x, sharding)
+
+
+def _constrain(
+    x: Any,
+    layout: TensorLayout,
+    dims: _Dims,
+    inside_manual: bool,
+    what: str,
+    pin: _Pin,
+) -> Any:
+    mesh = mesh_of(layout)
+    explicit = explicit_axes(mesh)
+    for dim, axes in enumerate(dims):
+        if len({axis in explicit for axis in axes}) > 1:
+            # JAX would drop the Auto axes in silence.
+            raise LayoutError(
+                f"{what} of a traced array {tuple(x.shape)} to {layout}: dim {dim} "
+                f"lies on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
+                "one type for it"
+            )
+    jax_mesh: Any = mesh.jax_mesh
+    if inside_manual:
+        # Inside shard_map the context knows which axes are manual; only it will do.
+        jax_mesh = jax.sharding.get_abstract_mesh()
+    lies_on = None if inside_manual else own_mesh(x)
+    if explicit or (lies_on is not None and explicit_axes(lies_on)):
+        # From Explicit to Auto axes too: a constraint alone keeps the type of `x` as
+        # that of the gradient, which then does not fit.
+        own = [tuple(a for a in axes if a in explicit) for axes in dims]
+        x = jax.sharding.reshard(x, NamedSharding(jax_mesh, normal_spec(own)))
+    if len(explicit) < len(mesh.axis_names):
+        auto = [tuple(a for a in axes if a not in explicit) for axes in dims]
+        x = pin(x, NamedSharding(jax_mesh, normal_spec(auto)))
+    if layout.memory_kind is not None:
+        # Neither of the two heeds a memory kind.
+        spec, kind = normal_spec(dims), layout.memory_kind
+        x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
+    return x
+
+
+def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
+    """Whether `grad` traces an array that is to stay on other devices, eagerly."""
+    array = concrete(x)
+    if mesh.is_abstract or not getattr(array, "committed", False):
+        return False
+    return array.sharding.device_set != set(mesh.devices.flat)
+
+
+def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
+    """Raises where a traced value would have to go to other devices.
+
+    A trace shows how many devices there are, not which.
+
+    Raises:
+        MeshError: the mesh has another number of devices.
+    """
+    context = None if is_eager() else jax.sharding.get_abstract_mesh()
+    traced = isinstance(x, Tracer) and concrete(x) is None
+    for known in (own_mesh(x) if traced else None, context):
+        if known is not None and known.axis_names and known.size != mesh.size:
+            raise MeshError(
+                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it lies on "
+                f"{known.size} devices, and goes to others only outside of jit and "
+                f"vmap; call {what} there, or name axes alone, "
+                'TensorLayout(("data", None)), for the devices that it lies on'
+            )
+
+
+def explicit_axes(mesh: DeviceMesh) -> set[str]:
+    """The names of the Explicit axes."""
+    return {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind is AxisType.Explicit
+    }
+
+
+def manual_axes(context: Any) -> set[str]:
+    """The names of the axes that the surrounding `shard_map` has taken over."""
+    return {
+        name
+        for name, kind in zip(
+            context.axis_names, context.axis_types or (), strict=False
+        )
+        if kind is AxisType.Manual
+    }
+
+
+def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
+    """The layout written out for this array; JAX checks less of it, or nothing.
+
+    Raises:
+        LayoutError: another rank, or a dim that does not divide.
+    """
+    shape, mesh = tuple(x.shape), mesh_of(layout)
+    try:
+        dims = _complete(layout, x).dims(len(shape))
+    except LayoutError as error:
+        raise LayoutError(f"{what} of an array {shape}: {error}") from None
+    sizes = mesh.axis_sizes
+    for dim, axes in enumerate(dims):
+        if shape[dim] % math.prod(sizes[axis] for axis in axes):
+            raise LayoutError(
+                f"{what} of an array {shape} to {layout}: "
+                f"{clash(dim, shape[dim], axes, sizes)}"
+            )
+    return dims
+
+
+def _complete(layout: TensorLayout, x: Any) -> TensorLayout:
+    """The layout without `MATCH`, where it is known how the array lies."""
+    if not layout.has_match:
+        return layout
+    known = known_layout(x)
+    if known is None and not isinstance(x, Tracer):
+        # On no mesh yet, so that nothing is sharded.
+        return layout.matched(((),) * len(x.shape))
+    return layout if known is None else layout.matched(known.dims(len(x.shape)))

@@ -1,0 +1,313 @@
+"""Changing the layout of arrays, with gradients that come back in the old one.
+
+DTensor's `relayout`, `relayout_like` and `copy_to_mesh`.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._core.axes import dim_axes
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.fetch import (
+    concrete,
+    is_box,
+    known_layout,
+    own_mesh,
+    unboxed,
+)
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._place.place import (
+    as_array,
+    check_same_devices,
+    checked_dims,
+    distribute,
+    explicit_axes,
+    manual_axes,
+    mesh_of,
+    move,
+    wanted_layout,
+)
+from flax_layoutmap._tree.flax_internals import is_nnx_object
+from flax_layoutmap._tree.follow import alike, constrained, is_in_a_loop
+
+_MESHES = DeviceMesh | Mesh | AbstractMesh
+
+
+def relayout(
+    x: Any, layout: Any, *, gradient: Any = "input", name: str | None = None
+) -> Any:
+    """Gives an array another layout; its gradient comes back in the one it had.
+
+    As `flm.distribute_tensor`, but the cotangent takes the layout of the forward
+    input, at every order of differentiation. Outside of `jit`, and on Explicit axes,
+    that is always so (an array on no certain device gets its gradient in the layout of
+    the result). Under `jit` on Auto axes a value has no layout that could be read, and
+    JAX's own constraint sends the cotangent back in the layout of the result. There,
+    `gradient` says what to do:
+
+    - `"input"`: the compiler is told that the cotangent lies as `x` does. Exact where
+      the layout of `x` is fixed: an argument of `jit`, the result of another relayout.
+      Otherwise, as in the body of a `scan` or `jax.checkpoint`, or in a function under
+      `jax.jit` that another one calls several times, the compiler has chosen one for
+      `x`, not always the same for the gradient. It has a price: `x` is kept
+      until the backward pass, and there every device gathers the whole cotangent.
+    - a layout: that of `x`, which is fixed too. Exact; `x` is not kept, and the
+      cotangent goes there directly. Take this one for large activations. (The carry
+      of a `scan` has a layout of its own, whatever is said inside.)
+    - `"output"`: what JAX does by itself. On Auto axes only.
+
+    Args:
+        x: an array, a traced value, or a tree of them; None leaves stay None.
+        layout: anything that `TensorLayout` takes, or a name, as for
+            `distribute_tensor`; axes without a mesh take at last the mesh that `x` is
+            on. `TensorLayout.MATCH` keeps what that dim has. A mesh keeps the dims and
+            moves them to that mesh; what lies on no mesh is replicated there.
+        gradient: `"input"`, `"output"`, or the layout that `x` has.
+        name: shown in profiles, as by `jax.named_scope`.
+
+    Returns:
+        The array (or tree) with that layout; the same object where it has it already.
+
+    Raises:
+        LayoutError: another rank, a dim that does not divide, no array, or a layout
+            that nobody knows is to be kept.
+        MeshError: no mesh to be found, or one without devices; in a trace, one with
+            another number of devices (as for `distribute_tensor`).
+        RuleError: no such name or axis.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh("data=2,model=4")
+        >>> x = flm.relayout(jax.numpy.ones((8, 8)), mesh)
+        >>> x = flm.relayout(x, ("data", None))
+        >>> x = flm.relayout(x, (flm.TensorLayout.MATCH, "model"))
+        >>> tuple(x.sharding.spec)
+        ('data', 'model')
+
+    Plain JAX: `jax.device_put(x, s)`, `jax.sharding.reshard(x, s)`, or
+    `jax.lax.with_sharding_constraint(x, s)`, twice to say the input's layout too.
+    """
+    _check_gradient(gradient)
+
+    def moved(keys: Any, leaf: Any) -> Any:
+        leaf = as_array(leaf, keys, "relayout")
+        if isinstance(layout, _MESHES):
+            wanted = _on_mesh(leaf, DeviceMesh(layout))
+        else:
+            wanted = wanted_layout(layout, own_mesh(leaf))
+        return _relayout(leaf, wanted, gradient)
+
+    with _named(name):
+        return jax.tree_util.tree_map_with_path(moved, x, is_leaf=is_nnx_object)
+
+
+def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
+    """Gives an array the mesh and layout of another one; gradients return in its own.
+
+    Where the layout of `like` is known (an array, one closed over, a value on Explicit
+    axes), `like` may have any shape of the same rank and any dtype, and nothing else
+    changes. An array on no mesh is followed by replicating `x` on its own mesh.
+
+    Under `jit` on Auto axes a traced `like` has no layout to read. Then the compiler is
+    told to lay both alike. It costs a gather, forward and backward, and memory, as both
+    are kept until the backward pass. It is exact where the layouts of both are fixed,
+    as those of arguments are; a value in between, or in a function under `jax.jit` that
+    another one calls several times, may come to lie as the compiler likes.
+    In the body of a loop (`scan`, `while_loop`) it is refused, as the layout of the
+    carry gets mixed in. There, pass the layout, `flm.relayout(x, layout)`.
+
+    Args:
+        x: an array or a traced value; an `nnx.Variable` or a Linen box too.
+        like: the array to follow, or a Variable or box. No gradient reaches it.
+        name: shown in profiles, as by `jax.named_scope`.
+
+    Returns:
+        The array with that layout; of a Variable or box, a new one that holds it.
+
+    Raises:
+        LayoutError: another rank; a dim that does not divide; neither lies on a mesh;
+            or a traced `like` on Auto axes that has another shape, or is inside
+            a loop or `shard_map`, or on a mesh with Explicit axes too.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh("data=8")
+        >>> layout = flm.TensorLayout(("data", None), mesh)
+        >>> like = flm.relayout(jax.numpy.ones((8, 8)), layout)
+        >>> y = flm.relayout_like(jax.numpy.ones((16, 4)), like, name="like_data")
+        >>> flm.fetch_layout(y)
+        TensorLayout(('data', None), DeviceMesh('data=8'))
+
+    Plain JAX: `jax.device_put(x, like.sharding)`;
+    `jax.sharding.reshard(x, jax.typeof(like).sharding)` on Explicit axes.
+    """
+    if is_box(x):
+        return jax.tree.map(lambda held: relayout_like(held, like, name=name), x)
+    x, like = (as_array(unboxed(each), (), "relayout_like") for each in (x, like))
+    if len(x.shape) != len(like.shape):
+        raise LayoutError(
+            f"relayout_like of an array {tuple(x.shape)}: the other one, "
+            f"{tuple(like.shape)}, has {len(like.shape)} dims, not {len(x.shape)}"
+        )
+    with _named(name):
+        layout = known_layout(like)
+        if layout is not None:
+            return _relayout(x, layout, "input", "relayout_like")
+        if isinstance(like, Tracer) and concrete(like) is None:
+            return _like_traced(x, like)
+        mesh = own_mesh(x)
+        if mesh is None:
+            raise _no_mesh(x, like)
+        return _relayout(x, TensorLayout((), mesh), "input", "relayout_like")
+
+
+def copy_to_mesh(x: Any, layout: Any) -> Any:
+    """Copies arrays to another mesh; DTensor's older name for `relayout`.
+
+    Args:
+        x: an array, or a tree of them.
+        layout: a mesh, which keeps the dims; or a layout on it.
+
+    Returns:
+        The arrays there. Gradients come back to the mesh of `x`.
+
+    Raises:
+        LayoutError: as `relayout`.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> x = flm.copy_to_mesh(jax.numpy.ones(8), flm.DeviceMesh("data=8"))
+        >>> x.sharding.is_fully_replicated
+        True
+
+    Plain JAX: `jax.device_put(x, NamedSharding(mesh, x.sharding.spec))`.
+    """
+    return relayout(x, layout)
+
+
+def _check_gradient(gradient: Any) -> None:
+    if not isinstance(gradient, str):
+        TensorLayout(gradient)
+    elif gradient not in ("input", "output"):
+        raise LayoutError(
+            f"gradient={gradient!r}: use 'input', 'output', or the layout that the "
+            "array has"
+        )
+
+
+def _named(name: str | None) -> Any:
+    return contextlib.nullcontext() if name is None else jax.named_scope(name)
+
+
+def _on_mesh(x: Any, mesh: DeviceMesh) -> TensorLayout:
+    """The layout of an array, on another mesh."""
+    known = known_layout(x)
+    if known is not None:
+        return known.on(mesh)
+    if isinstance(x, Tracer) and concrete(x) is None:
+        raise LayoutError(
+            f"relayout of a traced array {tuple(x.shape)} to the mesh {mesh!r} keeps "
+            "its layout, but on Auto axes the compiler chooses that later; pass the "
+            "layout, flm.TensorLayout(axes, mesh)"
+        )
+    return TensorLayout((), mesh)
+
+
+def _relayout(
+    x: Any, layout: TensorLayout, gradient: Any, what: str = "relayout"
+) -> Any:
+    given = None
+    if not isinstance(gradient, str):
+        given = wanted_layout(gradient, layout.device_mesh)
+    if not isinstance(x, Tracer):
+        if given is not None:
+            checked_dims(given, x, f"gradient= of {what}")
+        return distribute(x, layout, what=what)
+    if given is not None:
+        x, gradient = _relayout(x, given, "output", what), "output"
+    array = concrete(x)
+    if array is not None and own_mesh(x) != layout.device_mesh and _committed(array):
+        # What `jax.grad` holds outside of jit: device_put knows the way back.
+        return move(x, layout, checked_dims(layout, x, what))
+    known = known_layout(x)
+    if array is not None and known is not None and gradient == "input":
+        # Two constraints, since the cotangent passes them in the other order.
+        x, gradient = distribute(x, known, what=what), "output"
+    inside_manual = bool(manual_axes(jax.sharding.get_abstract_mesh()))
+    # What is on Explicit axes goes there and back by JAX's own reshard.
+    own = gradient == "output" or inside_manual
+    own = own or array is not None or known is not None
+    pin: Any = jax.lax.with_sharding_constraint if own else constrained
+    if layout.has_match and known is None:
+        return _keeping(x, layout, pin, what)
+    return distribute(x, layout, what=what, pin=pin)
+
+
+def _committed(array: Any) -> bool:
+    """Whether an array is to stay on its devices; under `grad` it may be NumPy's."""
+    return bool(getattr(array, "committed", False))
+
+
+def _keeping(x: Any, layout: TensorLayout, pin: Any, what: str) -> Any:
+    """A constraint of a value on Auto axes that leaves its `MATCH` dims as they are."""
+    if explicit_axes(mesh_of(layout)):
+        raise LayoutError(
+            f"{what} of a traced array {tuple(x.shape)} to {layout}: on a mesh with "
+            f"Auto and Explicit axes, {mesh_of(layout)!r}, nobody can tell what a "
+            "MATCH dim has; name its axes"
+        )
+    check_same_devices(x, mesh_of(layout), what)
+    ndim = len(x.shape)
+    checked_dims(layout.matched(((),) * ndim), x, what)
+    axes = layout.axes
+    if ... in axes:
+        at = axes.index(...)
+        axes = (*axes[:at], *(None,) * (ndim - len(axes) + 1), *axes[at + 1 :])
+    free = PartitionSpec.UNCONSTRAINED
+    entries = [free if d == TensorLayout.MATCH else dim_axes(d) for d in axes]
+    return pin(x, NamedSharding(mesh_of(layout).jax_mesh, PartitionSpec(*entries)))
+
+
+def _like_traced(x: Any, like: Any) -> Any:
+    """`x`, lying as a traced value on Auto axes."""
+    ways = (
+        "pass its layout, flm.relayout(x, layout); or read it outside of jit, "
+        "flm.fetch_layout(like); or use Explicit axes"
+    )
+    what = f"relayout_like of an array {tuple(x.shape)} to a traced {tuple(like.shape)}"
+    if manual_axes(jax.sharding.get_abstract_mesh()):
+        raise LayoutError(f"{what} inside shard_map: nobody knows its layout; {ways}")
+    if is_in_a_loop(x) or is_in_a_loop(like):
+        raise LayoutError(
+            f"{what} in the body of a loop: the layout that the carry has would be "
+            f"mixed in; {ways}"
+        )
+    mesh = own_mesh(like) or own_mesh(x)
+    if mesh is None:
+        raise _no_mesh(x, like)
+    if explicit_axes(mesh):
+        raise LayoutError(
+            f"{what} on a mesh with Auto and Explicit axes, {mesh!r}: only a part of "
+            f"its layout is known; {ways}"
+        )
+    key = jax.dtypes.prng_key
+    kinds = [jax.numpy.issubdtype(value.dtype, key) for value in (x, like)]
+    if tuple(x.shape) != tuple(like.shape) or kinds[0] != kinds[1]:
+        raise LayoutError(
+            f"{what}: on Auto axes only an array of the same shape can follow it, and "
+            f"no PRNG key another array; {ways}"
+        )
+    return alike(x, like, mesh.jax_mesh)
+
+
+def _no_mesh(x: Any, like: Any) -> LayoutError:
+    return LayoutError(
+        f"relayout_like of an array {tuple(x.shape)} to one {tuple(like.shape)}: "
+        "neither lies on a mesh; pass a layout, "
+        "flm.relayout(x, flm.TensorLayout(axes, mesh))"
+    )

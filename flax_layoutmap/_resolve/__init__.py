@@ -1,0 +1,1 @@
+"""Rules and a tree → a Resolution."""

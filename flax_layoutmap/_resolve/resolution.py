@@ -1,0 +1,386 @@
+"""Resolution: the one value in the middle; everything else is a function of it."""
+
+import hashlib
+import html
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+import jax
+from jax.sharding import NamedSharding
+
+from flax_layoutmap._core.errors import LayoutError, MeshError, closest
+from flax_layoutmap._core.layout import named_sharding
+from flax_layoutmap._rules.announce import announce
+from flax_layoutmap._rules.records import Decision, ResolvedLeaf, Shape, layout_of
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show import report as _report
+from flax_layoutmap._show.diff import ResolutionDiff, difference
+from flax_layoutmap._show.explain import explain, leaf_line, rule_lines
+from flax_layoutmap._show.resolved_table import ResolvedTable
+from flax_layoutmap._show.snapshot import Snapshot, snapshot_of
+from flax_layoutmap._show.table import human_bytes
+from flax_layoutmap._show.terminal import show
+from flax_layoutmap._tree.paths import Flat
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.text import Text
+
+
+class Resolution(ResolvedTable):
+    """Every leaf of a tree, its layout, the rule that chose it, and why.
+
+    Made by `resolve`. Immutable; holds shapes, never arrays, and needs no devices:
+    an abstract mesh is enough for everything but `shardings` on devices.
+
+    Attributes:
+        rules: the rule set.
+        shapes: global shape of each leaf.
+        dtypes: dtype of each leaf; None for a leaf that is no array.
+    """
+
+    __module__ = "flax_layoutmap"
+    __slots__ = ("_treedef", "_again", "_announced", "_others", "_at", "_shardings")
+    _treedef: Any
+    _again: "Callable[[RuleSet], Resolution]"
+    _announced: bool
+    _others: Mapping[int, Any]
+    _at: dict[str, int] | None
+    _shardings: tuple[NamedSharding, ...] | None
+
+    def __init__(
+        self,
+        rules: RuleSet,
+        flat: Flat,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[Any],
+        rows: list[Decision],
+        treedef: Any,
+        again: "Callable[[RuleSet], Resolution]",
+        others: Mapping[int, Any],
+    ) -> None:
+        super().__init__(rules, flat, shapes, dtypes, rows)
+        put = object.__setattr__
+        put(self, "_treedef", treedef)
+        put(self, "_again", again)
+        put(self, "_announced", False)
+        put(self, "_others", others)
+        put(self, "_at", None)
+        put(self, "_shardings", None)
+
+    # ---------------------------------------------------------- leaves by path
+
+    def __getitem__(self, path: str) -> ResolvedLeaf:
+        return self.leaf(self._position(path))
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._positions()
+
+    def _positions(self) -> dict[str, int]:
+        positions = self._at
+        if positions is None:
+            positions = {path: at for at, path in enumerate(self.paths)}
+            object.__setattr__(self, "_at", positions)
+        return positions
+
+    def _position(self, path: str) -> int:
+        at = self._positions().get(path)
+        if at is not None:
+            return at
+        inner = [at for at in range(len(self)) if path in self._flat.forms(at)]
+        if len(inner) == 1:
+            return inner[0]
+        near = closest(path, self.paths, count=3)
+        hint = f"; the closest are {near}" if near else ""
+        raise KeyError(f"no leaf has the path {path!r}{hint}")
+
+    # ------------------------------------------------------------------- trees
+
+    @property
+    def shardings(self) -> Any:
+        """The tree with a `NamedSharding` for each leaf.
+
+        For `jit`, Orbax and `device_put`. For a module it has the structure of
+        `nnx.state(module)`.
+
+        Raises:
+            MeshError: the rules have no mesh, or an abstract one.
+        """
+        self._need_devices("shardings")
+        return self._tree(self.sharding_list())
+
+    @property
+    def specs(self) -> Any:
+        """The tree with a `PartitionSpec` in normal form for each leaf."""
+        return self._tree([row.spec for row in self._rows])
+
+    @property
+    def layouts(self) -> Any:
+        """The tree with a `TensorLayout` for each leaf."""
+        return self._tree(self._per_decision(layout_of))
+
+    def abstract(self) -> Any:
+        """The tree with a `jax.ShapeDtypeStruct` with sharding for each array.
+
+        Usable as the target of any Orbax restore. Python numbers (an int `step`) become
+        what JAX makes of them; leaves that are no arrays (a string) stay as they are.
+
+        Raises:
+            MeshError: the rules have no mesh, or an abstract one.
+        """
+        self._need_devices("abstract()")
+        leaves = [
+            self._others[at]
+            if dtype is None
+            else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for at, (shape, dtype, sharding) in enumerate(
+                zip(self.shapes, self.dtypes, self.sharding_list(), strict=True)
+            )
+        ]
+        return self._tree(leaves)
+
+    def sharding_list(self) -> tuple[NamedSharding, ...]:
+        """One `NamedSharding` per leaf, in leaf order; equal ones are one object."""
+        known = self._shardings
+        if known is not None:
+            return known
+        made: dict[Any, NamedSharding] = {}
+
+        def sharding(row: Decision) -> NamedSharding:
+            key = (row.mesh, row.spec, row.memory_kind)
+            if key not in made:
+                if row.mesh is None:
+                    raise MeshError(_NO_MESH)
+                made[key] = named_sharding(row.mesh, row.spec, row.memory_kind)
+            return made[key]
+
+        shardings = tuple(self._per_decision(sharding))
+        object.__setattr__(self, "_shardings", shardings)
+        return shardings
+
+    def _per_decision(self, function: Callable[[Decision], Any]) -> list[Any]:
+        made = {key: function(row) for key, row in self._distinct.items()}
+        return list(map(made.__getitem__, map(id, self._rows)))
+
+    def _tree(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _need_devices(self, what: str) -> None:
+        if self.mesh is None:
+            raise MeshError(_NO_MESH)
+        if self.mesh.is_abstract:
+            raise MeshError(
+                f"{what} needs devices, but {self.mesh!r} is abstract; make the "
+                "Resolution concrete first: resolution.on(flm.DeviceMesh(...))"
+            )
+
+    def on(self, mesh: Any) -> "Resolution":
+        """The same tree under the same rules on another mesh, such as a concrete one.
+
+        Raises:
+            RuleError: a rule names an axis that the mesh does not have.
+            ResolveError: the leaves do not fit on it.
+        """
+        rules = self.rules.on(mesh)
+        return self if rules is self.rules else self._again(rules)
+
+    # --------------------------------------------------------------- questions
+
+    @property
+    def unmatched(self) -> tuple[str, ...]:
+        """Paths of the leaves that no rule and no metadata places (not scalars)."""
+        return tuple(
+            path
+            for path, row in zip(self.paths, self._rows, strict=True)
+            if row.reason in _report.UNMATCHED
+        )
+
+    @property
+    def fallbacks(self) -> tuple[ResolvedLeaf, ...]:
+        """The leaves that a rule or metadata places, but not fully."""
+        return tuple(
+            self.leaf(at)
+            for at, row in enumerate(self._rows)
+            if row.fallback and row.reason not in _report.UNMATCHED
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of rules, mesh and table; equal on all processes of a healthy job."""
+        return hashlib.sha256(
+            "".join(self.fingerprints().values()).encode()
+        ).hexdigest()
+
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the parts: `"rules"`, `"mesh"`, `"table"`."""
+        return {
+            name: hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            for name, lines in self.fingerprint_lines().items()
+        }
+
+    def fingerprint_lines(self) -> dict[str, list[str]]:
+        """What the hashes are of: a line for each rule and option, and for each leaf.
+
+        Processes that differ are told the first line in which they do.
+        """
+        return {
+            **rule_lines(self.rules),
+            "table": [
+                leaf_line(path, shape, dtype, row)
+                for path, shape, dtype, row in zip(
+                    self.paths, self.shapes, self.dtypes, self._rows, strict=True
+                )
+            ],
+        }
+
+    def explain(self, path: str) -> str:
+        """Tells in a few lines why a leaf got its layout, or why it got none.
+
+        Args:
+            path: path of the leaf, within the tree or within its module.
+
+        Raises:
+            KeyError: no leaf has this path; the closest are listed.
+        """
+        at = self._position(path)
+        return explain(self.leaf(at), self._rows[at], self.rules)
+
+    # ------------------------------------------------------------------ output
+
+    def report(
+        self,
+        format: Literal["text", "markdown", "json"] = "text",
+        *,
+        fold: bool = True,
+        width: int | None = None,
+    ) -> str:
+        """The whole table: path, shape, dtype, spec, rule, shard, bytes, and totals.
+
+        Args:
+            format: `"text"`, `"markdown"`, or `"json"` (schema 1, which
+                docs/report.md describes).
+            fold: whether leaves that differ in the indices of their paths alone share
+                a row, `layers/{0..79}/mlp/up/kernel ×80`. JSON is never folded.
+            width: at most so many characters in a line of text, by leaving out what
+                can be told from the rest; None for everything.
+
+        Raises:
+            LayoutError: there is no such format.
+        """
+        return _report.report(self, format, folded=fold, width=width)
+
+    def diff(self, other: "Resolution") -> ResolutionDiff:
+        """What changes from this Resolution to another, and what the change costs.
+
+        The other may be of other rules, on another mesh (with or without devices), of
+        another tree. Leaves are told apart by their paths.
+
+        Args:
+            other: what it is to be compared with: the later one.
+
+        Raises:
+            LayoutError: it is no Resolution.
+
+        Example:
+            >>> import jax, flax_layoutmap as flm
+            >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+            >>> layout_map["kernel"] = (None, "model")
+            >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+            >>> now = layout_map.resolve(tree)
+            >>> layout_map.replace("kernel", ("data", "model"))
+            >>> now.diff(layout_map.resolve(tree))
+            ResolutionDiff(1 moved)
+        """
+        if not isinstance(other, Resolution):
+            raise LayoutError(
+                f"diff compares two Resolutions, got {type(other).__name__}; resolve "
+                "it first: before.diff(layout_map.resolve(model))"
+            )
+        return difference(_snapshot(self), _snapshot(other))
+
+    def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
+        """Prints the report as wide as the terminal, with a colour per mesh axis.
+
+        Where the output is no terminal (a pipe, a file), that is `report()`: no colours
+        and nothing left out, or as wide as the environment variable COLUMNS says.
+        `rich.print(resolution)` prints the same.
+
+        Args:
+            file: where to; None for standard output, and then process 0 alone prints.
+            fold: as for `report`.
+        """
+
+        def lines(width: int) -> "Iterator[Text]":
+            return _report.coloured(self, width, folded=fold)
+
+        def text(width: int | None) -> str:
+            return _report.report(self, "text", folded=fold, width=width)
+
+        show(lines, text, file)
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "Iterator[Text]":
+        return _report.coloured(self, options.max_width)
+
+    def remarks(self, *, large_only: bool = False, fold: bool = False) -> list[str]:
+        """Unused rules, unmatched leaves, fallbacks: one line each.
+
+        Args:
+            large_only: leave out fallbacks, and unmatched leaves that with those like
+                them have less than 1 % of the bytes and 10 % of what a device holds.
+            fold: whether leaves that are alike share a line, as in `report`.
+        """
+        return _report.remarks(self, large_only=large_only, folded=fold)
+
+    def to_json(self) -> dict[str, Any]:
+        """The table as plain JSON values, schema 1."""
+        return _report.to_json(self)
+
+    def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
+        """Warns about unused rules and large unmatched leaves; for consumers.
+
+        Each is told once for a rule set, also where the tree is part of another one.
+
+        Args:
+            besides: others of the same rules: what they use is not unused.
+
+        Raises:
+            ResolveError: the rule set is strict.
+        """
+        if self.rules.strict is False or self._announced:
+            return
+        announce(self.rules, _report.warnings(self, besides))
+        object.__setattr__(self, "_announced", True)
+
+    def _repr_html_(self) -> str:
+        # Its page is large; nothing but a notebook needs what makes it.
+        from flax_layoutmap import draw
+
+        return (
+            draw.model(self)._repr_html_()
+            if len(self)
+            else f"<p>{html.escape(repr(self))}</p>"
+        )
+
+    def __repr__(self) -> str:
+        mesh = "no mesh" if self.mesh is None else f"mesh {self.mesh}"
+        count = "1 leaf" if len(self) == 1 else f"{len(self)} leaves"
+        return (
+            f"Resolution({count}, {mesh}, "
+            f"{human_bytes(self.bytes_per_device)} of "
+            f"{human_bytes(self.total_bytes)} per device)"
+        )
+
+
+def _snapshot(resolution: Resolution) -> Snapshot:
+    mesh = resolution.mesh
+    known = mesh is not None and not mesh.is_abstract
+    devices = tuple(mesh.devices.flat) if mesh is not None and known else None
+    return snapshot_of(resolution.to_json(), devices)
+
+
+_NO_MESH = (
+    "the rules have no mesh; give one: LayoutMap(mesh), layout_map.on(mesh) or "
+    "resolution.on(mesh)"
+)

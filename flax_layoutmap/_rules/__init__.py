@@ -1,0 +1,1 @@
+"""Rules, what they match, and the files that hold them."""

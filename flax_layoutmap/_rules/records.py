@@ -1,0 +1,210 @@
+"""What a Resolution is made of: decisions, leaves, totals, and how they are shown."""
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from flax_layoutmap._core.errors import visible
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.rules import Rule, RuleSet
+from flax_layoutmap._tree.paths import Role
+
+Shape = tuple[int, ...]
+Reason = Literal[
+    "rule",
+    "exact key",
+    "explicit layout",
+    "flax metadata",
+    "follows kernel",
+    "no rule",
+    "scalar",
+    "random state",
+    "not an array",
+    "follows parameter",
+    "optimizer rule",
+    "unknown optimizer state",
+    "own layout",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What was decided for all leaves of one shape that the rules treat alike."""
+
+    dims: tuple[tuple[str, ...], ...]
+    spec: PartitionSpec
+    mesh: DeviceMesh | None
+    shard_shape: Shape | None
+    reason: Reason
+    rule: int | None = None  # position from 0
+    matched: tuple[int, ...] = ()  # all rules that match, the winner among them
+    memory_kind: str | None = None
+    fallback: str | None = None
+    problem: str | None = None  # what a ResolveError says after path and shape
+    owner: str | None = None  # parameter that an optimizer-state leaf belongs to
+    owner_dims: tuple[int | None, ...] | None = None
+    note: str | None = None  # what else there is to say about it
+    warns: bool = False  # whether the fallback is worth a warning
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResolvedLeaf:
+    """One leaf of a Resolution.
+
+    Attributes:
+        path: path of the leaf within the whole tree.
+        shape: global shape.
+        dtype: dtype, or None for a leaf that is no array.
+        layout: the layout decided for it, one entry per dim.
+        rule: the rule that decided, or None.
+        rule_number: its number, counting from 1, or None.
+        reason: why, in a few words: `"rule"`, `"exact key"`, `"scalar"`, …
+        role: `"parameter"`, `"optimizer"` or `"other"`.
+        shard_shape: shape of one device's part, or None without a mesh.
+        bytes_per_device: bytes of one device's part.
+        fallback: what happened instead, where a rule matched but could not apply.
+        owner: for optimizer state, the path of the parameter it belongs to; for a LoRA
+            matrix or a scale that follows a kernel, that of the kernel.
+        note: more about why, where there is more to say.
+    """
+
+    __module__ = "flax_layoutmap"
+    path: str
+    shape: Shape
+    dtype: Any
+    layout: TensorLayout
+    rule: Rule | None
+    rule_number: int | None
+    reason: Reason
+    role: Role
+    shard_shape: Shape | None
+    bytes_per_device: int
+    fallback: str | None = None
+    owner: str | None = None
+    note: str | None = None
+
+
+class Columns(NamedTuple):
+    """What a table has of its leaves, without an object for each."""
+
+    paths: Sequence[str]
+    shapes: Sequence[Shape]
+    dtypes: Sequence[Any]
+    rows: Sequence[Decision]
+    roles: Sequence[Role]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over the leaves of one role, in bytes.
+
+    Attributes:
+        leaves: number of leaves.
+        total_bytes: bytes of the global arrays.
+        bytes_per_device: bytes that each device holds.
+        replicated_bytes: bytes of the leaves that no mesh axis of more than one
+            device shards.
+    """
+
+    leaves: int
+    total_bytes: int
+    bytes_per_device: int
+    replicated_bytes: int
+
+
+def layout_of(row: Decision) -> TensorLayout:
+    """The layout of a decision, one entry per dim."""
+    dims = row.dims if any(row.dims) else ()
+    return TensorLayout(dims, row.mesh, memory_kind=row.memory_kind)
+
+
+def section_of(row: Decision, rules: RuleSet) -> tuple[Rule, ...]:
+    """The rules that the numbers in a decision refer to."""
+    return rules.optimizer if row.reason == "optimizer rule" else rules.rules
+
+
+def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
+    """Why, in words; `short` for a table cell."""
+    if row.rule is not None:
+        rule = section_of(row, rules)[row.rule]
+        if row.reason == "optimizer rule":
+            return f"optimizer {row.rule + 1} {rule.pattern}"
+        if short:
+            return f"{row.rule + 1} {rule.pattern}"
+        kind = (
+            "its path is the key of"
+            if row.reason == "exact key"
+            else "it is matched by"
+        )
+        return f"{kind} rule {row.rule + 1} {rule.pattern!r} → {rule.layout}"
+    if row.reason == "follows parameter":
+        return f"follows {row.owner}"
+    if row.reason == "follows kernel":
+        return f"- as {row.owner}" if short else f"from the layout of {row.owner}"
+    if row.reason == "no rule":
+        return "- no rule" if short else "no rule matches it"
+    return f"- {row.reason}" if short else row.reason
+
+
+def closest_rule(path: str, rules: Sequence[Rule]) -> tuple[int, Rule] | None:
+    """Number (from 1) and rule whose pattern looks most like the end of a path.
+
+    Compared are the pattern and as many of the last parts of the path as it has; None
+    where they are not alike.
+    """
+    best, found = 0.6, None
+    for number, rule in enumerate(rules, start=1):
+        parts = rule.pattern.count("/") + 1
+        ending = "/".join(path.split("/")[-parts:])
+        alike = difflib.SequenceMatcher(None, ending, rule.pattern).ratio()
+        if alike > best:
+            best, found = alike, (number, rule)
+    return found
+
+
+def leaf_bytes(shape: Shape, dtype: Any) -> int:
+    """Bytes of an array; 0 for what is no array."""
+    return math.prod(shape) * int(getattr(dtype, "itemsize", 0) or 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def show_shape(shape: Shape) -> str:
+    """`(64, 128)` → `'(64,128)'`."""
+    return f"({','.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+@functools.lru_cache(maxsize=4096)
+def show_spec(spec: PartitionSpec) -> str:
+    """`P(None, "model")` → `'P(-, model)'`."""
+    entries = [
+        "-" if entry is None else entry if isinstance(entry, str) else "+".join(entry)
+        for entry in spec
+    ]
+    return visible(f"P({', '.join(entries)})") if entries else "replicated"
+
+
+def leaf_json(leaf: ResolvedLeaf) -> dict[str, Any]:
+    """A leaf as plain JSON values."""
+    return {
+        "path": leaf.path,
+        "shape": list(leaf.shape),
+        "dtype": None if leaf.dtype is None else str(leaf.dtype),
+        "spec": [
+            list(axes) if len(axes) > 1 else axes[0] if axes else None
+            for axes in leaf.layout.dims(len(leaf.shape))
+        ],
+        "rule": leaf.rule_number,
+        "pattern": None if leaf.rule is None else leaf.rule.pattern,
+        "reason": leaf.reason,
+        "role": leaf.role,
+        "shard_shape": None if leaf.shard_shape is None else list(leaf.shard_shape),
+        "bytes_per_device": leaf.bytes_per_device,
+        "fallback": leaf.fallback,
+        "owner": leaf.owner,
+    }

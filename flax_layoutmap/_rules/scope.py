@@ -1,0 +1,133 @@
+"""The ambient rule set and the default mesh: two context variables."""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from flax_layoutmap._core.errors import MeshError
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._rules.rules import RuleSet
+
+_CURRENT: contextvars.ContextVar[RuleSet | None] = contextvars.ContextVar(
+    "flax_layoutmap_rules", default=None
+)
+
+_DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVar(
+    "flax_layoutmap_default_mesh", default=None
+)
+
+
+@contextlib.contextmanager
+def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
+    """Gives layouts without a mesh this one, inside a block or a decorated function.
+
+    A layout's own mesh wins over it, and so does that of the surrounding
+    `flm.jit(layout_map=…)`; it wins over `jax.set_mesh`. Blocks nest, and what was
+    before is restored, on an exception too. It is seen by this library only, and only
+    where it runs in the same thread or task: unlike `jax.set_mesh` it works inside of
+    `jit` and with an abstract mesh, and changes nothing that JAX does. A function under
+    `jax.jit` reads it when it is traced: call it with another default mesh, and JAX
+    may use what it has compiled.
+
+    Args:
+        mesh: anything that `DeviceMesh` accepts.
+
+    Returns:
+        A context manager (and decorator) that gives the `DeviceMesh`.
+
+    Raises:
+        MeshError: on entry, no mesh.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> with flm.default_mesh("data=8"):
+        ...     x = flm.relayout(jax.numpy.ones(8), ("data",))
+        >>> flm.fetch_layout(x)
+        TensorLayout(('data',), DeviceMesh('data=8'))
+
+    Plain JAX: `with jax.set_mesh(mesh):`, which also moves what JAX makes, and
+    compiles functions again.
+    """
+    made = as_mesh(mesh)
+    if made is None:
+        raise MeshError("default_mesh takes a mesh, got None; use flm.DeviceMesh(...)")
+    token = _DEFAULT_MESH.set(made)
+    try:
+        yield made
+    finally:
+        _DEFAULT_MESH.reset(token)
+
+
+def get_default_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost `default_mesh`, or None outside of all.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.get_default_mesh() is None
+        True
+
+    Plain JAX: `jax.sharding.get_mesh()`.
+    """
+    return _DEFAULT_MESH.get()
+
+
+def current_rules() -> RuleSet | None:
+    """The rule set of the innermost scope, or None outside of all."""
+    return _CURRENT.get()
+
+
+# Part of the key of JAX's own caches: a function under `jax.jit` that is called in a
+# scope is traced again for other rules.
+_TRACE_KEY: Any = jax.make_user_context(None)
+
+
+def trace_key() -> Any:
+    """What the scopes around make of JAX's caches; None outside of all."""
+    return _TRACE_KEY.value
+
+
+def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside, JAX's caches know of this value (hashable)."""
+    return _TRACE_KEY(value)
+
+
+@contextlib.contextmanager
+def using_rules(rules: RuleSet | None) -> Iterator[None]:
+    """Makes a rule set the ambient one inside the block; None leaves it as it is."""
+    if rules is None:
+        yield
+        return
+    token = _CURRENT.set(rules)
+    try:
+        with _names_keyed(rules):
+            yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
+    """Calls with a rule set as the ambient one; None leaves it as it is.
+
+    Not with a block: what a block has set stays, if Ctrl-C comes as it begins or ends.
+    Python looks for signals where it calls its own functions, and after calls: not
+    between what raises here and the first thing that is put back.
+    """
+    if rules is None:
+        return call()
+    key, before = trace_key(), _CURRENT.get()
+    try:
+        _CURRENT.set(rules)
+        with _names_keyed(rules):
+            return call()
+    finally:
+        _CURRENT.set(before)
+        if trace_key() != key:  # JAX keeps its own in the thread
+            keyed(key).__enter__()
+
+
+def _names_keyed(rules: RuleSet) -> contextlib.AbstractContextManager[Any]:
+    # What depends on the rules is what asks for their names.
+    return keyed(("names", rules)) if rules.names else contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""Tables and texts of resolved trees."""

@@ -1,0 +1,271 @@
+"""Leaves by their position, each with what was decided for it; and their sums."""
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._rules.records import (
+    Columns,
+    Decision,
+    ResolvedLeaf,
+    Shape,
+    Totals,
+    layout_of,
+    leaf_bytes,
+    section_of,
+)
+from flax_layoutmap._rules.rules import Rule, RuleSet, is_for_outputs
+from flax_layoutmap._tree.paths import Flat, Role
+
+
+class ResolvedTable:
+    """The columns of a Resolution.
+
+    Attributes:
+        rules: the rule set.
+        shapes: global shape of each leaf.
+        dtypes: dtype of each leaf; None for a leaf that is no array.
+    """
+
+    __slots__ = (
+        "rules",
+        "_paths",
+        "shapes",
+        "dtypes",
+        "_rows",
+        "_flat",
+        "_roles_of",
+        "_distinct",
+        "_layouts",
+        "_sums",
+    )
+    rules: RuleSet
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[Any, ...]
+    _paths: tuple[str, ...] | None
+    _rows: list[Decision]
+    _flat: Flat
+    _roles_of: list[Role] | None
+    _distinct: dict[int, Decision]  # by id
+    _layouts: dict[Any, TensorLayout]
+    _sums: dict[Role | None, Totals]
+
+    def __init__(
+        self,
+        rules: RuleSet,
+        flat: Flat,
+        shapes: Sequence[Shape],
+        dtypes: Sequence[Any],
+        rows: list[Decision],
+    ) -> None:
+        put = object.__setattr__
+        put(self, "rules", rules)
+        put(self, "_paths", None)
+        put(self, "shapes", tuple(shapes))
+        put(self, "dtypes", tuple(dtypes))
+        put(self, "_rows", rows)
+        put(self, "_flat", flat)
+        put(self, "_roles_of", None)
+        put(self, "_distinct", dict(zip(map(id, rows), rows, strict=True)))
+        put(self, "_layouts", {})
+        put(self, "_sums", {})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
+
+    # ------------------------------------------------------------------ leaves
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Path of each leaf within the whole tree, in JAX's leaf order."""
+        paths = self._paths
+        if paths is None:
+            paths = tuple(self._flat.full_paths())
+            object.__setattr__(self, "_paths", paths)
+        return paths
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the rule set."""
+        return self.rules.mesh
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[ResolvedLeaf]:
+        return (self.leaf(at) for at in range(len(self)))
+
+    def leaf(self, at: int) -> ResolvedLeaf:
+        """The leaf at a position (from 0) in leaf order."""
+        row = self._rows[at]
+        return ResolvedLeaf(
+            path=self.paths[at],
+            shape=self.shapes[at],
+            dtype=self.dtypes[at],
+            layout=self._layout(row),
+            rule=None if row.rule is None else section_of(row, self.rules)[row.rule],
+            rule_number=None if row.rule is None else row.rule + 1,
+            reason=row.reason,
+            role=self._roles()[at],
+            shard_shape=row.shard_shape,
+            bytes_per_device=leaf_bytes(
+                row.shard_shape or self.shapes[at], self.dtypes[at]
+            ),
+            fallback=row.fallback,
+            owner=row.owner,
+            note=row.note,
+        )
+
+    def _layout(self, row: Decision) -> TensorLayout:
+        """The layout of a decision; equal ones are one object."""
+        key = (row.dims, id(row.mesh), row.memory_kind)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout = self._layouts[key] = layout_of(row)
+        return layout
+
+    def _roles(self) -> list[Role]:
+        roles = self._roles_of
+        if roles is None:
+            roles = []
+            for section in self._flat.sections:
+                roles += [section.role] * (section.stop - section.start)
+            others = {key for key, row in self._distinct.items() if _may_be_other(row)}
+            if others:
+                for at, row in enumerate(self._rows):
+                    if id(row) in others and roles[at] == "parameter":
+                        if self._is_other(at, row):
+                            roles[at] = "other"
+            object.__setattr__(self, "_roles_of", roles)
+        return roles
+
+    def _is_other(self, at: int, row: Decision) -> bool:
+        """Random state, strings, and whole numbers (a `step`): no parameters."""
+        return row.reason != "scalar" or self.dtypes[at].kind in "iub"
+
+    def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns:
+        """The leaves with the decisions that are wanted; None for all."""
+        own = Columns(self.paths, self.shapes, self.dtypes, self._rows, self._roles())
+        if wanted is None:
+            return own
+        found = {key for key, row in self._distinct.items() if wanted(row)}
+        chosen = [id(row) in found for row in self._rows] if found else ()
+        return Columns._make(list(itertools.compress(column, chosen)) for column in own)
+
+    def parameter_paths(self) -> Iterator[tuple[str, bool]]:
+        """Paths that a rule may have been meant for, and whether no rule matches them.
+
+        One of those that differ in their numbers alone, as far as that is known; all
+        paths, where there are no parameters.
+        """
+        roles, rows = self._roles(), self._rows
+        wanted = "parameter" if "parameter" in roles else "optimizer"
+        for at in self._flat.representatives():
+            if roles[at] == wanted:
+                yield self.paths[at], rows[at].reason == "no rule"
+
+    def owners(self) -> dict[str, tuple[str | None, tuple[int | None, ...] | None]]:
+        """Optimizer-state path → the parameter and the dims it came from."""
+        return {
+            path: (row.owner, row.owner_dims)
+            for path, row, role in zip(
+                self.paths, self._rows, self._roles(), strict=True
+            )
+            if role == "optimizer"
+        }
+
+    def inner_paths(self, role: Role) -> dict[str, str]:
+        """Path in the whole tree → path within its section, for leaves of a role.
+
+        Without scalars, such as a metric beside a model, of which no rule is asked. A
+        path that several sections have ends in a number: `kernel`, `kernel #2`.
+        """
+        found, counts = dict[str, str](), Counter[str]()
+        for at, own in enumerate(self._roles()):
+            if own == role and self.shapes[at]:
+                path = self._flat.paths[at]
+                counts[path] += 1
+                more = f" #{counts[path]}" if counts[path] > 1 else ""
+                found[self.paths[at]] = path + more
+        return found
+
+    # --------------------------------------------------------------- questions
+
+    @property
+    def unused_rules(self) -> tuple[Rule, ...]:
+        """Rules that match no leaf.
+
+        Parameter rules are asked of trees with parameters only, rules for optimizer
+        state of trees with optimizer state. Those that match no parameter and end in
+        `/output` are for the outputs of layers, and not listed.
+        """
+        unused: list[Rule] = []
+        for role, reason_is, section in (
+            ("parameter", False, self.rules.rules),
+            ("optimizer", True, self.rules.optimizer),
+        ):
+            if section and role in self._roles():
+                used = {
+                    at
+                    for row in self._distinct.values()
+                    if (row.reason == "optimizer rule") is reason_is
+                    for at in row.matched
+                }
+                unused.extend(r for at, r in enumerate(section) if at not in used)
+        return tuple(
+            rule
+            for rule in unused
+            if "output" not in rule.pattern or not is_for_outputs(rule)
+        )
+
+    def totals(self, role: Role | None = None) -> Totals:
+        """Sums in bytes, over all leaves or those of one role."""
+        known = self._sums.get(role)
+        if known is None:
+            known = self._sums[role] = self._sum(role)
+        return known
+
+    def _sum(self, role: Role | None) -> Totals:
+        leaves = total = per_device = replicated = 0
+        for (own, shape, dtype, shard), count in self._alike().items():
+            if role is None or own == role:
+                leaves += count
+                whole = count * leaf_bytes(shape, dtype)
+                total += whole
+                per_device += count * leaf_bytes(shard or shape, dtype)
+                if shard in (None, shape):
+                    replicated += whole
+        return Totals(leaves, total, per_device, replicated)
+
+    def _alike(self) -> Counter[tuple[Role, Shape, Any, Shape | None]]:
+        """How many leaves there are of each role, shape, dtype and shape of a shard."""
+        shards = map(operator.attrgetter("shard_shape"), self._rows)
+        return Counter(
+            zip(self._roles(), self.shapes, self.dtypes, shards, strict=True)
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all global arrays."""
+        return self.totals().total_bytes
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that each device holds."""
+        return self.totals().bytes_per_device
+
+    @property
+    def replicated_share(self) -> float:
+        """Share (0 to 1) of all bytes that every device holds in full."""
+        totals = self.totals()
+        if not totals.total_bytes or (self.mesh is not None and self.mesh.size == 1):
+            return 0.0
+        return totals.replicated_bytes / totals.total_bytes
+
+
+def _may_be_other(row: Decision) -> bool:
+    return row.reason in ("random state", "not an array", "scalar")

@@ -1,0 +1,289 @@
+"""A Resolution as it is written down: plain records, from JSON of schema 1."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from flax_layoutmap._core.errors import LayoutError, visible
+from flax_layoutmap._core.whole_file import readable_json
+from flax_layoutmap._tree.fold import natural_key
+
+Shape = tuple[int, ...]
+Change = Literal["added", "removed", "reshaped", "moved", "decided"]
+CHANGES: tuple[Change, ...] = get_args(Change)
+SECTIONS = ("rules", "activations", "names", "optimizer")
+
+# What a file for review leaves out of a leaf: the number of its rule changes with any
+# rule before it, and the rest can be read from what is kept.
+_NUMBERED = ("rule", "note")
+_TEXTS_OR_NONE = ("dtype", "pattern", "owner", "fallback", "memory_kind")
+_ALWAYS = ("path", "shape", "dtype", "spec", "shard_shape", "bytes_per_device")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshShape:
+    """A mesh without its devices.
+
+    Attributes:
+        axes: names of its axes.
+        shape: their sizes.
+        types: their types, `"auto"`, `"explicit"` or `"manual"`.
+    """
+
+    axes: tuple[str, ...]
+    shape: Shape
+    types: tuple[str, ...]
+
+    def __str__(self) -> str:
+        pairs = zip(self.axes, self.shape, strict=True)
+        return ",".join(f"{visible(name)}={size}" for name, size in pairs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafRecord:
+    """One leaf of a Resolution, in plain values.
+
+    Attributes:
+        path: path of the leaf within the whole tree.
+        shape: global shape.
+        dtype: name of the dtype; None for a leaf that is no array.
+        dims: per dim, the mesh axes that it lies on.
+        shard_shape: shape of one device's part; None without a mesh.
+        bytes_per_device: bytes of one device's part.
+        role: `"parameter"`, `"optimizer"` or `"other"`.
+        reason: why it lies so, in a few words.
+        pattern: the pattern of the rule that decided; None where none did.
+        owner: the parameter that it follows, if it does.
+        fallback: what happened instead, where a rule matched but could not apply.
+        memory_kind: the memory it lies in; None for the device's default.
+        mesh: the mesh it lies on; None without one.
+    """
+
+    path: str
+    shape: Shape
+    dtype: str | None
+    dims: tuple[tuple[str, ...], ...]
+    shard_shape: Shape | None
+    bytes_per_device: int
+    role: str
+    reason: str
+    pattern: str | None = None
+    owner: str | None = None
+    fallback: str | None = None
+    memory_kind: str | None = None
+    mesh: MeshShape | None = None
+
+    @property
+    def spec(self) -> str:
+        """`P(-, model)`, or `replicated`."""
+        entries = ["+".join(axes) or "-" for axes in self.dims]
+        while entries and entries[-1] == "-":
+            entries.pop()
+        text = f"P({', '.join(entries)})" if entries else "replicated"
+        return f"{text} {self.memory_kind}" if self.memory_kind else text
+
+    @property
+    def why(self) -> str:
+        """The pattern of its rule, or the reason why there is none."""
+        if self.pattern is not None:
+            return repr(self.pattern)
+        return f"follows {self.owner}" if self.owner else self.reason
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafChange:
+    """One leaf that is not as it was.
+
+    Attributes:
+        path: path of the leaf.
+        change: `"added"`; `"removed"`; `"reshaped"` (of another shape or dtype);
+            `"moved"` (it lies otherwise); `"decided"` (it lies as before, for another
+            reason, such as another rule).
+        before: the leaf before; None for one that was added. It has, in plain values,
+            what `ResolvedLeaf` has, and `spec` as text.
+        after: the leaf after; None for one that was removed.
+        received_bytes: of a leaf that moved, the most bytes that one device has to be
+            sent; 0 for others, None where there is no mesh to tell by.
+        all_received_bytes: the sum over the devices.
+    """
+
+    __module__ = "flax_layoutmap"
+    path: str
+    change: Change
+    before: LeafRecord | None
+    after: LeafRecord | None
+    received_bytes: int | None = 0
+    all_received_bytes: int | None = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that a Resolution decided.
+
+    Attributes:
+        rules: the rules, as JSON.
+        mesh: the mesh of the rules or, where they have none, of the leaves.
+        leaves: path → leaf.
+        devices: what tells the devices of the mesh apart, row by row; None where that
+            is not known, as for an abstract mesh or a file.
+    """
+
+    rules: Mapping[str, Any]
+    mesh: MeshShape | None
+    leaves: Mapping[str, LeafRecord]
+    devices: tuple[Any, ...] | None = None
+
+
+def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
+    """Reads what `Resolution.to_json` or `golden_text` wrote.
+
+    Raises:
+        LayoutError: it is of another schema, or damaged.
+    """
+    if not isinstance(data, dict) or data.get("schema") != 1:
+        schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
+        raise LayoutError(
+            f"layouts of schema {schema!r} cannot be read; this is schema 1, what "
+            'resolution.report("json") and flm.testing.dump write'
+        )
+    try:
+        rules = dict(data["rules"])
+        mesh = _mesh(rules["mesh"])
+        for section in SECTIONS:
+            for entry in rules[section]:
+                rule_text(entry)
+        leaves = [_leaf(entry, mesh) for entry in data["leaves"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise LayoutError(f"the layouts are damaged: {error!r}") from error
+    if mesh is None:  # the layouts may have brought one
+        mesh = next((leaf.mesh for leaf in leaves if leaf.mesh is not None), None)
+    return Snapshot(rules, mesh, {leaf.path: leaf for leaf in leaves}, devices)
+
+
+def golden_text(data: Mapping[str, Any]) -> str:
+    """What `Resolution.to_json` gives as JSON for review: sorted, one line per leaf."""
+    leaves = [
+        {
+            key: value
+            for key, value in leaf.items()
+            if key not in _NUMBERED and (key in _ALWAYS or value is not None)
+        }
+        for leaf in sorted(data["leaves"], key=lambda leaf: natural_key(leaf["path"]))
+    ]
+    kept = {
+        "schema": data["schema"],
+        "rules": data["rules"],
+        "totals": {role: sums for role, sums in data["totals"].items()},
+        "leaves": leaves,
+    }
+    return f"{_lines(kept, 2)}\n"
+
+
+def record_json(leaf: LeafRecord) -> dict[str, Any]:
+    """A leaf as in the report's JSON, but for the number of its rule and its mesh."""
+    return {
+        "path": leaf.path,
+        "shape": list(leaf.shape),
+        "dtype": leaf.dtype,
+        "spec": [
+            list(axes) if len(axes) > 1 else axes[0] if axes else None
+            for axes in leaf.dims
+        ],
+        "pattern": leaf.pattern,
+        "reason": leaf.reason,
+        "role": leaf.role,
+        "shard_shape": None if leaf.shard_shape is None else list(leaf.shard_shape),
+        "bytes_per_device": leaf.bytes_per_device,
+        "fallback": leaf.fallback,
+        "owner": leaf.owner,
+        "memory_kind": leaf.memory_kind,
+    }
+
+
+def rule_text(entry: Mapping[str, Any]) -> str:
+    """`'up/kernel' → (None, 'model')`, from a rule as JSON."""
+    dims = [_dim_text(dim) for dim in entry["axes"]]
+    axes = f"({', '.join(dims)}{',' if len(dims) == 1 else ''})"
+    text = f"{entry['pattern']!r} → {'None' if dims in ([], ['...']) else axes}"
+    if entry.get("memory_kind"):
+        text += f" in {entry['memory_kind']}"
+    if entry.get("mesh"):
+        text += f" on {_mesh(entry['mesh'])}"
+    return text + (f", rank {entry['rank']!r}" if entry.get("rank") else "")
+
+
+def mesh_text(mesh: MeshShape | None, other: MeshShape | None = None) -> str:
+    """The mesh, with the types of its axes where the other differs in them alone."""
+    if mesh is None:
+        return "no mesh"
+    if other is not None and str(mesh) == str(other) and mesh.types != other.types:
+        return f"{mesh} ({', '.join(mesh.types)})"
+    return str(mesh)
+
+
+def _dim_text(dim: Any) -> str:
+    if dim == "...":
+        return "..."
+    return repr(tuple(dim) if isinstance(dim, list) else dim)
+
+
+def _mesh(data: Mapping[str, Any] | None) -> MeshShape | None:
+    if data is None:
+        return None
+    shape = tuple(map(int, data["shape"]))
+    return MeshShape(tuple(data["axis_names"]), shape, tuple(data["axis_types"]))
+
+
+def _leaf(entry: Mapping[str, Any], mesh: MeshShape | None) -> LeafRecord:
+    shard = entry["shard_shape"]
+    own = entry.get("mesh")
+    dims = tuple(
+        () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+        for axes in entry["spec"]
+    )
+    texts = ("path", "role", "reason", *_TEXTS_OR_NONE)
+    for name in texts:
+        value = entry.get(name)
+        if not isinstance(value, str) and (value is not None or name in texts[:3]):
+            raise TypeError(f"{name} of {entry['path']!r} is {value!r}")
+    known = mesh.axes if own is None and mesh is not None else None
+    if known is not None and not set(itertools.chain(*dims)) <= set(known):
+        raise ValueError(f"{entry['path']!r} lies on axes that the mesh does not have")
+    if len(dims) != len(entry["shape"]):
+        raise ValueError(f"{entry['path']!r} has a spec of {len(dims)} dims")
+    return LeafRecord(
+        path=entry["path"],
+        shape=tuple(entry["shape"]),
+        dtype=entry["dtype"],
+        dims=dims,
+        shard_shape=None if shard is None else tuple(shard),
+        bytes_per_device=int(entry["bytes_per_device"]),
+        role=entry["role"],
+        reason=entry["reason"],
+        pattern=entry.get("pattern"),
+        owner=entry.get("owner"),
+        fallback=entry.get("fallback"),
+        memory_kind=entry.get("memory_kind"),
+        mesh=mesh if own is None else _mesh(own),
+    )
+
+
+def _lines(value: Any, depth: int, indent: str = "") -> str:
+    """JSON with one entry of the outer objects and lists in a line."""
+    below = indent + "  "
+    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        rows = [readable_json(entry) for entry in value]
+        return _block("[]", rows, indent)
+    if isinstance(value, dict) and value and depth:
+        rows = [
+            f"{readable_json(key)}: {_lines(entry, depth - 1, below)}"
+            for key, entry in value.items()
+        ]
+        return _block("{}", rows, indent)
+    return readable_json(value)
+
+
+def _block(brackets: str, rows: Sequence[str], indent: str) -> str:
+    inner = f",\n{indent}  ".join(rows)
+    return f"{brackets[0]}\n{indent}  {inner}\n{indent}{brackets[1]}"

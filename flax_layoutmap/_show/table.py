@@ -1,0 +1,217 @@
+"""Columns of plain values as text or Markdown; knows no rules."""
+
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from flax_layoutmap._core.errors import visible
+
+# What Markdown would read as markup.
+_MARKUP = re.compile(
+    r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
+)
+_TICKS = re.compile("`+")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class Line(NamedTuple):
+    """One line of a Grid.
+
+    Attributes:
+        cells: one text per column; a heading has one text, which spans all of them.
+        mark: what is to be said of it by colour: `""`, `"warning"`, `"heading"`, or
+            a word that the reader of the Grid knows.
+    """
+
+    cells: tuple[str, ...]
+    mark: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Grid:
+    """A table before it is written.
+
+    Attributes:
+        names: the header, one per column.
+        right: whether a column is aligned to the right.
+        lines: the lines below the header; what a terminal would obey is escaped.
+    """
+
+    names: tuple[str, ...]
+    right: tuple[bool, ...]
+    lines: tuple[Line, ...]
+
+    def __post_init__(self) -> None:
+        cells = itertools.chain.from_iterable(line.cells for line in self.lines)
+        if not "".join(cells).isprintable():
+            seen = (Line(tuple(map(visible, own)), mark) for own, mark in self.lines)
+            object.__setattr__(self, "lines", tuple(seen))
+
+    def _columns(self) -> list[tuple[str, ...]]:
+        """Header and cells of each column, without the headings."""
+        rows = (line.cells for line in self.lines if line.mark != "heading")
+        return list(zip(self.names, *rows, strict=True))
+
+    def widths(self) -> list[int]:
+        """Width of each column, in cells of a terminal."""
+        return list(map(widest, self._columns()))
+
+    def width(self) -> int:
+        """Width of the whole table, in cells of a terminal."""
+        return total_width(self.widths())
+
+    def padded(self) -> Iterator[tuple[list[str], str]]:
+        """The cells of each line, filled to the width of their columns, and its mark.
+
+        The header (mark `"header"`) and a line below it (mark `"rule"`) come first.
+        """
+        columns = self._columns()
+        widths = list(map(widest, columns))
+        filled = zip(*map(_filled, columns, widths, self.right), strict=True)
+        yield list(next(filled)), "header"
+        yield ["─" * width for width in widths], "rule"
+        for cells, mark in self.lines:
+            yield list(cells if mark == "heading" else next(filled)), mark
+
+    def text(self) -> str:
+        """The table with two spaces between columns."""
+        return "\n".join("  ".join(cells).rstrip() for cells, _ in self.padded())
+
+
+def text_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
+) -> str:
+    """Aligns columns with two spaces between them and a line below the header."""
+    lines = tuple(Line(tuple(row)) for row in rows)
+    return Grid(tuple(header), tuple(right), lines).text()
+
+
+def markdown_table(grid: Grid, code: Sequence[str]) -> str:
+    """A table of Markdown, with the columns of some names as code."""
+    rule = ["--:" if flag else ":--" for flag in grid.right]
+    rows = [
+        [
+            (_code(cell) if name in code else markdown_text(cell)).replace("|", "\\|")
+            for name, cell in zip(grid.names, line.cells, strict=True)
+        ]
+        for line in grid.lines
+    ]
+    rows = [list(grid.names), rule, *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def as_markdown(grid: Grid, lines: Sequence[str]) -> str:
+    """A table, with paths, specs and rules as code, and a list."""
+    table = markdown_table(grid, ("path", "spec", "rule"))
+    return f"{table}\n\n{markdown_list(lines)}"
+
+
+def markdown_list(lines: Sequence[str]) -> str:
+    """One item per line; an indented line is an item below the one before it."""
+    items = map(markdown_text, lines)
+    return "\n".join(
+        f"  - {item.lstrip()}" if item.startswith("  ") else f"- {item}"
+        for item in items
+    )
+
+
+def markdown_text(text: str) -> str:
+    """A text that Markdown shows as it is."""
+    return _MARKUP.sub(r"\\\g<0>", visible(text))
+
+
+@functools.lru_cache(maxsize=4096)
+def human_bytes(count: int | float) -> str:
+    """`1536` → `'1.5 KiB'`."""
+    value, power = float(count), 0
+    while value >= 1024 and power < len(_UNITS) - 1:
+        value, power = value / 1024, power + 1
+    return f"{value:.{min(power, 1)}f} {_UNITS[power]}"
+
+
+def human_share(share: float) -> str:
+    """`0.0312` → `'3.1%'`; what is something is never shown as nothing."""
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
+def text_width(text: str) -> int:
+    """Cells of a terminal that a text takes.
+
+    >>> text_width("kernel"), text_width("核")
+    (6, 2)
+    """
+    if _is_narrow(text):
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def widest(texts: Sequence[str]) -> int:
+    """Cells of a terminal that the widest of some texts takes."""
+    return max(map(len if _is_narrow("".join(texts)) else text_width, texts))
+
+
+def total_width(widths: Collection[int]) -> int:
+    """Cells of a terminal that a table takes, from those of its columns."""
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _is_narrow(text: str) -> bool:
+    """Whether each character takes one cell; those that we add are looked at here."""
+    return text.isascii() or text.replace("…", "").replace("×", "").isascii()
+
+
+def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
+    fill = str.rjust if right else str.ljust
+    if _is_narrow("".join(texts)):
+        return map(fill, texts, itertools.repeat(width))
+    return (fill(text, width - text_width(text) + len(text)) for text in texts)
+
+
+def _characters(text: str, width: int) -> int:
+    """About how many characters of a text take so many cells."""
+    return width * len(text) // max(text_width(text), 1)
+
+
+def cut(text: str, width: int) -> str:
+    """A text with its middle left out, where it is too long; the end counts for more.
+
+    >>> cut("4 attention/(query|key|value)/kernel", 20)
+    '4 atten…alue)/kernel'
+    """
+    if text_width(text) <= width:
+        return text
+    width = _characters(text, width)
+    end = (2 * (width - 1)) // 3
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def cut_path(path: str, width: int) -> str:
+    """A path with parts left out, where it is too long; never the end of it.
+
+    >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
+    'opt_state/…/query/kernel'
+    """
+    if text_width(path) <= width:
+        return path
+    width = _characters(path, width)
+    first = path.find("/") + 1
+    for start, fewest in ((f"{path[:first]}…", 2), ("…", 1)):
+        at = path.find("/", max(first, len(path) + len(start) - width))
+        if at >= 0 and path.count("/", at) >= fewest:
+            return f"{start}{path[at:]}"
+    return f"…{path[max(len(path) - width + 1, 0) :]}"
+
+
+def _code(cell: str) -> str:
+    """A cell as code, with more marks around it than it holds in a row."""
+    if cell in ("", "-"):
+        return cell
+    if "`" not in cell:
+        return f"`{cell}`"
+    marks = "`" * (1 + max(map(len, _TICKS.findall(cell))))
+    return f"{marks} {cell} {marks}"

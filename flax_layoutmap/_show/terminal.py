@@ -1,0 +1,169 @@
+"""A Grid and the lines below it in the colours of a terminal; knows no rules."""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING
+
+from flax_layoutmap._core.errors import visible
+from flax_layoutmap._show.table import Grid, text_width
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+# By the position of an axis in its mesh. The first two are told apart by everybody who
+# can read a terminal; red is kept for what deserves a look.
+_AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
+
+_MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
+_CHANGES = {"added": "green", "removed": "red", "reshaped": "yellow", "moved": "bold"}
+_LINES = {"  - ": "red", "  + ": "green"}
+_WARNINGS = ("unused", "unmatched", "fallback")
+_NARROWEST = 20
+_WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
+_FOLDED = re.compile(r"\{[\d.,…]+\}| ×\d+")
+
+
+def axis_styles(axes: Sequence[str]) -> dict[str, str]:
+    """Mesh axis → its colour; the same in everything that shows one mesh."""
+    return {name: _AXES[at % len(_AXES)] for at, name in enumerate(axes)}
+
+
+def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
+    """Lines no longer than `width`, where words allow it; None for any length."""
+    lines = list(map(visible, lines))
+    if width is None:
+        return lines
+    found: list[str] = []
+    for line in lines:
+        found += _wrapped(line, max(width - (text_width(line) - len(line)), _NARROWEST))
+    return found
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """One line as several, as `textwrap` has them, in a tenth of the time.
+
+    Those after the first are indented; a longer word stays whole.
+    """
+    found, start = list[str](), len(line) - len(line.lstrip())
+    indent = " " * (start + 2)
+    while len(line) > width:
+        end = line.rfind(" ", start, width + 1)
+        if end < 0 and start and not found:  # a first word that does not fit
+            line, start = line[start:], 0
+            continue
+        if end < 0:
+            end = line.find(" ", start)
+        if end < 0:
+            break
+        found.append(line[:end].rstrip())
+        line, start = indent + line[end:].lstrip(), len(indent)
+    return [*found, line.rstrip()] if line.strip() or not found else found
+
+
+def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
+    """The lines of the table, with the axes in the specs in their colours."""
+    from rich.text import Text
+
+    styles = axis_styles(axes)
+    for cells, mark in grid.padded():
+        if mark in _MARKS:
+            text = "  ".join(cells).rstrip()
+            yield _folded(Text(text, style=_MARKS[mark]), mark == "heading")
+            continue
+        row = dict(zip(grid.names, cells, strict=True))
+        parts = [_cell(name, row, mark, styles) for name in grid.names]
+        line = Text("  ").join(parts)
+        line.rstrip()
+        yield line
+
+
+def coloured_lines(lines: Sequence[str], axes: Sequence[str]) -> "Iterator[Text]":
+    """Lines of words: what they are about in bold, or in red where it is a warning."""
+    from rich.text import Text
+
+    styles = axis_styles(axes)
+    for line in lines:
+        text = Text(line, style=_LINES.get(line[:4], ""))
+        word = _WORD.match(line)
+        if word is not None:
+            is_warning = word[0].startswith(_WARNINGS)
+            text.stylize("bold red" if is_warning else "bold", 0, word.end())
+        for name, style in styles.items():
+            text.highlight_regex(rf"(?<![\w'/]){re.escape(name)}(?==\d)", style)
+        yield _folded(text, True)
+
+
+def show(
+    lines: "Callable[[int], Iterable[Text]]",
+    text: Callable[[int | None], str],
+    file: IO[str] | None,
+) -> None:
+    """Prints on a terminal in colour and as wide as it; else as plain text.
+
+    In a job of several processes, process 0 prints for all.
+
+    Args:
+        lines: what to print in colour, from a width.
+        text: the same without, from a width or None for as wide as it gets.
+        file: where to, in every process; None for standard output.
+    """
+    import jax
+    from rich.console import Console
+
+    if file is None and jax.distributed.is_initialized() and jax.process_index() > 0:
+        return
+    console = Console(file=file)
+    if console.is_terminal or console.is_jupyter:
+        for line in lines(console.width):
+            console.print(line, soft_wrap=True)
+        return
+    width = console.width if os.environ.get("COLUMNS", "").isdigit() else None
+    print(text(width), file=console.file)
+
+
+def _cell(
+    name: str, row: Mapping[str, str], mark: str, styles: Mapping[str, str]
+) -> "Text":
+    from rich.text import Text
+
+    text = Text(row[name])
+    if name == "path":
+        return _folded(text, True)
+    if name == "spec":
+        return _spec(text, styles)
+    if name in ("shape", "array"):
+        return _dims(text, row["spec"], styles)
+    if name == "rule":
+        is_dim = text.plain.startswith("follows ")
+        text.stylize("red" if mark == "warning" else "dim" if is_dim else "")
+    elif name == "" or (name == "change" and "" not in row):
+        text.stylize(_CHANGES.get(mark, ""))
+    elif name == "change":
+        return _spec(text, styles)
+    elif name in ("shard", "dtype"):
+        text.stylize("dim")
+    return text
+
+
+def _spec(text: "Text", styles: Mapping[str, str]) -> "Text":
+    for name, style in styles.items():
+        text.highlight_regex(rf"(?<![\w.]){re.escape(name)}(?![\w.])", style)
+    text.highlight_regex(r"replicated|[P(),→]", "dim")
+    return text
+
+
+def _dims(text: "Text", spec: str, styles: Mapping[str, str]) -> "Text":
+    """Each size in the colour of the first mesh axis that its dim lies on."""
+    inside = re.search(r"P\((.*)\)", spec)
+    entries = inside[1].split(", ") if inside and "→" not in spec else []
+    sizes = list(re.finditer(r"\d+(?=[,\])])", text.plain))
+    for size, entry in zip(sizes, entries, strict=False):
+        text.stylize(styles.get(entry.split("+")[0], ""), *size.span())
+    return text
+
+
+def _folded(text: "Text", wanted: bool) -> "Text":
+    if wanted:
+        text.highlight_regex(_FOLDED.pattern, "dim")
+    return text

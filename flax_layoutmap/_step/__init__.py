@@ -1,0 +1,1 @@
+"""`flm.jit`: arguments, shardings, programs."""

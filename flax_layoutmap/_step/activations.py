@@ -1,0 +1,442 @@
+"""Layouts of the outputs of layers, by the paths of their modules.
+
+Nothing is changed in the model: while a function is traced, the `__call__` of NNX
+modules and of Linen's also fixes the layout of what it returns. Modules of NNX do not
+know their paths, so they carry them as a static attribute meanwhile, which goes through
+`nnx.grad`, `scan`, `remat` and `merge` with them.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from flax import linen, nnx
+
+from flax_layoutmap._core.block import Block
+from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._place.place import distribute_tensor
+from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.announce import Remark, news
+from flax_layoutmap._rules.rules import (
+    Matcher,
+    Rule,
+    RuleSet,
+    is_for_outputs,
+    reaching_the_end,
+)
+from flax_layoutmap._rules.scope import keyed, using_rules
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.flax_internals import is_nnx_object, named_objects_of, patched
+from flax_layoutmap._tree.paths import escape, forms, join_keys
+
+# With the prefix of Flax's own book-keeping, which no loop over the parts of an
+# nnx.Dict shows.
+_MARK = "_pytree__flax_layoutmap_path"
+
+
+def activation_scope(layout_map: Any, *models: Any) -> Block:
+    """Applies `layout_map.activations` to the layers that are called in the block.
+
+    `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]` there.
+    `flm.jit(layout_map=…)` does both by itself. With `jax.jit`, `nnx.jit` or without
+    either, call the model in this block, inside of the traced function.
+
+    Args:
+        layout_map: a `LayoutMap` or `RuleSet` with a mesh.
+        *models: NNX modules, whose paths begin here. A module that is in none of
+            them is the root of its own paths when it is called. Linen modules know
+            their paths and need not be given. A module that has several paths goes by
+            the first.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        RuleError: `layout_map` is none; or, at the end, a strict map has activation
+            rules that no called module matches.
+        MeshError: the rules have no mesh.
+        LayoutError: when a layer is called whose output does not fit its rule.
+
+    Example:
+        >>> import flax_layoutmap as flm, jax
+        >>> from flax import nnx
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map.activations["layers/0"] = ("data", None)
+        >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        >>> with flm.activation_scope(layout_map, model):
+        ...     y = model(jax.numpy.ones((8, 4)))
+        >>> tuple(y.sharding.spec)
+        ('data',)
+
+    Plain JAX: `jax.lax.with_sharding_constraint(y, …)` after each layer.
+    """
+    rules = rule_set_of(layout_map, "activation_scope(layout_map)")
+    if rules.mesh is None:
+        raise MeshError(
+            "activation_scope needs rules with a mesh; use layout_map.on(mesh)"
+        )
+    for model in models:
+        if not is_nnx_object(model):
+            raise RuleError(
+                "activation_scope(layout_map, *models) takes NNX modules, got a "
+                f"{type(model).__name__}; Linen modules need not be given"
+            )
+    parameters = [form for model in models for form in flatten(model).every_form()]
+    roots = [("", model) for model in models]
+    return Block(functools.partial(_opened, rules, roots, parameters))
+
+
+@contextlib.contextmanager
+def _opened(rules: RuleSet, *arguments: Any) -> Iterator[None]:
+    was, active = _ACTIVE.get(), None
+    try:
+        with using_rules(rules), contextlib.ExitStack() as stack:
+            active = _activate(stack, rules, *arguments)
+            yield
+    finally:
+        _ACTIVE.set(was)
+    if active is not None:
+        active.tell(warn)
+
+
+def call_activated(
+    call: Callable[[], Any],
+    rules: RuleSet | None,
+    roots: Sequence[tuple[str, Any]],
+    parameters: Iterable[str],
+    tell: Callable[[str], None],
+) -> Any:
+    """Calls; layers give their outputs the layouts of the activation rules.
+
+    Not a block, for the same reason as `call_with_rules`.
+
+    Args:
+        call: what to call.
+        rules: the rules; without any for activations nothing is done.
+        roots: NNX objects, each with what its own paths begin with: `policy/`.
+        parameters: paths of parameters, in all their forms: a rule `…/output` that
+            matches one of them is no rule for outputs.
+        tell: is told of rules that never fired; in a trace, a warning would point at
+            JAX's code.
+    """
+    was = _ACTIVE.get()
+    try:
+        with contextlib.ExitStack() as stack:
+            active = _activate(stack, rules, roots, parameters)
+            result = call()
+    finally:
+        _ACTIVE.set(was)
+    if active is not None:
+        active.tell(tell)
+    return result
+
+
+def _activate(
+    stack: contextlib.ExitStack,
+    rules: RuleSet | None,
+    roots: Sequence[tuple[str, Any]],
+    parameters: Iterable[str],
+) -> "Active | None":
+    """Lays out outputs until the stack's end; the caller puts back `_ACTIVE`."""
+    active = None
+    if rules is not None and (
+        rules.activations or any(map(is_for_outputs, rules.rules))
+    ):
+        active = Active(rules)
+        active.learn(parameters)
+    was = _ACTIVE.get()
+    # None too: what `jit` keeps must not depend on a scope around the call.
+    _ACTIVE.set(active)
+    if active is None:
+        if was is not None:
+            stack.enter_context(keyed(("no activations", rules)))
+        return None
+    stack.enter_context(keyed(("activations", rules)))
+    stack.enter_context(active.marked(roots))
+    for cls in _classes(nnx.Module):
+        if "__call__" in vars(cls):
+            wrap = functools.partial(_scoped_call, cls)
+            stack.enter_context(patched(cls, "__call__", wrap))
+    stack.enter_context(linen.intercept_methods(_intercept))
+    return active
+
+
+def forget_path(node: Any) -> None:
+    """Takes the path off the modules of an object that leaves a function."""
+    for _, module in _modules_of(node):
+        vars(module).pop(_MARK, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """What a module carries; the rules, so that caches tell maps apart.
+
+    Attributes:
+        prefix: the names that lead to the outermost module that it is in.
+        path: its path in there.
+        rules: the rules.
+    """
+
+    prefix: str
+    path: str
+    rules: RuleSet
+
+
+class Active:
+    """The rules in force, and which of them have been used."""
+
+    def __init__(self, rules: RuleSet) -> None:
+        self._rules = rules
+        # Keras's spelling, until it is known that a parameter has such a path.
+        self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
+        # By the forms of a path (see `paths.forms`), of which the first is shown.
+        self._found: dict[tuple[str, ...], Rule | None] = {}
+        self._known: dict[tuple[str, ...], None] = {}  # of modules
+        self._open: set[tuple[str, ...]] = set()  # of those that were not called
+        self._depth = 0
+
+    def learn(self, parameters: Iterable[str]) -> None:
+        """Drops rules `…/output` of the map that are for these parameters."""
+        if self._outputs:
+            matcher = Matcher(self._outputs, self._rules.match)
+            used = {at for path in parameters for at in matcher.matching(path)}
+            kept = [rule for at, rule in enumerate(self._outputs) if at not in used]
+            self._outputs = kept
+            self._found.clear()
+
+    @contextlib.contextmanager
+    def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
+        """Inside, the modules below some objects know their paths."""
+        before: list[tuple[Any, Any]] = []
+        outer: set[int] = set()
+        for prefix, root in roots:
+            for path, node in _modules_of(root):
+                own = "/".join(map(escape, path))
+                seen = forms(prefix, own)
+                if _definer(type(node)) is not None and seen not in self._known:
+                    self._known[seen] = None
+                    self._open.add(seen)
+                mark = vars(node).get(_MARK)
+                if mark is not None and mark.rules == self._rules:
+                    outer.add(id(node))  # by a scope of the same rules around this one
+                else:
+                    before.append((node, mark))
+                    vars(node)[_MARK] = _Mark(prefix, own, self._rules)
+        try:
+            yield
+        finally:
+            # Copies that were made in between have the mark too.
+            nodes = [node for _, root in roots for _, node in _modules_of(root)]
+            for node in (*nodes, *(node for node, _ in before)):
+                if id(node) not in outer:
+                    vars(node).pop(_MARK, None)
+            for node, mark in before:
+                if mark is not None:
+                    vars(node)[_MARK] = mark
+
+    def call(self, plain: Callable[..., Any], module: Any, args: Any, kw: Any) -> Any:
+        """Calls a module, and lays its output out."""
+        mark = vars(module).get(_MARK)
+        if mark is not None and mark.rules != self._rules:
+            mark = None  # a copy from another scope
+        if mark is None and not self._depth:
+            # A model that was put together here, by nnx.merge: it is a root.
+            if self._outputs:
+                self.learn(flatten(module).every_form())
+            with self.marked([("", module)]):
+                return self.call(plain, module, args, kw)
+        self._depth += 1
+        try:
+            output = plain(*args, **kw)
+        finally:
+            self._depth -= 1
+        if mark is None:
+            return output
+        return self.laid_out(mark.prefix, mark.path, output)
+
+    def laid_out(self, prefix: str, path: str, output: Any) -> Any:
+        """The output of the module at a path, leaf by leaf in its layout."""
+        self._known[forms(prefix, path)] = None
+        self._open.discard(forms(prefix, path))
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(
+            output, is_leaf=is_nnx_object
+        )
+        several = len(leaves) > 1
+
+        def laid(keys: Any, x: Any) -> Any:
+            name = join_keys(keys)
+            own = [forms(prefix, _joined(path, name))] if name else []
+            return self._leaf([*own, forms(prefix, path)], x, several)
+
+        return jax.tree.unflatten(treedef, [laid(keys, x) for keys, x in leaves])
+
+    def _leaf(self, paths: Sequence[tuple[str, ...]], x: Any, several: bool) -> Any:
+        """A leaf of an output; its own path, if it has one, and then the module's."""
+        if is_nnx_object(x) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            return x
+        rule = self._rule(*paths[0])
+        if rule is None:
+            rule = self._rule(*paths[-1])
+            if several and not x.shape:
+                return x  # a loss beside the activations
+        if rule is None or (rule.rank == "skip" and not _has_rank(rule, len(x.shape))):
+            return x
+        try:
+            return distribute_tensor(x, self._layout(rule, x.shape))
+        except (LayoutError, MeshError) as error:
+            path = paths[-1][0]
+            where = (f"{path!r}" if path else "the model") + f" {tuple(x.shape)}"
+            fix = ""
+            if several:
+                fix = (
+                    f"; it has several outputs, of which this one may have a rule of "
+                    f"its own: layout_map.activations[{paths[0][0]!r}] = …"
+                )
+            raise type(error)(
+                f"the rule {rule.pattern!r} for the output of {where}: {error}{fix}"
+            ) from error
+
+    def _rule(self, *own: str) -> Rule | None:
+        """The rule for an output; of activations first, then Keras's spelling.
+
+        Args:
+            *own: the forms of its path.
+        """
+        if own not in self._found:
+            rule = self._chosen(self._rules.activations, own)
+            if rule is None and self._outputs:
+                rule = self._chosen(self._outputs, _outputs_of(own))
+            self._found[own] = rule
+        return self._found[own]
+
+    def _chosen(self, rules: Sequence[Rule], own: Sequence[str]) -> Rule | None:
+        found = [rules[at] for at in reaching_the_end(rules, self._rules.match, own)]
+        if not found:
+            return None
+        self._rules._fired.update(map(id, found))
+        overlap = self._rules.overlap
+        if overlap == "error" and len({rule.layout for rule in found}) > 1:
+            listed = ", ".join(f"{rule.pattern!r} → {rule.layout}" for rule in found)
+            raise RuleError(
+                f"rules with different layouts match the output of {own[0]!r}: "
+                f"{listed}; "
+                'make one narrower, or use overlap="first" or "last"'
+            )
+        return found[-1] if overlap == "last" else found[0]
+
+    def _layout(self, rule: Rule, shape: tuple[int, ...]) -> TensorLayout:
+        """The layout of a rule, on the mesh, without what `indivisible` leaves out."""
+        mesh = self._rules.mesh
+        layout = rule.layout if rule.layout.device_mesh else rule.layout.on(mesh)
+        if self._rules.indivisible == "error" or layout.device_mesh is None:
+            return layout
+        sizes = layout.device_mesh.axis_sizes
+        dims = [
+            axes if size % math.prod(sizes[axis] for axis in axes) == 0 else None
+            for axes, size in zip(layout.dims(len(shape)), shape, strict=True)
+        ]
+        return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
+
+    def tell(self, tell: Callable[[str], None]) -> None:
+        """Tells once of rules that match no module, here and earlier.
+
+        A rule for a module that is there and was not called is none of these. Where
+        some were not called, a rule may be for one of their outputs: no error then.
+        """
+        rules = self._rules
+        unused = [
+            rule.pattern
+            for rule in (*rules.activations, *self._outputs)
+            if id(rule) not in rules._fired and not self._is_for_known(rule)
+        ]
+        if not unused or not self._known or rules.strict is False:
+            return
+        lines = []
+        known = [own[0] for own in self._known]
+        for pattern in unused:
+            near = closest(pattern.removesuffix("/output"), known)
+            hint = f"; the closest is {near[0]!r}" if near else ""
+            lines.append(f"{pattern!r}{hint}")
+        text = (
+            f"activation rules that match the output of no module: {', '.join(lines)}"
+        )
+        if rules.strict and not self._open:
+            raise RuleError(f"strict: {text}")
+        about = f"no output: {' '.join(unused)}"
+        paths = frozenset(own[-1] for own in self._known)
+        for new in news(rules, [Remark(text, about, paths)]):
+            tell(new)
+
+    def _is_for_known(self, rule: Rule) -> bool:
+        named = _outputs_of if rule in self._outputs else tuple
+        match = self._rules.match
+        return any(reaching_the_end([rule], match, named(own)) for own in self._known)
+
+
+_ACTIVE: ContextVar[Active | None] = ContextVar(
+    "flax_layoutmap_activations", default=None
+)
+
+
+def _scoped_call(owner: type, plain: Any) -> Any:
+    """The `__call__` of a class, which lays out what it returns in a scope."""
+
+    @functools.wraps(plain)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = plain.__get__(self, type(self))
+        active = _ACTIVE.get()
+        if active is None or _definer(type(self)) is not owner:
+            return bound(*args, **kwargs)  # the second: super().__call__(…)
+        return active.call(bound, self, args, kwargs)
+
+    return call
+
+
+def _intercept(plain: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """The same for Linen."""
+    active = _ACTIVE.get()
+    if context.module.scope is None:  # a method of a module that holds no variables
+        return plain(*args, **kwargs)
+    if active is not None and not context.module.path:
+        active.learn(flatten(context.module.variables).every_form())
+    output = plain(*args, **kwargs)
+    if active is None or context.method_name != "__call__":
+        return output
+    return active.laid_out("", "/".join(map(escape, context.module.path)), output)
+
+
+def _modules_of(root: Any) -> list[tuple[Any, Any]]:
+    return [
+        (path, node)
+        for path, node in named_objects_of(root)
+        if isinstance(node, nnx.Module)
+    ]
+
+
+def _definer(cls: type) -> type | None:
+    return next((own for own in cls.__mro__ if "__call__" in vars(own)), None)
+
+
+def _classes(cls: type) -> set[type]:
+    below = {own for child in cls.__subclasses__() for own in _classes(child)}
+    return below | {cls}
+
+
+def _outputs_of(own: Sequence[str]) -> tuple[str, ...]:
+    """The forms of a path of a module as Keras's spelling has them."""
+    return tuple(f"{form}/output" for form in own)
+
+
+def _joined(*parts: str) -> str:
+    return "/".join(part for part in parts if part)
+
+
+def _has_rank(rule: Rule, ndim: int) -> bool:
+    rank = rule.layout.rank
+    return rank is None or rank == ndim

@@ -1,0 +1,265 @@
+"""Variables that a traced function reads though no argument holds them.
+
+Their values would be constants of the program, whatever becomes of the Variables. So,
+while a function is traced, what it reads of them is a stand-in of the same shape; where
+it computes with that, it is told which module to take as an argument.
+"""
+
+import collections
+import contextlib
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+
+from flax_layoutmap._core.errors import StructureError
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._tree.flax_internals import (
+    call_reading_as,
+    constants_of,
+    is_nnx_object,
+    named_objects_of,
+    read_value,
+    reader,
+    were_made_alike,
+)
+from flax_layoutmap._tree.jaxprs import results_read
+
+# Names of the functions that make the stand-ins.
+_STAND_IN = "value_of_variable_"
+
+# Part of the key of JAX's own caches: what a function of `jax.jit` that is called in
+# the trace has read there is no use elsewhere, nor the other way round.
+_TRACED: Any = jax.make_user_context(None)
+
+# Made where nothing is traced.
+_EAGER = nnx.Variable(0)
+
+_NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+# What JAX raises where Python asks a traced array for its numbers.
+_ASKS_FOR_NUMBERS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+# How many objects are searched for a Variable at most, to name its path.
+_LOOKED_AT = 10_000
+
+
+class Closures:
+    """The Variables that a function reads, and that none of its arguments holds."""
+
+    def __init__(self, fun: Any, name: str, given: Sequence[tuple[str, Any]]):
+        """Starts empty. To be made right before the trace.
+
+        Args:
+            fun: the function.
+            name: its name.
+            given: its arguments, with names.
+        """
+        self._fun, self._name, self._given = fun, name, given
+        outer = reader()
+        around = outer if isinstance(outer, Closures) else None
+        self._levels: list[Any] = [_EAGER] if around is None else around._levels
+        self._levels = [*self._levels, nnx.Variable(0)]
+        # Shared with the traces around: what is read is read in all of them.
+        self._read: dict[int, Any] = {} if around is None else around._read
+
+    def call(self, call: Callable[[], Any]) -> Any:
+        """Calls, in the trace.
+
+        Raises:
+            StructureError: the call asks for numbers of such a Variable,
+                differentiates it, or changes it.
+        """
+        try:
+            with _TRACED(True):
+                return call_reading_as(self, call)
+        except TraceContextError as error:
+            changed = _self_of(error)
+            if not self._is_outside(changed):
+                raise
+            raise self._error("changes", {id(changed): changed}) from error
+        except _ASKS_FOR_NUMBERS as error:
+            if not self._read:
+                raise
+            call()  # raises if what has no numbers is not the stand-ins
+            raise self._error("reads", self._read) from error
+        except ValueError as error:
+            if not self._read or "different trace level" not in str(error):
+                raise
+            # Flax's own text has all values of the Variable.
+            last = dict([list(self._read.items())[-1]])
+            raise self._error("differentiates", last) from None
+
+    def check(self, jaxpr: Any) -> None:
+        """Raises StructureError where the traced function makes use of a value."""
+        names = results_read(jaxpr, _STAND_IN)
+        used = [int(name.removeprefix(_STAND_IN)) for name in names]
+        if used:
+            raise self._error("reads", {at: self._read.get(at) for at in used})
+
+    def _is_outside(self, variable: Any) -> bool:
+        return isinstance(variable, nnx.Variable) and any(
+            were_made_alike(variable, level) for level in self._levels
+        )
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        """What a Variable is read as: as it is, or a stand-in."""
+        if isinstance(value, Tracer) or not self._is_outside(variable):
+            return value
+        self._read[id(variable)] = variable
+
+        def stand_in(leaf: Any) -> Any:
+            if isinstance(leaf, Tracer) or not isinstance(leaf, _NUMBERS):
+                return leaf
+            kind: Any = jax.typeof(leaf)
+
+            def make() -> Any:
+                return jax.lax.full(kind.shape, 0, kind.dtype)
+
+            make.__name__ = f"{_STAND_IN}{id(variable)}"
+            return jax.jit(make)()
+
+        return jax.tree.map(stand_in, value)
+
+    def _error(self, verb: str, wanted: Mapping[int, Any]) -> StructureError:
+        objects = itertools.chain(
+            _objects_within([("", self._fun)]), _objects_within(self._given)
+        )
+        found = _paths(objects, dict(wanted))
+        paths = _listed(path for path, _ in found)
+        owners = _listed({owner for _, owner in found if owner})
+        return StructureError(
+            f"{self._name} {verb} {paths} outside of its arguments: compiled, it would "
+            f"go on with the values that are there now; pass {owners or 'the module'} "
+            f"as an argument of {self._name} and use that"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = sorted(names)
+    more = f" and {len(every) - 4} more" if len(every) > 4 else ""
+    return ", ".join(every[:4]) + more
+
+
+def _self_of(error: Exception) -> Any:
+    """The object whose method has raised an error."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return None if trace is None else trace.tb_frame.f_locals.get("self")
+
+
+# ---------------------------------------------------------------------------- paths
+
+
+def _paths(
+    objects: Iterable[tuple[str, Any]], wanted: dict[int, Any]
+) -> list[tuple[str, str]]:
+    """Of each Variable its path with its shape, and the name of what it was found in.
+
+    Names are those that the function itself uses: of its closure, of globals. Where
+    none leads to the Variable, its type stands for its path.
+
+    Args:
+        objects: where to look, with names.
+        wanted: id → Variable, or None: one that a function of `jax.jit` has read in an
+            earlier trace.
+    """
+    found: list[tuple[str, str]] = []
+    for name, node in objects:
+        for path, part in named_objects_of(node):
+            if id(part) in wanted:
+                del wanted[id(part)]
+                found.append((_shown("/".join((name, *map(str, path))), part), name))
+        if not wanted:
+            break
+    others = (_shown(f"a {type(v).__name__}", v) for v in wanted.values())
+    return [*found, *((text, "") for text in others)]
+
+
+def _shown(name: str, variable: Any) -> str:
+    if variable is None:
+        return "a Variable"
+    leaves = jax.tree.leaves(read_value(variable))
+    return f"{name} {show_shape(np.shape(leaves[0]))}" if len(leaves) == 1 else name
+
+
+def _objects_within(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """NNX objects, Variables and States within reach, with names; nearest first."""
+    queue, seen = collections.deque(named), set[int]()
+    while queue and len(seen) < _LOOKED_AT:
+        name, value = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if is_nnx_object(value) or isinstance(value, nnx.Variable | nnx.State):
+            yield name, value
+            for path, part in named_objects_of(value):
+                where = ".".join((name, *map(str, path)))
+                queue += [(f"{where}.{k}", v) for k, v in constants_of(part).items()]
+        else:
+            queue += _named_parts(name, value)
+
+
+def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a function uses, a container holds, or an object has as attributes."""
+    if isinstance(value, types.FunctionType):
+        yield from _used_by(value)
+    elif isinstance(value, types.MethodType):
+        yield "self", value.__self__
+        yield name, value.__func__
+    elif isinstance(value, functools.partial):
+        yield name, value.func
+        yield from ((f"args[{at}]", part) for at, part in enumerate(value.args))
+        yield from value.keywords.items()
+    elif isinstance(value, Mapping):
+        yield from ((f"{name}[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from ((f"{name}[{at}]", part) for at, part in enumerate(value))
+    elif not isinstance(value, type | types.ModuleType):
+        attributes = getattr(value, "__dict__", {})
+        yield from ((f"{name}.{key}", part) for key, part in attributes.items())
+
+
+def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function has in its closure, its defaults, and by names of globals."""
+    for name, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
+        with contextlib.suppress(ValueError):  # not set yet
+            yield name, cell.cell_contents
+    yield from _defaults_of(function)
+    names = list(dict.fromkeys(_names_in(function.__code__)))
+    for name in filter(function.__globals__.__contains__, names):
+        value = function.__globals__[name]
+        yield name, value
+        if isinstance(value, type | types.ModuleType):
+            # Of what holds this much, what the function says.
+            for other in filter(vars(value).__contains__, names):
+                yield f"{name}.{other}", vars(value)[other]
+
+
+def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    values = function.__defaults__ or ()
+    names = code.co_varnames[: code.co_argcount]
+    yield from zip(names[len(names) - len(values) :], values, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _names_in(part)

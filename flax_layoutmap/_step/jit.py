@@ -1,0 +1,524 @@
+"""jit: in and out shardings from the rules, for NNX objects and pure trees.
+
+Arguments are sorted into two kinds. **State** is laid out by the rules and stays there:
+NNX objects, TrainStates, optax states, containers in which a rule shards something, and
+whatever is donated. **Data** is everything else: arrays that are on the mesh keep their
+layout, host arrays are split over the batch axes. The function is traced once for each
+structure and set of shapes; what it changed in NNX objects is written back into the
+caller's own objects.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from flax_layoutmap._core.constants import Uncomparable, contents, is_hashable
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.processes import (
+    Agreement,
+    Parts,
+    digest_of_values,
+    tell_of_others,
+)
+from flax_layoutmap._place.place import need_devices
+from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.scope import call_with_rules
+from flax_layoutmap._step.arguments import (
+    Argument,
+    Slot,
+    check_not_shared,
+    names_of,
+    positional_names,
+    refuse_constants,
+    shape_key,
+    signature_of,
+    slots_of,
+    static_key,
+    take_apart,
+)
+from flax_layoutmap._step.dispatch import Routes
+from flax_layoutmap._step.inputs import (
+    check_not_donated_twice,
+    deleted_paths,
+    fit,
+    give_own_memory,
+    holds_parameters,
+    note_pins,
+    own_sharding,
+    place_data,
+    tell_of_whole_batches,
+)
+from flax_layoutmap._step.program import (
+    Job,
+    OtherArgumentsError,
+    Program,
+    abstract_result,
+    call_job,
+    make_program,
+    mesh_context,
+    mesh_needed,
+    run_program,
+    surroundings,
+    write_back,
+)
+from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._tree.paths import join_keys
+
+# Compiled programs that one function keeps; the oldest is dropped.
+_PROGRAMS = 64
+
+
+def jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    layout_map: Any = None,
+    in_shardings: Mapping[str, Any] | None = None,
+    out_shardings: Any = None,
+    static_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Iterable[int] = (),
+) -> Any:
+    """`jax.jit` with in and out shardings from the rules; NNX objects are welcome.
+
+    State comes in and goes out in the layouts of the rules, so that nothing drifts and
+    the second call compiles nothing: arguments that hold an NNX object, an `nnx.State`,
+    a TrainState or an optax state, containers (a dict of parameters) in which a rule
+    shards a leaf, and donated arguments. NNX objects are updated in place, as by
+    `nnx.jit`. Arguments of other kinds are data: arrays on the mesh stay as they are,
+    those on the host are split over the map's `batch` axes (scalars and PRNG keys are
+    replicated).
+
+    A changed static attribute is seen, and the function traced again; also a change in
+    place of one that cannot be hashed (a list, a dataclass). README.md has a table of
+    what is compared.
+
+    The function may also add, remove, replace or swap Variables and modules of NNX
+    objects, edit their static attributes, and return them: the caller's own objects
+    become what they would without `jit`, and what is new is laid out by the rules. Such
+    a call donates nothing of the objects.
+
+    In the result, a tree with the structure and shapes of a state argument gets that
+    argument's layouts, and one like a container of data that was on the mesh lies as
+    that. Any other TrainState, optax state, `nnx.State` or mapping with the key
+    "params" is laid out by the rules. The rest is left to the compiler.
+
+    Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`.
+
+    Args:
+        fun: the function; leave out to use `jit(...)` as a decorator.
+        layout_map: a `LayoutMap` or `RuleSet`; it may be edited later: a new rule takes
+            effect at the next call. None: without rules every array stays where it is,
+            and host batches are not split; where the state is on a mesh of several
+            devices, a warning says so.
+        in_shardings: argument name → sharding, spec, `TensorLayout` or its axes, such
+            as `("data", None)` (or a prefix tree of them), which overrides the rules
+            for that argument.
+        out_shardings: the same for the function's result; None leaves what is no state
+            to the compiler. NNX objects in the result are laid out by the rules.
+        static_argnames: arguments that are compile-time constants (hashable).
+        static_argnums: the same by position.
+        donate_argnames: arguments whose buffers may be reused for the results. Of an
+            NNX object only what the function changes is donated; the rest stays valid.
+        donate_argnums: the same by position.
+
+    Returns:
+        A function with `fun`'s signature, and `.trace`, `.lower` and `.eval_shape`,
+        which take the same arguments.
+
+    Raises:
+        LayoutError: an option names no argument; or, when called: state is not where
+            the rules say, a batch does not divide, two NNX arguments share a Variable,
+            a Variable has `ref` or `hijax`, or the function uses an NNX object or a
+            Variable from a closure, a global or the like, not from an argument. Nothing
+            was run.
+        RuleError: `layout_map` is none, or a sharding names an unknown axis.
+        ResolveError: state, or a state in the result, does not fit the rules.
+        ProcessError: at the first call, when the processes were given different
+            rules, meshes, states or host batches: each of them passes the whole batch.
+
+    Example:
+        >>> import jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("model=-1")
+        >>> layout_map["kernel"] = (None, "model")
+        >>> @flm.jit(layout_map=layout_map, donate_argnames="params")
+        ... def step(params, x):
+        ...     loss = (x @ params["kernel"]).sum()
+        ...     return {"kernel": params["kernel"] * 0.9}, loss
+        >>> params = layout_map.place({"kernel": jnp.ones((4, 8))})
+        >>> params, loss = step(params, jnp.ones((8, 4)))
+        >>> float(loss), tuple(params["kernel"].sharding.spec)
+        (256.0, (None, 'model'))
+
+    Plain JAX: `jax.jit(fun, in_shardings=…, out_shardings=…, donate_argnums=…)` on the
+    split state.
+    """
+    if fun is None:
+        return functools.partial(
+            jit,
+            layout_map=layout_map,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_argnames=static_argnames,
+            static_argnums=static_argnums,
+            donate_argnames=donate_argnames,
+            donate_argnums=donate_argnums,
+        )
+    return Jitted(
+        fun,
+        layout_map,
+        in_shardings,
+        out_shardings,
+        (static_argnames, static_argnums),
+        (donate_argnames, donate_argnums),
+    )
+
+
+class Jitted:
+    """The function that `jit` returns."""
+
+    # How data gets to where it belongs; other than this where nothing will run.
+    _place_data = staticmethod(place_data)
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        layout_map: Any,
+        in_shardings: Mapping[str, Any] | None,
+        out_shardings: Any,
+        static: tuple[Any, Any],
+        donated: tuple[Any, Any],
+    ) -> None:
+        signature = signature_of(fun)
+        functools.update_wrapper(self, fun)
+        if not isinstance(in_shardings, Mapping | None):
+            raise LayoutError(
+                "in_shardings is a mapping from the name of an argument to its "
+                f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
+            )
+        given = dict(in_shardings or {})
+        self._job = Job(fun, signature, given, out_shardings)
+        if layout_map is not None:
+            rule_set_of(layout_map, "jit(layout_map=)")
+        self._layout_map = layout_map
+        self._good_rules: RuleSet | None = None
+        self._static = names_of(signature, *static, "static_argnames")
+        self._donated = names_of(signature, *donated, "donate_argnames")
+        names_of(signature, given, (), "in_shardings")
+        both = sorted(self._static & (self._donated | set(given)))
+        if both:
+            raise LayoutError(f"static arguments have no buffers or shardings: {both}")
+        self._routes = Routes(positional_names(signature))
+        # None where the key does not tell calls apart, and its contents do.
+        self._programs: dict[Any, Program | None] = {}
+        self._holds_parameters: dict[Any, bool] = {}
+        self._told = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        rules = self._rules()
+        try:
+            ran, result = self._routes.call(args, kwargs, rules)
+            return result if ran else self._call(args, kwargs, rules)
+        except LayoutError:
+            raise
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            # Where JAX's own fast path runs a program, its failure is a ValueError.
+            tell_of_others(error)
+            self._tell_losses(args, kwargs, error)
+            raise
+
+    def _call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
+    ) -> Any:
+        """A call that no route was found for."""
+        config: Any = jax.config
+        if config.jax_disable_jit:
+            values = dict(slots_of(self._job.signature.bind(*args, **kwargs)))
+            job = functools.partial(
+                call_job, self._job, list(values), rules, (), values
+            )
+            return call_with_rules(rules, job)
+        nans, infs = config.jax_debug_nans, config.jax_debug_infs
+        if not nans and not infs:
+            return self._long_way(args, kwargs, rules)
+        # Once an operation has turned these off for itself (jnp.var does), JAX checks
+        # no results of compiled programs in this thread, unless told so again.
+        with jax.debug_nans(nans), jax.debug_infs(infs):
+            return self._long_way(args, kwargs, rules)
+
+    def _long_way(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
+    ) -> Any:
+        """A call that is new: its arguments are taken apart."""
+
+        def run(arguments: list[Argument], program: Program) -> Any:
+            fit(arguments, program.wanted, rules)
+            gives_away = program.gives_away
+            if gives_away:
+                check_not_donated_twice(arguments, gives_away)
+                give_own_memory(arguments, gives_away)
+            leaves = [leaf for argument in arguments for leaf in argument.leaves]
+            mesh = mesh_needed(rules)
+            found = self._routes.prepare(args, kwargs, arguments, program, mesh, rules)
+            with mesh_context(rules, leaves):
+                result = run_program(program, arguments, leaves)
+            if program.change is None:
+                # What was placed, or has lost its weak type; what changed is written.
+                raw = (leaf for argument in arguments for leaf in argument.raw)
+                pairs = enumerate(zip(raw, leaves, strict=True))
+                other = {at: leaf for at, (was, leaf) in pairs if was is not leaf}
+                for at in (*program.changed, *program.nested):
+                    other.pop(at, None)
+                write_back(arguments, other)
+            if found is not None:
+                self._routes.keep(*found)
+            return result
+
+        return self._with_program(args, kwargs, rules, run, runs=True)
+
+    def _with_program(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rules: RuleSet | None,
+        use: Callable[[list[Argument], Program], Any],
+        *,
+        runs: bool = False,
+    ) -> Any:
+        """Uses the program of a call; a new one where JAX wants to trace it again."""
+        arguments, program = self._bind(args, kwargs, rules, runs=runs)
+        try:
+            return use(arguments, program)
+        except OtherArgumentsError:  # raised in the trace: nothing has run
+            again = self._bind(args, kwargs, rules, runs=runs, stale=program)
+            return use(*again)
+
+    def _tell_losses(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    ) -> None:
+        """Raises LayoutError if the state is gone with a program that failed."""
+        slots = slots_of(self._job.signature.bind(*args, **kwargs))
+        lost = deleted_paths(
+            {slot.name: value for slot, value in slots if _named(slot, self._donated)}
+        )
+        if lost:
+            more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+            raise LayoutError(
+                f"{self._job.name} failed while it ran, and what was donated is gone "
+                f"({', '.join(lost[:4])}{more}): go back to the last checkpoint, "
+                "flm.checkpoint.restore(path, target, layout_map=layout_map), or "
+                "donate nothing while you look for the cause"
+            ) from error
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(...).trace`, of the program on leaves."""
+        return self._stage("trace", args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As `jax.jit(...).lower`, of the program on leaves."""
+        return self._stage("lower", args, kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
+        arguments, program = self._bind(args, kwargs, self._rules())
+        return abstract_result(program, arguments)
+
+    def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
+        rules = self._rules()
+
+        def use(arguments: list[Argument], program: Program) -> Any:
+            leaves = [leaf for argument in arguments for leaf in argument.leaves]
+            avals = [
+                abstract(leaf, wanted or own_sharding(leaf))
+                for leaf, wanted in zip(leaves, program.wanted, strict=True)
+            ]
+            with mesh_context(rules, leaves):
+                return getattr(program.jitted, stage)(*program.inputs(avals))
+
+        return self._with_program(args, kwargs, rules, use)
+
+    def without_running(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rules: RuleSet,
+        place: Callable[[Argument, RuleSet | None], None],
+        use: Callable[[Job, list[Argument], Program], Any],
+    ) -> Any:
+        """Makes the program of a call for a mesh that need not be there, and uses it.
+
+        The seam for `flm.pod`: the same function, options and treatment of arguments as
+        in a call, and nothing of it is kept here.
+
+        Args:
+            args: arguments; abstract or not.
+            kwargs: those by name.
+            rules: instead of this function's own; their mesh may be abstract.
+            place: gives the leaves of an argument that is data their shardings.
+            use: takes what was compiled for, the arguments and the program.
+        """
+        job = self._job
+        made = Jitted(
+            job.fun,
+            rules,
+            job.in_shardings,
+            job.out_shardings,
+            (self._static, ()),
+            (self._donated, ()),
+        )
+        made._job = dataclasses.replace(job, runs=False)
+        made._place_data = place
+        return made._with_program(args, kwargs, rules, functools.partial(use, job))
+
+    @property
+    def layout_map(self) -> Any:
+        """What it was made with."""
+        return self._layout_map
+
+    def _cache_size(self) -> int:
+        """How many executables there are, as `jax.jit(...)._cache_size()`."""
+        programs = filter(None, self._programs.values())
+        return sum(program.jitted._cache_size() for program in programs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    # ------------------------------------------------------------------ binding
+
+    def _rules(self) -> RuleSet | None:
+        if self._layout_map is None:
+            return None
+        rules = rule_set_of(self._layout_map, "jit(layout_map=)")
+        if rules is not self._good_rules:
+            need_devices(rules, "jit")
+            self._good_rules = rules
+        return rules
+
+    def _bind(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        rules: RuleSet | None,
+        *,
+        runs: bool = False,
+        stale: Program | None = None,
+    ) -> tuple[list[Argument], Program]:
+        """The arguments, taken apart, and their program; another than `stale`."""
+        slots = slots_of(self._job.signature.bind(*args, **kwargs))
+        static = {s: v for s, v in slots if _named(s, self._static)}
+        arguments = [self._argument(s, v, rules) for s, v in slots if s not in static]
+        check_not_shared(arguments)
+        surroundings = _surroundings(arguments, rules)
+        key, program = self._find((rules, static_key(static), *surroundings), arguments)
+        if stale is not None and program is stale:
+            del self._programs[key]
+            self._routes.drop(stale)
+            program = make_program(self._job, slots, static, arguments, rules)
+            program.agreed = stale.agreed  # one process alone may have to do this
+            self._keep(key, program)
+        if program is None or (runs and not program.agreed):
+            # Only what runs needs all processes; one alone may look at a lowering.
+            mesh = rules.mesh if rules is not None and runs else None
+            what = f"the first call of {self._job.name}"
+            with Agreement(what, mesh) as agreement:
+                if program is None:
+                    program = make_program(self._job, slots, static, arguments, rules)
+                fingerprints = program.fingerprints
+                agreement.add(lambda: {**fingerprints, **_data_parts(arguments)})
+            if runs and rules is None and not self._told:
+                self._told = tell_of_whole_batches(arguments, self._job.name)
+            program.agreed = runs
+            if runs:
+                program.fingerprints = {}
+            self._keep(key, program)
+        return arguments, program
+
+    def _find(
+        self, key: Any, arguments: Sequence[Argument]
+    ) -> tuple[Any, Program | None]:
+        """The key that a program is kept under, and the program if there is one."""
+        try:
+            program = self._programs[key]
+        except KeyError:
+            if is_hashable(key):
+                return key, None
+            program = self._programs[key] = None
+        except TypeError:  # it cannot be hashed
+            program = None
+        if program is not None:
+            return key, program
+        try:
+            key = contents(key)
+        except Uncomparable as error:
+            refuse_constants(arguments, error)
+            raise
+        return key, self._programs.get(key)
+
+    def _argument(self, slot: Slot, value: Any, rules: RuleSet | None) -> Argument:
+        donated = _named(slot, self._donated)
+        argument = take_apart(slot, value, is_state=donated, is_donated=donated)
+        if not argument.is_state and self._is_parameters(argument, rules):
+            argument.make_state()
+        if not argument.is_state:
+            if self._job.in_sharding(slot) is None:
+                self._place_data(argument, rules)
+            note_pins(argument)
+        return argument
+
+    def _is_parameters(self, argument: Argument, rules: RuleSet | None) -> bool:
+        """Whether it is a container of what the rules shard; remembered."""
+        if rules is None or not argument.is_container:
+            return False
+        known = self._holds_parameters
+        key = (argument.slot, argument.treedef, shape_key(argument.raw), rules)
+        found = known.get(key)
+        if found is None:
+            found = known[key] = holds_parameters(argument, rules)
+            if len(known) > _PROGRAMS:
+                del known[next(iter(known))]
+        return found
+
+    def _keep(self, key: Any, program: Program) -> None:
+        if program.cacheable:
+            self._programs[key] = program
+            if len(self._programs) > _PROGRAMS:
+                oldest = self._programs.pop(next(iter(self._programs)))
+                if oldest is not None:
+                    self._routes.drop(oldest)
+
+
+def _named(slot: Slot, names: frozenset[str]) -> bool:
+    return slot.name in names or slot.parameter in names
+
+
+def _surroundings(
+    arguments: Sequence[Argument], rules: RuleSet | None
+) -> tuple[Any, ...]:
+    """What else a program depends on: contexts, settings, shapes, places."""
+    places: tuple[Any, ...] | None = None
+    if rules is None:
+        state = [argument for argument in arguments if argument.is_state]
+        places = tuple(own_sharding(leaf) for a in state for leaf in a.leaves)
+    keys = (argument.key() for argument in arguments)
+    return places, surroundings(), *keys
+
+
+def _data_parts(arguments: Sequence[Argument]) -> Parts:
+    """What the processes must have in common of the data: host values too."""
+    data = [argument for argument in arguments if not argument.is_state]
+    shapes = [
+        f"{join_keys((jax.tree_util.GetAttrKey(a.name), *keys))} "
+        f"{show_shape(np.shape(leaf))} {getattr(leaf, 'dtype', type(leaf).__name__)}"
+        for a in data
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(a.treedef, a.leaves)
+        )
+    ]
+    values = digest_of_values(jax.tree.leaves([a.value for a in data]))
+    return {"batch shapes": shapes, "batch values": values}

@@ -1,0 +1,1 @@
+"""Trees of parameters: their paths, their traces, Flax's internals."""

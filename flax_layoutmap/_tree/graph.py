@@ -1,0 +1,286 @@
+"""What a function makes of the NNX objects that it is given, written back as a whole.
+
+A function may add, remove, replace or swap Variables and modules, and return them. It
+does so to copies, inside of a trace. Here the graph after it is compared with the one
+before, by identity, so that the caller's own objects become what the copies have
+become: an object that is still there stays the object that it is.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from flax_layoutmap._core.constants import comparable, contents, is_hashable
+from flax_layoutmap._tree.flax_internals import (
+    attributes_of,
+    check_can_write,
+    constants_of,
+    metadata_of,
+    nnx_split,
+    objects_of,
+    write_metadata,
+    write_value,
+)
+
+# Runs iterators to their ends in C. An interrupt comes between two steps of Python, so
+# what one call does is done as a whole.
+drain = collections.deque[Any](maxlen=0).extend
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, slots=True)
+class Own:
+    """Stands for an NNX object or a Variable in the result of a function.
+
+    Attributes:
+        at: its number among the objects of the graph after the function.
+    """
+
+    at: int
+
+
+class Graph:
+    """The graph below some NNX objects. Keeps them alive.
+
+    Attributes:
+        graphdef: its structure.
+        treedef: the structure of its State.
+        leaves: the arrays in it, each Variable's once.
+        holders: per leaf, the Variable that it is in, and its number in there; None if
+            it is in none.
+        objects: its objects and Variables, in the order of the graph.
+        mutable: their constants that cannot be hashed, in that order.
+    """
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self.graphdef, state = nnx_split(list(nodes))
+        self.leaves, self.treedef = jax.tree.flatten(state)
+        self.holders = holders_of(state)
+        self.objects = objects_of(list(nodes))
+        self.mutable = _mutable_constants(self.objects)
+        # As they are now: a function may change such a constant in place.
+        self._contents = contents(self.mutable)
+        self._structure = comparable((self.graphdef, self.treedef))
+
+    def is_like(self, other: "Graph") -> bool:
+        """Whether it has the same objects, in the same structure and shapes."""
+        return (
+            len(self.objects) == len(other.objects)
+            and all(a is b for a, b in zip(self.objects, other.objects, strict=True))
+            and self._structure == other._structure
+            and list(map(np.shape, self.leaves)) == list(map(np.shape, other.leaves))
+        )
+
+    def keeps_constants(self, after: "Graph") -> bool:
+        """Whether a function has set and edited no constant that cannot be hashed."""
+        known = set(map(id, self.mutable))
+        is_known = all(id(constant) in known for constant in after.mutable)
+        return is_known and contents(self.mutable) == self._contents
+
+
+def holders_of(tree: Any) -> list[tuple[Any, int] | None]:
+    """Per leaf of a tree, the Variable that it is in, and its number in there."""
+    holders: list[tuple[Any, int] | None] = []
+    for part in jax.tree.leaves(tree, is_leaf=_is_variable):
+        if _is_variable(part):
+            holders += [(part, k) for k in range(len(jax.tree.leaves(part)))]
+        else:
+            holders.append(None)
+    return holders
+
+
+def is_value(leaf: Any, holder: tuple[Any, int] | None) -> bool:
+    """Whether a leaf is the whole value of its Variable."""
+    return holder is not None and holder[0].get_raw_value() is leaf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """How a function changed the structure of the objects that it was given.
+
+    Attributes:
+        graphdef: the structure after it: of those objects, and of what it returned.
+        treedef: that of the State.
+        origins: per object after it, its number before it; None for a new one.
+        sources: per leaf after it, where it comes from: True and the position of the
+            leaf of the arguments that it still is, or False and its number among the
+            outputs of the program.
+        mutable: the constants before it that cannot be hashed. The caller's own, equal
+            ones, stay where these would come.
+    """
+
+    graphdef: Any
+    treedef: Any
+    origins: tuple[int | None, ...]
+    sources: tuple[tuple[bool, int], ...]
+    mutable: tuple[Any, ...]
+
+    @property
+    def stays(self) -> list[int]:
+        """Positions of the leaves of the arguments that stay what they are."""
+        return [at for stays, at in self.sources if stays]
+
+    def at(self, entries: Iterable[Any], *, stays: bool) -> list[tuple[int, Any]]:
+        """Of entries per leaf after it, those that stay (or not), and their numbers."""
+        pairs = zip(self.sources, entries, strict=True)
+        return [(at, entry) for (kind, at), entry in pairs if kind is stays]
+
+    def moving(self, positions: Iterable[int]) -> "Change":
+        """The same, where these leaves of the arguments come as outputs, at the end."""
+        moved = {(True, at): number for number, at in enumerate(positions)}
+        count = sum(not stays for stays, _ in self.sources)
+        sources = [
+            (False, count + moved[source]) if source in moved else source
+            for source in self.sources
+        ]
+        return dataclasses.replace(self, sources=tuple(sources))
+
+    def leaves(self, given: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """The leaves after the function."""
+        return [(given if stays else outputs)[at] for stays, at in self.sources]
+
+    def bare(self) -> list[bool]:
+        """Per leaf after it, whether it is in no Variable."""
+        state = jax.tree.unflatten(self.treedef, range(len(self.sources)))
+        return [holder is None for holder in holders_of(state)]
+
+    def merged(self, leaves: Sequence[Any]) -> list[Any]:
+        """New objects of the structure after the function, with these leaves."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def apply(self, before: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """Makes the caller's objects what the function has made of its copies.
+
+        All at once: an interrupt comes before it or after it.
+
+        Args:
+            before: the caller's objects and Variables, in the order of the graph.
+            leaves: the arrays after the function.
+
+        Returns:
+            The objects and Variables after it, in the order of the graph.
+        """
+        check_can_write(before)
+        made = objects_of(self.merged(leaves))
+        own = {
+            id(new): new if origin is None else before[origin]
+            for new, origin in zip(made, self.origins, strict=True)
+        }
+        constants = zip(self.mutable, _mutable_constants(before), strict=True)
+        own.update((id(traced), constant) for traced, constant in constants)
+        values: list[tuple[Any, Any]] = []
+        metadata: list[tuple[Any, Any]] = []
+        attributes: list[tuple[Any, str, Any]] = []
+        for new in made:
+            ours = own[id(new)]
+            if not _is_variable(new):
+                attributes.append((ours, "__dict__", _contents(new, own)))
+            elif ours is not new:
+                values.append((ours, new.get_raw_value()))
+                entries = metadata_of(new).items()
+                metadata.append((ours, {k: own.get(id(v), v) for k, v in entries}))
+        drain(
+            itertools.chain(
+                itertools.starmap(write_value, values),
+                itertools.starmap(write_metadata, metadata),
+                itertools.starmap(object.__setattr__, attributes),
+            )
+        )
+        return [own[id(new)] for new in made]
+
+
+def change_of(
+    before: Graph, after: Graph, positions: Sequence[int], leaves: Sequence[Any]
+) -> tuple[Change, list[Any]]:
+    """How `after` came from `before`, and what is new in it.
+
+    Args:
+        before: the graph before the function.
+        after: that after it, of all objects of `before` and of what was returned.
+        positions: per leaf of `before`, its position over all leaves.
+        leaves: all leaves that the function was given.
+
+    Returns:
+        The change, and the leaves that its first outputs are.
+    """
+    number = {id(node): at for at, node in enumerate(before.objects)}
+    place = {
+        (id(holder[0]), holder[1]): at
+        for holder, at in zip(before.holders, positions, strict=True)
+        if holder is not None
+    }
+    sources: list[tuple[bool, int]] = []
+    new: list[Any] = []
+    for holder, leaf in zip(after.holders, after.leaves, strict=True):
+        at = None if holder is None else place.get((id(holder[0]), holder[1]))
+        if at is not None and leaves[at] is leaf:
+            sources.append((True, at))
+        else:
+            sources.append((False, len(new)))
+            new.append(leaf)
+    origins = tuple(number.get(id(node)) for node in after.objects)
+    mutable = tuple(before.mutable)
+    return Change(after.graphdef, after.treedef, origins, tuple(sources), mutable), new
+
+
+def without_objects(tree: Any, objects: Iterable[Any]) -> tuple[Any, bool]:
+    """A result with `Own` for each of these objects in it; and whether there is one.
+
+    In an `nnx.State` there is none: it holds values.
+    """
+    number = {id(node): at for at, node in enumerate(objects)}
+    found = False
+
+    def own(node: Any) -> Any:
+        nonlocal found
+        if id(node) not in number:
+            return node
+        found = True
+        return Own(number[id(node)])
+
+    def stops(node: Any) -> bool:
+        return id(node) in number or isinstance(node, nnx.State)
+
+    return jax.tree.map(own, tree, is_leaf=stops), found
+
+
+def with_objects(tree: Any, objects: Sequence[Any]) -> Any:
+    """The result again; the inverse of `without_objects`."""
+    return jax.tree.map(
+        lambda node: objects[node.at] if isinstance(node, Own) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, Own),
+    )
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _contents(node: Any, own: Mapping[int, Any]) -> dict[str, Any]:
+    """The attributes of an object, with the caller's objects in them."""
+    attributes = attributes_of(node)
+    data = vars(node) if attributes is None else attributes[0]
+    return {
+        name: _translated(value, own) if name in data else own.get(id(value), value)
+        for name, value in vars(node).items()
+    }
+
+
+def _mutable_constants(objects: Iterable[Any]) -> list[Any]:
+    """Static attributes and metadata that cannot be hashed."""
+    constants = (value for node in objects for value in constants_of(node).values())
+    return list(itertools.filterfalse(is_hashable, constants))
+
+
+def _translated(value: Any, own: Mapping[int, Any]) -> Any:
+    leaves, treedef = jax.tree.flatten(value, is_leaf=lambda node: id(node) in own)
+    if not any(id(leaf) in own for leaf in leaves):
+        return value
+    return treedef.unflatten([own.get(id(leaf), leaf) for leaf in leaves])

@@ -1,0 +1,224 @@
+"""What of an NNX object cannot leave a trace: values in static attributes, for one.
+
+Flax decides what is data when an attribute is set. A traced array is no `jax.Array` for
+some versions of it (0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)`
+becomes static, and the tracer stays in the model.
+"""
+
+import collections
+import functools
+import re
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from flax_layoutmap._core.errors import StructureError
+from flax_layoutmap._tree.flax_internals import (
+    attributes_of,
+    is_nnx_object,
+    is_plain_variable,
+    metadata_of,
+    objects_of,
+    variables_of,
+    was_made_here,
+)
+from flax_layoutmap._tree.parts import is_object
+
+# What converts Variables, by its name of flax 0.12.5 on, and before.
+WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
+
+# What holds no other object that a constructor could have made.
+_ALONE = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.ModuleType,
+    np.ndarray,
+    jax.Array,
+)
+
+# What JAX's UnexpectedTracerError says of a value, and of where it was made.
+_TYPE_OF_LEAK = re.compile(r"with type (\S+) wrapped")
+_LINE_OF_LEAK = re.compile(r"created on line (.+?:\d+)(?::\d+)? \((.+?)\)")
+
+
+class LeftByTrace(StructureError):
+    """A value of a trace that has ended is used."""
+
+
+def arrays_as_data(node: Any, kind: type) -> None:
+    """Makes static attributes data where an array would be.
+
+    Args:
+        node: an NNX object, which is searched as a whole.
+        kind: what stands for an array.
+    """
+    for owner in objects_of(node):
+        for name, value in _statics(owner).items():
+            if isinstance(value, kind):
+                # The class's own __setattr__ may do more than to set.
+                nnx.Pytree.__setattr__(owner, name, nnx.data(value))
+
+
+def refuse_traced(node: Any) -> None:
+    """Raises where an NNX object is tied to the trace that it was made in.
+
+    Where a static attribute leads to a value of the trace: a function that holds one
+    would go on with it. And where a Variable is a reference.
+
+    Raises:
+        StructureError: the first such attribute or Variable.
+    """
+    refuse_references(node)
+    made = objects_of(node)
+    # These become the result themselves.
+    seen = {id(part) for part in made if was_made_here(part)}
+    own = {id(part) for part in made if isinstance(part, nnx.Variable)} - seen
+    for owner in made:
+        for name, value in _statics(owner).items():
+            if not _leads_to_traced(value, own, seen):
+                continue
+            where = f"{type(owner).__name__}.{name}"
+            if _is_function(value):
+                raise StructureError(
+                    f"{where} is a function that holds a value, or a Variable, as it "
+                    "was while the constructor was traced: let it hold its module, or "
+                    "set it after the model is made"
+                )
+            fix = (
+                "set it as nnx.data(...), or keep the array in an nnx.Variable"
+                if isinstance(value, dict | list | tuple)
+                else "keep the array in an nnx.Variable or an nnx.Pytree"
+            )
+            raise StructureError(
+                f"{where} is a static {type(value).__name__} with an array in it: "
+                f"{fix} of the module"
+            )
+
+
+def refuse_left_over(value: Any, what: str) -> None:
+    """Raises where a value is of a trace that has ended.
+
+    Args:
+        value: anything.
+        what: the subject and the verb of the message.
+
+    Raises:
+        LeftByTrace: it is.
+    """
+    if not isinstance(value, Tracer):
+        return
+    try:
+        jax.lax.expand_dims(value, (0,))
+    except jax.errors.UnexpectedTracerError as error:
+        raise left_by_trace(error, what) from error
+
+
+def left_by_trace(error: jax.errors.UnexpectedTracerError, what: str) -> LeftByTrace:
+    """The error for a value of a trace that has ended, of JAX's own error."""
+    kind, line = _TYPE_OF_LEAK.search(str(error)), _LINE_OF_LEAK.search(str(error))
+    where = line and f" (made in {line[2].split('<locals>.')[-1]}, {line[1]})"
+    return LeftByTrace(
+        f"{what} {f'the {kind[1]}' if kind else 'an array'} that an earlier trace of a "
+        f"constructor left behind outside of its model, in a cache, say{where or ''}: "
+        "it has no numbers; clear that cache, and fill it before a model is made, or "
+        "with NumPy arrays"
+    )
+
+
+def refuse_references(node: Any) -> None:
+    """Raises where a Variable of an NNX object is a reference to its value."""
+    for variable in variables_of(node):
+        if not is_plain_variable(variable):
+            kind = "hijax" if metadata_of(variable).get("hijax") else "ref"
+            raise StructureError(
+                f"a Variable with {kind}=True is a reference, which cannot be made in "
+                "shards: make the model without it, and convert it then: "
+                f"nnx.{WITH_VARS}(model, {kind}=True)"
+            )
+
+
+def _statics(owner: Any) -> dict[str, Any]:
+    found = attributes_of(owner) if is_nnx_object(owner) else None
+    return {} if found is None else found[1]
+
+
+def _leads_to_traced(value: Any, own: set[int], seen: set[int]) -> bool:
+    stack = [value]
+    while stack:
+        part = stack.pop()
+        if id(part) in own or isinstance(part, Tracer):
+            return True
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if is_object(part):
+            values = [v.get_raw_value() for v in variables_of(part)]
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values)):
+                return True
+        else:
+            stack += _parts(part)
+    return False
+
+
+def _is_function(value: Any) -> bool:
+    kinds = (types.FunctionType, types.MethodType, functools.partial)
+    return isinstance(value, kinds) or (
+        callable(value) and hasattr(value, "__wrapped__")
+    )
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """What a function, a container, or any other object of Python holds."""
+    if isinstance(value, _ALONE):
+        return ()
+    if isinstance(value, types.MethodType):
+        return value.__self__, value.__func__
+    parts = list(_attributes(value))
+    if isinstance(value, dict | types.MappingProxyType):
+        parts += value.values()
+    if isinstance(value, tuple | list | set | frozenset | collections.deque):
+        parts += value
+    if isinstance(value, functools.partial):
+        parts += value.func, *value.args, *value.keywords.values()
+    if isinstance(value, types.FunctionType):
+        parts += *_closure(value), *(value.__defaults__ or ())
+        parts += (value.__kwdefaults__ or {}).values()
+    # What jax.jit, nnx.jit and functools.wraps have made of a function.
+    wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
+    return parts if wrapped is None else [*parts, wrapped]
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """What an object keeps in its `__dict__` and its slots; runs no code of its own."""
+    try:
+        yield from object.__getattribute__(value, "__dict__").values()
+    except AttributeError:
+        pass
+    for kind in type(value).__mro__:
+        if "__slots__" not in vars(kind):
+            continue
+        for slot in vars(kind).values():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield slot.__get__(value)
+                except AttributeError:  # not set
+                    continue
+
+
+def _closure(function: types.FunctionType) -> list[Any]:
+    cells: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # not set yet
+            continue
+    return cells
