@@ -28,7 +28,7 @@
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
   that shared Variables are wanted once, as the default may change. Before: left out.
 
-`tests/test_flax_internals.py` fails when one of them moves.
+`tests/tree/test_flax_internals.py` fails when one of them moves.
 """
 
 import contextlib

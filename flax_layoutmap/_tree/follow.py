@@ -36,8 +36,8 @@ def is_in_a_loop(x: Any) -> bool:
 
     No public name of JAX tells. These private attributes of tracers did from 0.8.1 to
     0.10.2: `_trace`, its `parent_trace`, and its `frame.debug_info.traced_for`. Where
-    they are gone, no value counts as one in a loop; `tests/test_relayout.py` fails
-    then.
+    they are gone, no value counts as one in a loop; `tests/place/test_relayout.py`
+    fails then.
     """
     trace = getattr(x, "_trace", None)
     while trace is not None:

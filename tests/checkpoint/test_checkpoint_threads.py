@@ -1,0 +1,213 @@
+"""Threads of one process that save at once: each save is whole, and none hangs.
+
+All cases run in one process of their own, which is ended when it takes too long.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quick
+
+import flax_layoutmap as flm
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+ROUNDS, LIMIT_SECONDS = 5, 120
+
+PROGRAM = f"""
+import contextlib, itertools, json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 4)
+import flax_layoutmap as flm
+
+layout_map = flm.LayoutMap("data=4")
+layout_map["w"] = ("data", None)
+layout_map["b"] = None
+top = sys.argv[1]
+
+def tree(value):
+    return layout_map.place({{
+        "w": jnp.full((64, 8), float(value)), "b": jnp.full(8, float(value)),
+        "step": value,
+    }})
+
+def save(name, value, **options):
+    flm.checkpoint.save(f"{{top}}/{{name}}", tree(value), **options)
+
+def save_safetensors(name, value):
+    arrays = {{"w": tree(value)["w"]}}
+    flm.checkpoint.save_safetensors(f"{{top}}/{{name}}", arrays, overwrite=True)
+
+def loop(name):
+    directory = f"{{top}}/{{name}}"
+    with flm.checkpoint.Checkpointer(directory, layout_map=layout_map) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step, tree(step))
+
+def share(name):
+    # One Checkpointer in several threads, each of which saves the next step.
+    step, directory = itertools.count(), f"{{top}}/{{name}}"
+    with flm.checkpoint.Checkpointer(directory, layout_map=layout_map) as checkpointer:
+
+        def work():
+            for _ in range(3):
+                with contextlib.suppress(flm.CheckpointError):  # others were faster
+                    checkpointer.save(next(step), tree(0))
+                    checkpointer.wait()
+
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(work) for _ in range(3)]:
+                done.result()
+
+def reshard(name):
+    source = f"{{top}}/source"
+    flm.checkpoint.reshard(source, f"{{top}}/{{name}}", layout_map=layout_map)
+
+def restore(name):
+    found = flm.checkpoint.restore(f"{{top}}/{{name}}", layout_map=layout_map)
+    assert (found["w"] == found["step"]).all()
+
+save("source", 3)
+CASES = {{
+    "other paths": lambda at: [
+        (save, f"{{at}}/a/b/0", 0), (save, f"{{at}}/a/b/1", 1), (save, f"{{at}}/2", 2),
+        (save, f"{{at}}/3", 3),
+    ],
+    "one path": lambda at: [(save, f"{{at}}/x", value) for value in range(3)],
+    "one path, overwritten": lambda at: [
+        (lambda name, value: save(name, value, overwrite=True), "replaced/x", value)
+        for value in range(3)
+    ],
+    "safetensors": lambda at: [
+        (save_safetensors, "safetensors/x", value) for value in range(3)
+    ],
+    "with loops": lambda at: [
+        (loop, f"{{at}}/run"), (loop, f"{{at}}/other"), (save, f"{{at}}/0", 0),
+        (save, f"{{at}}/1", 1), (reshard, f"{{at}}/3"), (restore, "source"),
+    ],
+    "one loop": lambda at: [(share, f"{{at}}/run")],
+}}
+
+said = {{}}
+for case, calls in CASES.items():
+    said[case] = []
+    for number in range({ROUNDS}):
+        begin = threading.Barrier(len(calls("")))
+
+        def run(function, *args):
+            begin.wait()
+            try:
+                function(*args)
+            except Exception as error:
+                said[case].append(f"{{type(error).__name__}}: {{error}}")
+
+        at = f"{{case}}/{{number}}"
+        threads = [threading.Thread(target=run, args=call) for call in calls(at)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("threads")
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> dict[str, list[str]]:
+    """Case → the errors in its threads."""
+    environment = quick.for_subprocess(os.environ)
+    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-X", "faulthandler", "-c", PROGRAM, str(folder)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it prints where it hangs
+            pytest.fail(process.communicate()[1])
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def value_of(path: Path) -> int:
+    """The number that a checkpoint is full of."""
+    flm.checkpoint.verify(path)
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    found: Any = flm.checkpoint.restore(path, layout_map=layout_map)
+    step = int(found["step"])
+    np.testing.assert_array_equal(found["w"], jnp.full((64, 8), float(step)))
+    np.testing.assert_array_equal(found["b"], jnp.full(8, float(step)))
+    return step
+
+
+def test_to_other_paths(said: dict[str, list[str]], folder: Path) -> None:
+    assert said["other paths"] == []
+    for number in range(ROUNDS):
+        at = folder / "other paths" / str(number)
+        for value, name in enumerate(["a/b/0", "a/b/1", "2", "3"]):
+            assert value_of(at / name) == value
+
+
+def test_to_one_path(said: dict[str, list[str]], folder: Path) -> None:
+    """One of them comes first; the others are told, as one after the other."""
+    assert len(said["one path"]) == 2 * ROUNDS
+    for text in said["one path"]:
+        assert "the path exists; save to another one, or pass overwrite=True" in text
+    for number in range(ROUNDS):
+        assert value_of(folder / "one path" / str(number) / "x") in range(3)
+
+
+def test_to_one_path_that_is_overwritten(
+    said: dict[str, list[str]], folder: Path
+) -> None:
+    assert said["one path, overwritten"] == []
+    assert value_of(folder / "replaced" / "x") in range(3)
+    assert [path.name for path in (folder / "replaced").iterdir()] == ["x"]
+
+
+def test_beside_loops_and_restores(said: dict[str, list[str]], folder: Path) -> None:
+    assert said["with loops"] == []
+    for number in range(ROUNDS):
+        at = folder / "with loops" / str(number)
+        for value, name in enumerate(["0", "1"]):
+            assert value_of(at / name) == value
+        assert value_of(at / "3") == 3
+        for run in ("run", "other"):
+            assert [value_of(at / run / str(step)) for step in range(4)] == [0, 1, 2, 3]
+
+
+def test_safetensors(said: dict[str, list[str]], folder: Path) -> None:
+    """The directory was empty after."""
+    assert said["safetensors"] == []
+    path = folder / "safetensors" / "x"
+    layout_map = flm.LayoutMap("data=8", strict=False)
+    found: Any = flm.checkpoint.restore_safetensors(path, layout_map=layout_map)
+    np.testing.assert_array_equal(found["w"], jnp.full((64, 8), found["w"][0, 0]))
+    assert [file.name for file in path.iterdir()] == ["model.safetensors"]
+
+
+def test_one_loop_in_several_threads(said: dict[str, list[str]], folder: Path) -> None:
+    """The steps come in some order; what is there is whole."""
+    assert said["one loop"] == []
+    for number in range(ROUNDS):
+        steps = [*(folder / "one loop" / str(number) / "run").glob("[0-9]")]
+        assert {value_of(step) for step in steps} == {0}

@@ -1,0 +1,565 @@
+"""The command line: every command, its example, its exit codes, what goes where."""
+
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import flax_layoutmap as flm
+from flax_layoutmap import _cli
+from flax_layoutmap._cli import _parser
+
+MODEL = """
+import flax_layoutmap as flm
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+
+def make(width: int = 8, layers: int = 1):
+    block = Block(width, rngs=nnx.Rngs(0))
+    return block if layers == 1 else nnx.List(
+        [Block(width, rngs=nnx.Rngs(0)) for _ in range(layers)]
+    )
+
+
+def linen_variables():
+    return linen.Dense(16).init(jax.random.key(0), jnp.ones((1, 8)))
+
+
+def broken():
+    raise RuntimeError("no such config")
+
+
+def nothing():
+    return ()
+
+
+def ends_the_program():
+    raise SystemExit(0)
+
+
+def loss(params, x, *, scale=1.0):
+    return scale * (x @ params["up"]).sum()
+
+
+def three():
+    return {"up": jnp.ones((8, 8))}, jnp.ones((4, 8)), 3
+
+
+def wrong(params, x, number):
+    return params["nope"]
+
+
+pairs = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
+layout_map = flm.LayoutMap.from_rules(pairs, "data=2,model=4", strict=False)
+rule_set = layout_map.freeze()
+number = 3
+
+
+def make_rules():
+    return layout_map
+
+
+def step(model, x):
+    return model.down(model.up(x)).sum()
+
+
+def arguments(batch: int = 64):
+    return make(), jnp.ones((batch, 8))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: `my_model.py`, `rules.toml`, and the checkpoint `runs/7`."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "my_model.py").write_text(MODEL)
+    layout_map = flm.LayoutMap("data=2,model=4", strict=False)
+    layout_map["up/kernel"] = (None, "model")
+    layout_map["down/kernel"] = ("model", None)
+    layout_map.to_file(home / "rules.toml")
+    (home / "extends.toml").write_text('schema = 1\nextends = "no.toml"\n')
+
+    class Block(nnx.Module):
+        def __init__(self) -> None:
+            self.up = nnx.Linear(8, 32, rngs=nnx.Rngs(0))
+            self.down = nnx.Linear(32, 8, rngs=nnx.Rngs(1))
+
+    model = flm.create(Block, layout_map)
+    flm.checkpoint.save(home / "runs" / "7", {"model": model}, layout_map=layout_map)
+    return home
+
+
+@pytest.fixture
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Runs a command in the folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(command: str) -> tuple[int, str, str]:
+        try:
+            code = _cli.main(shlex.split(command))
+        except SystemExit as ended:  # argparse
+            code = int(ended.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    yield run
+    sys.modules.pop("my_model", None)
+
+
+SOURCES = "--model my_model:make --rules rules.toml --mesh data=2,model=4"
+
+
+def test_report(run: Any) -> None:
+    code, out, err = run(f"report {SOURCES}")
+    assert (code, err) == (0, "")
+    assert "up/kernel" in out and "(8,8)" in out and "\x1b" not in out
+    for flags in ("--json", "--format json"):
+        code, out, _ = run(f"report {SOURCES} {flags}")
+        leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+        assert leaves["up/kernel"]["shard_shape"] == [8, 8]
+    assert run(f"report {SOURCES} --format markdown")[1].startswith("| path |")
+
+
+def test_arguments_of_the_factory(run: Any) -> None:
+    own = SOURCES.replace("up", "up")
+    code, out, _ = run(f"report {own} --arg width=16 --arg layers=3 --json")
+    shapes = {leaf["path"]: leaf["shape"] for leaf in json.loads(out)["leaves"]}
+    assert code == 0 and shapes["2/up/kernel"] == [16, 64]
+    folded = run(f"report {own} --arg layers=3")[1]
+    assert "{0..2}/up/kernel" in folded
+    assert "2/up/kernel" in run(f"report {own} --arg layers=3 --no-fold")[1]
+
+
+def test_a_class_gets_rngs(run: Any) -> None:
+    code, out, err = run(
+        "report --model my_model:Block --arg width=8 --rules my_model:layout_map"
+    )
+    assert (code, err) == (0, "") and "down/kernel" in out
+
+
+def test_a_wrong_argument_is_told_without_what_nobody_wrote(run: Any) -> None:
+    code, out, err = run(
+        "report --model my_model:Block --arg widht=8 --rules my_model:layout_map"
+    )
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "Block(widht=8) raised TypeError" in err
+
+
+@pytest.mark.parametrize("rules", ["pairs", "layout_map", "rule_set", "make_rules"])
+def test_rules_of_a_module(rules: str, run: Any) -> None:
+    mesh = "data=2,model=8"
+    code, out, _ = run(
+        f"report --model my_model:make --rules my_model:{rules} --mesh {mesh} --json"
+    )
+    leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+    assert code == 0 and leaves["up/kernel"]["shard_shape"] == [8, 4]
+
+
+def test_an_optimizer(run: Any) -> None:
+    code, out, _ = run(
+        f"report {SOURCES} --optimizer optax:adamw --optimizer-arg "
+        "learning_rate=0.001 --json"
+    )
+    leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+    moment = leaves["optimizer/opt_state/0/mu/up/kernel"]
+    assert code == 0 and moment["role"] == "optimizer"
+    assert moment["shard_shape"] == [8, 8]
+
+
+def test_linen(run: Any) -> None:
+    code, out, err = run(
+        "report --model my_model:linen_variables --rules my_model:layout_map "
+        "--optimizer optax:adam --optimizer-arg learning_rate=0.1 --json"
+    )
+    assert (code, err) == (0, "")
+    roles = {leaf["path"]: leaf["role"] for leaf in json.loads(out)["leaves"]}
+    assert roles["model/params/kernel"] == "parameter"
+    assert roles["optimizer/0/mu/kernel"] == "optimizer"
+
+
+def test_a_checkpoint_needs_no_code(run: Any) -> None:
+    code, out, _ = run("report --checkpoint runs --mesh data=4,model=8 --json")
+    leaves = {leaf["path"]: leaf for leaf in json.loads(out)["leaves"]}
+    assert code == 0 and leaves["model/up/kernel"]["shard_shape"] == [8, 4]
+    own = run("report --checkpoint runs/7 --rules runs/7 --json")[1]
+    assert json.loads(own)["leaves"][0]["path"].startswith("model/")
+
+
+def test_lint(run: Any) -> None:
+    code, out, _ = run("lint --rules rules.toml --mesh data=2,model=4")
+    assert (code, out) == (0, "no findings\n")
+    bad = f"lint {SOURCES.replace('model=4', 'model=3')}"
+    code, out, _ = run("lint --model my_model:make --rules my_model:layout_map --json")
+    assert code == 0 and all(
+        i["severity"] != "error" for i in json.loads(out)["issues"]
+    )
+    code, out, err = run(f"{bad} --max-replicated 0.0001")
+    assert (code, err) == (1, "") and out.endswith("\n2 errors, 2 warnings\n")
+    assert "LM114 error: up/kernel (8,32): rule 1 'up/kernel' → (None, 'model')" in out
+    assert "LM114 error: down/kernel (32,8)" in out and "max-replicated" not in out
+    code, out, _ = run(f"{bad} --json")
+    found = json.loads(out)
+    assert code == 1 and found["replicated_share"] is None
+    assert [issue["code"] for issue in found["issues"]][:2] == ["LM114", "LM114"]
+    assert run(f"{bad} --ignore LM114")[0] == 0
+    assert run(f"lint {SOURCES} --max-replicated 0.0001")[0] == 1
+
+
+def test_explain(run: Any) -> None:
+    code, out, _ = run(f"explain up/kernel {SOURCES}")
+    assert code == 0 and "rule 1 'up/kernel'" in out
+    code, out, err = run(f"explain up/kernle {SOURCES}")
+    assert (code, out) == (2, "") and "up/kernel" in err and "Traceback" not in err
+    assert "rule 1" in json.loads(run(f"explain up/kernel {SOURCES} --json")[1])["text"]
+
+
+def test_diff(run: Any) -> None:
+    code, out, _ = run(f"diff {SOURCES}")
+    assert code == 0
+    code, out, _ = run(f"diff {SOURCES} --mesh-after data=4,model=2")
+    assert code == 1 and "up/kernel" in out
+    code, out, _ = run(f"diff {SOURCES} --arg-after width=16 --json")
+    assert code == 1 and json.loads(out)
+    code, out, _ = run(f"diff {SOURCES} --checkpoint-after runs/7 --format markdown")
+    assert code == 1 and "model/up/kernel" in out
+
+
+def test_draw(run: Any, folder: Path) -> None:
+    code, out, err = run(f"draw {SOURCES}")
+    assert (code, err) == (0, "") and "up" in out
+    assert run(f"draw {SOURCES} --leaf up/kernel")[0] == 0
+    code, out, _ = run(f"draw {SOURCES} -o page.html")
+    assert code == 0 and "wrote page.html" in out
+    assert "<html" in (folder / "page.html").read_text()
+
+
+def test_plan(run: Any) -> None:
+    own = "plan my_model:step --args my_model:arguments --rules rules.toml"
+    code, out, err = run(f"{own} --mesh data=2,model=4")
+    assert (code, err) == (0, "") and "all-reduce" in out
+    code, out, _ = run(f"{own} --mesh data=2,model=4 --arg batch=128 --json")
+    kinds = {entry["kind"] for entry in json.loads(out)["collectives"]}
+    assert code == 0 and "all-reduce" in kinds
+    code, out, _ = run(f"{own} --mesh data=-1,model=4 --topology v5e:4x4")
+    assert code == 0 and "v5e" in out
+    code, _, err = run(f"{own} --mesh data=3,model=5 --topology v5e:4x4")
+    assert code == 2 and "16" in err
+
+
+def test_inspect(run: Any) -> None:
+    code, out, _ = run("inspect runs")
+    assert code == 0 and "model/up/kernel" in out and "step 7 (1 of 1)" in out
+    data = json.loads(run("inspect runs/7 --json")[1])
+    leaves = {leaf["path"]: leaf for leaf in data["leaves"]}
+    assert leaves["model/up/kernel"]["spec"] == [None, "model"]
+    assert data["mesh"] == {"data": 2, "model": 4} and data["schema"] == 1
+
+
+def with_another_checksum(place: Path, leaf: str) -> None:
+    file = place / "_CHECKPOINT_METADATA"
+    data = json.loads(file.read_text())
+    record = data["custom_metadata"]["flax_layoutmap"]
+    del record["digest"]  # which older versions did not write
+    record["checksums"][leaf] = "0" * len(record["checksums"][leaf])
+    file.write_text(json.dumps(data))
+
+
+def test_verify(run: Any, folder: Path) -> None:
+    code, out, _ = run("verify runs/7")
+    assert code == 0 and "4 leaves are as saved" in out
+    assert json.loads(run("verify runs/7 --json")[1])["leaves"] == 4
+    shutil.copytree(folder / "runs" / "7", folder / "other")
+    with_another_checksum(folder / "other", "model/up/kernel")
+    code, out, err = run("verify other")
+    assert (code, out) == (1, "") and "model/up/kernel" in err
+    problems = json.loads(run("verify other --json")[1])["problems"]
+    assert len(problems) == 1 and "model/up/kernel" in problems[0]
+
+
+def test_verify_the_directory_of_a_run(run: Any, folder: Path) -> None:
+    """The latest step, as the other commands, or the one that is named."""
+    directory = folder / "training"
+    with flm.checkpoint.Checkpointer(directory) as checkpointer:
+        for step in (10, 25):
+            checkpointer.save(step, {"w": np.full(8, step)})
+    code, out, err = run("verify training")
+    assert (code, err) == (0, "") and f"{directory}/25: 1 leaf is as saved" in out
+    assert json.loads(run("verify training --json")[1])["path"] == f"{directory}/25"
+    assert f"{directory}/10: 1 leaf" in run("verify training --step 10")[1]
+    assert flm.checkpoint.verify(directory).path == f"{directory}/25"
+    code, out, err = run("verify training --step 26")
+    assert (code, out) == (2, "") and "has no step 26; it has 10, 25" in err
+    with_another_checksum(directory / "25", "w")
+    code, out, err = run("verify training")
+    assert (code, out) == (1, "") and f"{directory}/25 is damaged" in err
+    assert run("verify training --step 10")[0] == 0
+
+
+def test_convert(run: Any, folder: Path) -> None:
+    code, out, _ = run("convert rules.toml again.json --mesh data=1,model=2")
+    assert code == 0 and "2 rules" in out
+    read = flm.LayoutMap.from_file(folder / "again.json")
+    assert read.device_mesh is not None and read.device_mesh.shape == (1, 2)
+    assert list(read) == ["up/kernel", "down/kernel"]
+    code, _, err = run("convert rules.toml again.json")
+    assert code == 2 and "--overwrite" in err
+    assert run("convert runs/7 again.json --overwrite")[0] == 0
+
+
+def in_a_process(*command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Runs Python on a command line, with the package as it is in this checkout."""
+    own = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=own, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+def test_restore_to_another_mesh(folder: Path) -> None:
+    """In a process of its own, as it makes devices of its own."""
+    code = """
+import os, sys
+from flax_layoutmap._cli import main
+command = "restore runs/7 --to resharded --mesh data=4,model=4".split()
+assert main([*command, "--dry-run"]) == 0
+assert not os.path.exists("resharded")
+sys.exit(main(command))
+"""
+    done = in_a_process("-c", code, folder=folder)
+    assert done.returncode == 0, done.stderr
+    dry, _, wrote = done.stdout.partition("wrote resharded: 4 leaves")
+    assert "4 leaves to read" in dry and wrote
+    before, after = (
+        flm.checkpoint.restore(folder / name, mesh=flm.DeviceMesh("data=2,model=4"))
+        for name in ("runs/7", "resharded")
+    )
+    assert jax.tree.structure(before) == jax.tree.structure(after)
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+    info = flm.checkpoint.inspect(folder / "resharded")
+    chunks = {leaf.path: leaf.chunk for leaf in info.leaves}
+    assert chunks["model/up/kernel"] == (8, 8)
+    assert info.mesh is not None and info.mesh.axis_sizes == {"data": 4, "model": 4}
+
+
+@pytest.mark.slow
+def test_a_module_that_makes_a_mesh(folder: Path) -> None:
+    """Its devices are not here: those of the CPU stand in for them."""
+    code = "import jax\nassert jax.device_count() == 1\n"
+    code += "from flax_layoutmap._cli import main\n"
+    code += "main(['report', '--model', 'my_model:make', '--rules', 'my_model:pairs', "
+    code += "'--mesh', 'data=2,model=8'])"
+    done = in_a_process("-c", code, folder=folder)
+    assert done.returncode == 0 and "mesh data=2,model=8" in done.stdout, done.stderr
+
+
+def test_json_of_every_command(run: Any, folder: Path) -> None:
+    """All of it is one object with the number of its schema."""
+    commands = [
+        *(f"report {SOURCES}", f"lint {SOURCES}", f"explain up/kernel {SOURCES}"),
+        *(f"diff {SOURCES} --arg-after width=16", f"draw {SOURCES}"),
+        *("inspect runs", "verify runs", "convert rules.toml every.json"),
+        "restore runs/7 --to nowhere --mesh data=4,model=2 --dry-run",
+        "plan my_model:step --args my_model:arguments --rules rules.toml",
+    ]
+    assert {c.split()[0] for c in commands} == EXAMPLES.keys() - {"compile"}
+    for command in commands:
+        code, out, err = run(f"{command} --json")
+        assert code == (1 if command.startswith("diff") else 0), err
+        assert json.loads(out)["schema"] == 1, command
+    assert not (folder / "nowhere").exists()
+
+
+EXAMPLES = {
+    name: own.epilog.removeprefix("example:\n  flax-layoutmap ")
+    for name, own in next(
+        iter(_parser.parser()._subparsers._group_actions)  # type: ignore[union-attr]
+    ).choices.items()  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in EXAMPLES if name not in ("restore", "compile")]
+)
+def test_the_example_of_the_help(name: str, run: Any) -> None:
+    code, _, err = run(EXAMPLES[name])
+    assert (code, err) == (1 if name == "diff" else 0, "")
+
+
+def test_the_page_has_every_example() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/command_line.md").read_text()
+    sections = re.findall(
+        r"^## (\w+)\n.*?```sh\nflax-layoutmap (.*?)\n```", page, re.S | re.M
+    )
+    assert dict(sections) == EXAMPLES
+
+
+@pytest.mark.libtpu
+def test_compile(run: Any) -> None:
+    """Without libtpu it says how to get it; with it, the example runs."""
+    code, out, err = run(EXAMPLES["compile"])
+    if importlib.util.find_spec("libtpu") is None:
+        assert (code, out) == (2, "") and "flax-layoutmap[tpu-aot]" in err
+    else:
+        assert code == 0 and "v5e" in out, err
+
+
+def test_help_shows_the_example(run: Any) -> None:
+    for name, example in EXAMPLES.items():
+        code, out, _ = run(f"{name} --help")
+        assert code == 0 and f"flax-layoutmap {example}" in out
+
+
+WRONG = {
+    "report --model my_model:make --mesh data=2": "--model needs rules",
+    "report --model my_model:make --rules my_model:pairs": "the rules have no mesh",
+    "report --model nothing:make --rules rules.toml": "cannot import 'nothing'",
+    "report --model my_model:mke --rules rules.toml": "did you mean 'make'",
+    "report --model my_model:nope --rules rules.toml": "there is no 'nope' in it\n",
+    "report --model my_model --rules rules.toml": "write MODULE:NAME",
+    "report --model my_model:broken --rules rules.toml": "RuntimeError: no such config",
+    "report --model my_model:make --rules my_model:number": "is a int; it must be",
+    "report --model my_model:make --rules nowhere.toml": "nowhere.toml",
+    "report --model my_model:make --rules rules.toml --arg width": "NAME=VALUE",
+    "report --model my_model:make --rules rules.toml --arg depth=2": "depth",
+    "report --model my_model:make --rules rules.toml --mesh data": "data",
+    "report --checkpoint nowhere": "nowhere",
+    "report --model my_model:ends_the_program --rules rules.toml": "SystemExit: 0",
+    "report --model my_model:make --rules r.yaml": "or a file (.toml, .json)",
+    "lint --mesh data=2": "lint needs rules",
+    "report --model my_model:make --rules rules.toml --step 3": "is for --checkpoint",
+    "lint --model my_model:make --rules rules.toml --max-replicated 2": "from 0 to 1",
+    "lint --rules extends.toml": "extends.toml:2: extends 'no.toml', but there is no",
+    "lint --rules rules.toml --ignore LM131": "there is no code LM131",
+    "lint --rules rules.toml --max-replicated 0.1": "needs --model or --checkpoint",
+    "plan my_model:make --args my_model:linen_variables --rules rules.toml "
+    "--mesh data=2,model=4 --arg width=2": "linen_variables",
+    "plan my_model:ends_the_program --args my_model:nothing --rules rules.toml "
+    "--mesh data=2,model=4": "SystemExit: 0",
+    "plan my_model:broken --args my_model:make --rules rules.toml "
+    "--mesh data=2,model=4": "broken() cannot be called with (Block): too many",
+    "plan my_model:loss --args my_model:three --rules rules.toml "
+    "--mesh data=2,model=4": "loss(params, x, scale=1.0) cannot be called with "
+    "(dict, float32[4,8], int32[]): too many positional arguments; pass one argument",
+    "plan my_model:loss --args my_model:nothing --rules rules.toml "
+    "--mesh data=2,model=4": "cannot be called with (): missing a required argument",
+    "plan my_model:wrong --args my_model:three --rules rules.toml "
+    "--mesh data=2,model=4": "KeyError: 'nope' (--traceback shows where)",
+    "report --checkpoint runs/7 --rules runs/7 --variant a": "--variant is for rules",
+    "report --checkpoint runs/7 --arg width=2": "--arg is for --model",
+    "report --checkpoint runs/7 --optimizer optax:sgd": "--optimizer is for --model",
+    "report --model my_model:make --rules rules.toml --mesh data=2,model=4 "
+    "--optimizer-arg learning_rate=1": "--optimizer-arg needs --optimizer",
+    "verify nowhere": "nowhere",
+    "restore runs/7 --to runs": "runs exists; write to another path",
+    "convert my_model:layout_map out.yaml": "out.yaml",
+    "restore runs/7 --to new --mesh data=64,model=32": "2048 devices, more than",
+    "restore runs/7 --to rules.toml/new --mesh data=4,model=2": "be written to",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
+def test_errors_are_short(command: str, run: Any, folder: Path) -> None:
+    code, out, err = run(command)
+    assert (code, out) == (2, "")
+    assert WRONG[command] in err and "Traceback" not in err
+    assert err.startswith(f"flax-layoutmap {command.split()[0]}: ")
+    assert not (folder / "new").exists()
+
+
+def test_nobody_reads_on(folder: Path) -> None:
+    """Of a program of its own, so that nothing is told when Python ends, either."""
+    read, write = os.pipe()
+    os.close(read)
+    root = str(Path(flm.__file__).parents[1])
+    ended = subprocess.run(
+        [sys.executable, "-m", "flax_layoutmap", "draw", *SOURCES.split()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"},
+        stdout=write,
+        stderr=subprocess.PIPE,
+    )
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_nobody_reads_what_is_printed(run: Any, monkeypatch: Any) -> None:
+    """What is left to be written, when the output is closed, is no error."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w", encoding="utf-8") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        code, _, err = run(f"report {SOURCES}")
+    assert (code, err) == (141, "")
+
+
+def test_an_output_that_knows_ascii_alone(run: Any, monkeypatch: Any) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    code, _, err = run(f"explain up/kernel {SOURCES}")
+    assert (code, err) == (0, "")
+    assert rb"\u2192" in written.getvalue()
+
+
+def test_json_with_too_much_replicated(run: Any) -> None:
+    code, out, err = run(f"lint {SOURCES} --max-replicated 0.0001 --json")
+    assert code == 1 and json.loads(out)["issues"]
+    assert "more than --max-replicated 0.0001" in err
+
+
+def test_a_traceback_where_it_is_asked_for(run: Any) -> None:
+    with pytest.raises(Exception, match="no such config"):
+        run("report --model my_model:broken --rules rules.toml --traceback")
+
+
+def test_usage(run: Any) -> None:
+    assert run("reprot")[0] == 2
+    assert run("report --rules rules.toml")[0] == 2, "neither model nor checkpoint"
+    code, out, _ = run("--help")
+    assert code == 0
+    for name in EXAMPLES:
+        assert f"    {name}" in out
+
+
+def test_help_loads_neither_jax_nor_flax() -> None:
+    """And a control: that check sees what is loaded."""
+    code = """
+import sys
+from flax_layoutmap._cli import main
+
+def loaded():
+    return any(m in sys.modules for m in ("jax", "flax", "numpy", "rich"))
+
+for arguments in (["--help"], ["report", "--help"]):
+    try: main(arguments)
+    except SystemExit: pass
+    print("loaded:", loaded())
+import numpy
+print("then:", loaded())
+"""
+    done = in_a_process("-c", code, folder=Path.cwd())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: flax-layoutmap") == 2
+    found = re.findall("^(?:loaded|then): .*$", done.stdout, re.M)
+    assert found == ["loaded: False", "loaded: False", "then: True"]

@@ -1,0 +1,214 @@
+"""Each example runs to its end in a process of its own, with tiny settings."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import quick
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--steps=6", "--batch=8", "--seq=16", "--dim=32", "--layers=1")
+
+
+def run_example(
+    name: str, *flags: str, devices: int | None = None, optimised: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs an example on CPU; `devices=None` leaves their number to the example."""
+    environment = quick.for_subprocess(os.environ)
+    if optimised:
+        environment = quick.as_for_users(environment)
+    environment |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+    if devices is not None:
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+    return subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def table_of(output: str) -> tuple[list[int], np.ndarray]:
+    """Reads the printed table back: the steps, and the losses of each run."""
+    lines = re.findall(r"^│ +(\d+) +│(.*)│$", output, flags=re.MULTILINE)
+    losses = [[float(cell) for cell in cells.split("│")] for _, cells in lines]
+    return [int(step) for step, _ in lines], np.array(losses)
+
+
+def load_train_lm() -> ModuleType:
+    path = ROOT / "examples" / "train_lm.py"
+    spec = importlib.util.spec_from_file_location("train_lm", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+def test_train_lm_continues_on_another_mesh_and_on_one_device(tmp_path: Path) -> None:
+    flags = (*TINY, f"--checkpoint-dir={tmp_path}")
+    done = run_example("train_lm.py", *flags, optimised=True)
+    assert done.returncode == 0, done.stderr
+    assert "layers/0/attention/query/kernel" in done.stdout  # the report
+    for run in ("uninterrupted", "data=4,model=2", "data=1,model=1"):
+        assert run in done.stdout
+    steps, losses = table_of(done.stdout)
+    assert steps == [3, 4, 5]
+    assert losses.shape == (3, 3)
+    assert np.ptp(losses, axis=1).max() < 0.01
+    assert np.ptp(losses, axis=0).min() > 0.01  # training moves the loss much more
+    assert (tmp_path / "step-3").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_train_lm_in_two_processes() -> None:
+    done = run_example("multi_host/run_here.py", "--", *TINY)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("layers/0/attention/query/kernel") == 1, "process 0 prints"
+    steps, losses = table_of(done.stdout)
+    assert steps == [3, 4, 5] and losses.shape == (3, 2)
+    assert np.ptp(losses, axis=1).max() < 0.01
+    alone = run_example("train_lm.py", "--distributed")
+    assert alone.returncode == 2 and "needs a --checkpoint-dir" in alone.stderr
+
+
+@pytest.mark.slow
+def test_train_lm_on_one_device_says_so() -> None:
+    done = run_example("train_lm.py", *TINY, devices=1)
+    assert done.returncode == 0, done.stderr
+    assert "There is only one device" in done.stdout
+    steps, losses = table_of(done.stdout)
+    assert losses.shape == (3, 2)
+    assert np.ptp(losses, axis=1).max() < 0.01
+
+
+@pytest.mark.slow
+def test_train_linen_continues_on_another_mesh() -> None:
+    done = run_example("train_linen.py", "--steps=6")
+    assert done.returncode == 0, done.stderr
+    assert "attention_{0,1}/query/kernel ×2" in done.stdout  # the report
+    assert "mesh data=2,model=4" in done.stdout  # where it began
+    assert "restored on data=4,model=2" in done.stdout
+    steps, losses = table_of(done.stdout)
+    assert steps == [3, 4, 5]
+    assert losses.shape == (3, 2)
+    assert np.ptp(losses, axis=1).max() < 0.01
+
+
+def test_dtensor_tour() -> None:
+    done = run_example("dtensor_tour.py", devices=1)  # it takes the eight it needs
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    row = next(line for line in lines if "TPU:5" in line)
+    assert re.findall(r"\(\d, \d\)", row) == ["(2, 0)", "(0, 1)", "(2, 1)", "(1, 2)"]
+    for line in (
+        "result  ('batch', None)",
+        "its gradient returns to ('x', 'y')",
+        "d2.kernel has ('y', 'x')",
+    ):
+        assert line in lines
+    assert "hold the same part of an array (4, 2)" in done.stdout
+
+
+@pytest.mark.slow
+def test_port_from_keras_trains_by_rules_of_keras() -> None:
+    done = run_example("port_from_keras.py", "--steps=12")
+    assert done.returncode == 0, done.stderr
+    assert "LayoutWarning" not in done.stderr
+    assert re.search(
+        r"^decoder_block/0/ffw_norm/scale +gpt/decoder_block_0/ffw_norm/gamma$",
+        done.stdout,
+        flags=re.MULTILINE,
+    )
+    assert "mesh data=2,model=4" in done.stdout
+    assert "ffw_gating/output -> ('data', None, 'model')" in done.stdout
+    found = re.findall(r"^step +(\d+) +loss (\d\.\d+) ", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _ in found] == [*range(12)]
+    losses = [float(loss) for _, loss in found]
+    assert losses[0] > 5 and losses[-1] < losses[0] - 0.5
+    assert "The loss fell." in done.stdout
+
+
+@pytest.mark.slow
+def test_load_hugging_face_reads_its_own_checkpoint_and_one_of_transformers() -> None:
+    done = run_example("load_hugging_face.py")
+    assert done.returncode == 0, done.stderr
+    assert "'model.safetensors.index.json'" in done.stdout
+    found = re.search(r"model=4: read ([\d,]+) bytes \(([\d,]+) planned", done.stdout)
+    assert found is not None and found[1] == found[2]
+    assert re.search(
+        r"layers/3/attention/out/kernel +\(8, 32, 256\) +\('model', None, 'data'\) +"
+        r"\(2, 32, 128\) per device",
+        done.stdout,
+    )
+    assert "within the tolerance" in done.stdout
+    folder = ROOT / "tests" / "golden" / "hf_llama_sharded"
+    done = run_example("load_hugging_face.py", f"--checkpoint={folder}")
+    assert done.returncode == 0, done.stderr
+    assert "data=4,model=2: read 90,752 bytes (90,752 planned" in done.stdout
+    assert "within the tolerance" in done.stdout
+
+
+def test_restore_on_another_mesh() -> None:
+    done = run_example("restore_on_another_mesh.py")
+    assert done.returncode == 0, done.stderr
+    assert "saved on DeviceMesh('data=2,model=4', abstract)" in done.stdout
+    assert "20 leaves are as saved (6.0 MiB)" in done.stdout
+    for mesh in ("data=4,model=2", "data=1,model=1"):
+        assert re.search(
+            rf"{mesh}.*up/kernel is \('data', 'model'\), the values are the same",
+            done.stdout,
+        )
+    assert "as asked for: bfloat16" in done.stdout
+    assert "cannot restore" in done.stdout and "down/kernel (1024,256)" in done.stdout
+
+
+def test_restore_without_the_model() -> None:
+    done = run_example("restore_without_the_model.py")
+    assert done.returncode == 0, done.stderr
+    assert "orbax-v0, step 200 (2 of 2)" in done.stdout
+    assert "values are the same" in done.stdout
+    found = re.search(r"read ([\d,]+) bytes of ([\d,]+)", done.stdout)
+    assert found is not None
+    read, held = (int(count.replace(",", "")) for count in found.groups())
+    assert read < held / 3  # the optimizer's state is left where it is
+
+
+def test_layout_that_does_not_fit_ends_the_run_before_anything_is_made() -> None:
+    done = run_example("train_lm.py", *TINY, "--heads=2", "--mesh=data=2,model=4")
+    assert done.returncode != 0
+    for part in ("layers/0/attention/query/kernel", "(32,2,16)", "'model'", "size 4"):
+        assert part in done.stderr
+    assert "tokens/s" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("last_loss", "agree"), [(1.0, True), (1.009, True), (1.02, False), (np.nan, False)]
+)
+def test_compare_tells_equal_losses_from_different_ones(
+    last_loss: float, agree: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {"uninterrupted": [2.0, 1.0], "restored": [2.0, last_loss]}
+    assert load_train_lm().compare(runs, first=3, tolerance=0.01) is agree
+    assert ("MORE THAN" in capsys.readouterr().out) is not agree
+
+
+def test_batches_depend_on_the_step_alone() -> None:
+    train_lm = load_train_lm()
+    text = train_lm.read_source()
+    assert len(text) > 100_000
+    batch = train_lm.batch_of(text, 7, batch=4, seq=16, seed=0)
+    assert batch.shape == (4, 17)
+    assert all(bytes(row.astype(np.uint8)) in text.tobytes() for row in batch)
+    again = train_lm.batch_of(text, 7, batch=4, seq=16, seed=0)
+    np.testing.assert_array_equal(batch, again)
+    assert (batch != train_lm.batch_of(text, 8, batch=4, seq=16, seed=0)).any()
+    assert (batch != train_lm.batch_of(text, 7, batch=4, seq=16, seed=1)).any()

@@ -1,0 +1,760 @@
+"""Collectives out of compiled programs: real ones, each form by itself, and damage.
+
+The programs in `golden/hlo` are one training step of a Llama-like decoder, compiled for
+TPU slices with libtpu 0.0.42 (and one for CPUs), without any of them being there:
+
+    1b_v5e        16 layers as a scan, v5e:4x4, mesh data=1, fsdp=4, tensor=4
+    1b_v5e_plain  the same without collective matrix products
+    1b_cpu        the same on 16 CPU devices
+    8b_v5e        32 layers, v5e:16x16, mesh data=1, fsdp=32, tensor=8
+    8b_two_v5e    32 layers, two such slices, mesh data=2, fsdp=32, tensor=8
+    70b_tpu7x     80 layers, tpu7x:4x4x4, mesh data=1, fsdp=16, tensor=8
+"""
+
+import collections
+import functools
+import json
+import lzma
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pods import SLICES, WHOLE, computation, entry, read
+
+from flax_layoutmap.pod._hlo import Program, read_program
+from flax_layoutmap.pod._hlo_groups import groups_of, pairs_of
+from flax_layoutmap.pod._records import Collective
+
+SAMPLES = Path(__file__).parents[1] / "golden" / "hlo"
+NAMES = ("data", "fsdp", "tensor")
+MIB = 2**20
+FSDP, TENSOR = ("fsdp",), ("tensor",)
+# By kind and axes: operations, executions, MiB sent by a device.
+EXPECTED = json.loads((SAMPLES / "expected.json").read_text("utf-8"))
+
+
+@functools.cache
+def sample(name: str) -> str:
+    return lzma.decompress((SAMPLES / f"{name}.hlo.xz").read_bytes()).decode()
+
+
+@functools.cache
+def program(name: str, with_paths: bool = False) -> Program:
+    """A sample, read; the state leaves as it came in, and the loss after it."""
+    sizes = EXPECTED[name]["mesh"]
+    per_slice = sizes[1] * sizes[2]
+    slices = [place // per_slice for place in range(2 * per_slice)]
+    paths = arguments_of("1b_cpu") if with_paths else []
+    return read_program(
+        sample(name),
+        NAMES,
+        sizes,
+        slice_of=slices if sizes[0] == 2 else [],
+        paths=paths,
+        results=dict(enumerate(paths[:-1])),
+    )
+
+
+def arguments_of(name: str) -> list[str]:
+    """What a program calls its arguments, in order, such as `layers/attn/wq`.
+
+    The TPU compiler renames some arguments; their order stays.
+    """
+    text = sample(name).partition("\nENTRY ")[2]
+    called = dict(re.findall(r' parameter\((\d+)\).*?op_name="([^"]*)"', text))
+    names = [called[str(at)].replace("\\'", "'") for at in range(len(called))]
+    ends = ("state[0]['", "'].value")
+    return [
+        name.replace("']['", "/").removeprefix(ends[0]).removesuffix(ends[1])
+        for name in names
+    ]
+
+
+def counted(collectives: tuple[Collective, ...]) -> dict[str, list[float]]:
+    rows: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0, 0])
+    for one in collectives:
+        axes = (*one.axes, *(["DCN"] if one.over_dcn else []))
+        row = rows[f"{one.kind} over {'+'.join(axes)}"]
+        row[0] += 1
+        row[1] += one.executions
+        row[2] += one.wire_bytes_per_step / MIB
+    return {key: [row[0], row[1], round(row[2], 1)] for key, row in rows.items()}
+
+
+# ------------------------------------------------------------------- real programs
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_real_program(name: str) -> None:
+    found, wanted = program(name), EXPECTED[name]
+    assert counted(found.collectives) == wanted["counts"]
+    assert (found.unrecognised, found.idle) == ((), 0)
+    # A gather that is written several times counts once.
+    assert found.repeated == wanted["repeated"]
+
+
+def test_branches_are_noted() -> None:
+    assert program("8b_two_v5e").notes == (
+        "each device takes one branch of conditional, conditional.1; all branches are "
+        "counted",
+    )
+    assert program("8b_v5e").notes == ()
+
+
+def test_source_lines() -> None:
+    sources = {
+        one.source for one in program("1b_v5e").collectives if one.kind == "all-reduce"
+    }
+    assert "llama.py:36 Attn.__call__" in sources
+    assert not any("site-packages" in source for source in sources if source)
+    # As older versions write them, with no table.
+    metadata = 'metadata={op_name="x" source_file="/a/b/model.py" source_line=36}'
+    assert only(entry(f"{REDUCED}{WHOLE}, {metadata}")).source == "model.py:36"
+    # What is not ASCII stands there byte by byte.
+    other = metadata.replace("model", r"mod\303\250le")
+    assert only(entry(f"{REDUCED}{WHOLE}, {other}")).source == "modèle.py:36"
+    # Where a collective has none, the nearest on the way back.
+    line = f"%q = f32[8,4] negate(%p), {metadata}"
+    below = f"{REDUCED}{WHOLE}".replace("%p", "%q")
+    assert only(entry(line, below)).source == "model.py:36"
+
+
+def test_a_mesh_of_another_size_is_said() -> None:
+    found = read_program(sample("1b_v5e"), ("x",), (4,))
+    assert found.collectives == ()
+    assert len(found.unrecognised) + found.repeated == 80 + 47
+    assert "its groups are not of this mesh: " in " ".join(found.unrecognised)
+
+
+KERNELS = {
+    f"layers/{name}"
+    for name in ("attn/wq", "attn/wk", "attn/wv", "attn/wo")
+    + ("mlp/gate", "mlp/up", "mlp/down")
+}
+NORMS = {"layers/n1/scale", "layers/n2/scale", "norm/scale"}
+# On the TPU these are gathered once more.
+MORE = {"layers/attn/wq": 3, "layers/attn/wk": 3}
+
+
+def paths_of(name: str, kind: str) -> collections.Counter[str]:
+    """How many operations of a kind there are for a leaf, not over "tensor"."""
+    return collections.Counter(
+        one.path
+        for one in program(name, True).collectives
+        if one.kind == kind and one.axes != TENSOR and one.path
+    )
+
+
+@pytest.mark.parametrize(("name", "more"), [("1b_cpu", {}), ("1b_v5e_plain", MORE)])
+def test_each_kernel_is_gathered_forward_and_backward(
+    name: str, more: dict[str, int]
+) -> None:
+    wanted = {**dict.fromkeys(KERNELS, 2), "head": 1, **more}
+    assert paths_of(name, "all-gather") == wanted
+    found = program(name, True).collectives
+    gathers = [one for one in found if one.kind == "all-gather"]
+    assert [one.path for one in gathers if one.axes != FSDP] == [None]
+
+
+def test_each_gradient_is_summed_once() -> None:
+    # In the loop over the layers, and the head after it.
+    once = dict.fromkeys((*KERNELS, "head"), 1)
+    assert paths_of("1b_v5e_plain", "reduce-scatter") == once
+    # Two all-reduces, of the layers' norms together, and of the last one and the loss.
+    norms = dict.fromkeys(NORMS, 1)
+    assert paths_of("1b_v5e_plain", "all-reduce") == norms
+    assert paths_of("1b_cpu", "all-reduce") == once | norms
+
+
+@pytest.mark.parametrize("name", ["1b_v5e", "70b_tpu7x"])
+def test_kernels_that_move_with_a_matrix_product(name: str) -> None:
+    """Gathered, or summed, by permutes beside the product."""
+    assert KERNELS <= set(paths_of(name, "collective-permute"))
+    assert paths_of(name, "all-reduce") == dict.fromkeys(NORMS, 1)
+
+
+def test_gradients_between_slices() -> None:
+    found = program("8b_two_v5e", True).collectives
+    over = {one.path for one in found if one.over_dcn and one.kind == "all-reduce"}
+    assert KERNELS | {"head", "embed"} <= over
+
+
+@pytest.mark.parametrize("name", ["1b_v5e_plain", "8b_two_v5e"])
+def test_no_activation_is_taken_for_a_gradient(name: str) -> None:
+    """Looked up rows are of their table."""
+    found = program(name, True)
+    sums = [c for c in found.collectives if c.axes == TENSOR and c.kind != "all-gather"]
+    assert {one.path for one in sums if len(one.shape) == 3} == {None}
+    # What was made of several leaves is split; a rest of a division may go.
+    ours, theirs = (
+        sum(one.wire_bytes_per_step for one in these.collectives)
+        for these in (found, program(name))
+    )
+    assert abs(ours - theirs) <= 300
+
+
+# ------------------------------------------------------------------ one form each
+
+
+def only(text: str, **options: Any) -> Collective:
+    found = read(text, **options)
+    assert found.unrecognised == ()
+    (one,) = found.collectives
+    return one
+
+
+REDUCED = "%r = f32[8,4]{1,0} all-reduce(%p), channel_id=1, "
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "members"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", ("model",), 4),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
+        ("{{0,1,2,3,4,5,6,7}}", ("data", "model"), 8),
+        ("{}", ("data", "model"), 8),
+        ("{{0,1},{2,3},{4,5},{6,7}}", ("model",), 2),
+        ("[2,4]<=[8]", ("model",), 4),
+        ("[4,2]<=[2,4]T(1,0)", ("data",), 2),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}", ("model",), 4),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", ("data", "model"), 8),
+        ("mesh['a'=8] {'a':(1)2}", ("data",), 2),
+        ("mesh['a'=8] {'a':(2)4}", ("model",), 4),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", ("model",), 4),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("data",), 2),
+    ],
+)
+def test_groups(groups: str, axes: tuple[str, ...], members: int) -> None:
+    one = only(entry(f"{REDUCED}replica_groups={groups}, to_apply=%add"))
+    assert (one.kind, one.axes) == ("all-reduce", axes)
+    assert one.bytes == 128
+    assert one.wire_bytes == 2 * 128 * (members - 1) // members
+
+
+# What the compiler started is what its result says, without its context.
+STARTED = "(f32[8,4]{1,0}, f32[32,4]{1,0}, u32[]) all-gather-start(%p)"
+PACKED = (
+    "((f32[8,4]{1,0}, s8[4]{0}), (f32[32,4]{1,0}, /*index=1*/s8[16]{0}), u32[]) "
+    "all-gather-start(%p, %p)"
+)
+TILED = "bf16[8,4]{1,0:T(8,128)(2,1)S(1)} all-reduce-start(%p)"
+RING = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "size", "sent"),
+    [
+        ("f32[32,4]{1,0} all-gather(%p)", "all-gather", 512, 384),
+        (STARTED, "all-gather", 512, 384),
+        (PACKED, "all-gather", 528, 396),
+        (TILED, "all-reduce", 64, 96),
+        ("f32[2,4]{1,0} reduce-scatter(%p)", "reduce-scatter", 128, 96),
+        ("(f32[2,4], f32[6,4]) all-to-all(%p)", "all-to-all", 128, 96),
+        ("f32[8,4] ragged-all-to-all(%p)", "all-to-all", 128, 96),
+        ("f32[8,4] collective-permute(%p)", "collective-permute", 128, 128),
+        (
+            "(f32[8,4], f32[8,4], u32[], u32[]) collective-permute-start(%p)",
+            "collective-permute",
+            128,
+            128,
+        ),
+        ("s4[9]{0} all-gather(%p)", "all-gather", 5, 3),
+        ("pred[<=8] all-gather(%p)", "all-gather", 8, 6),
+        ("f8e4m3fn[8,4]{1,0} all-gather(%p)", "all-gather", 32, 24),
+        ("f4e2m1fn[8,4]{1,0} all-gather(%p)", "all-gather", 16, 12),
+        ("(f32[32,4], token[]) all-gather(%p)", "all-gather", 512, 384),
+    ],
+)
+def test_kinds_and_bytes(operation: str, kind: str, size: int, sent: int) -> None:
+    one = only(entry(f"%x = {operation}, {RING if 'permute' in kind else WHOLE}"))
+    assert (one.kind, one.axes, one.bytes) == (kind, ("model",), size)
+    assert one.wire_bytes == sent
+
+
+def test_groups_of_one_move_nothing() -> None:
+    found = read(entry(f"{REDUCED}replica_groups=[8,1]<=[8]"))
+    assert (found.collectives, found.idle, found.unrecognised) == ((), 1, ())
+    line = "%x = f32[8,4] collective-permute(%p), source_target_pairs={{0,0},{1,1}}"
+    assert read(entry(line)).idle == 1
+
+
+# Called from everywhere: fusions, calls, asynchronous threads, unknown forms.
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%x = f32[8,4] fusion(%p), kind=kCustom, calls=%inner",
+        "%x = f32[8,4] call(%p), to_apply=%inner",
+        "%x = ((f32[8,4]), f32[8,4], u32[]) call-start(%p), "
+        'async_execution_thread="sparsecore", to_apply=%inner',
+        "%x = ((f32[8,4]), f32[8,4], u32[]) async-start(%p), calls=%inner",
+        "%x = f32[8,4] brand-new-form(%p), some_computation=%inner",
+        "%x = f32[8,4] conditional(%p, %p), branch_computations={%inner}",
+    ],
+)
+def test_called_computations_are_followed(line: str) -> None:
+    inner = computation("inner", f"%r = f32[8,4] all-reduce(%q), {WHOLE}")
+    assert only(entry(line, before=inner)).kind == "all-reduce"
+    twice = entry(line, line.replace("%x", "%y"), before=inner)
+    assert len(read(twice).collectives) == 2
+    # The end of what was started is not counted again.
+    done = "%z = f32[8,4] async-done(%x), calls=%inner"
+    assert len(read(entry(line, done, before=inner)).collectives) == 1
+
+
+def test_a_reduce_scatter_that_is_a_fusion() -> None:
+    inner = computation(
+        "all-reduce-scatter.1",
+        f"%r = f32[8,4]{{1,0}} all-reduce(%q), {WHOLE}",
+        "%s = f32[2,4]{1,0} dynamic-slice(%r, %i, %j)",
+    )
+    line = "%x = f32[2,4] fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1"
+    one = only(entry(line, before=inner))
+    assert (one.kind, one.bytes, one.wire_bytes) == ("reduce-scatter", 128, 96)
+    # Without the slice it is an all-reduce, whatever it is called.
+    plain = inner.replace("dynamic-slice(", "negate(")
+    assert only(entry(line, before=plain)).kind == "all-reduce"
+
+
+LOOP = (
+    "%moved = s32[] copy(%zero)",
+    "%in = (s32[], f32[8,4]) tuple(%moved, %p)",
+    "%w = (s32[], f32[8,4]) while(%in), condition=%condition, body=%body",
+)
+
+
+def looped(bound: str, step: str, compared: str = "direction=LT") -> str:
+    """The computations of a loop that sums in each round."""
+    return f"""\
+%condition (c: (s32[], f32[8,4])) -> pred[] {{
+  %c = (s32[], f32[8,4]) parameter(0)
+  %ci = s32[] get-tuple-element(%c), index=0
+  %bound = s32[] {bound}
+  ROOT %lt = pred[] compare(%ci, %bound), {compared}
+}}
+%body (b: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {{
+  %b = (s32[], f32[8,4]) parameter(0)
+  %bi = s32[] get-tuple-element(%b), index=0
+  %bx = f32[8,4] get-tuple-element(%b), index=1
+  %one = s32[] {step}
+  %next = s32[] add(%bi, %one)
+  %red = f32[8,4] all-reduce(%bx), {WHOLE}
+  ROOT %out = (s32[], f32[8,4]) tuple(%next, %red)
+}}
+"""
+
+
+def in_a_loop(bound: Any, step: Any, start: Any, *compared: str) -> str:
+    written = [
+        f"constant({value})" if isinstance(value, int) else value
+        for value in (bound, step, start)
+    ]
+    before = looped(written[0], written[1], *compared)
+    return entry(f"%zero = s32[] {written[2]}", *LOOP, before=before)
+
+
+@pytest.mark.parametrize(
+    ("bound", "step", "start", "times"),
+    [(16, 1, 0, 16), (16, 2, 0, 8), (17, 2, 0, 9), (32, 1, 1, 31), (4, 1, 4, 0)],
+)
+def test_loops(bound: int, step: int, start: int, times: int) -> None:
+    text = in_a_loop(bound, step, start)
+    assert only(text).executions == times
+    known = 'backend_config={"known_trip_count":{"n":"5"}}'
+    assert only(text.replace("=%body", f"=%body, {known}")).executions == 5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("parameter(1)", 1, 0),
+        (8, "parameter(1)", 0),
+        (8, 1, "parameter(1)"),
+        (8, 1, 0, "direction=NE"),
+    ],
+)
+def test_a_loop_of_unknown_length_is_listed(given: Any) -> None:
+    found = read(in_a_loop(*given))
+    assert [one.executions for one in found.collectives] == [1]
+    assert found.unrecognised == (
+        "loop w: how often it runs is not in the program; counted once",
+    )
+
+
+def chained(chain: int) -> str:
+    return computation(
+        f"g{chain}",
+        f"%r{chain} = f32[32,4] all-gather(%q), channel_id=7, {WHOLE}, "
+        f'frontend_attributes={{chain_id="{chain}"}}',
+    )
+
+
+PERMUTED = "f32[8,4] collective-permute(%p), channel_id=1, " + (
+    "source_target_pairs={{0,1},{1,0}}"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "count"),
+    [
+        ("f32[32,4] fusion(%p), calls=%g1", "f32[32,4] fusion(%p), calls=%g1", 1),
+        # Another chain is another gather, and another permute another permute.
+        ("f32[32,4] fusion(%p), calls=%g1", "f32[32,4] fusion(%p), calls=%g2", 2),
+        (PERMUTED, PERMUTED, 2),
+    ],
+)
+def test_one_chain_is_one_operation(first: str, second: str, count: int) -> None:
+    before = "".join(chained(at) for at in (1, 2) if f"%g{at}" in first + second)
+    found = read(entry(f"%x = {first}", f"%y = {second}", before=before))
+    assert (len(found.collectives), found.unrecognised) == (count, ())
+
+
+def sent(transfer: str) -> str:
+    """What is sent to another slice, and received from it."""
+    attributes = (
+        "is_host_transfer=true, frontend_attributes={"
+        '_xla_host_transfer_rendezvous="t",_xla_megascale_target="{1,2}x{0:3}",'
+        f'_xla_megascale_transfer_type="{transfer}"}}'
+    )
+    return (
+        f"%s = (f32[8,4]{{1,0}}, u32[], token[]) send(%p, %t), {attributes}\n"
+        f"  %v = (f32[8,4]{{1,0}}, u32[], token[]) recv(%t), {attributes}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("transfer", "kind", "size"),
+    [
+        ("ALL_REDUCE", "all-reduce", 128),
+        ("ALL_GATHER", "all-gather", 256),
+        ("ONE_TO_ONE", "collective-permute", 128),
+    ],
+)
+def test_between_slices(transfer: str, kind: str, size: int) -> None:
+    one = only(entry(sent(transfer), devices=4), slice_of=SLICES)
+    assert (one.kind, one.axes, one.over_dcn) == (kind, ("data",), True)
+    assert (one.bytes, one.wire_bytes) == (size, 128)
+
+
+def test_ids_of_one_slice_are_places_of_the_mesh() -> None:
+    line = f"{REDUCED}replica_groups={{{{0,1}},{{2,3}}}}, to_apply=%add"
+    one = only(entry(line, devices=4), slice_of=SLICES)
+    assert (one.axes, one.over_dcn) == (("model",), False)
+    # A program that counts the devices of all slices can say it in its groups.
+    one = only(entry(f"{REDUCED}replica_groups=[4,2]<=[2,4]T(1,0)"), slice_of=SLICES)
+    assert (one.axes, one.over_dcn) == (("data",), True)
+    # The last axis may go over the slices, too.
+    text = entry(line, sent("ALL_REDUCE"), devices=4)
+    found = read_program(text, ("model", "data"), (4, 2), slice_of=(0, 1) * 4)
+    assert [one.axes for one in found.collectives] == [("model",), ("data",)]
+
+
+REDUCE = "%x = f32[8,4] all-reduce(%p)"
+ALONE = "%s = (f32[8,4], u32[], token[]) send(%p, %t), channel_id=1"
+UNREAD = {
+    "its groups cannot be read": [
+        f"{REDUCE}, replica_groups={groups}"
+        for groups in ("{{0,1},{2,3,4}}", "[2,4]<=[2,4]T(1,", "[2,4]<=[2,4]T(1,1)")
+        + ("[3,4]<=[8]", "[2,4]<=[800000000000]", "mesh['a'=2,'b'=4] {'c'}")
+        + ("mesh['a'=2,'b'=4", "mesh['a'=16] {'a'}", "mesh['a'=8] {'a':(3)2}")
+        + ("{{0,1},{2,", "spiral{7}")
+    ],
+    "its groups are not of this mesh": [
+        f"{REDUCE}, replica_groups={{{{0,1}},{{2,9}}}}"
+    ],
+    "its type cannot be read": [f"%x = token[] all-reduce(%p), {WHOLE}"],
+    "cannot be read": [
+        f"%x = quaternion[8,4] all-reduce(%p), {WHOLE}",
+        f"%x = f32[8,4 all-reduce(%p), {WHOLE}",
+        f"%x = (f32[8,4] all-reduce(%p), {WHOLE}",
+        f"%x = f32[8,4] all-reduce(%p, {WHOLE}",
+        f"%x = f32[8,4] negate(%p)  %y = f32[8,4] all-reduce(%x), {WHOLE}",
+    ],
+    "unknown form": [
+        f"%x = f32[8,4] all-fancy-gather(%p), {WHOLE}",
+        f"%x = f32[8,4] brand-new(%p), {WHOLE}",
+        f"%x = f32[8,4] collective-broadcast(%p), {WHOLE}",
+        "%x = f32[8,4] recv(%t), channel_id=1",
+        '%x = f32[8,4] custom-call(%p), custom_call_target="my_all_reduce_kernel"',
+        ALONE,
+    ],
+    "its start is not there": ["%d = f32[32,4]{1,0} all-gather-done(%s)"],
+    "unknown transfer 'TELEPATHY'": [sent("TELEPATHY")],
+    "its send is not there": [sent("ALL_REDUCE").splitlines()[1].strip()],
+}
+
+
+@pytest.mark.parametrize(
+    ("why", "line"), [(why, line) for why, lines in UNREAD.items() for line in lines]
+)
+def test_what_cannot_be_read_is_listed(why: str, line: str) -> None:
+    found = read(entry(line))
+    assert found.collectives == ()
+    (said,) = found.unrecognised
+    assert said.startswith(f"{why}: %")
+
+
+def test_what_nothing_calls_is_listed() -> None:
+    line = f"%r = f32[8,4] all-reduce(%q), {WHOLE}"
+    found = read(entry("%x = f32[8,4] copy(%p)", before=computation("inner", line)))
+    assert found.collectives == ()
+    assert found.unrecognised == (f"not reached: ROOT {line}",)
+
+
+def test_a_computation_that_calls_itself_is_listed() -> None:
+    inner = computation(
+        "inner",
+        f"%r = f32[8,4] all-reduce(%q), {WHOLE}",
+        "%s = f32[8,4] call(%r), to_apply=%inner",
+    )
+    found = read(entry("%x = f32[8,4] call(%p), to_apply=%inner", before=inner))
+    assert len(found.collectives) == 1
+    assert found.unrecognised == ("inner calls itself; its inner calls are left out",)
+
+
+def test_names_are_not_mistaken_for_operations() -> None:
+    found = read(
+        entry(
+            '%x = f32[8,4] add(%p, %p), metadata={op_name="jit(f)/ all-reduce(x)"}',
+            '%y = f32[8,4] add(%p, %p), metadata={op_name="y = all-reduce(x)"}',
+            '%all-reduce.1 = f32[8,4] custom-call(%p), custom_call_target="Sharding"',
+        )
+    )
+    assert (found.collectives, found.unrecognised) == ((), ())
+
+
+# --------------------------------------------- what is summed, by its result
+
+PLAIN = f"all-reduce(%p), channel_id=1, {WHOLE}, to_apply=%add"
+FUSED = """\
+%fused (a: f32[8,4], b: f32[8,4]) -> f32[8,4] {
+  %a = f32[8,4] parameter(0)
+  %b = f32[8,4] parameter(1)
+  %c = f32[8,4] multiply(%a, %b)
+  ROOT %d = f32[8,4] sqrt(%c)
+}
+"""
+
+
+def paths(*lines: str, before: str = "", **options: Any) -> list[str | None]:
+    """The paths of all collectives where the results are called w and v."""
+    text = entry(*lines, before=before)
+    found = read(text, results={0: "w", 1: "v"}, **options)
+    assert found.unrecognised == ()
+    return [one.path for one in found.collectives]
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_followed"),
+    [
+        (("%x = f32[8,4] add(%p, %r)",), True),
+        (("%y = f32[8,4] convert(%r)", "%x = f32[8,4] subtract(%p, %y)"), True),
+        (("%x = f32[8,4] select(%p, %p, %r)",), True),
+        (("%x = f32[8,4] fusion(%p, %r), calls=%fused",), True),
+        (("%x = f32[8,4] dynamic-update-slice(%p, %r, %i)",), True),
+        (("%x = f32[8,4] opt-barrier(%r)",), True),
+        (("%x = f32[8,4] dot(%r, %p)",), False),
+        (("%x = f32[8,4] broadcast(%r)",), False),
+        (("%x = f32[8,4] reduce(%r, %p)",), False),
+        (("%x = f32[8,4] select(%r, %p, %p)",), False),
+        (("%x = f32[8,4] dynamic-update-slice(%p, %p, %r)",), False),
+        (("%x = f32[8,4] negate(%p)",), False),
+    ],
+)
+def test_what_an_optimizer_does_is_followed(
+    lines: tuple[str, ...], is_followed: bool
+) -> None:
+    given = (f"%r = f32[8,4] {PLAIN}", *lines)
+    for path, ends in (("w", "%x, %p"), ("v", "%p, %x"), ("w", "%x, %x")):
+        end = f"ROOT %o = (f32[8,4], f32[8,4]) tuple({ends})"
+        assert paths(*given, end, before=FUSED) == [path if is_followed else None]
+
+
+def test_parameters_that_are_packed_into_one_sum_are_both_named() -> None:
+    text = entry(
+        f"%r = f32[8,4] {PLAIN}",
+        "%a = f32[4,4] slice(%r), slice={[0:4], [0:4]}",
+        "%b = f32[4,4] slice(%r), slice={[4:8], [0:4]}",
+        "%m = f32[4,4] multiply(%b, %b)",
+        "ROOT %o = (f32[4,4], f32[4,4], f32[4,4]) tuple(%a, %b, %m)",
+    )
+    names = {0: "w", 1: "v", 2: "v's moment"}
+    (one,) = read(text, results=names, new_parameters=(0, 1)).collectives
+    assert (one.path, one.joined) == ("w", ("v",))
+    # What is not a parameter follows the first.
+    (one,) = read(text, results=names).collectives
+    assert (one.path, one.joined) == ("w", ())
+
+
+@pytest.mark.parametrize(
+    ("ends", "wanted"),
+    [("%a, %b", [("w", 128), ("v", 128)]), ("%s, %a", [("w", 256)])],
+)
+def test_gradients_that_are_summed_together_are_told_apart(
+    ends: str, wanted: list[Any]
+) -> None:
+    text = entry(
+        f"%r = (f32[8,4], f32[8,4]) all-reduce(%p, %p), {WHOLE}, to_apply=%add",
+        "%a = f32[8,4] get-tuple-element(%r), index=0",
+        "%b = f32[8,4] get-tuple-element(%r), index=1",
+        "%s = f32[8,4] add(%a, %b)",
+        f"ROOT %o = (f32[8,4], f32[8,4]) tuple({ends})",
+    )
+    found = read(text, results={0: "w", 1: "v"}).collectives
+    assert [(one.path, one.bytes) for one in found] == wanted
+
+
+def test_through_a_loop() -> None:
+    before = looped("constant(3)", "constant(1)")
+    lines = (
+        "%zero = s32[] constant(0)",
+        *LOOP,
+        "%g = f32[8,4] get-tuple-element(%w), index=1",
+        "ROOT %o = (f32[8,4], f32[8,4]) tuple(%p, %g)",
+    )
+    assert paths(*lines, before=before) == ["v"]
+    # What one round has summed, the next one gives back.
+    late = before.replace("tuple(%next, %red)", "tuple(%next, %red, %bx)")
+    third = [line.replace("index=1", "index=2") for line in lines]
+    third[2] = third[2].replace("%p)", "%p, %p)")
+    assert paths(*third, before=late) == ["v"]
+
+
+BRANCHES = "branch_computations={%one, %two}"
+
+
+def test_through_a_branch_and_another_slice() -> None:
+    before = computation("one", f"%s = f32[8,4] all-reduce(%q), {WHOLE}")
+    before += computation("two", "%c = f32[8,4] copy(%q)")
+    lines = (
+        f"%r = f32[8,4] {PLAIN}",
+        f"%x = f32[8,4] conditional(%i, %p, %r), {BRANCHES}",
+        "ROOT %o = (f32[8,4], f32[8,4]) tuple(%p, %x)",
+    )
+    assert paths(*lines, before=before) == ["v", "v"]
+    text = entry(
+        sent("ALL_REDUCE"),
+        "%d = (f32[8,4], token[]) recv-done(%v)",
+        "%x = f32[8,4] get-tuple-element(%d), index=0",
+        "ROOT %o = (f32[8,4], f32[8,4]) tuple(%x, %p)",
+        devices=4,
+    )
+    assert only(text, slice_of=SLICES, results={0: "w", 1: "v"}).path == "w"
+
+
+@pytest.mark.parametrize(
+    ("kept", "other", "path"),
+    [
+        *(("%g", "%b", "table"), ("%b", "%g", "table"), ("%g", "%g", "table")),
+        *(("%g", "%p", "table"), ("%g", "%n", None), ("%n", "%g", None)),
+        ("%b", "%b", None),
+        # What comes from a branch or another slice is still the table.
+        *(("%c", "%e", "table"), ("%d", "%e", None)),
+    ],
+)
+def test_what_is_looked_up_in_a_table(kept: str, other: str, path: str | None) -> None:
+    text = entry(
+        "%g = f32[8,4] gather(%p, %i), offset_dims={1}",
+        "%n = f32[8,4] negate(%p)",
+        "%b = f32[8,4] broadcast(%zero)",
+        sent("ONE_TO_ONE"),
+        "%f = (f32[8,4], token[]) recv-done(%v)",
+        "%e = f32[8,4] get-tuple-element(%f), index=0",
+        f"%c = f32[8,4] conditional(%i, %p, %p), {BRANCHES}",
+        f"%d = f32[8,4] conditional(%i, %p, %n), {BRANCHES}",
+        f"%x = f32[8,4] select(%mask, {kept}, {other})",
+        "%r = f32[8,4] all-reduce(%x), replica_groups={{0,1,2,3}}, to_apply=%add",
+        before=computation("one", "%y = f32[8,4] copy(%q)")
+        + computation("two", "%z = f32[8,4] copy(%q)"),
+        devices=4,
+    )
+    found = read(text, slice_of=SLICES, paths=["table"]).collectives
+    assert [one.path for one in found if one.kind == "all-reduce"] == [path]
+
+
+def test_names_that_go_round_in_circles() -> None:
+    lines = (
+        "%a = f32[8,4] add(%b, %c)",
+        "%b = f32[8,4] add(%a, %r)",
+        "%c = (f32[8,4]) get-tuple-element(%c), index=0",
+        f"%r = f32[8,4] {PLAIN}",
+        "ROOT %o = (f32[8,4]) tuple(%a)",
+    )
+    assert paths(*lines) == ["w"]
+
+
+# --------------------------------------------------------------------------- damage
+
+EVERY_FORM = entry(
+    f"%g = f32[32,4]{{1,0}} all-gather(%p), channel_id=2, {WHOLE}, dimensions={{0}}",
+    "%m = f32[8,4] all-to-all(%p), replica_groups=mesh['a'=2,'b'=4] {'b'}",
+    f"%a = (f32[8,4], f32[32,4]) all-gather-start(%p), {WHOLE}",
+    "%e = f32[32,4] all-gather-done(%a)",
+    "%c = f32[8,4] collective-permute(%p), source_target_pairs={{0,1},{1,0}}",
+    "%f = f32[32,4] fusion(%p), calls=%g1",
+    "%h = f32[32,4] fusion(%p), calls=%g1",
+    sent("ALL_REDUCE"),
+    "%zero = s32[] constant(0)",
+    *LOOP[:-1],
+    f"ROOT {LOOP[-1]}",
+    before=chained(1) + looped("constant(5)", "constant(1)"),
+)
+LINES = EVERY_FORM.splitlines()
+# Written apart from the reader: what a line that communicates looks like.
+SEEN = re.compile(
+    r" = .*? (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)"
+    r"(-start)?\(| = .*? send\("
+)
+
+
+def lines_that_communicate(text: str) -> int:
+    return sum(bool(SEEN.search(line)) for line in text.splitlines())
+
+
+def accounted(found: Program) -> int:
+    parts = (found.collectives, found.unrecognised)
+    return sum(map(len, parts)) + found.repeated + found.idle
+
+
+def test_the_text_that_is_damaged_is_whole() -> None:
+    found = read(EVERY_FORM, slice_of=SLICES, results={1: "w"})
+    assert found.unrecognised == () and "w" in {one.path for one in found.collectives}
+    assert lines_that_communicate(EVERY_FORM) == accounted(found) == 7
+
+
+PLACES = st.integers(0, len(EVERY_FORM))
+DAMAGED = st.one_of(
+    PLACES.map(lambda end: EVERY_FORM[:end]),
+    st.permutations(LINES).map("\n".join),
+    st.sets(st.integers(0, len(LINES) - 1), max_size=12).map(
+        lambda gone: "\n".join(line for at, line in enumerate(LINES) if at not in gone)
+    ),
+    st.builds(
+        lambda at, size, junk: EVERY_FORM[:at] + junk + EVERY_FORM[at + size :],
+        PLACES,
+        st.integers(0, 12),
+        st.text("%(){}[],=<>x19afT'\"\\ \n-", max_size=6),
+    ),
+    st.text(max_size=400),
+)
+
+
+@settings(max_examples=600)
+@given(DAMAGED)
+def test_damage(text: str) -> None:
+    """Nothing fails, and no line that communicates is lost."""
+    found = read(text, slice_of=SLICES, paths=["p"], results={1: "w", 0: "v"})
+    assert accounted(found) >= lines_that_communicate(text)
+    for one in found.collectives:
+        assert one.axes and one.executions >= 0 and one.wire_bytes >= 0
+
+
+@settings(max_examples=100)
+@given(st.text("{}[]()<=,0123456789'abT: -mesh", max_size=40))
+def test_any_groups(text: str) -> None:
+    groups = groups_of(f"replica_groups={text}", 8)
+    assert groups is None or groups.ndim == 2
+    pairs = pairs_of(f"source_target_pairs={text}")
+    assert pairs is None or pairs.shape[1] == 2

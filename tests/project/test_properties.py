@@ -1,0 +1,579 @@
+"""Properties of the core, on generated patterns, trees and layouts."""
+
+import itertools
+import json
+import re
+import string
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import freeze
+from flax.training.train_state import TrainState
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from patterns import PARTS, PATHS, PATTERNS, compiles
+
+import flax_layoutmap as flm
+from flax_layoutmap._rules.patterns import Folding
+from flax_layoutmap._rules.rules import Matcher
+from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
+from flax_layoutmap._tree import flatten as _flatten
+from flax_layoutmap._tree.flatten import flatten, plain_tree
+from flax_layoutmap._tree.paths import Flat, escape, forms, unescape
+from flax_layoutmap._tree.structure import structure_of
+from flax_layoutmap._tree.walk import Walk
+
+MATCHES = ["search", "match", "fullmatch"]
+
+# ----------------------------------------------------- patterns against paths
+
+
+def by_the_plain_loop(patterns: list[str], match: str, path: str) -> tuple[int, ...]:
+    if path in patterns:
+        return (patterns.index(path),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tuple(
+            at for at, text in enumerate(patterns) if getattr(re, match)(text, path)
+        )
+
+
+OTHER_DIGITS = str.maketrans("0123456789", "1234567890")
+
+
+def akin(pattern: str) -> list[str]:
+    """Paths that a pattern nearly matches: its own text (a key is one), its plain text,
+    each with other digits, a character more or less, or a part more."""
+    plain = re.sub(r"[^ab0-9_./-]", "", pattern)
+    near = [plain, plain.translate(OTHER_DIGITS), plain[:-1], plain[1:], f"{plain}7"]
+    cut = re.sub(r"\w[*?]|\w\{[^}]*\}", "", pattern)  # what may be absent is
+    near.append(re.sub(r"[^ab0-9_./-]", "", cut))
+    near += [pattern, pattern.translate(OTHER_DIGITS)]
+    return [*near, *(f"a/{path}" for path in near), f"{plain}/1"]
+
+
+def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
+    """Asks as resolving does: once for all paths that fold to one."""
+    folded = "/".join(map(matcher.fold_part, path.split("/")))
+    sure, maybe = matcher.fold(folded)
+    return matcher.refine(path, sure, maybe)
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(
+    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=4, unique=True),
+    st.lists(st.one_of(PATHS, PATTERNS), min_size=1, max_size=6),
+    st.sampled_from(MATCHES),
+)
+@example(["[!-5]a"], ["1a", "7a"], "search")
+@example(["layers/1", "w"], ["layers/1/w", "layers/11/w", "layers/2/w"], "search")
+@example(["a1", "a1.*"], ["a1", "a2"], "search")
+@example(["0/?1"], ["0/1", "01", "0/2"], "search")
+@example(["00", "11", "22"], ["12", "01", "00"], "search")
+@example(["1*2"], ["2", "1", "112", "3"], "search")
+@example(["a{2}1"], ["aa1", "aa2", "a1"], "fullmatch")
+@example(["a|1b"], ["1b", "2b", "a"], "search")
+@example(["(?:7|b)a"], ["7a", "8a"], "search")
+@example(["7+"], ["77", "78", "8"], "fullmatch")
+@example([r"(\d)\1", r"(?P<n>\d)(?P=n)"], ["11", "12"], "search")
+@example([r"\x31", r"[\x32]", r"\063", "\\u0034"], ["1", "2", "3", "4"], "search")
+@example(["a7??9"], ["a9", "a79", "a19"], "search")
+@example(["a/b/a"], ["a/b/a", "aa/b/ab", "a/bb/a", "a/b_/a"], "search")
+@example(["a7_b/1", "7_b"], ["a7_b/1", "ba7_b/12", "a77_b/1", "7_b"], "search")
+@example(["/7/", "_é1b_"], ["a/7/b", "a/77/b", "a_é1b_", "é_é1b_é"], "search")
+def test_folded_matching_is_the_plain_loop(
+    patterns: list[str], paths: list[str], match: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matcher = Matcher([flm.Rule(text, None) for text in patterns], match)  # type: ignore[arg-type]
+        for path in [*paths, *(path for text in patterns for path in akin(text))]:
+            expected = by_the_plain_loop(patterns, match, path)
+            assert matcher.matching(path) == expected
+            assert by_the_matcher(matcher, path) == expected
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=4, unique=True),
+    st.lists(PATHS, max_size=2),
+    PATHS,
+    st.sampled_from(MATCHES),
+)
+@example(["b"], ["a"], "b", "fullmatch")
+@example(["^a/b", "b"], ["a"], "b", "search")
+@example([r"(\d)\1", "1"], ["11"], "2", "search")
+def test_a_rule_holds_for_any_form_of_a_path(
+    patterns: list[str], above: list[str], path: str, match: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matcher = Matcher([flm.Rule(text, None) for text in patterns], match)  # type: ignore[arg-type]
+        prefix = "".join(f"{part}/" for part in above)
+        every = forms(prefix, path)
+        parts = [*"/".join(above).split("/"), path] if above else [path]
+        assert every == tuple("/".join(parts[at:]) for at in range(len(parts)))
+        exact = [patterns.index(form) for form in every if form in patterns]
+        each = {at for f in every for at in by_the_plain_loop(patterns, match, f)}
+        expected = tuple(exact[:1] or sorted(each))
+        assert matcher.matching_forms(every) == expected
+        folded = forms(matcher.fold_path(prefix), matcher.fold_path(path))
+        sure, maybe = matcher.fold_forms(folded)
+        assert matcher.refine_forms(every, sure, maybe) == expected
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(PATTERNS.filter(compiles), min_size=1, max_size=3, unique=True),
+    st.lists(st.lists(PARTS, min_size=1, max_size=3), min_size=1, max_size=8),
+    st.sampled_from(MATCHES),
+)
+def test_resolving_asks_what_the_plain_loop_asks(
+    patterns: list[str], keys: list[list[str]], match: Any
+) -> None:
+    tree: dict[str, Any] = {}
+    for parts in keys:
+        node = tree
+        for part in parts[:-1]:
+            child = node.setdefault(part, {})
+            node = child if isinstance(child, dict) else {}
+        node.setdefault(parts[-1], jax.ShapeDtypeStruct((4,), jnp.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rules = flm.LayoutMap.from_rules([(p, None) for p in patterns], match=match)
+        resolution = rules.resolve(tree)
+        for leaf in resolution:
+            expected = by_the_plain_loop(patterns, match, leaf.path)
+            number = None if leaf.rule_number is None else leaf.rule_number - 1
+            assert number == (expected[0] if expected else None), leaf
+        by_hand = {
+            at
+            for path in resolution.paths
+            for at in by_the_plain_loop(patterns, match, path)
+        }
+    assert [rule.pattern for rule in resolution.unused_rules] == [
+        pattern for at, pattern in enumerate(patterns) if at not in by_hand
+    ]
+
+
+# --------------------------------------------------------------------- paths
+
+KEYS = st.one_of(
+    st.text(st.sampled_from(list("ab/%25F")), max_size=4), st.integers(0, 3).map(str)
+)
+TREES = st.recursive(
+    st.just(0),
+    lambda inner: st.one_of(
+        st.dictionaries(KEYS, inner, min_size=1, max_size=3),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.text(max_size=8))
+def test_escaping_there_and_back(key: str) -> None:
+    part = escape(key)
+    assert unescape(part) == key and "/" not in part
+
+
+@given(st.text(max_size=5), st.text(max_size=5))
+def test_escaping_keeps_keys_apart(first: str, second: str) -> None:
+    assert (escape(first) == escape(second)) == (first == second)
+
+
+@settings(max_examples=150)
+@given(st.dictionaries(KEYS, TREES, min_size=1, max_size=3))
+def test_paths_are_injective_and_in_leaf_order(tree: dict[str, Any]) -> None:
+    assume("params" not in tree)
+    flat = flatten(tree)
+    paths = list(flat.full_paths())
+    assert len(set(paths)) == len(paths)
+    assert len(flat.leaves) == len(jax.tree.leaves(plain_tree(tree)))
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    assert [tuple(map(unescape, path.split("/"))) for path in paths] == [
+        tuple(str(getattr(k, "key", getattr(k, "idx", None))) for k in path)
+        for path in keys
+    ]
+
+
+# --------------------------------------------- the two ways to flatten a tree
+
+X = np.zeros((2, 3), np.float32)
+STACK_KEYS = st.one_of(
+    st.sampled_from(["params", "opt_state", "step", "a", "b1", "layers", "x/1", "%"]),
+    st.integers(0, 12).map(str),
+    st.integers(0, 2),
+)
+STACK_LEAVES = st.one_of(
+    st.sampled_from([X, np.zeros(3), 3, "text", None]),
+    st.builds(nnx.Param, st.just(X)),
+    st.builds(nnx.BatchStat, st.just(X)),
+    st.builds(nnx.RngCount, st.just(np.uint32(0))),
+)
+# Not for the short way, each for a reason of its own.
+ODD_LEAVES = st.one_of(
+    st.builds(nnx.Param, st.just({"a": X})),
+    st.builds(lambda: nnx.Param(X, layout=(None, "x"))),
+    st.builds(nnx.OptState, st.just(X)),
+    st.just(optax.ScaleByAdamState(X, {"a": X}, {"a": X})),  # type: ignore[arg-type]
+    st.just((X, X)),
+    st.just(freeze({"a": X})),
+    st.just(nnx.State({"a": nnx.Param(X)})),
+    st.builds(lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0))),
+    st.builds(lambda: NoPytree()),
+)
+
+
+class NoPytree(nnx.Module, pytree=False):
+    def __init__(self) -> None:
+        self.w = nnx.Param(X)
+
+
+def stacks(leaves: Any) -> Any:
+    """Trees that repeat sub-trees, as stacks of layers do."""
+    nodes = st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.dictionaries(STACK_KEYS, inner, max_size=3),
+            st.lists(inner, max_size=2),
+            st.tuples(inner, st.integers(2, 12)).map(
+                lambda layer: {str(at): layer[0] for at in range(layer[1])}
+            ),
+            st.tuples(inner, st.integers(2, 4)).map(
+                lambda layer: [layer[0]] * layer[1]
+            ),
+        ),
+        max_leaves=8,
+    )
+    return st.dictionaries(STACK_KEYS, nodes, max_size=4)
+
+
+def folded(flat: Flat) -> list[str]:
+    return [block.folded + name for block in flat.blocks for name in block.names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block_leaves", [2, 64])
+@pytest.mark.parametrize("odd", [False, True], ids=["regular", "odd"])
+def test_the_short_way_is_the_long_way(
+    block_leaves: int, odd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_flatten, "_BLOCK_LEAVES", block_leaves)
+    fold = Folding(["b1"])
+    ways = {"short": 0, "long": 0}
+
+    @settings(max_examples=400 if odd else 150)  # few of the odd ones go the short way
+    @given(stacks(STACK_LEAVES | ODD_LEAVES if odd else STACK_LEAVES), st.booleans())
+    def check(tree: Any, is_state: bool) -> None:
+        tree = nnx.State(tree) if is_state else tree
+        short = _flatten._flatten_repeats(tree, fold)
+        ways["long" if short is None else "short"] += 1
+        if short is None:
+            return
+        long = Walk(fold).flatten(tree)
+        assert list(short.paths) == long.paths
+        assert short.full_paths() == long.full_paths()
+        assert folded(short) == folded(long)
+        assert [block.start for block in short.blocks] == list(
+            itertools.accumulate([len(b.names) for b in short.blocks], initial=0)
+        )[:-1]
+        assert list(map(id, short.leaves)) == list(map(id, long.leaves))
+        assert short.sections == long.sections
+        assert short.fixed == long.fixed
+        assert not long.annotations and not long.has_objects
+        assert short.treedef == jax.tree.structure(tree)
+        known = structure_of(tree)
+        assert (known is None) == (short.structure is None)
+        if short.structure is not None:
+            assert short.structure.fits(tree)
+            assert short.structure.fits(jax.tree.map(lambda leaf: leaf, tree))
+            assert not short.structure.fits({"tree": tree})
+
+    check()
+    assert ways["short"] > 20, ways
+
+
+# ------------------------------------------- one canonical path for a leaf
+
+NAMES = st.text(string.ascii_lowercase[:4], min_size=1, max_size=2)
+MODELS = st.recursive(
+    st.sampled_from([(2,), (4, 2), (2, 2, 4)]),
+    lambda inner: st.one_of(
+        st.dictionaries(NAMES, inner, min_size=1, max_size=3),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+class Node(nnx.Module):
+    def __init__(self, children: Mapping[str, Any]) -> None:
+        for name, child in children.items():
+            setattr(self, name, module_of(child))
+
+
+def module_of(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return Node(tree)
+    if isinstance(tree, list):
+        return nnx.List([module_of(child) for child in tree])
+    return nnx.Param(jnp.zeros(tree))
+
+
+def dict_of(tree: Any, leaf: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: dict_of(child, leaf) for name, child in tree.items()}
+    if isinstance(tree, list):
+        return {str(at): dict_of(child, leaf) for at, child in enumerate(tree)}
+    return leaf(jax.ShapeDtypeStruct(tree, jnp.float32))
+
+
+def boxed(struct: Any) -> Any:
+    box: Any = nn.Partitioned
+    return box(struct, names=(None,) * len(struct.shape))
+
+
+@settings(max_examples=60)
+@given(
+    st.dictionaries(NAMES, MODELS, min_size=1, max_size=3), PATTERNS.filter(compiles)
+)
+def test_every_form_of_a_model_resolves_alike(model: Any, pattern: str) -> None:
+    module = module_of(model)
+    state = nnx.state(module)
+    plain = dict_of(model, lambda struct: struct)
+    forms = [
+        module,
+        state,
+        nnx.to_pure_dict(state),
+        plain,
+        freeze(plain),
+        dict_of(model, boxed),
+    ]
+    wrapped = {"model/": {"model": module}, "params/": {"params": plain}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        layout_map = flm.LayoutMap(
+            flm.DeviceMesh.abstract("x=2"), match="match", overlap="first"
+        )
+        layout_map[pattern] = flm.TensorLayout(("x", ...))
+
+        def table(tree: Any) -> dict[str, Any]:
+            return {
+                leaf.path: (leaf.shape, leaf.shard_shape, leaf.rule_number)
+                for leaf in layout_map.resolve(tree)
+            }
+
+        tables = [table(form) for form in forms]
+        assert all(found == tables[0] for found in tables)
+        # Within a section its rules hold as they do alone; whole paths count, too.
+        for prefix, tree in wrapped.items():
+            found = table(tree)
+            assert found.keys() == {f"{prefix}{path}" for path in tables[0]}
+            for path, alone in tables[0].items():
+                whole = f"{prefix}{path}"
+                if alone[2] is not None or not re.match(pattern, whole):
+                    assert found[whole] == alone
+                else:
+                    assert found[whole][2] == (1 if alone[0] else None)
+
+
+# ------------------------------------------------------ trees of every kind
+
+ARRAYS = st.sampled_from([(2,), (4, 8), (8, 4), (2, 4, 8)]).map(jnp.zeros)
+PARAMETERS = st.recursive(
+    ARRAYS, lambda inner: st.dictionaries(NAMES, inner, min_size=1, max_size=3)
+)
+SOME_PARAMETERS = st.dictionaries(NAMES, PARAMETERS, min_size=1, max_size=2)
+OPTIMIZERS = st.sampled_from(
+    [
+        optax.adam(1e-3),
+        optax.sgd(1e-3, momentum=0.9),
+        optax.adafactor(1e-3, min_dim_size_to_factor=2),
+        optax.chain(optax.clip(1.0), optax.lion(1e-3)),
+        optax.sm3(1e-3),
+        optax.sgd(1e-3),
+    ]
+)
+LEAVES: list[Any] = [None, 3, 2.5, True, "text", np.float32(1), np.zeros((0, 3))]
+LEAVES += [jax.random.key(0), jax.random.split(jax.random.key(0), 2), jnp.ones(8)]
+LEAVES += [jax.ShapeDtypeStruct((3, 5), jnp.bfloat16), jax.random.PRNGKey(0)]
+
+
+def model_with_state(parameters: Any, tx: Any, form: int) -> Any:
+    """Parameters with their optimizer state, in one of several forms."""
+    state = tx.init(parameters)
+    model = module_of(jax.tree.map(jnp.shape, parameters))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return [
+        state,
+        {"params": parameters, "opt_state": state},
+        {"m": parameters, "o": state},
+        TrainState.create(apply_fn=print, params=parameters, tx=tx),
+        (model, optimizer),
+        {"model": model, "optimizer": optimizer, "step": 3},
+        nnx.state((model, optimizer)),
+        nnx.state(optimizer),
+    ][form]
+
+
+EVERYTHING = st.recursive(
+    st.one_of(
+        st.sampled_from(LEAVES),
+        st.builds(model_with_state, SOME_PARAMETERS, OPTIMIZERS, st.integers(0, 7)),
+        SOME_PARAMETERS,
+        SOME_PARAMETERS.map(lambda tree: jax.tree.map(boxed, tree)),
+    ),
+    lambda inner: st.one_of(
+        st.dictionaries(st.one_of(NAMES, st.just("value")), inner, max_size=3),
+        st.lists(inner, max_size=2),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(EVERYTHING, st.sampled_from(["first", "last"]), st.booleans())
+def test_every_question_about_every_tree_has_an_answer(
+    tree: Any, overlap: Any, zero: bool
+) -> None:
+    planned = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
+    layout_map = flm.LayoutMap(planned, overlap=overlap, indivisible="replicate")
+    layout_map["a"] = ("data", ...)
+    layout_map.add(flm.Rule("[bc]", (None, "model"), rank="skip"))
+    layout_map[".*d"] = None
+    if zero:
+        layout_map.optimizer[".*"] = (..., "data")
+    resolution = layout_map.resolve(tree)
+    plain = plain_tree(tree)
+    leaves = jax.tree.leaves(plain)
+    assert len(resolution) == len(leaves) == len(set(resolution.paths))
+    assert jax.tree.structure(resolution.specs) == jax.tree.structure(plain)
+    for leaf, array in zip(resolution, leaves, strict=True):
+        assert leaf.shape == np.shape(array)
+        assert resolution[leaf.path] == leaf
+        assert resolution.explain(leaf.path).startswith(leaf.path)
+        assert leaf.shard_shape == leaf.layout.shard_shape(leaf.shape)
+    assert json.loads(resolution.report("json"))["schema"] == 1
+    assert resolution.report() and resolution.report("markdown")
+    mesh = flm.DeviceMesh((2, 4), ("data", "model"))
+    real = resolution.on(mesh)
+    assert {sharding.mesh for sharding in real.sharding_list()} <= {mesh.jax_mesh}
+    again = layout_map.on(mesh).resolve(tree)
+    for other in (real, again):
+        assert [(leaf.shard_shape, leaf.reason, leaf.owner) for leaf in other] == [
+            (leaf.shard_shape, leaf.reason, leaf.owner) for leaf in resolution
+        ]
+    for struct, array in zip(jax.tree.leaves(real.abstract()), leaves, strict=True):
+        assert np.shape(struct) == np.shape(array)
+
+
+# ------------------------------------------------------------------- layouts
+
+AXES = ("a", "b", "c")
+SIZES = (2, 1, 3)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, *, open_rank: bool = True) -> tuple[Any, ...]:
+    """Axes that name each mesh axis at most once."""
+    free = draw(st.permutations(AXES))
+    dims: list[Any] = []
+    for _ in range(draw(st.integers(0, 3))):
+        count = draw(st.integers(0, len(free)))
+        names, free = free[:count], free[count:]
+        dims.append(tuple(names) if count > 1 else names[0] if names else None)
+    if open_rank and draw(st.booleans()):
+        dims.insert(draw(st.integers(0, len(dims))), ...)
+    return tuple(dims)
+
+
+@given(layouts(), st.lists(st.integers(0, 2), max_size=4))
+def test_shard_shapes_are_those_of_jax(
+    axes: tuple[Any, ...], factors: list[int]
+) -> None:
+    mesh = flm.DeviceMesh.abstract(SIZES, AXES)
+    layout = flm.TensorLayout(axes, mesh)
+    rank = layout.rank
+    assume(len(factors) == rank if rank is not None else len(factors) >= len(axes) - 1)
+    dims = layout.dims(len(factors))
+    shape = tuple(
+        factor * int(np.prod([mesh.axis_sizes[name] for name in names], initial=1))
+        for factor, names in zip(factors, dims, strict=True)
+    )
+    sharding = NamedSharding(mesh.jax_mesh, layout.spec(len(shape)))
+    assert layout.shard_shape(shape) == sharding.shard_shape(shape)
+    as_spec = PartitionSpec(*[names or None for names in dims])
+    assert NamedSharding(mesh.jax_mesh, as_spec).shard_shape(shape) == (
+        sharding.shard_shape(shape)
+    )
+    spec = tuple(layout.spec(len(shape)))
+    assert not spec or spec[-1] is not None
+
+
+@given(layouts(), layouts())
+def test_equal_layouts_have_equal_hashes_and_specs(
+    first: tuple[Any, ...], second: tuple[Any, ...]
+) -> None:
+    one, other = flm.TensorLayout(first), flm.TensorLayout(list(second))
+    if one == other:
+        assert hash(one) == hash(other) and one.rank == other.rank
+    assert flm.TensorLayout(one) == one
+    assert eval(repr(one), {"TensorLayout": flm.TensorLayout}) == one
+
+
+# ---------------------------------------------------------------------- JSON
+
+
+@st.composite
+def rule_lists(draw: st.DrawFn) -> tuple[flm.Rule, ...]:
+    patterns = draw(st.lists(PATTERNS.filter(compiles), max_size=3, unique=True))
+    made = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for pattern in patterns:
+            layout = flm.TensorLayout(
+                draw(st.one_of(st.none(), layouts())),
+                memory_kind=draw(st.sampled_from([None, "pinned_host"])),
+            )
+            rank = draw(st.sampled_from(["error", "skip"]))
+            made.append(flm.Rule(pattern, layout, rank=rank))  # type: ignore[arg-type]
+    return tuple(made)
+
+
+@settings(max_examples=80)
+@given(
+    rule_lists(),
+    rule_lists(),
+    st.sampled_from([None, flm.DeviceMesh.abstract(SIZES, AXES)]),
+    st.sampled_from(MATCHES),
+    st.sampled_from(["error", "first", "last"]),
+    st.sampled_from([None, True, False]),
+)
+def test_rule_sets_as_json_there_and_back(
+    rules: Any, others: Any, mesh: Any, match: Any, overlap: Any, strict: Any
+) -> None:
+    made = flm.RuleSet(
+        rules,
+        match=match,
+        overlap=overlap,
+        strict=strict,
+        optimizer=others,
+        names=rules,
+    )
+    made = made if mesh is None else made.on(mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = rules_from_json(json.loads(json.dumps(rules_to_json(made))))
+    assert again == made and hash(again) == hash(made)

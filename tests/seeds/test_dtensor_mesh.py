@@ -1,0 +1,544 @@
+"""DeviceMesh as DTensor's `Mesh`: names, numbers, text and bytes."""
+
+import pickle
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers import run_python
+from jax.sharding import AbstractMesh, AxisType
+from multiprocess import launch
+from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
+from without_meaning import DTENSOR_MESH
+
+import flax_layoutmap as flm
+from flax_layoutmap._core import mesh as _mesh
+from flax_layoutmap._core.devices import cpu_devices_beside, key_in, long_name
+from flax_layoutmap._core.dtensor_format import (
+    MeshRecord,
+    mesh_from_proto,
+    mesh_from_text,
+    mesh_to_proto,
+    mesh_to_text,
+)
+from flax_layoutmap._core.grid import coords_of, index_of, strides_of
+from flax_layoutmap._core.mesh import mesh_from_record
+
+CPUS = [f"CPU:{at}" for at in range(8)]
+SIX = flm.DeviceMesh.from_dtensor(CPUS[:6], [("x", 3), ("y", 2)])
+
+# ------------------------------------------------------ against TensorFlow's answers
+
+MEMBERS: dict[str, Any] = {
+    "dim_names": lambda mesh, _: mesh.dim_names,
+    "shape": lambda mesh, _: mesh.shape,
+    "size": lambda mesh, _: mesh.size,
+    "strides": lambda mesh, _: mesh.strides,
+    "coords": lambda mesh, v: [
+        or_refused(lambda at=at: mesh.coords(at)) for at in range(len(v["coords"]))
+    ],
+    "unravel": lambda mesh, _: [list(at.values()) for at in places(mesh)],
+    "contains": lambda mesh, _: [name for name in "abcxyz" if mesh.contains_dim(name)],
+    "sizes": lambda mesh, _: [mesh.dim_size(name) for name in mesh.dim_names],
+    "unknown_dim_size": lambda mesh, _: mesh.dim_size("unknown"),
+}
+WITH_DEVICES: dict[str, Any] = {
+    "local_ids": lambda mesh, _: mesh.local_device_ids(),
+    "locations": lambda mesh, _: [
+        list(at.values()) for at in mesh.local_device_locations()
+    ],
+    "device_type": lambda mesh, _: mesh.device_type(),
+    "text": lambda mesh, _: mesh.to_string(),
+    "host": lambda mesh, _: mesh.host_mesh().to_string(),
+    "proto": lambda mesh, _: mesh.as_proto().SerializeToString().hex(),
+}
+DIFFERENT = {
+    "coords": Difference(
+        "the original starts again at 0 after the last device",
+        where=lambda v: True,
+        ours=lambda v: v["coords"][: v["size"]] + [None, None],
+    ),
+}
+NAMED = "our meshes have no name of their own"
+DIFFERENT_WITH_DEVICES = {
+    "text": Difference(
+        NAMED,
+        where=lambda v: bool(v["name"]),
+        ours=lambda v: v["text"].removeprefix(v["name"]),
+    ),
+    "proto": Difference(
+        NAMED,
+        where=lambda v: bool(v["name"]),
+        ours=lambda v: hex_without_name(v["proto"]),
+    ),
+}
+
+
+def places(mesh: flm.DeviceMesh) -> list[dict[str, int]]:
+    found = mesh.unravel_index()
+    assert list(found) == list(range(mesh.size))
+    assert all(list(at) == mesh.dim_names for at in found.values())
+    return list(found.values())
+
+
+def hex_without_name(proto: str) -> str:
+    record = mesh_from_proto(bytes.fromhex(proto))._replace(name="")
+    return mesh_to_proto(record).SerializeToString().hex()
+
+
+def test_members() -> None:
+    vectors = load("meshes")
+    assert len(vectors) == 26
+    check(vectors, mesh_of, MEMBERS, DIFFERENT)
+
+
+def test_members_that_speak_of_devices() -> None:
+    vectors = [vector for vector in load("meshes") if vector["size"] <= 8]
+    assert len(vectors) > 12
+    check(vectors, mesh_of, WITH_DEVICES, DIFFERENT_WITH_DEVICES)
+
+
+@pytest.mark.parametrize("vector", load("meshes"), ids=lambda v: str(v["dims"]))
+def test_text_and_proto_of_every_size(vector: Vector) -> None:
+    record = mesh_from_text(vector["text"])
+    assert record.name == vector["name"]
+    assert mesh_to_text(record) == vector["text"]
+    assert mesh_to_proto(record).SerializeToString().hex() == vector["proto"]
+    assert mesh_from_proto(bytes.fromhex(vector["proto"])) == record
+    mesh = mesh_of(vector)
+    assert flm.DeviceMesh.from_string(vector["text"]) == mesh
+    assert flm.DeviceMesh.from_proto(bytes.fromhex(vector["proto"])) == mesh
+    assert mesh.is_abstract == (vector["size"] > 8)
+
+
+TEXTS: dict[str, Any] = {
+    "again": lambda text, _: mesh_to_text(mesh_from_text(text)),
+    "proto": lambda text, _: (
+        mesh_to_proto(mesh_from_text(text)).SerializeToString().hex()
+    ),
+}
+BACKWARDS = Difference(
+    "its constructor wants ids that go up by one, and its text does not ask",
+    where=lambda v: "|1,0|" in v["text"],
+    ours=refused,
+)
+UNKNOWN_ID = Difference(
+    "a local id that is no id of the mesh",
+    where=lambda v: "|0,7|" in v["text"],
+    ours=refused,
+)
+FORGOTTEN = Difference(
+    "2.21 forgets the devices of all processes where use_xla_spmd follows them",
+    where=lambda v: v["text"].count("|") == 6,
+    ours=lambda v: v["text"],
+)
+DIFFERENT_TEXTS = {
+    "again:forgotten": FORGOTTEN,
+    "proto:forgotten": FORGOTTEN._replace(
+        ours=lambda v: (
+            mesh_to_proto(
+                mesh_from_text(v["text"].removesuffix("|use_xla_spmd"))._replace(
+                    use_xla_spmd=True
+                )
+            )
+            .SerializeToString()
+            .hex()
+        )
+    ),
+    "again:backwards": BACKWARDS,
+    "proto:backwards": BACKWARDS,
+    "again:local": UNKNOWN_ID,
+    "proto:local": UNKNOWN_ID,
+}
+
+
+def test_texts_of_meshes() -> None:
+    vectors = [vector for vector in load("texts") if vector["kind"] == "mesh"]
+    assert len(vectors) > 20
+    check(vectors, lambda v: v["text"], TEXTS, DIFFERENT_TEXTS)
+
+
+def test_devices_that_are_elsewhere_make_it_abstract() -> None:
+    grids = set()
+    for vector in load("texts"):
+        if "TPU" in vector["text"] and or_refused(
+            lambda: mesh_from_text(vector["text"])  # noqa: B023
+        ):
+            mesh = flm.DeviceMesh.from_string(vector["text"])
+            assert mesh.is_abstract
+            grids.add(str(mesh))
+    assert grids == {"x=2", "x=2,y=2", "x=1,y=2"}
+    here = flm.DeviceMesh.from_string("|x=3|*CPU")
+    assert list(here.devices) == jax.devices()[:3]
+
+
+# --------------------------------------------------------------- the page's own call
+
+
+def test_the_constructor_of_the_page() -> None:
+    devices = ["TPU:0", "TPU:1", "TPU:2", "TPU:3", "TPU:4", "TPU:5"]
+    with pytest.warns(flm.LayoutWarning) as caught:
+        mesh = flm.DeviceMesh.from_dtensor(devices, [("x", 3), ("y", 2)])
+    assert mesh == flm.DeviceMesh.abstract("x=3,y=2")
+    assert [str(warning.message) for warning in caught] == [
+        f"DeviceMesh.from_dtensor: some of {', '.join(devices)} are not here, so that "
+        "the mesh has no devices: DeviceMesh('x=3,y=2', abstract); name devices that "
+        "are here (flm.list_devices()), or plan without a warning on "
+        "flm.DeviceMesh.abstract('x=3,y=2')"
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = mesh.to_string()  # of another job, or of none: nothing to warn of
+        assert flm.DeviceMesh.from_string(text) == mesh
+    assert SIX.shape == (3, 2)
+    assert list(SIX.devices.flat) == jax.devices()[:6]
+    assert SIX == flm.DeviceMesh((3, 2), ("x", "y"), devices=jax.devices()[:6])
+    assert flm.DeviceMesh.from_dtensor(jax.devices()[:6], {"x": 3, "y": -1}) == SIX
+
+
+def test_the_constructor_keeps_the_order() -> None:
+    mesh = flm.DeviceMesh.from_dtensor(["cpu:5", "cpu:2"], [("x", 2)])
+    assert [device.id for device in mesh.devices.flat] == [5, 2]
+    again = flm.DeviceMesh.from_string(mesh.to_string())
+    assert again == mesh
+    assert mesh.local_device_ids() == [0, 1]  # Places, not JAX's ids.
+    assert [name[-5:] for name in mesh.local_devices()] == ["CPU:5", "CPU:2"]
+
+
+def test_axis_types_are_given_anew() -> None:
+    mesh = flm.DeviceMesh.from_dtensor(CPUS, [("x", 8)], axis_types="explicit")
+    assert mesh.axis_types == (AxisType.Explicit,)
+    again = flm.DeviceMesh.from_string(mesh.to_string(), axis_types="explicit")
+    assert again == mesh != flm.DeviceMesh.from_string(mesh.to_string())
+    assert flm.DeviceMesh.from_proto(mesh.as_proto(), axis_types="explicit") == mesh
+    planned = flm.DeviceMesh.from_string("|x=2|0,1||", axis_types="explicit")
+    assert planned == flm.DeviceMesh.abstract("x=2", axis_types="explicit")
+
+
+@pytest.mark.parametrize(
+    ("devices", "dims", "message"),
+    [
+        (CPUS[:5], [("x", 3), ("y", 2)], "needs 6 devices, but there are 5"),
+        (["CPU:0", "CPU:0"], [("x", 2)], "holds one device twice"),
+        (["TPU:0", "/device:TPU:0"], [("x", 2)], "holds one device twice"),
+        (["CPU"], [("x", 1)], "cannot read the device 'CPU'"),
+        (CPUS, [("x", 2), ("x", 4)], "axis names must differ"),
+        ([0, 1], [("x", 2)], "devices must be JAX devices, such as"),
+        (CPUS, [8], "dims must be pairs of a name and a size"),
+        (CPUS, 8, "dims must be pairs of a name and a size"),
+        (CPUS, [], "needs a size and a name for each axis"),
+        ([], [("x", 1)], "needs 1 devices, but there are 0"),
+    ],
+)
+def test_wrong_devices(devices: list[Any], dims: Any, message: str) -> None:
+    with pytest.raises(flm.MeshError) as caught:
+        flm.DeviceMesh.from_dtensor(devices, dims)
+    assert message in str(caught.value)
+
+
+# ---------------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu:3", "CPU:3", "/device:CPU:3", "/job:worker/replica:0/task:1/cpu:3"]
+)
+def test_names_of_devices(name: str) -> None:
+    assert key_in(name) == ("cpu", 3)
+    assert key_in(long_name(jax.devices()[3])) == ("cpu", 3)
+
+
+def test_devices_by_name_as_in_keras() -> None:
+    mesh = flm.DeviceMesh(
+        (2, 2), ("data", "model"), ["cpu:4", "cpu:1", "cpu:0", "cpu:7"]
+    )
+    assert [device.id for device in mesh.devices.flat] == [4, 1, 0, 7]
+    mixed = flm.DeviceMesh((2,), ("x",), devices=["cpu:1", jax.devices()[0]])
+    assert [device.id for device in mixed.devices.flat] == [1, 0]
+    with pytest.raises(
+        flm.MeshError, match="no devices cpu:8, gpu:0; this job has cpu:0"
+    ):
+        flm.DeviceMesh((3,), ("x",), devices=["cpu:8", "cpu:0", "gpu:0"])
+    with pytest.raises(flm.MeshError, match="the same device twice"):
+        flm.DeviceMesh((2,), ("x",), devices=["cpu:1", "cpu:1"])
+
+
+def test_members_of_an_abstract_mesh() -> None:
+    mesh = flm.DeviceMesh.abstract("x=3,y=2")
+    assert mesh.coords(5) == (2, 1)
+    assert mesh.local_device_ids() == mesh.local_devices() == []
+    assert mesh.local_device_locations() == []
+    assert mesh.host_mesh() is mesh
+    assert mesh.to_string() == "|x=3,y=2|0,1,2,3,4,5||"
+    assert flm.DeviceMesh.from_string(mesh.to_string()) == mesh
+    assert flm.DeviceMesh.from_proto(mesh.as_proto()) == mesh
+    with pytest.raises(flm.MeshError, match="has no devices"):
+        mesh.device_type()
+
+
+def test_names_and_sizes() -> None:
+    assert "x" in SIX and "z" not in SIX and 3 not in SIX
+    assert SIX.dim_size("y") == 2
+    with pytest.raises(flm.MeshError, match="no axis 'modle'; did you mean 'model'"):
+        flm.DeviceMesh.abstract("data=2,model=4").dim_size("modle")
+    np.testing.assert_array_equal(SIX.global_device_ids(), [[0, 1], [2, 3], [4, 5]])
+
+
+@pytest.mark.parametrize("at", [-1, 6, 7])
+def test_coords_are_checked(at: int) -> None:
+    with pytest.raises(flm.MeshError, match=f"the device ids 0 to 5, got {at}"):
+        SIX.coords(at)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 4, 2), (3, 1, 2, 2)])
+def test_the_grid_is_numpys(shape: tuple[int, ...]) -> None:
+    count = int(np.prod(shape))
+    itemsize = np.empty(shape, np.int8).strides
+    assert all(size == 1 for size in shape) or strides_of(shape) == itemsize
+    for at in range(count):
+        assert coords_of(at, shape) == tuple(map(int, np.unravel_index(at, shape)))
+        assert index_of(coords_of(at, shape), shape) == at
+
+
+# ------------------------------------------------------------- processes and the host
+
+
+def fake(platform: str, number: int, process: int = 0) -> Any:
+    return SimpleNamespace(platform=platform, id=number, process_index=process)
+
+
+def test_a_mesh_of_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_mesh.jax, "process_index", lambda: 1)
+    # All eight devices say that they belong to process 0, so that none is local.
+    mesh = flm.DeviceMesh.from_dtensor(CPUS, [("x", 8)])
+    assert mesh.local_device_ids() == []
+    name, _, ids, local_ids, local, every = mesh.to_string().split("|")
+    assert (name, ids, local_ids, local) == ("", "0,1,2,3,4,5,6,7", "", "")
+    assert every.split(",") == [long_name(device) for device in jax.devices()]
+    assert flm.DeviceMesh.from_string(mesh.to_string()) == mesh
+
+
+def test_a_text_that_lists_its_local_devices_only() -> None:
+    text = "|x=2|0,1|1|/job:localhost/replica:0/task:0/device:CPU:1"
+    assert flm.DeviceMesh.from_string(text) == flm.DeviceMesh.abstract("x=2")
+
+
+def test_local_devices_in_any_order() -> None:
+    record = MeshRecord((("x", 2),), (4, 5), (5, 4), ("cpu:7", "cpu:6"))
+    mesh = mesh_from_record(record)
+    assert [device.id for device in mesh.devices.flat] == [6, 7]
+
+
+def test_a_host_mesh_is_on_cpu_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SIX.host_mesh() is SIX
+    monkeypatch.setattr(flm.DeviceMesh, "device_type", lambda mesh: "TPU")
+    reverse = flm.DeviceMesh(
+        (2,), ("x",), devices=["cpu:7", "cpu:3"], axis_types="explicit"
+    )
+    host = reverse.host_mesh()
+    assert host.axis_sizes == {"x": 2}
+    assert host.axis_types == (AxisType.Explicit,)
+    assert [device.id for device in host.devices.flat] == [0, 1]
+    beside = cpu_devices_beside([fake("tpu", at) for at in range(9)])
+    assert beside is None
+    assert cpu_devices_beside([fake("tpu", 0, process=1)]) is None
+    monkeypatch.setattr(_mesh, "cpu_devices_beside", lambda devices: None)
+    with pytest.raises(flm.MeshError, match=r"use layout.on_host\(\)"):
+        reverse.host_mesh()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "job_part",
+    ["written-2", pytest.param("written-4", marks=pytest.mark.slow)],
+    indirect=True,
+)
+def test_several_processes(job_part: launch.Part) -> None:
+    answers = [one.answer for one in job_part.ended]
+    first = answers[0]
+    assert sum((answer["ids"] for answer in answers), []) == list(range(8))
+    places = sum((answer["places"] for answer in answers), [])
+    grid = [{"data": at // 4, "model": at % 4} for at in range(8)]
+    assert places == grid
+    listed: list[str] = []
+    for answer in answers:
+        assert answer["again"] == [True] * 4 and answer["host"]
+        _, dims, ids, local_ids, local, every = answer["text"].split("|")
+        assert (dims, ids) == ("data=2,model=4", "0,1,2,3,4,5,6,7")
+        assert local_ids == ",".join(map(str, answer["ids"]))
+        listed = every.split(",")
+        assert [listed[at] for at in answer["ids"]] == local.split(",")
+        assert mesh_from_proto(bytes.fromhex(answer["bytes"])) == mesh_from_text(
+            answer["text"]
+        )
+    assert "task:0/" in listed[0] and f"task:{job_part.processes - 1}/" in listed[7]
+    # Each says what is its own.
+    assert len({answer["text"] for answer in answers}) == job_part.processes
+    assert all(answer["pickle"] == first["pickle"] for answer in answers)
+    assert all(answer["offsets"] == first["offsets"] for answer in answers)
+    # The devices of the other processes have ids that this process has not.
+    assert flm.DeviceMesh.from_string(first["text"]) == flm.DeviceMesh.abstract(
+        "data=2,model=4"
+    )
+    with pytest.raises(flm.MeshError, match="there are no devices cpu:"):
+        pickle.loads(bytes.fromhex(first["pickle"]))
+
+
+def test_a_pickle_is_read_where_the_devices_are() -> None:
+    code = """
+import jax, pickle
+jax.config.update("jax_num_cpu_devices", {count})
+import flax_layoutmap as flm
+try:
+    layout = pickle.loads(bytes.fromhex("{written}"))
+    print(layout, [device.id for device in layout.mesh.devices.flat])
+except flm.MeshError as error:
+    print(error)
+"""
+    mesh = flm.DeviceMesh.from_dtensor(["cpu:5", "cpu:2"], [("x", 2)])
+    written = pickle.dumps(flm.TensorLayout((None, "x"), mesh)).hex()
+    assert run_python(code.format(count=6, written=written)) == "(None, 'x') [5, 2]\n"
+    assert run_python(code.format(count=4, written=written)) == (
+        "there are no devices cpu:5; this job has cpu:0, cpu:1, cpu:2, cpu:3\n"
+    )
+
+
+# ------------------------------------------------------------------ text and protos
+
+
+def test_meshes_in_protos_keep_all_fields() -> None:
+    record = MeshRecord(
+        (("x", 1), ("y", 2)),
+        (4, 5),
+        (5,),
+        ("/job:localhost/replica:0/task:1/device:TPU:1",),
+        ("TPU:0", "TPU:1"),
+        "name",
+        True,
+    )
+    assert mesh_from_proto(mesh_to_proto(record)) == record
+    assert mesh_from_text(mesh_to_text(record)) == record
+
+
+def test_names_that_text_cannot_hold() -> None:
+    for name in ("a|b", "a,b", "a=b", "a b"):
+        mesh = flm.DeviceMesh.abstract((2,), (name,))
+        with pytest.raises(flm.MeshError, match="cannot hold the name"):
+            mesh.to_string()
+        assert flm.DeviceMesh.from_proto(mesh.as_proto()) == mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("|x=2|0,1", "it has 3 parts between bars, not name|x=3,y=2|"),
+        ("|x|0,1|0|cpu:0", "'' is no whole number"),
+        ("|x=2|0,b||", "'b' is no whole number"),
+        ("|x=2|0,1|0,1|cpu:0", "there are 2 local ids for 1 local devices"),
+        ("|x=2|0,1|0,0|cpu:0,cpu:1", "not different ones of the global ids"),
+        ("|x=2|0,1|||cpu:0", "there are 1 global devices for 2 places"),
+        ("|x=2|0,2||", "do not go up by one"),
+        ("|x=0|||", "there are 0 global ids for 0 places"),
+        ("|x=2,x=1|0,1||", "axis names must differ"),
+        ("||0||", "needs a size and a name for each axis"),
+        ("|x=1|0|0|CPU", "cannot read the device 'CPU'"),
+        ("|x=2|0,1|0,1|cpu:0,cpu:0", "holds one device twice"),
+    ],
+)
+def test_damaged_text(text: str, message: str) -> None:
+    with pytest.raises(flm.MeshError) as caught:
+        flm.DeviceMesh.from_string(text)
+    assert message in str(caught.value)
+
+
+def test_damaged_protos() -> None:
+    written = SIX.as_proto().SerializeToString()
+    read = []
+    for end in range(len(written)):
+        try:
+            read.append(flm.DeviceMesh.from_proto(written[:end]))
+        except flm.MeshError:
+            pass
+    # All that is lost there is the devices; these are the bytes of an abstract mesh.
+    assert read == [flm.DeviceMesh.abstract("x=3,y=2")]
+    for wrong in (b"\xff\xff", "|x=2|0,1||", None, flm.TensorLayout(("x",), SIX)):
+        with pytest.raises(flm.MeshError, match="MeshProto"):
+            flm.DeviceMesh.from_proto(wrong)
+    layout = flm.TensorLayout(("x",), SIX).as_proto()
+    with pytest.raises(flm.MeshError, match="not a MeshProto"):
+        flm.DeviceMesh.from_proto(layout)
+    single = SIX.as_proto()
+    single.single_device = "CPU:0"
+    with pytest.raises(flm.MeshError, match="without axes; use flm.DeviceMesh"):
+        flm.DeviceMesh.from_proto(single)
+
+
+def test_equality_and_hash_go_by_content() -> None:
+    again = flm.DeviceMesh.from_dtensor(CPUS[:6], [("x", 3), ("y", 2)])
+    assert again == SIX and hash(again) == hash(SIX)
+    assert SIX != "x=3,y=2" and SIX != SIX.jax_mesh
+    for other in ("y=3,x=2", "x=2,y=3", "x=6"):
+        assert SIX != flm.DeviceMesh(other, devices=jax.devices()[:6])
+    assert len({SIX, again}) == 1
+    assert pickle.loads(pickle.dumps(SIX)) == SIX
+
+
+def test_an_existing_mesh_has_the_members_too() -> None:
+    mesh = flm.DeviceMesh(AbstractMesh((2, 4, 2), ("a", "b", "c")))
+    assert mesh.strides == [8, 2, 1]
+    assert mesh.unravel_index()[15] == {"a": 1, "b": 3, "c": 1}
+
+
+MEMBERS_OF_DTENSOR = """
+    as_proto contains_dim coords device_type dim_names dim_size from_proto from_string
+    global_device_ids host_mesh local_device_ids local_device_locations local_devices
+    num_local_devices shape size strides to_string unravel_index
+"""
+NOT_HERE = """
+    from_device is_remote is_single_device min_global_device_id name single_device
+    use_xla_spmd
+"""
+MEMBERS_OF_OURS = """
+    abstract axis_names axis_sizes axis_types backend_mesh devices hybrid from_dtensor
+    is_abstract jax_mesh
+"""
+
+
+def test_golden_list_of_members() -> None:
+    public = {name for name in dir(flm.DeviceMesh) if not name.startswith("_")}
+    assert public == {*MEMBERS_OF_DTENSOR.split(), *MEMBERS_OF_OURS.split()}
+
+
+def test_what_is_not_here_has_its_reason() -> None:
+    assert all(DTENSOR_MESH.values())
+    assert [name for name in NOT_HERE.split() if hasattr(flm.DeviceMesh, name)] == []
+
+
+def test_every_name_is_in_the_docs() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+    table = text[text.index("| DTensor | here |") :]
+    names = [*MEMBERS_OF_DTENSOR.split(), *NOT_HERE.split()]
+    assert [n for n in names if not re.search(rf"`(Mesh)?\.{n}\b", table)] == []
+
+
+def test_devices_of_this_process_are_counted() -> None:
+    assert SIX.num_local_devices() == 6
+    assert flm.DeviceMesh.abstract("x=3,y=2").num_local_devices() == 0
+
+
+@pytest.mark.parametrize("wrong", [1.5, 1.0, "a", "1", None], ids=str)
+def test_device_ids_are_whole_numbers(wrong: Any) -> None:
+    mesh = flm.DeviceMesh.abstract("x=3,y=2")
+    assert mesh.coords(np.int64(3)) == mesh.coords(3) == (1, 1)  # pyright: ignore
+    with pytest.raises(flm.MeshError, match="device ids 0 to 5"):
+        mesh.coords(wrong)
+
+
+@pytest.mark.parametrize("wrong", [3, None, ("x",), 1.5], ids=str)
+def test_axes_have_names(wrong: Any) -> None:
+    with pytest.raises(flm.MeshError, match="has no axis"):
+        flm.DeviceMesh.abstract("x=3,y=2").dim_size(wrong)

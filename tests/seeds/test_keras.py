@@ -1,0 +1,1355 @@
+"""LayoutMap and its like against the real Keras: what it answered is in `golden/`.
+
+`golden/make_keras.py` says how the answers came about. Where we answer otherwise it
+is on purpose, and one of the tables here has the reason.
+"""
+
+import ast
+import functools
+import importlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from shards import bare
+from vectors import GOLDEN, Difference, Vector, check, refused
+from without_meaning import KERAS
+
+import flax_layoutmap as flm
+
+TESTS = Path(__file__).parents[1]
+
+
+def load(name: str) -> list[Vector]:
+    """What Keras answered."""
+    text = (GOLDEN / f"keras_{name}.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def itself(vector: Vector) -> Vector:
+    return vector
+
+
+def mesh_in(vector: Vector) -> flm.DeviceMesh:
+    return flm.DeviceMesh(*vector["mesh"])
+
+
+def filled(rules: Any, mesh: Any = "data=2,model=4", **options: Any) -> flm.LayoutMap:
+    """A map of the rules of a vector, with Keras's meaning of a match."""
+    layout_map = flm.LayoutMap(mesh, **{"match": "fullmatch", **options})
+    for key, axes in rules:
+        layout_map[key] = tuple(axes)
+    return layout_map
+
+
+def axes_of(layout: flm.TensorLayout) -> list[Any]:
+    """As Keras has them: no dims are written without a `...`."""
+    return [axis for axis in layout.axes if axis is not ...]
+
+
+def indices(array: Any) -> list[Any]:
+    """Per device, by its id: start and end of its part in each dim."""
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+    return [ends_of(shard.index, array.shape) for shard in shards]
+
+
+def ends_of(index: Any, shape: Any) -> list[list[int]]:
+    return [
+        list(part.indices(size)[:2]) for part, size in zip(index, shape, strict=True)
+    ]
+
+
+def indices_of(sharding: Any, shape: Any) -> list[Any]:
+    """The same of an array that was not made."""
+    found = sharding.devices_indices_map(tuple(shape)).items()
+    ordered = sorted(found, key=lambda item: item[0].id)
+    return [ends_of(index, shape) for _, index in ordered]
+
+
+# ------------------------------------------------------------------------- lookups
+
+
+def look_up(layout_map: flm.LayoutMap, path: str) -> Any:
+    """Axes, "none" where no rule matches, None where rules with other layouts do."""
+    try:
+        found = layout_map[path]
+    except flm.RuleError as error:
+        assert repr(path) in str(error)
+        return None
+    return "none" if found is None else axes_of(found)
+
+
+def lookup_answers(layout_map: flm.LayoutMap, vector: Vector) -> Any:
+    return {path: look_up(layout_map, path) for path in vector["answers"]}
+
+
+def agreeing(vector: Vector) -> dict[str, Any]:
+    """Paths that Keras refuses since several keys match them, all with one layout."""
+    axes = dict(vector["rules"])
+    return {
+        path: axes[keys[0]]
+        for path, keys in vector["hits"].items()
+        if all(axes[key] == axes[keys[0]] for key in keys)
+    }
+
+
+LOOKUP_DIFFERENCES = {
+    "answers:agreeing": Difference(
+        "rules that say the same are no conflict",
+        lambda vector: bool(agreeing(vector)),
+        lambda vector: {**vector["answers"], **agreeing(vector)},
+    )
+}
+
+
+@pytest.mark.parametrize("mode", ["fullmatch", "search", "match"])
+def test_lookups(mode: str) -> None:
+    """Keras of today, Keras 3.0 to 3.13, and tf-keras, where the first rule wins."""
+    vectors = [vector for vector in load("lookup") if vector["mode"] == mode]
+    assert sum(len(vector["answers"]) for vector in vectors) > 1_000
+    overlap = "first" if mode == "match" else "error"
+
+    def make(vector: Vector) -> flm.LayoutMap:
+        return filled(vector["rules"], match=mode, overlap=overlap)
+
+    differences = {} if mode == "match" else LOOKUP_DIFFERENCES
+    check(vectors, make, {"answers": lookup_answers}, differences)
+
+
+def test_the_three_meanings_are_told_apart() -> None:
+    """The same maps were asked; were one meaning used for all, this would not hold."""
+    answers: dict[str, list[Any]] = {}
+    for vector in load("lookup"):
+        answers.setdefault(vector["mode"], []).append(vector["answers"])
+    full, search, match = (answers[m] for m in ("fullmatch", "search", "match"))
+    asked = [*zip(full, search, match, strict=True)]
+    assert len(asked) > 80
+    assert all(a.keys() == b.keys() == c.keys() for a, b, c in asked)
+    for one, other in ((full, search), (full, match), (search, match)):
+        assert sum(a != b for a, b in zip(one, other, strict=True)) > 20
+
+
+@pytest.mark.parametrize("with_mesh", [False, True])
+def test_the_documented_example(with_mesh: bool, mesh: flm.DeviceMesh) -> None:
+    """Line for line, as the pages of Keras 3.0 to 3.13 have it."""
+    layout_map = flm.LayoutMap(device_mesh=mesh if with_mesh else None)
+    layout_map["dense.*kernel"] = (None, "model")
+    layout_map["dense.*bias"] = ("model",)
+    layout_map["conv2d.*kernel"] = (None, None, None, "model")
+    layout_map["conv2d.*bias"] = ("model",)
+
+    layout_1 = layout_map["dense_1.kernel"]
+    layout_2 = layout_map["dense_1.bias"]
+    layout_3 = layout_map["dense_2.kernel"]
+    layout_4 = layout_map["dense_2.bias"]
+    layout_5 = layout_map["my_model/conv2d_123/kernel"]
+    layout_6 = layout_map["my_model/conv2d_123/bias"]
+    layout_7 = layout_map["my_model/conv3d_1/kernel"]
+    layout_8 = layout_map["my_model/conv3d_1/bias"]
+
+    device_mesh = mesh if with_mesh else None
+    layout_1d = flm.TensorLayout(("model",), device_mesh)
+    layout_2d = flm.TensorLayout((None, "model"), device_mesh)
+    layout_4d = flm.TensorLayout((None, None, None, "model"), device_mesh)
+    assert layout_1 == layout_3 == layout_2d
+    assert layout_2 == layout_4 == layout_6 == layout_1d
+    assert layout_5 == layout_4d
+    assert layout_7 is None
+    assert layout_8 is None
+    assert layout_map.device_mesh is device_mesh
+
+
+def test_the_documented_example_of_today(mesh: flm.DeviceMesh) -> None:
+    """With `.*` before each key, since a match is one of the whole path now."""
+    rules = {"dense.*kernel": (None, "model"), "dense.*bias": ("model",)}
+    layout_map = flm.LayoutMap(mesh, match="fullmatch")
+    for key, axes in rules.items():
+        layout_map[f".*{key}"] = axes
+    asked = ["dense_1.kernel", "my_model/dense_1/bias", "my_model/conv3d_1/kernel"]
+    assert [look_up(layout_map, path) for path in asked] == [
+        [None, "model"],
+        ["model"],
+        "none",
+    ]
+    # The older keys say the same in the older meaning, and nothing in today's.
+    assert look_up(filled(rules.items(), match="search"), asked[1]) == ["model"]
+    assert look_up(filled(rules.items()), asked[1]) == "none"
+
+
+# ------------------------------------------------------------- the surface of a dict
+
+
+def operate(layout_map: flm.LayoutMap, op: str, *arguments: Any) -> Any:
+    """What an operation gives, as `make_keras.py` writes it."""
+
+    def shown(value: Any) -> Any:
+        if value is None:
+            return "none"
+        return axes_of(value) if isinstance(value, flm.TensorLayout) else value
+
+    calls: dict[str, Callable[..., Any]] = {
+        "set": lambda key, axes: layout_map.__setitem__(key, tuple(axes)) or "done",
+        "update": lambda pairs: (
+            layout_map.update({key: tuple(axes) for key, axes in pairs}) or "done"
+        ),
+        "setdefault": lambda key, axes: layout_map.setdefault(key, tuple(axes)),
+        "del": lambda key: layout_map.__delitem__(key) or "done",
+        "pop": layout_map.pop,
+        "get": layout_map.get,
+        "item": lambda key: layout_map[key],
+        "in": lambda key: key in layout_map,
+        "len": lambda: len(layout_map),
+        "iter": lambda: list(layout_map),
+        "keys": lambda: list(layout_map.keys()),
+        "values": lambda: [axes_of(value) for value in layout_map.values()],
+        "items": lambda: [[key, axes_of(value)] for key, value in layout_map.items()],
+        "popitem": lambda: (lambda item: [item[0], axes_of(item[1])])(
+            layout_map.popitem()
+        ),
+        "clear": lambda: layout_map.clear() or "done",
+    }
+    try:
+        return shown(calls[op](*arguments))
+    except KeyError:
+        return "KeyError"
+    except flm.LayoutError:
+        return "ValueError"
+
+
+def steps(layout_map: flm.LayoutMap, vector: Vector) -> Any:
+    return [[call, operate(layout_map, *call)] for call, _ in vector["steps"]]
+
+
+def first_call(vector: Vector) -> list[Any]:
+    return vector["steps"][0][0]
+
+
+def called(*names: str, present: bool | None = None, more: int | None = None) -> Any:
+    """Whether a vector is one call of these, of a key that is there (or is not)."""
+
+    def where(vector: Vector) -> bool:
+        name, *arguments = first_call(vector)
+        if len(vector["steps"]) > 1 or name not in names:
+            return False
+        if more is not None and len(arguments) != 1 + more:
+            return False
+        keys = [key for key, _ in vector["rules"]]
+        return present is None or (arguments[0] in keys) is present
+
+    return where
+
+
+def answering(value: Any) -> Any:
+    return lambda vector: [[first_call(vector), value]]
+
+
+# `in`, `get`, `pop`, `setdefault` and `popitem` of a dict, where Keras has none of it.
+SURFACE_DIFFERENCES = {
+    "steps:in": Difference(
+        "`in` is literal; Keras's is always True, as a miss raises no KeyError",
+        called("in", present=False),
+        answering(False),
+    ),
+    "steps:get": Difference(
+        "a miss gives the default; Keras gives None",
+        lambda vector: (
+            called("get", more=1)(vector) and vector["steps"][0][1] == "none"
+        ),
+        answering(7),
+    ),
+    "steps:pop": Difference(
+        "pop of a key that is not there gives the default; Keras raises KeyError",
+        called("pop", present=False, more=1),
+        answering(7),
+    ),
+    "steps:setdefault": Difference(
+        "setdefault sets a key that is not there; Keras never does",
+        called("setdefault", present=False),
+        answering(["data"]),
+    ),
+    "after:setdefault": Difference(
+        "setdefault sets a key that is not there; Keras never does",
+        called("setdefault", present=False),
+        lambda vector: [*(key for key, _ in vector["rules"]), first_call(vector)[1]],
+    ),
+    "steps:popitem": Difference(
+        "popitem takes the last rule, as a dict's; Keras's takes the first",
+        lambda vector: called("popitem")(vector) and bool(vector["rules"]),
+        lambda vector: [[["popitem"], vector["rules"][-1]]],
+    ),
+    "after:popitem": Difference(
+        "popitem takes the last rule, as a dict's; Keras's takes the first",
+        lambda vector: called("popitem")(vector) and bool(vector["rules"]),
+        lambda vector: [key for key, _ in vector["rules"][:-1]],
+    ),
+}
+
+
+def test_operations() -> None:
+    check(
+        load("operations"),
+        lambda vector: filled(vector["rules"]),
+        {"steps": steps, "after": lambda layout_map, vector: list(layout_map)},
+        SURFACE_DIFFERENCES,
+    )
+
+
+def values_to_insert(mesh: flm.DeviceMesh) -> dict[str, Any]:
+    other = flm.DeviceMesh((8,), ("model",))
+    spec = jax.sharding.PartitionSpec(None, "model")
+    return {
+        "tuple": (None, "model"),
+        "empty tuple": (),
+        "list": [None, "model"],
+        "layout": flm.TensorLayout((None, "model")),
+        "layout on its mesh": flm.TensorLayout((None, "model"), mesh),
+        "layout on another mesh": flm.TensorLayout((None, "model"), other),
+        "spec": spec,
+        "sharding": jax.sharding.NamedSharding(mesh.backend_mesh, spec),  # type: ignore[arg-type]
+        "text": "model",
+        "none": None,
+        "number": 3,
+        "unknown axis": (None, "x"),
+        "layout of an unknown axis": lambda: flm.TensorLayout(("x",)),
+        "two axes on a dim": (("data", "model"), None),
+        "an axis twice": ("model", "model"),
+    }
+
+
+def insertion(mesh: flm.DeviceMesh) -> Callable[[Any, Vector], Any]:
+    def answer(_: Any, vector: Vector) -> Any:
+        value = values_to_insert(mesh)[vector["kind"]]
+        value = value() if callable(value) else value
+        layout_map = flm.LayoutMap(mesh if vector["on"] == "mesh" else None)
+        before = getattr(value, "device_mesh", None)
+        axes = None
+        try:
+            layout_map["a"] = value
+            axes = repr(tuple(axes_of(layout_map.values()[0])))
+        except flm.RuleError as error:
+            assert not len(layout_map), error
+        layout = layout_map.get("a")
+        has_mesh = layout is not None and layout.device_mesh is not None
+        changed = getattr(value, "device_mesh", None) is not before
+        return [axes, len(layout_map), has_mesh, changed]
+
+    return answer
+
+
+def on(name: str, *kinds: str) -> Callable[[Vector], bool]:
+    return lambda vector: vector["on"] == name and vector["kind"] in kinds
+
+
+TWO = ("(None, 'model')", 1)
+INSERTION_DIFFERENCES = {
+    "outcome:list on a mesh": Difference(
+        "a list is as good as a tuple, as Keras's page says",
+        on("mesh", "list", "spec"),
+        lambda _: [*TWO, True, False],
+    ),
+    "outcome:list": Difference(
+        "a list is as good as a tuple, as Keras's page says",
+        on("no mesh", "list", "spec"),
+        lambda _: [*TWO, False, False],
+    ),
+    "outcome:sharding": Difference(
+        "a NamedSharding is a layout, with its mesh",
+        lambda vector: vector["kind"] == "sharding",
+        lambda _: [*TWO, True, False],
+    ),
+    "outcome:none": Difference(
+        "None says replicated",
+        lambda vector: vector["kind"] == "none",
+        lambda vector: ["()", 1, vector["on"] == "mesh", False],
+    ),
+    "outcome:the caller's layout": Difference(
+        "the mesh is not written into the caller's object",
+        on("mesh", "layout"),
+        lambda _: [*TWO, True, False],
+    ),
+    "outcome:the caller's wrong layout": Difference(
+        "the mesh is not written into the caller's object",
+        on("mesh", "layout of an unknown axis"),
+        lambda _: [None, 0, False, False],
+    ),
+    "outcome:two axes": Difference(
+        "a dim may lie on two axes",
+        on("mesh", "two axes on a dim"),
+        lambda _: ["(('data', 'model'), None)", 1, True, False],
+    ),
+    "outcome:twice": Difference(
+        "an axis may shard one dim only; Keras notices when an array is made",
+        lambda vector: vector["kind"] == "an axis twice",
+        lambda _: [None, 0, False, False],
+    ),
+}
+
+
+def test_insertions(mesh: flm.DeviceMesh) -> None:
+    """What a map takes; and it never changes the layout that it was given."""
+    vectors = [
+        {**v, "outcome": [v["axes"], v["after"], v["has_mesh"], v["changed"]]}
+        for v in load("insertions")
+    ]
+    check(vectors, itself, {"outcome": insertion(mesh)}, INSERTION_DIFFERENCES)
+
+
+def test_one_layout_in_two_maps(mesh: flm.DeviceMesh) -> None:
+    """Keras would keep the mesh of the first map, in both."""
+    other = flm.DeviceMesh((4, 2), ("data", "model"))
+    layout = flm.TensorLayout((None, "model"))
+    first, second = flm.LayoutMap(mesh), flm.LayoutMap(other)
+    first["a"] = second["a"] = layout
+    assert layout.device_mesh is None
+    assert first["a"].device_mesh == mesh  # type: ignore[union-attr]
+    assert second["a"].device_mesh == other  # type: ignore[union-attr]
+
+
+def test_bad_patterns_are_refused_at_once() -> None:
+    """Keras stores them, and then raises `re.error` at every lookup."""
+    vectors = load("bad_keys")
+    poisoned = [v["key"] for v in vectors if v["lookup"] is None]
+    assert len(poisoned) == 8 and all(v["stored"] == "done" for v in vectors)
+    for vector in vectors:
+        layout_map = flm.LayoutMap("data=2,model=4")
+        if vector["key"] in poisoned:
+            with pytest.raises(flm.RuleError, match="is not a regular expression"):
+                layout_map[vector["key"]] = ("model",)
+        else:
+            layout_map[vector["key"]] = ("model",)
+        assert layout_map["other"] is None
+
+
+@pytest.mark.parametrize("key", [3, None, b"a", ("a",), re.compile("a")])
+def test_keys_are_text(key: Any) -> None:
+    """Keras takes any, and then raises TypeError at every lookup."""
+    with pytest.raises(flm.RuleError, match="must be a string"):
+        flm.LayoutMap()[key] = ("model",)
+
+
+# ------------------------------------------------------- DeviceMesh and TensorLayout
+
+
+def mesh_answer(member: Callable[[flm.DeviceMesh], Any]) -> Any:
+    def answer(_: Any, vector: Vector) -> Any:
+        shape, names, devices = vector["arguments"]
+        try:
+            made = flm.DeviceMesh(shape, names, devices=devices)
+        except flm.MeshError:
+            return member(None) if member is is_made else None  # type: ignore[arg-type]
+        return member(made)
+
+    return answer
+
+
+def is_made(mesh: flm.DeviceMesh | None) -> bool:
+    return mesh is not None
+
+
+def ids_of(mesh: flm.DeviceMesh) -> Any:
+    return np.vectorize(lambda device: device.id)(mesh.devices).tolist()
+
+
+def is_auto(mesh: flm.DeviceMesh) -> bool:
+    return set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+
+
+def mesh_given(shape: Any, names: Any, devices: Any = None) -> Any:
+    return lambda vector: vector["arguments"] == [shape, names, devices]
+
+
+def in_every(names: str, where: Any, ours: dict[str, Any], reason: str) -> Any:
+    """One difference in several members."""
+    key = names.split(":")[0]
+    return {
+        f"{member}:{key}": Difference(reason, where, lambda _, value=value: value)
+        for member, value in ours.items()
+    }
+
+
+MADE = {"made": True, "auto": True}
+GRID = [[0, 1, 2, 3], [4, 5, 6, 7]]
+GONE = {"made": False, "shape": None, "axis_names": None}
+MESH_DIFFERENCES: dict[str, Difference] = {
+    **in_every(
+        "-1",
+        mesh_given([-1], ["a"]),
+        {**MADE, "shape": [8], "axis_names": ["a"], "ids": [*range(8)]},
+        "one size may be computed",
+    ),
+    **in_every(
+        "2, -1",
+        mesh_given([2, -1], ["a", "b"]),
+        {**MADE, "shape": [2, 4], "axis_names": ["a", "b"], "ids": GRID},
+        "one size may be computed",
+    ),
+    **in_every(
+        "number",
+        mesh_given(8, ["a"]),
+        {**MADE, "shape": [8], "axis_names": ["a"], "ids": [*range(8)]},
+        "one size needs no brackets; Keras raises TypeError",
+    ),
+    **in_every(
+        "letters",
+        mesh_given([2, 4], "ab"),
+        GONE,
+        "a text is no list of names; Keras takes its letters, and fails later",
+    ),
+    **in_every(
+        "one letter",
+        mesh_given([8], "a"),
+        {**GONE, "ids": None, "auto": None},
+        "a text is no list of names",
+    ),
+    **in_every(
+        "one name twice",
+        mesh_given([2, 4], ["a", "a"]),
+        {**GONE, "ids": None, "auto": None},
+        "axis names differ",
+    ),
+    **in_every(
+        "one device twice",
+        mesh_given([2], ["a"], ["cpu:0", "cpu:0"]),
+        {**GONE, "ids": None, "auto": None},
+        "a device is in a mesh once",
+    ),
+    **in_every(
+        "DTensor's spelling",
+        mesh_given([2], ["a"], ["CPU:1", "cpu:0"]),
+        {"ids": [1, 0], "auto": True},
+        "DTensor writes the platform in capitals; Keras fails later",
+    ),
+}
+for _names in (["cpu:99", "cpu:1"], ["gpu:0", "gpu:1"], ["nonsense", "cpu:0"]):
+    MESH_DIFFERENCES |= in_every(
+        str(_names),
+        mesh_given([2], ["a"], _names),
+        GONE,
+        "devices that are not there are told at once; Keras fails later",
+    )
+
+
+def test_meshes() -> None:
+    members = {
+        "made": mesh_answer(is_made),
+        "shape": mesh_answer(lambda mesh: list(mesh.shape)),
+        "axis_names": mesh_answer(lambda mesh: list(mesh.axis_names)),
+        "ids": mesh_answer(ids_of),
+        "auto": mesh_answer(is_auto),
+    }
+    vectors = load("meshes")
+    assert sum(vector["made"] for vector in vectors) > 20
+    check(vectors, itself, members, MESH_DIFFERENCES)
+
+
+def given_axes(vector: Vector) -> Any:
+    axes = vector["axes"]
+    if not isinstance(axes, list):
+        return axes
+    return tuple(tuple(axis) if isinstance(axis, list) else axis for axis in axes)
+
+
+def layout_in(vector: Vector) -> flm.TensorLayout:
+    return flm.TensorLayout(given_axes(vector))
+
+
+def spec_of(vector: Vector, mesh: flm.DeviceMesh) -> Any:
+    """The spec with all its dims: Keras writes the trailing None out."""
+    layout = layout_in(vector).on(mesh)
+    backend = layout.backend_layout
+    assert backend.mesh == mesh.backend_mesh
+    entries = tuple(backend.spec)
+    return [*entries, *[None] * (len(axes_of(layout)) - len(entries))]
+
+
+def test_a_backend_layout_is_spelled_short(mesh: flm.DeviceMesh) -> None:
+    """So that equal layouts are equal; JAX tells the spelling of Keras apart."""
+    short = flm.TensorLayout(("data", None), mesh).backend_layout
+    long = NamedSharding(bare(mesh), PartitionSpec("data", None))
+    assert short == flm.TensorLayout(long).backend_layout
+    assert short != long and short.is_equivalent_to(long, 2)
+
+
+def some_axis_twice(vector: Vector) -> bool:
+    axes = given_axes(vector)
+    if not isinstance(axes, tuple):
+        return False
+    flat = [
+        name for axis in axes for name in (axis if type(axis) is tuple else (axis,))
+    ]
+    named = [name for name in flat if name is not None]
+    return len(set(named)) != len(named)
+
+
+def a_pair_of_axes(vector: Vector) -> bool:
+    axes = given_axes(vector)
+    pairs = isinstance(axes, tuple) and any(type(axis) is tuple for axis in axes)
+    return pairs and not some_axis_twice(vector) and "x" not in axes
+
+
+def single_axis_in_brackets(vector: Vector) -> Any:
+    """`("data",)` for one dim is `"data"`."""
+    return [
+        axis[0] if isinstance(axis, list) and len(axis) == 1 else axis
+        for axis in vector["axes"]
+    ]
+
+
+def a_text(vector: Vector) -> bool:
+    return isinstance(vector["axes"], str)
+
+
+REASONS = {
+    "twice": "an axis may shard one dim only; Keras notices when an array is made",
+    "text": "a text is one name, not letters; the message says ('model',)",
+    "none": "None says replicated",
+    "pairs": "a dim may lie on several axes",
+}
+LAYOUT_DIFFERENCES: dict[str, Difference] = {
+    "without_mesh:twice": Difference(REASONS["twice"], some_axis_twice, refused),
+    "without_mesh:text": Difference(REASONS["text"], a_text, refused),
+    "without_mesh:none": Difference(
+        REASONS["none"], lambda vector: vector["axes"] is None, lambda _: []
+    ),
+    "without_mesh:brackets": Difference(
+        "one axis in brackets is that axis",
+        lambda vector: vector["axes"] == [["data"]],
+        single_axis_in_brackets,
+    ),
+}
+for _member in ("with_mesh", "late_mesh", "spec"):
+    LAYOUT_DIFFERENCES |= {
+        f"{_member}:none": Difference(
+            REASONS["none"], lambda vector: vector["axes"] is None, lambda _: []
+        ),
+        f"{_member}:pairs": Difference(
+            REASONS["pairs"], a_pair_of_axes, single_axis_in_brackets
+        ),
+        f"{_member}:empty text": Difference(
+            REASONS["text"], lambda vector: vector["axes"] == "", refused
+        ),
+    }
+    if _member != "spec":
+        LAYOUT_DIFFERENCES[f"{_member}:twice"] = Difference(
+            REASONS["twice"],
+            lambda vector: some_axis_twice(vector) and vector["with_mesh"] is not None,
+            refused,
+        )
+
+
+def test_layouts(mesh: flm.DeviceMesh) -> None:
+    members = {
+        "without_mesh": lambda _, v: axes_of(layout_in(v)),
+        "with_mesh": lambda _, v: axes_of(flm.TensorLayout(given_axes(v), mesh)),
+        "late_mesh": lambda _, v: axes_of(layout_in(v).on(mesh)),
+        "spec": lambda _, v: spec_of(v, mesh),
+        "backend_without_mesh": lambda _, v: layout_in(v).backend_layout,
+    }
+    check(load("layouts"), itself, members, LAYOUT_DIFFERENCES)
+
+
+# ---------------------------------------------------------------- distribute_tensor
+
+
+def tensor_layout(vector: Vector) -> flm.TensorLayout:
+    return flm.TensorLayout(tuple(vector["axes"]), mesh_in(vector))
+
+
+def value_of(vector: Vector) -> np.ndarray:
+    shape = vector["shape"]
+    return np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape)
+
+
+def distributed(how: str) -> Any:
+    def answer(layout: flm.TensorLayout, vector: Vector) -> Any:
+        put = functools.partial(flm.distribute_tensor, layout=layout)
+        value = value_of(vector)
+        placed = jax.jit(put)(value) if how == "jit" else put(value)
+        np.testing.assert_array_equal(placed, value)
+        return indices(placed)
+
+    return answer
+
+
+def of_lower_rank(vector: Vector) -> bool:
+    return 0 < len(vector["axes"]) < len(vector["shape"])
+
+
+def indivisible(vector: Vector) -> bool:
+    """In Keras an error outside of jit; inside, no error and another layout."""
+    ranks_agree = len(vector["axes"]) == len(vector["shape"])
+    return ranks_agree and vector["eager"] is None and vector["jit"] is not None
+
+
+TENSOR_DIFFERENCES = {
+    "eager:lower rank": Difference(
+        "a layout names every dim; Keras takes it as one of the first dims",
+        lambda vector: of_lower_rank(vector) and vector["eager"] is not None,
+        refused,
+    ),
+    "jit:lower rank": Difference(
+        "a layout names every dim; Keras takes it as one of the first dims",
+        lambda vector: of_lower_rank(vector) and vector["jit"] is not None,
+        refused,
+    ),
+    "jit:indivisible": Difference(
+        "inside of jit too; Keras drops the layout in silence", indivisible, refused
+    ),
+}
+
+
+def test_tensors() -> None:
+    vectors = load("tensors")
+    # An array without elements has no layout inside of jit that could be asked for.
+    for vector in vectors:
+        if 0 in vector["shape"]:
+            del vector["jit"]
+    members = {"eager": distributed("eager"), "jit": distributed("jit")}
+    check(vectors, tensor_layout, members, TENSOR_DIFFERENCES)
+
+
+def distributed_value(mesh: flm.DeviceMesh, how: str) -> Any:
+    layout = flm.TensorLayout(("data", "model"), mesh)
+    ones = np.ones((4, 4), np.float32)
+    kinds: dict[str, tuple[Any, Any]] = {
+        "numpy": (ones, layout),
+        "a pair": ((ones, ones), layout),
+        "none": (None, layout),
+        "no layout": (ones, None),
+        "a tuple": (ones, ("data", "model")),
+        "a spec": (ones, jax.sharding.PartitionSpec("data")),
+        "a layout without mesh": (ones, flm.TensorLayout(("data", "model"))),
+        "a sharding": (ones, layout.backend_layout),
+    }
+
+    def answer(_: Any, vector: Vector) -> Any:
+        value, given = kinds[vector["kind"]]
+        put = functools.partial(flm.distribute_tensor, layout=given)
+        placed = jax.jit(put)(value) if how == "jit" else put(value)
+        return [indices(leaf) for leaf in jax.tree.leaves(placed)]
+
+    return answer
+
+
+VALUE_DIFFERENCES = {
+    "jit:a pair": Difference(
+        "a tree inside of jit too; Keras lays out nothing of it, in silence",
+        lambda vector: vector["kind"] == "a pair",
+        lambda vector: vector["eager"],
+    ),
+    "eager:no layout": Difference(
+        "None says replicated, on a mesh that is not there; Keras moves nothing",
+        lambda vector: vector["kind"] == "no layout",
+        refused,
+    ),
+}
+
+
+def test_values(mesh: flm.DeviceMesh) -> None:
+    members = {how: distributed_value(mesh, how) for how in ("eager", "jit")}
+    check(load("values"), itself, members, VALUE_DIFFERENCES)
+
+
+def test_bare_axes_where_there_is_a_mesh(mesh: flm.DeviceMesh) -> None:
+    """Keras refuses them everywhere; here a mesh in context will do."""
+    ones = np.ones((4, 4), np.float32)
+    with flm.default_mesh(mesh):
+        placed = flm.distribute_tensor(ones, ("data", "model"))
+    wanted = next(v for v in load("values") if v["kind"] == "numpy")["eager"]
+    assert [indices(placed)] == wanted
+
+
+def test_a_constant_inside_of_jit(mesh: flm.DeviceMesh) -> None:
+    """Keras would take it for an eager value, and lay out nothing."""
+    layout = flm.TensorLayout(("data", "model"), mesh)
+    placed = jax.jit(lambda: flm.distribute_tensor(np.ones((4, 4)), layout))()
+    assert placed.sharding.is_equivalent_to(layout.backend_layout, 2)
+    control = jax.jit(lambda: jax.device_put(np.ones((4, 4)), layout.backend_layout))()
+    assert not control.sharding.is_equivalent_to(layout.backend_layout, 2)
+
+
+# ---------------------------------------------------------------------------- models
+
+
+def tree_of(vector: Vector) -> dict[str, Any]:
+    """A tree with the paths and shapes of the variables of Keras's model."""
+    tree: dict[str, Any] = {}
+    for path, shape, *_ in vector["variables"]:
+        *parents, name = path.split("/")
+        node = tree
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[name] = jax.ShapeDtypeStruct(tuple(shape), "float32")
+    return tree
+
+
+def resolution_of(vector: Vector) -> flm.Resolution:
+    layout_map = filled(vector["rules"], mesh_in(vector), strict=False)
+    return layout_map.resolve(tree_of(vector))
+
+
+def built_vectors() -> Iterator[Vector]:
+    for vector in load("models"):
+        if vector["variables"]:
+            yield vector
+
+
+def with_prefix_rules(vector: Vector) -> bool:
+    """Whether a rule of lower rank hits a variable, which Keras takes as a prefix."""
+    ranks = {path: len(shape) for path, shape, *_ in vector["variables"]}
+    layout_map = filled(vector["rules"], mesh_in(vector))
+    found = {path: layout_map[path] for path in ranks}
+    return any(
+        layout is not None and layout.rank is not None and layout.rank < ranks[path]
+        for path, layout in found.items()
+    )
+
+
+def variable_layouts(_: Any, vector: Vector) -> Any:
+    resolution = resolution_of(vector)
+    answers = []
+    for path, shape, *_ in vector["variables"]:
+        layout = resolution[path].layout
+        dims = [axes[0] if axes else None for axes in layout.dims(len(shape))]
+        held = indices_of(layout.sharding(len(shape)), shape)
+        answers.append([path, shape, dims, held])
+    return answers
+
+
+MODEL_DIFFERENCES = {
+    "variables:prefix": Difference(
+        "a layout names every dim; Keras takes it as one of the first dims",
+        with_prefix_rules,
+        refused,
+    )
+}
+
+
+def test_variables_of_models() -> None:
+    """What each device holds of each variable of a real Keras model."""
+    vectors = [*built_vectors()]
+    assert sum(len(vector["variables"]) for vector in vectors) > 250
+    check(vectors, itself, {"variables": variable_layouts}, MODEL_DIFFERENCES)
+
+
+def test_models_that_keras_cannot_build() -> None:
+    """Rules that do not divide: here one error that names all, before anything."""
+    refused_by_keras = [v for v in load("models") if not v["variables"]]
+    built = {v["model"]: v for v in load("models") if v["variables"]}
+    assert refused_by_keras
+    for vector in refused_by_keras:
+        shapes = {**vector, "variables": built[vector["model"]]["variables"]}
+        with pytest.raises(flm.ResolveError, match="does not divide by mesh axis"):
+            resolution_of(shapes)
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, str]]] = {
+    "adam": (optax.adam(0.1), {"momentums": "mu", "velocities": "nu"}),
+    "sgd momentum": (optax.sgd(0.1, momentum=0.9), {"momentums": "trace"}),
+    "lion": (optax.lion(0.1), {"momentums": "mu"}),
+}
+
+
+def trained_tree(vector: Vector) -> dict[str, Any]:
+    trained = vector["slots"]["adam"]["momentums"]
+    return tree_of({"variables": [v for v in vector["variables"] if v[0] in trained]})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slots_follow_their_variables(name: str) -> None:
+    """The optimizer's state of a real Keras model, and optax's of the same tree."""
+    tx, fields = OPTIMIZERS[name]
+    compared = 0
+    for vector in built_vectors():
+        if with_prefix_rules(vector):
+            continue
+        tree, mesh = trained_tree(vector), mesh_in(vector)
+        layout_map = filled(vector["rules"], mesh, strict=False)
+        state = jax.eval_shape(tx.init, tree)
+        found = layout_map.resolve(state, params=tree, tx=tx)
+        for slot, own in fields.items():
+            for path, axes in vector["slots"][name][slot].items():
+                end = f"/{own}/{path}"
+                (leaf,) = [leaf for leaf in found if leaf.path.endswith(end)]
+                dims = leaf.layout.dims(len(axes))
+                assert [d[0] if d else None for d in dims] == axes, (path, axes)
+                compared += any(axes)
+    assert compared > 50
+
+
+def test_statistics_of_adafactor() -> None:
+    """Keras lays its rows out by the rule of the kernel, and fails to build."""
+    failed = [v for v in built_vectors() if v["slots"]["adafactor"] is None]
+    assert len(failed) >= 4
+    tx = optax.adafactor(0.1, min_dim_size_to_factor=4)
+    for vector in failed:
+        if with_prefix_rules(vector):
+            continue
+        tree = trained_tree(vector)
+        layout_map = filled(vector["rules"], mesh_in(vector), strict=False)
+        state = jax.eval_shape(tx.init, tree)
+        found = layout_map.resolve(state, params=tree, tx=tx)
+        assert any(leaf.layout.axis_names for leaf in found)
+        for leaf in found:
+            leaf.layout.shard_shape(leaf.shape)  # raises where it does not fit
+
+
+# ------------------------------------------------------------------------------ data
+
+
+def placed_batch(_: Any, vector: Vector) -> Any:
+    layout_map = flm.LayoutMap(mesh_in(vector), batch=vector["batch"])
+    rows = np.zeros(vector["shape"], np.float32)
+    return indices(flm.distribute_batch(rows, layout_map))
+
+
+DATA_DIFFERENCES = {
+    "placed:scalars": Difference(
+        "a scalar of a batch is replicated; Keras raises IndexError",
+        lambda vector: not vector["shape"] and vector["batch"] != "x",
+        lambda _: [[]] * 8,
+    )
+}
+
+
+def test_batches() -> None:
+    """`get_data_layout` and the placing of a batch."""
+    check(load("data"), itself, {"placed": placed_batch}, DATA_DIFFERENCES)
+
+
+# --------------------------------------------------------------------------- outputs
+
+
+class Two(nnx.Module):
+    """The two layers of the vectors."""
+
+    d1: Any
+    d2: Any
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.d1 = nnx.Linear(8, 16, rngs=rngs)
+        self.d2 = nnx.Linear(8, 4, rngs=rngs)
+
+
+def outputs_of(vector: Vector, run: Callable[[Any, Any], Any]) -> Any:
+    layout_map = filled(vector["rules"], strict=False)
+    model = layout_map.place(Two(nnx.Rngs(0)))
+    return [indices(out) for out in run(model, layout_map)]
+
+
+def eager_outputs(_: Any, vector: Vector) -> Any:
+    def run(model: Two, layout_map: flm.LayoutMap) -> Any:
+        x = np.ones((8, 8), np.float32)
+        with flm.activation_scope(layout_map, model):
+            return model.d1(x), model.d2(x)
+
+    return outputs_of(vector, run)
+
+
+def output_rules(*rules: Any) -> Callable[[Vector], bool]:
+    return lambda vector: vector["rules"] == [[key, list(axes)] for key, axes in rules]
+
+
+def with_output(at: int, shape: tuple[int, int], rows: int) -> Callable[[Vector], Any]:
+    """The outputs with another one at a place: its rows over so many parts of data."""
+    part, per = shape[0] // rows, 8 // rows
+    held = [
+        [[n // per * part, n // per * part + part], [0, shape[1]]] for n in range(8)
+    ]
+
+    def ours(vector: Vector) -> Any:
+        return [
+            held if at == number else own
+            for number, own in enumerate(vector["outputs"])
+        ]
+
+    return ours
+
+
+OUTPUT_DIFFERENCES = {
+    "outputs:other spellings": Difference(
+        "a rule for outputs is one whose key ends in output",
+        output_rules(("d1/output", ("data", "model")), (".*outpu.", ("data", None))),
+        with_output(1, (8, 4), 1),
+    ),
+    "outputs:lower rank": Difference(
+        "a layout names every dim; Keras takes it as one of the first dims",
+        output_rules(("d1/output", ("data",))),
+        refused,
+    ),
+    "outputs:weights": Difference(
+        "a layout names every dim of a kernel; Keras lays out the output by it, too",
+        output_rules((".*d1.*", ("model",))),
+        refused,
+    ),
+    "outputs:agreeing": Difference(
+        "rules that say the same are no conflict",
+        output_rules(("d[12]/output", ("data", None)), ("d[2]/output", ("data", None))),
+        lambda _: [
+            with_output(0, (8, 16), 2)({"outputs": [0]})[0],
+            with_output(0, (8, 4), 2)({"outputs": [0]})[0],
+        ],
+    ),
+}
+
+
+def test_outputs() -> None:
+    """Keys of the map that end in `output` lay out what layers return."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(load("outputs"), itself, {"outputs": eager_outputs}, OUTPUT_DIFFERENCES)
+
+
+@pytest.mark.parametrize("key", ["d1/output", "d1.output$", ".*output", r".*/output"])
+def test_spellings_of_output(key: str, mesh: flm.DeviceMesh) -> None:
+    """In flm.jit, too; and none of them is told as a rule that matches nothing."""
+    layout_map = flm.LayoutMap(mesh, match="fullmatch", batch=())
+    layout_map[key] = (None, ("data", "model"))
+    layout_map[".*(kernel|bias)"] = None
+    model = layout_map.place(Two(nnx.Rngs(0)))
+    step = flm.jit(lambda model, x: model.d1(x), layout_map=layout_map)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", flm.LayoutWarning)
+        out = step(model, np.ones((8, 8), np.float32))
+    assert indices(out)[1] == [[0, 8], [2, 4]]
+
+
+def test_a_weight_rule_is_none_for_outputs(mesh: flm.DeviceMesh) -> None:
+    """In Keras `.*d1.*` is for the bias and for the output, of another rank."""
+    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
+    layout_map[".*d1/(bias|output)"] = ("model",)
+    model = layout_map.place(Two(nnx.Rngs(0)))
+    with flm.activation_scope(layout_map, model):
+        out = model.d1(np.ones((8, 8), np.float32))
+    assert indices(model.d1.bias[...])[1] == [[4, 8]]
+    assert indices(out)[1] == [[0, 8], [4, 8]]
+
+
+# --------------------------------------------------------------------------- devices
+
+
+def test_devices() -> None:
+    members = {
+        "list": lambda _, vector: flm.list_devices(vector["type"]),
+        "count": lambda _, vector: flm.get_device_count(vector["type"]),
+    }
+    check(load("devices"), itself, members, {})
+
+
+# ------------------------------------------------------- what Keras's other parts do
+
+
+def test_data_parallel(mesh: flm.DeviceMesh) -> None:
+    """A map without rules: all is replicated, rows are split over the first axis.
+
+    On a mesh of two axes Keras means to warn, and raises TypeError.
+    """
+    for grid in (mesh, flm.DeviceMesh(f"batch={flm.get_device_count()}")):
+        layout_map = flm.LayoutMap(grid, strict=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            flm.create(lambda: Two(nnx.Rngs(0)), layout_map)
+            model = layout_map.place(Two(nnx.Rngs(0)))
+            flm.jit(lambda m: m.d1.kernel.sum(), layout_map=layout_map)(model)
+        rows = flm.distribute_batch(np.arange(16.0).reshape(8, 2), layout_map)
+        assert all(part == [[0, 8], [0, 16]] for part in indices(model.d1.kernel[...]))
+        ways = grid.shape[0]
+        assert len({str(part) for part in indices(rows)}) == ways
+        assert indices(rows)[0] == [[0, 8 // ways], [0, 2]]
+
+
+def test_unknown_options_are_no_options() -> None:
+    """Keras's ModelParallel takes any keyword, and drops it."""
+    with pytest.raises(TypeError, match="batch_dim_name"):
+        flm.LayoutMap("data=8", batch_dim_name="data")  # type: ignore[call-arg]
+
+
+def test_metrics_are_replicated(mesh: flm.DeviceMesh) -> None:
+    """All of Flax's, beside rules that would match anything with dims."""
+    metrics = nnx.MultiMetric(
+        loss=nnx.metrics.Average("loss"),
+        accuracy=nnx.metrics.Accuracy(),
+        spread=nnx.metrics.Welford("spread"),
+    )
+    layout_map = flm.LayoutMap(mesh, match="fullmatch", strict=False)
+    layout_map[".*"] = ("model",)
+    layout_map.place(metrics)
+    leaves = jax.tree.leaves(nnx.state(metrics))
+    assert len(leaves) >= 6
+    assert all(indices(leaf) == [[]] * 8 for leaf in leaves)
+
+
+def test_a_last_batch_that_does_not_divide_loses_nothing(
+    mesh: flm.DeviceMesh,
+) -> None:
+    """In Keras every weight is None after it."""
+    layout_map = flm.LayoutMap(mesh, strict=False)
+    layout_map["kernel"] = (None, "model")
+    model = layout_map.place(Two(nnx.Rngs(0)))
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model)))
+
+    @flm.jit(layout_map=layout_map, donate_argnames="model")
+    def step(model: Two, x: Any) -> Any:
+        model.d1.kernel[...] += 1.0
+        return model.d1(x)
+
+    with pytest.raises(flm.LayoutError, match=r"dim 0 of size 7 does not divide"):
+        step(model, np.ones((7, 8), np.float32))
+    after = nnx.to_pure_dict(nnx.state(model))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_saved_by_one_map_restored_by_another(
+    mesh: flm.DeviceMesh, tmp_path: Path
+) -> None:
+    """Other rules on another mesh: the same weights, elsewhere."""
+    first = filled([("d1/kernel", [None, "model"])], mesh, strict=False)
+    other = flm.DeviceMesh((4, 2), ("data", "model"))
+    second = filled([("d1/kernel", ["data", None])], other, strict=False)
+    model = first.place(Two(nnx.Rngs(0)))
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+    flm.checkpoint.save(tmp_path / "saved", model, layout_map=first)
+    target = Two(nnx.Rngs(1))
+    restored = flm.checkpoint.restore(tmp_path / "saved", target, layout_map=second)
+    kernel = restored.d1.kernel[...]
+    np.testing.assert_array_equal(kernel, model.d1.kernel[...])
+    assert indices(model.d1.kernel[...])[1] == [[0, 8], [4, 8]]
+    assert indices(kernel)[2] == [[2, 4], [0, 16]]
+    np.testing.assert_allclose(restored.d1(x), model.d1(x), rtol=1e-5, atol=1e-6)
+
+
+def test_the_summary_of_tf_keras() -> None:
+    """Its own numbers: 220 replicated, 600 over both axes, 30 over one."""
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=2"))
+    layout_map["both"] = ("data", "model")
+    layout_map["one"] = ("model",)
+    shapes = {"both": (20, 30), "one": (30,), "rest": (220,)}
+    tree = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
+    resolution = layout_map.resolve(tree)
+    per_device = resolution.bytes_per_device
+    assert per_device == 4 * (220 + 600 // 4 + 30 // 2) == 1540  # 1.50 KB
+    assert round(4 * (220 + 600 + 30) / per_device, 2) == 2.21
+    assert "1.5 KiB per device" in resolution.report()
+
+
+# ------------------------------------------------------ a script that came from Keras
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The example `port_from_keras.py`, as a module."""
+    monkeypatch.syspath_prepend(str(TESTS.parent / "examples"))
+    return importlib.import_module("port_from_keras")
+
+
+def test_rules_that_came_over_unchanged(port: ModuleType) -> None:
+    """Real Keras, with the same rules, has the weights where the example has them."""
+    (vector,) = load("port")
+    assert vector["rules"] == [[key, list(axes)] for key, axes in port.RULES.items()]
+    layout_map = port.layout_map_for(mesh_in(vector))
+    theirs = {path: held for path, _, _, held in vector["variables"]}
+    resolution = layout_map.resolve(port.make_model)
+    ours = {
+        port.keras_path(leaf.path): indices_of(
+            leaf.layout.sharding(len(leaf.shape)), leaf.shape
+        )
+        for leaf in resolution
+    }
+    assert ours == theirs
+    assert sum("model" in leaf.layout.axis_names for leaf in resolution) == 14
+    for path, axes in vector["outputs"]:
+        here = path.removeprefix("gpt/").replace("block_", "block/")
+        assert look_up(layout_map, here) == look_up(layout_map, path) == axes
+
+
+def test_the_example_needs_no_keras(port: ModuleType) -> None:
+    tree = ast.parse(Path(str(port.__file__)).read_text(encoding="utf-8"))
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [str(node.module)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert "flax_layoutmap" in imported and not imported & {"keras", "tensorflow"}
+
+
+# --------------------------------------------------- behaviours and their tests
+
+# What the tests of Keras and tf-keras show, and the test of ours that shows it.
+SHOWN = {
+    # Keras: initialize, devices
+    "initialize: explicit arguments": "test_initialize::test_arguments_are_passed_on",
+    "initialize: environment": "test_initialize::test_variables",
+    "initialize: nothing given": "test_initialize::test_nothing_given_is_left_to_jax",
+    "initialize: first address": "test_initialize::test_the_first_of_several_addresses",
+    "initialize: count mismatch": "test_initialize::test_what_does_not_fit",
+    "device text to device": "test_keras::test_meshes",
+    # Keras: DeviceMesh, TensorLayout
+    "mesh: members": "test_mesh::test_keras_constructor",
+    "mesh: empty, mismatch, count": "test_keras::test_meshes",
+    "layout: axes and mesh": "test_layout::test_names_for_keras_users",
+    "layout: unknown axis, now and late": "test_keras::test_layouts",
+    "layout: backend layout": "test_keras::test_layouts",
+    "layout: no mesh": "test_layout::test_no_mesh",
+    # Keras: Distribution, DataParallel, ModelParallel
+    "scope nests and is restored": "test_scope::test_scopes_nest_and_are_restored",
+    "data parallel: layouts": "test_keras::test_data_parallel",
+    "data parallel: on all devices": "test_keras::test_data_parallel",
+    "model parallel: kernel, bias, others": "test_keras::test_variables_of_models",
+    "model parallel: data": "test_keras::test_batches",
+    "model parallel: a tensor by its name": "test_place::test_names_inside_jit",
+    "a key with a leading slash": "test_keras::test_lookups",
+    "an explicit layout wins": (
+        "test_resolve::test_explicit_layout_rule_metadata_replicated"
+    ),
+    "shards and ids of data": "test_batch::test_the_split_of_process_0",
+    "more processes than replicas": (
+        "test_batch::test_four_processes_of_which_two_fill_one_part"
+    ),
+    "processes that do not divide": "test_batch::test_two_processes_pass_their_rows",
+    # Keras: LayoutMap
+    "map: add layout and tuple": "test_keras::test_insertions",
+    "map: duplicate": "test_keras::test_operations",
+    "map: list value": "test_keras::test_insertions",
+    "map: exact before pattern": "test_keras::test_lookups",
+    "map: several patterns": "test_keras::test_lookups",
+    "map: no pattern": "test_keras::test_lookups",
+    "map: pop and del are literal": "test_keras::test_operations",
+    "map: len, order, values": "test_keras::test_operations",
+    # Keras: its JAX backend
+    "distribute_tensor in jit and eager": "test_keras::test_tensors",
+    "distribute_tensor by a sharding": "test_keras::test_values",
+    "a host value assigned later": (
+        "test_jit_trees::test_parameters_from_the_host_come_in_by_the_rules"
+    ),
+    "end to end": "test_jit::test_training",
+    "an output rule in its spellings": "test_keras::test_spellings_of_output",
+    "an output rule, seen in the next layer": "test_activations::test_hidden_layers",
+    "shards of input data": "test_keras::test_batches",
+    # Keras: trainer, initializers, Orbax, several processes
+    "a model that lies elsewhere": "test_jit::test_state_that_is_elsewhere",
+    "a model that was never placed": (
+        "test_jit::test_state_that_was_never_placed_is_placed_once"
+    ),
+    "None in a batch": "test_batch::test_rows_are_split_and_all_else_is_whole",
+    "layouts are the same after training": (
+        "test_mixed_use::test_nothing_drifts_in_a_hundred_steps"
+    ),
+    "sharded initializers": "test_create::test_initializers_are_bit_equal",
+    "checkpoint: same map": "test_checkpoint::test_from_metadata_alone",
+    "checkpoint: another map, layouts too": (
+        "test_keras::test_saved_by_one_map_restored_by_another"
+    ),
+    "data: indivisible": "test_batch::test_all_problems_of_a_batch_are_in_one_error",
+    "data: processes of one replica": (
+        "test_batch::test_four_processes_of_which_two_fill_one_part"
+    ),
+    "several processes: values": (
+        "test_multiprocess::test_host_values_become_global_arrays"
+    ),
+    "several processes: end to end": ("test_multiprocess::test_the_whole_line"),
+    # tf-keras: layout_map_test
+    "first pattern wins": "test_keras::test_lookups",
+    "subclass model": "test_layout_scope::test_subclass_model",
+    "functional model": "test_layout_scope::test_functional_model",
+    "sequential model": "test_layout_scope::test_sequential_model",
+    "aliases are the same object": "test_layout_scope::test_every_kind_of_place",
+    "an empty map": "test_create::test_an_empty_map",
+    # tf-keras: the rest
+    "weights from one device to many": (
+        "test_checkpoint::test_saved_on_one_device_restored_on_eight"
+    ),
+    "values equal those of the plain layer": "test_layout_scope::test_subclass_model",
+    "a layout of its own for one variable": "test_metadata::test_an_explicit_layout",
+    "initializers: reproducible": "test_create::test_values_are_those_of_jit",
+    "slots lie as their variables": "test_keras::test_slots_follow_their_variables",
+    "the step count is replicated": (
+        "test_resolve::test_scalars_counters_and_random_state_are_replicated"
+    ),
+    "metrics are replicated": "test_keras::test_metrics_are_replicated",
+    "the loss falls": "test_examples::test_port_from_keras_trains_by_rules_of_keras",
+    "the summary of shards": "test_keras::test_the_summary_of_tf_keras",
+}
+
+# What Keras does in silence, or with an error that tells nothing: ours.
+MENDED = {
+    "unknown device type": "test_initialize::test_devices_that_are_not_here",
+    "a distribution of the wrong type": "test_scope::test_what_is_no_mesh",
+    "a scope in another thread": "test_scope::test_another_thread_has_its_own",
+    "axis names twice, devices twice, letters": "test_keras::test_meshes",
+    "devices that are not there": "test_keras::test_meshes",
+    "a mesh of some devices": (
+        "test_mesh::test_a_subset_of_the_devices_in_the_given_order"
+    ),
+    "equal meshes": "test_mesh::test_equality_and_hash",
+    "pickled meshes": "test_mesh::test_pickles_with_and_without_devices",
+    "axes as one text": "test_keras::test_layouts",
+    "several axes on one dim": "test_keras::test_layouts",
+    "one axis twice": "test_keras::test_layouts",
+    "equal layouts": "test_layout::test_equality_includes_mesh_and_memory",
+    "the rank of a layout": "test_keras::test_tensors",
+    "a layout whose mesh is set twice": "test_layout::test_immutable_and_hashable",
+    "the mesh written into the caller's layout": "test_keras::test_insertions",
+    "one layout in two maps": "test_keras::test_one_layout_in_two_maps",
+    "rules that agree": "test_keras::test_lookups",
+    "a bad pattern": "test_keras::test_bad_patterns_are_refused_at_once",
+    "a key that is no text": "test_keras::test_keys_are_text",
+    "in, get, pop, setdefault, popitem": "test_keras::test_operations",
+    "copies of a map": "test_layout_map::test_copies_are_independent",
+    "a readable repr": "test_layout_map::test_repr",
+    "data parallel on two axes": "test_keras::test_data_parallel",
+    "unknown options": "test_keras::test_unknown_options_are_no_options",
+    "what is no map": "test_resolve::test_rules_must_be_rules",
+    "a map without a mesh": "test_create::test_a_map_without_devices",
+    "an unknown batch axis": "test_layout_map::test_batch_axes_are_checked",
+    "scalar data": "test_keras::test_batches",
+    "no layout at all": "test_keras::test_values",
+    "a variable for an array": "test_place::test_a_module_is_refused",
+    "a tree of arrays inside of jit": "test_keras::test_values",
+    "a constant inside of jit": "test_keras::test_a_constant_inside_of_jit",
+    "indivisible inside of jit": "test_keras::test_tensors",
+    "grad and vmap": "test_place::test_inside_transformations",
+    "a rule that matches nothing": (
+        "test_resolve::test_unused_rules_are_listed_with_a_hint"
+    ),
+    "a variable without a rule": "test_resolve::test_unmatched_leaves",
+    "statistics of Adafactor": "test_keras::test_statistics_of_adafactor",
+    "scalars and a rule for all": (
+        "test_resolve::test_scalars_counters_and_random_state_are_replicated"
+    ),
+    "a weight rule that hits outputs": (
+        "test_keras::test_a_weight_rule_is_none_for_outputs"
+    ),
+    "several outputs inside of jit": "test_activations::test_outputs_one_by_one",
+    "the last batch": "test_batch::test_padding_by_a_map",
+    "a failed step that loses the weights": (
+        "test_keras::test_a_last_batch_that_does_not_divide_loses_nothing"
+    ),
+}
+
+
+@pytest.mark.parametrize("place", sorted({*SHOWN.values(), *MENDED.values()}))
+def test_a_named_test_exists(place: str) -> None:
+    file, name = place.split("::")
+    tree = ast.parse((TESTS / f"{file}.py").read_text(encoding="utf-8"))
+    assert name in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+
+
+def test_what_has_no_meaning_is_not_shown() -> None:
+    assert not KERAS.keys() & (SHOWN.keys() | MENDED.keys())
+    assert all(KERAS.values())

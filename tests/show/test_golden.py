@@ -1,0 +1,353 @@
+"""Layouts in files that are reviewed, and the plug-in of pytest that writes them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flax_layoutmap as flm
+from flax_layoutmap._show.diff import difference
+from flax_layoutmap._show.snapshot import golden_text, snapshot_of
+
+# What is to be reviewed, as `dump` is to write it: read it when it changes.
+LAYOUTS = Path(__file__).parents[1] / "layouts"
+
+
+def struct(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def tree() -> dict[str, Any]:
+    params = {
+        f"layers_{at}": {"up": struct(8, 16), "b": struct(16)} for at in range(11)
+    }
+    state = jax.eval_shape(optax.adam(1.0).init, {"layers_0": params["layers_0"]})
+    return {"params": params, "opt_state": state, "name": "text"}
+
+
+def rules(up: Any = (None, "model"), mesh: str = "data=2,model=4") -> flm.LayoutMap:
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract(mesh), indivisible="replicate")
+    layout_map["up"] = up
+    layout_map["layers_3/b"] = None
+    layout_map.activations["mlp"] = ("data", ...)
+    return layout_map
+
+
+def test_the_file_can_be_reviewed(tmp_path: Path) -> None:
+    small = {"layers": {"10": {"up": struct(8, 16)}, "2": {"up": struct(8, 6)}}}
+    path = tmp_path / "new" / "folder" / "layouts.json"
+    flm.testing.dump(rules().resolve(small), path)
+    assert path.read_text("utf-8") == (LAYOUTS / "small.json").read_text("utf-8")
+
+
+def test_what_was_written_is_accepted_and_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "layouts.json"
+    flm.testing.dump(rules().resolve(tree()), path)
+    first = path.read_bytes()
+    flm.testing.compare(rules().resolve(tree()), path)
+    flm.testing.compare(rules().resolve(tree()), str(path))
+    # The order of a dict, and other objects of the same rules, make no difference.
+    turned = dict(reversed(tree().items()))
+    flm.testing.compare(rules().resolve(turned), path)
+    flm.testing.dump(rules().resolve(turned), path)
+    assert path.read_bytes() == first
+    lines = [line for line in first.decode().splitlines() if '{"path"' in line]
+    assert len(lines) == len(rules().resolve(tree()))
+
+
+KEYS = st.text(st.characters(), min_size=1, max_size=6)
+
+
+@given(
+    st.dictionaries(KEYS, st.dictionaries(KEYS, st.sampled_from([(8, 8), (4,), ()]))),
+    st.sampled_from([None, ("data",), ("model", ...), (("model", "data"), ...)]),
+)
+def test_any_names_can_be_written_and_read(
+    shapes: dict[str, dict[str, tuple[int, ...]]], layout: Any
+) -> None:
+    tree = {
+        name: {key: struct(*shape) for key, shape in inner.items()}
+        for name, inner in shapes.items()
+    }
+    layout_map = flm.LayoutMap(
+        flm.DeviceMesh.abstract("data=2,model=2"), indivisible="replicate"
+    )
+    layout_map["."] = flm.Rule(".", layout, rank="skip") if layout else None
+    resolution = layout_map.resolve(tree)
+    data = resolution.to_json()
+    text = golden_text(data)
+    assert text.count('\n    {"path": ') == len(resolution)
+    assert difference(snapshot_of(json.loads(text)), snapshot_of(data)).is_empty
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "layouts.json")
+        flm.testing.dump(resolution, path)
+        flm.testing.compare(layout_map.resolve(tree), path)
+
+
+def test_formatting_is_no_difference(tmp_path: Path) -> None:
+    path = tmp_path / "layouts.json"
+    path.write_text(json.dumps(rules().resolve(tree()).to_json()), encoding="utf-8")
+    flm.testing.compare(rules().resolve(tree()), path)
+
+
+def test_a_difference_is_told_with_its_cost_and_how_to_accept_it(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "layouts.json"
+    flm.testing.dump(rules().resolve(tree()), path)
+    with pytest.raises(AssertionError) as caught:
+        flm.testing.compare(rules(("model", None)).resolve(tree()), path)
+    text = str(caught.value)
+    assert text.startswith(f"the layouts are not those in {str(path)!r}:\n\nrules:\n")
+    assert "layers_{0..10}/up ×11" in text and "P(-, model) → P(model)" in text
+    assert "to send: at most " in text
+    assert text.endswith(
+        "to accept this, run pytest with --update-layouts (fixture layout_golden), or "
+        f"call flm.testing.dump(resolution, {str(path)!r})"
+    )
+    assert max(map(len, text.split("\n\n")[2].splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        rules(mesh="data=4,model=2"),
+        rules(flm.TensorLayout((None, "model"), memory_kind="pinned_host")),
+        flm.LayoutMap.from_json({**rules().to_json(), "overlap": "first"}),
+    ],
+)
+def test_other_differences(tmp_path: Path, now: flm.LayoutMap) -> None:
+    path = tmp_path / "layouts.json"
+    flm.testing.dump(rules().resolve(tree()), path)
+    with pytest.raises(AssertionError, match="the layouts are not those in"):
+        flm.testing.compare(now.resolve(tree()), path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="there is no file of layouts"):
+        flm.testing.compare(rules().resolve(tree()), tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "layouts of schema 'list' cannot be read"),
+        ('{"schema": 2}', "layouts of schema 2 cannot be read; this is schema 1"),
+        ('{"schema": 1}', "the layouts are damaged: KeyError('rules')"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "layouts.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(flm.LayoutError) as caught:
+        flm.testing.compare(rules().resolve(tree()), path)
+    assert str(caught.value).startswith(f"{str(path)!r} is no file of layouts: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"leaves": None},
+        {"leaves": [{}]},
+        {"leaves": [3]},
+        {"rules": {}},
+        {"rules": 3},
+    ],
+)
+def test_damaged_files(tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = tmp_path / "layouts.json"
+    data = {**rules().resolve(tree()).to_json(), **damage}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(flm.LayoutError, match="the layouts are damaged"):
+        flm.testing.compare(rules().resolve(tree()), path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"path": 3}, {"path": None}, {"dtype": []}, {"role": {}}, {"reason": None}]
+    + [{"pattern": []}, {"owner": 1}, {"spec": []}, {"spec": [["data", 3], None]}],
+    ids=str,
+)
+def test_damaged_leaves(tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = tmp_path / "layouts.json"
+    data = rules().resolve(tree()).to_json()
+    next(leaf for leaf in data["leaves"] if leaf["shape"]).update(damage)
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(flm.LayoutError, match="the layouts are damaged"):
+        flm.testing.compare(rules().resolve(tree()), path)
+
+
+def test_what_cannot_be_read_at_all(tmp_path: Path) -> None:
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000, encoding="utf-8")
+    for path, said in ((deep, "is no file of layouts"), (tmp_path, "cannot be read")):
+        with pytest.raises(flm.LayoutError, match=said):
+            flm.testing.compare(rules().resolve(tree()), path)
+
+
+def test_a_leaf_on_an_axis_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "layouts.json"
+    flm.testing.dump(rules().resolve(tree()), path)
+    text = path.read_text("utf-8").replace('"spec": [null, "model"]', '"spec": ["x"]')
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(flm.LayoutError, match="on axes that the mesh does not have"):
+        flm.testing.compare(rules().resolve(tree()), path)
+
+
+# ------------------------------------------------------------------- the plug-in
+
+SUITE = """
+import jax
+import pytest
+import flax_layoutmap as flm
+
+def resolution(up):
+    layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+    layout_map["up"] = up
+    return layout_map.resolve({"up": jax.ShapeDtypeStruct((8, 8), "float32")})
+
+UP = (None, "model")
+
+def test_one(layout_golden):
+    layout_golden(resolution(UP))
+
+@pytest.mark.parametrize("mesh", ["data=2/x y", "b"])
+def test_two(layout_golden, mesh):
+    layout_golden(resolution(UP))
+
+def test_named(layout_golden):
+    layout_golden(resolution(UP), "golden/a.json")
+    layout_golden(resolution(None), "golden/b.json")
+
+def test_twice(layout_golden):
+    layout_golden(resolution(UP))
+    with pytest.raises(ValueError, match="is called twice in one test"):
+        layout_golden(resolution(None))
+"""
+FILES = [
+    "golden/a.json",
+    "golden/b.json",
+    "layouts/test_suite/test_one.json",
+    "layouts/test_suite/test_twice.json",
+    "layouts/test_suite/test_two_b.json",
+    "layouts/test_suite/test_two_data=2_x_y.json",
+]
+
+
+# Several runs of pytest in one process, which imports JAX once.
+RUNS = """
+import contextlib, io, json, sys
+from pathlib import Path
+import pytest
+
+options = ["-q", "-p", "flax_layoutmap._pytest_plugin", "-p", "no:cacheprovider"]
+suite, done = Path("test_suite.py"), []
+for flags, text in json.load(sys.stdin):
+    suite.write_text(text, encoding="utf-8")
+    sys.modules.pop("test_suite", None)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = pytest.main([*options, *flags, str(suite)])
+    files = {p.as_posix(): p.read_text("utf-8") for p in sorted(Path().rglob("*.json"))}
+    done.append([int(code), said.getvalue(), files])
+json.dump(done, sys.stdout)
+"""
+
+
+class Run(NamedTuple):
+    """One run of pytest."""
+
+    code: int
+    said: str
+    files: dict[str, str]
+
+    @property
+    def written(self) -> list[str]:
+        """The files that it says it wrote."""
+        return re.findall("^layouts written: (.*)$", self.said, re.M)
+
+
+def run_suites(folder: Path, *runs: tuple[list[str], str]) -> list[Run]:
+    """Runs tests, given as flags and text, with our plug-in and no other."""
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", RUNS],
+        input=json.dumps(runs),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "COLUMNS": "200",
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [Run(*run) for run in json.loads(done.stdout)]
+
+
+@pytest.mark.slow
+def test_the_flag_writes_what_the_fixture_compares(tmp_path: Path) -> None:
+    changed = SUITE.replace('UP = (None, "model")', 'UP = ("data", "model")')
+    update = ["--update-layouts"]
+    made, compared, updated, accepted = run_suites(
+        tmp_path, (update, SUITE), ([], changed), (update, changed), ([], changed)
+    )
+    assert made.code == 0, made.said
+    assert list(made.files) == FILES
+    assert made.written == [str(tmp_path / name) for name in FILES]
+
+    assert compared.code == 1 and "5 failed" in compared.said
+    assert "P(-, model) → P(data, model)" in compared.said
+    assert "run pytest with --update-layouts" in compared.said
+    assert compared.files == made.files and not compared.written
+
+    # What is as it was is not written again.
+    rest = [name for name in FILES if name != "golden/b.json"]
+    assert updated.written == [str(tmp_path / name) for name in rest]
+    assert accepted.code == 0 and accepted.files == updated.files, accepted.said
+
+
+def test_a_run_that_does_not_use_it_imports_nothing(tmp_path: Path) -> None:
+    """Nothing of ours but the plug-in and the façade, and no JAX."""
+    suite = """
+import sys
+
+def test_it():
+    ours = {name for name in sys.modules if name.startswith("flax_layoutmap")}
+    assert ours == {"flax_layoutmap", "flax_layoutmap._pytest_plugin"}
+    assert not {"jax", "flax", "numpy", "rich"} & sys.modules.keys()
+"""
+    (done,) = run_suites(tmp_path, ([], suite))
+    assert done.code == 0, done.said
+
+
+def test_pytest_is_told_of_the_plug_in() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    name, module = "flax_layoutmap", "flax_layoutmap._pytest_plugin"
+    assert project["entry-points"]["pytest11"] == {name: module}
+    try:
+        installed = metadata.distribution("flax-layoutmap")
+    except metadata.PackageNotFoundError:
+        pytest.skip("The package runs from a checkout here and is not installed.")
+    points = [entry for entry in installed.entry_points if entry.group == "pytest11"]
+    if not points:
+        pytest.skip("The package was installed here before it had the plug-in.")
+    assert [(entry.name, entry.value) for entry in points] == [(name, module)]
