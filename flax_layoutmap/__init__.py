@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flax_layoutmap import checkpoint as checkpoint
     from flax_layoutmap import draw as draw
+    from flax_layoutmap import dtensor as dtensor
+    from flax_layoutmap import errors as errors
+    from flax_layoutmap import keras as keras
     from flax_layoutmap import pod as pod
     from flax_layoutmap import testing as testing
     from flax_layoutmap._birth.create import create as create
@@ -90,6 +93,8 @@ _HOMES = {
     "distribute_batch": "_place.batch",
     "distribute_tensor": "_place.place",
     "draw": None,
+    "dtensor": None,
+    "errors": None,
     "fetch_layout": "_core.fetch",
     "format_issues": "_rules.issues",
     "get_default_mesh": "_rules.scope",
@@ -97,6 +102,7 @@ _HOMES = {
     "get_device_count": "_core.initialize",
     "initialize": "_core.initialize",
     "jit": "_step.jit",
+    "keras": None,
     "layout_map_scope": "_birth.layout_scope",
     "lint": "_lint.lint",
     "list_devices": "_core.initialize",
