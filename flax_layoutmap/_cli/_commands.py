@@ -42,7 +42,7 @@ def lint(args: Namespace) -> int:
         try:
             found = _sources.resolution_of(args)
             share = found.replicated_share
-        except flm.ResolveError as error:
+        except flm.errors.ResolveError as error:
             if error.resolution is None:
                 raise
             found, share = error.resolution, None  # of what fits, it would say little
@@ -147,7 +147,7 @@ def verify(args: Namespace) -> int:
         )
     try:
         found = flm.checkpoint.verify(where.path, item=args.item)
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         problems = error.problems or [str(error)]
         if args.json:
             _print_json({"path": where.path, "problems": problems})

@@ -12,6 +12,7 @@ from typing import Any
 
 import flax_layoutmap as flm
 from flax_layoutmap._core.errors import did_you_mean
+from flax_layoutmap._rules.records import ResolvedLeaf
 
 _FILES = (".toml", ".json")
 # CPU devices that stand in for those of a mesh, at most.
@@ -55,7 +56,7 @@ def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
     return _with_optimizer(rules, make, tx)
 
 
-def leaf_of(resolution: flm.Resolution, path: str) -> flm.ResolvedLeaf:
+def leaf_of(resolution: flm.Resolution, path: str) -> ResolvedLeaf:
     """The leaf at a path that was written by hand."""
     try:
         return resolution[path]
@@ -180,7 +181,7 @@ def _imported(name: str, what: str) -> Any:
     """A module; one that makes a mesh gets the devices for it, on the CPU."""
     try:
         return importlib.import_module(name)
-    except flm.MeshError as error:
+    except flm.errors.MeshError as error:
         needs = _NEEDS.search(str(error))
         if needs is None or int(needs[1]) > MOST_DEVICES:
             raise

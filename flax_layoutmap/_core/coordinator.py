@@ -88,8 +88,8 @@ def try_address(
             raise ProcessError(
                 f"process {process_id} could not reach process 0 at {address} in "
                 f"{seconds:.0f} s: {error}; see whether process 0 runs and has called "
-                "flm.initialize, whether a firewall is between them, and whether all "
-                "processes were given this address"
+                "flm.keras.initialize, whether a firewall is between them, and "
+                "whether all processes were given this address"
             ) from error
         return
     with contextlib.ExitStack() as stack:

@@ -33,13 +33,13 @@ class LayoutError(ValueError):
 class RuleError(LayoutError):
     """A rule is wrong by itself: a bad regex, a bad value, a key that is taken."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class MeshError(LayoutError):
     """A mesh cannot be made, is missing, or has no devices where some are needed."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class ResolveError(LayoutError):
@@ -52,7 +52,7 @@ class ResolveError(LayoutError):
             in a copy (a pickle).
     """
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
     def __init__(
         self, message: str, problems: Sequence[str] = (), resolution: Any = None
@@ -68,7 +68,7 @@ class ResolveError(LayoutError):
 class StructureError(LayoutError):
     """A tree cannot be given unique paths, or does not fit another tree."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class CheckpointError(LayoutError):
@@ -78,7 +78,7 @@ class CheckpointError(LayoutError):
         problems: one text per problem; empty when there is a single one.
     """
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -88,7 +88,7 @@ class CheckpointError(LayoutError):
 class ProcessError(LayoutError):
     """The processes of one job disagree, or do not come together."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class LayoutWarning(UserWarning):

@@ -36,7 +36,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
     Example:
         >>> import flax_layoutmap as flm
-        >>> flm.list_devices("cpu")[0]
+        >>> flm.keras.list_devices("cpu")[0]
         'cpu:0'
 
     Plain JAX: `jax.devices(device_type)`.
@@ -57,7 +57,7 @@ def get_device_count(device_type: str | None = None) -> int:
 
     Example:
         >>> import flax_layoutmap as flm
-        >>> flm.get_device_count() == len(flm.list_devices())
+        >>> flm.keras.get_device_count() == len(flm.keras.list_devices())
         True
 
     Plain JAX: `jax.device_count(device_type)`.
@@ -92,7 +92,7 @@ def initialize(
     environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
     and `KERAS_DISTRIBUTION_PROCESS_ID`, then what JAX itself reads
     (`JAX_COORDINATOR_ADDRESS` and others), then the cluster that JAX detects: Cloud
-    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.initialize()`.
+    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.keras.initialize()`.
 
     Unlike Keras's it agrees on no seed: Flax models are made from an explicit one, and
     `flm.create` raises where that differs between processes. Called again without
@@ -125,13 +125,13 @@ def initialize(
 
     Example:
         In every process, before anything else of JAX, where a cluster (a TPU slice,
-        Slurm, GKE) says which process this is: `flm.initialize()`. By hand:
+        Slurm, GKE) says which process this is: `flm.keras.initialize()`. By hand:
 
         >>> import flax_layoutmap as flm
-        >>> flm.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
+        >>> flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
         Traceback (most recent call last):
         ...
-        flax_layoutmap.ProcessError: ...
+        flax_layoutmap.errors.ProcessError: ...
 
     Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
     """
@@ -140,8 +140,8 @@ def initialize(
         if given == (None, None, None) and not options:
             return
         raise ProcessError(
-            "this process is part of a job already: call flm.initialize once, before "
-            "all else"
+            "this process is part of a job already: call flm.keras.initialize once, "
+            "before all else"
         )
     from_variable = job_addresses is None and _ADDRESSES in os.environ
     source = f"the variable {_ADDRESSES}" if from_variable else "job_addresses"
@@ -218,7 +218,7 @@ def _told_after_a_while(address: Address | None, seconds: int) -> Iterator[None]
     text = (
         f"this process has waited {patience:.0f} s for the others of the job{where}, "
         "and goes on waiting: at least one has not come; see which of them have called "
-        f"flm.initialize. When they do not come in {seconds} s, this process ends"
+        f"flm.keras.initialize. When they do not come in {seconds} s, this process ends"
     )
     timer = threading.Timer(patience, warn, [text])
     timer.daemon = True
@@ -251,7 +251,8 @@ def _join(
             "no cluster was found, and not everything is given: "
             f"job_addresses={coordinator!r}, num_processes={count}, "
             f"process_id={number} ({error}); give all three, "
-            'flm.initialize("host:1234", 2, 0), or leave the call out for one process'
+            'flm.keras.initialize("host:1234", 2, 0), or leave the call out for one '
+            "process"
         ) from error
     except RuntimeError as error:
         raise _not_joined(error) from error
@@ -259,9 +260,9 @@ def _join(
 
 def _not_joined(error: RuntimeError) -> ProcessError:
     return ProcessError(
-        f"this process could not join the job: {error}; call flm.initialize before "
-        "anything else of JAX (jax.devices() is too late), in every process, with "
-        "an address that all of them reach"
+        f"this process could not join the job: {error}; call flm.keras.initialize "
+        "before anything else of JAX (jax.devices() is too late), in every process, "
+        "with an address that all of them reach"
     )
 
 

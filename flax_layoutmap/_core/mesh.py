@@ -236,7 +236,7 @@ class DeviceMesh:
             warn(
                 f"DeviceMesh.from_dtensor: some of {listed[:200]} are not here, so "
                 f"that the mesh has no devices: {mesh!r}; name devices that are here "
-                "(flm.list_devices()), or plan without a warning on "
+                "(flm.keras.list_devices()), or plan without a warning on "
                 f"flm.DeviceMesh.abstract({str(mesh)!r})"
             )
         return mesh

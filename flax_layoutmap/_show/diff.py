@@ -49,7 +49,6 @@ class ResolutionDiff:
         axes: names of the mesh axes, those of before first.
     """
 
-    __module__ = "flax_layoutmap"
     mesh: tuple[str, str]
     rules: tuple[str, ...]
     changes: tuple[LeafChange, ...]

@@ -133,7 +133,7 @@ def test_on_another_mesh(mesh: flm.DeviceMesh, abstract_mesh: flm.DeviceMesh) ->
     assert layout.on(None) == flm.TensorLayout(("data", "model"))
     replicated = flm.TensorLayout(None, memory_kind="pinned_host")
     assert replicated.on(mesh).memory_kind == "pinned_host"
-    with pytest.raises(flm.RuleError, match="has no such axis"):
+    with pytest.raises(flm.errors.RuleError, match="has no such axis"):
         layout.on("x=8")
 
 
@@ -187,19 +187,19 @@ def test_pickles_without_devices(abstract_mesh: flm.DeviceMesh) -> None:
     ],
 )
 def test_bad_axes(axes: Any, message: str, mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         flm.TensorLayout(axes, mesh)
     assert message in str(caught.value)
 
 
 def test_an_array_is_no_layout() -> None:
-    with pytest.raises(flm.RuleError, match="pass array.sharding"):
+    with pytest.raises(flm.errors.RuleError, match="pass array.sharding"):
         flm.TensorLayout(jax.numpy.ones(2))
 
 
 def test_axes_without_a_mesh_are_checked_when_it_comes() -> None:
     layout = flm.TensorLayout(("anything",))
-    with pytest.raises(flm.RuleError, match="'anything'"):
+    with pytest.raises(flm.errors.RuleError, match="'anything'"):
         layout.on("data=8")
 
 
@@ -245,9 +245,9 @@ def test_zero_size_and_scalar(mesh: flm.DeviceMesh) -> None:
 
 def test_no_mesh(mesh: flm.DeviceMesh) -> None:
     layout = flm.TensorLayout(("data",))
-    with pytest.raises(flm.MeshError, match="give one, layout.on"):
+    with pytest.raises(flm.errors.MeshError, match="give one, layout.on"):
         layout.sharding()
-    with pytest.raises(flm.MeshError, match="no mesh, so no shard shape"):
+    with pytest.raises(flm.errors.MeshError, match="no mesh, so no shard shape"):
         layout.shard_shape((4,))
 
 
@@ -261,5 +261,5 @@ def test_what_says_replicated(axes: Any, abstract_mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap.from_rules([(".", axes)], abstract_mesh)
     assert all(leaf.layout.is_replicated for leaf in layout_map.resolve(tree))
     two = flm.LayoutMap.from_rules([(".", (None, None))], abstract_mesh)
-    with pytest.raises(flm.ResolveError, match="has 2 dims, the leaf has 1"):
+    with pytest.raises(flm.errors.ResolveError, match="has 2 dims, the leaf has 1"):
         two.resolve(tree)

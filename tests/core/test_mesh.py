@@ -44,7 +44,7 @@ def test_one_size_may_be_computed(shape: Any, mesh: flm.DeviceMesh) -> None:
 def test_a_mapping_of_names_to_sizes(sizes: Any, mesh: flm.DeviceMesh) -> None:
     assert flm.DeviceMesh(sizes) == mesh
     assert as_mesh(sizes) == mesh
-    with pytest.raises(flm.MeshError, match="the mapping .* brings axis names"):
+    with pytest.raises(flm.errors.MeshError, match="the mapping .* brings axis names"):
         flm.DeviceMesh(sizes, NAMES)
 
 
@@ -54,7 +54,7 @@ def test_a_numpy_shape_and_one_axis(mesh: flm.DeviceMesh) -> None:
     assert planned == flm.DeviceMesh.abstract(np.array([2, 4]), NAMES)
     for size in (8, np.int64(8), np.array(8)):
         assert flm.DeviceMesh(size, ("data",)) == flm.DeviceMesh("data=8")
-    with pytest.raises(flm.MeshError, match="must have an int size, got 2.0"):
+    with pytest.raises(flm.errors.MeshError, match="must have an int size, got 2.0"):
         flm.DeviceMesh(np.array([2.0, 4.0]), NAMES)
 
 
@@ -146,7 +146,9 @@ def test_devices_that_are_not_here_are_not_unpickled(mesh: flm.DeviceMesh) -> No
     make, (shape, names, types, keys) = mesh.__reduce__()
     assert make(shape, names, types, keys) == mesh
     elsewhere = (*keys[:-1], ("cpu", 99))
-    with pytest.raises(flm.MeshError, match="there are no devices cpu:99; this job"):
+    with pytest.raises(
+        flm.errors.MeshError, match="there are no devices cpu:99; this job"
+    ):
         make(shape, names, types, elsewhere)
 
 
@@ -202,7 +204,7 @@ def test_retyped_keeps_the_devices(mesh: flm.DeviceMesh) -> None:
     ],
 )
 def test_bad_shapes(arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.DeviceMesh(*arguments)
     assert message in str(caught.value)
 
@@ -219,13 +221,13 @@ def test_bad_shapes(arguments: tuple[Any, ...], message: str) -> None:
     ],
 )
 def test_bad_axis_types(kinds: Any, message: str) -> None:
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.DeviceMesh((2, 4), NAMES, axis_types=kinds)
     assert message in str(caught.value)
 
 
 def test_the_same_device_twice() -> None:
-    with pytest.raises(flm.MeshError, match="the same device twice"):
+    with pytest.raises(flm.errors.MeshError, match="the same device twice"):
         flm.DeviceMesh((2,), ("x",), devices=jax.devices()[:1] * 2)
 
 
@@ -236,18 +238,22 @@ def test_a_mesh_takes_no_more_arguments(mesh: flm.DeviceMesh) -> None:
         {"axis_types": "explicit"},
     ]
     for arguments in more:
-        with pytest.raises(flm.MeshError, match="takes an existing mesh as it is"):
+        with pytest.raises(
+            flm.errors.MeshError, match="takes an existing mesh as it is"
+        ):
             flm.DeviceMesh(mesh, **arguments)
 
 
 def test_an_abstract_mesh_has_no_devices(abstract_mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.MeshError, match="has no devices; use a concrete mesh"):
+    with pytest.raises(
+        flm.errors.MeshError, match="has no devices; use a concrete mesh"
+    ):
         _ = abstract_mesh.devices
-    with pytest.raises(flm.MeshError, match="no devices to compute -1 from"):
+    with pytest.raises(flm.errors.MeshError, match="no devices to compute -1 from"):
         flm.DeviceMesh.abstract("data=-1")
 
 
 @pytest.mark.parametrize("thing", [3, (2, 4), jax.sharding.PartitionSpec("data")])
 def test_not_a_mesh(thing: Any) -> None:
-    with pytest.raises(flm.MeshError, match="not a mesh"):
+    with pytest.raises(flm.errors.MeshError, match="not a mesh"):
         as_mesh(thing)

@@ -108,7 +108,9 @@ def test_match_is_known_to_an_array_only(use: Any, mesh: flm.DeviceMesh) -> None
 def test_rules_do_not_match(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh)
     for section in (layout_map, layout_map.names, layout_map.optimizer):
-        with pytest.raises(flm.RuleError, match=r"\(MATCH\), which only relayout"):
+        with pytest.raises(
+            flm.errors.RuleError, match=r"\(MATCH\), which only relayout"
+        ):
             section["kernel"] = (MATCH, "model")
         assert "kernel" not in section
 
@@ -462,7 +464,9 @@ def test_what_needs_a_mesh() -> None:
         layout.mesh_proto,
     ]
     for use in uses:
-        with pytest.raises(flm.MeshError, match=r"no mesh, which this needs; give one"):
+        with pytest.raises(
+            flm.errors.MeshError, match=r"no mesh, which this needs; give one"
+        ):
             use()
     assert layout.mesh is None and layout.sharding_specs == ["x", "unsharded"]
     assert layout.is_batch_parallel()
@@ -609,7 +613,7 @@ def test_damaged_protos() -> None:
         flm.TensorLayout.from_proto(proto)
     proto = ROWS.as_proto()
     proto.mesh_config.ClearField("mesh_dimensions")
-    with pytest.raises(flm.MeshError, match="its mesh has no axes"):
+    with pytest.raises(flm.errors.MeshError, match="its mesh has no axes"):
         flm.TensorLayout.from_proto(proto)
 
 
@@ -657,7 +661,9 @@ def test_what_is_not_here_has_its_reason() -> None:
 def test_the_keyword_of_dtensor() -> None:
     layout = flm.TensorLayout(["x", "unsharded"], mesh=SIX)
     assert layout == flm.TensorLayout(["x", "unsharded"], SIX)
-    with pytest.raises(flm.MeshError, match="device_mesh= and mesh=.*leave one out"):
+    with pytest.raises(
+        flm.errors.MeshError, match="device_mesh= and mesh=.*leave one out"
+    ):
         flm.TensorLayout(["x"], SIX, mesh=SIX)
     with pytest.raises(TypeError, match=r"^TensorLayout\.__init__"):
         flm.TensorLayout(["x"], meshes=SIX)  # pyright: ignore[reportCallIssue]
