@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flax_layoutmap._core.moves import Placement, received
+from flax_layoutmap._core.grid import Placement, received
 from flax_layoutmap._show import diff_text as _diff_text
 from flax_layoutmap._show.snapshot import (
     CHANGES,
