@@ -32,12 +32,14 @@ from flax_layoutmap._core.dtensor_format import (
 )
 from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
 from flax_layoutmap._core.grid import coords_of, strides_of, whole
-from flax_layoutmap._core.hybrid import granules_of, hybrid_grid, one_slice_grid
 from flax_layoutmap._core.mesh_shape import (
     Shape,
     axis_types_of,
     check_one_open,
     fill,
+    granules_of,
+    hybrid_grid,
+    one_slice_grid,
     sizes_and_names,
     wrong_count,
 )

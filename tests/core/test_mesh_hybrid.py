@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import mesh_utils
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.hybrid import granules_of, hybrid_grid
+from flax_layoutmap._core.mesh_shape import granules_of, hybrid_grid
 
 
 @dataclasses.dataclass(frozen=True)
