@@ -10,6 +10,6 @@ Example:
     (8, 'cpu:7')
 """
 
-from flax_layoutmap._core.initialize import get_device_count as get_device_count
+from flax_layoutmap._core.devices import get_device_count as get_device_count
+from flax_layoutmap._core.devices import list_devices as list_devices
 from flax_layoutmap._core.initialize import initialize as initialize
-from flax_layoutmap._core.initialize import list_devices as list_devices

@@ -1,4 +1,4 @@
-"""The devices and processes of a job, by Keras's names."""
+"""Make this process one of a job of several: Keras's `initialize`."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from flax_layoutmap._core.coordinator import Address, host_and_port, try_address
-from flax_layoutmap._core.errors import MeshError, ProcessError, warn
+from flax_layoutmap._core.errors import ProcessError, warn
 
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 _PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
@@ -21,63 +21,6 @@ _TIMEOUT_SECONDS = 300
 
 # After this long, a process says what it waits for.
 _PATIENCE_SECONDS = 60.0
-
-
-def list_devices(device_type: str | None = None) -> list[str]:
-    """The devices of all processes, as `"platform:id"`.
-
-    Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
-
-    Args:
-        device_type: `"cpu"`, `"gpu"`, `"tpu"`; None for what JAX uses by default.
-
-    Raises:
-        MeshError: there are no such devices.
-
-    Example:
-        >>> import flax_layoutmap as flm
-        >>> flm.keras.list_devices("cpu")[0]
-        'cpu:0'
-
-    Plain JAX: `jax.devices(device_type)`.
-    """
-    return [f"{device.platform}:{device.id}" for device in _devices(device_type)]
-
-
-def get_device_count(device_type: str | None = None) -> int:
-    """How many devices all processes have together.
-
-    Keras's `get_device_count`.
-
-    Args:
-        device_type: as for `list_devices`.
-
-    Raises:
-        MeshError: there are no such devices.
-
-    Example:
-        >>> import flax_layoutmap as flm
-        >>> flm.keras.get_device_count() == len(flm.keras.list_devices())
-        True
-
-    Plain JAX: `jax.device_count(device_type)`.
-    """
-    return len(_devices(device_type))
-
-
-def _devices(device_type: str | None) -> list[Any]:
-    if not isinstance(device_type, str | None):
-        raise MeshError(
-            f'device_type is a text such as "cpu", "gpu" or "tpu", got {device_type!r}'
-        )
-    kind = device_type if device_type is None else device_type.lower()
-    try:
-        return jax.devices(kind)
-    except RuntimeError as error:
-        raise MeshError(
-            f"there are no devices of type {device_type!r}; by default JAX uses "
-            f"{jax.default_backend()!r} here"
-        ) from error
 
 
 def initialize(

@@ -496,10 +496,10 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         types = tuple(kind.name for kind in self.axis_types)
+        keys = None
         if isinstance(self._mesh, Mesh):
             keys = tuple(key_of(device) for device in self._mesh.devices.flat)
-            return _rebuild, (self.shape, self.axis_names, types, keys)
-        return _rebuild_abstract, (self.shape, self.axis_names, types)
+        return _rebuild, (self.shape, self.axis_names, types, keys)
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
@@ -608,23 +608,17 @@ def _of_devices(
     return DeviceMesh(sizes, names, found, axis_types=axis_types)
 
 
-def _rebuild_abstract(
-    shape: tuple[int, ...], names: tuple[str, ...], types: tuple[str, ...]
-) -> DeviceMesh:
-    kinds = tuple(AxisType[kind.capitalize()] for kind in types)
-    return DeviceMesh(AbstractMesh(shape, names, axis_types=kinds))
-
-
 def _rebuild(
     shape: tuple[int, ...],
     names: tuple[str, ...],
     types: tuple[str, ...],
-    keys: tuple[tuple[str, int], ...],
+    keys: tuple[tuple[str, int], ...] | None = None,
 ) -> DeviceMesh:
+    kinds = tuple(AxisType[kind] for kind in types)
+    if keys is None:
+        return DeviceMesh(AbstractMesh(shape, names, axis_types=kinds))
     grid = np.array(require_here(keys), dtype=object).reshape(shape)
-    return DeviceMesh(
-        Mesh(grid, names, axis_types=tuple(map(AxisType.__getitem__, types)))
-    )
+    return DeviceMesh(Mesh(grid, names, axis_types=kinds))
 
 
 def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
