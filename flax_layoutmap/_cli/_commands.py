@@ -23,7 +23,7 @@ _DONE, _FOUND = 0, 1
 
 def report(args: Namespace) -> int:
     resolution = _sources.resolution_of(args)
-    _show(resolution, "json" if args.json else args.format, fold=not args.no_fold)
+    _show(resolution, args, fold=not args.no_fold)
     return _DONE
 
 
@@ -84,7 +84,7 @@ def diff(args: Namespace) -> int:
     before = _sources.resolution_of(args)
     after = _sources.resolution_of(args, "_after")
     difference = before.diff(after)
-    _show(difference, "json" if args.json else args.format)
+    _show(difference, args)
     return _DONE if difference.is_empty else _FOUND
 
 
@@ -122,7 +122,7 @@ def compile(args: Namespace) -> int:
 
 
 def _shown(report: Any, args: Namespace) -> int:
-    _show(report, "json" if args.json else args.format)
+    _show(report, args)
     return _FOUND if report.fits is False else _DONE
 
 
@@ -172,7 +172,8 @@ def restore(args: Namespace) -> int:
     resolution = flm.checkpoint.resolve(path, layout_map=rules, mesh=mesh, **chosen)
     layout_map = flm.LayoutMap.from_rule_set(resolution.rules)
     plan = flm.checkpoint.plan(path, layout_map=layout_map, **chosen)
-    done = {"to": args.to, "plan": _plan_json(plan), "written": not args.dry_run}
+    plan_json = {**_plain(plan), "leaves": [_plain(leaf) for leaf in plan.leaves]}
+    done = {"to": args.to, "plan": plan_json, "written": not args.dry_run}
     if args.dry_run:
         _print_json(done) if args.json else print(plan)
         return _DONE
@@ -231,8 +232,9 @@ def _check_folder(path: str) -> None:
         ) from error
 
 
-def _show(thing: Any, format: str = "text", **options: Any) -> None:
+def _show(thing: Any, args: Namespace, **options: Any) -> None:
     """On a terminal in colours and as wide as it is; else as text."""
+    format = "json" if args.json else args.format
     if format != "text":
         print(thing.report(format, **options))
     else:
@@ -249,10 +251,6 @@ def _plain(record: Any) -> dict[str, Any]:
         field.name: _simple(getattr(record, field.name))
         for field in dataclasses.fields(record)
     }
-
-
-def _plan_json(plan: flm.checkpoint.RestorePlan) -> dict[str, Any]:
-    return {**_plain(plan), "leaves": [_plain(leaf) for leaf in plan.leaves]}
 
 
 def _simple(value: Any) -> Any:
