@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from vectors import Difference, Vector, check, load, mesh_of, or_refused, refused
-from without_meaning import DTENSOR_LAYOUT
 
 import flax_layoutmap as flm
 from flax_layoutmap._core import dtensor_format as _dtensor_format
@@ -32,11 +31,8 @@ from flax_layoutmap._core.dtensor_format import (
 MATCH, UNSHARDED = flm.TensorLayout.MATCH, flm.TensorLayout.UNSHARDED
 
 
-def test_the_words_of_dtensor() -> None:
-    assert (UNSHARDED, MATCH) == ("unsharded", "match")
-
-
 def test_unsharded_is_none(mesh: flm.DeviceMesh) -> None:
+    assert (UNSHARDED, MATCH) == ("unsharded", "match")
     layout = flm.TensorLayout((UNSHARDED, "model"), mesh)
     assert layout == flm.TensorLayout((None, "model"), mesh)
     assert flm.TensorLayout([UNSHARDED]) == flm.TensorLayout([None])
@@ -348,12 +344,6 @@ def test_the_numbers_of_the_page() -> None:
     )
 
 
-def test_the_shapes_of_their_own_test() -> None:
-    layout = flm.TensorLayout(("x", "y", None), flm.DeviceMesh.abstract("x=2,y=2"))
-    assert layout.global_shape_from_local_shape((1, 3, 5)) == (2, 6, 5)
-    assert layout.local_shape_from_global_shape((2, 6, 5)) == (1, 3, 5)
-
-
 def test_rank_0_is_neither_one_dim_nor_any_rank() -> None:
     scalar = flm.TensorLayout.replicated(SIX, 0)
     one = flm.TensorLayout.replicated(SIX, 1)
@@ -598,23 +588,19 @@ def test_damaged_protos() -> None:
     for wrong in (b"\xff\xff", b"", "sharding_specs:", None, 3, SIX.as_proto()):
         with pytest.raises(flm.LayoutError):
             flm.TensorLayout.from_proto(wrong)
-    for kind, name in ((2, "PARTED"), (3, "SINGLE_DEVICE"), (9, "9")):
+    damages: list[tuple[Any, str]] = [
+        (lambda p: setattr(p, "type", 2), "of type PARTED has no meaning"),
+        (lambda p: setattr(p, "type", 3), "of type SINGLE_DEVICE has no meaning"),
+        (lambda p: setattr(p, "type", 9), "of type 9 has no meaning"),
+        (lambda p: p.sharding_specs[1].Clear(), "a dim is without its word"),
+        (lambda p: p.ClearField("mesh_config"), "it has no mesh"),
+        (lambda p: p.mesh_config.ClearField("mesh_dimensions"), "mesh has no axes"),
+    ]
+    for damage, message in damages:
         proto = ROWS.as_proto()
-        proto.type = kind
-        with pytest.raises(flm.LayoutError, match=f"of type {name} has no meaning"):
+        damage(proto)
+        with pytest.raises(flm.LayoutError, match=message):
             flm.TensorLayout.from_proto(proto)
-    proto = ROWS.as_proto()
-    proto.sharding_specs[1].sharding_spec = ""
-    with pytest.raises(flm.LayoutError, match="a dim is without its word"):
-        flm.TensorLayout.from_proto(proto)
-    proto = ROWS.as_proto()
-    proto.ClearField("mesh_config")
-    with pytest.raises(flm.LayoutError, match="it has no mesh"):
-        flm.TensorLayout.from_proto(proto)
-    proto = ROWS.as_proto()
-    proto.mesh_config.ClearField("mesh_dimensions")
-    with pytest.raises(flm.errors.MeshError, match="its mesh has no axes"):
-        flm.TensorLayout.from_proto(proto)
 
 
 def test_messages_of_another_class() -> None:
@@ -650,12 +636,6 @@ MEMBERS_OF_OURS = """
 def test_golden_list_of_members() -> None:
     public = {name for name in dir(flm.TensorLayout) if not name.startswith("_")}
     assert public == {*MEMBERS_OF_DTENSOR.split(), *MEMBERS_OF_OURS.split()}
-
-
-def test_what_is_not_here_has_its_reason() -> None:
-    assert all(DTENSOR_LAYOUT.values())
-    gone = ("from_device", "from_single_device_mesh", "is_single_device", "to_parted")
-    assert [name for name in gone if hasattr(flm.TensorLayout, name)] == []
 
 
 def test_the_keyword_of_dtensor() -> None:
