@@ -64,32 +64,25 @@ def test_devices_that_are_not_here(function: Any) -> None:
         function(8)
 
 
-def test_nothing_given_is_left_to_jax(calls: list[Any]) -> None:
+def test_what_jax_is_given(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    at = "10.0.0.1:1234"
     flm.keras.initialize()
-    assert calls == [(None, None, None, {})]
-
-
-def test_arguments_are_passed_on(calls: list[Any]) -> None:
-    flm.keras.initialize("10.0.0.1:1234", 4, 3, initialization_timeout=5)
-    options = {"initialization_timeout": 5}
-    assert calls == [("10.0.0.1:1234", 4, 3, options)]
-    flm.keras.initialize("10.0.0.1:1234", 4, 3, shutdown_timeout_seconds=600)
-    assert calls[1] == ("10.0.0.1:1234", 4, 3, {"shutdown_timeout_seconds": 600})
-
-
-def test_the_first_of_several_addresses(calls: list[Any]) -> None:
-    flm.keras.initialize("10.0.0.1:1234, 10.0.0.2:2345", process_id=0)
-    assert calls == [("10.0.0.1:1234", 2, 0, {})]
-
-
-def test_variables(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    flm.keras.initialize(at, 4, 3, initialization_timeout=5)
+    flm.keras.initialize(at, 4, 3, shutdown_timeout_seconds=600)
+    flm.keras.initialize(f"{at}, 10.0.0.2:2345", process_id=0)
+    flm.keras.initialize(at, 2)  # only JAX finds out whether this is process 0
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     flm.keras.initialize()
     flm.keras.initialize(process_id=0)  # an argument counts more
     assert calls == [
-        ("10.0.0.1:1234", 2, 1, {}),
-        ("10.0.0.1:1234", 2, 0, {}),
+        (None, None, None, {}),
+        (at, 4, 3, {"initialization_timeout": 5}),
+        (at, 4, 3, {"shutdown_timeout_seconds": 600}),
+        (at, 2, 0, {}),
+        (at, 2, None, {}),
+        (at, 2, 1, {}),
+        (at, 2, 0, {}),
     ]
 
 
@@ -118,17 +111,6 @@ def test_variables(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit(calls: list[Any], arguments: Any, message: str) -> None:
     with pytest.raises(flm.errors.ProcessError, match=message):
         flm.keras.initialize(*arguments)
-    assert not calls
-
-
-def test_a_variable_that_is_no_number(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KERAS_DISTRIBUTION_PROCESS_ID", "first")
-    with pytest.raises(
-        flm.errors.ProcessError, match="variable KERAS_DISTRIBUTION_PROCESS"
-    ):
-        flm.keras.initialize()
     assert not calls
 
 
@@ -167,12 +149,6 @@ def test_a_timeout_that_is_none(calls: list[Any], seconds: Any) -> None:
     with pytest.raises(flm.errors.ProcessError, match="whole number of seconds, got"):
         flm.keras.initialize("127.0.0.1:1", 2, 1, initialization_timeout=seconds)
     assert not calls
-
-
-def test_too_late() -> None:
-    jax.devices()
-    with pytest.raises(flm.errors.ProcessError, match=r"jax.devices\(\) is too late"):
-        flm.keras.initialize("127.0.0.1:1", 1, 0)
 
 
 def test_jax_is_asked_before_the_address_is_tried(
@@ -334,9 +310,8 @@ def test_one_that_waits_says_so(free: str, monkeypatch: pytest.MonkeyPatch) -> N
             flm.keras.initialize(free, 2, 1, initialization_timeout=1)
 
 
-def test_too_late_is_told_before_the_address_is_tried(
-    free: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_late(free: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the address is tried, and of one process too."""
     jax.devices()
     tried: list[Any] = []
     monkeypatch.setattr(_initialize, "try_address", lambda *args: tried.append(args))
@@ -360,22 +335,15 @@ def test_the_address_that_jax_reads(
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        (
-            "JAX_COORDINATOR_ADDRESS",
-            "a",
-            r"address is .*, got 'a' \(from the variable {}",
-        ),
-        (
-            "JAX_COORDINATOR_ADDRESS",
-            "",
-            r"address is .*, got '' \(from the variable {}",
-        ),
-        (ADDRESSES, "a", r"an address is .*, got 'a' \(from the variable {}"),
-        (ADDRESSES, "a:1,,b:2", "^the variable {} has an empty part: 'a:1,,b:2'"),
-        (ADDRESSES, "a:1,b:2,c:3", "^the variable {} has 3 addresses, but num_.* is 2"),
+        ("JAX_COORDINATOR_ADDRESS", "a", r"address is .*, got 'a' \(from the {}"),
+        ("JAX_COORDINATOR_ADDRESS", "", r"address is .*, got '' \(from the {}"),
+        (ADDRESSES, "a", r"an address is .*, got 'a' \(from the {}"),
+        (ADDRESSES, "a:1,,b:2", "^the {} has an empty part: 'a:1,,b:2'"),
+        (ADDRESSES, "a:1,b:2,c:3", "^the {} has 3 addresses, but num_.* is 2"),
+        ("KERAS_DISTRIBUTION_PROCESS_ID", "first", "^the {} is no whole number: 'f"),
     ],
 )
-def test_a_variable_that_is_no_address(
+def test_variables_that_do_not_fit(
     calls: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
@@ -383,8 +351,10 @@ def test_a_variable_that_is_no_address(
     text: str,
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(flm.errors.ProcessError, match=text.format(variable)):
-        flm.keras.initialize(None, 2, 1)
+    number = None if variable.endswith("PROCESS_ID") else 1
+    message = text.format(f"variable {variable}")
+    with pytest.raises(flm.errors.ProcessError, match=message):
+        flm.keras.initialize(None, 2, number)
     assert not calls
 
 
@@ -399,12 +369,6 @@ def test_a_place_to_listen_that_is_no_address(
     text = r"got 'here' \(from coordinator_bind_address\)"
     with pytest.raises(flm.errors.ProcessError, match=text):
         _coordinator.try_address(given(free), 0, 0.1, "here")
-
-
-def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
-    """Only JAX finds out whether this is process 0, so nothing is tried."""
-    flm.keras.initialize("10.0.0.1:1234", 2)
-    assert calls == [("10.0.0.1:1234", 2, None, {})]
 
 
 def test_many_others_may_connect_first(free: str) -> None:
