@@ -102,7 +102,7 @@ def draw(args: Namespace) -> int:
 
         try:
             Console().print(drawing)
-        except SystemExit as ended:  # what rich makes of a pipe that nobody reads
+        except SystemExit as ended:  # how rich ends where the pipe is closed
             raise BrokenPipeError from ended
     else:
         drawing.save(args.output)
@@ -212,10 +212,9 @@ def convert(args: Namespace) -> int:
 
 
 def _check_folder(path: str) -> None:
-    """Tries to write where a checkpoint is to be.
+    """Raise UsageError if a checkpoint cannot be written to a path.
 
-    Orbax's threads wait for minutes, at the end of the program too, for a folder that
-    could not be made.
+    Orbax's threads would wait for minutes for a folder that cannot be made.
     """
     if "://" in path:
         return
@@ -233,7 +232,7 @@ def _check_folder(path: str) -> None:
 
 
 def _show(thing: Any, args: Namespace, **options: Any) -> None:
-    """On a terminal in colours and as wide as it is; else as text."""
+    """Print a report: in colours on a terminal, else as plain text."""
     format = "json" if args.json else args.format
     if format != "text":
         print(thing.report(format, **options))

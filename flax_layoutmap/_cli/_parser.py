@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Asks for the version only when it is wanted: that takes a while."""
+    """Look the version up only when it is asked for: that takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version

@@ -178,7 +178,7 @@ def named(text: str, flag: str) -> Any:
 
 
 def _imported(name: str, what: str) -> Any:
-    """A module; one that makes a mesh gets the devices for it, on the CPU."""
+    """Import a module; one that makes a mesh gets as many CPU devices."""
     try:
         return importlib.import_module(name)
     except flm.errors.MeshError as error:
@@ -195,7 +195,7 @@ def _imported(name: str, what: str) -> Any:
 
 
 def cpu_devices(count: int) -> Sequence[Any]:
-    """As many CPU devices, whatever devices there were before."""
+    """Restart JAX with as many CPU devices."""
     import jax
     from jax.extend.backend import clear_backends
 
@@ -206,7 +206,7 @@ def cpu_devices(count: int) -> Sequence[Any]:
 
 
 def _check_used(args: Namespace) -> None:
-    """What nothing would read is a mistake."""
+    """Raise UsageError for arguments that would be ignored."""
     if args.model is None and getattr(args, "model_after", None) is None:
         for name in ("arg", "optimizer"):
             if getattr(args, name):
@@ -222,7 +222,7 @@ def _check_used(args: Namespace) -> None:
 
 
 def _given(args: Namespace, name: str, after: str) -> Any:
-    """An argument; where none is given for after, that for before."""
+    """An argument of one of two; the second defaults to the first."""
     return getattr(args, name + after, None) or getattr(args, name)
 
 

@@ -1,6 +1,6 @@
-"""The address at which the processes of a job meet, tried before JAX uses it.
+"""Test the coordinator's address before JAX uses it.
 
-What JAX's runtime cannot listen at, or reach, ends the process with no word of the
+Where JAX's runtime cannot listen or connect, it ends the process without naming the
 address.
 """
 

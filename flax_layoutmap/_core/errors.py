@@ -7,7 +7,7 @@
     ├── StructureError          a tree has no unique paths, or does not fit another
     ├── CheckpointError         a checkpoint cannot be written, read or used
     └── ProcessError            the processes of one job disagree, or do not meet
-    LayoutWarning(UserWarning)  something that would otherwise be silent
+    LayoutWarning(UserWarning)  a rule unused, a leaf unmatched, a fallback
 
 A message says, in this order: which leaf, which rule, what clashed, what to do.
 """
@@ -92,17 +92,17 @@ class ProcessError(LayoutError):
 
 
 class LayoutWarning(UserWarning):
-    """Something that would otherwise be silent: a rule unused, a leaf unmatched."""
+    """A rule is unused, a leaf matches no rule, or a fallback was taken."""
 
     __module__ = "flax_layoutmap"
 
 
 def visible(text: str, keep: str = "") -> str:
-    """A text in which what a terminal would obey or hide is written as an escape.
+    """Escapes the control characters and invisible characters of a text.
 
-    Names may come from a checkpoint or a file of rules that somebody else wrote. What
-    becomes escapes: control characters, marks that change the direction of writing, and
-    all else without a glyph of its own.
+    Names may come from a checkpoint or a file of rules that somebody else wrote.
+    Escaped are control characters, marks that change the direction of writing, and all
+    else without a glyph of its own.
 
     Args:
         text: the text.
@@ -125,7 +125,7 @@ def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
 
 
 def meant(name: str, choices: Iterable[str]) -> str | None:
-    """Returns the one that `name` is a misspelling of, most likely; None for none."""
+    """Returns the choice that `name` most likely misspells, or None."""
     # Of a short name, a few letters are a large share.
     cutoff = 0.6 if len(name) > 4 else 0.7
     found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)

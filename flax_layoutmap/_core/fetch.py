@@ -1,4 +1,4 @@
-"""What layout an array has, as far as anybody can know it."""
+"""Read the layout of an array, or raise where it is not known."""
 
 from typing import Any
 

@@ -98,7 +98,7 @@ def received(
     after: Placement,
     same: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """How many elements each device lacks of what it is to hold.
+    """How many elements each device has to receive when the layout changes.
 
     Every device keeps what its old and its new shard have in common.
 

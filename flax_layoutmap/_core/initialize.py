@@ -109,7 +109,7 @@ def initialize(
         address = Address(
             os.environ[_ADDRESS_OF_JAX], f"the variable {_ADDRESS_OF_JAX}"
         )
-    with _told_after_a_while(address, seconds):
+    with _warn_of_a_long_wait(address, seconds):
         if address is not None:
             host_and_port(address)
             if count is not None and number is not None:
@@ -154,8 +154,8 @@ def _check_numbers(
 
 
 @contextlib.contextmanager
-def _told_after_a_while(address: Address | None, seconds: int) -> Iterator[None]:
-    """Warns while the block takes long: JAX itself waits without a word."""
+def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None]:
+    """Warns if the block takes long; JAX itself waits in silence."""
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
     text = (
@@ -173,7 +173,7 @@ def _told_after_a_while(address: Address | None, seconds: int) -> Iterator[None]
 
 
 def _refuse_if_too_late() -> None:
-    """Asks JAX for what it refuses; that it is too late is what it looks at first."""
+    """Raises if JAX was used before: it checks this first, then its arguments."""
     try:
         jax.distributed.initialize(
             "localhost:1", 1, -1, cluster_detection_method="deactivate"

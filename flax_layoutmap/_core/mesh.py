@@ -37,7 +37,6 @@ from flax_layoutmap._core.mesh_shape import (
     axis_types_of,
     check_one_open,
     fill,
-    granules_of,
     hybrid_grid,
     one_slice_grid,
     sizes_and_names,
@@ -192,16 +191,7 @@ class DeviceMesh:
         Plain JAX: `mesh_utils.create_hybrid_device_mesh`, and `jax.sharding.Mesh`.
         """
         given = jax.devices() if devices is None else _checked_devices(devices)
-        _, granules = granules_of(given)
-        each = min(map(len, granules.values()))
-        inner, outer = (
-            dict(zip(names, fill(sizes, names, count), strict=True))
-            for (sizes, names), count in (
-                (sizes_and_names(ici, None), each),
-                (sizes_and_names(dcn, None), len(granules)),
-            )
-        )
-        grid, names = hybrid_grid(inner, outer, given, allow_split_physical_axes)
+        grid, names = hybrid_grid(ici, dcn, given, allow_split_physical_axes)
         types = axis_types_of(axis_types, len(names))
         return cls(Mesh(grid, names, axis_types=types))
 
@@ -539,9 +529,9 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
 
 
 def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Somewhere to keep an array of which no layout is known: in parts of equal size.
+    """A sharding for an array without a layout: evenly over all axes that divide it.
 
-    On Auto axes, where anything may be computed with it.
+    Its axes are Auto, so that any computation may use the array.
     """
     auto = retyped(mesh, AxisType.Auto)
     left = list(shape)

@@ -18,7 +18,7 @@ from flax_layoutmap._core.errors import MeshError
 
 Shape = Sequence[int] | int | np.integer | np.ndarray | Mapping[str, int] | str
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-# Of many slices, so many are listed.
+# At most so many slices are listed.
 _SHOWN = 8
 # Kinds of devices whose physical axes JAX splits unasked, in jax.make_mesh.
 _SPLIT_UNASKED = ("TPU v5 lite", "TPU v5e")
@@ -98,6 +98,12 @@ def fill(sizes: tuple[int, ...], names: tuple[str, ...], count: int) -> tuple[in
             f"by the other axes, {known}"
         )
     return tuple(count // known if size == -1 else size for size in sizes)
+
+
+def _filled(shape: Mapping[str, int] | str, count: int) -> dict[str, int]:
+    """Axis → size, with a -1 computed from the number of devices."""
+    sizes, names = sizes_and_names(shape, None)
+    return dict(zip(names, fill(sizes, names, count), strict=True))
 
 
 def check_one_open(sizes: Sequence[int]) -> None:
@@ -193,7 +199,7 @@ def one_slice_grid(
             f"say which axes are over them; {_how_over_slices(sizes, names, granules)}"
         )
     split = allow_split_physical_axes or devices[0].device_kind in _SPLIT_UNASKED
-    with _says_what_to_write(
+    with _explained(
         f"the mesh {line}",
         "the slice",
         "pass devices=jax.devices() to take them in the order of their numbers",
@@ -204,8 +210,8 @@ def one_slice_grid(
 
 
 @contextlib.contextmanager
-def _says_what_to_write(what: str, links: str, otherwise: str) -> Iterator[None]:
-    """Raises a MeshError for devices that JAX finds no order of."""
+def _explained(what: str, links: str, otherwise: str) -> Iterator[None]:
+    """Raises what JAX raises where it finds no order as a MeshError."""
     try:
         yield
     except NotImplementedError as error:
@@ -221,7 +227,7 @@ def _says_what_to_write(what: str, links: str, otherwise: str) -> Iterator[None]
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> list[int] | None:
-    """How often each axis goes over slices, the first axes first; None where not.
+    """Over how many slices each axis goes, first axes first; None if none fit.
 
     >>> over_slices((4, 8), 8), over_slices((4, 12), 3)
     ([4, 2], None)
@@ -261,16 +267,16 @@ def _how_over_slices(
 
 
 def hybrid_grid(
-    ici: Mapping[str, int],
-    dcn: Mapping[str, int],
+    ici: Mapping[str, int] | str,
+    dcn: Mapping[str, int] | str,
     devices: Sequence[Any],
     allow_split_physical_axes: bool,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """The devices as a grid, slow axes first; an axis of both is slow outside.
 
     Args:
-        ici: axis → size within a slice (or process).
-        dcn: axis → size over the slices.
+        ici: axis → size within a slice (or process); one size may be -1.
+        dcn: axis → size over the slices; one size may be -1.
         devices: the devices.
         allow_split_physical_axes: see `DeviceMesh.hybrid`.
 
@@ -278,6 +284,8 @@ def hybrid_grid(
         MeshError: the sizes are not those of the slices.
     """
     kind, granules = granules_of(devices)
+    ici = _filled(ici, min(map(len, granules.values())))
+    dcn = _filled(dcn, len(granules))
     names = tuple(dict.fromkeys((*dcn, *ici)))
     inner = [ici.get(name, 1) for name in names]
     outer = [dcn.get(name, 1) for name in names]
@@ -289,17 +297,17 @@ def hybrid_grid(
         )
     if math.prod(outer) != len(granules):
         raise MeshError(
-            f"dcn={dict(dcn)} is for {math.prod(outer)} {_many(kind)}, but there are "
+            f"dcn={dcn} is for {math.prod(outer)} {_many(kind)}, but there are "
             f"{len(granules)}: {listed(kind, granules)}"
         )
     (each,) = counts
     if math.prod(inner) != each:
         raise MeshError(
-            f"ici={dict(ici)} is for {math.prod(inner)} devices in each {kind}, but "
+            f"ici={ici} is for {math.prod(inner)} devices in each {kind}, but "
             f"there are {each}: {listed(kind, granules)}"
         )
-    with _says_what_to_write(
-        f"ici={dict(ici)}",
+    with _explained(
+        f"ici={ici}",
         f"a {kind}",
         "choose other sizes, or use DeviceMesh with devices=jax.devices() to take them "
         "in the order of their numbers",

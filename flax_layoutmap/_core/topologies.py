@@ -1,6 +1,6 @@
 """TPU generations as plain data, each figure with its source, and their slices.
 
-What the compiler tells nobody (memory, links, the sizes that can be had) is here.
+The figures are what the compiler does not report: memory, links, available sizes.
 A slice is named as `"v5p:4x4x4"` (chips along each dim) or by its accelerator type,
 `"v5p-128"`.
 """
