@@ -99,7 +99,7 @@ def work(folder: str, process: int, processes: int, address: str, steps: int) ->
     import flax_layoutmap as flm
 
     if processes > 1:
-        flm.initialize(
+        flm.keras.initialize(
             address, processes, process, initialization_timeout=60,
             heartbeat_timeout_seconds=10,
         )  # fmt: skip

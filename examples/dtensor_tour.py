@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import flax_layoutmap as flm
+from flax_layoutmap import dtensor
 
 console = Console(highlight=False)
 
@@ -80,19 +81,19 @@ def following_another_tensor() -> None:
     heading("relayout_like: from one mesh to another")
     first = flm.DeviceMesh((4, 2), ("x", "y"))
     second = flm.DeviceMesh((8,), ("batch",))
-    with flm.default_mesh(first):
+    with dtensor.default_mesh(first):
         values = flm.relayout(jnp.arange(16.0).reshape(8, 2), ("x", "y"))
-    with flm.default_mesh(second):
+    with dtensor.default_mesh(second):
         x = flm.relayout(jnp.zeros((8, 5)), ("batch", None))
     result = flm.relayout_like(values, x, name="follow_x")
     for name, array in (("values", values), ("x", x), ("result", result)):
-        print(f"{name:7}", flm.fetch_layout(array))
+        print(f"{name:7}", dtensor.fetch_layout(array))
 
     def loss(values: jax.Array) -> jax.Array:
         return (flm.relayout_like(values, x) ** 2).sum()
 
     gradient = jax.grad(loss)(values)
-    print("its gradient returns to", flm.fetch_layout(gradient))
+    print("its gradient returns to", dtensor.fetch_layout(gradient))
 
 
 def packing() -> None:
@@ -101,12 +102,14 @@ def packing() -> None:
     mesh = flm.DeviceMesh((4, 2), ("x", "y"))
     layout = flm.TensorLayout(["x", "unsharded"], mesh)
     parts = [np.full((1, 2), number // 2) for number in range(mesh.size)]
-    packed = flm.pack(parts, layout)
+    packed = dtensor.pack(parts, layout)
     print("packed:", np.asarray(packed).tolist())
-    print("unpacked again:", [part.tolist() for part in flm.unpack(packed)][:3], "…")
+    print(
+        "unpacked again:", [part.tolist() for part in dtensor.unpack(packed)][:3], "…"
+    )
     parts[1] = parts[1] + 100
     try:
-        flm.pack(parts, layout)
+        dtensor.pack(parts, layout)
     except flm.LayoutError as error:
         print("replicas that differ:", error)
 
@@ -133,8 +136,8 @@ def models_in_a_block() -> None:
         print("in the block: ", model.d1.kernel.get_raw_value())
     for name in ("d1", "d2"):
         layer = getattr(model, name)
-        print(f"{name}.kernel has", flm.fetch_layout(layer.kernel))
-        print(f"{name}.bias   has", flm.fetch_layout(layer.bias))
+        print(f"{name}.kernel has", dtensor.fetch_layout(layer.kernel))
+        print(f"{name}.bias   has", dtensor.fetch_layout(layer.bias))
     print("an output:", model(jnp.ones((2, 8))).shape)
 
 

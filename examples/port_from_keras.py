@@ -161,7 +161,7 @@ def main() -> int:
     steps = parser.parse_args().steps
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", 8)
-    ways = math.gcd(flm.get_device_count(), HEADS)
+    ways = math.gcd(flm.keras.get_device_count(), HEADS)
     layout_map = layout_map_for(flm.DeviceMesh(f"data=-1,model={ways}"))
     show_paths(layout_map)
     print(layout_map.resolve(make_model).report())

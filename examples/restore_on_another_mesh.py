@@ -113,7 +113,7 @@ def main() -> int:
         wrong.replace("down/kernel", ("model", "data", None))
         try:
             flm.checkpoint.restore(path, make, layout_map=wrong)
-        except flm.CheckpointError as error:
+        except flm.errors.CheckpointError as error:
             print(f"\nand with a rule that does not fit:\n{error}")
     return 0 if right else 1
 

@@ -189,7 +189,7 @@ def main() -> int:
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", 8)
     if options.distributed:
-        flm.initialize()  # every process is told, or finds out, which one it is
+        flm.keras.initialize()  # every process is told, or finds out, which one it is
     if jax.process_index() > 0:
         sys.stdout = open(os.devnull, "w")  # process 0 speaks for all
     ways = math.gcd(jax.device_count(), options.heads)

@@ -1,8 +1,7 @@
 """What the originals' own tests ask for and has no meaning here, each with the reason.
 
-Behaviours of Keras, tf-keras and DTensor that do have one are shown by the tests that
-`test_keras.py` names, and by those of `test_dtensor_layout.py`, `test_dtensor_mesh.py`,
-`test_relayout.py`, `test_pack.py` and `test_scope.py`.
+Behaviours of Keras, tf-keras and DTensor that do have one are tested in `seeds/`, and
+where the room of a function is: in `place/`, `birth/`, `step/` and `checkpoint/`.
 """
 
 # What their tests show that has no meaning here.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from flax_layoutmap._cli._parser import parser
 from flax_layoutmap._core.errors import LayoutError, visible
 
-# What a command found, what kept it from looking, and (as for a program that SIGPIPE
-# ends) that nobody reads on.
-FOUND, FAILED, UNREAD = 1, 2, 141
+# The exit codes of a command that could not be done, and of one whose output was closed
+# (as for a program that SIGPIPE ends). A command itself returns 0 or 1.
+FAILED, CLOSED = 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0: done, and nothing is wrong. 1: done, and something was found (a finding of
         `lint`, a difference, a checkpoint that is not as saved). 2: it could not be
-        done; the reason is on stderr. 141: nobody reads on (`| head`).
+        done; the reason is on stderr. 141: the output was closed (`| head`).
     """
     args = parser().parse_args(argv)
     # Nothing here computes on an accelerator, which a training run may hold.
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+        return CLOSED
     except (UsageError, LayoutError, OSError) as error:
         if args.traceback:
             raise
@@ -66,7 +66,7 @@ def _failed(command: str, text: str) -> int:
 
 
 def _any_encoding() -> None:
-    """What an output cannot show (ASCII has no arrows) is escaped, not an error."""
+    """Escape what the encoding of the output lacks (ASCII has no arrows)."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -23,7 +23,7 @@ _DONE, _FOUND = 0, 1
 
 def report(args: Namespace) -> int:
     resolution = _sources.resolution_of(args)
-    _show(resolution, "json" if args.json else args.format, fold=not args.no_fold)
+    _show(resolution, args, fold=not args.no_fold)
     return _DONE
 
 
@@ -42,7 +42,7 @@ def lint(args: Namespace) -> int:
         try:
             found = _sources.resolution_of(args)
             share = found.replicated_share
-        except flm.ResolveError as error:
+        except flm.errors.ResolveError as error:
             if error.resolution is None:
                 raise
             found, share = error.resolution, None  # of what fits, it would say little
@@ -84,7 +84,7 @@ def diff(args: Namespace) -> int:
     before = _sources.resolution_of(args)
     after = _sources.resolution_of(args, "_after")
     difference = before.diff(after)
-    _show(difference, "json" if args.json else args.format)
+    _show(difference, args)
     return _DONE if difference.is_empty else _FOUND
 
 
@@ -102,7 +102,7 @@ def draw(args: Namespace) -> int:
 
         try:
             Console().print(drawing)
-        except SystemExit as ended:  # what rich makes of a pipe that nobody reads
+        except SystemExit as ended:  # how rich ends where the pipe is closed
             raise BrokenPipeError from ended
     else:
         drawing.save(args.output)
@@ -122,7 +122,7 @@ def compile(args: Namespace) -> int:
 
 
 def _shown(report: Any, args: Namespace) -> int:
-    _show(report, "json" if args.json else args.format)
+    _show(report, args)
     return _FOUND if report.fits is False else _DONE
 
 
@@ -147,7 +147,7 @@ def verify(args: Namespace) -> int:
         )
     try:
         found = flm.checkpoint.verify(where.path, item=args.item)
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         problems = error.problems or [str(error)]
         if args.json:
             _print_json({"path": where.path, "problems": problems})
@@ -172,7 +172,8 @@ def restore(args: Namespace) -> int:
     resolution = flm.checkpoint.resolve(path, layout_map=rules, mesh=mesh, **chosen)
     layout_map = flm.LayoutMap.from_rule_set(resolution.rules)
     plan = flm.checkpoint.plan(path, layout_map=layout_map, **chosen)
-    done = {"to": args.to, "plan": _plan_json(plan), "written": not args.dry_run}
+    plan_json = {**_plain(plan), "leaves": [_plain(leaf) for leaf in plan.leaves]}
+    done = {"to": args.to, "plan": plan_json, "written": not args.dry_run}
     if args.dry_run:
         _print_json(done) if args.json else print(plan)
         return _DONE
@@ -211,10 +212,9 @@ def convert(args: Namespace) -> int:
 
 
 def _check_folder(path: str) -> None:
-    """Tries to write where a checkpoint is to be.
+    """Raise UsageError if a checkpoint cannot be written to a path.
 
-    Orbax's threads wait for minutes, at the end of the program too, for a folder that
-    could not be made.
+    Orbax's threads would wait for minutes for a folder that cannot be made.
     """
     if "://" in path:
         return
@@ -231,8 +231,9 @@ def _check_folder(path: str) -> None:
         ) from error
 
 
-def _show(thing: Any, format: str = "text", **options: Any) -> None:
-    """On a terminal in colours and as wide as it is; else as text."""
+def _show(thing: Any, args: Namespace, **options: Any) -> None:
+    """Print a report: in colours on a terminal, else as plain text."""
+    format = "json" if args.json else args.format
     if format != "text":
         print(thing.report(format, **options))
     else:
@@ -249,10 +250,6 @@ def _plain(record: Any) -> dict[str, Any]:
         field.name: _simple(getattr(record, field.name))
         for field in dataclasses.fields(record)
     }
-
-
-def _plan_json(plan: flm.checkpoint.RestorePlan) -> dict[str, Any]:
-    return {**_plain(plan), "leaves": [_plain(leaf) for leaf in plan.leaves]}
 
 
 def _simple(value: Any) -> Any:

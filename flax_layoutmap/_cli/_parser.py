@@ -2,13 +2,9 @@
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from flax_layoutmap._core.errors import visible
-
-if TYPE_CHECKING:
-    # It has no name at run time.
-    Commands = argparse._SubParsersAction["_Parser"]
 
 ABOUT = """Shows, checks and compares how rules lay out a model, with no devices.
 
@@ -30,26 +26,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(visible(message, "\n"))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands; the name of the one chosen is in `command`."""
-    top = _Parser(
-        "flax-layoutmap",
-        description=ABOUT,
-        epilog=ENDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    top.add_argument("--version", action=_Version, nargs=0, help="show the version")
-    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (
-        *(_report, _lint, _explain, _diff, _draw),
-        *(_plan, _compile, _inspect, _verify, _restore, _convert),
-    ):
-        add(commands)
-    return top
-
-
 class _Version(argparse.Action):
-    """Asks for the version only when it is wanted: that takes a while."""
+    """Look the version up only when it is asked for: that takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -58,323 +36,274 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _command(
-    commands: "Commands",
-) -> Callable[[str, str, str], argparse.ArgumentParser]:
-    """A function that adds a command, with an example at the end of its help."""
-
-    def add(name: str, text: str, example: str) -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands; the name of the one chosen is in `command`."""
+    raw = argparse.RawDescriptionHelpFormatter
+    top = _Parser("flax-layoutmap", description=ABOUT, epilog=ENDS, formatter_class=raw)
+    top.add_argument("--version", action=_Version, nargs=0, help="show the version")
+    commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (text, example, *parts) in COMMANDS.items():
         own = commands.add_parser(
             name,
             help=text,
             description=text,
-            epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            epilog=f"example:\n  flax-layoutmap {name} {example}",
+            formatter_class=raw,
         )
-        own.add_argument(
-            "--traceback", action="store_true", help="show where an error came from"
-        )
-        return own
-
-    return add
-
-
-def _report(commands: "Commands") -> None:
-    own = _command(commands)(
-        "report",
-        "Shows every leaf with its layout, the rule that chose it, and the totals.",
-        "flax-layoutmap report --model my_model:make --rules rules.toml "
-        "--mesh data=2,model=4",
-    )
-    _add_sources(own)
-    _add_format(own)
-    own.add_argument(
-        "--no-fold",
-        action="store_true",
-        help="a row for every leaf, instead of one for layers that are alike",
-    )
-
-
-def _lint(commands: "Commands") -> None:
-    own = _command(commands)(
-        "lint",
-        "Looks for rules that do not do what they seem to, and for layouts that cost.",
-        "flax-layoutmap lint --rules rules.toml --mesh data=2,model=4",
-    )
-    _add_sources(own, model_required=False)
-    _add_json(own)
-    own.add_argument(
-        "--max-replicated",
-        type=float,
-        metavar="SHARE",
-        help="also an error: more than this share of the bytes (0 to 1) replicated",
-    )
-    own.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="CODE",
-        help="a code (LM003) not to report; may be repeated",
-    )
-    own.add_argument(
-        "--strict", action="store_true", help="exit with 1 for warnings too"
-    )
-
-
-def _explain(commands: "Commands") -> None:
-    own = _command(commands)(
-        "explain",
-        "Tells why one leaf got its layout, or why it got none.",
-        "flax-layoutmap explain up/kernel --model my_model:make --rules rules.toml "
-        "--mesh data=2,model=4",
-    )
-    own.add_argument("path", metavar="PATH", help="the path of the leaf")
-    _add_sources(own)
-    _add_json(own)
-
-
-def _diff(commands: "Commands") -> None:
-    own = _command(commands)(
-        "diff",
-        "Shows what changes, and what it costs, under other rules, on another mesh, or "
-        "with another model. What is not given for after is as before.",
-        "flax-layoutmap diff --model my_model:make --rules rules.toml "
-        "--mesh data=2,model=4 --mesh-after data=4,model=2",
-    )
-    _add_sources(own)
-    after = own.add_argument_group("after")
-    after.add_argument("--model-after", metavar="MODULE:FACTORY")
-    after.add_argument("--arg-after", action="append", default=[], metavar="K=V")
-    after.add_argument("--checkpoint-after", metavar="PATH")
-    after.add_argument("--rules-after", metavar="RULES")
-    after.add_argument("--mesh-after", metavar="MESH")
-    after.add_argument("--variant-after", metavar="NAME")
-    _add_format(own)
-
-
-def _draw(commands: "Commands") -> None:
-    own = _command(commands)(
-        "draw",
-        "Draws the model, or one leaf over the mesh: in the terminal, or into a file.",
-        "flax-layoutmap draw --model my_model:make --rules rules.toml "
-        "--mesh data=2,model=4 -o layout.html",
-    )
-    _add_sources(own)
-    own.add_argument("--leaf", metavar="PATH", help="draw where this leaf lies")
-    own.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="write to a file: .html (one page, no network), .png, .txt or .json",
-    )
-    _add_json(own)
-
-
-def _plan(commands: "Commands") -> None:
-    own = _command(commands)(
-        "plan",
-        "Shows which collectives a step runs, and what it holds, in about a second, "
-        "for a mesh or a topology that is not here.",
-        "flax-layoutmap plan my_model:step --args my_model:arguments "
-        "--rules rules.toml --mesh data=16,model=16",
-    )
-    _add_step(own)
-    own.add_argument("--topology", metavar="NAME", help="such as v5p:4x4x4")
-
-
-def _compile(commands: "Commands") -> None:
-    own = _command(commands)(
-        "compile",
-        "Compiles a step for TPU slices that are not here (needs libtpu): whether it "
-        "fits, and what the compiler made of it.",
-        "flax-layoutmap compile my_model:step --args my_model:arguments "
-        "--rules rules.toml --topology v5e:2x4 --mesh data=2,model=4",
-    )
-    _add_step(own)
-    own.add_argument(
-        "--topology", metavar="NAME", required=True, help="such as v5p:4x4x4"
-    )
-    own.add_argument(
-        "--timeout",
-        type=float,
-        default=900.0,
-        metavar="SECONDS",
-        help="after which the compiler is ended (default: 900)",
-    )
-    own.add_argument(
-        "--exact-memory",
-        action="store_true",
-        help="wait for the whole compile and the peak of memory of its executable",
-    )
-
-
-def _inspect(commands: "Commands") -> None:
-    own = _command(commands)(
-        "inspect",
-        "Describes a checkpoint of Orbax, of this library, or of safetensors.",
-        "flax-layoutmap inspect runs/7",
-    )
-    _add_checkpoint(own)
-    _add_json(own)
-
-
-def _verify(commands: "Commands") -> None:
-    own = _command(commands)(
-        "verify",
-        "Reads all of a checkpoint and compares it with its checksums.",
-        "flax-layoutmap verify runs",
-    )
-    _add_checkpoint(own)
-    _add_json(own)
-
-
-def _restore(commands: "Commands") -> None:
-    own = _command(commands)(
-        "restore",
-        "Writes a checkpoint anew, in the pieces that another mesh or rules need.",
-        "flax-layoutmap restore runs/7 --to resharded --mesh data=4,model=2",
-    )
-    _add_checkpoint(own)
-    own.add_argument("--to", required=True, metavar="PATH", help="where to write it")
-    _add_rules(own)
-    own.add_argument(
-        "--include",
-        action="append",
-        metavar="REGEX",
-        help="only leaves that it finds; may be repeated",
-    )
-    own.add_argument(
-        "--exclude",
-        action="append",
-        metavar="REGEX",
-        help="no leaves that it finds; may be repeated",
-    )
-    own.add_argument(
-        "--dry-run", action="store_true", help="show the plan, and write nothing"
-    )
-    _add_json(own)
-
-
-def _convert(commands: "Commands") -> None:
-    own = _command(commands)(
-        "convert",
-        "Writes rules in another format.",
-        "flax-layoutmap convert rules.toml rules.json",
-    )
-    own.add_argument(
-        "source",
-        metavar="RULES",
-        help="a file (.toml, .json), module:layout_map, or a checkpoint",
-    )
-    own.add_argument("output", metavar="FILE", help="the file to write (.toml, .json)")
-    own.add_argument("--mesh", metavar="MESH", help="put them on another mesh")
-    own.add_argument("--variant", metavar="NAME", help="of rules in a file")
-    own.add_argument(
-        "--overwrite", action="store_true", help="replace a file that is there"
-    )
-    _add_json(own)
+        for part in (_flag("--traceback", "show where an error came from"), *parts):
+            part(own)
+    return top
 
 
 # ------------------------------------------------------------------------- parts
 
-
-def _add_sources(own: argparse.ArgumentParser, *, model_required: bool = True) -> None:
-    """A model and rules for it."""
-    group = own.add_argument_group("model")
-    one = group.add_mutually_exclusive_group(required=model_required)
-    one.add_argument(
-        "--model",
-        metavar="MODULE:FACTORY",
-        help="a function or class that makes the model, or its variables",
-    )
-    one.add_argument(
-        "--checkpoint",
-        metavar="PATH",
-        help="a checkpoint that was saved, instead of the model's code",
-    )
-    group.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="an argument of the factory; may be repeated",
-    )
-    group.add_argument(
-        "--optimizer",
-        metavar="MODULE:FACTORY",
-        help="add the state of an optimizer, such as optax:adamw",
-    )
-    group.add_argument(
-        "--optimizer-arg",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="an argument of its factory; may be repeated",
-    )
-    group.add_argument("--step", metavar="N", help="of a directory of steps")
-    group.add_argument("--item", metavar="NAME", help="of a checkpoint with several")
-    _add_rules(own)
+# What adds one argument, or several, to a command or a group of its arguments.
+Part = Callable[[argparse._ActionsContainer], Any]
 
 
-def _add_step(own: argparse.ArgumentParser) -> None:
-    """A step, its arguments, and where it is to run."""
-    own.add_argument("step", metavar="MODULE:FUNCTION", help="the step")
-    own.add_argument(
-        "--args",
-        required=True,
-        metavar="MODULE:FACTORY",
-        help="a function that makes the tuple of its arguments; it is only traced",
-    )
-    own.add_argument(
-        "--arg",
-        action="append",
-        default=[],
-        metavar="K=V",
-        help="an argument of that function; may be repeated",
-    )
-    own.add_argument(
-        "--donate",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="an argument of the step that is given away; may be repeated",
-    )
-    own.add_argument("--slices", type=int, metavar="N", help="of the topology")
-    _add_rules(own)
-    _add_format(own)
+def _value(*names: str, **options: Any) -> Part:
+    return lambda own: own.add_argument(*names, **options)
 
 
-def _add_rules(own: argparse.ArgumentParser) -> None:
-    group = own.add_argument_group("rules")
-    group.add_argument(
+def _text(name: str, metavar: str, help: str | None = None) -> Part:
+    return _value(name, metavar=metavar, help=help)
+
+
+def _texts(name: str, metavar: str, help: str | None = None) -> Part:
+    return _value(name, metavar=metavar, help=help, action="append", default=[])
+
+
+def _flag(name: str, help: str) -> Part:
+    return _value(name, help=help, action="store_true")
+
+
+def _group(title: str, *parts: Part) -> Part:
+    def add(own: argparse._ActionsContainer) -> None:
+        group = own.add_argument_group(title)
+        for part in parts:
+            part(group)
+
+    return add
+
+
+def _one_of(*parts: Part, required: bool) -> Part:
+    def add(own: argparse._ActionsContainer) -> None:
+        group = own.add_mutually_exclusive_group(required=required)
+        for part in parts:
+            part(group)
+
+    return add
+
+
+_RULES_ARE = "a file (.toml, .json), module:layout_map, or a checkpoint"
+_VARIANT = _text("--variant", "NAME", "of rules in a file")
+_STEP = _text("--step", "N", "of a directory of steps")
+_ITEM = _text("--item", "NAME", "of a checkpoint with several")
+_JSON = _flag("--json", "write JSON to stdout")
+
+_RULES = _group(
+    "rules",
+    _text(
         "--rules",
-        metavar="RULES",
-        help="a file (.toml, .json), module:layout_map, or a checkpoint; default: "
-        "those that the checkpoint was saved with",
-    )
-    group.add_argument(
-        "--mesh",
-        metavar="MESH",
-        help="such as data=16,model=16; default: that of the rules",
-    )
-    group.add_argument("--variant", metavar="NAME", help="of rules in a file")
-
-
-def _add_checkpoint(own: argparse.ArgumentParser) -> None:
-    own.add_argument("checkpoint", metavar="CHECKPOINT", help="its directory")
-    own.add_argument("--step", metavar="N", help="of a directory of steps")
-    own.add_argument("--item", metavar="NAME", help="of a checkpoint with several")
-
-
-def _add_format(own: argparse.ArgumentParser) -> None:
-    own.add_argument(
+        "RULES",
+        f"{_RULES_ARE}; default: those that the checkpoint was saved with",
+    ),
+    _text("--mesh", "MESH", "such as data=16,model=16; default: that of the rules"),
+    _VARIANT,
+)
+_CHECKPOINT = (_text("checkpoint", "CHECKPOINT", "its directory"), _STEP, _ITEM)
+_FORMAT = (
+    _value(
         "--format",
         choices=("text", "markdown", "json"),
         default="text",
         help="of the output (default: text)",
+    ),
+    _JSON,
+)
+
+
+def _sources(*, required: bool = True) -> tuple[Part, ...]:
+    """A model and rules for it."""
+    model = _text(
+        "--model",
+        "MODULE:FACTORY",
+        "a function or class that makes the model, or its variables",
     )
-    _add_json(own)
+    checkpoint = _text(
+        "--checkpoint",
+        "PATH",
+        "a checkpoint that was saved, instead of the model's code",
+    )
+    own = _group(
+        "model",
+        _one_of(model, checkpoint, required=required),
+        _texts("--arg", "K=V", "an argument of the factory; may be repeated"),
+        _text(
+            "--optimizer",
+            "MODULE:FACTORY",
+            "add the state of an optimizer, such as optax:adamw",
+        ),
+        _texts("--optimizer-arg", "K=V", "an argument of its factory; may be repeated"),
+        _STEP,
+        _ITEM,
+    )
+    return own, _RULES
 
 
-def _add_json(own: argparse.ArgumentParser) -> None:
-    own.add_argument("--json", action="store_true", help="write JSON to stdout")
+# A step, its arguments, and where it is to run.
+_STEP_TO_RUN = (
+    _text("step", "MODULE:FUNCTION", "the step"),
+    _value(
+        "--args",
+        required=True,
+        metavar="MODULE:FACTORY",
+        help="a function that makes the tuple of its arguments; it is only traced",
+    ),
+    _texts("--arg", "K=V", "an argument of that function; may be repeated"),
+    _texts(
+        "--donate",
+        "NAME",
+        "an argument of the step that is given away; may be repeated",
+    ),
+    _value("--slices", type=int, metavar="N", help="of the topology"),
+    _RULES,
+    *_FORMAT,
+)
+
+# ---------------------------------------------------------------------- commands
+
+_MY_MODEL = "--model my_model:make --rules rules.toml --mesh data=2,model=4"
+_MY_STEP = "my_model:step --args my_model:arguments --rules rules.toml"
+
+# Name → what it does, the arguments of an example, and its arguments.
+COMMANDS: dict[str, tuple[Any, ...]] = {
+    "report": (
+        "Shows every leaf with its layout, the rule that chose it, and the totals.",
+        _MY_MODEL,
+        *_sources(),
+        *_FORMAT,
+        _flag(
+            "--no-fold",
+            "a row for every leaf, instead of one for layers that are alike",
+        ),
+    ),
+    "lint": (
+        "Looks for rules that do not do what they seem to, and for layouts that cost.",
+        "--rules rules.toml --mesh data=2,model=4",
+        *_sources(required=False),
+        _JSON,
+        _value(
+            "--max-replicated",
+            type=float,
+            metavar="SHARE",
+            help="also an error: more than this share of the bytes (0 to 1) replicated",
+        ),
+        _texts("--ignore", "CODE", "a code (LM003) not to report; may be repeated"),
+        _flag("--strict", "exit with 1 for warnings too"),
+    ),
+    "explain": (
+        "Tells why one leaf got its layout, or why it got none.",
+        f"up/kernel {_MY_MODEL}",
+        _text("path", "PATH", "the path of the leaf"),
+        *_sources(),
+        _JSON,
+    ),
+    "diff": (
+        "Shows what changes, and what it costs, under other rules, on another mesh, or "
+        "with another model. What is not given for after is as before.",
+        f"{_MY_MODEL} --mesh-after data=4,model=2",
+        *_sources(),
+        _group(
+            "after",
+            _text("--model-after", "MODULE:FACTORY"),
+            _texts("--arg-after", "K=V"),
+            _text("--checkpoint-after", "PATH"),
+            _text("--rules-after", "RULES"),
+            _text("--mesh-after", "MESH"),
+            _text("--variant-after", "NAME"),
+        ),
+        *_FORMAT,
+    ),
+    "draw": (
+        "Draws the model, or one leaf over the mesh: in the terminal, or into a file.",
+        f"{_MY_MODEL} -o layout.html",
+        *_sources(),
+        _text("--leaf", "PATH", "draw where this leaf lies"),
+        _value(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="write to a file: .html (one page, no network), .png, .txt or .json",
+        ),
+        _JSON,
+    ),
+    "plan": (
+        "Shows which collectives a step runs, and what it holds, in about a second, "
+        "for a mesh or a topology that is not here.",
+        f"{_MY_STEP} --mesh data=16,model=16",
+        *_STEP_TO_RUN,
+        _text("--topology", "NAME", "such as v5p:4x4x4"),
+    ),
+    "compile": (
+        "Compiles a step for TPU slices that are not here (needs libtpu): whether it "
+        "fits, and what the compiler made of it.",
+        f"{_MY_STEP} --topology v5e:2x4 --mesh data=2,model=4",
+        *_STEP_TO_RUN,
+        _value("--topology", metavar="NAME", required=True, help="such as v5p:4x4x4"),
+        _value(
+            "--timeout",
+            type=float,
+            default=900.0,
+            metavar="SECONDS",
+            help="after which the compiler is ended (default: 900)",
+        ),
+        _flag(
+            "--exact-memory",
+            "wait for the whole compile and the peak of memory of its executable",
+        ),
+    ),
+    "inspect": (
+        "Describes a checkpoint of Orbax, of this library, or of safetensors.",
+        "runs/7",
+        *_CHECKPOINT,
+        _JSON,
+    ),
+    "verify": (
+        "Reads all of a checkpoint and compares it with its checksums.",
+        "runs",
+        *_CHECKPOINT,
+        _JSON,
+    ),
+    "restore": (
+        "Writes a checkpoint anew, in the pieces that another mesh or rules need.",
+        "runs/7 --to resharded --mesh data=4,model=2",
+        *_CHECKPOINT,
+        _value("--to", required=True, metavar="PATH", help="where to write it"),
+        _RULES,
+        _value(
+            "--include",
+            action="append",
+            metavar="REGEX",
+            help="only leaves that it finds; may be repeated",
+        ),
+        _value(
+            "--exclude",
+            action="append",
+            metavar="REGEX",
+            help="no leaves that it finds; may be repeated",
+        ),
+        _flag("--dry-run", "show the plan, and write nothing"),
+        _JSON,
+    ),
+    "convert": (
+        "Writes rules in another format.",
+        "rules.toml rules.json",
+        _text("source", "RULES", _RULES_ARE),
+        _text("output", "FILE", "the file to write (.toml, .json)"),
+        _text("--mesh", "MESH", "put them on another mesh"),
+        _VARIANT,
+        _flag("--overwrite", "replace a file that is there"),
+        _JSON,
+    ),
+}

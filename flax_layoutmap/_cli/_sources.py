@@ -12,6 +12,7 @@ from typing import Any
 
 import flax_layoutmap as flm
 from flax_layoutmap._core.errors import did_you_mean
+from flax_layoutmap._rules.records import ResolvedLeaf
 
 _FILES = (".toml", ".json")
 # CPU devices that stand in for those of a mesh, at most.
@@ -55,7 +56,7 @@ def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
     return _with_optimizer(rules, make, tx)
 
 
-def leaf_of(resolution: flm.Resolution, path: str) -> flm.ResolvedLeaf:
+def leaf_of(resolution: flm.Resolution, path: str) -> ResolvedLeaf:
     """The leaf at a path that was written by hand."""
     try:
         return resolution[path]
@@ -177,10 +178,10 @@ def named(text: str, flag: str) -> Any:
 
 
 def _imported(name: str, what: str) -> Any:
-    """A module; one that makes a mesh gets the devices for it, on the CPU."""
+    """Import a module; one that makes a mesh gets as many CPU devices."""
     try:
         return importlib.import_module(name)
-    except flm.MeshError as error:
+    except flm.errors.MeshError as error:
         needs = _NEEDS.search(str(error))
         if needs is None or int(needs[1]) > MOST_DEVICES:
             raise
@@ -194,7 +195,7 @@ def _imported(name: str, what: str) -> Any:
 
 
 def cpu_devices(count: int) -> Sequence[Any]:
-    """As many CPU devices, whatever devices there were before."""
+    """Restart JAX with as many CPU devices."""
     import jax
     from jax.extend.backend import clear_backends
 
@@ -205,7 +206,7 @@ def cpu_devices(count: int) -> Sequence[Any]:
 
 
 def _check_used(args: Namespace) -> None:
-    """What nothing would read is a mistake."""
+    """Raise UsageError for arguments that would be ignored."""
     if args.model is None and getattr(args, "model_after", None) is None:
         for name in ("arg", "optimizer"):
             if getattr(args, name):
@@ -221,7 +222,7 @@ def _check_used(args: Namespace) -> None:
 
 
 def _given(args: Namespace, name: str, after: str) -> Any:
-    """An argument; where none is given for after, that for before."""
+    """An argument of one of two; the second defaults to the first."""
     return getattr(args, name + after, None) or getattr(args, name)
 
 

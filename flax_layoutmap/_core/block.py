@@ -1,4 +1,4 @@
-"""Context managers that type checkers read right."""
+"""A reusable context manager that, for type checkers, suppresses no errors."""
 
 import functools
 import inspect

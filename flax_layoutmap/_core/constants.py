@@ -1,7 +1,7 @@
-"""Constants of a traced function, such as static attributes, told from each other.
+"""Compare the constants of a traced function, such as static attributes, by value.
 
-One that Python can hash is compared as Python does it. Any other (a list, a dict, a
-dataclass) may change in place, so what it held is kept and compared with what it holds.
+A hashable one is compared by Python's own hash and `==`. Any other (a list, a dict, a
+dataclass) may change in place, so its contents are recorded and compared.
 """
 
 import types

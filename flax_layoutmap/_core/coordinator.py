@@ -1,6 +1,6 @@
-"""The address at which the processes of a job meet, tried before JAX uses it.
+"""Test the coordinator's address before JAX uses it.
 
-What JAX's runtime cannot listen at, or reach, ends the process with no word of the
+Where JAX's runtime cannot listen or connect, it ends the process without naming the
 address.
 """
 
@@ -88,8 +88,8 @@ def try_address(
             raise ProcessError(
                 f"process {process_id} could not reach process 0 at {address} in "
                 f"{seconds:.0f} s: {error}; see whether process 0 runs and has called "
-                "flm.initialize, whether a firewall is between them, and whether all "
-                "processes were given this address"
+                "flm.keras.initialize, whether a firewall is between them, and "
+                "whether all processes were given this address"
             ) from error
         return
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Devices by name: Keras's `cpu:0`, DTensor's long names, and those that are here."""
+"""Devices by name: those that are here, Keras's `cpu:0`, DTensor's long names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -10,6 +10,63 @@ from flax_layoutmap._core.errors import MeshError
 
 # "TPU:0", "/device:TPU:0" and "/job:localhost/replica:0/task:0/device:TPU:0".
 _NAME = re.compile(r"(?:/(?:job|replica|task):[^/]+)*/?(?:device:)?([A-Za-z]\w*):(\d+)")
+
+
+def list_devices(device_type: str | None = None) -> list[str]:
+    """The devices of all processes, as `"platform:id"`.
+
+    Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
+
+    Args:
+        device_type: `"cpu"`, `"gpu"`, `"tpu"`; None for what JAX uses by default.
+
+    Raises:
+        MeshError: there are no such devices.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.keras.list_devices("cpu")[0]
+        'cpu:0'
+
+    Plain JAX: `jax.devices(device_type)`.
+    """
+    return [f"{device.platform}:{device.id}" for device in _devices(device_type)]
+
+
+def get_device_count(device_type: str | None = None) -> int:
+    """How many devices all processes have together.
+
+    Keras's `get_device_count`.
+
+    Args:
+        device_type: as for `list_devices`.
+
+    Raises:
+        MeshError: there are no such devices.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.keras.get_device_count() == len(flm.keras.list_devices())
+        True
+
+    Plain JAX: `jax.device_count(device_type)`.
+    """
+    return len(_devices(device_type))
+
+
+def _devices(device_type: str | None) -> list[Any]:
+    if not isinstance(device_type, str | None):
+        raise MeshError(
+            f'device_type is a text such as "cpu", "gpu" or "tpu", got {device_type!r}'
+        )
+    kind = device_type if device_type is None else device_type.lower()
+    try:
+        return jax.devices(kind)
+    except RuntimeError as error:
+        raise MeshError(
+            f"there are no devices of type {device_type!r}; by default JAX uses "
+            f"{jax.default_backend()!r} here"
+        ) from error
 
 
 def key_of(device: Any) -> tuple[str, int]:

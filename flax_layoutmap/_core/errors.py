@@ -7,7 +7,7 @@
     ├── StructureError          a tree has no unique paths, or does not fit another
     ├── CheckpointError         a checkpoint cannot be written, read or used
     └── ProcessError            the processes of one job disagree, or do not meet
-    LayoutWarning(UserWarning)  something that would otherwise be silent
+    LayoutWarning(UserWarning)  a rule unused, a leaf unmatched, a fallback
 
 A message says, in this order: which leaf, which rule, what clashed, what to do.
 """
@@ -33,13 +33,13 @@ class LayoutError(ValueError):
 class RuleError(LayoutError):
     """A rule is wrong by itself: a bad regex, a bad value, a key that is taken."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class MeshError(LayoutError):
     """A mesh cannot be made, is missing, or has no devices where some are needed."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class ResolveError(LayoutError):
@@ -52,7 +52,7 @@ class ResolveError(LayoutError):
             in a copy (a pickle).
     """
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
     def __init__(
         self, message: str, problems: Sequence[str] = (), resolution: Any = None
@@ -68,7 +68,7 @@ class ResolveError(LayoutError):
 class StructureError(LayoutError):
     """A tree cannot be given unique paths, or does not fit another tree."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class CheckpointError(LayoutError):
@@ -78,7 +78,7 @@ class CheckpointError(LayoutError):
         problems: one text per problem; empty when there is a single one.
     """
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -88,21 +88,21 @@ class CheckpointError(LayoutError):
 class ProcessError(LayoutError):
     """The processes of one job disagree, or do not come together."""
 
-    __module__ = "flax_layoutmap"
+    __module__ = "flax_layoutmap.errors"
 
 
 class LayoutWarning(UserWarning):
-    """Something that would otherwise be silent: a rule unused, a leaf unmatched."""
+    """A rule is unused, a leaf matches no rule, or a fallback was taken."""
 
     __module__ = "flax_layoutmap"
 
 
 def visible(text: str, keep: str = "") -> str:
-    """A text in which what a terminal would obey or hide is written as an escape.
+    """Escapes the control characters and invisible characters of a text.
 
-    Names may come from a checkpoint or a file of rules that somebody else wrote. What
-    becomes escapes: control characters, marks that change the direction of writing, and
-    all else without a glyph of its own.
+    Names may come from a checkpoint or a file of rules that somebody else wrote.
+    Escaped are control characters, marks that change the direction of writing, and all
+    else without a glyph of its own.
 
     Args:
         text: the text.
@@ -125,7 +125,7 @@ def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
 
 
 def meant(name: str, choices: Iterable[str]) -> str | None:
-    """Returns the one that `name` is a misspelling of, most likely; None for none."""
+    """Returns the choice that `name` most likely misspells, or None."""
     # Of a short name, a few letters are a large share.
     cutoff = 0.6 if len(name) > 4 else 0.7
     found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)

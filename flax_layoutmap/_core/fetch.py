@@ -1,4 +1,4 @@
-"""What layout an array has, as far as anybody can know it."""
+"""Read the layout of an array, or raise where it is not known."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def fetch_layout(x: Any) -> TensorLayout | None:
         >>> mesh = flm.DeviceMesh("data=2,model=4")
         >>> layout = flm.TensorLayout(("data", None), mesh)
         >>> x = flm.relayout(jax.numpy.ones((8, 8)), layout)
-        >>> flm.fetch_layout(x)
+        >>> flm.dtensor.fetch_layout(x)
         TensorLayout(('data', None), DeviceMesh('data=2,model=4'))
 
     Plain JAX: `x.sharding` of an array; `jax.typeof(x).sharding` of a value on Explicit
@@ -64,7 +64,7 @@ def is_distributed(x: Any) -> bool:
 
     Example:
         >>> import jax, flax_layoutmap as flm
-        >>> flm.is_distributed(jax.numpy.ones(8))
+        >>> flm.dtensor.is_distributed(jax.numpy.ones(8))
         False
 
     Plain JAX: `isinstance(x.sharding, jax.sharding.NamedSharding)`.
@@ -91,7 +91,7 @@ def check_layout(x: Any, layout: Any) -> None:
     Example:
         >>> import jax, flax_layoutmap as flm
         >>> layout = flm.TensorLayout(("data",), flm.DeviceMesh("data=8"))
-        >>> flm.check_layout(flm.relayout(jax.numpy.ones(8), layout), layout)
+        >>> flm.dtensor.check_layout(flm.relayout(jax.numpy.ones(8), layout), layout)
 
     Plain JAX: `assert x.sharding.is_equivalent_to(sharding, x.ndim)`.
     """

@@ -1,9 +1,14 @@
-"""Whole-number arithmetic of grids: strides, coordinates, which shard lies where."""
+"""Whole-number arithmetic of grids: coordinates, shards, what moves between layouts."""
 
-import itertools
+import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+
+Shape = tuple[int, ...]
 
 
 def whole(value: Any) -> int | None:
@@ -61,11 +66,74 @@ def shard_offsets(
     >>> shard_offsets((3, 2), [(0,), ()])
     [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
     """
-    sizes = [[shape[axis] for axis in axes] for axes in dims]
-    return [
-        tuple(
-            index_of([place[axis] for axis in axes], of)
-            for axes, of in zip(dims, sizes, strict=True)
-        )
-        for place in itertools.product(*map(range, shape))
-    ]
+    return [tuple(place) for place in _offsets(shape, dims).tolist()]
+
+
+def _offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
+    """`shard_offsets`, a row for each place of the mesh."""
+    coords = np.indices(shape).reshape(len(shape), math.prod(shape))
+    offsets = np.zeros((math.prod(shape), len(dims)), np.int64)
+    for dim, axes in enumerate(dims):
+        for axis in axes:
+            offsets[:, dim] = offsets[:, dim] * shape[axis] + coords[axis]
+    return offsets
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """How one array lies on a mesh, as plain numbers.
+
+    Attributes:
+        mesh_shape: sizes of the mesh axes.
+        dims: per dim of the array, the positions of the mesh axes that it lies on.
+    """
+
+    mesh_shape: Shape
+    dims: tuple[tuple[int, ...], ...]
+
+
+def received(
+    shape: Shape,
+    before: Placement,
+    after: Placement,
+    same: Sequence[int] | None = None,
+) -> np.ndarray:
+    """How many elements each device has to receive when the layout changes.
+
+    Every device keeps what its old and its new shard have in common.
+
+    Args:
+        shape: the global shape.
+        before: how the array lies.
+        after: how it is to lie; every dim divides by the axes that it lies on.
+        same: per device of the new mesh, row by row, which device of the old one it
+            is, or -1; None takes those of equal number.
+
+    Returns:
+        One whole number per device of the new mesh.
+
+    >>> rows, columns = Placement((2,), ((0,), ())), Placement((2,), ((), (0,)))
+    >>> received((4, 4), rows, columns).tolist()
+    [4, 4]
+    """
+    old, new = _shard(shape, before), _shard(shape, after)
+    held = _offsets(before.mesh_shape, before.dims) * np.array(old, np.int64)
+    wanted = _offsets(after.mesh_shape, after.dims) * np.array(new, np.int64)
+    if same is None:
+        count = len(held)
+        same = [at if at < count else -1 for at in range(len(wanted))]
+    where = np.asarray(same)
+    kept = np.ones(len(wanted), np.int64)
+    for dim in range(len(shape)):
+        starts, others = wanted[:, dim], held[where, dim]
+        ends = np.minimum(starts + new[dim], others + old[dim])
+        kept *= np.maximum(ends - np.maximum(starts, others), 0)
+    kept[where < 0] = 0
+    return math.prod(new) - kept
+
+
+def _shard(shape: Shape, placed: Placement) -> Shape:
+    return tuple(
+        size // math.prod(placed.mesh_shape[axis] for axis in axes)
+        for size, axes in zip(shape, placed.dims, strict=True)
+    )

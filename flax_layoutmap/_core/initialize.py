@@ -1,4 +1,4 @@
-"""The devices and processes of a job, by Keras's names."""
+"""Make this process one of a job of several: Keras's `initialize`."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from flax_layoutmap._core.coordinator import Address, host_and_port, try_address
-from flax_layoutmap._core.errors import MeshError, ProcessError, warn
+from flax_layoutmap._core.errors import ProcessError, warn
 
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
 _PROCESSES = "KERAS_DISTRIBUTION_NUM_PROCESSES"
@@ -21,63 +21,6 @@ _TIMEOUT_SECONDS = 300
 
 # After this long, a process says what it waits for.
 _PATIENCE_SECONDS = 60.0
-
-
-def list_devices(device_type: str | None = None) -> list[str]:
-    """The devices of all processes, as `"platform:id"`.
-
-    Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
-
-    Args:
-        device_type: `"cpu"`, `"gpu"`, `"tpu"`; None for what JAX uses by default.
-
-    Raises:
-        MeshError: there are no such devices.
-
-    Example:
-        >>> import flax_layoutmap as flm
-        >>> flm.list_devices("cpu")[0]
-        'cpu:0'
-
-    Plain JAX: `jax.devices(device_type)`.
-    """
-    return [f"{device.platform}:{device.id}" for device in _devices(device_type)]
-
-
-def get_device_count(device_type: str | None = None) -> int:
-    """How many devices all processes have together.
-
-    Keras's `get_device_count`.
-
-    Args:
-        device_type: as for `list_devices`.
-
-    Raises:
-        MeshError: there are no such devices.
-
-    Example:
-        >>> import flax_layoutmap as flm
-        >>> flm.get_device_count() == len(flm.list_devices())
-        True
-
-    Plain JAX: `jax.device_count(device_type)`.
-    """
-    return len(_devices(device_type))
-
-
-def _devices(device_type: str | None) -> list[Any]:
-    if not isinstance(device_type, str | None):
-        raise MeshError(
-            f'device_type is a text such as "cpu", "gpu" or "tpu", got {device_type!r}'
-        )
-    kind = device_type if device_type is None else device_type.lower()
-    try:
-        return jax.devices(kind)
-    except RuntimeError as error:
-        raise MeshError(
-            f"there are no devices of type {device_type!r}; by default JAX uses "
-            f"{jax.default_backend()!r} here"
-        ) from error
 
 
 def initialize(
@@ -92,7 +35,7 @@ def initialize(
     environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
     and `KERAS_DISTRIBUTION_PROCESS_ID`, then what JAX itself reads
     (`JAX_COORDINATOR_ADDRESS` and others), then the cluster that JAX detects: Cloud
-    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.initialize()`.
+    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.keras.initialize()`.
 
     Unlike Keras's it agrees on no seed: Flax models are made from an explicit one, and
     `flm.create` raises where that differs between processes. Called again without
@@ -125,13 +68,13 @@ def initialize(
 
     Example:
         In every process, before anything else of JAX, where a cluster (a TPU slice,
-        Slurm, GKE) says which process this is: `flm.initialize()`. By hand:
+        Slurm, GKE) says which process this is: `flm.keras.initialize()`. By hand:
 
         >>> import flax_layoutmap as flm
-        >>> flm.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
+        >>> flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
         Traceback (most recent call last):
         ...
-        flax_layoutmap.ProcessError: ...
+        flax_layoutmap.errors.ProcessError: ...
 
     Plain JAX: `jax.distributed.initialize(coordinator, num_processes, process_id)`.
     """
@@ -140,8 +83,8 @@ def initialize(
         if given == (None, None, None) and not options:
             return
         raise ProcessError(
-            "this process is part of a job already: call flm.initialize once, before "
-            "all else"
+            "this process is part of a job already: call flm.keras.initialize once, "
+            "before all else"
         )
     from_variable = job_addresses is None and _ADDRESSES in os.environ
     source = f"the variable {_ADDRESSES}" if from_variable else "job_addresses"
@@ -166,7 +109,7 @@ def initialize(
         address = Address(
             os.environ[_ADDRESS_OF_JAX], f"the variable {_ADDRESS_OF_JAX}"
         )
-    with _told_after_a_while(address, seconds):
+    with _warn_of_a_long_wait(address, seconds):
         if address is not None:
             host_and_port(address)
             if count is not None and number is not None:
@@ -211,14 +154,14 @@ def _check_numbers(
 
 
 @contextlib.contextmanager
-def _told_after_a_while(address: Address | None, seconds: int) -> Iterator[None]:
-    """Warns while the block takes long: JAX itself waits without a word."""
+def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None]:
+    """Warns if the block takes long; JAX itself waits in silence."""
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
     text = (
         f"this process has waited {patience:.0f} s for the others of the job{where}, "
         "and goes on waiting: at least one has not come; see which of them have called "
-        f"flm.initialize. When they do not come in {seconds} s, this process ends"
+        f"flm.keras.initialize. When they do not come in {seconds} s, this process ends"
     )
     timer = threading.Timer(patience, warn, [text])
     timer.daemon = True
@@ -230,7 +173,7 @@ def _told_after_a_while(address: Address | None, seconds: int) -> Iterator[None]
 
 
 def _refuse_if_too_late() -> None:
-    """Asks JAX for what it refuses; that it is too late is what it looks at first."""
+    """Raises if JAX was used before: it checks this first, then its arguments."""
     try:
         jax.distributed.initialize(
             "localhost:1", 1, -1, cluster_detection_method="deactivate"
@@ -251,7 +194,8 @@ def _join(
             "no cluster was found, and not everything is given: "
             f"job_addresses={coordinator!r}, num_processes={count}, "
             f"process_id={number} ({error}); give all three, "
-            'flm.initialize("host:1234", 2, 0), or leave the call out for one process'
+            'flm.keras.initialize("host:1234", 2, 0), or leave the call out for one '
+            "process"
         ) from error
     except RuntimeError as error:
         raise _not_joined(error) from error
@@ -259,9 +203,9 @@ def _join(
 
 def _not_joined(error: RuntimeError) -> ProcessError:
     return ProcessError(
-        f"this process could not join the job: {error}; call flm.initialize before "
-        "anything else of JAX (jax.devices() is too late), in every process, with "
-        "an address that all of them reach"
+        f"this process could not join the job: {error}; call flm.keras.initialize "
+        "before anything else of JAX (jax.devices() is too late), in every process, "
+        "with an address that all of them reach"
     )
 
 

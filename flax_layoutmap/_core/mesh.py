@@ -32,12 +32,13 @@ from flax_layoutmap._core.dtensor_format import (
 )
 from flax_layoutmap._core.errors import MeshError, did_you_mean, visible, warn
 from flax_layoutmap._core.grid import coords_of, strides_of, whole
-from flax_layoutmap._core.hybrid import granules_of, hybrid_grid, one_slice_grid
 from flax_layoutmap._core.mesh_shape import (
     Shape,
     axis_types_of,
     check_one_open,
     fill,
+    hybrid_grid,
+    one_slice_grid,
     sizes_and_names,
     wrong_count,
 )
@@ -190,16 +191,7 @@ class DeviceMesh:
         Plain JAX: `mesh_utils.create_hybrid_device_mesh`, and `jax.sharding.Mesh`.
         """
         given = jax.devices() if devices is None else _checked_devices(devices)
-        _, granules = granules_of(given)
-        each = min(map(len, granules.values()))
-        inner, outer = (
-            dict(zip(names, fill(sizes, names, count), strict=True))
-            for (sizes, names), count in (
-                (sizes_and_names(ici, None), each),
-                (sizes_and_names(dcn, None), len(granules)),
-            )
-        )
-        grid, names = hybrid_grid(inner, outer, given, allow_split_physical_axes)
+        grid, names = hybrid_grid(ici, dcn, given, allow_split_physical_axes)
         types = axis_types_of(axis_types, len(names))
         return cls(Mesh(grid, names, axis_types=types))
 
@@ -236,7 +228,7 @@ class DeviceMesh:
             warn(
                 f"DeviceMesh.from_dtensor: some of {listed[:200]} are not here, so "
                 f"that the mesh has no devices: {mesh!r}; name devices that are here "
-                "(flm.list_devices()), or plan without a warning on "
+                "(flm.keras.list_devices()), or plan without a warning on "
                 f"flm.DeviceMesh.abstract({str(mesh)!r})"
             )
         return mesh
@@ -494,10 +486,10 @@ class DeviceMesh:
 
     def __reduce__(self) -> tuple[Any, ...]:
         types = tuple(kind.name for kind in self.axis_types)
+        keys = None
         if isinstance(self._mesh, Mesh):
             keys = tuple(key_of(device) for device in self._mesh.devices.flat)
-            return _rebuild, (self.shape, self.axis_names, types, keys)
-        return _rebuild_abstract, (self.shape, self.axis_names, types)
+        return _rebuild, (self.shape, self.axis_names, types, keys)
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
@@ -537,9 +529,9 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
 
 
 def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """Somewhere to keep an array of which no layout is known: in parts of equal size.
+    """A sharding for an array without a layout: evenly over all axes that divide it.
 
-    On Auto axes, where anything may be computed with it.
+    Its axes are Auto, so that any computation may use the array.
     """
     auto = retyped(mesh, AxisType.Auto)
     left = list(shape)
@@ -606,23 +598,17 @@ def _of_devices(
     return DeviceMesh(sizes, names, found, axis_types=axis_types)
 
 
-def _rebuild_abstract(
-    shape: tuple[int, ...], names: tuple[str, ...], types: tuple[str, ...]
-) -> DeviceMesh:
-    kinds = tuple(AxisType[kind.capitalize()] for kind in types)
-    return DeviceMesh(AbstractMesh(shape, names, axis_types=kinds))
-
-
 def _rebuild(
     shape: tuple[int, ...],
     names: tuple[str, ...],
     types: tuple[str, ...],
-    keys: tuple[tuple[str, int], ...],
+    keys: tuple[tuple[str, int], ...] | None = None,
 ) -> DeviceMesh:
+    kinds = tuple(AxisType[kind] for kind in types)
+    if keys is None:
+        return DeviceMesh(AbstractMesh(shape, names, axis_types=kinds))
     grid = np.array(require_here(keys), dtype=object).reshape(shape)
-    return DeviceMesh(
-        Mesh(grid, names, axis_types=tuple(map(AxisType.__getitem__, types)))
-    )
+    return DeviceMesh(Mesh(grid, names, axis_types=kinds))
 
 
 def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:

@@ -22,7 +22,7 @@ from flax_layoutmap._core.mesh import DeviceMesh, as_mesh, same_grid
 
 
 class MeshLayout:
-    """What JAX needs to know of a `TensorLayout`, which adds DTensor's members."""
+    """The part of `TensorLayout` that JAX needs; DTensor's members are added there."""
 
     __slots__ = ("axes", "device_mesh", "memory_kind", "_hash")
     axes: tuple[Dim, ...]
@@ -72,7 +72,7 @@ class MeshLayout:
         mesh: DeviceMesh | None,
         memory_kind: str | None = None,
     ) -> Self:
-        """A layout of these dims, where no dims are rank 0 and not any rank."""
+        """A layout of exactly these dims; none of them is rank 0, not any rank."""
         if axes:
             return cls(axes, mesh, memory_kind=memory_kind)
         layout = object.__new__(cls)

@@ -1,4 +1,4 @@
-"""Running across processes: do all of them mean the same?"""
+"""Compare rules, settings and values across processes before a collective."""
 
 import collections
 import hashlib
@@ -17,15 +17,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_layoutmap._core.errors import ProcessError, warn
 from flax_layoutmap._core.mesh import DeviceMesh
 
-# After this long, a process says what it waits for; one that failed waits no longer.
+# A process that waits longer warns; one that failed stops waiting.
 PATIENCE_SECONDS = 60.0
-# After this long, it gives up: the others will not come.
+# After this long it raises.
 LIMIT_SECONDS = 1800.0
 
-# Of a line that differs, so much is told.
+# A line that differs is cut to this length in the error.
 _LINE_CHARACTERS = 300
 
-# What a process says has to fit in here, so that all of them send equally much.
+# The size of every message, since all processes have to send equally many bytes.
 _BYTES = 8192
 
 _SETTINGS = (
@@ -115,7 +115,7 @@ def tell_of_others(
     error: BaseException | None,
     go_on: Callable[[], str] = lambda: ", from the last checkpoint",
 ) -> None:
-    """Notes on an error of JAX's runtime what another process may have to do with it.
+    """Adds to an error of JAX's runtime a note on the other processes of the job.
 
     Args:
         error: what was raised; other kinds are passed over.
@@ -153,10 +153,10 @@ def digest_of_value(leaf: Any) -> str:
 
 
 def differences(words: Mapping[int, Word]) -> list[str]:
-    """Says which processes do not mean what most of them mean.
+    """Lists the processes whose message is not that of most of them.
 
     Args:
-        words: what each process said.
+        words: the message of each process.
 
     Returns:
         One text per process that failed or differs.
@@ -309,7 +309,7 @@ def _exchange(
     gives_up_after: float | None = None,
     patience: float | None = None,
 ) -> dict[int, Word]:
-    """What each process says. Waits for all of them, or only some seconds."""
+    """The message of each process; waits for all, or for some seconds."""
     sent = json.dumps(word, ensure_ascii=False).encode()
     assert len(sent) <= _BYTES, f"{len(sent)} bytes do not fit in {_BYTES}"
     row = np.frombuffer(sent.ljust(_BYTES), np.uint8)

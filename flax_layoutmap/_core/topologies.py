@@ -1,5 +1,6 @@
-"""TPU generations as plain data, and the slices that exist of them.
+"""TPU generations as plain data, each figure with its source, and their slices.
 
+The figures are what the compiler does not report: memory, links, available sizes.
 A slice is named as `"v5p:4x4x4"` (chips along each dim) or by its accelerator type,
 `"v5p-128"`.
 """
@@ -13,14 +14,132 @@ from collections.abc import Iterator
 from typing import Any
 
 from flax_layoutmap._core.errors import MeshError, did_you_mean
-from flax_layoutmap._core.generations import ALIASES, GENERATIONS, Generation, Shape
 
+Shape = tuple[int, ...]
 # Chips on one host along each dim; a slice that is smaller has one host.
 _HOST: Shape = (2, 2, 1)
 _NAME = re.compile(
     r"(?P<generation>[a-z0-9 ]+?)\s*"
     r"(?:[:=_](?P<shape>\d+(?:x\d+)*)(?P<twisted>_twisted)?|-(?P<count>\d+))"
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generation:
+    """One generation of TPU.
+
+    Attributes:
+        name: `"v5p"`.
+        device_kind: what `jax.Device.device_kind` says.
+        dims: dims of the network between the chips: 2 or 3.
+        devices_per_chip: JAX devices on one chip.
+        megacore: whether the two cores of a chip are one device.
+        counts_cores: whether an accelerator type counts TensorCores, two to a chip;
+            otherwise it counts chips.
+        max_chips: chips of the largest slice.
+        small_shapes: the shapes below those of the general rule.
+        hbm_bytes: memory of one device, as built.
+        hbm_limit_bytes: what the compiler lets a program use of it.
+        flops: peak of one device in bfloat16, in floating-point operations per second.
+        link_bytes_per_second: one link between chips, in one direction; None where
+            it is not known.
+        dcn_bytes_per_second: share of one chip in the network between slices; None
+            where it is not known.
+    """
+
+    __module__ = "flax_layoutmap.pod"
+    name: str
+    device_kind: str
+    dims: int
+    devices_per_chip: int
+    megacore: bool
+    counts_cores: bool
+    max_chips: int
+    small_shapes: tuple[Shape, ...]
+    hbm_bytes: int
+    hbm_limit_bytes: int
+    flops: float
+    link_bytes_per_second: float | None
+    dcn_bytes_per_second: float | None
+
+    @property
+    def max_dim(self) -> int | None:
+        """For two dims, the side of a whole pod, on which the links close to a ring."""
+        return self.small_shapes[-1][-1] if self.dims == 2 else None
+
+
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_FLAT_V2 = ((2, 2), (4, 4), (8, 8), (8, 16), (16, 16))
+_FLAT_V3 = ((2, 2), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32))
+_CUBE = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # and of whole 4x4x4 cubes
+_CUBE_7 = ((1, 1, 1), *_CUBE)
+
+# In the order of the fields of a Generation. Memory is in GiB, as built and as the
+# compiler lets a program use it; then 10**12 operations, and GB, each second.
+# fmt: off
+_TABLE = (
+    ("v2", "TPU v2", 2, 2, False, True, 256, _FLAT_V2, 8, 7.48, 22.5, None, None),
+    ("v3", "TPU v3", 2, 2, False, True, 1024, _FLAT_V3, 16, 15.48, 61.5, 100, None),
+    ("v4", "TPU v4", 3, 1, True, True, 4096, _CUBE, 32, 30.75, 275, 45, 6.25),
+    ("v5e", "TPU v5 lite", 2, 1, False, False, 256, _FLAT, 16, 15.75, 197, 45, 3.125),
+    ("v5p", "TPU v5", 3, 1, True, True, 6144, _CUBE, 96, 95.74, 459, 90, 6.25),
+    ("v6e", "TPU v6 lite", 2, 1, False, False, 256, _FLAT, 32, 31.25, 918, 90, 12.5),
+    ("tpu7x", "TPU7x", 3, 2, False, True, 9216, _CUBE_7, 96, 94.75, 1153.5, 100, 12.5),
+)
+# fmt: on
+
+
+def _per_second(giga: float | None) -> float | None:
+    return None if giga is None else giga * 1e9
+
+
+GENERATIONS = {
+    row[0]: Generation(
+        *row[:8],
+        hbm_bytes=row[8] * 2**30,
+        hbm_limit_bytes=round(row[9] * 2**30),
+        flops=row[10] * 1e12,
+        link_bytes_per_second=_per_second(row[11]),
+        dcn_bytes_per_second=_per_second(row[12]),
+    )
+    for row in _TABLE
+}
+
+# Field of a Generation → where its figures are from, and when they were read.
+SOURCES = {
+    "devices_per_chip": "measured with libtpu 0.0.42, 2026-11",
+    "hbm_limit_bytes": "measured with libtpu 0.0.42 (the limit in its error), 2026-11",
+    "max_chips": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",
+    "small_shapes": "Google Cloud TPU documentation, MaxText's table, 2026-11",
+    "hbm_bytes": (
+        "Google Cloud TPU documentation, 2026-11; v5e and v6e say GB there; v5p: "
+        "jax-ml/scaling-book, 2025-02, as the documentation has 95 GiB, which are "
+        "less than the compiler lets a program use"
+    ),
+    "flops": "Google Cloud TPU documentation, pages v2 to tpu7x, 2026-11",
+    "wrap": "MaxText's table of slices, 2026-11; v2 and v3 inferred from their pods",
+    "link_bytes_per_second": (
+        "jax-ml/scaling-book, 2025-02; tpu7x: 1200 GB/s both ways over 6 links, from "
+        "the Google Cloud TPU documentation, 2026-11"
+    ),
+    "dcn_bytes_per_second": (
+        "Google Cloud TPU documentation, 2026-11; v4: 25 GB/s for each host of 4 "
+        "chips, from jax-ml/scaling-book, 2025-02"
+    ),
+}
+
+ALIASES = {
+    "v5": "v5p",
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v5 lite": "v5e",
+    "v6 lite": "v6e",
+    "trillium": "v6e",
+    "7x": "tpu7x",
+    "v7x": "tpu7x",
+    "tpu7": "tpu7x",
+    "ironwood": "tpu7x",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Files for people: written as a whole, and without what nobody would see in them."""
+"""Write files atomically, and JSON with its invisible characters escaped."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def readable_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Writes beside the file first, and then in its place.
+    """Writes a file atomically: a temporary file beside it is moved to its place.
 
     Several processes that write one file at once leave what one of them wrote.
 

@@ -50,7 +50,7 @@ def call_with_layout(
     Example:
         >>> import jax, flax_layoutmap as flm
         >>> layout = flm.TensorLayout(("data", None), flm.DeviceMesh("data=8"))
-        >>> x = flm.call_with_layout(jax.numpy.zeros, layout, shape=(8, 4))
+        >>> x = flm.dtensor.call_with_layout(jax.numpy.zeros, layout, shape=(8, 4))
         >>> x.addressable_shards[0].data.shape
         (1, 4)
 

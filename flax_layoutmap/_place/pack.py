@@ -25,7 +25,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
             stand for what they hold. Parts that are on their devices already are not
             copied.
         layout: anything that `TensorLayout` takes; axes without a mesh take that of
-            `flm.default_mesh` or `jax.set_mesh`.
+            `flm.dtensor.default_mesh` or `jax.set_mesh`.
         check: whether to compare parts that the layout says are equal, bit by bit. That
             copies all of them to the host; no other process is asked.
 
@@ -40,7 +40,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
     Example:
         >>> import jax, flax_layoutmap as flm
         >>> layout = flm.TensorLayout(("data",), flm.DeviceMesh("data=8"))
-        >>> x = flm.pack([jax.numpy.full(2, n) for n in range(8)], layout)
+        >>> x = flm.dtensor.pack([jax.numpy.full(2, n) for n in range(8)], layout)
         >>> x.shape, int(x[5])
         ((16,), 2)
 
@@ -81,7 +81,7 @@ def unpack(x: Any) -> list[jax.Array]:
     Example:
         >>> import jax, flax_layoutmap as flm
         >>> layout = flm.TensorLayout(("data",), flm.DeviceMesh("data=8"))
-        >>> parts = flm.unpack(flm.relayout(jax.numpy.arange(8), layout))
+        >>> parts = flm.dtensor.unpack(flm.relayout(jax.numpy.arange(8), layout))
         >>> [int(part[0]) for part in parts]
         [0, 1, 2, 3, 4, 5, 6, 7]
 

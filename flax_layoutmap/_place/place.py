@@ -68,8 +68,8 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or the name of a layout in
             `layout_map.names` of the surrounding `flm.jit`. Axes without a mesh take
-            that of the surrounding `flm.jit`, else that of `flm.default_mesh`, else
-            that of `jax.set_mesh`.
+            that of the surrounding `flm.jit`, else that of `flm.dtensor.default_mesh`,
+            else that of `jax.set_mesh`.
 
     Returns:
         The array (or tree) with that layout; the same object where it has it already.
@@ -281,7 +281,7 @@ def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLay
         return layout.on(mesh)
     raise MeshError(
         f"no mesh for the layout {layout}: give it one, flm.TensorLayout(axes, mesh); "
-        "or call inside a flm.jit(layout_map=…), flm.default_mesh(mesh) or "
+        "or call inside a flm.jit(layout_map=…), flm.dtensor.default_mesh(mesh) or "
         "jax.set_mesh(mesh)"
     )
 

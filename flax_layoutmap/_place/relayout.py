@@ -140,7 +140,7 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
         >>> layout = flm.TensorLayout(("data", None), mesh)
         >>> like = flm.relayout(jax.numpy.ones((8, 8)), layout)
         >>> y = flm.relayout_like(jax.numpy.ones((16, 4)), like, name="like_data")
-        >>> flm.fetch_layout(y)
+        >>> flm.dtensor.fetch_layout(y)
         TensorLayout(('data', None), DeviceMesh('data=8'))
 
     Plain JAX: `jax.device_put(x, like.sharding)`;
@@ -181,7 +181,7 @@ def copy_to_mesh(x: Any, layout: Any) -> Any:
 
     Example:
         >>> import jax, flax_layoutmap as flm
-        >>> x = flm.copy_to_mesh(jax.numpy.ones(8), flm.DeviceMesh("data=8"))
+        >>> x = flm.dtensor.copy_to_mesh(jax.numpy.ones(8), flm.DeviceMesh("data=8"))
         >>> x.sharding.is_fully_replicated
         True
 
@@ -277,7 +277,7 @@ def _like_traced(x: Any, like: Any) -> Any:
     """`x`, lying as a traced value on Auto axes."""
     ways = (
         "pass its layout, flm.relayout(x, layout); or read it outside of jit, "
-        "flm.fetch_layout(like); or use Explicit axes"
+        "flm.dtensor.fetch_layout(like); or use Explicit axes"
     )
     what = f"relayout_like of an array {tuple(x.shape)} to a traced {tuple(like.shape)}"
     if manual_axes(jax.sharding.get_abstract_mesh()):

@@ -74,7 +74,6 @@ class ResolvedLeaf:
         note: more about why, where there is more to say.
     """
 
-    __module__ = "flax_layoutmap"
     path: str
     shape: Shape
     dtype: Any

@@ -43,9 +43,9 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
 
     Example:
         >>> import jax, flax_layoutmap as flm
-        >>> with flm.default_mesh("data=8"):
+        >>> with flm.dtensor.default_mesh("data=8"):
         ...     x = flm.relayout(jax.numpy.ones(8), ("data",))
-        >>> flm.fetch_layout(x)
+        >>> flm.dtensor.fetch_layout(x)
         TensorLayout(('data',), DeviceMesh('data=8'))
 
     Plain JAX: `with jax.set_mesh(mesh):`, which also moves what JAX makes, and
@@ -66,7 +66,7 @@ def get_default_mesh() -> DeviceMesh | None:
 
     Example:
         >>> import flax_layoutmap as flm
-        >>> flm.get_default_mesh() is None
+        >>> flm.dtensor.get_default_mesh() is None
         True
 
     Plain JAX: `jax.sharding.get_mesh()`.

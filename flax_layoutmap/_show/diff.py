@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from flax_layoutmap._core.moves import Placement, received
+from flax_layoutmap._core.grid import Placement, received
 from flax_layoutmap._show import diff_text as _diff_text
 from flax_layoutmap._show.snapshot import (
     CHANGES,
@@ -49,7 +49,6 @@ class ResolutionDiff:
         axes: names of the mesh axes, those of before first.
     """
 
-    __module__ = "flax_layoutmap"
     mesh: tuple[str, str]
     rules: tuple[str, ...]
     changes: tuple[LeafChange, ...]

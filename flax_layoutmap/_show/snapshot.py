@@ -108,7 +108,6 @@ class LeafChange:
         all_received_bytes: the sum over the devices.
     """
 
-    __module__ = "flax_layoutmap"
     path: str
     change: Change
     before: LeafRecord | None

@@ -1,6 +1,6 @@
 """What a step does on a pod slice that is not there: memory, collectives, fit."""
 
-from flax_layoutmap._core.generations import Generation as Generation
+from flax_layoutmap._core.topologies import Generation as Generation
 from flax_layoutmap._core.topologies import Topology as Topology
 from flax_layoutmap._core.topologies import topology as topology
 from flax_layoutmap.pod._compile import compile as compile

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
-from flax_layoutmap._core.hybrid import over_slices
+from flax_layoutmap._core.mesh_shape import over_slices
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._hlo_source import Frames
 

@@ -86,8 +86,8 @@ def compile(
         >>> x = jax.ShapeDtypeStruct((6, 6), jnp.float32)
         >>> flm.pod.compile(jnp.sin, x, topology="v5e:3x3", mesh="data=9")
         Traceback (most recent call last):
-        flax_layoutmap.MeshError: there is no slice v5e:3x3: slices of two dims come in
-        few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
+        flax_layoutmap.errors.MeshError: there is no slice v5e:3x3: slices of two dims
+        come in few shapes. The nearest: v5e:2x4, v5e:4x4, v5e:2x2
 
         `docs/pod_compile.md` shows a report.
 

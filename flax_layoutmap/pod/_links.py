@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flax_layoutmap._core.errors import MeshError
-from flax_layoutmap._core.hybrid import (
+from flax_layoutmap._core.mesh_shape import (
     hybrid_call,
     hybrid_grid,
     one_slice_grid,

@@ -91,7 +91,7 @@ class Stop(BaseException):
     """As a KeyboardInterrupt: no Exception."""
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, flm.StructureError, Stop])
+@pytest.mark.parametrize("error", [ZeroDivisionError, flm.errors.StructureError, Stop])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_constructor_that_raises_half_way(
     mesh: flm.DeviceMesh, way: str, error: Any
@@ -125,7 +125,9 @@ def test_a_scope_left_by_an_exception(mesh: flm.DeviceMesh) -> None:
         with flm.layout_map_scope(rules(mesh)):
             kept.append(Model())
             raise Stop
-    with pytest.raises(flm.StructureError, match="block failed: make the model again"):
+    with pytest.raises(
+        flm.errors.StructureError, match="block failed: make the model again"
+    ):
         kept[0].layer(jnp.ones((1, 8)))
 
 
@@ -234,7 +236,9 @@ READS = [_asarray, _number, _branch, _mask, _index, _format, _sharding, _wait]
 
 @pytest.mark.parametrize("also", READS)
 def test_what_reads_values(mesh: flm.DeviceMesh, also: Any) -> None:
-    with pytest.raises(flm.StructureError, match="(?s)reads the value .*layout_map_sc"):
+    with pytest.raises(
+        flm.errors.StructureError, match="(?s)reads the value .*layout_map_sc"
+    ):
         flm.create(lambda: Model(also), rules(mesh))
     with pytest.warns(flm.LayoutWarning, match="the constructor of _Model ran at once"):
         model: Any = in_scope(lambda: Model(also), rules(mesh))
@@ -273,7 +277,9 @@ def test_an_init_of_linen_that_reads_values(
     mesh: flm.DeviceMesh, method: str, later: bool
 ) -> None:
     key, x = jax.random.key(0), jnp.ones((2, 8))
-    with pytest.raises(flm.StructureError, match="Linen model in a flm.layout_map_sco"):
+    with pytest.raises(
+        flm.errors.StructureError, match="Linen model in a flm.layout_map_sco"
+    ):
         flm.create(Reading().init, rules(mesh), key, x)
     with pytest.warns(flm.LayoutWarning, match="the init of Reading ran at once") as w:
         with flm.layout_map_scope(rules(mesh)):
@@ -376,7 +382,7 @@ def test_an_object_of_outside_that_changes(mesh: flm.DeviceMesh, way: str) -> No
         model.total = nnx.Param(rngs.params.uniform((8,)))
 
     if way == "create":
-        with pytest.raises(flm.StructureError, match="pass it as an argument"):
+        with pytest.raises(flm.errors.StructureError, match="pass it as an argument"):
             flm.create(lambda: Model(also), rules(mesh))
         assert rngs.default.count[...] == 0
         return
@@ -395,7 +401,9 @@ def test_nothing_at_all(mesh: flm.DeviceMesh, way: str) -> None:
         pass
 
     if way == "create":
-        with pytest.raises(flm.StructureError, match="gives None: let it return the"):
+        with pytest.raises(
+            flm.errors.StructureError, match="gives None: let it return the"
+        ):
             flm.create(lambda: None, rules(mesh))
     assert nnx.graphdef(WAYS[way](Empty, rules(mesh))) == nnx.graphdef(Empty())
 
@@ -459,7 +467,7 @@ def test_what_no_array_can_hold(mesh: flm.DeviceMesh, way: str, case: str) -> No
     def also(model: Any, rngs: Any) -> None:
         model.extra = nnx.Variable(UNFIT[case].make())
 
-    with pytest.raises(flm.StructureError, match=UNFIT[case].text):
+    with pytest.raises(flm.errors.StructureError, match=UNFIT[case].text):
         WAYS[way](lambda: Model(also), rules(mesh))
 
 
@@ -504,10 +512,10 @@ def test_an_abstract_argument_that_is_read(mesh: flm.DeviceMesh) -> None:
         return {"kernel": x * n}
 
     with pytest.raises(
-        flm.StructureError, match=r"\): cfg\['x'\] is abstract, .*\(8,8"
+        flm.errors.StructureError, match=r"\): cfg\['x'\] is abstract, .*\(8,8"
     ):
         flm.create(make, rules(mesh), 2, cfg={"x": x})
-    with pytest.raises(flm.StructureError, match=r"\): argument 1 is abstract"):
+    with pytest.raises(flm.errors.StructureError, match=r"\): argument 1 is abstract"):
         flm.create(other, rules(mesh), 2, x)
     made = flm.create(lambda x: {"kernel": jnp.ones(x.shape)}, rules(mesh), x)
     assert_lies(made["kernel"], COLUMN, mesh)
@@ -519,7 +527,9 @@ def test_an_async_constructor(mesh: flm.DeviceMesh) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # "was never awaited"
-        with pytest.raises(flm.StructureError, match="make is an async function"):
+        with pytest.raises(
+            flm.errors.StructureError, match="make is an async function"
+        ):
             flm.create(make, rules(mesh))
         gc.collect()
 
@@ -603,9 +613,13 @@ def test_create_in_a_shard_map(mesh: flm.DeviceMesh) -> None:
         run = jax.shard_map(part, mesh=mesh.jax_mesh, in_specs=given, out_specs=spec)  # type: ignore[arg-type]
         return run(jnp.ones(8))[name]
 
-    with pytest.raises(flm.MeshError, match="rules lay arrays out along .* 'model', "):
+    with pytest.raises(
+        flm.errors.MeshError, match="rules lay arrays out along .* 'model', "
+    ):
         inside("kernel")
-    with pytest.raises(flm.MeshError, match="an argument differs along .* 'data', whi"):
+    with pytest.raises(
+        flm.errors.MeshError, match="an argument differs along .* 'data', whi"
+    ):
         inside("bias", of="data")
     np.testing.assert_array_equal(inside("bias"), np.ones((8, 8)))
 

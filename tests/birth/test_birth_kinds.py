@@ -256,7 +256,7 @@ def test_references_are_made_afterwards(
             return layer(rngs)
 
     with pytest.raises(
-        flm.StructureError, match=rf"{kind}=True is a reference"
+        flm.errors.StructureError, match=rf"{kind}=True is a reference"
     ) as told:
         born(way, make, mesh, nnx.Rngs(0))
     assert f"nnx.{CONVERT.__name__}(model, {kind}=True)" in str(told.value)

@@ -315,7 +315,7 @@ def test_an_argument_whose_structure_changes(mesh: flm.DeviceMesh) -> None:
         return {"w": jnp.ones(8)}
 
     block = Block(nnx.Rngs(0))
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.create(grow, rules(mesh), block)
     assert str(caught.value) == (
         "the function changes the structure of its argument, a Block, not only its "
@@ -326,7 +326,7 @@ def test_an_argument_whose_structure_changes(mesh: flm.DeviceMesh) -> None:
 
 def test_counters_of_an_outer_object_are_refused(mesh: flm.DeviceMesh) -> None:
     rngs = nnx.Rngs(0)
-    with pytest.raises(flm.StructureError, match="pass it as an argument"):
+    with pytest.raises(flm.errors.StructureError, match="pass it as an argument"):
         flm.create(lambda: Model(rngs), rules(mesh))
     assert rngs.default.count.get_value() == 0
 
@@ -347,7 +347,7 @@ def test_two_objects_that_share_a_variable(mesh: flm.DeviceMesh) -> None:
         model = make()
         return {"model": model, "head": model.head}
 
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.create(two, rules(mesh))
     assert str(caught.value) == (
         "two objects of the result, a Embed and a Model, share a Param: return one "
@@ -816,7 +816,7 @@ def test_indivisible_is_an_error_before_compilation(
     layout_map = flm.LayoutMap(mesh)
     layout_map["kernel"] = ("model", None)
     layout_map["bias"] = ("model",)
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         flm.create(lambda: linear(6, 10), layout_map)
     assert str(caught.value) == (
         "2 leaves do not fit the rules on mesh data=2,model=4:\n"
@@ -839,7 +839,7 @@ def test_indivisible_may_replicate(mesh: flm.DeviceMesh) -> None:
 def test_rank_is_an_error(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["kernel"] = ("model",)
-    with pytest.raises(flm.ResolveError, match="has 1 dims, the leaf has 2"):
+    with pytest.raises(flm.errors.ResolveError, match="has 1 dims, the leaf has 2"):
         flm.create(lambda: linear(8, 8), layout_map)
 
 
@@ -847,13 +847,13 @@ def test_a_map_without_devices(
     abstract_mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_create, "compute", never)
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.create(make, rules(None))
     assert str(caught.value) == (
         "create needs a mesh of devices, the rules have no mesh; use "
         "layout_map.on(flm.DeviceMesh(...))"
     )
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.create(make, rules(abstract_mesh))
     assert str(caught.value) == (
         "create needs a mesh of devices, the rules have DeviceMesh('data=2,model=4', "
@@ -862,7 +862,7 @@ def test_a_map_without_devices(
 
 
 def test_a_result_that_jax_cannot_flatten(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.create(lambda: {1: jnp.ones(3), "1": jnp.ones(3)}, rules(mesh))
     text = str(caught.value)
     assert text.startswith("JAX cannot flatten what the function returns: ")
@@ -916,7 +916,7 @@ def test_unused_rules_warn_at_the_callers_line(mesh: flm.DeviceMesh) -> None:
         flm.create(build, layout_map)
     strict = flm.LayoutMap(mesh, strict=True)
     strict["kernle"] = ("model", None)
-    with pytest.raises(flm.ResolveError, match="strict"):
+    with pytest.raises(flm.errors.ResolveError, match="strict"):
         flm.create(build, strict)
 
 
@@ -1066,7 +1066,7 @@ def test_optimizer_rules_win_over_the_parameter(kind: str) -> None:
 
 def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
     model = linear(8, 8)
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.create_optimizer(model, optax.adam(1e-3))
     text = str(caught.value)
     assert text.startswith(
@@ -1077,9 +1077,9 @@ def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
         "\nmake the model with flm.create(make, layout_map), or move it with "
         "layout_map.place(model)"
     )
-    with pytest.raises(flm.MeshError, match="there are no parameters"):
+    with pytest.raises(flm.errors.MeshError, match="there are no parameters"):
         flm.create_optimizer({}, optax.adam(1e-3))
-    with pytest.raises(flm.MeshError, match="kernel"):
+    with pytest.raises(flm.errors.MeshError, match="kernel"):
         flm.create_optimizer({"kernel": np.ones((8, 8))}, optax.adam(1e-3))
     flm.LayoutMap(mesh, strict=False).place(model)
     assert_lies(
@@ -1100,7 +1100,7 @@ def test_what_is_no_function(mesh: flm.DeviceMesh) -> None:
         (linear(8, 8), "was given a Linear that exists already; pass a function"),
         (3, "needs a function that makes the model, got a int"),
     ):
-        with pytest.raises(flm.StructureError) as caught:
+        with pytest.raises(flm.errors.StructureError) as caught:
             flm.create(given, layout_map)
         assert text in str(caught.value)
     made = flm.create(
@@ -1120,13 +1120,15 @@ def test_what_is_no_layout_map(mesh: flm.DeviceMesh) -> None:
         (nnx.Rngs(0), "a Rngs; make one"),  # it has any attribute
         (flm.LayoutMap, "<class"),
     ):
-        with pytest.raises(flm.RuleError) as caught:
+        with pytest.raises(flm.errors.RuleError) as caught:
             flm.create(lambda: linear(8, 8), given)
         assert str(caught.value).startswith(head + shown)
-    with pytest.raises(flm.RuleError, match="create.make, layout_map. needs"):
+    with pytest.raises(flm.errors.RuleError, match="create.make, layout_map. needs"):
         swapped: Any = layout_map
         flm.create(swapped, lambda: linear(8, 8))
-    with pytest.raises(flm.RuleError, match="create_optimizer.*needs a LayoutMap"):
+    with pytest.raises(
+        flm.errors.RuleError, match="create_optimizer.*needs a LayoutMap"
+    ):
         flm.create_optimizer(model, optax.sgd(1.0), layout_map={"kernel": None})
 
 
@@ -1144,7 +1146,7 @@ def test_bad_arguments_of_create_optimizer(mesh: flm.DeviceMesh) -> None:
             "wrt=BatchStat selects no Variables of the Linear, which has Param",
         ),
     ):
-        with pytest.raises(flm.StructureError) as caught:
+        with pytest.raises(flm.errors.StructureError) as caught:
             flm.create_optimizer(*arguments, wrt=wrt)
         assert text in str(caught.value)
 
@@ -1163,7 +1165,9 @@ def test_optimizer_rules_go_to_the_mesh_of_the_model(mesh: flm.DeviceMesh) -> No
     plan["kernel"] = ("x", None)
     flm.create_optimizer(model, tx, layout_map=plan)
     plan.optimizer["kernel"] = ("x", None)
-    with pytest.raises(flm.RuleError, match="rule 'kernel'.*'x'.*has no such axis"):
+    with pytest.raises(
+        flm.errors.RuleError, match="rule 'kernel'.*'x'.*has no such axis"
+    ):
         flm.create_optimizer(model, tx, layout_map=plan)
 
 
@@ -1284,7 +1288,7 @@ def test_an_optimizer_follows_the_map_of_its_model(
     if made == "created":
         both = {"model": model, "optimizer": optimizer}
         wanted = layout_map.resolve(both)["optimizer/opt_state/0/mu/kernel"]
-        assert wanted.layout == flm.fetch_layout(kernel)
+        assert wanted.layout == flm.dtensor.fetch_layout(kernel)
     plain = flm.LayoutMap(mesh, strict=False)
     other: Any = flm.create_optimizer(model, tx, layout_map=plain)
     kernel = getattr(other, "opt_state", other)[0].mu["kernel"]
@@ -1299,7 +1303,7 @@ def test_models_of_other_maps_are_told_apart(mesh: flm.DeviceMesh) -> None:
     second.optimizer["bias"] = ("data",)
     model = Pair(flm.create(small, first), flm.create(small, second))
     with pytest.raises(
-        flm.RuleError, match="laid out by 2 maps .*layout_map=layout_map"
+        flm.errors.RuleError, match="laid out by 2 maps .*layout_map=layout_map"
     ):
         flm.create_optimizer(model, optax.adam(1e-3))
     flm.create_optimizer(model, optax.adam(1e-3), layout_map=first)

@@ -87,7 +87,7 @@ def page_rules(mesh: Any) -> tuple[flm.LayoutMap, list[flm.TensorLayout]]:
 def assert_of_page(d1: Any, d2: Any, layouts: list[flm.TensorLayout]) -> None:
     parts = (d1["kernel"], d1["bias"], d2["kernel"], d2["bias"])
     for part, layout in zip(parts, layouts, strict=True):
-        assert flm.fetch_layout(part) == layout
+        assert flm.dtensor.fetch_layout(part) == layout
         lies_on(part[...], layout.dims(part.ndim), layout.mesh)  # type: ignore[arg-type]
 
 
@@ -216,7 +216,7 @@ def test_linen_under_jit_is_constrained(kind: str, method: str) -> None:
 def test_linen_under_jit_must_fit(mesh: flm.DeviceMesh) -> None:
     with flm.layout_map_scope(rules(mesh, **{"d1/kernel": ("model",)})):
         model = Lm()
-    with pytest.raises(flm.ResolveError, match="d1/kernel"):
+    with pytest.raises(flm.errors.ResolveError, match="d1/kernel"):
         jax.jit(model.init)(jax.random.key(0), X)
 
 
@@ -380,7 +380,7 @@ def test_two_models_one_map(mesh: flm.DeviceMesh) -> None:
     assert_lies(second.layers[0].kernel[...], (("model",), ()))
     layout_map["nothing"] = None
     kept: list[Any] = []
-    with pytest.raises(flm.ResolveError, match="unused: rule 4 'nothing'"):
+    with pytest.raises(flm.errors.ResolveError, match="unused: rule 4 'nothing'"):
         with flm.layout_map_scope(layout_map):
             kept += [Subclass(nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0))]
     assert isinstance(kept[0].d1.kernel.get_raw_value(), jax.ShapeDtypeStruct)
@@ -519,7 +519,7 @@ def test_what_does_not_fit_is_told_before_anything_is_made(
     monkeypatch.setattr(_scope_birth, "give_birth", give_birth)
     layout_map = rules(mesh, **{"d1/kernel": ("model",), "d2/bias": ("model", None)})
     model = None
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         with flm.layout_map_scope(layout_map):
             Pair(Subclass(nnx.Rngs(0)), None).second = None
             model = Subclass(nnx.Rngs(0))
@@ -790,11 +790,13 @@ def test_every_use_of_a_value_says_when_there_is_one(
     mesh: flm.DeviceMesh, use: str
 ) -> None:
     model: Any = None
-    with pytest.raises(flm.StructureError, match="exists only after the block"):
+    with pytest.raises(flm.errors.StructureError, match="exists only after the block"):
         with flm.layout_map_scope(rules(mesh)):
             model = Subclass(nnx.Rngs(0))
             USES[use](model)
-    with pytest.raises(flm.StructureError, match="the layout_map_scope block failed"):
+    with pytest.raises(
+        flm.errors.StructureError, match="the layout_map_scope block failed"
+    ):
         USES[use](model)
 
 
@@ -830,7 +832,7 @@ def test_copies_that_are_made_in_the_block(mesh: flm.DeviceMesh) -> None:
     merged = nnx.merge(*parts)
     np.testing.assert_array_equal(merged.d1.kernel[...], model.d1.kernel[...])
     for part in (lost.d1, old):
-        with pytest.raises(flm.StructureError, match="copy .* after the block"):
+        with pytest.raises(flm.errors.StructureError, match="copy .* after the block"):
             part(jnp.ones((4, part.in_features)))
 
 
@@ -839,7 +841,9 @@ def test_a_value_of_a_block_that_failed_in_another_one(mesh: flm.DeviceMesh) -> 
     with pytest.raises(KeyError), flm.layout_map_scope(rules(mesh)):
         part = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
         raise KeyError
-    with pytest.raises(flm.StructureError, match="the layout_map_scope block failed"):
+    with pytest.raises(
+        flm.errors.StructureError, match="the layout_map_scope block failed"
+    ):
         with flm.layout_map_scope(rules(mesh)):
             model = Pair(part, None)
     assert model is not None and model.first is part
@@ -974,7 +978,7 @@ def test_what_holds_a_value(mesh: flm.DeviceMesh, kind: str) -> None:
         np.testing.assert_array_equal(model.kept(), model.linear.kernel[0])
         return
     what = "static Table with an array" if kind == "object" else "function that holds a"
-    with pytest.raises(flm.StructureError, match=rf"Closes\.kept is a {what}"):
+    with pytest.raises(flm.errors.StructureError, match=rf"Closes\.kept is a {what}"):
         make()
     with pytest.warns(flm.LayoutWarning, match="constructor of Closes ran at once"):
         with flm.layout_map_scope(layout_map):
@@ -1007,14 +1011,14 @@ def test_a_cache_that_a_trace_has_filled(mesh: flm.DeviceMesh, kind: str) -> Non
     layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
     CACHE.clear()
     text = r"float32\[8\] that an earlier trace .* \(made in cached, .*: it has no numb"
-    with pytest.raises(flm.StructureError, match=text):
+    with pytest.raises(flm.errors.StructureError, match=text):
         with flm.layout_map_scope(layout_map):
             Cached(kind)
             Cached(kind)
-    with pytest.raises(flm.StructureError, match=text):
+    with pytest.raises(flm.errors.StructureError, match=text):
         with flm.layout_map_scope(layout_map):
             Cached(kind)
-    with pytest.raises(flm.StructureError, match=text):
+    with pytest.raises(flm.errors.StructureError, match=text):
         flm.create(lambda: Cached(kind), layout_map)
     CACHE.clear()
     table = cached()  # as the message says
@@ -1039,7 +1043,9 @@ def test_a_cache_that_the_trace_has_filled_before_it_failed(
     layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", flm.LayoutWarning)
-        with pytest.raises(flm.StructureError, match="that an earlier trace .* left"):
+        with pytest.raises(
+            flm.errors.StructureError, match="that an earlier trace .* left"
+        ):
             with flm.layout_map_scope(layout_map):
                 model = Reads()
         CACHE.clear()
@@ -1071,7 +1077,9 @@ def test_a_value_of_the_block_as_an_attribute(mesh: flm.DeviceMesh) -> None:
         np.testing.assert_array_equal(model[0].copy, model[0]["part"].kernel[...])
         assert_lies(model[0].copy, (("model",), ()))
     else:
-        with pytest.raises(flm.StructureError, match="Dict.copy was set to a value"):
+        with pytest.raises(
+            flm.errors.StructureError, match="Dict.copy was set to a value"
+        ):
             build()
 
 
@@ -1277,10 +1285,12 @@ def test_an_optimizer_of_another_model(mesh: flm.DeviceMesh) -> None:
 
 
 def test_a_scope_needs_rules_and_a_mesh() -> None:
-    with pytest.raises(flm.MeshError, match="layout_map_scope needs a mesh of devices"):
+    with pytest.raises(
+        flm.errors.MeshError, match="layout_map_scope needs a mesh of devices"
+    ):
         with flm.layout_map_scope(flm.LayoutMap()):
             pass
-    with pytest.raises(flm.RuleError, match="layout_map_scope"):
+    with pytest.raises(flm.errors.RuleError, match="layout_map_scope"):
         with flm.layout_map_scope({"kernel": (None, "model")}):
             pass
 
@@ -1292,7 +1302,7 @@ def test_without_the_metaclass(
 
     monkeypatch.setattr(_layout_scope, "metaclass_of_objects", lambda: None)
     layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
-    with pytest.raises(flm.StructureError, match=r"flm\.create\(lambda: Model"):
+    with pytest.raises(flm.errors.StructureError, match=r"flm\.create\(lambda: Model"):
         with flm.layout_map_scope(layout_map):
             pass
     model = flm.create(lambda: Subclass(nnx.Rngs(0)), layout_map)

@@ -141,11 +141,13 @@ def test_what_does_not_fit_is_told_before_anything_is_made(
     layout_map = rules(mesh)
     layout_map.optimizer["d1/bias"] = ("model", None)
     kept: list[Any] = []
-    with pytest.raises(flm.ResolveError, match="d1/bias"):
+    with pytest.raises(flm.errors.ResolveError, match="d1/bias"):
         with flm.layout_map_scope(layout_map):
             kept.append(Model(nnx.Rngs(0)))
             kept.append(nnx.Optimizer(kept[0], optax.adam(1e-2), wrt=nnx.Param))
-    with pytest.raises(flm.StructureError, match="block failed: make the model again"):
+    with pytest.raises(
+        flm.errors.StructureError, match="block failed: make the model again"
+    ):
         kept[1].step[...]
 
 
@@ -337,7 +339,7 @@ def test_nobody_keeps_the_optimizer_or_the_model(mesh: flm.DeviceMesh) -> None:
         del model
     gc.collect()
     assert_lies(moments(optimizer, "d1/kernel"), COLUMN, mesh)
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         with flm.layout_map_scope(rules(mesh)):
             model = Model(nnx.Rngs(0))
             optimizer = adam(nnx.state(model, nnx.Param))
@@ -371,7 +373,9 @@ def test_one_that_reads_values(mesh: flm.DeviceMesh) -> None:
         return {"total": jnp.float32(total)}
 
     tx = optax.GradientTransformation(init, optax.identity().update)
-    with pytest.raises(flm.StructureError, match="Optimizer needs the values of a mod"):
+    with pytest.raises(
+        flm.errors.StructureError, match="Optimizer needs the values of a mod"
+    ):
         with flm.layout_map_scope(rules(mesh)):
             nnx.Optimizer(Model(nnx.Rngs(0)), tx, wrt=nnx.Param)
 
@@ -381,7 +385,9 @@ def test_optax_alone_makes_no_full_copies(mesh: flm.DeviceMesh) -> None:
     with flm.layout_map_scope(rules(mesh)):
         model = Model(nnx.Rngs(0))
         for tx in (optax.adam(1e-3), optax.adam(1e-3, mu_dtype=jnp.bfloat16)):
-            with pytest.raises(flm.StructureError, match="exists only after the block"):
+            with pytest.raises(
+                flm.errors.StructureError, match="exists only after the block"
+            ):
                 tx.init(nnx.state(model, nnx.Param))
 
 
@@ -389,7 +395,9 @@ def test_the_optimizer_refuses_to_update_in_the_block(mesh: flm.DeviceMesh) -> N
     with flm.layout_map_scope(rules(mesh)):
         model = Model(nnx.Rngs(0))
         optimizer = adam(model)
-        with pytest.raises(flm.StructureError, match="exists only after the block"):
+        with pytest.raises(
+            flm.errors.StructureError, match="exists only after the block"
+        ):
             optimizer.update(model, nnx.state(model, nnx.Param))
     assert optimizer.step[...] == 0
 
@@ -418,5 +426,5 @@ def test_strict_rules_count_the_state_too(mesh: flm.DeviceMesh) -> None:
     build("d1/kernel")
     assert_lies(moments(kept[1], "d1/kernel"), (("data",), ("model",)), mesh)
     kept.clear()
-    with pytest.raises(flm.ResolveError, match="unused: .*'d3/kernel'"):
+    with pytest.raises(flm.errors.ResolveError, match="unused: .*'d3/kernel'"):
         build("d3/kernel")

@@ -129,7 +129,7 @@ def assert_placed(tree: Any, resolution: flm.Resolution) -> None:
 @contextlib.contextmanager
 def refused(*phrases: str) -> Iterator[None]:
     """Expects one CheckpointError whose text has all the phrases."""
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         yield
     for phrase in phrases:
         assert phrase in str(caught.value), str(caught.value)
@@ -765,7 +765,7 @@ def test_one_error_lists_every_problem(saved: Path) -> None:
     target = {"model": Mlp(nnx.Rngs(0), width=12), "optimizer": make_optimizer()}
     target["extra"] = jnp.ones(3)
     before = by_path(target)
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         flm.checkpoint.restore(saved, target, layout_map=layout_map)
     text = str(caught.value)
     assert text.startswith(f"cannot restore {saved}: 6 problems\n")
@@ -975,11 +975,13 @@ def test_no_layouts_and_no_devices(small: Path, saved: Path) -> None:
         (rules(None), "no mesh"),
         (flm.LayoutMap(flm.DeviceMesh.abstract("data=8")), "'data=8', abstract"),
     ):
-        with pytest.raises(flm.MeshError) as caught:
+        with pytest.raises(flm.errors.MeshError) as caught:
             flm.checkpoint.restore(small, layout_map=layout_map)
         assert "restore needs a mesh of devices" in str(caught.value)
         assert have in str(caught.value)
-    with pytest.raises(flm.RuleError, match="needs a LayoutMap or a RuleSet, got"):
+    with pytest.raises(
+        flm.errors.RuleError, match="needs a LayoutMap or a RuleSet, got"
+    ):
         flm.checkpoint.restore(small, layout_map=flm.DeviceMesh("data=8"))
 
 
@@ -1034,11 +1036,15 @@ def test_saving_inside_jit(tmp_path: Path) -> None:
 
 
 def test_rules_are_checked_against_the_tree_before_saving(tmp_path: Path) -> None:
-    with pytest.raises(flm.ResolveError, match=r"w \(6,\): rule 1 .*dim 0 of size 6"):
+    with pytest.raises(
+        flm.errors.ResolveError, match=r"w \(6,\): rule 1 .*dim 0 of size 6"
+    ):
         flm.checkpoint.save(
             tmp_path / "a", {"w": jnp.ones(6)}, layout_map=plain_rules()
         )
-    with pytest.raises(flm.RuleError, match="needs a LayoutMap or a RuleSet, got 3"):
+    with pytest.raises(
+        flm.errors.RuleError, match="needs a LayoutMap or a RuleSet, got 3"
+    ):
         flm.checkpoint.save(tmp_path / "a", {"w": jnp.ones(6)}, layout_map=3)
     assert os.listdir(tmp_path) == []
 
@@ -1182,7 +1188,7 @@ def test_a_restore_that_fails_while_reading_touches_nothing(
             raise Exception("Encountered an error, and much more") from error
 
     monkeypatch.setattr(v1, "load", broken)
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         flm.checkpoint.restore(
             saved, target, layout_map=rules(MESHES["another shape"]())
         )

@@ -103,7 +103,7 @@ def outcome(checkpoint: Path) -> str:
     """Restores; says how it ended. Anything but these two fails the test."""
     try:
         restored = flm.checkpoint.restore(checkpoint, layout_map=layout_map())
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         assert str(checkpoint) in str(error)
         return ERROR
     expected = tree()
@@ -148,7 +148,7 @@ def test_damaged_file(pattern: str, damage: str, intact: Path, tmp_path: Path) -
 
 
 def text_of_error(path: Path, **options: Any) -> str:
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         flm.checkpoint.restore(path, layout_map=layout_map(), **options)
     return str(caught.value)
 
@@ -191,7 +191,7 @@ def test_inspect_names_the_file(
         DAMAGES[damage](copy / name)
         try:
             flm.checkpoint.inspect(copy)
-        except flm.CheckpointError as error:
+        except flm.errors.CheckpointError as error:
             assert f"the checkpoint {copy} " in str(error)
             assert Path(name).name in str(error)
             refused += 1
@@ -207,7 +207,9 @@ def test_inspect_names_the_file(
 def test_a_python_bool_of_plain_orbax(tmp_path: Path) -> None:
     v1: Any = ocp.v1
     v1.save(tmp_path / "plain", {"w": np.ones(8, np.float32), "flag": True})
-    with pytest.raises(flm.CheckpointError, match="writes Python bools, which it cann"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="writes Python bools, which it cann"
+    ):
         flm.checkpoint.inspect(tmp_path / "plain")
 
 
@@ -321,12 +323,12 @@ def test_no_flipped_bit_restores_in_silence(steps: Path, tmp_path: Path) -> None
         for name in ("no target", list(WAYS)[number % len(WAYS)]):
             try:
                 result = comparable(WAYS[name](step))
-            except flm.CheckpointError:
+            except flm.errors.CheckpointError:
                 refused += 1
             else:
                 assert result == expected[name], (spot, name)
         # The control: these flips do change values.
-        with contextlib.suppress(flm.CheckpointError):
+        with contextlib.suppress(flm.errors.CheckpointError):
             result = comparable(restoring(verify=False)(step))
             wrong_if_unchecked += result != unchecked
     assert refused > 40
@@ -340,7 +342,7 @@ def test_another_digit_beside_the_arrays(steps: Path, tmp_path: Path) -> None:
     replaced(step / "_CHECKPOINT_METADATA", '"loss": 0.125', '"loss": 0.625')
     replaced(step / "data/process_0.json", "12345", "12745")
     for way in (lambda: loop(step.parent).metadata(), lambda: restoring()(step)):
-        with pytest.raises(flm.CheckpointError) as caught:
+        with pytest.raises(flm.errors.CheckpointError) as caught:
             way()
         assert str(caught.value) == (
             f"the checkpoint {step} is damaged: its metadata are not those that were "
@@ -350,7 +352,7 @@ def test_another_digit_beside_the_arrays(steps: Path, tmp_path: Path) -> None:
     found = restoring(verify=False)(step)
     assert comparable(found) == comparable(restoring()(steps / "7"))
     said = f"the states of data in {step} are damaged: .*not what was saved"
-    with pytest.raises(flm.CheckpointError, match=said):
+    with pytest.raises(flm.errors.CheckpointError, match=said):
         loop(step.parent).data_states()
 
 
@@ -376,7 +378,9 @@ def test_checkpoints_of_versions_without_digests(steps: Path, tmp_path: Path) ->
     record = data["custom_metadata"]["flax_layoutmap"]
     record["checksums"]["small"] = "0123456789abcdef"
     (step / "_CHECKPOINT_METADATA").write_text(json.dumps(data), "utf-8")
-    with pytest.raises(flm.CheckpointError, match="small .*not those that were saved"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="small .*not those that were saved"
+    ):
         restoring()(step)
 
 
@@ -469,7 +473,7 @@ def test_a_record_with_a_leaf_of_another_kind(intact: Path, tmp_path: Path) -> N
 def test_a_checkpoint_of_plain_orbax(tmp_path: Path) -> None:
     v1: Any = ocp.v1
     v1.save(tmp_path / "a", {"w": jnp.ones(8)})
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         flm.checkpoint.restore(tmp_path / "a")
     assert "without layouts: pass layout_map=, on the mesh to" in str(caught.value)
 

@@ -288,7 +288,7 @@ def test_rename(saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh) -> 
 def test_rename_that_cannot_be(
     rename: Any, text: str, saved: Path, mesh: flm.DeviceMesh
 ) -> None:
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(saved, layout_map=rules(mesh), rename=rename)
     assert text in str(caught.value)
 
@@ -304,7 +304,7 @@ def test_a_hostile_pattern_is_stopped(
 
     path = written(tmp_path / "a", {"a" * 60: jnp.ones(2)})
     monkeypatch.setattr(_rename, "PATIENCE_SECONDS", 1.0)
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(path, layout_map=rules(mesh), rename={pattern: "x"})
     assert f"rename=[{pattern!r}] took more than 1 s" in str(caught.value)
     result = restore(path, layout_map=rules(mesh), rename={r"^((a)+)+$": "x"})
@@ -341,18 +341,22 @@ def test_two_directories_of_one_step(mesh: flm.DeviceMesh, tmp_path: Path) -> No
     for name in ("ema_100", "model_100", "model_7"):
         written(tmp_path / name, {"w": jnp.ones(2)})
     for step in (100, "latest"):
-        with pytest.raises(flm.CheckpointError, match="ema_100 and model_100; pass"):
+        with pytest.raises(
+            flm.errors.CheckpointError, match="ema_100 and model_100; pass"
+        ):
             restore(tmp_path, layout_map=rules(mesh), step=step)
 
 
 def test_a_single_array(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     path = written(tmp_path / "a", jnp.ones(4))
-    with pytest.raises(flm.CheckpointError, match="is a single array, which has no"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="is a single array, which has no"
+    ):
         restore(path, layout_map=rules(mesh))
 
 
 def test_urls(mesh: flm.DeviceMesh, saved: Path) -> None:
-    with pytest.raises(flm.CheckpointError, match="name the step"):
+    with pytest.raises(flm.errors.CheckpointError, match="name the step"):
         restore("gs://bucket/run", layout_map=rules(mesh), step="latest")
     assert inspect(f"file://{saved}").path == str(saved)
 
@@ -371,7 +375,7 @@ def test_missing_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
     target = {"model": Larger(nnx.Rngs(7))}
     before = target["model"].head.kernel[...]
     with pytest.raises(
-        flm.CheckpointError, match="head/kernel .*not in the checkpoint"
+        flm.errors.CheckpointError, match="head/kernel .*not in the checkpoint"
     ):
         restore(saved, target, **options)
     assert target["model"].head.kernel[...] is before
@@ -388,16 +392,18 @@ def test_missing_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
     assert_same(made["model"].up, make().up)
     assert np.array_equal(made["model"].head.kernel[...], before)
     assert_lies(made["model"].head.kernel[...], ((), ("model",)), mesh)
-    with pytest.raises(flm.CheckpointError, match="needs a function as target"):
+    with pytest.raises(flm.errors.CheckpointError, match="needs a function as target"):
         restore(saved, target, missing="init", **options)
     abstract = nnx.eval_shape(lambda: Larger(nnx.Rngs(7)))
-    with pytest.raises(flm.CheckpointError, match="there is no value to keep"):
+    with pytest.raises(flm.errors.CheckpointError, match="there is no value to keep"):
         restore(saved, {"model": abstract}, missing="keep", **options)
 
 
 def test_unexpected_leaves(saved: Path, mesh: flm.DeviceMesh) -> None:
     target = {"model": {"up": pure(make())["up"]}}
-    with pytest.raises(flm.CheckpointError, match="is in the checkpoint, not in the"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="is in the checkpoint, not in the"
+    ):
         restore(saved, target, layout_map=rules(mesh))
     result = restore(saved, target, layout_map=rules(mesh), unexpected="ignore")
     assert_same(result, target)
@@ -414,7 +420,7 @@ def test_dtypes_by_rule(saved: Path, mesh: flm.DeviceMesh) -> None:
     assert found["optimizer/opt_state/0/mu/up/kernel"].dtype == jnp.float32
     assert found["optimizer/step"].dtype == jnp.uint32
     for bad in ({"(": jnp.bfloat16}, {"kernel": jnp.int8}, {"kernel": "no"}):
-        with pytest.raises(flm.CheckpointError, match="dtype="):
+        with pytest.raises(flm.errors.CheckpointError, match="dtype="):
             restore(saved, layout_map=rules(mesh), dtype=bad)
 
 
@@ -437,7 +443,7 @@ def test_options_that_cannot_be(
     options: Any, text: str, saved: Path, mesh: flm.DeviceMesh
 ) -> None:
     for function in (restore, plan):
-        with pytest.raises(flm.CheckpointError) as caught:
+        with pytest.raises(flm.errors.CheckpointError) as caught:
             function(saved, layout_map=rules(mesh), **options)
         assert text in str(caught.value)
 
@@ -569,12 +575,12 @@ def test_inspect_safetensors(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     assert info.kind == "safetensors" and "safetensors" in str(info)
     found = [(leaf.shape, leaf.dtype, leaf.bytes) for leaf in info.leaves]
     assert found == [((4, 8), "bfloat16", 64)]
-    with pytest.raises(flm.CheckpointError, match="use flm.checkpoint.restore_"):
+    with pytest.raises(flm.errors.CheckpointError, match="use flm.checkpoint.restore_"):
         restore(tmp_path / "a", layout_map=rules(mesh))
     (file,) = (tmp_path / "a").glob("*.safetensors")
     assert inspect(file).leaves == info.leaves
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(flm.CheckpointError, match=file.name):
+    with pytest.raises(flm.errors.CheckpointError, match=file.name):
         inspect(tmp_path / "a")
 
 
@@ -597,9 +603,9 @@ def test_steps_of_a_checkpoint_manager(mesh: flm.DeviceMesh, tmp_path: Path) -> 
         assert (np.asarray(result["params"]["kernel"]) == value).all()
     assert inspect(tmp_path / "runs", step="2").step == 2
     text = '1, 10, 2; name one: step=10 or step="latest"'
-    with pytest.raises(flm.CheckpointError, match=text):
+    with pytest.raises(flm.errors.CheckpointError, match=text):
         restore(tmp_path / "runs", **options)
-    with pytest.raises(flm.CheckpointError, match="no step 3; it has 1, 2, 10"):
+    with pytest.raises(flm.errors.CheckpointError, match="no step 3; it has 1, 2, 10"):
         restore(tmp_path / "runs", step=3, **options)
 
 
@@ -618,7 +624,7 @@ def test_ten_thousand_steps(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     info = inspect(tmp_path)
     assert info.step == 10_000 and len(info.steps) == 10_000
     text = "has no step 20000; it has 9995 older steps, 9996, .*, 10000"
-    with pytest.raises(flm.CheckpointError, match=text):
+    with pytest.raises(flm.errors.CheckpointError, match=text):
         restore(tmp_path, step=20_000, layout_map=layout_map)
 
 
@@ -632,7 +638,9 @@ def test_several_trees_in_one_checkpoint(mesh: flm.DeviceMesh, tmp_path: Path) -
                 data=ocp.args.JsonSave({"at": 3}),
             ),
         )
-    with pytest.raises(flm.CheckpointError, match="item='params' or item='state'"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="item='params' or item='state'"
+    ):
         inspect(tmp_path / "runs")
     for item, value in (("params", 0), ("state", 1)):
         assert inspect(tmp_path / "runs", item=item).items == ("params", "state")
@@ -691,7 +699,7 @@ def test_a_plan_for_a_pod_that_is_not_there(tmp_path: Path) -> None:
     assert len(found.read) == 32 and found.bytes_per_device == 4096 * 4 + 4096
     kernel = found.leaves[1]
     assert kernel.path == "kernel" and kernel.amplification > 1
-    with pytest.raises(flm.MeshError, match="mesh=flm.DeviceMesh"):
+    with pytest.raises(flm.errors.MeshError, match="mesh=flm.DeviceMesh"):
         restore(tmp_path / "a", layout_map=layout_map)
 
 
@@ -700,7 +708,7 @@ def test_a_rank_that_does_not_fit_is_told_by_the_plan(
 ) -> None:
     layout_map = flm.LayoutMap(mesh)
     layout_map["up/kernel"] = ("data", None, "model")
-    with pytest.raises(flm.CheckpointError, match="model/up/kernel"):
+    with pytest.raises(flm.errors.CheckpointError, match="model/up/kernel"):
         plan(saved, layout_map=layout_map)
 
 
@@ -710,10 +718,10 @@ def test_damage_is_told_by_inspect(saved: Path, tmp_path: Path) -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(saved, copy)
         (copy / file).write_text("{")
-        with pytest.raises(flm.CheckpointError, match=Path(file).name):
+        with pytest.raises(flm.errors.CheckpointError, match=Path(file).name):
             inspect(copy)
     (tmp_path / "b.orbax-checkpoint-tmp").mkdir()
-    with pytest.raises(flm.CheckpointError, match="unfinished"):
+    with pytest.raises(flm.errors.CheckpointError, match="unfinished"):
         inspect(tmp_path / "b.orbax-checkpoint-tmp")
     text = (saved / "_CHECKPOINT_METADATA").read_text()
     assert json.loads(text)["custom_metadata"]["flax_layoutmap"]["schema"] == 1
@@ -780,7 +788,7 @@ def test_restore_finds_a_flipped_bit(
         return {**values, path: jax.device_put(changed, values[path].sharding)}
 
     monkeypatch.setattr(_orbax, "read_arrays", flipped)
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(saved, target, **options)
     assert "1 problem" in str(caught.value)
     assert "model/layers/1/bias (16,): its data are not those that" in str(caught.value)
@@ -799,7 +807,9 @@ def test_a_checksum_that_is_missing_is_told(
     del record["digest"]  # which older versions did not write
     del record["checksums"]["model/up/bias"]
     file.write_text(json.dumps(data), "utf-8")
-    with pytest.raises(flm.CheckpointError, match="model/up/bias .* no checksum of it"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="model/up/bias .* no checksum of it"
+    ):
         restore(copy, layout_map=rules(mesh))
 
 
@@ -817,10 +827,10 @@ def test_the_mesh_in_context_does_not_matter(saved: Path, mesh: flm.DeviceMesh) 
 
 def test_nothing_to_verify_with(mesh: flm.DeviceMesh, tmp_path: Path) -> None:
     path = written(tmp_path / "a", {"w": jnp.ones(4)})
-    with pytest.raises(flm.CheckpointError, match="saved by Orbax alone"):
+    with pytest.raises(flm.errors.CheckpointError, match="saved by Orbax alone"):
         restore(path, layout_map=rules(mesh), verify=True)
     flm.checkpoint.save(tmp_path / "b", {"w": jnp.ones(4)}, checksums=False)
-    with pytest.raises(flm.CheckpointError, match="saved with checksums=False"):
+    with pytest.raises(flm.errors.CheckpointError, match="saved with checksums=False"):
         restore(tmp_path / "b", layout_map=rules(mesh), verify=True)
     # By default nothing is said of it.
     with warnings.catch_warnings():

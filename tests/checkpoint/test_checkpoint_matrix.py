@@ -374,7 +374,7 @@ def test_refused(row: str, case: Case) -> None:
     change, phrases = REFUSED[row]
     change(case)
     before = values(case.target)
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         flm.checkpoint.restore(case.path, case.target, **case.options)
     text = str(caught.value)
     for phrase in phrases:

@@ -62,9 +62,11 @@ def test_a_part_of_it_under_other_names(saved: Path) -> None:
 def test_what_does_not_fit_is_listed(saved: Path) -> None:
     rules = flm.LayoutMap(flm.DeviceMesh.abstract("data=3"))
     rules["kernel|bias"] = ("data",)
-    with pytest.raises(flm.ResolveError, match="2 leaves do not fit the rules"):
+    with pytest.raises(flm.errors.ResolveError, match="2 leaves do not fit the rules"):
         flm.checkpoint.resolve(saved, layout_map=rules)
-    with pytest.raises(flm.CheckpointError, match="include='ears' finds no leaf"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="include='ears' finds no leaf"
+    ):
         flm.checkpoint.resolve(saved, include="ears")
 
 
@@ -72,12 +74,14 @@ def test_without_rules(tmp_path: Path) -> None:
     v1: Any = ocp.v1
     v1.save(tmp_path / "plain", {"w": np.ones((4, 4), np.float32)})
     with pytest.raises(
-        flm.CheckpointError, match="saved without rules; pass layout_map"
+        flm.errors.CheckpointError, match="saved without rules; pass layout_map"
     ):
         flm.checkpoint.resolve(tmp_path / "plain")
     rules = flm.LayoutMap()
     rules["w"] = ("data", None)
-    with pytest.raises(flm.CheckpointError, match="saved without a mesh; pass mesh="):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="saved without a mesh; pass mesh="
+    ):
         flm.checkpoint.resolve(tmp_path / "plain", layout_map=rules)
     found = flm.checkpoint.resolve(
         tmp_path / "plain", layout_map=rules, mesh=flm.DeviceMesh.abstract("data=4")

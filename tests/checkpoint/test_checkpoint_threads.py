@@ -61,7 +61,8 @@ def share(name):
 
         def work():
             for _ in range(3):
-                with contextlib.suppress(flm.CheckpointError):  # others were faster
+                # Others were faster.
+                with contextlib.suppress(flm.errors.CheckpointError):
                     checkpointer.save(next(step), tree(0))
                     checkpointer.wait()
 

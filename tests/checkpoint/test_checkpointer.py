@@ -149,7 +149,7 @@ def bits(tree: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def refused(*phrases: str) -> Iterator[None]:
     """Expects one CheckpointError whose text has all the phrases."""
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         yield
     for phrase in phrases:
         assert phrase in str(caught.value), str(caught.value)
@@ -690,7 +690,7 @@ def test_a_failed_save_and_an_exception_are_both_told(
 ) -> None:
     """An end of the data that the user catches must not hide it, nor `exit(0)`."""
     failing(monkeypatch)
-    with pytest.raises(flm.CheckpointError, match="no space left") as caught:
+    with pytest.raises(flm.errors.CheckpointError, match="no space left") as caught:
         with open_at(tmp_path) as checkpointer:
             checkpointer.save(0, weights(0))
             raise kind(0)
@@ -841,7 +841,7 @@ def test_what_cannot_be_saved_is_told_before_anything_is_written(
         odd = flm.LayoutMap(flm.DeviceMesh("data=8"))
         odd["w"] = ("data",)
         with Checkpointer(tmp_path / "run", layout_map=odd) as other:
-            with pytest.raises(flm.ResolveError, match="does not divide"):
+            with pytest.raises(flm.errors.ResolveError, match="does not divide"):
                 other.save(0, {"w": jnp.ones(9)})
         assert not list(tmp_path.glob("run/[0-9]*"))
         assert checkpointer.save(0, weights(0))

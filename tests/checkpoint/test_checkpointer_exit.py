@@ -270,7 +270,7 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", folder], check
 def refused(call):
     try:
         call()
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         print(type(error).__name__, error)
 
 with opened(keep=1) as checkpointer:
@@ -359,7 +359,7 @@ def test_two_programs_on_one_directory(tmp_path: Path) -> None:
             tmp_path / "run", layout_map=layout_map
         ) as checkpointer:
             owner = f"is being saved to by process {process.pid} on "
-            with pytest.raises(flm.CheckpointError, match=owner):
+            with pytest.raises(flm.errors.CheckpointError, match=owner):
                 checkpointer.save(1, state)
             assert checkpointer.restore(step=0)["w"].shape == (SIZE,)
             process.kill()

@@ -71,7 +71,7 @@ def test_several_processes_save_and_go_on(job_part: launch.Part) -> None:
     with pytest.warns(flm.LayoutWarning, match="step 4 holds the state of data"):
         assert_values(alone(folder), 4)
     text = f"those of {job_part.processes} processes, each of which"
-    with pytest.raises(flm.CheckpointError, match=text):
+    with pytest.raises(flm.errors.CheckpointError, match=text):
         alone(folder).restore(trains.create_fn, data=trains.Position())
     states = [{"process": at, "batches": 5} for at in processes]
     assert alone(folder).data_states() == states

@@ -405,7 +405,7 @@ def place_of(checkpoint: Path, part: bytes) -> tuple[str, int]:
 
 
 def text_of_error(path: Path, **options: Any) -> str:
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         verify(path, **options)
     return str(caught.value)
 
@@ -473,7 +473,7 @@ def test_flipped_bits_in_compressed_data(compressed: Path, tmp_path: Path) -> No
             # A frame may hold bits that nothing reads; then the values are intact.
             assert verify(copy) == type(intact)(str(copy), LEAVES, intact.bytes)
             unharmed += 1
-        except flm.CheckpointError as error:
+        except flm.errors.CheckpointError as error:
             named |= {leaf for leaf in ("large/w", "other") if leaf in str(error)}
             assert "1 problem" in str(error)
     assert named == {"large/w", "other"}

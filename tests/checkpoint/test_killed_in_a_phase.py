@@ -54,7 +54,7 @@ def test_killed_in(phase: str, tmp_path: Path) -> None:
     restored: Any = flm.checkpoint.restore(tmp_path / "1", layout_map=layout_map)
     assert np.isfinite(np.asarray(restored["model"]["kernel"])).all()
     if phase != "restore":
-        with pytest.raises(flm.CheckpointError):
+        with pytest.raises(flm.errors.CheckpointError):
             flm.checkpoint.inspect(tmp_path / "2")
     else:
         assert flm.checkpoint.verify(tmp_path / "2").leaves > 0

@@ -290,7 +290,9 @@ def test_memory_kind_of_a_rule(folder: Path, mesh: flm.DeviceMesh) -> None:
 
 def test_dtypes(folder: Path, rules: flm.LayoutMap) -> None:
     target = nnx.state(make())
-    with pytest.raises(flm.CheckpointError, match="norm/scale .*float64.*float32"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="norm/scale .*float64.*float32"
+    ):
         restore(folder, target, layout_map=rules, mapping=[MAPPING[0], (".*", "norm")])
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
     found = restore(folder, half, layout_map=rules, mapping=MAPPING, dtype="target")
@@ -301,7 +303,9 @@ def test_dtypes(folder: Path, rules: flm.LayoutMap) -> None:
     assert found["norm"]["scale"].get_value().dtype == jnp.float16
     whole = {"mlp": {"up": {"weight": jnp.zeros((16, 8), jnp.int32)}}}
     for dtype in (None, "target"):
-        with pytest.raises(flm.CheckpointError, match="another dtype: the checkpoint"):
+        with pytest.raises(
+            flm.errors.CheckpointError, match="another dtype: the checkpoint"
+        ):
             restore(folder, whole, layout_map=rules, dtype=dtype, unexpected="ignore")
 
 
@@ -313,7 +317,7 @@ def test_missing_leaves_are_kept_or_made(folder: Path, rules: flm.LayoutMap) -> 
             self.head = nnx.Linear(8, 4, rngs=nnx.Rngs(1))
 
     options = {"layout_map": rules, "mapping": MAPPING}
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(folder, Larger, **options)
     assert len(caught.value.problems) == 2
     assert "head/kernel (8,4): no entry of the mapping matches" in str(caught.value)
@@ -325,9 +329,13 @@ def test_missing_leaves_are_kept_or_made(folder: Path, rules: flm.LayoutMap) -> 
     head = concrete.head.kernel[...]
     kept = restore(folder, concrete, **options, missing="keep")
     assert kept.head.kernel[...] is head
-    with pytest.raises(flm.CheckpointError, match="abstract, so there is no value"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="abstract, so there is no value"
+    ):
         restore(folder, nnx.eval_shape(Larger), **options, missing="keep")
-    with pytest.raises(flm.CheckpointError, match='"init" needs a function as target'):
+    with pytest.raises(
+        flm.errors.CheckpointError, match='"init" needs a function as target'
+    ):
         restore(folder, concrete, **options, missing="init")
 
 
@@ -342,7 +350,7 @@ def test_excluded_leaves_keep_their_values(folder: Path, rules: flm.LayoutMap) -
 def test_tensors_that_no_leaf_needs(folder: Path, rules: flm.LayoutMap) -> None:
     target = {"mlp": {"up": {"kernel": jnp.zeros((8, 16))}}}
     options = {"layout_map": rules}
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(folder, target, mapping=MAPPING, **options)
     text = str(caught.value)
     assert "tensor 'mlp.down.weight' (8,16) in" in text
@@ -359,7 +367,7 @@ def test_a_head_that_is_tied_to_the_embedding(
     tensors = {"model.embed_tokens.weight": UP, "lm_head.weight": UP + 1}
     save_file(tensors, tmp_path / "model.safetensors")
     target = {"embed": {"embedding": jnp.zeros((16, 8))}}
-    with pytest.raises(flm.CheckpointError, match="pass tied=True"):
+    with pytest.raises(flm.errors.CheckpointError, match="pass tied=True"):
         restore(tmp_path, target, layout_map=rules, mapping=m.llama())
     restore(tmp_path, target, layout_map=rules, mapping=m.llama(tied=True))
     both = {**target, "lm_head": {"kernel": jnp.zeros((8, 16))}}
@@ -388,7 +396,7 @@ def test_one_error_lists_all_problems_and_the_target_is_as_before(
     }
     before = dict(model)
     mapping = [*MAPPING, ("odd|key", "nor"), ("misspelt", "mlp.u.weight")]
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(folder, model, layout_map=layout_map, mapping=mapping)
     text = str(caught.value)
     for part in (
@@ -434,7 +442,7 @@ def test_entries_that_are_refused(
     name: str, folder: Path, rules: flm.LayoutMap
 ) -> None:
     mapping, text = ENTRIES[name]
-    with pytest.raises(flm.CheckpointError, match=text):
+    with pytest.raises(flm.errors.CheckpointError, match=text):
         restore(folder, make(), layout_map=rules, mapping=mapping)
 
 
@@ -472,7 +480,7 @@ def test_steps_that_do_not_make_the_leaf(
     tensor, step, text = STEPS[name]
     target = {"scale": jnp.zeros(8)}
     mapping = [("scale", tensor, step)]
-    with pytest.raises(flm.CheckpointError, match=text):
+    with pytest.raises(flm.errors.CheckpointError, match=text):
         restore(folder, target, layout_map=rules, mapping=mapping, unexpected="ignore")
 
 
@@ -493,7 +501,7 @@ def test_steps_that_do_not_make_the_leaf(
     ],
 )
 def test_steps_that_are_none(make_step: Callable[[], Any], text: str) -> None:
-    with pytest.raises(flm.CheckpointError, match=text):
+    with pytest.raises(flm.errors.CheckpointError, match=text):
         make_step()
 
 
@@ -501,7 +509,7 @@ def test_a_pattern_that_could_take_long_is_not_tried(
     folder: Path, rules: flm.LayoutMap
 ) -> None:
     target = {"a" * 400: jnp.zeros(8)}
-    with pytest.raises(flm.CheckpointError, match=r"apart in 10\^\d+ ways"):
+    with pytest.raises(flm.errors.CheckpointError, match=r"apart in 10\^\d+ ways"):
         mapping = [(".*a.*a.*a.*a.*a.*b", "norm")]
         restore(folder, target, layout_map=rules, mapping=mapping)
 
@@ -513,23 +521,29 @@ def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
         ({"unexpected": "keep"}, "unexpected='keep' is none of the choices"),
         ({"include": "nothing"}, "include='nothing' finds no leaf"),
     ):
-        with pytest.raises(flm.CheckpointError, match=text):
+        with pytest.raises(flm.errors.CheckpointError, match=text):
             restore(folder, layout_map=rules, **options)
-    with pytest.raises(flm.CheckpointError, match="without layouts: pass layout_map="):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="without layouts: pass layout_map="
+    ):
         restore(folder)
-    with pytest.raises(flm.CheckpointError, match="mesh= is the mesh for the rules"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="mesh= is the mesh for the rules"
+    ):
         restore(folder, mesh=rules.device_mesh)
-    with pytest.raises(flm.MeshError, match="needs a mesh of devices, .* no mesh"):
+    with pytest.raises(
+        flm.errors.MeshError, match="needs a mesh of devices, .* no mesh"
+    ):
         restore(folder, layout_map=flm.LayoutMap())
     abstract = {"norm": jax.ShapeDtypeStruct((8,), "float32")}
     with pytest.raises(
-        flm.CheckpointError, match="no sharding for it; pass layout_map"
+        flm.errors.CheckpointError, match="no sharding for it; pass layout_map"
     ):
         restore(folder, abstract, unexpected="ignore")
     odd = NamedSharding(jax_mesh(rules), P(("data", "model")))
     save_file({"norm": np.zeros(6, np.float32)}, folder / "model.safetensors")
     abstract = {"norm": jax.ShapeDtypeStruct((6,), "float32", sharding=odd)}
-    with pytest.raises(flm.CheckpointError, match="sharding does not fit it"):
+    with pytest.raises(flm.errors.CheckpointError, match="sharding does not fit it"):
         restore(folder, abstract)
     found = restore(
         folder, layout_map=flm.LayoutMap(strict=False), mesh=rules.device_mesh
@@ -541,7 +555,7 @@ def test_names_that_make_no_tree(tmp_path: Path, rules: flm.LayoutMap) -> None:
     tensors = {"a": UP, "a.b": UP}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(
-        flm.CheckpointError, match="'a' and 'a.b', which make no nested"
+        flm.errors.CheckpointError, match="'a' and 'a.b', which make no nested"
     ):
         restore(tmp_path, layout_map=rules)
     found = restore(

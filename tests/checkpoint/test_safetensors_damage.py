@@ -150,7 +150,7 @@ def test_a_damaged_file_is_an_error_that_names_it(name: str, tmp_path: Path) -> 
     file.write_bytes(data)
     into = target()
     before = dict(into)
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
     for text in (str(file), *texts):
         assert text in str(caught.value)
@@ -170,7 +170,7 @@ def test_all_problems_of_all_files_are_in_one_error(tmp_path: Path) -> None:
     bad = good(a=entry([3, 4], 0, 48, "F31"), b=entry([5], 48, 80, "I64"))
     (tmp_path / "one.safetensors").write_bytes(written(bad, DATA))
     (tmp_path / "two.safetensors").write_bytes(b"")
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         open_safetensors(tmp_path)
     assert len(caught.value.problems) == 3
     assert "3 problems" in str(caught.value)
@@ -192,7 +192,9 @@ def test_a_file_that_is_cut_after_its_header_was_read(
     monkeypatch.setattr(
         "flax_layoutmap.checkpoint._safetensors.open_safetensors", opened
     )
-    with pytest.raises(flm.CheckpointError, match="tensor 'a'.*it was cut since"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="tensor 'a'.*it was cut since"
+    ):
         flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
     assert into["a"] is before
 
@@ -203,7 +205,9 @@ def test_a_file_that_is_cut_after_its_header_was_read(
         return found
 
     monkeypatch.setattr("flax_layoutmap.checkpoint._safetensors.open_safetensors", gone)
-    with pytest.raises(flm.CheckpointError, match="cannot be read: No such file"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="cannot be read: No such file"
+    ):
         flm.checkpoint.restore_safetensors(tmp_path, into, layout_map=rules())
 
 
@@ -296,7 +300,7 @@ BAD_FOLDERS: dict[
 def test_a_bad_folder_is_an_error(name: str, tmp_path: Path) -> None:
     prepare, texts = BAD_FOLDERS[name]
     prepare(tmp_path, two_files(tmp_path))
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         open_safetensors(tmp_path)
     for text in (str(tmp_path), *texts):
         assert text in str(caught.value)
@@ -304,17 +308,21 @@ def test_a_bad_folder_is_an_error(name: str, tmp_path: Path) -> None:
 
 def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(
-        flm.CheckpointError, match="/nowhere; a model of the Hugging Face"
+        flm.errors.CheckpointError, match="/nowhere; a model of the Hugging Face"
     ):
         open_safetensors(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(flm.CheckpointError, match=r"no .safetensors files; it holds"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match=r"no .safetensors files; it holds"
+    ):
         open_safetensors(tmp_path)
-    with pytest.raises(flm.CheckpointError, match="local files only, not at gs://"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="local files only, not at gs://"
+    ):
         open_safetensors("gs://bucket/model")
     file = tmp_path / "model.safetensors"
     file.mkdir()
-    with pytest.raises(flm.CheckpointError, match="cannot read .*directory"):
+    with pytest.raises(flm.errors.CheckpointError, match="cannot read .*directory"):
         open_safetensors(tmp_path)
 
 
@@ -351,7 +359,7 @@ def test_any_edit_of_a_header_is_an_error_or_harmless(
     file.write_bytes(data)
     try:
         found = open_safetensors(file)
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         assert str(file) in str(error)
         return
     # What is accepted covers the bytes of the file, each once.
@@ -362,7 +370,7 @@ def test_any_edit_of_a_header_is_an_error_or_harmless(
     assert sum(t.nbytes for t in found.tensors.values()) <= len(data)
     try:
         values = flm.checkpoint.restore_safetensors(file, layout_map=rules())
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         assert str(file) in str(error)
         return
     leaves = jax.tree.leaves(values)
@@ -397,7 +405,7 @@ def test_any_names(names: list[str], tmp_path: Path) -> None:
         return
     try:
         found = flm.checkpoint.restore_safetensors(file, layout_map=rules())
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         assert "make no nested dict" in str(error)
     else:
         for at, name in enumerate(names):
@@ -521,7 +529,7 @@ def test_a_bool_is_0_or_1(axes: Any, byte: int, tmp_path: Path) -> None:
         ),
     }
     for leaf, restore in restores.items():
-        with pytest.raises(flm.CheckpointError) as caught:
+        with pytest.raises(flm.errors.CheckpointError) as caught:
             restore()
         assert str(caught.value) == (
             f"{leaf}: tensor 'mask' (4,8) in {file}: byte {first} of the file is "
@@ -594,5 +602,7 @@ def test_a_name_that_occurs_twice_among_many(tmp_path: Path) -> None:
     names = [f'"t{at}": 1' for at in range(200_000)]
     names.append(names[-1])
     file.write_bytes(written(f"{{{', '.join(names)}}}".encode(), b""))
-    with pytest.raises(flm.CheckpointError, match="the name 't199999' occurs twice"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="the name 't199999' occurs twice"
+    ):
         open_safetensors(file)

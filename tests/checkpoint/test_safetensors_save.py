@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]] = 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_tree_that_is_refused(name: str, tmp_path: Path) -> None:
     make, options, texts = REFUSED[name]
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         save(tmp_path / "new", make(), **options)
     for text in texts:
         assert text in str(caught.value)
@@ -236,7 +236,7 @@ def test_a_tree_that_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_inside_of_jit(tmp_path: Path) -> None:
-    with pytest.raises(flm.CheckpointError, match="w: it is traced"):
+    with pytest.raises(flm.errors.CheckpointError, match="w: it is traced"):
         jax.jit(lambda x: save(tmp_path, {"w": x}))(A)
 
 
@@ -247,10 +247,12 @@ def test_what_is_there_is_replaced_only_on_request(tmp_path: Path) -> None:
     save_file = tmp_path / "adapter.safetensors"
     save(save_file, {"adapter": A})
     before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-    with pytest.raises(flm.CheckpointError, match="00001-of-00003.safetensors exists"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="00001-of-00003.safetensors exists"
+    ):
         save(tmp_path, {"w": A})
     with pytest.raises(
-        flm.CheckpointError, match="adapter.safetensors exists; save to"
+        flm.errors.CheckpointError, match="adapter.safetensors exists; save to"
     ):
         save(save_file, {"w": A})
     assert {n: (tmp_path / n).read_bytes() for n in names(tmp_path)} == before
@@ -266,12 +268,16 @@ def test_what_is_there_is_replaced_only_on_request(tmp_path: Path) -> None:
 
 def test_places_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(flm.CheckpointError, match="is a file, not a directory"):
+    with pytest.raises(flm.errors.CheckpointError, match="is a file, not a directory"):
         save(tmp_path / "file", {"w": A})
     monkeypatch.setattr(_safetensors_write.os, "access", lambda path, mode: False)
-    with pytest.raises(flm.CheckpointError, match=f"{tmp_path} cannot be written to"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match=f"{tmp_path} cannot be written to"
+    ):
         save(tmp_path / "a" / "b", {"w": A})
-    with pytest.raises(flm.CheckpointError, match="local files only, not at gs://"):
+    with pytest.raises(
+        flm.errors.CheckpointError, match="local files only, not at gs://"
+    ):
         save("gs://bucket/model", {"w": A})
 
 
@@ -298,7 +304,7 @@ def test_a_full_disk_leaves_nothing_behind(
         plain(descriptor)
 
     monkeypatch.setattr(_safetensors_write.os, "fsync", full)
-    with pytest.raises(flm.CheckpointError) as caught:
+    with pytest.raises(flm.errors.CheckpointError) as caught:
         save(folder, tree, max_file_bytes=600, overwrite=True)
     for text in (str(folder), "No space left on device", "nothing was left behind"):
         assert text in str(caught.value)
@@ -317,7 +323,7 @@ def test_too_little_space_is_seen_before_anything_is_written(
 
     monkeypatch.setattr(_safetensors_write.shutil, "disk_usage", lambda path: Usage)
     with pytest.raises(
-        flm.CheckpointError, match="512 bytes are to be .* 100 are free"
+        flm.errors.CheckpointError, match="512 bytes are to be .* 100 are free"
     ):
         save(tmp_path / "made", {"w": A})
     assert names(tmp_path) == []

@@ -23,17 +23,17 @@ def test_an_array(mesh: flm.DeviceMesh, axes: Any) -> None:
     layout = flm.TensorLayout(axes, mesh)
     x = flm.relayout(X, layout)
     for holder in (x, nnx.Param(x), linen.Partitioned(x, names=("a", "b"))):
-        assert flm.fetch_layout(holder) == layout
-        assert flm.is_distributed(holder)
-        flm.check_layout(holder, layout)
+        assert flm.dtensor.fetch_layout(holder) == layout
+        assert flm.dtensor.is_distributed(holder)
+        flm.dtensor.check_layout(holder, layout)
 
 
 def test_every_dim_has_an_entry(mesh: flm.DeviceMesh) -> None:
     """However JAX spells the spec."""
     for spec in (P("data"), P("data", None), P(("data",), None)):
         x = jax.device_put(X, NamedSharding(bare(mesh), spec))
-        assert flm.fetch_layout(x) == flm.TensorLayout(("data", None), mesh)
-    scalar = flm.fetch_layout(flm.relayout(1.0, mesh))
+        assert flm.dtensor.fetch_layout(x) == flm.TensorLayout(("data", None), mesh)
+    scalar = flm.dtensor.fetch_layout(flm.relayout(1.0, mesh))
     assert scalar == flm.TensorLayout.replicated(mesh, 0)
 
 
@@ -42,29 +42,29 @@ def test_of_a_model(mesh: flm.DeviceMesh) -> None:
     layout_map["kernel"] = (None, "model")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     layout_map.place(model)
-    found = flm.fetch_layout(model.kernel)
+    found = flm.dtensor.fetch_layout(model.kernel)
     assert found == flm.TensorLayout((None, "model"), mesh)
 
 
 def test_memory_kinds(mesh: flm.DeviceMesh) -> None:
     layout = flm.TensorLayout(("data",), mesh, memory_kind="pinned_host")
-    assert flm.fetch_layout(flm.relayout(X[0], layout)) == layout
+    assert flm.dtensor.fetch_layout(flm.relayout(X[0], layout)) == layout
 
 
 def test_plain_values() -> None:
     for value in (None, 1, 2.5, True, 1j):
-        assert flm.fetch_layout(value) is None
-        assert not flm.is_distributed(value)
+        assert flm.dtensor.fetch_layout(value) is None
+        assert not flm.dtensor.is_distributed(value)
     for value in (X, jnp.asarray(X), jax.device_put(X, jax.devices()[1])):
-        assert not flm.is_distributed(value)
+        assert not flm.dtensor.is_distributed(value)
         with pytest.raises(flm.LayoutError, match="flm.relayout"):
-            flm.fetch_layout(value)
+            flm.dtensor.fetch_layout(value)
 
 
 def test_abstract_arrays(abstract_mesh: flm.DeviceMesh) -> None:
     layout = flm.TensorLayout(("data", None), abstract_mesh)
     struct = jax.ShapeDtypeStruct((8, 8), "float32", sharding=layout.sharding())
-    assert flm.fetch_layout(struct) == layout
+    assert flm.dtensor.fetch_layout(struct) == layout
 
 
 def test_explicit_axes_inside_jit() -> None:
@@ -73,8 +73,8 @@ def test_explicit_axes_inside_jit() -> None:
     seen = []
 
     def look(x: Any) -> Any:
-        seen.append(flm.fetch_layout(x))
-        flm.check_layout(x, layout)
+        seen.append(flm.dtensor.fetch_layout(x))
+        flm.dtensor.check_layout(x, layout)
         return x
 
     jax.jit(look)(flm.relayout(X, layout))
@@ -82,7 +82,7 @@ def test_explicit_axes_inside_jit() -> None:
 
 
 @pytest.mark.parametrize("kinds", ["auto", ("explicit", "auto")], ids=str)
-@pytest.mark.parametrize("look", [flm.fetch_layout, flm.is_distributed])
+@pytest.mark.parametrize("look", [flm.dtensor.fetch_layout, flm.dtensor.is_distributed])
 def test_never_a_false_replicated(kinds: Any, look: Any) -> None:
     """JAX's own type of such a value says that nothing is sharded, or only a part."""
     mesh = flm.DeviceMesh((2, 4), ("data", "model"), axis_types=kinds)
@@ -97,7 +97,7 @@ def test_while_differentiating_outside_of_jit(mesh: flm.DeviceMesh) -> None:
     seen = []
 
     def loss(x: Any) -> Any:
-        seen.extend([flm.fetch_layout(x), flm.is_distributed(x)])
+        seen.extend([flm.dtensor.fetch_layout(x), flm.dtensor.is_distributed(x)])
         return jnp.sum(x)
 
     jax.grad(loss)(flm.relayout(X, layout))
@@ -113,23 +113,23 @@ def test_check_layout(mesh: flm.DeviceMesh) -> None:
     good = [("data", None), P("data"), ("data", ...), ("match", None)]
     bad = [("data",), ("model", None), None, (None, "data"), ("data", "model")]
     for axes in good:
-        flm.check_layout({"a": [x, None]}, axes)
+        flm.dtensor.check_layout({"a": [x, None]}, axes)
         for at in (mesh, same, abstract):
-            flm.check_layout(x, flm.TensorLayout(axes, at))
+            flm.dtensor.check_layout(x, flm.TensorLayout(axes, at))
         with pytest.raises(flm.LayoutError, match="has the layout"):
-            flm.check_layout(x, flm.TensorLayout(axes, other))
+            flm.dtensor.check_layout(x, flm.TensorLayout(axes, other))
     for axes in bad:
         for layout in (axes, flm.TensorLayout(axes, mesh)):
             with pytest.raises(flm.LayoutError, match="has the layout"):
-                flm.check_layout({"a": [x]}, layout)
+                flm.dtensor.check_layout({"a": [x]}, layout)
     with pytest.raises(flm.LayoutError, match="has the layout"):
-        flm.check_layout({"a": [x, X[0]], "b": nnx.Param(x)}, ("model", None))
+        flm.dtensor.check_layout({"a": [x, X[0]], "b": nnx.Param(x)}, ("model", None))
 
 
 @pytest.mark.parametrize("nothing", [None, {}, [None], {"a": ()}], ids=str)
 def test_check_layout_of_nothing(nothing: Any) -> None:
     with pytest.raises(flm.LayoutError, match="there is none in"):
-        flm.check_layout(nothing, ("data",))
+        flm.dtensor.check_layout(nothing, ("data",))
 
 
 # ------------------------------------------------------------- boxes that would move
@@ -176,20 +176,27 @@ def test_reading_a_box_moves_nothing(mesh: flm.DeviceMesh, context: bool) -> Non
     x = flm.relayout(X, layout)
     with jax.set_mesh(bare(mesh)) if context else contextlib.nullcontext():
         moved = linen.meta.unbox(boxes(x, bare(mesh))[0])
-        assert flm.fetch_layout(moved) != layout  # or this test would show nothing
+        assert (
+            flm.dtensor.fetch_layout(moved) != layout
+        )  # or this test would show nothing
         for box in boxes(x, bare(mesh)):
-            assert flm.fetch_layout(box) == layout
-            assert flm.is_distributed(box)
-            flm.check_layout(box, layout)
+            assert flm.dtensor.fetch_layout(box) == layout
+            assert flm.dtensor.is_distributed(box)
+            flm.dtensor.check_layout(box, layout)
             assert_lies(flm.relayout_like(X, box), ((), ()), mesh, X)
-            parts = flm.unpack(box)
+            parts = flm.dtensor.unpack(box)
             assert [part.shape for part in parts] == [(8, 8)] * 8
             pointers = [part.unsafe_buffer_pointer() for part in parts]
-            assert pointers == [p.unsafe_buffer_pointer() for p in flm.unpack(x)]
+            assert pointers == [
+                p.unsafe_buffer_pointer() for p in flm.dtensor.unpack(x)
+            ]
 
 
 def test_a_variable_that_holds_a_dict(mesh: flm.DeviceMesh) -> None:
     x = flm.relayout(X, mesh)
-    for look in (flm.fetch_layout, lambda v: flm.check_layout(v, ("data", None))):
+    for look in (
+        flm.dtensor.fetch_layout,
+        lambda v: flm.dtensor.check_layout(v, ("data", None)),
+    ):
         with pytest.raises(flm.LayoutError, match="a dict, .*pass its leaves"):
             look(nnx.Variable({"a": x}))

@@ -45,47 +45,44 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_devices() -> None:
-    assert flm.list_devices() == [f"cpu:{number}" for number in range(8)]
-    assert flm.list_devices("CPU") == flm.list_devices()
-    assert flm.get_device_count() == flm.get_device_count("cpu") == 8
-    mesh = flm.DeviceMesh((2, 4), ("data", "model"), flm.list_devices())
+    assert flm.keras.list_devices() == [f"cpu:{number}" for number in range(8)]
+    assert flm.keras.list_devices("CPU") == flm.keras.list_devices()
+    assert flm.keras.get_device_count() == flm.keras.get_device_count("cpu") == 8
+    mesh = flm.DeviceMesh((2, 4), ("data", "model"), flm.keras.list_devices())
     assert list(mesh.devices.flat) == jax.devices()
 
 
-@pytest.mark.parametrize("function", [flm.list_devices, flm.get_device_count])
+@pytest.mark.parametrize(
+    "function", [flm.keras.list_devices, flm.keras.get_device_count]
+)
 def test_devices_that_are_not_here(function: Any) -> None:
-    with pytest.raises(flm.MeshError, match="no devices of type 'npu'.*uses 'cpu'"):
+    with pytest.raises(
+        flm.errors.MeshError, match="no devices of type 'npu'.*uses 'cpu'"
+    ):
         function("npu")
-    with pytest.raises(flm.MeshError, match="device_type is a text"):
+    with pytest.raises(flm.errors.MeshError, match="device_type is a text"):
         function(8)
 
 
-def test_nothing_given_is_left_to_jax(calls: list[Any]) -> None:
-    flm.initialize()
-    assert calls == [(None, None, None, {})]
-
-
-def test_arguments_are_passed_on(calls: list[Any]) -> None:
-    flm.initialize("10.0.0.1:1234", 4, 3, initialization_timeout=5)
-    options = {"initialization_timeout": 5}
-    assert calls == [("10.0.0.1:1234", 4, 3, options)]
-    flm.initialize("10.0.0.1:1234", 4, 3, shutdown_timeout_seconds=600)
-    assert calls[1] == ("10.0.0.1:1234", 4, 3, {"shutdown_timeout_seconds": 600})
-
-
-def test_the_first_of_several_addresses(calls: list[Any]) -> None:
-    flm.initialize("10.0.0.1:1234, 10.0.0.2:2345", process_id=0)
-    assert calls == [("10.0.0.1:1234", 2, 0, {})]
-
-
-def test_variables(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_jax_is_given(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    at = "10.0.0.1:1234"
+    flm.keras.initialize()
+    flm.keras.initialize(at, 4, 3, initialization_timeout=5)
+    flm.keras.initialize(at, 4, 3, shutdown_timeout_seconds=600)
+    flm.keras.initialize(f"{at}, 10.0.0.2:2345", process_id=0)
+    flm.keras.initialize(at, 2)  # only JAX finds out whether this is process 0
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
-    flm.initialize()
-    flm.initialize(process_id=0)  # an argument counts more
+    flm.keras.initialize()
+    flm.keras.initialize(process_id=0)  # an argument counts more
     assert calls == [
-        ("10.0.0.1:1234", 2, 1, {}),
-        ("10.0.0.1:1234", 2, 0, {}),
+        (None, None, None, {}),
+        (at, 4, 3, {"initialization_timeout": 5}),
+        (at, 4, 3, {"shutdown_timeout_seconds": 600}),
+        (at, 2, 0, {}),
+        (at, 2, None, {}),
+        (at, 2, 1, {}),
+        (at, 2, 0, {}),
     ]
 
 
@@ -112,17 +109,8 @@ def test_variables(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_does_not_fit(calls: list[Any], arguments: Any, message: str) -> None:
-    with pytest.raises(flm.ProcessError, match=message):
-        flm.initialize(*arguments)
-    assert not calls
-
-
-def test_a_variable_that_is_no_number(
-    calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KERAS_DISTRIBUTION_PROCESS_ID", "first")
-    with pytest.raises(flm.ProcessError, match="variable KERAS_DISTRIBUTION_PROCESS"):
-        flm.initialize()
+    with pytest.raises(flm.errors.ProcessError, match=message):
+        flm.keras.initialize(*arguments)
     assert not calls
 
 
@@ -132,7 +120,7 @@ def run(statement: str) -> tuple[subprocess.CompletedProcess[str], float]:
         "import flax_layoutmap as flm\n"
         "try:\n"
         f"    {statement}\n"
-        "except flm.ProcessError as error:\n"
+        "except flm.errors.ProcessError as error:\n"
         "    print(error)\n"
     )
     variables = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu"}
@@ -150,7 +138,7 @@ def run(statement: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 def test_without_a_cluster() -> None:
     """JAX's own words, with what to do."""
-    ended, _ = run("flm.initialize(cluster_detection_method='deactivate')")
+    ended, _ = run("flm.keras.initialize(cluster_detection_method='deactivate')")
     assert ended.returncode == 0, ended.stderr
     assert "no cluster was found" in ended.stdout
     assert "leave the call out for one process" in ended.stdout
@@ -158,15 +146,9 @@ def test_without_a_cluster() -> None:
 
 @pytest.mark.parametrize("seconds", ["5", 2.5, 0, -1])
 def test_a_timeout_that_is_none(calls: list[Any], seconds: Any) -> None:
-    with pytest.raises(flm.ProcessError, match="whole number of seconds, got"):
-        flm.initialize("127.0.0.1:1", 2, 1, initialization_timeout=seconds)
+    with pytest.raises(flm.errors.ProcessError, match="whole number of seconds, got"):
+        flm.keras.initialize("127.0.0.1:1", 2, 1, initialization_timeout=seconds)
     assert not calls
-
-
-def test_too_late() -> None:
-    jax.devices()
-    with pytest.raises(flm.ProcessError, match=r"jax.devices\(\) is too late"):
-        flm.initialize("127.0.0.1:1", 1, 0)
 
 
 def test_jax_is_asked_before_the_address_is_tried(
@@ -182,15 +164,15 @@ def test_jax_is_asked_before_the_address_is_tried(
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(_initialize, "try_address", lambda *_: seen.append("tried"))
-    flm.initialize("10.0.0.1:1234", 2, 1)
+    flm.keras.initialize("10.0.0.1:1234", 2, 1)
     assert seen == [("localhost:1", 1, -1), "tried", ("10.0.0.1:1234", 2, 1)]
 
 
 def test_twice(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    flm.initialize()
-    with pytest.raises(flm.ProcessError, match="part of a job already"):
-        flm.initialize("10.0.0.1:1234", 2, 0)
+    flm.keras.initialize()
+    with pytest.raises(flm.errors.ProcessError, match="part of a job already"):
+        flm.keras.initialize("10.0.0.1:1234", 2, 0)
     assert not calls
 
 
@@ -224,7 +206,7 @@ def test_a_port_that_is_taken(held: str) -> None:
         ".*Address already in use.*"
         "last job may still hold"
     )
-    with pytest.raises(flm.ProcessError, match=text):
+    with pytest.raises(flm.errors.ProcessError, match=text):
         _coordinator.try_address(given(held), 0, 5)
 
 
@@ -241,14 +223,14 @@ def test_the_variable_of_where_to_listen(
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", held)
     variable = "from the variable JAX_COORDINATOR_BIND_ADDRESS"
     text = rf"cannot listen at {held} \({variable}\), .*{free}"
-    with pytest.raises(flm.ProcessError, match=text):
+    with pytest.raises(flm.errors.ProcessError, match=text):
         _coordinator.try_address(given(free), 0, 5)
 
 
 def test_an_address_of_another_host(free: str) -> None:
     elsewhere = free.replace("127.0.0.1", "127.0.0.2")
     with pytest.raises(
-        flm.ProcessError, match=f"could not reach itself at {elsewhere}"
+        flm.errors.ProcessError, match=f"could not reach itself at {elsewhere}"
     ):
         _coordinator.try_address(given(elsewhere), 0, 0.1, free)
 
@@ -264,7 +246,7 @@ def test_an_address_of_another_host(free: str) -> None:
 def test_process_0_that_is_not_there(free: str, host: str, reason: str) -> None:
     address = free.replace("127.0.0.1", host)
     begin = time.monotonic()
-    with pytest.raises(flm.ProcessError, match=reason) as caught:
+    with pytest.raises(flm.errors.ProcessError, match=reason) as caught:
         _coordinator.try_address(given(address), 3, 0.1)
     assert time.monotonic() - begin < 30  # a name may take a while to be looked up
     found = f"process 3 could not reach process 0 at {address} (from job_addresses) in"
@@ -286,7 +268,7 @@ def test_process_0_that_comes_late(free: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.multiprocess
 def test_a_port_that_is_taken_in_a_real_process(held: str) -> None:
     """Where JAX's runtime would end the process by a segmentation fault."""
-    ended, _ = run(f"flm.initialize({held!r}, 2, 0)")
+    ended, _ = run(f"flm.keras.initialize({held!r}, 2, 0)")
     assert ended.returncode == 0, ended.stderr
     assert "process 0 cannot listen at" in ended.stdout
 
@@ -294,7 +276,7 @@ def test_a_port_that_is_taken_in_a_real_process(held: str) -> None:
 @pytest.mark.multiprocess
 def test_nobody_to_meet_in_a_real_process(free: str) -> None:
     """Where JAX's runtime would end the process by a signal."""
-    ended, _ = run(f"flm.initialize({free!r}, 2, 1, initialization_timeout=1)")
+    ended, _ = run(f"flm.keras.initialize({free!r}, 2, 1, initialization_timeout=1)")
     assert ended.returncode == 0, ended.stderr
     assert (
         f"could not reach process 0 at {free} (from job_addresses) in 1 s"
@@ -306,7 +288,9 @@ def test_nobody_to_meet_in_a_real_process(free: str) -> None:
 @pytest.mark.slow
 def test_one_that_never_comes(free: str) -> None:
     """JAX ends process 0, in the time and after the warning that the docstring says."""
-    ended, seconds = run(f"flm.initialize({free!r}, 2, 0, initialization_timeout=2)")
+    ended, seconds = run(
+        f"flm.keras.initialize({free!r}, 2, 0, initialization_timeout=2)"
+    )
     assert ended.returncode != 0 and not ended.stdout
     assert f"waited 1 s for the others of the job at {free}" in ended.stderr
     assert "DEADLINE_EXCEEDED" in ended.stderr
@@ -322,18 +306,17 @@ def test_one_that_waits_says_so(free: str, monkeypatch: pytest.MonkeyPatch) -> N
     text = f"for the others of the job at {where}, .*do not come in 1 s"
     with pytest.warns(flm.LayoutWarning, match=text):
         text = f"reach process 0 at {where} in 1 s"
-        with pytest.raises(flm.ProcessError, match=text):
-            flm.initialize(free, 2, 1, initialization_timeout=1)
+        with pytest.raises(flm.errors.ProcessError, match=text):
+            flm.keras.initialize(free, 2, 1, initialization_timeout=1)
 
 
-def test_too_late_is_told_before_the_address_is_tried(
-    free: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_late(free: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the address is tried, and of one process too."""
     jax.devices()
     tried: list[Any] = []
     monkeypatch.setattr(_initialize, "try_address", lambda *args: tried.append(args))
-    with pytest.raises(flm.ProcessError, match=r"jax.devices\(\) is too late"):
-        flm.initialize(free, 2, 1)
+    with pytest.raises(flm.errors.ProcessError, match=r"jax.devices\(\) is too late"):
+        flm.keras.initialize(free, 2, 1)
     assert not tried
 
 
@@ -343,7 +326,7 @@ def test_the_address_that_jax_reads(
     tried: list[Any] = []
     monkeypatch.setattr(_initialize, "try_address", lambda *args: tried.append(args))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
-    flm.initialize(None, 2, 1, coordinator_bind_address="10.0.0.1:5")
+    flm.keras.initialize(None, 2, 1, coordinator_bind_address="10.0.0.1:5")
     where = ("10.0.0.1:1234", "the variable JAX_COORDINATOR_ADDRESS")
     assert tried == [(where, 1, 300, "10.0.0.1:5")]
     assert calls[0][:3] == (None, 2, 1)
@@ -352,22 +335,15 @@ def test_the_address_that_jax_reads(
 @pytest.mark.parametrize(
     ("variable", "value", "text"),
     [
-        (
-            "JAX_COORDINATOR_ADDRESS",
-            "a",
-            r"address is .*, got 'a' \(from the variable {}",
-        ),
-        (
-            "JAX_COORDINATOR_ADDRESS",
-            "",
-            r"address is .*, got '' \(from the variable {}",
-        ),
-        (ADDRESSES, "a", r"an address is .*, got 'a' \(from the variable {}"),
-        (ADDRESSES, "a:1,,b:2", "^the variable {} has an empty part: 'a:1,,b:2'"),
-        (ADDRESSES, "a:1,b:2,c:3", "^the variable {} has 3 addresses, but num_.* is 2"),
+        ("JAX_COORDINATOR_ADDRESS", "a", r"address is .*, got 'a' \(from the {}"),
+        ("JAX_COORDINATOR_ADDRESS", "", r"address is .*, got '' \(from the {}"),
+        (ADDRESSES, "a", r"an address is .*, got 'a' \(from the {}"),
+        (ADDRESSES, "a:1,,b:2", "^the {} has an empty part: 'a:1,,b:2'"),
+        (ADDRESSES, "a:1,b:2,c:3", "^the {} has 3 addresses, but num_.* is 2"),
+        ("KERAS_DISTRIBUTION_PROCESS_ID", "first", "^the {} is no whole number: 'f"),
     ],
 )
-def test_a_variable_that_is_no_address(
+def test_variables_that_do_not_fit(
     calls: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
@@ -375,8 +351,10 @@ def test_a_variable_that_is_no_address(
     text: str,
 ) -> None:
     monkeypatch.setenv(variable, value)
-    with pytest.raises(flm.ProcessError, match=text.format(variable)):
-        flm.initialize(None, 2, 1)
+    number = None if variable.endswith("PROCESS_ID") else 1
+    message = text.format(f"variable {variable}")
+    with pytest.raises(flm.errors.ProcessError, match=message):
+        flm.keras.initialize(None, 2, number)
     assert not calls
 
 
@@ -386,17 +364,11 @@ def test_a_place_to_listen_that_is_no_address(
     for value in ("nowhere", ""):  # JAX takes a text without characters too
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", value)
         text = rf"got '{value}' \(from the variable JAX_COORDINATOR_BIND_ADDRESS\)"
-        with pytest.raises(flm.ProcessError, match=text):
+        with pytest.raises(flm.errors.ProcessError, match=text):
             _coordinator.try_address(given(free), 0, 0.1)
     text = r"got 'here' \(from coordinator_bind_address\)"
-    with pytest.raises(flm.ProcessError, match=text):
+    with pytest.raises(flm.errors.ProcessError, match=text):
         _coordinator.try_address(given(free), 0, 0.1, "here")
-
-
-def test_a_number_that_the_cluster_knows(calls: list[Any]) -> None:
-    """Only JAX finds out whether this is process 0, so nothing is tried."""
-    flm.initialize("10.0.0.1:1234", 2)
-    assert calls == [("10.0.0.1:1234", 2, None, {})]
 
 
 def test_many_others_may_connect_first(free: str) -> None:
@@ -412,7 +384,7 @@ def test_many_others_may_connect_first(free: str) -> None:
 
 def test_where_it_cannot_listen() -> None:
     text = "cannot listen at 192.0.2.1:1234.*see whether it is an address of the host"
-    with pytest.raises(flm.ProcessError, match=text):
+    with pytest.raises(flm.errors.ProcessError, match=text):
         _coordinator.try_address(given("192.0.2.1:1234"), 0, 0.1, "192.0.2.1:1234")
 
 
@@ -464,7 +436,7 @@ def test_no_address_of_a_name_can_be_had(held: str, addresses: list[str]) -> Non
         "192.0.2.1: .*assign requested address.*, "
         "127.0.0.1: .*Address already in use.*; the last job may still hold the port"
     )
-    with pytest.raises(flm.ProcessError, match=text):
+    with pytest.raises(flm.errors.ProcessError, match=text):
         _coordinator.try_address(given(held), 0, 0.1, name)
 
 
@@ -500,7 +472,7 @@ def test_the_time_is_for_all_addresses_together(
     monkeypatch.setattr(_coordinator, "time", clock)
     monkeypatch.setattr(socket, "socket", Silent)
     text = f"in {seconds} s: .*192.0.2.{count}: timed out;"
-    with pytest.raises(flm.ProcessError, match=text):
+    with pytest.raises(flm.errors.ProcessError, match=text):
         _coordinator.try_address(given(f"{NAME}:1234"), 1, seconds)
     assert set(tried) == set(addresses)
     # The first of them leaves the others their parts.

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental import mesh_utils
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.hybrid import granules_of, hybrid_grid
+from flax_layoutmap._core.mesh_shape import granules_of, hybrid_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,13 +101,13 @@ def test_one_slice() -> None:
     ],
 )
 def test_sizes_that_do_not_fit(ici: Any, dcn: Any, devices: Any, text: str) -> None:
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         hybrid_grid(ici, dcn, devices, False)
     assert text in str(caught.value)
 
 
 def test_many_slices_are_not_all_listed() -> None:
-    with pytest.raises(flm.MeshError, match=r"… 12 more$"):
+    with pytest.raises(flm.errors.MeshError, match=r"… 12 more$"):
         hybrid_grid({"model": 4}, {"data": 2}, chips(20, 4), False)
 
 
@@ -117,15 +117,19 @@ def test_links_that_would_have_to_be_split(monkeypatch: pytest.MonkeyPatch) -> N
         raise NotImplementedError("Failed to find assignment")
 
     monkeypatch.setattr(mesh_utils, "create_hybrid_device_mesh", cannot)
-    with pytest.raises(flm.MeshError, match="pass allow_split_physical_axes=True") as e:
+    with pytest.raises(
+        flm.errors.MeshError, match="pass allow_split_physical_axes=True"
+    ) as e:
         hybrid_grid({"model": 4}, {"data": 2}, chips(2, 4), False)
     assert isinstance(e.value.__cause__, NotImplementedError)
 
 
 def test_sizes_as_a_user_writes_them() -> None:
-    with pytest.raises(flm.MeshError, match="only one axis may have size -1"):
+    with pytest.raises(flm.errors.MeshError, match="only one axis may have size -1"):
         flm.DeviceMesh.hybrid("a=-1,b=-1", "c=1")
-    with pytest.raises(flm.MeshError, match="8 devices do not divide by"):
+    with pytest.raises(flm.errors.MeshError, match="8 devices do not divide by"):
         flm.DeviceMesh.hybrid("a=-1,b=3", "c=1")
-    with pytest.raises(flm.MeshError, match="is for 2 processes, but there are 1"):
+    with pytest.raises(
+        flm.errors.MeshError, match="is for 2 processes, but there are 1"
+    ):
         flm.DeviceMesh.hybrid("a=8", {"c": 2})

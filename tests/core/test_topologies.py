@@ -9,8 +9,14 @@ import pytest
 
 from flax_layoutmap._core import topologies as _topologies
 from flax_layoutmap._core.errors import MeshError
-from flax_layoutmap._core.generations import ALIASES, GENERATIONS, SOURCES
-from flax_layoutmap._core.topologies import Topology, shapes_of, topology
+from flax_layoutmap._core.topologies import (
+    ALIASES,
+    GENERATIONS,
+    SOURCES,
+    Topology,
+    shapes_of,
+    topology,
+)
 
 # Name → shape, accelerator type, devices and hosts of one slice.
 KNOWN: dict[str, tuple[tuple[int, ...], str, int, int]] = {

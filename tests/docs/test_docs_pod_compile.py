@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flax_layoutmap._core.generations import GENERATIONS
+from flax_layoutmap._core.topologies import GENERATIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pod_compile.md").read_text("utf-8")
 

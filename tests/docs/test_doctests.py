@@ -48,7 +48,7 @@ def test_example(example: doctest.DocTest) -> None:
     assert results.failed == 0, "".join(printed)
 
 
-NAMESPACES = ("", "checkpoint", "draw", "pod", "testing")
+NAMESPACES = ("", "checkpoint", "draw", "dtensor", "keras", "pod", "testing")
 
 
 def public_functions() -> list[str]:

@@ -790,7 +790,7 @@ NOTHING = (
 MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: draw.mesh(None),
-        flm.MeshError,
+        flm.errors.MeshError,
         'there is no mesh to draw; use flm.draw.mesh("data=2,model=4"), a '
         "flm.DeviceMesh or a jax.sharding.Mesh",
     ),
@@ -802,13 +802,13 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     ),
     (
         lambda: draw.array(flm.TensorLayout(("model",)), (8,)),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the layout ('model',) has no mesh to draw it on; give it one: "
         'flm.draw.array(layout.on(flm.DeviceMesh.abstract("data=2,model=4")), shape)',
     ),
     (
         lambda: draw.array(P("model"), (8,)),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the layout ('model', ...) has no mesh to draw it on; give it one: "
         'flm.draw.array(layout.on(flm.DeviceMesh.abstract("data=2,model=4")), shape)',
     ),

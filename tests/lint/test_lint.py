@@ -43,7 +43,7 @@ def on(tree: Any, rules: Any, *, tile: Any = None, **options: Any) -> Issues:
 
 def unfit(tree: Any, rules: Any, mesh: str, **options: Any) -> Issues:
     """What lint says of what resolving refuses."""
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         mapped(rules, mesh, **options).resolve(tree)
     return flm.lint(caught.value.resolution)
 
@@ -534,7 +534,7 @@ def test_what_does_not_fit_hides_nothing_else() -> None:
 
 
 def test_a_tree_that_does_not_fit_is_lost_in_a_pickle() -> None:
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         mapped(MLP_RULES, "model=3").resolve(MLP)
     error = pickle.loads(pickle.dumps(caught.value))
     assert str(error) == str(caught.value) and error.problems == caught.value.problems
@@ -738,7 +738,7 @@ def test_check_returns_what_is_in_order() -> None:
 
 def test_check_counts_what_is_replicated() -> None:
     resolution = mapped([("down", ("model", None))]).resolve(LAYERS)
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         flm.check(resolution)
     assert str(caught.value) == (
         "1 problem in the layout:\n"
@@ -755,19 +755,19 @@ def test_check_counts_what_is_replicated() -> None:
 
 def test_check_counts_errors_and_more_if_asked() -> None:
     resolution = mapped([("^/", None), ("zzz", None), *MLP_RULES]).resolve(MLP)
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         flm.check(resolution)
     (problem,) = caught.value.problems
     assert problem.startswith("LM006 error: rule 1 '^/'")
     assert flm.check(resolution, ignore=["LM006"]) is resolution
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         flm.check(resolution, level="warning")
     assert [text[:5] for text in caught.value.problems] == ["LM006", "LM101"]
 
 
 def test_check_of_what_is_alike_by_path() -> None:
     resolution = mapped(MLP_RULES).resolve({**LAYERS, "table": struct(64, 512)})
-    with pytest.raises(flm.ResolveError):
+    with pytest.raises(flm.errors.ResolveError):
         flm.check(resolution, level="warning")
     assert flm.check(resolution, level="warning", ignore=["^table$"])
 
@@ -840,7 +840,11 @@ def test_small_matrices_need_a_rule_too() -> None:
     [
         ([], flm.LayoutError, "assert_covers needs meshes, such as"),
         ([None], flm.LayoutError, "assert_covers: None is no mesh"),
-        (["data=-1"], flm.MeshError, "an abstract mesh has no devices to compute -1"),
+        (
+            ["data=-1"],
+            flm.errors.MeshError,
+            "an abstract mesh has no devices to compute -1",
+        ),
     ],
 )
 def test_meshes_that_are_none(meshes: Any, kind: Any, message: str) -> None:

@@ -75,7 +75,7 @@ def restored(path: Path, spec: str) -> str:
     rules["rows|columns|both"] = (None, rules.device_mesh.axis_names[-1])  # pyright: ignore
     try:
         flm.checkpoint.restore(path, layout_map=rules)
-    except flm.CheckpointError as caught:
+    except flm.errors.CheckpointError as caught:
         return str(caught)
     return ""
 
@@ -96,7 +96,7 @@ def main(folder: Path) -> dict[str, Any]:
     try:
         verify(path)
         error = ""
-    except flm.CheckpointError as caught:
+    except flm.errors.CheckpointError as caught:
         error = str(caught)
     return {
         "checksums": found(MESH),

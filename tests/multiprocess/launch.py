@@ -257,7 +257,7 @@ def join(shutdown: int = 20) -> int:
     import flax_layoutmap as flm
 
     number = int(os.environ["FLM_PROCESS"])
-    flm.initialize(
+    flm.keras.initialize(
         os.environ["FLM_COORDINATOR"],
         int(os.environ["FLM_PROCESSES"]),
         number,

@@ -66,18 +66,18 @@ def parts() -> dict[str, bool]:
     checks = {}
     for axes in SPECS:
         x = flm.relayout(HOST, lay(axes))
-        local = flm.unpack(x)
+        local = flm.dtensor.unpack(x)
         here = [d for d in MESH.devices.flat if d.process_index == PROCESS]
         checks[f"{axes}: one part a device"] = [p.devices() for p in local] == [
             {device} for device in here
         ]
-        again = flm.pack([np.asarray(part) for part in local], lay(axes))
+        again = flm.dtensor.pack([np.asarray(part) for part in local], lay(axes))
         checks[f"{axes}: packed"] = holds(again, axes)
-        checks[f"{axes}: fetched"] = flm.fetch_layout(again) == lay(axes)
-    made = flm.call_with_layout(jnp.full, lay(("x", None)), (8, 8), 3.0)
+        checks[f"{axes}: fetched"] = flm.dtensor.fetch_layout(again) == lay(axes)
+    made = flm.dtensor.call_with_layout(jnp.full, lay(("x", None)), (8, 8), 3.0)
     checks["call_with_layout"] = holds(made, ("x", None), np.full((8, 8), 3, "float32"))
     try:
-        flm.pack([1.0] * 8, lay(()))
+        flm.dtensor.pack([1.0] * 8, lay(()))
     except flm.LayoutError as error:
         checks["too many parts"] = f"in this process, {OWN}, got 8" in str(error)
     return checks

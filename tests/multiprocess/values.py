@@ -188,7 +188,7 @@ def scoped() -> dict[str, bool]:
     output = step(model, flm.distribute_tensor(HOST, flm.TensorLayout((), MESH)))
     return {
         "kernel": holds(kernel[...], np.asarray(plain.kernel[...]), layout),
-        "layout": flm.fetch_layout(kernel) == layout,
+        "layout": flm.dtensor.fetch_layout(kernel) == layout,
         "output": output.sharding == layout.sharding(),
     }
 
@@ -220,7 +220,7 @@ def refused() -> dict[str, bool]:
     own = flm.DeviceMesh("data=-1", devices=jax.local_devices())
     try:
         flm.distribute_tensor(array, flm.TensorLayout(("data", None), own))
-    except flm.MeshError as error:
+    except flm.errors.MeshError as error:
         return {"to the devices of one process": "other processes" in str(error)}
     return {"to the devices of one process": False}
 

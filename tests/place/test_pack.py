@@ -36,22 +36,22 @@ CASES: list[tuple[Dims, list[Any]]] = [
 @pytest.mark.parametrize(("dims", "parts"), CASES)
 def test_there_and_back(dims: Dims, parts: list[Any]) -> None:
     layout = flm.TensorLayout(dims, SQUARE)
-    whole = flm.pack(parts, layout)
+    whole = flm.dtensor.pack(parts, layout)
     assert_lies(whole, dims, SQUARE, WHOLE)
-    assert flm.fetch_layout(whole) == layout
-    again = flm.unpack(whole)
+    assert flm.dtensor.fetch_layout(whole) == layout
+    again = flm.dtensor.unpack(whole)
     for part, found, device in zip(parts, again, SQUARE.devices.flat, strict=True):
         assert found.devices() == {device}
         np.testing.assert_array_equal(found, part)
-    assert_lies(flm.pack(again, layout), dims, SQUARE, WHOLE)
+    assert_lies(flm.dtensor.pack(again, layout), dims, SQUARE, WHOLE)
 
 
 def test_the_order_is_that_of_the_mesh() -> None:
     mesh = flm.DeviceMesh((2, 4), ("x", "y"), jax.devices()[::-1])
-    whole = flm.pack(list(range(8)), flm.TensorLayout((), mesh), check=False)
-    assert [int(part) for part in flm.unpack(whole)] == list(range(8))
+    whole = flm.dtensor.pack(list(range(8)), flm.TensorLayout((), mesh), check=False)
+    assert [int(part) for part in flm.dtensor.unpack(whole)] == list(range(8))
     assert int(whole.addressable_shards[0].data) in (0, 7)
-    assert flm.unpack(whole)[0].devices() == {jax.devices()[7]}
+    assert flm.dtensor.unpack(whole)[0].devices() == {jax.devices()[7]}
 
 
 def test_any_kind_of_part(mesh: flm.DeviceMesh) -> None:
@@ -62,35 +62,35 @@ def test_any_kind_of_part(mesh: flm.DeviceMesh) -> None:
         [np.full(1, n, np.float32) for n in range(8)],
     ]
     for parts in lists:
-        whole = flm.pack(parts, layout).astype(jnp.float32)
+        whole = flm.dtensor.pack(parts, layout).astype(jnp.float32)
         assert_lies(whole, (("data", "model"),), mesh, np.arange(8, dtype=np.float32))
 
 
 def test_keys(mesh: flm.DeviceMesh) -> None:
     keys = jax.random.split(jax.random.key(0), 8)
     layout = flm.TensorLayout((("data", "model"),), mesh)
-    whole = flm.pack([keys[n : n + 1] for n in range(8)], layout)
+    whole = flm.dtensor.pack([keys[n : n + 1] for n in range(8)], layout)
     assert_lies(whole, (("data", "model"),), mesh, jax.random.key_data(keys))
-    same = flm.pack([keys[0]] * 8, flm.TensorLayout((), mesh))
+    same = flm.dtensor.pack([keys[0]] * 8, flm.TensorLayout((), mesh))
     assert_lies(same, (), mesh, jax.random.key_data(keys[0]))
 
 
 def test_parts_that_are_there_are_not_copied(mesh: flm.DeviceMesh) -> None:
     parts = [jax.device_put(np.ones(2), device) for device in mesh.devices.flat]
-    again = flm.unpack(flm.pack(parts, flm.TensorLayout(None, mesh)))
+    again = flm.dtensor.unpack(flm.dtensor.pack(parts, flm.TensorLayout(None, mesh)))
     for part, found in zip(parts, again, strict=True):
         assert part.unsafe_buffer_pointer() == found.unsafe_buffer_pointer()
 
 
 def test_a_layout_without_a_mesh(mesh: flm.DeviceMesh) -> None:
-    with flm.default_mesh(mesh):
-        whole = flm.pack([np.ones(2)] * 8, ("data",))
-    assert flm.fetch_layout(whole) == flm.TensorLayout(("data",), mesh)
+    with flm.dtensor.default_mesh(mesh):
+        whole = flm.dtensor.pack([np.ones(2)] * 8, ("data",))
+    assert flm.dtensor.fetch_layout(whole) == flm.TensorLayout(("data",), mesh)
 
 
 def test_unpack_reads_variables(mesh: flm.DeviceMesh) -> None:
     param = nnx.Param(flm.relayout(np.arange(8), flm.TensorLayout(("model",), mesh)))
-    assert [part.tolist() for part in flm.unpack(param)] == [
+    assert [part.tolist() for part in flm.dtensor.unpack(param)] == [
         [0, 1], [2, 3], [4, 5], [6, 7],
     ] * 2  # fmt: skip
 
@@ -101,37 +101,37 @@ def test_pack_reads_variables_and_boxes() -> None:
     parts = [nnx.Param(jnp.full((1, 1), n)) for n in range(4)]
     again = [box(nnx.Param(part.get_value()), names=("x", "y")) for part in parts]
     for given in (parts, again):
-        np.testing.assert_array_equal(flm.pack(given, layout), [[0, 1], [2, 3]])
+        np.testing.assert_array_equal(flm.dtensor.pack(given, layout), [[0, 1], [2, 3]])
 
 
 @pytest.mark.parametrize("part", ["a", np.str_("a"), np.array("a"), None, object()])
 def test_pack_refuses_what_is_no_number(part: Any) -> None:
     with pytest.raises(flm.LayoutError, match="pack takes arrays and numbers, got"):
-        flm.pack([part] * 4, flm.TensorLayout((), SQUARE))
+        flm.dtensor.pack([part] * 4, flm.TensorLayout((), SQUARE))
 
 
 @pytest.mark.parametrize("wrong", range(8))
 def test_any_replica_that_differs_is_found(wrong: int) -> None:
     layout = flm.TensorLayout(("data", None), flm.DeviceMesh((2, 4), ("data", "model")))
     parts = [np.full((2, 2), n // 4) for n in range(8)]
-    flm.pack(parts, layout)
+    flm.dtensor.pack(parts, layout)
     parts[wrong] = parts[wrong] + 5
     with pytest.raises(flm.LayoutError, match="different values"):
-        flm.pack(parts, layout)
-    assert len(flm.unpack(flm.pack(parts, layout, check=False))) == 8
+        flm.dtensor.pack(parts, layout)
+    assert len(flm.dtensor.unpack(flm.dtensor.pack(parts, layout, check=False))) == 8
 
 
 def test_replicas_are_compared_bit_by_bit(mesh: flm.DeviceMesh) -> None:
     nothing = np.full(2, np.nan, np.float32)
-    flm.pack([nothing] * 8, flm.TensorLayout(None, mesh))
+    flm.dtensor.pack([nothing] * 8, flm.TensorLayout(None, mesh))
     zeros = [np.zeros(1), -np.zeros(1)] * 4
     with pytest.raises(flm.LayoutError, match="different values"):
-        flm.pack(zeros, flm.TensorLayout(None, mesh))
+        flm.dtensor.pack(zeros, flm.TensorLayout(None, mesh))
 
 
 def test_what_lies_alone_is_not_compared() -> None:
     parts = [np.full((1, 1), n) for n in range(4)]
-    whole = flm.pack(parts, flm.TensorLayout(("x", "y"), SQUARE))
+    whole = flm.dtensor.pack(parts, flm.TensorLayout(("x", "y"), SQUARE))
     np.testing.assert_array_equal(whole, [[0, 1], [2, 3]])
 
 

@@ -391,13 +391,13 @@ def test_no_mesh_anywhere(axes: Any) -> None:
     text = (
         f"no mesh for the layout {shown.get(axes, 'replicated')}: give it one, "
         "flm.TensorLayout(axes, mesh); or call inside a flm.jit(layout_map=…), "
-        "flm.default_mesh(mesh) or jax.set_mesh(mesh)"
+        "flm.dtensor.default_mesh(mesh) or jax.set_mesh(mesh)"
     )
     for call in (
         flm.distribute_tensor,
         jax.jit(flm.distribute_tensor, static_argnums=1),
     ):
-        with pytest.raises(flm.MeshError) as caught:
+        with pytest.raises(flm.errors.MeshError) as caught:
             call(X, axes)
         assert str(caught.value) == text
 
@@ -408,11 +408,11 @@ def test_an_abstract_mesh(abstract_mesh: flm.DeviceMesh) -> None:
         "DeviceMesh('data=2,model=4', abstract) has no devices to move an array to; "
         "use a concrete mesh"
     )
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.distribute_tensor(X, layout)
     assert str(caught.value) == text
     with jax.sharding.use_abstract_mesh(bare(abstract_mesh)):
-        with pytest.raises(flm.MeshError, match="has no devices"):
+        with pytest.raises(flm.errors.MeshError, match="has no devices"):
             flm.distribute_tensor(X, ("data", None))
     # Traced, it is as good as a concrete one: the program's own devices decide.
     concrete = flm.DeviceMesh((2, 4), NAMES)
@@ -439,7 +439,7 @@ def test_names_inside_jit(mesh: flm.DeviceMesh) -> None:
 
 
 def test_names_that_are_not_there(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         flm.distribute_tensor(X, "hidden")
     assert str(caught.value) == (
         "'hidden' is the name of a layout only inside a flm.jit(layout_map=…) whose "
@@ -447,7 +447,10 @@ def test_names_that_are_not_there(mesh: flm.DeviceMesh) -> None:
     )
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map.names["hidden"] = (None, "model")
-    with using_rules(layout_map.freeze()), pytest.raises(flm.RuleError) as caught:
+    with (
+        using_rules(layout_map.freeze()),
+        pytest.raises(flm.errors.RuleError) as caught,
+    ):
         flm.distribute_tensor(X, "hiden")
     assert str(caught.value) == (
         "layout_map.names has no 'hiden'; did you mean 'hidden'?; it has ['hidden']"
@@ -462,7 +465,7 @@ def test_names_that_clash(mesh: flm.DeviceMesh) -> None:
         with using_rules(layout_map.freeze()):
             return flm.distribute_tensor(X, "hidden")
 
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         call("error")
     assert str(caught.value) == (
         "several names with different layouts match 'hidden': 'hid.*', '.*den'; make "
@@ -500,7 +503,7 @@ def test_manual_axes_are_refused(
     for manual in ({"data", "model"}, {"data"}):
         layout = flm.TensorLayout(("data", None), mesh)
         f = wrap(mapped(lambda x: flm.distribute_tensor(x, layout), mesh, manual))  # noqa: B023
-        with pytest.raises(flm.MeshError) as caught:
+        with pytest.raises(flm.errors.MeshError) as caught:
             f(X)
         assert str(caught.value) == text
 
@@ -533,7 +536,7 @@ def test_what_is_no_array(mesh: flm.DeviceMesh) -> None:
 
 def test_a_module_is_refused(mesh: flm.DeviceMesh) -> None:
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.distribute_tensor(model, flm.TensorLayout(None, mesh))
     assert str(caught.value) == (
         "distribute_tensor takes arrays, not a Linear: move a module by rules, "
@@ -542,12 +545,14 @@ def test_a_module_is_refused(mesh: flm.DeviceMesh) -> None:
 
 
 def test_a_bad_layout(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.RuleError, match="not a layout: 3"):
+    with pytest.raises(flm.errors.RuleError, match="not a layout: 3"):
         flm.distribute_tensor(X, 3)
     with jax.set_mesh(bare(mesh)):
-        with pytest.raises(flm.RuleError, match="no such axis; did you mean 'data'"):
+        with pytest.raises(
+            flm.errors.RuleError, match="no such axis; did you mean 'data'"
+        ):
             flm.distribute_tensor(X, ("dat", None))
-        with pytest.raises(flm.RuleError, match="axis 'data' twice"):
+        with pytest.raises(flm.errors.RuleError, match="axis 'data' twice"):
             flm.distribute_tensor(X, ("data", "data"))
 
 
@@ -663,7 +668,9 @@ def test_an_indivisible_leaf_moves_nothing(mesh: flm.DeviceMesh) -> None:
     layout_map["bias"] = ("model",)
     layout_map["kernel"] = ("model", None)
     before = model.bias[...]
-    with pytest.raises(flm.ResolveError, match="dim 0 of size 6 does not divide"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="dim 0 of size 6 does not divide"
+    ):
         layout_map.place(model)
     assert (
         model.bias.get_value() is before or model.bias[...].sharding == before.sharding
@@ -746,5 +753,5 @@ def test_manual_axes_come_before_the_shape_of_a_part(mesh: flm.DeviceMesh) -> No
         half, mesh=bare(mesh), in_specs=P("data"), out_specs=P("data")
     )
     for function in (mapped, jax.jit(mapped)):
-        with pytest.raises(flm.MeshError, match="'data', which is manual here"):
+        with pytest.raises(flm.errors.MeshError, match="'data', which is manual here"):
             function(X[:2])

@@ -128,7 +128,7 @@ def test_what_is_there_already_is_the_same_object() -> None:
 @pytest.mark.parametrize("mesh", [OTHER, HALF, bare(OTHER)], ids=str)
 def test_a_mesh_keeps_the_dims(mesh: Any) -> None:
     there = flm.DeviceMesh(mesh)
-    for move in (flm.relayout, flm.copy_to_mesh):
+    for move in (flm.relayout, flm.dtensor.copy_to_mesh):
         moved = move({"a": put(PLACES[5])}, mesh)
         assert_lies(moved["a"], PLACES[5], there, X)
         assert_lies(move(jnp.asarray(X), mesh), PLACES[0], there, X)
@@ -138,14 +138,14 @@ def test_a_mesh_keeps_the_dims(mesh: Any) -> None:
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "bfloat16", "complex64"])
 def test_copies_between_meshes_of_any_dtype(dtype: str) -> None:
     x = put(PLACES[5], value=X.astype(dtype))
-    moved = flm.copy_to_mesh(x, lay(PLACES[2], OTHER))
+    moved = flm.dtensor.copy_to_mesh(x, lay(PLACES[2], OTHER))
     assert moved.dtype == dtype
     assert_lies(moved, PLACES[2], OTHER, X.astype(dtype))
 
 
 def test_to_memory_of_the_host_and_back() -> None:
     layout = flm.TensorLayout(("x", None), MESH, memory_kind="pinned_host")
-    moved = flm.copy_to_mesh(put(PLACES[1]), layout)
+    moved = flm.dtensor.copy_to_mesh(put(PLACES[1]), layout)
     assert moved.sharding.memory_kind == "pinned_host"
     back = flm.relayout(moved, lay(PLACES[1]))
     assert back.sharding.memory_kind == "device"
@@ -290,7 +290,7 @@ def test_gradients_come_back_to_the_mesh_of_the_input() -> None:
     x = put(PLACES[1])
 
     def loss(x: Any) -> Any:
-        return jnp.sum(flm.copy_to_mesh(x, OTHER) ** 2)
+        return jnp.sum(flm.dtensor.copy_to_mesh(x, OTHER) ** 2)
 
     assert_lies(jax.grad(loss)(x), PLACES[1], MESH, 2 * X)
     assert_lies(twice(loss)(x), PLACES[1], MESH, 8 * X)
@@ -460,7 +460,7 @@ def test_like_a_value_on_explicit_axes() -> None:
 def test_like_goes_from_one_mesh_to_another() -> None:
     """The example of `tf.experimental.dtensor.relayout_like`."""
     values = flm.relayout(X, lay(PLACES[1], OTHER))
-    with flm.default_mesh(MESH):
+    with flm.dtensor.default_mesh(MESH):
         x = flm.relayout(X, ("x", None))
         y = flm.relayout_like(values, x, name="values_like_x")
         back = flm.relayout_like(x, values)
@@ -663,13 +663,13 @@ def test_from_explicit_to_auto_axes(kind: str, move: Any) -> None:
         return move(x, lay(new)), tangent, jax.grad(loss)(x), twice(loss)(x)
 
     moved, tangent, first, second = all_of_them(x)
-    assert flm.fetch_layout(moved) == lay(new)
+    assert flm.dtensor.fetch_layout(moved) == lay(new)
     assert_lies(moved, new, MESH, X)
     np.testing.assert_array_equal(tangent, X)
     np.testing.assert_array_equal(second, 8 * X)
     np.testing.assert_array_equal(first, 2 * X)
     if move is flm.relayout or kind == "explicit":
-        assert flm.fetch_layout(first) == lay(old, mesh)
+        assert flm.dtensor.fetch_layout(first) == lay(old, mesh)
         assert_lies(first, old, mesh, 2 * X)
 
 
@@ -682,12 +682,14 @@ def test_a_trace_goes_to_no_other_devices(move: Any, kind: str, context: bool) -
     wanted = [lay(PLACES[4], HALF), flm.TensorLayout((MATCH, "y"), HALF)]
     with jax.set_mesh(bare(mesh)) if context else contextlib.nullcontext():
         for layout in wanted[: 1 if move is flm.distribute_tensor else 2]:
-            with pytest.raises(flm.MeshError, match="lies on 8 devices, .*outside of"):
+            with pytest.raises(
+                flm.errors.MeshError, match="lies on 8 devices, .*outside of"
+            ):
                 jax.jit(lambda x: move(x, layout))(x)  # noqa: B023
-        with pytest.raises(flm.MeshError, match="lies on 8 devices"):
+        with pytest.raises(flm.errors.MeshError, match="lies on 8 devices"):
             jax.vmap(lambda x: move(x, lay((("y",),), HALF)))(x)
         if context:
-            with pytest.raises(flm.MeshError, match="lies on 8 devices"):
+            with pytest.raises(flm.errors.MeshError, match="lies on 8 devices"):
                 jax.jit(lambda x: move(x, wanted[0]))(X)
         assert_lies(move(x, wanted[0]), PLACES[4], HALF, X)
 
@@ -725,13 +727,13 @@ def test_vmap_keeps_its_spmd_axis(way: Any, gradient: Any) -> None:
     assert_lies(moved, PLACES[5], MESH, X)
 
 
-@pytest.mark.parametrize("where", [jax.set_mesh, flm.default_mesh, None])
+@pytest.mark.parametrize("where", [jax.set_mesh, flm.dtensor.default_mesh, None])
 @pytest.mark.parametrize("move", [flm.relayout, flm.distribute_tensor])
 def test_bare_axes_under_eager_grad_and_vmap(where: Any, move: Any) -> None:
     """There JAX gives nobody the mesh of `jax.set_mesh` with its devices."""
     x = put(PLACES[1])
     if where is None and move is flm.distribute_tensor:
-        with pytest.raises(flm.MeshError, match="no mesh for the layout"):
+        with pytest.raises(flm.errors.MeshError, match="no mesh for the layout"):
             jax.grad(lambda x: jnp.sum(move(x, (None, "y"))))(x)
         return
     with contextlib.nullcontext() if where is None else where(bare(MESH)):
@@ -739,7 +741,7 @@ def test_bare_axes_under_eager_grad_and_vmap(where: Any, move: Any) -> None:
 
         def loss(x: Any) -> Any:
             moved = move(x, (None, "y"))
-            seen.append(flm.fetch_layout(moved))
+            seen.append(flm.dtensor.fetch_layout(moved))
             return jnp.sum(moved**2)
 
         gradient = jax.grad(loss)(x)
@@ -771,10 +773,10 @@ def test_eager_vmap_compiles_once() -> None:
     ("gradient", "kind", "text"),
     [
         ("inputs", flm.LayoutError, "gradient='inputs'"),
-        (("nope", None), flm.RuleError, "no such axis"),
+        (("nope", None), flm.errors.RuleError, "no such axis"),
         (("x",), flm.LayoutError, "has 1 dims"),
-        (3, flm.RuleError, "use a tuple"),
-        (True, flm.RuleError, "use a tuple"),
+        (3, flm.errors.RuleError, "use a tuple"),
+        (True, flm.errors.RuleError, "use a tuple"),
     ],
 )
 @BOTH_WAYS

@@ -27,12 +27,12 @@ def lay(spec: list[str], value: Any = X) -> jax.Array:
 
 def parts(x: Any) -> list[Any]:
     """Shape, first and last value of each device's part, as the file has them."""
-    arrays = [np.asarray(part) for part in flm.unpack(x)]
+    arrays = [np.asarray(part) for part in flm.dtensor.unpack(x)]
     return [[list(a.shape), float(a.flat[0]), float(a.flat[-1])] for a in arrays]
 
 
 def specs(x: Any) -> list[str]:
-    layout = flm.fetch_layout(x)
+    layout = flm.dtensor.fetch_layout(x)
     assert layout is not None
     return layout.sharding_specs
 
@@ -107,7 +107,7 @@ def test_pack_and_unpack() -> None:
     for spec, (shape, found) in GOLDEN["pack"]:
         layout = flm.TensorLayout(spec, MESH)
         # DTensor takes replicas that differ; here that has to be asked for.
-        whole = flm.pack(pieces, layout, check=False)
+        whole = flm.dtensor.pack(pieces, layout, check=False)
         assert (list(whole.shape), parts(whole)) == (shape, found), spec
 
 

@@ -524,6 +524,6 @@ def test_the_first_axes_go_over_the_slices(
 def test_meshes_that_do_not_lie_on_the_slices(
     sizes: tuple[int, ...], slices: int, said: str
 ) -> None:
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         split_over_slices(sizes, topology("v5e:2x2", slices=slices))
     assert str(caught.value) == said

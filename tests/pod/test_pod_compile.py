@@ -156,9 +156,19 @@ def test_a_report_of_what_does_not_fit(says: Callable[..., None], child: Put) ->
 @pytest.mark.parametrize(
     ("topology", "mesh", "error", "said"),
     [
-        ("v5e:3x3", "data=2,model=2", flm.MeshError, "there is no slice v5e:3x3"),
-        ("v5e:2x2", "data=2,model=4", flm.MeshError, "has 8 devices, and v5e:2x2 has"),
-        ("v5e:2x2", "data=4", flm.RuleError, "model"),
+        (
+            "v5e:3x3",
+            "data=2,model=2",
+            flm.errors.MeshError,
+            "there is no slice v5e:3x3",
+        ),
+        (
+            "v5e:2x2",
+            "data=2,model=4",
+            flm.errors.MeshError,
+            "has 8 devices, and v5e:2x2 has",
+        ),
+        ("v5e:2x2", "data=4", flm.errors.RuleError, "model"),
     ],
 )
 def test_bad_input_is_refused_before_the_compiler_starts(

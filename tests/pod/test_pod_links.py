@@ -107,7 +107,7 @@ def test_dims_that_an_axis_has_for_itself() -> None:
 
 def test_a_mesh_that_would_split_a_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, "v6e:16x16")
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.DeviceMesh("fsdp=32,tensor=8")
     assert str(caught.value).startswith(
         "the mesh fsdp=32,tensor=8 does not fit the links of the slice without "
@@ -135,7 +135,7 @@ def test_a_mesh_over_several_slices(
     line: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here(monkeypatch, "v6e:4x4", 2)
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         flm.DeviceMesh(line)
     said = "the devices are of 2 slices, and the mesh "
     assert str(caught.value).startswith(f"{said}{line} does not say which axes are")
@@ -145,9 +145,11 @@ def test_a_mesh_over_several_slices(
 
 def test_slices_that_no_axis_goes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     here(monkeypatch, "v6e:4x4", 3)
-    with pytest.raises(flm.MeshError, match="put an axis of size 3 first, and use"):
+    with pytest.raises(
+        flm.errors.MeshError, match="put an axis of size 3 first, and use"
+    ):
         flm.DeviceMesh("data=4,model=12")
-    with pytest.raises(flm.MeshError, match="put an axis of size 3 first"):
+    with pytest.raises(flm.errors.MeshError, match="put an axis of size 3 first"):
         warnings_on("data=4,model=12", topology="v5e:4x4", slices=3)
 
 
@@ -186,7 +188,7 @@ def test_where_jax_cannot_split(
     devices = here(monkeypatch, "v5p:4x4x20", slices)
     assert list(found.process_of) == [chip.process_index for chip in devices]
     assert str(eval(found.trouble[found.trouble.index("flm.") :])) == mesh
-    with pytest.raises(flm.MeshError, match="JAX finds no order of the devices"):
+    with pytest.raises(flm.errors.MeshError, match="JAX finds no order of the devices"):
         if slices == 1:
             flm.DeviceMesh(mesh, allow_split_physical_axes=True)
         flm.DeviceMesh.hybrid("a=10,b=32", "a=2", allow_split_physical_axes=True)

@@ -302,7 +302,7 @@ def test_a_step_that_names_another_mesh(make: Any, mesh: flm.DeviceMesh) -> None
     """Silently it would be without layouts where the number of devices is the same."""
     step = make(mesh)
     for other in ("data=4,model=2", "model=4,data=2"):
-        with pytest.raises(flm.MeshError) as caught:
+        with pytest.raises(flm.errors.MeshError) as caught:
             plan(step, SQUARE, X, mesh=other, **SPREAD)
         assert str(caught.value) == (
             f"<lambda> is planned for the mesh {other}, and names another one, "
@@ -312,7 +312,7 @@ def test_a_step_that_names_another_mesh(make: Any, mesh: flm.DeviceMesh) -> None
             "jax.shard_map without mesh=, or take jax.sharding.get_abstract_mesh() in "
             "the step"
         )
-    with pytest.raises(flm.MeshError) as caught:
+    with pytest.raises(flm.errors.MeshError) as caught:
         plan(step, SQUARE, X, mesh="data=16,model=4", **SPREAD)
     assert str(caught.value).startswith(
         "<lambda> is planned for the mesh data=16,model=4, and names a mesh of other "
@@ -462,7 +462,7 @@ ELSEWHERE = flm.TensorLayout(("data", None), flm.DeviceMesh.abstract("data=8"))
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         planned(mesh=None),
-        flm.MeshError,
+        flm.errors.MeshError,
         'plan needs a mesh: pass mesh="fsdp=16,tensor=4", or rules that have one',
     ),
     (
@@ -473,18 +473,18 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ),
     (
         planned(slices=2),
-        flm.MeshError,
+        flm.errors.MeshError,
         'slices of which topology? pass topology="v5p:4x4x4" too',
     ),
     (
         planned(topology="v5e:4x4"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh data=2,model=4 has 8 devices, and v5e:4x4 has 16; change a size, or "
         "write -1 for one of them",
     ),
     (
         planned(mesh="data=8"),
-        flm.RuleError,
+        flm.errors.RuleError,
         "rule 'up': the layout (None, 'model') names the axis 'model', but the mesh "
         "'data=8' has no such axis",
     ),
@@ -494,7 +494,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
             {"key": struct(16, 3, 4)},
             layout_map=rules(key=(None, "model", None)),
         ),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         "1 leaf does not fit the rules on mesh data=2,model=4:\n  - params/key (",
     ),
     (
@@ -516,25 +516,25 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ),
     (
         planned(mesh="data=8", topology="v5e:2x4", platform="gpu"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "v5e:2x4 is of TPUs, and platform='cuda' is not: leave out the topology, or "
         'take platform="tpu"',
     ),
     (
         planned(mesh=MANUAL),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the axes 'model' of the mesh data=2,model=4 are manual, as inside of a "
         'shard_map; plan for a mesh of auto axes: mesh="data=2,model=4"',
     ),
     (
         planned(mesh="data=3,model=-1", topology="v5e:2x4"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh data=3,model=-1 does not fill v5e:2x4, which has 8 devices; change a "
         "size",
     ),
     (
         planned(mesh="data=2,fsdp=-1,model=-1", topology="v5e:2x4"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "only one axis may have size -1, got (2, -1, -1)",
     ),
     (
@@ -542,7 +542,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
             lambda p, x: flm.distribute_tensor(x @ p["up"], ELSEWHERE),
             mesh="data=16,model=4",
         ),
-        flm.MeshError,
+        flm.errors.MeshError,
         "or name axes alone, TensorLayout(",
     ),
     (planned(calls_back), flm.LayoutError, "calls_back calls back into Python ("),

@@ -16,13 +16,13 @@ ROOT = Path(__file__).parents[2]
 # Rooms of one layer do not import each other.
 LAYERS = (
     ("_core",),
-    ("_tree",),
+    ("_tree", "errors", "keras"),
     ("_rules",),
     ("_show",),
     ("draw",),
     ("_resolve",),
     ("_lint", "_place"),
-    ("_birth",),
+    ("_birth", "dtensor"),
     ("_step", "checkpoint"),
     ("_layout_map",),
     ("testing",),

@@ -335,7 +335,7 @@ def test_a_forged_record_cannot_speak(tmp_path: Path) -> None:
     file.write_text(json.dumps(data))
     try:
         assert_seen(str(flm.checkpoint.inspect(path)))
-    except flm.CheckpointError as error:
+    except flm.errors.CheckpointError as error:
         assert_seen(str(error))
 
 

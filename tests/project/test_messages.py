@@ -198,12 +198,12 @@ def in_shard_map(x: Any) -> Any:
 
 def packed(*parts: Any, axes: Any = None, mesh: Any = None) -> Any:
     mesh = mesh or flm.DeviceMesh((2,), ("data",), jax.devices()[:2])
-    return flm.pack(parts, flm.TensorLayout(axes, mesh))
+    return flm.dtensor.pack(parts, flm.TensorLayout(axes, mesh))
 
 
 WAYS = (
     "; pass its layout, flm.relayout(x, layout); or read it outside of jit, "
-    "flm.fetch_layout(like); or use Explicit axes"
+    "flm.dtensor.fetch_layout(like); or use Explicit axes"
 )
 TRACED = (
     "a traced value (8, 8): on Auto axes the compiler chooses its layout later; fix "
@@ -232,233 +232,233 @@ CASES: dict[str, Case] = {
     # ------------------------------------------------------------- meshes
     "mesh: more than a mesh": Case(
         lambda: flm.DeviceMesh(ABSTRACT, NAMES),
-        flm.MeshError,
+        flm.errors.MeshError,
         "DeviceMesh(mesh) takes an existing mesh as it is; leave out axis_names, "
         "devices and axis_types",
     ),
     "mesh: too few devices": Case(
         lambda: flm.DeviceMesh((4, 4), NAMES),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh data=4,model=4 needs 16 devices, but there are 8; for virtual CPU "
         'devices call jax.config.update("jax_num_cpu_devices", 16) before any other '
         "use of JAX, or plan with flm.DeviceMesh.abstract(...)",
     ),
     "mesh: too many devices": Case(
         lambda: flm.DeviceMesh((2, 2), NAMES),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh data=2,model=2 needs 4 devices, but there are 8; to use only some, "
         "pass devices=jax.devices()[:4]",
     ),
     "mesh: another number of given devices": Case(
         lambda: flm.DeviceMesh((2, 2), NAMES, devices=jax.devices()[:3]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh data=2,model=2 needs 4 devices, but there are 3; change a size, let "
         "one be -1, or use flm.DeviceMesh.abstract(...)",
     ),
     "mesh: abstract -1": Case(
         lambda: flm.DeviceMesh.abstract((-1, 4), NAMES),
-        flm.MeshError,
+        flm.errors.MeshError,
         "an abstract mesh has no devices to compute -1 from: (-1, 4); write the size",
     ),
     "mesh: devices of an abstract one": Case(
         lambda: ABSTRACT.devices,
-        flm.MeshError,
+        flm.errors.MeshError,
         "DeviceMesh('data=2,model=4', abstract) has no devices; use a concrete mesh, "
         'flm.DeviceMesh("data=2,model=4")',
     ),
     "mesh: not one": Case(
         lambda: as_mesh(3),
-        flm.MeshError,
+        flm.errors.MeshError,
         "not a mesh: 3; use flm.DeviceMesh((2, 4), ('data', 'model')), a "
         'jax.sharding.Mesh or AbstractMesh, or a line like "data=2,model=-1"',
     ),
     "mesh: line and names": Case(
         lambda: flm.DeviceMesh("data=8", ("data",)),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the line 'data=8' brings axis names; leave out the rest",
     ),
     "mesh: names as one string": Case(
         lambda: flm.DeviceMesh((8,), "data"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "axis_names is one string, 'data'; write ('data',)",
     ),
     "mesh: no names": Case(
         lambda: flm.DeviceMesh((8,)),
-        flm.MeshError,
+        flm.errors.MeshError,
         "DeviceMesh needs a size and a name for each axis, got shape=(8,) and "
         "axis_names=None; for example ((2, 4), ('data', 'model'))",
     ),
     "mesh: lengths": Case(
         lambda: flm.DeviceMesh((8,), NAMES),
-        flm.MeshError,
+        flm.errors.MeshError,
         "1 sizes but 2 names: shape=(8,), axis_names=('data', 'model')",
     ),
     "mesh: name": Case(
         lambda: flm.DeviceMesh((8,), (1,)),  # type: ignore[arg-type]
-        flm.MeshError,
+        flm.errors.MeshError,
         "an axis name must be a non-empty string, got 1",
     ),
     "mesh: size": Case(
         lambda: flm.DeviceMesh((8.0,), ("data",)),  # type: ignore[arg-type]
-        flm.MeshError,
+        flm.errors.MeshError,
         "axis 'data' must have an int size, got 8.0",
     ),
     "mesh: size 0": Case(
         lambda: flm.DeviceMesh((0,), ("data",)),
-        flm.MeshError,
+        flm.errors.MeshError,
         "axis 'data' must have a size of 1 or more, got 0",
     ),
     "mesh: equal names": Case(
         lambda: flm.DeviceMesh((2, 4), ("x", "x")),
-        flm.MeshError,
+        flm.errors.MeshError,
         "axis names must differ, got ('x', 'x')",
     ),
     "mesh: line": Case(
         lambda: flm.DeviceMesh("data:8"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "cannot read 'data:8' in the mesh line 'data:8'; write \"data=2,model=4\" (one "
         "size may be -1)",
     ),
     "mesh: devices": Case(
         lambda: flm.DeviceMesh((1,), ("x",), devices=[7]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "devices must be JAX devices, such as jax.devices()[:4], or names like "
         '"cpu:0", got 7',
     ),
     "mesh: no devices": Case(
         lambda: flm.DeviceMesh((1,), ("x",), devices=[]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "devices is empty; leave it out to use all devices",
     ),
     "mesh: a device twice": Case(
         lambda: flm.DeviceMesh((2,), ("x",), devices=jax.devices()[:1] * 2),
-        flm.MeshError,
+        flm.errors.MeshError,
         "DeviceMesh was given the same device twice in devices",
     ),
     "mesh: two open sizes": Case(
         lambda: flm.DeviceMesh((-1, -1), NAMES),
-        flm.MeshError,
+        flm.errors.MeshError,
         "only one axis may have size -1, got (-1, -1)",
     ),
     "mesh: open size": Case(
         lambda: flm.DeviceMesh((-1, 3), NAMES),
-        flm.MeshError,
+        flm.errors.MeshError,
         "cannot compute axis 'data' (-1): 8 devices do not divide by the other axes, 3",
     ),
     "mesh: kind": Case(
         lambda: flm.DeviceMesh((8,), ("x",), axis_types=7),
-        flm.MeshError,
+        flm.errors.MeshError,
         'an axis type must be "auto" or "explicit" (or jax.sharding.AxisType.Auto or '
         ".Explicit), got 7",
     ),
     "mesh: kind of one axis": Case(
         lambda: flm.DeviceMesh((8,), ("x",), axis_types=("manual",)),
-        flm.MeshError,
+        flm.errors.MeshError,
         'an axis type must be "auto" or "explicit" (or jax.sharding.AxisType.Auto or '
         ".Explicit), got 'manual'",
     ),
     "mesh: kinds": Case(
         lambda: flm.DeviceMesh((8,), ("x",), axis_types=("auto", AxisType.Auto)),
-        flm.MeshError,
+        flm.errors.MeshError,
         "2 axis types for 1 axes: ('auto', Auto)",
     ),
     "mesh: name of a device": Case(
         lambda: flm.DeviceMesh((1,), ("x",), devices=["cpu"]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "cannot read the device 'cpu'; write its platform and id, \"cpu:0\"",
     ),
     "mesh: devices that are not here": Case(
         lambda: flm.DeviceMesh((3,), ("x",), devices=["gpu:0", "cpu:0", "cpu:8"]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "there are no devices gpu:0, cpu:8; this job has cpu:0, cpu:1, cpu:2, cpu:3, "
         "cpu:4, cpu:5, cpu:6, cpu:7",
     ),
     "mesh: DTensor's, number of devices": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], [("x", 2)]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh x=2 needs 2 devices, but there are 1; change a size, let one be -1, "
         "or use flm.DeviceMesh.abstract(...)",
     ),
     "mesh: DTensor's, dims": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], ["x"]),  # type: ignore
-        flm.MeshError,
+        flm.errors.MeshError,
         'dims must be pairs of a name and a size, such as [("x", 3), ("y", 2)], got '
         "['x']",
     ),
     "mesh: DTensor's, equal names": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0"], [("x", 1), ("x", 1)]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "axis names must differ, got [('x', 1), ('x', 1)]",
     ),
     "mesh: DTensor's, a device twice": Case(
         lambda: flm.DeviceMesh.from_dtensor(["TPU:0", "TPU:0"], [("x", 2)]),
-        flm.MeshError,
+        flm.errors.MeshError,
         "devices holds one device twice: ['TPU:0', 'TPU:0']",
     ),
     "mesh: of a layout, by two names": Case(
         lambda: flm.TensorLayout(("data",), ABSTRACT, mesh=ABSTRACT),
-        flm.MeshError,
+        flm.errors.MeshError,
         "TensorLayout was given device_mesh= and mesh=, which are the same: leave one "
         "out",
     ),
     "mesh: unknown axis": Case(
         lambda: ABSTRACT.dim_size("modle"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh 'data=2,model=4' has no axis 'modle'; did you mean 'model'?",
     ),
     "mesh: an axis that is no text": Case(
         lambda: ABSTRACT.dim_size(3),  # pyright: ignore[reportArgumentType]
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh 'data=2,model=4' has no axis 3",
     ),
     "mesh: no such place": Case(
         lambda: ABSTRACT.coords(8),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh 'data=2,model=4' has the device ids 0 to 7, got 8",
     ),
     "mesh: too few for a host mesh": Case(
         host_of_tpus,
-        flm.MeshError,
+        flm.errors.MeshError,
         "DeviceMesh('x=8') has 8 devices, and there are fewer CPU devices beside them; "
         "for host memory use layout.on_host(), which needs none, or call "
         'jax.config.update("jax_num_cpu_devices", 8) first',
     ),
     "mesh: a name that DTensor's text cannot hold": Case(
         lambda: flm.DeviceMesh.abstract((2,), ("a b",)).to_string(),
-        flm.MeshError,
+        flm.errors.MeshError,
         "DTensor's text cannot hold the name 'a b' (one of '|', ',', '=' or a space is "
         "in it); use as_proto()",
     ),
     "mesh: parts of DTensor's text": Case(
         lambda: flm.DeviceMesh.from_string("|x=2|0,1"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "cannot read the mesh '|x=2|0,1': it has 3 parts between bars, not "
         "name|x=3,y=2|global ids|local ids|local devices[|global devices]",
     ),
     "mesh: number in DTensor's text": Case(
         lambda: flm.DeviceMesh.from_string("|x=two|0,1||"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "cannot read the mesh '|x=two|0,1||': 'two' is no whole number",
     ),
     "mesh: DTensor's parts clash": Case(
         lambda: flm.DeviceMesh.from_string("|x=2|0,1,2||"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "cannot read the mesh 'x=2': there are 3 global ids for 2 places",
     ),
     "mesh: a single device": Case(
         single_device,
-        flm.MeshError,
+        flm.errors.MeshError,
         "the mesh is the single device 'TPU:0', without axes; use "
         'flm.DeviceMesh.from_dtensor([device], [("x", 1)])',
     ),
     "mesh: proto without axes": Case(
         lambda: flm.DeviceMesh.from_proto(b""),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the proto is damaged: its mesh has no axes",
     ),
     "mesh: not a proto": Case(
         lambda: flm.DeviceMesh.from_proto(3),
-        flm.MeshError,
+        flm.errors.MeshError,
         "not a MeshProto: 3",
     ),
     # ------------------------------------------------------------ layouts
@@ -480,7 +480,7 @@ CASES: dict[str, Case] = {
     ),
     "layout: no mesh for shards": Case(
         lambda: TensorLayout(("data",)).offset_to_shard(),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the layout ('data',) has no mesh, which this needs; give one, layout.on(mesh)",
     ),
     "layout: no such shard": Case(
@@ -559,32 +559,32 @@ CASES: dict[str, Case] = {
     ),
     "layout: a string": Case(
         lambda: TensorLayout("model"),
-        flm.RuleError,
+        flm.errors.RuleError,
         "a layout cannot be a string, got 'model'; write a tuple with one entry per "
         "dim, such as ('model',) for a 1-D array or (None, 'model')",
     ),
     "layout: an array": Case(
         lambda: TensorLayout(jnp.ones(2)),
-        flm.RuleError,
+        flm.errors.RuleError,
         "a layout cannot be an array; pass array.sharding",
     ),
     "layout: a dim": Case(
         lambda: TensorLayout((3,)),
-        flm.RuleError,
+        flm.errors.RuleError,
         f"not a layout: (3,); {NO_LAYOUT}",
     ),
     "layout: something else": Case(
-        lambda: TensorLayout(3), flm.RuleError, f"not a layout: 3; {NO_LAYOUT}"
+        lambda: TensorLayout(3), flm.errors.RuleError, f"not a layout: 3; {NO_LAYOUT}"
     ),
     "layout: an axis twice": Case(
         lambda: TensorLayout(("data", "data")),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the layout ('data', 'data') uses the mesh axis 'data' twice; each axis may "
         "shard one dim only",
     ),
     "layout: unknown axis": Case(
         lambda: TensorLayout((None, "modle"), ABSTRACT),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the layout (None, 'modle') names the axis 'modle', but the mesh "
         "'data=2,model=4' has no such axis; did you mean 'model'?",
     ),
@@ -606,13 +606,13 @@ CASES: dict[str, Case] = {
     ),
     "layout: no mesh": Case(
         lambda: TensorLayout(("data",)).sharding(),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the layout ('data',) has no mesh; give one, layout.on(mesh) or "
         "flm.TensorLayout(axes, mesh)",
     ),
     "layout: no mesh for a shard": Case(
         lambda: TensorLayout(("data",)).shard_shape((4,)),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the layout ('data',) has no mesh, so no shard shape",
     ),
     "layout: indivisible": Case(
@@ -623,18 +623,18 @@ CASES: dict[str, Case] = {
     ),
     "layout: unreduced": Case(
         lambda: TensorLayout(P(None, unreduced=frozenset({"x"}))),
-        flm.RuleError,
+        flm.errors.RuleError,
         f"{P(None, unreduced=frozenset({'x'}))!r} speaks of values that are not yet "
         "reduced, which a layout does not: say only how the dims are sharded",
     ),
     "layout: two ellipses": Case(
         lambda: TensorLayout((..., ...)),
-        flm.RuleError,
+        flm.errors.RuleError,
         "a layout may hold one '...', got (Ellipsis, Ellipsis)",
     ),
     "layout: unconstrained": Case(
         lambda: TensorLayout((P.UNCONSTRAINED,)),
-        flm.RuleError,
+        flm.errors.RuleError,
         f"({P.UNCONSTRAINED!r},) leaves a dim unconstrained; a layout says where every "
         "dim lies: use None for a dim that is not sharded",
     ),
@@ -655,68 +655,68 @@ CASES: dict[str, Case] = {
     # -------------------------------------------------------------- rules
     "rule: match": Case(
         lambda: flm.Rule("a", (None, TensorLayout.MATCH)),
-        flm.RuleError,
+        flm.errors.RuleError,
         "rule 'a': the layout (None, 'match') keeps what a dim has (MATCH), which only "
         "relayout and distribute_tensor can; name the axes, or None",
     ),
     "rule: pattern": Case(
         lambda: flm.Rule(3, None),  # type: ignore[arg-type]
-        flm.RuleError,
+        flm.errors.RuleError,
         "a pattern must be a string, got 3 of type int",
     ),
     "rule: regex": Case(
         lambda: flm.Rule("a(b", None),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the pattern 'a(b' is not a regular expression: missing ), unterminated "
         "subpattern at position 1; escape special characters with re.escape(...)",
     ),
     "rule: rank": Case(
         lambda: flm.Rule("a", None, rank="pass"),  # type: ignore[arg-type]
-        flm.RuleError,
+        flm.errors.RuleError,
         'rank must be "error" or "skip", got \'pass\'',
     ),
     "rule: layout": Case(
         lambda: flm.Rule("a", 3),
-        flm.RuleError,
+        flm.errors.RuleError,
         f"rule 'a': not a layout: 3; {NO_LAYOUT}",
     ),
     "rule: mesh": Case(
         lambda: flm.Rule("a", ("x",)).on(ABSTRACT),
-        flm.RuleError,
+        flm.errors.RuleError,
         "rule 'a': the layout ('x',) names the axis 'x', but the mesh 'data=2,model=4' "
         "has no such axis",
     ),
     "rules: no mesh to be on": Case(
         lambda: flm.RuleSet().on(None),
-        flm.MeshError,
+        flm.errors.MeshError,
         "on(mesh) needs a mesh, got None",
     ),
     "rules: option": Case(
         lambda: flm.RuleSet(overlap="frist"),  # type: ignore[arg-type]
-        flm.RuleError,
+        flm.errors.RuleError,
         "overlap must be one of ('error', 'first', 'last'), got 'frist'; did you mean "
         "'first'?",
     ),
     "rules: entry": Case(
         lambda: flm.RuleSet((("a",),)),  # type: ignore[arg-type]
-        flm.RuleError,
+        flm.errors.RuleError,
         "rule 1 is neither a (pattern, layout) pair nor a flm.Rule: ('a',)",
     ),
     "rules: twice": Case(
         lambda: flm.RuleSet((flm.Rule("a", None), flm.Rule("a", None))),
-        flm.RuleError,
+        flm.errors.RuleError,
         "rules 1 and 2 have the same pattern 'a': keep one",
     ),
     # --------------------------------------------------------------- map
     "map: reading": Case(
         lambda: overlapping()["up/kernel"],
-        flm.RuleError,
+        flm.errors.RuleError,
         "'up/kernel' is matched by rules with different layouts: 'kernel', 'up'; make "
         'one narrower, or use overlap="first" or "last"',
     ),
     "map: taken": Case(
         lambda: mapped({"a": ("data",)}).add(flm.Rule("a", None)),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the key 'a' is already set to ('data',); to change it use .replace('a', …), "
         "or del it first",
     ),
@@ -736,68 +736,68 @@ CASES: dict[str, Case] = {
     "map: popitem": Case(lambda: mapped().popitem(), KeyError, "there are no rules"),
     "map: rule of another key": Case(
         lambda: mapped().update({"a": flm.Rule("b", None)}),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the key 'a' was given a rule for another pattern, 'b'; use .add(rule)",
     ),
     "map: batch": Case(
         lambda: flm.LayoutMap(ABSTRACT, batch="date"),
-        flm.RuleError,
+        flm.errors.RuleError,
         "batch names the axis 'date', but the mesh 'data=2,model=4' has no such axis; "
         "did you mean 'data'?",
     ),
     # -------------------------------------------------------------- paths
     "paths: mixed keys": Case(
         lambda: fit({}, {"a": {0: struct(1), "b": struct(1)}}),
-        flm.StructureError,
+        flm.errors.StructureError,
         "a has keys of types that cannot be sorted together (int, str: [0, 'b']), so "
         "JAX cannot flatten it: use keys of one type",
     ),
     "paths: twice": Case(
         lambda: fit({}, same_path()),
-        flm.StructureError,
+        flm.errors.StructureError,
         "two different keys both have the path '0' (an int and a string, say): rename "
         "one, so that rules can tell them apart",
     ),
     "paths: node": Case(
         lambda: fit({}, {"a": [Broken()]}),
-        flm.StructureError,
+        flm.errors.StructureError,
         "a/0 cannot be flattened: not today",
     ),
     "trace: mixed keys": Case(
         lambda: trace(lambda: {0: jnp.ones(1), "b": jnp.ones(1)}),
-        flm.StructureError,
+        flm.errors.StructureError,
         "JAX cannot flatten what the function returns: Comparator raised exception "
         "while sorting pytree dictionary keys.; a dict needs keys of one type",
     ),
     # ------------------------------------------------------------ resolve
     "resolve: rules": Case(
         lambda: resolve({}, 3),
-        flm.RuleError,
+        flm.errors.RuleError,
         "resolve(tree, rules) needs a LayoutMap or a RuleSet, got 3; make one of a "
         "list of pairs with flm.LayoutMap.from_rules(pairs, mesh)",
     ),
     "resolve: a Linen module": Case(
         lambda: fit({}, nn.Dense(3)),
-        flm.StructureError,
+        flm.errors.StructureError,
         "a Linen module (Dense) holds no variables; pass a function that makes them, "
         "lambda: module.init(key, x), or the variables",
     ),
     "leaf: unmatched": Case(
         lambda: fit({}, {"w": struct(8)}, unmatched="error"),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): no rule matches it; add one "
         '(None says: replicated), or use unmatched="replicate"',
     ),
     "leaf: overlap": Case(
         lambda: fit({"up": ("data",), "k": ("model",)}, {"up": {"k": struct(8)}}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}up/k (8,): rules with different "
         "layouts match it: rule 1 'up' → ('data',), rule 2 'k' → ('model',); "
         + TWO_WAYS,
     ),
     "leaf: shorter layout": Case(
         lambda: fit({"w": (None, "model")}, {"w": struct(3, 8, 16)}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (3,8,16): rule 1 'w' → (None, "
         "'model') has 2 dims, the leaf has 3; for leading dims that are not sharded (a "
         "stacked layer) write (..., None, 'model'), or pass over leaves of another "
@@ -805,14 +805,14 @@ CASES: dict[str, Case] = {
     ),
     "leaf: longer layout": Case(
         lambda: fit({"w": (None, "model")}, {"w": struct(8)}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → (None, 'model') "
         "has 2 dims, the leaf has 1; narrow the pattern, or Rule(pattern, layout, "
         'rank="skip")',
     ),
     "leaf: indivisible": Case(
         lambda: fit({"w": ("data", "model")}, {"w": struct(10, 10)}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (10,10): rule 1 'w' → ('data', "
         "'model'): dim 1 of size 10 does not divide by mesh axis 'model' of size 4; "
         "change the size, use another layout (None for this dim), or "
@@ -822,47 +822,47 @@ CASES: dict[str, Case] = {
         lambda: resolve(
             {"w": struct(8)}, flm.RuleSet((flm.Rule("w", ("x",)),), ABSTRACT)
         ),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → ('x',): the mesh "
         "'data=2,model=4' has no axis 'x'",
     ),
     "leaf: another mesh": Case(
         lambda: fit({"w": flm.TensorLayout(("x",), "x=8")}, {"w": struct(8)}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → ('x',) is on "
         "another mesh, DeviceMesh('x=8'), than the rules, DeviceMesh('data=2,model=4', "
         "abstract); a tree lies on one mesh: leave the mesh of the layout out",
     ),
     "leaf: explicit layout": Case(
         lambda: fit({}, annotated(layout=("data", "data"))),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,8): its metadata: the layout "
         "('data', 'data') uses the mesh axis 'data' twice; each axis may shard one dim "
         "only",
     ),
     "leaf: Flax metadata": Case(
         lambda: fit({}, annotated(out_sharding=("data", "data"))),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,8): Flax metadata ('data', "
         "'data'): the layout ('data', 'data', ...) uses the mesh axis 'data' twice; "
         "each axis may shard one dim only",
     ),
     "leaf: logical names": Case(
         lambda: fit({}, {"w": logical("a", "a")}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,8): Flax metadata ('a', 'a'): "
         "Unsupported: Dimensions ('a',) occur more than once in array names.",
     ),
     "leaf: Flax metadata of another rank": Case(
         lambda: fit({}, annotated(out_sharding=("data", None, None))),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,8): Flax metadata ('data', None, "
         "None) names 3 dims, the leaf has 2; name one axis or None for each dim; a "
         "rule for it wins over the metadata",
     ),
     "leaf: Flax metadata that does not divide": Case(
         lambda: fit({}, nnx.State({"w": stacked()})),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (3,8,8): Flax metadata ('data', "
         "'model'): dim 0 of size 3 does not divide by mesh axis 'data' of size 2; "
         "change the size, use another layout (None for this dim), or "
@@ -872,7 +872,7 @@ CASES: dict[str, Case] = {
     ),
     "leaf: LoRA without its kernel": Case(
         lambda: fit({}, {"up": {"lora_a": struct(8, 2)}}, unmatched="error"),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}up/lora_a (8,2): no rule matches it; "
         'add one (None says: replicated), or use unmatched="replicate"; it is a LoRA '
         "matrix whose kernel is not in the tree: resolve the whole model, or add a "
@@ -883,14 +883,14 @@ CASES: dict[str, Case] = {
             {"m": ("data", "model")},
             {"m": {"u": struct(8, 16), "v": struct(16, 8), "lora_a": struct(8, 4)}},
         ),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}m/lora_a (8,4): it is a LoRA matrix, "
         "and its shape does not tell which dims of m/u (8,16) or m/v (16,8) it has: "
         "add a rule for it",
     ),
     "metadata: logical names": Case(
         lambda: mesh_axes(mark_of(logical("a", "a"))),
-        flm.RuleError,
+        flm.errors.RuleError,
         "Unsupported: Dimensions ('a',) occur more than once in array names.",
     ),
     "leaf: several": Case(
@@ -898,7 +898,7 @@ CASES: dict[str, Case] = {
             {"a": struct(3), "b": struct(5)},
             mapped({".": ("data",)}).on(flm.DeviceMesh.abstract("data=2,model=1")),
         ),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         "2 leaves do not fit the rules on mesh data=2,model=1:\n"
         "  - a (3,): rule 1 '.' → ('data',): dim 0 of size 3 does not divide by mesh "
         "axis 'data' of size 2; change the size, use another layout (None for this "
@@ -909,7 +909,7 @@ CASES: dict[str, Case] = {
     ),
     "state: rules that differ": Case(
         lambda: zero({"p": ("data", None), "u": (None, "data")}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"2 leaves do not fit the rules{ON_MESH}"
         + "\n  - ".join(
             f"opt_state/0/{moment}/up (8,16): optimizer rules with different layouts "
@@ -920,7 +920,7 @@ CASES: dict[str, Case] = {
     ),
     "state: rank": Case(
         lambda: zero({"up": ("data",)}),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         f"2 leaves do not fit the rules{ON_MESH}"
         + "\n  - ".join(
             f"opt_state/0/{moment}/up (8,16): optimizer rule 1 'up' → ('data',) has 1 "
@@ -943,26 +943,26 @@ CASES: dict[str, Case] = {
     ),
     "resolution: no mesh": Case(
         lambda: resolve({"w": struct(2)}, flm.LayoutMap()).shardings,
-        flm.MeshError,
+        flm.errors.MeshError,
         "the rules have no mesh; give one: LayoutMap(mesh), layout_map.on(mesh) or "
         "resolution.on(mesh)",
     ),
     "resolution: no mesh for a list": Case(
         lambda: resolve({"w": struct(2)}, flm.LayoutMap()).sharding_list(),
-        flm.MeshError,
+        flm.errors.MeshError,
         "the rules have no mesh; give one: LayoutMap(mesh), layout_map.on(mesh) or "
         "resolution.on(mesh)",
     ),
     "resolution: abstract": Case(
         lambda: fit({}, {"w": struct(2)}).abstract(),
-        flm.MeshError,
+        flm.errors.MeshError,
         "abstract() needs devices, but DeviceMesh('data=2,model=4', abstract) is "
         "abstract; make the Resolution concrete first: "
         "resolution.on(flm.DeviceMesh(...))",
     ),
     "resolution: strict": Case(
         lambda: mapped({"x": None}).resolve({"w": struct(2)}, strict=True),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         "strict: 2 findings\n"
         "  - unused: rule 1 'x' matches no leaf\n"
         "  - unmatched: w (2,) is matched by no rule, so every device holds it in full "
@@ -1005,34 +1005,34 @@ CASES: dict[str, Case] = {
     # --------------------------------------------------------------- JSON
     "json: schema": Case(
         lambda: rules_from_json({"schema": 2}),
-        flm.RuleError,
+        flm.errors.RuleError,
         "rules of schema 2 cannot be read; this is schema 1",
     ),
     "json: keys": Case(
         lambda: damaged(extra=1),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the rules have unknown keys ['extra'] or lack []",
     ),
     "json: batch": Case(
         lambda: damaged(batch="data"),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the rules are damaged: "
         "TypeError(\"batch must be a list of names, got 'data'\")",
     ),
     "json: entry": Case(
         lambda: damaged(rules=[{"pattern": "a"}]),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the rules are damaged: KeyError('axes')",
     ),
     "json: values": Case(
         lambda: damaged(strict=3),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the rules cannot be read: strict must be one of (None, True, False), got 3",
     ),
     # -------------------------------------------------------------- tracing
     "trace: an object from outside": Case(
         closing_over,
-        flm.StructureError,
+        flm.errors.StructureError,
         "the function changes an NNX object from outside of it, such as an nnx.Rngs "
         "that counts: make that object inside, or pass it as an argument (Cannot "
         "mutate RngCount from a different trace level (https://flax.readthedocs.io/en/"
@@ -1040,18 +1040,18 @@ CASES: dict[str, Case] = {
     ),
     "trace: another structure": Case(
         lambda: trace(grow, (nnx.Linear(2, 2, rngs=nnx.Rngs(0)),)),
-        flm.StructureError,
+        flm.errors.StructureError,
         "the function changes the structure of its argument, a Linear, not only its "
         "values: change it outside, or return it",
     ),
     "trace: from elsewhere": Case(
         keeps_another,
-        flm.StructureError,
+        flm.errors.StructureError,
         "it keeps a Param that was there before and is no argument",
     ),
     "trace: shared": Case(
         shared_results,
-        flm.StructureError,
+        flm.errors.StructureError,
         "two objects of the result, a Linear and a List, share a Param: return one "
         "object that holds both, so that they stay shared",
     ),
@@ -1066,26 +1066,26 @@ CASES: dict[str, Case] = {
     ),
     "trace: a function that holds a value": Case(
         lambda: trace(lambda: Keeps(functools.partial(jnp.add, jnp.ones(2)))),
-        flm.StructureError,
+        flm.errors.StructureError,
         "Keeps.kept is a function that holds a value, or a Variable, as it was while "
         "the constructor was traced: let it hold its module, or set it after the model "
         "is made",
     ),
     "trace: a reference": Case(
         lambda: trace(lambda: nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))),
-        flm.StructureError,
+        flm.errors.StructureError,
         "a Variable with ref=True is a reference, which cannot be made in shards: make "
         f"the model without it, and convert it then: nnx.{WITH_VARS}(model, ref=True)",
     ),
     "trace: a tuple of values": Case(
         lambda: trace(lambda: Keeps((functools.partial(jnp.add, jnp.ones(2)),))),
-        flm.StructureError,
+        flm.errors.StructureError,
         "Keeps.kept is a static tuple with an array in it: set it as nnx.data(...), or "
         "keep the array in an nnx.Variable of the module",
     ),
     "trace: an object of no known kind": Case(
         lambda: trace(lambda: Keeps(types.SimpleNamespace(x=jnp.ones(2)))),
-        flm.StructureError,
+        flm.errors.StructureError,
         "Keeps.kept is a static SimpleNamespace with an array in it: keep the array in "
         "an nnx.Variable or an nnx.Pytree of the module",
     ),
@@ -1101,7 +1101,7 @@ CASES: dict[str, Case] = {
     # ---------------------------------------------------------------- scope
     "scope: an optimizer of nothing": Case(
         optimizer_of_nothing,
-        flm.StructureError,
+        flm.errors.StructureError,
         "the Optimizer made in the layout_map_scope block trains bias (2,), which is "
         "part of no model at its end: keep the model, or make the optimizer after the "
         "block",
@@ -1149,40 +1149,40 @@ CASES: dict[str, Case] = {
         lambda: flm.distribute_batch(
             np.ones(8), flm.RuleSet(mesh=placed().device_mesh, batch=("modle",))
         ),
-        flm.RuleError,
+        flm.errors.RuleError,
         "the layout ('modle', ...) names the axis 'modle', but the mesh "
         "'data=2,model=4' has no such axis; did you mean 'model'?",
     ),
     "batch: no mesh": Case(
         lambda: flm.distribute_batch(np.ones(8), flm.LayoutMap()),
-        flm.MeshError,
+        flm.errors.MeshError,
         "distribute_batch needs a mesh of devices, the rules have no mesh; use "
         "layout_map.on(flm.DeviceMesh(...))",
     ),
     "batch: abstract mesh": Case(
         lambda: flm.distribute_batch(np.ones(8), mapped()),
-        flm.MeshError,
+        flm.errors.MeshError,
         "distribute_batch needs a mesh of devices, the rules have "
         "DeviceMesh('data=2,model=4', abstract); use "
         "layout_map.on(flm.DeviceMesh(...))",
     ),
     "batch: no device": Case(
         lambda: split_of(np.array([[0], [1]]), 2, "local"),
-        flm.MeshError,
+        flm.errors.MeshError,
         "process 2 has no device on the mesh of the rules, so no rows of the batch: it "
         "belongs to the processes [0, 1]; use a mesh that all have devices on, or call "
         "distribute_batch in those only",
     ),
     "batch: parts that overlap": Case(
         lambda: split_of(np.array([[0, 0], [0, 1], [1, 1]]), 1, "local"),
-        flm.MeshError,
+        flm.errors.MeshError,
         'rows="local" needs processes that hold the same parts of the batch or none in '
         "common, but of the 3 parts process 0 holds [0, 1] and process 1 [1, 2]; use "
         'another order of devices, or rows="global"',
     ),
     "batch: parts that lie apart": Case(
         lambda: split_of(np.array([[0, 1]] + [[2, 3], [0, 1]] * 9), 2, "partial"),
-        flm.MeshError,
+        flm.errors.MeshError,
         'rows="partial" needs processes with equally many devices, each with parts of '
         "the batch that lie side by side; process 2 has 9 devices, with "
         "[1, 3, 5, 7, 9, 11, 13, 15, …] of 19 parts; use "
@@ -1195,14 +1195,14 @@ CASES: dict[str, Case] = {
     ),
     "pad: neither number nor map": Case(
         lambda: flm.pad_batch(np.ones(3), "data"),
-        flm.RuleError,
+        flm.errors.RuleError,
         "pad_batch(batch, multiple), without a number, needs a LayoutMap or a RuleSet, "
         "got 'data'; make one of a list of pairs with "
         "flm.LayoutMap.from_rules(pairs, mesh)",
     ),
     "pad: no mesh": Case(
         lambda: flm.pad_batch(np.ones(3), flm.LayoutMap()),
-        flm.MeshError,
+        flm.errors.MeshError,
         "pad_batch needs a mesh of devices, the rules have no mesh; use "
         "layout_map.on(flm.DeviceMesh(...))",
     ),
@@ -1244,7 +1244,7 @@ CASES: dict[str, Case] = {
                 x, flm.TensorLayout((), flm.DeviceMesh.abstract("data=4"))
             )
         )(moved(())),
-        flm.MeshError,
+        flm.errors.MeshError,
         "relayout of a traced array (8, 8) to DeviceMesh('data=4', abstract): it lies "
         "on 8 devices, and goes to others only outside of jit and vmap; call relayout "
         'there, or name axes alone, TensorLayout(("data", None)), for the devices that '
@@ -1316,69 +1316,69 @@ CASES: dict[str, Case] = {
         "knows its layout" + WAYS,
     ),
     "fetch_layout: a traced value": Case(
-        lambda: jax.jit(flm.fetch_layout)(moved(())),
+        lambda: jax.jit(flm.dtensor.fetch_layout)(moved(())),
         flm.LayoutError,
         f"fetch_layout of {TRACED}",
     ),
     "fetch_layout: a NumPy array": Case(
-        lambda: flm.fetch_layout(np.ones((8, 8))),
+        lambda: flm.dtensor.fetch_layout(np.ones((8, 8))),
         flm.LayoutError,
         "fetch_layout of a NumPy array (8, 8), which lies on no mesh" + ON_A_MESH,
     ),
     "fetch_layout: one device": Case(
-        lambda: flm.fetch_layout(jnp.ones(8)),
+        lambda: flm.dtensor.fetch_layout(jnp.ones(8)),
         flm.LayoutError,
         "fetch_layout of an array (8,) that lies on one device and no mesh" + ON_A_MESH,
     ),
     "fetch_layout: abstract": Case(
-        lambda: flm.fetch_layout(struct(8)),
+        lambda: flm.dtensor.fetch_layout(struct(8)),
         flm.LayoutError,
         "fetch_layout of the abstract ShapeDtypeStruct(shape=(8,), dtype=float32), "
         "which has no sharding" + ON_A_MESH,
     ),
     "fetch_layout: no array": Case(
-        lambda: flm.fetch_layout("text"),
+        lambda: flm.dtensor.fetch_layout("text"),
         flm.LayoutError,
         "fetch_layout of a str" + ON_A_MESH,
     ),
     "is_distributed: a traced value": Case(
-        lambda: jax.jit(flm.is_distributed)(moved(())),
+        lambda: jax.jit(flm.dtensor.is_distributed)(moved(())),
         flm.LayoutError,
         f"is_distributed of {TRACED}",
     ),
     "fetch_layout: a tree in a Variable": Case(
-        lambda: flm.fetch_layout(nnx.Variable({"a": jnp.ones(8)})),
+        lambda: flm.dtensor.fetch_layout(nnx.Variable({"a": jnp.ones(8)})),
         flm.LayoutError,
         "fetch_layout of a dict, which is no array: pass its leaves, one by one",
     ),
     "check_layout: nothing": Case(
-        lambda: flm.check_layout({"a": [None]}, ()),
+        lambda: flm.dtensor.check_layout({"a": [None]}, ()),
         flm.LayoutError,
         "check_layout takes arrays, and there is none in {'a': [None]}",
     ),
     "check_layout: no array": Case(
-        lambda: flm.check_layout({"a": 1}, ()),
+        lambda: flm.dtensor.check_layout({"a": 1}, ()),
         flm.LayoutError,
         "check_layout takes arrays, got 1",
     ),
     "check_layout: another layout": Case(
-        lambda: flm.check_layout({"a": moved(("data", None))}, (None, "data")),
+        lambda: flm.dtensor.check_layout({"a": moved(("data", None))}, (None, "data")),
         flm.LayoutError,
         "an array (8, 8) at ['a'] has the layout TensorLayout(('data', None), "
         "DeviceMesh('data=2,model=4')), not TensorLayout((None, 'data')); "
         "flm.relayout(x, layout) moves it",
     ),
     "call_with_layout: no prefix": Case(
-        lambda: flm.call_with_layout(
+        lambda: flm.dtensor.call_with_layout(
             lambda: {"b": 1.0}, {"a": flm.TensorLayout((), "data=8")}
         ),
-        flm.StructureError,
+        flm.errors.StructureError,
         "call_with_layout: the layouts are no prefix of the results: Dict key "
         "mismatch; expected keys: ['a']; present keys: ['b'].",
     ),
     "pack: no devices": Case(
         lambda: packed(1, mesh=ABSTRACT),
-        flm.MeshError,
+        flm.errors.MeshError,
         "pack needs devices, DeviceMesh('data=2,model=4', abstract) has none; use a "
         "concrete mesh",
     ),
@@ -1423,24 +1423,24 @@ CASES: dict[str, Case] = {
         "equal, or use check=False",
     ),
     "unpack: no mesh": Case(
-        lambda: flm.unpack(np.ones(2)),
+        lambda: flm.dtensor.unpack(np.ones(2)),
         flm.LayoutError,
         "unpack takes an array on a mesh, outside of jit, got a ndarray" + ON_A_MESH,
     ),
     "unpack: traced": Case(
-        lambda: jax.jit(flm.unpack)(np.ones(2)),
+        lambda: jax.jit(flm.dtensor.unpack)(np.ones(2)),
         flm.LayoutError,
         "unpack takes an array on a mesh, outside of jit, got a traced value"
         + ON_A_MESH,
     ),
     "default_mesh: None": Case(
-        lambda: flm.default_mesh(None).__enter__(),
-        flm.MeshError,
+        lambda: flm.dtensor.default_mesh(None).__enter__(),
+        flm.errors.MeshError,
         "default_mesh takes a mesh, got None; use flm.DeviceMesh(...)",
     ),
     "lint: neither rules nor a Resolution": Case(
         lambda: flm.lint(3),
-        flm.RuleError,
+        flm.errors.RuleError,
         "lint(x) needs a LayoutMap or a RuleSet, got 3; make one of a list of pairs "
         "with flm.LayoutMap.from_rules(pairs, mesh)",
     ),
@@ -1451,36 +1451,36 @@ CASES: dict[str, Case] = {
     ),
     "check: no Resolution": Case(
         lambda: flm.check(cast(Any, mapped())),
-        flm.RuleError,
+        flm.errors.RuleError,
         "check(resolution) needs a Resolution, got a LayoutMap; make one: "
         "layout_map.resolve(model)",
     ),
     "check: no level": Case(
         lambda: flm.check(fit({}, {"w": struct(8)}), level=cast(Any, "warn")),
-        flm.RuleError,
+        flm.errors.RuleError,
         "level must be one of ('error', 'warning', 'info'), got 'warn'; did you mean "
         "'warning'?",
     ),
     "check: no code": Case(
         lambda: flm.check(fit({}, {"w": struct(8)}), ignore=["LM999"]),
-        flm.RuleError,
+        flm.errors.RuleError,
         "there is no code LM999; did you mean 'LM109'?",
     ),
     "check: no share": Case(
         lambda: flm.check(fit({}, {"w": struct(8)}), max_replicated=-1),
-        flm.RuleError,
+        flm.errors.RuleError,
         "max_replicated is a share, 0 to 1; got -1",
     ),
     "check: ignore is no text": Case(
         lambda: flm.check(fit({}, {"w": struct(8)}), ignore=cast(Any, [3])),
-        flm.RuleError,
+        flm.errors.RuleError,
         "ignore takes codes and patterns of paths, got 3",
     ),
     "check: too much is replicated": Case(
         lambda: flm.check(
             fit({"w": (None, "model")}, {"w": struct(8, 8), "v": struct(8, 8)})
         ),
-        flm.ResolveError,
+        flm.errors.ResolveError,
         "1 problem in the layout:\n  - replicated: every device of mesh data=2,model=4 "
         "holds 50.0% of the bytes in full, more than max_replicated=2.0%; the largest:"
         "\n      v (8,8): 50.0%, no rule\n    fix: layout_map[\"v\"] = (None, 'model')"
@@ -1512,14 +1512,14 @@ def test_text(name: str) -> None:
 
 def test_one_tree_of_errors() -> None:
     for name in ("Rule", "Mesh", "Resolve", "Structure", "Checkpoint", "Process"):
-        error = getattr(flm, f"{name}Error")
+        error = getattr(flm.errors, f"{name}Error")
         assert issubclass(error, flm.LayoutError) and issubclass(error, ValueError)
-        assert repr(error) == f"<class 'flax_layoutmap.{name}Error'>"
+        assert repr(error) == f"<class 'flax_layoutmap.errors.{name}Error'>"
     assert issubclass(flm.LayoutWarning, UserWarning)
 
 
 def test_problems_are_kept() -> None:
-    for kind in (flm.ResolveError, flm.CheckpointError):
+    for kind in (flm.errors.ResolveError, flm.errors.CheckpointError):
         assert kind("text", ["a", "b"]).problems == ("a", "b")
         assert kind("text").problems == ()
 

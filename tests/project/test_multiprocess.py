@@ -270,7 +270,7 @@ def test_a_process_that_differs_is_named_and_nothing_hangs(tmp_path: Path) -> No
     # At the end process 1 fails where process 0 does not come: its own error, no hang.
     assert ended[0].code == 0
     assert ended[1].code != 0
-    assert "flax_layoutmap.ResolveError: 1 leaf does not fit" in ended[1].err
+    assert "flax_layoutmap.errors.ResolveError: 1 leaf does not fit" in ended[1].err
 
 
 @pytest.mark.slow
@@ -397,7 +397,7 @@ def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     speakers = {0: None, 1: None}
     text = r"waited 0 s before creating the model, and gives up: .* \[0, 1\]"
     with pytest.warns(flm.LayoutWarning, match="goes on waiting"):
-        with pytest.raises(flm.ProcessError, match=text):
+        with pytest.raises(flm.errors.ProcessError, match=text):
             _processes._exchange(word(), speakers, "creating the model")
     # One that failed is not kept from its own error for long.
     found = _processes._exchange(word(), speakers, "saving", gives_up_after=0.05)

@@ -244,7 +244,7 @@ def test_names_of_another_mesh_are_told_and_mended(mesh: flm.DeviceMesh) -> None
         "for 'heads'; map the names by Flax's logical_axis_rules, or add a rule for it"
     )
     check_nnx(model, (("data",), ()), mesh)
-    with pytest.raises(flm.ResolveError, match="no mesh axis for 'heads'"):
+    with pytest.raises(flm.errors.ResolveError, match="no mesh axis for 'heads'"):
         flm.create(make, flm.LayoutMap(mesh, strict=True))
     # The fixes that the warning names:
     with warnings.catch_warnings():
@@ -298,7 +298,7 @@ def test_metadata_that_does_not_fit_is_an_error(
     def make() -> nnx.Module:
         return Layer(nnx.Param(jnp.ones(shape), out_sharding=names))
 
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         flm.create(make, flm.LayoutMap(mesh))
     assert "kernel (" in str(caught.value) and text in str(caught.value)
     assert f"Flax metadata {names}" in str(caught.value)
@@ -351,7 +351,9 @@ def test_stacked_layers(partition: Any, rule: Any, mesh: flm.DeviceMesh) -> None
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_stacked_layers_whose_metadata_does_not_know(mesh: flm.DeviceMesh) -> None:
     make = stacked("none given", layers=3)
-    with pytest.raises(flm.ResolveError, match=r"nnx.PARTITION_NAME: None\} tells it"):
+    with pytest.raises(
+        flm.errors.ResolveError, match=r"nnx.PARTITION_NAME: None\} tells it"
+    ):
         flm.create(make, flm.LayoutMap(mesh))
     resolution = flm.LayoutMap(mesh).resolve(stacked("none given"))
     assert "names 2 of 3 dims, the first ones" in resolution.explain("layers/kernel")

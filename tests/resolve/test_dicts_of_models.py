@@ -15,6 +15,7 @@ from flax import nnx
 
 import flax_layoutmap as flm
 from flax_layoutmap import testing
+from flax_layoutmap._rules.records import ResolvedLeaf
 
 X = np.ones((4, 8), np.float32)
 
@@ -86,7 +87,7 @@ def specs(resolution: flm.Resolution, below: str = "") -> dict[str, tuple[Any, .
     }
 
 
-def spec_of(leaf: flm.ResolvedLeaf) -> tuple[Any, ...]:
+def spec_of(leaf: ResolvedLeaf) -> tuple[Any, ...]:
     return tuple(leaf.layout.spec(len(leaf.shape)))
 
 
@@ -238,7 +239,7 @@ def test_leaves_to_ignore_are_named_in_any_form(names: tuple[str, str]) -> None:
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
     layout_map["down/kernel"] = (None, "model")
     resolution = layout_map.resolve(make(names))
-    with pytest.raises(flm.ResolveError):
+    with pytest.raises(flm.errors.ResolveError):
         flm.check(resolution, level="warning")
     for ignore in (["^up/kernel"], [f"^{name}/up/kernel" for name in names]):
         flm.check(resolution, level="warning", ignore=ignore)

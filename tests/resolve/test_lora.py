@@ -400,9 +400,13 @@ def test_without_a_kernel_the_report_says_what_to_do() -> None:
     assert "kernel is not in the tree: resolve the whole model" in resolution.explain(
         "up/lora_a"
     )
-    with pytest.raises(flm.ResolveError, match="a LoRA matrix whose kernel is not in"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="a LoRA matrix whose kernel is not in"
+    ):
         mapped(unmatched="error").resolve(alone)
-    with pytest.raises(flm.ResolveError, match="a LoRA matrix whose kernel is not in"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="a LoRA matrix whose kernel is not in"
+    ):
         mapped({"kernel": (None, "model")}).resolve(
             {"up": {"kernel_lora_a": struct(8, 2)}}
         )
@@ -433,13 +437,15 @@ def test_shapes_that_do_not_tell() -> None:
     )
     agreeing = {"w1": ("data", "model"), "w2": ("data", "model")}
     assert axes_of(mapped(agreeing).resolve(tree))["m/lora_a"] == ("data", None)
-    with pytest.raises(flm.ResolveError, match="does not tell which dims of m/w1"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="does not tell which dims of m/w1"
+    ):
         mapped(rules, unmatched="error").resolve(tree)
 
 
 def test_a_rule_for_all_where_shapes_do_not_tell_is_an_error() -> None:
     tree = {"m": {"w1": struct(8, 16), "w2": struct(16, 8), "lora_a": struct(8, 4)}}
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         mapped({"m": ("data", "model")}).resolve(tree)
     assert "m/lora_a (8,4): it is a LoRA matrix, and its shape does not tell" in str(
         caught.value
@@ -447,7 +453,7 @@ def test_a_rule_for_all_where_shapes_do_not_tell_is_an_error() -> None:
 
 
 def test_a_problem_of_the_kernel_is_told_once() -> None:
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         mapped({"kernel": ("model", None, None)}).resolve(one(**QWIX))
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith("up/kernel (8,16): rule 1")

@@ -62,7 +62,9 @@ def test_an_explicit_layout_on_another_mesh(mesh: flm.DeviceMesh) -> None:
         f"rules are on {mesh!r}, and so is this leaf now: write layout.on(mesh) with "
         "the mesh of the rules, or a layout without a mesh" in str(warning.message)
     )
-    assert flm.fetch_layout(model["small"]) == flm.TensorLayout((None, "model"), mesh)
+    assert flm.dtensor.fetch_layout(model["small"]) == flm.TensorLayout(
+        (None, "model"), mesh
+    )
     assert "its layout is on" in layout_map.resolve(model).explain("small")
 
     same = flm.DeviceMesh(mesh.shape, mesh.axis_names, axis_types="explicit")
@@ -78,7 +80,7 @@ def test_an_explicit_layout_on_another_mesh(mesh: flm.DeviceMesh) -> None:
         "the explicit layout (None, 'model') of another mesh, DeviceMesh('model=8'): "
         "the mesh 'data=8' has no axis 'model'"
     )
-    with pytest.raises(flm.ResolveError, match=re.escape(text)):
+    with pytest.raises(flm.errors.ResolveError, match=re.escape(text)):
         flm.create(lambda: make(other), lacking)
 
 
@@ -150,7 +152,7 @@ def test_linen_rules_go_by_priority_and_axes_are_used_once() -> None:
 
 def test_linen_refuses_a_name_twice() -> None:
     mark = Mark(names=(("x",), ("x",)), kind="linen")
-    with pytest.raises(flm.RuleError, match="occur more than once") as caught:
+    with pytest.raises(flm.errors.RuleError, match="occur more than once") as caught:
         mesh_axes(mark)
     assert isinstance(caught.value.__cause__, ValueError)
 

@@ -625,7 +625,7 @@ def test_sections_are_never_tried_on_each_other() -> None:
 def test_an_optimizer_rule_of_another_rank() -> None:
     layout_map = zero_map()
     layout_map.optimizer["kernel"] = ("data",)
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         layout_map.resolve(both())
     assert "optimizer rule 1 'kernel' → ('data',) has 1 dims" in str(caught.value)
     assert "its parameter 'up/kernel' has 2" in str(caught.value)
@@ -645,14 +645,18 @@ def test_overlapping_optimizer_rules(overlap: Any, axes: Axes) -> None:
     assert leaf.layout.axes == axes
     strict = zero_map()
     strict.optimizer.update(layout_map.optimizer)
-    with pytest.raises(flm.ResolveError, match="optimizer rules with different layo"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="optimizer rules with different layo"
+    ):
         strict.resolve(both())
 
 
 def test_indivisible_state() -> None:
     layout_map = zero_map()
     layout_map.optimizer["kernel"] = ("model", "data")
-    with pytest.raises(flm.ResolveError, match="dim 0 of size 6 does not divide"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="dim 0 of size 6 does not divide"
+    ):
         layout_map.resolve(both((6, 16)))
     lenient = zero_map(indivisible="replicate")
     lenient.optimizer["kernel"] = ("model", "data")

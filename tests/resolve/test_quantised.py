@@ -102,7 +102,7 @@ def test_the_note_says_whose_scale_it_is() -> None:
 def test_a_dim_of_size_one_elsewhere_is_an_error() -> None:
     """The head of a critic, say: the rule is not meant for it."""
     tree = {"actor": {"kernel": struct(8, 16)}, "critic": {"kernel": struct(8, 1)}}
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         mapped({"kernel": ("data", "model")}).resolve(tree)
     assert caught.value.problems == (
         "critic/kernel (8,1): rule 1 'kernel' → ('data', 'model'): dim 1 of size 1 "
@@ -110,7 +110,7 @@ def test_a_dim_of_size_one_elsewhere_is_an_error() -> None:
         'layout (None for this dim), or indivisible="replicate"',
     )
     beside = {"head": {"kernel": struct(8, 16), "value": struct(8, 1)}}
-    with pytest.raises(flm.ResolveError, match="head/value"):
+    with pytest.raises(flm.errors.ResolveError, match="head/value"):
         mapped({"head": ("data", "model")}).resolve(beside)
     fixed = {"actor/kernel": ("data", "model"), "critic/kernel": ("data", None)}
     assert spec_of(mapped(fixed).resolve(tree), "critic/kernel") == ("data", None)
@@ -119,21 +119,25 @@ def test_a_dim_of_size_one_elsewhere_is_an_error() -> None:
 def test_a_rule_for_the_scale_alone_is_not_softened() -> None:
     tree = tree_of(QWIX, int8(8, 16), struct(1, 16))
     rules = {"qvalue": ("data", "model"), "scale": ("data", "model")}
-    with pytest.raises(flm.ResolveError, match="dim 0 of size 1 does not divide"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="dim 0 of size 1 does not divide"
+    ):
         mapped(rules).resolve(tree)
 
 
 @pytest.mark.parametrize("scale", [(3, 16), (8, 3)])
 def test_blocks_that_do_not_divide_are_an_error(scale: Any) -> None:
     tree = tree_of(QWIX, int8(24, 24), struct(*scale))
-    with pytest.raises(flm.ResolveError, match="up/kernel/array/scale .* of size 3"):
+    with pytest.raises(
+        flm.errors.ResolveError, match="up/kernel/array/scale .* of size 3"
+    ):
         mapped({"up": ("data", "model")}).resolve(tree)
 
 
 def test_a_scale_that_its_shape_does_not_tell() -> None:
     """(8,) may be the rows or the columns of (8, 8)."""
     tree = tree_of(OWN, int8(8, 8), struct(8))
-    with pytest.raises(flm.ResolveError) as caught:
+    with pytest.raises(flm.errors.ResolveError) as caught:
         mapped({"up": ("data", "model")}).resolve(tree)
     assert "up/kernel_scale (8,): rule 1 'up' → ('data', 'model') has 2 dims" in str(
         caught.value

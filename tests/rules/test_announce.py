@@ -215,7 +215,7 @@ def test_strict_rules_raise_every_time_and_quiet_ones_say_nothing(strict: bool) 
     for _ in range(2):
         with told() as found:
             if strict:
-                with pytest.raises(flm.ResolveError, match="strict: 5 findings"):
+                with pytest.raises(flm.errors.ResolveError, match="strict: 5 findings"):
                     layout_map.place(Model())
             else:
                 layout_map.place(Model())

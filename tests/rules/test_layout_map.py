@@ -49,7 +49,7 @@ def test_reading_an_exact_key_first() -> None:
 def test_reading_where_rules_differ() -> None:
     rules = [("kernel", ("data",)), ("up", ("model",))]
     layout_map = flm.LayoutMap.from_rules(rules, overlap="error")
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         layout_map["x/up/kernel"]
     assert str(caught.value) == (
         "'x/up/kernel' is matched by rules with different layouts: 'kernel', 'up'; "
@@ -102,7 +102,7 @@ def test_deleting_while_iterating(layout_map: flm.LayoutMap) -> None:
 
 
 def test_setting_an_existing_key_raises(layout_map: flm.LayoutMap) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         layout_map["up/kernel"] = ("data", None)
     assert str(caught.value) == (
         "the key 'up/kernel' is already set to (None, 'model'); to change it use "
@@ -118,9 +118,9 @@ def test_setting_an_existing_key_raises(layout_map: flm.LayoutMap) -> None:
 def test_a_failed_edit_changes_nothing(layout_map: flm.LayoutMap) -> None:
     before = layout_map.freeze()
     for key, value in [("(", None), ("new", "model"), ("new", ("tensor",))]:
-        with pytest.raises(flm.RuleError):
+        with pytest.raises(flm.errors.RuleError):
             layout_map[key] = value
-    with pytest.raises(flm.RuleError):
+    with pytest.raises(flm.errors.RuleError):
         layout_map.replace("up/kernel", ("tensor",))
     assert layout_map.freeze() is before
 
@@ -138,7 +138,7 @@ def test_a_failed_edit_changes_nothing(layout_map: flm.LayoutMap) -> None:
     ],
 )
 def test_bad_entries(key: Any, value: Any, message: str) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         flm.LayoutMap(ABSTRACT)[key] = value
     assert message in str(caught.value)
 
@@ -188,9 +188,13 @@ def test_rules_with_options(layout_map: flm.LayoutMap) -> None:
     layout_map["scale"] = flm.Rule("scale", None, rank="skip")
     ranks = [rule.rank for rule in layout_map.freeze().rules]
     assert ranks == ["error", "error", "skip", "skip"]
-    with pytest.raises(flm.RuleError, match="given a rule for another pattern, 'y'"):
+    with pytest.raises(
+        flm.errors.RuleError, match="given a rule for another pattern, 'y'"
+    ):
         layout_map["x"] = flm.Rule("y", None)
-    with pytest.raises(flm.RuleError, match="given a rule for another pattern, 'y'"):
+    with pytest.raises(
+        flm.errors.RuleError, match="given a rule for another pattern, 'y'"
+    ):
         layout_map.replace("scale", flm.Rule("y", None))
     other = flm.LayoutMap()
     other.update(layout_map)
@@ -209,7 +213,7 @@ def test_sections_have_the_same_behaviour(layout_map: flm.LayoutMap) -> None:
         wanted = flm.TensorLayout(("data", ..., None), ABSTRACT)
         assert section["decoder/mlp"] == wanted and section["norm"] is None
         assert list(section) == ["mlp"] and "decoder/mlp" not in section
-        with pytest.raises(flm.RuleError, match="already set"):
+        with pytest.raises(flm.errors.RuleError, match="already set"):
             section["mlp"] = None
         section.replace("mlp", None)
         section["x"] = None
@@ -226,7 +230,7 @@ def test_any_mesh_is_taken(mesh: flm.DeviceMesh) -> None:
     for given in (mesh, mesh.jax_mesh, "data=2,model=4"):
         assert flm.LayoutMap(given).device_mesh == mesh
     assert flm.LayoutMap().device_mesh is None
-    with pytest.raises(flm.MeshError, match="not a mesh"):
+    with pytest.raises(flm.errors.MeshError, match="not a mesh"):
         flm.LayoutMap((2, 4))
 
 
@@ -247,7 +251,7 @@ def test_batch_axes(given: Any, batch: tuple[str, ...], mesh: flm.DeviceMesh) ->
 
 
 def test_batch_axes_are_checked(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         flm.LayoutMap(mesh, batch="date")
     assert str(caught.value) == (
         "batch names the axis 'date', but the mesh 'data=2,model=4' has no such axis; "
@@ -256,7 +260,7 @@ def test_batch_axes_are_checked(mesh: flm.DeviceMesh) -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(flm.RuleError, match="match must be one of"):
+    with pytest.raises(flm.errors.RuleError, match="match must be one of"):
         flm.LayoutMap(match="find")  # type: ignore[arg-type]
 
 
@@ -271,7 +275,7 @@ def test_a_map_without_a_mesh_is_given_one_later(mesh: flm.DeviceMesh) -> None:
     assert (rules.match, rules.strict, rules.batch) == ("fullmatch", True, ("data",))
     assert rules.optimizer[0].layout.device_mesh == mesh
     assert planned.device_mesh is None
-    with pytest.raises(flm.RuleError, match="rule '.*kernel'"):
+    with pytest.raises(flm.errors.RuleError, match="rule '.*kernel'"):
         planned.on("data=8")
 
 
@@ -280,7 +284,7 @@ def test_an_abstract_map_moves_to_devices(
 ) -> None:
     kernel = np.ones((8, 8), np.float32)
     tree = {"up": {"kernel": kernel}, "down": {"kernel": kernel}}
-    with pytest.raises(flm.MeshError, match="is abstract"):
+    with pytest.raises(flm.errors.MeshError, match="is abstract"):
         layout_map.shardings(tree)
     shardings = layout_map.on(mesh).shardings(tree)
     assert shardings["up"]["kernel"] == NamedSharding(
@@ -329,9 +333,9 @@ def test_from_rules_takes_ordered_lists() -> None:
     assert layout_map.freeze().indivisible == "replicate"
     assert layout_map["a/kernel"] == flm.TensorLayout((None, "model"), ABSTRACT)
     assert flm.LayoutMap.from_rules([], overlap="last").freeze().overlap == "last"
-    with pytest.raises(flm.RuleError, match="already set"):
+    with pytest.raises(flm.errors.RuleError, match="already set"):
         flm.LayoutMap.from_rules([("a", None), ("a", None)])
-    with pytest.raises(flm.RuleError, match="rule 1 is neither"):
+    with pytest.raises(flm.errors.RuleError, match="rule 1 is neither"):
         flm.LayoutMap.from_rules(["a"])
 
 
@@ -445,7 +449,7 @@ def test_place_moves_nothing_where_rules_do_not_fit(mesh: flm.DeviceMesh) -> Non
     layout_map["kernel"] = (None, "model")
     layout_map["bias"] = ("model", None)
     model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
-    with pytest.raises(flm.ResolveError, match=r"bias \(8,\)"):
+    with pytest.raises(flm.errors.ResolveError, match=r"bias \(8,\)"):
         layout_map.place(model)
     assert len(model.kernel.get_value().addressable_shards) == 1
 

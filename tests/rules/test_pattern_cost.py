@@ -136,7 +136,7 @@ for pattern in sys.stdin.read().split("\\n"):
         json.dump({"schema": 1, "rules": {pattern: []}}, file)
     try:
         layout_map = flm.LayoutMap.from_file("rules.json")
-    except flm.RuleError:
+    except flm.errors.RuleError:
         continue
     accepted += 1
     for unit in ("a", "ab", "a/", "A", "é", "x", "0", " ", "k"):

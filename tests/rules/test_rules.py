@@ -44,7 +44,9 @@ def test_repr_of_a_rule() -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "*", "a{9999999999999}", "(" * 5000])
 def test_a_bad_regex_is_told_with_its_text(pattern: str) -> None:
-    with pytest.raises(flm.RuleError, match="is not a regular expression") as caught:
+    with pytest.raises(
+        flm.errors.RuleError, match="is not a regular expression"
+    ) as caught:
         flm.Rule(pattern, None)
     assert repr(pattern)[:20] in str(caught.value)
     assert caught.value.__cause__ is not None
@@ -61,13 +63,15 @@ def test_a_bad_regex_is_told_with_its_text(pattern: str) -> None:
     ],
 )
 def test_bad_rules(arguments: Any, options: Any, message: str) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         flm.Rule(*arguments, **options)
     assert message in str(caught.value)
 
 
 def test_a_rule_on_a_mesh_without_its_axis() -> None:
-    with pytest.raises(flm.RuleError, match="rule 'up': the layout .* names the axis"):
+    with pytest.raises(
+        flm.errors.RuleError, match="rule 'up': the layout .* names the axis"
+    ):
         flm.Rule("up", ("tensor",)).on("data=8")
 
 
@@ -78,7 +82,7 @@ def test_make_rules_takes_pairs_and_rules() -> None:
         flm.Rule("b", ("x",)),
         flm.Rule("c", None),
     )
-    with pytest.raises(flm.RuleError, match="rule 2 is neither a"):
+    with pytest.raises(flm.errors.RuleError, match="rule 2 is neither a"):
         make_rules([rule, "b"])
 
 
@@ -108,7 +112,9 @@ def test_a_rule_set_takes_lists_and_any_mesh(mesh: flm.DeviceMesh) -> None:
 
 
 def test_a_rule_set_refuses_one_pattern_twice() -> None:
-    with pytest.raises(flm.RuleError, match="rules 1 and 3 have the same pattern 'a'"):
+    with pytest.raises(
+        flm.errors.RuleError, match="rules 1 and 3 have the same pattern 'a'"
+    ):
         flm.RuleSet(rules("a", "b", "a"))
 
 
@@ -124,7 +130,7 @@ def test_a_rule_set_refuses_one_pattern_twice() -> None:
     ],
 )
 def test_options_are_checked(option: str, value: Any, hint: str) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         flm.RuleSet(**{option: value})
     assert str(caught.value).startswith(f"{option} must be one of (")
     assert f"got {value!r}{'; ' + hint if hint else ''}" in str(caught.value)
@@ -143,9 +149,9 @@ def test_on_another_mesh_moves_every_section(mesh: flm.DeviceMesh) -> None:
     assert moved.batch == ("data",)
     assert made.mesh == planned and made.on(planned) is made
     assert made.on("model=8").batch == ("model",)
-    with pytest.raises(flm.RuleError, match="rule 'a'"):
+    with pytest.raises(flm.errors.RuleError, match="rule 'a'"):
         made.on("data=8")
-    with pytest.raises(flm.MeshError, match="needs a mesh, got None"):
+    with pytest.raises(flm.errors.MeshError, match="needs a mesh, got None"):
         made.on(None)
 
 

@@ -475,7 +475,7 @@ def test_comments_need_tomlkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     layout_map = flm.LayoutMap.from_file(path)
     layout_map.to_file(path)  # nothing to change
     layout_map["new"] = ("data",)
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         layout_map.to_file(path)
     assert str(caught.value) == (
         f"{path}: to keep its comments needs tomlkit; run pip install "
@@ -488,7 +488,7 @@ def test_comments_need_tomlkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
     layout_map = read(tmp_path, VARIANTS)
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         layout_map.to_file(tmp_path / "rules.toml")
     assert str(caught.value) == (
         f"{tmp_path / 'rules.toml'}: holds 'variants', which would be lost; write to "
@@ -505,7 +505,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     layout_map.to_file(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
     assert os.listdir(tmp_path) == ["rules.toml"]
-    with pytest.raises(flm.RuleError, match="cannot be written: No such file"):
+    with pytest.raises(flm.errors.RuleError, match="cannot be written: No such file"):
         layout_map.to_file(tmp_path / "no" / "rules.toml")
 
 
@@ -521,7 +521,7 @@ def test_what_no_file_can_hold(
 ) -> None:
     layout_map = flm.LayoutMap()
     layout_map[key] = value
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         layout_map.to_file(tmp_path / "rules.toml")
     assert "these rules cannot be in a file:" in str(caught.value)
     assert message in str(caught.value)
@@ -531,9 +531,11 @@ def test_what_no_file_can_hold(
 def test_text_that_is_none(tmp_path: Path) -> None:
     layout_map = flm.LayoutMap()
     layout_map["\ud800"] = None
-    with pytest.raises(flm.RuleError, match="a pattern holds what is no text"):
+    with pytest.raises(flm.errors.RuleError, match="a pattern holds what is no text"):
         layout_map.to_file(tmp_path / "rules.toml")
-    with pytest.raises(flm.RuleError, match="a file of rules ends in .toml or .json"):
+    with pytest.raises(
+        flm.errors.RuleError, match="a file of rules ends in .toml or .json"
+    ):
         layout_map.to_file(tmp_path / "rules.yaml")
 
 
@@ -543,7 +545,7 @@ HEAD = 'schema = 1\nmesh = "data=2,model=4"\n'
 
 
 def refused(folder: Path, text: str, **options: Any) -> str:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         read(folder, text, **options)
     return str(caught.value).replace(f"{folder}{os.sep}", "")
 
@@ -651,7 +653,7 @@ def test_damaged_files(tmp_path: Path, text: str, message: str) -> None:
 )  # fmt: skip
 def test_damaged_json(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text, "rules.json")
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         flm.LayoutMap.from_file(path)
     assert message in str(caught.value)
 
@@ -659,9 +661,9 @@ def test_damaged_json(tmp_path: Path, text: str, message: str) -> None:
 def test_no_text_and_no_file(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(flm.RuleError, match="is no TOML: 'utf-8' codec"):
+    with pytest.raises(flm.errors.RuleError, match="is no TOML: 'utf-8' codec"):
         flm.LayoutMap.from_file(path)
-    with pytest.raises(flm.RuleError, match="x.toml: is no file"):
+    with pytest.raises(flm.errors.RuleError, match="x.toml: is no file"):
         (tmp_path / "x.toml").mkdir()
         flm.LayoutMap.from_file(tmp_path / "x.toml")
     path.write_bytes(b"\xef\xbb\xbfschema = 1\r\n")  # as some editors write it
@@ -708,7 +710,7 @@ def test_what_is_slow_together(tmp_path: Path) -> None:
     text = refused(tmp_path, f"schema = 1\n[rules]\n{lines}")
     assert "together the patterns may take 2.3e+09 steps on a path of 100 char" in text
     layout_map = flm.LayoutMap.from_rules(dict.fromkeys(patterns))
-    with pytest.raises(flm.RuleError, match="together the patterns may take"):
+    with pytest.raises(flm.errors.RuleError, match="together the patterns may take"):
         layout_map.to_file(tmp_path / "other.toml")
     assert len(read(tmp_path, "schema = 1\n[rules]\n" + lines[:40])) == 2
 
@@ -743,5 +745,5 @@ def test_hostile_files_come_back(tmp_path: Path) -> None:
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
-    with pytest.raises(flm.RuleError, match=r"pipe.toml: is no file"):
+    with pytest.raises(flm.errors.RuleError, match=r"pipe.toml: is no file"):
         flm.LayoutMap.from_file(tmp_path / "pipe.toml")

@@ -62,40 +62,40 @@ TWO = flm.DeviceMesh((8,), ("data",))
 
 
 def mesh_of_ones() -> flm.DeviceMesh | None:
-    layout = flm.fetch_layout(flm.distribute_tensor(np.ones(8), ("data",)))
+    layout = flm.dtensor.fetch_layout(flm.distribute_tensor(np.ones(8), ("data",)))
     return layout and layout.device_mesh
 
 
 def test_there_is_no_default_mesh_outside() -> None:
-    assert flm.get_default_mesh() is None
-    with pytest.raises(flm.MeshError, match="flm.default_mesh"):
+    assert flm.dtensor.get_default_mesh() is None
+    with pytest.raises(flm.errors.MeshError, match="flm.dtensor.default_mesh"):
         mesh_of_ones()
 
 
 def test_default_meshes_nest_and_are_restored() -> None:
-    with flm.default_mesh(ONE) as made:
-        assert made is ONE and flm.get_default_mesh() is ONE
-        with flm.default_mesh(TWO.jax_mesh):
-            assert flm.get_default_mesh() == TWO
+    with flm.dtensor.default_mesh(ONE) as made:
+        assert made is ONE and flm.dtensor.get_default_mesh() is ONE
+        with flm.dtensor.default_mesh(TWO.jax_mesh):
+            assert flm.dtensor.get_default_mesh() == TWO
             assert mesh_of_ones() == TWO
         assert mesh_of_ones() == ONE
-    assert flm.get_default_mesh() is None
+    assert flm.dtensor.get_default_mesh() is None
 
 
 def test_a_default_mesh_is_restored_after_an_error() -> None:
-    with pytest.raises(RuntimeError, match="inside"), flm.default_mesh(ONE):
+    with pytest.raises(RuntimeError, match="inside"), flm.dtensor.default_mesh(ONE):
         raise RuntimeError("inside")
-    assert flm.get_default_mesh() is None
+    assert flm.dtensor.get_default_mesh() is None
 
 
 def test_a_decorated_function() -> None:
-    @flm.default_mesh(ONE)
+    @flm.dtensor.default_mesh(ONE)
     def inside(depth: int) -> Any:
-        assert flm.get_default_mesh() is ONE
+        assert flm.dtensor.get_default_mesh() is ONE
         return inside(depth - 1) if depth else mesh_of_ones()
 
     assert inside(2) == ONE and inside(0) == ONE
-    assert flm.get_default_mesh() is None
+    assert flm.dtensor.get_default_mesh() is None
 
 
 def test_what_wins_over_what() -> None:
@@ -104,7 +104,7 @@ def test_what_wins_over_what() -> None:
     bare: Any = TWO.jax_mesh
     with jax.set_mesh(bare):
         assert mesh_of_ones() == TWO
-        with flm.default_mesh(ONE):
+        with flm.dtensor.default_mesh(ONE):
             assert mesh_of_ones() == ONE
             with using_rules(FIRST):
                 assert mesh_of_ones() == FIRST.mesh
@@ -115,7 +115,7 @@ def test_what_wins_over_what() -> None:
 def test_a_default_mesh_inside_jit() -> None:
     @jax.jit
     def inside(x: Any) -> Any:
-        with flm.default_mesh(ONE):
+        with flm.dtensor.default_mesh(ONE):
             return flm.distribute_tensor(x, ("model",))
 
     assert inside(np.ones(8)).sharding.shard_shape((8,)) == (2,)
@@ -123,6 +123,6 @@ def test_a_default_mesh_inside_jit() -> None:
 
 @pytest.mark.parametrize("mesh", [None, 3, ("data",)])
 def test_what_is_no_mesh(mesh: Any) -> None:
-    with pytest.raises(flm.MeshError), flm.default_mesh(mesh):
+    with pytest.raises(flm.errors.MeshError), flm.dtensor.default_mesh(mesh):
         raise AssertionError("not reached")
-    assert flm.get_default_mesh() is None
+    assert flm.dtensor.get_default_mesh() is None

@@ -93,7 +93,7 @@ def test_devices_are_not_written(mesh: flm.DeviceMesh) -> None:
 
 def test_onto_another_mesh() -> None:
     data = full_map().to_json()
-    with pytest.raises(flm.RuleError, match="rule 'g': .* names the axis 'x'"):
+    with pytest.raises(flm.errors.RuleError, match="rule 'g': .* names the axis 'x'"):
         flm.LayoutMap.from_json(data, mesh="data=4,model=2")
     data["rules"] = [entry for entry in data["rules"] if entry["pattern"] != "g"]
     read = flm.LayoutMap.from_json(data, mesh="data=4,model=2")
@@ -147,6 +147,6 @@ def without(*keys: str) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_damaged_rules(data: Any, message: str) -> None:
-    with pytest.raises(flm.RuleError) as caught:
+    with pytest.raises(flm.errors.RuleError) as caught:
         rules_from_json(data)
     assert message in str(caught.value)

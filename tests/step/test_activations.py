@@ -276,7 +276,9 @@ def test_patterns_that_look_around() -> None:
 
 def test_overlap() -> None:
     rules = {"mlp": ("data",), "a/mlp": ("model",)}
-    with pytest.raises(flm.RuleError, match="'mlp' → .*'a/mlp' → .*|'mlp'.*narrower"):
+    with pytest.raises(
+        flm.errors.RuleError, match="'mlp' → .*'a/mlp' → .*|'mlp'.*narrower"
+    ):
         called(rules, ["b/a/mlp"])
     assert called(rules, ["a/mlp"]) == {"a/mlp": ("model",)}  # an exact key
     assert called(rules, ["b/a/mlp"], overlap="first")["b/a/mlp"] == ("data",)
@@ -369,7 +371,9 @@ def test_rules_that_never_fire(mesh: flm.DeviceMesh) -> None:
     with pytest.warns(flm.LayoutWarning, match="'layer/1'; the closest is") as seen:
         run()
     assert len(seen) == 1 and "'layers/0'" not in str(seen[0].message).split(";")[0]
-    with pytest.raises(flm.RuleError, match="strict: activation rules that match"):
+    with pytest.raises(
+        flm.errors.RuleError, match="strict: activation rules that match"
+    ):
         run(strict=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error", flm.LayoutWarning)
@@ -498,11 +502,13 @@ def test_under_disable_jit(layout_map: flm.LayoutMap) -> None:
 
 
 def test_a_scope_wants_rules_a_mesh_and_modules(layout_map: flm.LayoutMap) -> None:
-    with pytest.raises(flm.MeshError, match="activation_scope needs rules with a mesh"):
+    with pytest.raises(
+        flm.errors.MeshError, match="activation_scope needs rules with a mesh"
+    ):
         flm.activation_scope(flm.LayoutMap())
-    with pytest.raises(flm.RuleError, match="takes NNX modules, got a dict"):
+    with pytest.raises(flm.errors.RuleError, match="takes NNX modules, got a dict"):
         flm.activation_scope(layout_map, {})
-    with pytest.raises(flm.RuleError, match="activation_scope"):
+    with pytest.raises(flm.errors.RuleError, match="activation_scope"):
         flm.activation_scope([("a", None)])
 
 
@@ -684,7 +690,7 @@ def test_rules_for_what_another_function_calls(mesh: flm.DeviceMesh) -> None:
     layout_map.activations["nonsense"] = ("model", None, None)
     with pytest.warns(flm.LayoutWarning, match="match the output of no module: 'nonse"):
         encode(model, X)
-    with pytest.raises(flm.RuleError, match="strict: .*'nonsense'"):
+    with pytest.raises(flm.errors.RuleError, match="strict: .*'nonsense'"):
         flm.jit(lambda m, x: m.encode(m.decode(x)) + m(x), layout_map=layout_map)(
             Sum(nnx.Rngs(0)), X
         )

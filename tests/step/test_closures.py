@@ -120,7 +120,7 @@ def test_what_is_read_is_told_by_path(case: str, layout_map: Any) -> None:
     before = compiled_before(X)
     step = flm.jit(fun, layout_map=layout_map)
     for call in (step, step.lower, step.eval_shape):
-        with pytest.raises(flm.StructureError) as caught:
+        with pytest.raises(flm.errors.StructureError) as caught:
             call(make(), X)
         name = getattr(fun, "__name__", "a_function")
         both = f"{owner}/bias (8,), {owner}/kernel (8,8)"
@@ -133,7 +133,9 @@ def test_what_is_read_is_told_by_path(case: str, layout_map: Any) -> None:
 def test_the_argument_itself_in_a_closure(layout_map: Any) -> None:
     """As after a typing error: the step would not see its own updates."""
     model = make()
-    with pytest.raises(flm.StructureError, match=r"reads model/bias \(8,\), model/ker"):
+    with pytest.raises(
+        flm.errors.StructureError, match=r"reads model/bias \(8,\), model/ker"
+    ):
         flm.jit(lambda m, x: model(x), layout_map=layout_map)(model, X)
 
 
@@ -143,7 +145,7 @@ def differentiates(model: Any, x: Any) -> Any:
 
 def test_a_gradient(layout_map: Any) -> None:
     """Flax's own error has all the values of the Param."""
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.jit(differentiates, layout_map=layout_map)(make(), X)
     assert str(caught.value) == message(
         "differentiates", "differentiates", "REF/bias (8,)", "REF"
@@ -172,7 +174,7 @@ def writes(model: Any, x: Any) -> None:
     ],
 )
 def test_what_is_changed(fun: Any, what: str, owner: str, layout_map: Any) -> None:
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.jit(fun, layout_map=layout_map)(make(), X)
     assert str(caught.value) == message(fun.__name__, "changes", what, owner)
 
@@ -185,7 +187,9 @@ def test_numbers_of_numpy(layout_map: Any) -> None:
         lambda model, x: x * float(factor[...]),
         lambda model, x: x if factor[...] > 1 else -x,
     ):
-        with pytest.raises(flm.StructureError, match=r"reads factor \(\) outside"):
+        with pytest.raises(
+            flm.errors.StructureError, match=r"reads factor \(\) outside"
+        ):
             flm.jit(fun, layout_map=layout_map)(make(), X)
 
 
@@ -193,7 +197,7 @@ def test_several(layout_map: Any) -> None:
     def step(model: Any, x: Any) -> Any:
         return REF(x) + SETTINGS.refs[0](x) + SETTINGS.by_name["a"](x)
 
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.jit(step, layout_map=layout_map)(make(), X)
     four = (
         "REF/bias (8,), REF/kernel (8,8), SETTINGS.by_name['a']/bias (8,), "
@@ -209,14 +213,14 @@ def test_behind_a_constant_of_an_argument(layout_map: Any) -> None:
             self.settings = types.SimpleNamespace(ref=make())
 
     step = flm.jit(lambda model, x: model.settings.ref(x), layout_map=layout_map)
-    with pytest.raises(flm.StructureError, match="model.settings.ref/bias"):
+    with pytest.raises(flm.errors.StructureError, match="model.settings.ref/bias"):
         step(Holder(), X)
 
 
 def test_a_state_in_a_closure(layout_map: Any) -> None:
     state: Any = nnx.state(make())
     step = flm.jit(lambda x: x @ state["kernel"][...], layout_map=layout_map)
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         step(X)
     assert str(caught.value) == message(
         "<lambda>", "reads", "state/kernel (8,8)", "state"
@@ -227,7 +231,7 @@ def test_many_modules_in_a_closure(layout_map: Any) -> None:
     """The text stays short."""
     nets = [make() for _ in range(6)]
     step = flm.jit(lambda x: sum(net(x) for net in nets), layout_map=layout_map)
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         step(X)
     four = ", ".join(f"nets[{at}]/{name}" for at in (0, 1) for name in KERNEL_AND_BIAS)
     owners = "nets[0], nets[1], nets[2], nets[3] and 2 more"
@@ -238,14 +242,16 @@ def test_many_modules_in_a_closure(layout_map: Any) -> None:
 
 def test_one_that_no_name_leads_to(layout_map: Any) -> None:
     kept = iter([make()])
-    with pytest.raises(flm.StructureError, match=r"reads a Param \(8,\), a Param \(8,"):
+    with pytest.raises(
+        flm.errors.StructureError, match=r"reads a Param \(8,\), a Param \(8,"
+    ):
         flm.jit(lambda model, x: next(kept)(x), layout_map=layout_map)(make(), X)
 
 
 def test_a_jit_in_another_one(mesh: flm.DeviceMesh) -> None:
     inner = flm.jit(lambda x: REF(x), layout_map=rules(mesh))
     for outer in (flm.jit(lambda x: inner(x)), jax.jit(lambda x: inner(x))):
-        with pytest.raises(flm.StructureError, match="REF/kernel"):
+        with pytest.raises(flm.errors.StructureError, match="REF/kernel"):
             outer(X)
     np.testing.assert_array_equal(flm.jit(lambda m, x: inner_ok(m, x))(REF, X), REF(X))
 

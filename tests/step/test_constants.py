@@ -296,7 +296,7 @@ def test_a_step_that_edits_a_constant(mesh: flm.DeviceMesh) -> None:
 def test_what_cannot_be_compared(mesh: flm.DeviceMesh) -> None:
     model = Model(Config(table={}.keys()), scaled)
     for layout_map in (None, rules(mesh)):
-        with pytest.raises(flm.StructureError) as caught:
+        with pytest.raises(flm.errors.StructureError) as caught:
             flm.jit(call, layout_map=layout_map)(model, X)
         assert str(caught.value) == (
             "model/constant is or holds a dict_keys, which Python can neither hash nor "

@@ -433,15 +433,15 @@ def test_the_context_of_a_step_is_that_of_its_caller(mesh: flm.DeviceMesh) -> No
     token = seen.set(1)
 
     def step(x: Any) -> Any:
-        stack.enter_context(flm.default_mesh(mesh))
+        stack.enter_context(flm.dtensor.default_mesh(mesh))
         seen.reset(token)
         seen.set(2)
         return x
 
     flm.jit(step, layout_map=rules(mesh))(X)
-    assert (seen.get(), flm.get_default_mesh()) == (2, mesh)
+    assert (seen.get(), flm.dtensor.get_default_mesh()) == (2, mesh)
     stack.close()
-    assert flm.get_default_mesh() is None
+    assert flm.dtensor.get_default_mesh() is None
 
 
 @contextlib.contextmanager

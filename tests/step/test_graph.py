@@ -585,7 +585,7 @@ def test_an_error_leaves_the_model_as_it_was(mesh: flm.DeviceMesh) -> None:
 
     with pytest.raises(ZeroDivisionError):
         flm.jit(fails, layout_map=layout_map)(model)
-    with pytest.raises(flm.ResolveError, match="cache"):
+    with pytest.raises(flm.errors.ResolveError, match="cache"):
         flm.jit(does_not_divide, layout_map=layout_map)(model)
     assert_same(model, plain)
 
@@ -612,22 +612,24 @@ def test_what_is_refused(mesh: flm.DeviceMesh) -> None:
         other.head = model.layers[0].up
 
     advice = ": pass one object that holds both, so that they stay shared"
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.jit(shares, layout_map=layout_map)(model, other)
     assert str(caught.value) == (
         f"model/layers/0/up/bias and other/head/bias are one Param{advice}"
     )
     assert not hasattr(other, "head")
 
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.jit(lambda model: setattr(model, "o", other), layout_map=layout_map)(model)
     assert str(caught.value) == (
         "model/o/drop/rngs/count comes from outside of the function: pass it as an "
         "argument, or as part of one, so that it stays the same object"
     )
-    with pytest.raises(flm.StructureError, match="^the result/down/bias comes from"):
+    with pytest.raises(
+        flm.errors.StructureError, match="^the result/down/bias comes from"
+    ):
         flm.jit(lambda model: other.layers[0], layout_map=layout_map)(model)
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.jit(
             lambda model: setattr(model, "o", nnx.Variable("abc")),
             layout_map=layout_map,
@@ -648,7 +650,7 @@ def test_what_is_refused(mesh: flm.DeviceMesh) -> None:
     def edits(a: Any, b: Any) -> None:
         a.setting.rate = 1.0
 
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flm.jit(edits, layout_map=layout_map)(model, other)
     assert str(caught.value) == f"a/setting and b/setting are one Setting{advice}"
     assert model.setting.rate == 0.5
@@ -666,7 +668,7 @@ def test_variables_that_are_references(option: str, mesh: flm.DeviceMesh) -> Non
         pytest.skip("This version of Flax cannot make a hijax Variable with this JAX.")
     for layout_map in (None, rules(mesh)):
         step = flm.jit(lambda holder: holder.w[...].sum(), layout_map=layout_map)
-        with pytest.raises(flm.StructureError) as caught:
+        with pytest.raises(flm.errors.StructureError) as caught:
             step(holder)
         kind = type(holder.w).__name__
         assert str(caught.value) == (

@@ -920,7 +920,7 @@ def test_bad_in_shardings(mesh: flm.DeviceMesh) -> None:
     with pytest.raises(flm.LayoutError, match="x .8,8.: wanted P.-, model. on mesh"):
         step(elsewhere)
     with refuses(
-        flm.MeshError,
+        flm.errors.MeshError,
         "in_shardings['x']: no mesh for the layout ('data', ...); give it one, "
         "flm.TensorLayout(axes, mesh), or give jit a layout_map with one",
     ):
@@ -1053,7 +1053,7 @@ def test_integers_that_are_differentiated(mesh: flm.DeviceMesh) -> None:
         (on_a_tree, rules(mesh).place(tree), "params/at () bool"),
     ):
         with refuses(
-            flm.StructureError,
+            flm.errors.StructureError,
             f"{fun.__name__} differentiates what is no real or complex number: {what}; "
             "keep it in an nnx.Variable that is no nnx.Param, or out of the tree that "
             "is differentiated",
@@ -1344,7 +1344,7 @@ def test_rules_that_do_not_fit(mesh: flm.DeviceMesh) -> None:
     function = Counted(predict)
     model = flm.create(make, layout_map)
     layout_map["norm/scale"] = ("model", None)
-    with pytest.raises(flm.ResolveError, match="norm/scale .8,.*has 2 dims"):
+    with pytest.raises(flm.errors.ResolveError, match="norm/scale .8,.*has 2 dims"):
         flm.jit(function, layout_map=layout_map)(model, X)
     assert function.count == 0
 
@@ -1355,7 +1355,7 @@ def test_a_map_without_devices(abstract_mesh: flm.DeviceMesh) -> None:
         (rules(abstract_mesh), "DeviceMesh('data=2,model=4', abstract)"),
     ):
         with refuses(
-            flm.MeshError,
+            flm.errors.MeshError,
             f"jit needs a mesh of devices, the rules have {have}; use "
             "layout_map.on(flm.DeviceMesh(...))",
         ):
@@ -1407,7 +1407,9 @@ def test_what_is_no_function() -> None:
 def test_trees_that_jax_cannot_flatten(mesh: flm.DeviceMesh) -> None:
     for layout_map in (rules(mesh), None):
         step = flm.jit(lambda tree: tree, layout_map=layout_map)
-        with pytest.raises(flm.StructureError, match="keys of types that cannot be"):
+        with pytest.raises(
+            flm.errors.StructureError, match="keys of types that cannot be"
+        ):
             step({"inner": {1: X, "1": X}})
 
 
@@ -1450,14 +1452,14 @@ def test_shared_variables_are_refused(mesh: flm.DeviceMesh) -> None:
         "a/{0} and b/{0} are one Param: pass one object that holds both, so that they "
         "stay shared"
     )
-    with refuses(flm.StructureError, text.format("down/bias")):
+    with refuses(flm.errors.StructureError, text.format("down/bias")):
         step(model, model)
     # Also where a program is there already.
     other.up.kernel = model.up.kernel
-    with refuses(flm.StructureError, text.format("up/kernel")):
+    with refuses(flm.errors.StructureError, text.format("up/kernel")):
         step(model, other)
     with pytest.raises(
-        flm.StructureError,
+        flm.errors.StructureError,
         match=r"p \(object 1\)/up/kernel and p \(object 2\)/up/kernel are one Param",
     ):
         flm.jit(lambda p: 0, layout_map=layout_map)([model, other])
@@ -1497,5 +1499,5 @@ def test_warnings_come_once_and_point_at_the_caller(mesh: flm.DeviceMesh) -> Non
 def test_strict_rules_raise(mesh: flm.DeviceMesh) -> None:
     layout_map = flm.LayoutMap(mesh, strict=True)
     layout_map["kernle"] = ("model", None)
-    with pytest.raises(flm.ResolveError, match="kernle"):
+    with pytest.raises(flm.errors.ResolveError, match="kernle"):
         flm.jit(predict, layout_map=layout_map)(make(), X)

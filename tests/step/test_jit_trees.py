@@ -248,7 +248,9 @@ def test_new_states_that_do_not_fit() -> None:
     mesh = grid()
     step = flm.jit(lambda x: (0, {"params": {"w": x}}), layout_map=rules(mesh))
     with refuses(
-        flm.ResolveError, "the result[1]/params/w (8,6): ", "dim 1 of size 6 does not"
+        flm.errors.ResolveError,
+        "the result[1]/params/w (8,6): ",
+        "dim 1 of size 6 does not",
     ):
         step(X[:, :6])
     layout_map = rules(mesh, strict=False)
@@ -267,7 +269,7 @@ def test_rules_used_by_the_result_alone_are_used() -> None:
     )
     assert_lies(make(nnx.Rngs(0))["kernel"][...], COLUMN, grid())
     layout_map["nowhere"] = None
-    with refuses(flm.ResolveError, "strict: 1 finding", "nowhere"):
+    with refuses(flm.errors.ResolveError, "strict: 1 finding", "nowhere"):
         make(nnx.Rngs(0))
 
 
@@ -340,12 +342,12 @@ def test_axes_are_a_layout_of_in_and_out_shardings() -> None:
 def test_bad_axes_name_the_argument() -> None:
     layout_map = flm.LayoutMap(grid(), strict=False)
     for given, error, text in (
-        (("dta", None), flm.RuleError, "names the axis 'dta'"),
-        ("data", flm.RuleError, "a layout cannot be a string"),
-        (("data", "data"), flm.RuleError, "'data' twice"),
+        (("dta", None), flm.errors.RuleError, "names the axis 'dta'"),
+        ("data", flm.errors.RuleError, "a layout cannot be a string"),
+        (("data", "data"), flm.errors.RuleError, "'data' twice"),
         (("data",), flm.LayoutError, "has 1 dims, the array has 2"),
         ((None, None, "data"), flm.LayoutError, "has 3 dims, the array has 2"),
-        (3, flm.RuleError, "not a layout: 3"),
+        (3, flm.errors.RuleError, "not a layout: 3"),
     ):
         step = flm.jit(lambda x: x, layout_map=layout_map, in_shardings={"x": given})
         with refuses(error, "in_shardings['x']: ", text):
@@ -354,13 +356,15 @@ def test_bad_axes_name_the_argument() -> None:
         with refuses(error, "out_shardings: ", text):
             step(X)
     step = flm.jit(lambda x: x, in_shardings={"x": ("data", None)})
-    with refuses(flm.MeshError, "in_shardings['x']: no mesh for the layout"):
+    with refuses(flm.errors.MeshError, "in_shardings['x']: no mesh for the layout"):
         step(X)
 
 
 def test_what_is_no_layout_map() -> None:
     for given in ({"w": None}, 3, flm.LayoutMap, nnx.Rngs(0)):
-        with refuses(flm.RuleError, "jit(layout_map=) needs a LayoutMap or a RuleSet"):
+        with refuses(
+            flm.errors.RuleError, "jit(layout_map=) needs a LayoutMap or a RuleSet"
+        ):
             flm.jit(lambda x: x, layout_map=given)
 
 
@@ -398,7 +402,7 @@ def test_parameters_that_no_rule_matches_are_told_of(tree: Any) -> None:
 def test_parameters_that_no_rule_matches_are_an_error_where_it_is_strict() -> None:
     total = flm.jit(lambda params: params, layout_map=renamed_rules(strict=True))
     with refuses(
-        flm.ResolveError, "strict: 1 finding\n  - no rule matches down/kernel"
+        flm.errors.ResolveError, "strict: 1 finding\n  - no rule matches down/kernel"
     ):
         total(RENAMED)
 

@@ -223,7 +223,7 @@ def test_rules_win_over_annotations(
 
 
 def test_annotations_for_another_mesh_are_not_silent(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.ResolveError, match="input_embedding .*fsdp"):
+    with pytest.raises(flm.errors.ResolveError, match="input_embedding .*fsdp"):
         flm.create(make_llama, strict_map(mesh, {}))
     with pytest.warns(flm.LayoutWarning, match="input_embedding .*fsdp"):
         flm.create(make_llama, flm.LayoutMap(mesh))

@@ -258,7 +258,7 @@ def test_a_slash_in_a_key_is_escaped() -> None:
     ],
 )
 def test_int_and_string_siblings_are_refused(tree: Any) -> None:
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flatten(tree)
     assert str(caught.value).startswith(
         "x has keys of types that cannot be sorted together (int, str:"
@@ -274,13 +274,13 @@ def test_keys_that_read_the_same_are_refused() -> None:
             return self.text
 
     tree = {"x": collections.OrderedDict([(0, X), ("0", X)])}
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flatten(tree)
     assert str(caught.value) == (
         "two different keys both have the path 'x/0' (an int and a string, say): "
         "rename one, so that rules can tell them apart"
     )
-    with pytest.raises(flm.StructureError, match="both have the path 'a'"):
+    with pytest.raises(flm.errors.StructureError, match="both have the path 'a'"):
         flatten(collections.OrderedDict([(Text("a"), X), ("a", X)]))
 
 
@@ -294,7 +294,7 @@ def test_a_node_that_jax_cannot_flatten_is_named() -> None:
         def tree_unflatten(cls, aux: Any, parts: Any) -> "Broken":
             return cls()
 
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         flatten({"a": {"b": Broken()}})
     assert str(caught.value) == "a/b cannot be flattened: no children today"
 

@@ -283,7 +283,7 @@ LEAKS: dict[str, Any] = {
 @pytest.mark.parametrize("leak", LEAKS)
 def test_what_leads_into_the_trace(leak: str) -> None:
     with pytest.raises(
-        flm.StructureError, match=r"Kept\.attribute is a (function|static) "
+        flm.errors.StructureError, match=r"Kept\.attribute is a (function|static) "
     ):
         trace(lambda: Kept(LEAKS[leak]))
 
@@ -308,7 +308,7 @@ def test_what_an_earlier_trace_has_left_in_a_cache(make: Any) -> None:
     line = cached.__code__.co_firstlineno + 2
     text = rf"the float32\[3\] .* \(made in cached, .*test_trace\.py:{line}\)"
     for _ in range(2):
-        with pytest.raises(flm.StructureError, match=text):
+        with pytest.raises(flm.errors.StructureError, match=text):
             trace(make)
     CACHE.clear()
     table = cached(3)
@@ -487,7 +487,9 @@ def test_a_constructor_that_raises_leaves_every_context_as_it_was() -> None:
 
 def test_an_object_from_outside_that_is_changed() -> None:
     rngs = nnx.Rngs(0)
-    with pytest.raises(flm.StructureError, match="pass it as an argument") as caught:
+    with pytest.raises(
+        flm.errors.StructureError, match="pass it as an argument"
+    ) as caught:
         trace(lambda: nnx.Linear(2, 2, rngs=rngs))
     assert caught.value.__cause__ is not None
     assert int(rngs.default.count[...]) == 0
@@ -503,7 +505,7 @@ def test_two_results_that_share_a_variable() -> None:
         linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
         return linear, Holder(linear)
 
-    with pytest.raises(flm.StructureError) as caught:
+    with pytest.raises(flm.errors.StructureError) as caught:
         trace(make)
     assert str(caught.value) == (
         "two objects of the result, a Linear and a Holder, share a Param: return one "
@@ -513,7 +515,9 @@ def test_two_results_that_share_a_variable() -> None:
 
 def test_two_arguments_that_share_a_variable() -> None:
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(flm.StructureError, match="two objects of the arguments, a Li"):
+    with pytest.raises(
+        flm.errors.StructureError, match="two objects of the arguments, a Li"
+    ):
         trace(lambda a, b: a, (linear, Holder(linear)))
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.moves import Placement, received
+from flax_layoutmap._core.grid import Placement, received
 
 Elements = list[set[tuple[int, ...]]]
 
