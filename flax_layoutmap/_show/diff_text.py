@@ -6,13 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._show.leaf_table import (
-    cut_cell,
-    headed,
-    path_cell,
-    short_dtype,
-    with_headings,
-)
+from flax_layoutmap._show.report import short_dtype
 from flax_layoutmap._show.snapshot import (
     CHANGES,
     Change,
@@ -25,8 +19,12 @@ from flax_layoutmap._show.table import (
     Line,
     as_markdown,
     cut,
+    cut_cell,
+    headed,
     human_bytes,
     markdown_list,
+    path_cell,
+    with_headings,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.fold import Fold, apart, fold, relation
