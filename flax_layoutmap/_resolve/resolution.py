@@ -15,7 +15,8 @@ from flax_layoutmap._rules.records import Decision, ResolvedLeaf, Shape, layout_
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
-from flax_layoutmap._show.diff import ResolutionDiff, difference
+from flax_layoutmap._show.diff import ResolutionDiff
+from flax_layoutmap._show.difference import difference
 from flax_layoutmap._show.explain import explain, leaf_line, rule_lines
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._show.snapshot import Snapshot, snapshot_of

@@ -23,8 +23,8 @@ from flax_layoutmap._rules.serialise import mesh_to_json, rules_to_json
 from flax_layoutmap._show.remarks import UNMATCHED, remarks
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
 from flax_layoutmap._show.table import (
+    Cells,
     Grid,
-    Line,
     as_markdown,
     cut_cell,
     cut_path,
@@ -32,8 +32,6 @@ from flax_layoutmap._show.table import (
     human_bytes,
     human_share,
     path_cell,
-    total_width,
-    widest,
     with_headings,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
@@ -74,7 +72,7 @@ _FULL = (
     ("path", "array", "spec", "rule", "shard", "per device"),
     ("path", "array", "spec", "rule", "per device"),
 )
-_SHORTEST = (_FULL[-1], ("path", "spec", "rule", "per device"))
+_SHORTEST = ("path", "spec", "rule", "per device")
 
 # A cell of the column "rule" with the number of one.
 _NUMBERED = re.compile(r"(optimizer |)(\d+) (.*)", re.DOTALL)
@@ -146,97 +144,81 @@ def _parts(
     """The table, and the lines below it."""
     leaves = table.columns()
     folds = folds_of(leaves, folded)
-    cells = _Cells(folds, leaves, table)
-    grid = cells.grid(_FULL[0]) if width is None else cells.fitted(width)
-    notes = _notes(cells.rules, grid, folds)
+    cells = _cells(folds, leaves, table)
+    rules = cells.columns["rule"]
+    grid = cells.grid(_FULL[0]) if width is None else _fitted(cells, folds, width)
+    notes = _notes(rules, grid, folds)
     lines = [*notes, *_totals(table), *remarks(table, folded=folded)]
     return grid, wrapped(lines, width)
 
 
-class _Cells:
-    """The texts of each row, by column; which columns fit, and how wide they are."""
+def _cells(folds: Sequence[Fold], leaves: Columns, table: ResolvedTable) -> Cells:
+    """The texts of each row, by column."""
+    if len(folds) < len(leaves.rows):
+        firsts = [found.members[0] for found in folds]
+        leaves = Columns._make([column[at] for at in firsts] for column in leaves)
+    rows = list(map(_with_folded_owner, folds, leaves.paths, leaves.rows))
+    names = {dtype: _dtype(dtype) for dtype in set(leaves.dtypes)}
+    dtypes = [names[dtype] for dtype in leaves.dtypes]
+    shapes = list(map(_shape, leaves.shapes, leaves.dtypes))
+    shards = [row.shard_shape for row in rows]
+    sizes = [
+        human_bytes(len(fold.members) * leaf_bytes(shard or shape, dtype))
+        for fold, shard, shape, dtype in zip(
+            folds, shards, leaves.shapes, leaves.dtypes, strict=True
+        )
+    ]
+    marks = [
+        "warning" if row.reason in UNMATCHED or row.fallback else "" for row in rows
+    ]
+    cells = Cells(marks, ("bytes/device", "per device"))
+    cells.put("path", list(map(path_cell, folds)))
+    cells.put("shape", shapes)
+    cells.put("dtype", dtypes)
+    cells.put("array", list(map(_array, shapes, dtypes)))
+    cells.put("spec", [_spec(row, table.mesh) for row in rows])
+    cells.put("rule", [visible(because(row, table.rules, short=True)) for row in rows])
+    cells.put("code", list(map(_code, rows)))
+    cells.put("shard", ["-" if own is None else show_shape(own) for own in shards])
+    cells.put("bytes/device", sizes)
+    cells.put("per device", sizes)
+    return cells
 
-    def __init__(
-        self, folds: Sequence[Fold], leaves: Columns, table: ResolvedTable
-    ) -> None:
-        if len(folds) < len(leaves.rows):
-            firsts = [found.members[0] for found in folds]
-            leaves = Columns._make([column[at] for at in firsts] for column in leaves)
-        rows = list(map(_with_folded_owner, folds, leaves.paths, leaves.rows))
-        names = {dtype: _dtype(dtype) for dtype in set(leaves.dtypes)}
-        dtypes = [names[dtype] for dtype in leaves.dtypes]
-        shapes = list(map(_shape, leaves.shapes, leaves.dtypes))
-        shards = [row.shard_shape for row in rows]
-        sizes = [
-            human_bytes(len(fold.members) * leaf_bytes(shard or shape, dtype))
-            for fold, shard, shape, dtype in zip(
-                folds, shards, leaves.shapes, leaves.dtypes, strict=True
-            )
-        ]
-        self.folds = folds
-        self.rules = [visible(because(row, table.rules, short=True)) for row in rows]
-        self.codes = list(map(_code, rows))
-        self.marks = [
-            "warning" if row.reason in UNMATCHED or row.fallback else "" for row in rows
-        ]
-        self.columns: dict[str, Sequence[str]] = {}
-        self.widths: dict[str, int] = {}
-        self.put("path", list(map(path_cell, folds)))
-        self.put("shape", shapes)
-        self.put("dtype", dtypes)
-        self.put("array", list(map(_array, shapes, dtypes)))
-        self.put("spec", [_spec(row, table.mesh) for row in rows])
-        self.put("rule", self.rules)
-        self.put("shard", ["-" if own is None else show_shape(own) for own in shards])
-        self.put("bytes/device", sizes)
-        self.put("per device", sizes)
 
-    def put(self, name: str, cells: Sequence[str]) -> None:
-        self.columns[name] = cells
-        self.widths[name] = widest((name, *cells))
+def _fitted(cells: Cells, folds: Sequence[Fold], width: int) -> Grid:
+    """As much as fits: the first of these that does.
 
-    def fitted(self, width: int) -> Grid:
-        """As much as fits: the first of these that does.
+    Everything; long rules cut; shape and dtype as one; no shards; the beginnings of
+    paths as headings, with the rules cut or as numbers. What is cut keeps its end.
+    """
+    rules = cells.columns["rule"]
 
-        Everything; long rules cut; shape and dtype as one; no shards; the beginnings
-        of paths as headings, with the rules cut or as numbers. What is cut keeps its
-        end.
-        """
-        if not self.folds or self.room(_FULL[0], width) >= 0:
-            return self.grid(_FULL[0])
-        for names in _FULL:
-            if self.cut_rules(names, width, _RULE):
-                return self.grid(names)
-        heads, paths = headed(self.folds, width)
-        self.put("path", paths)
-        if self.cut_rules(_FULL[-1], width, _SHORT_RULE):
-            return with_headings(self.grid(_FULL[-1]), heads)
-        # Rules as numbers; where that is not enough, no shapes and dtypes either.
-        self.put("rule", self.codes)
-        rooms = [self.room(names, width, "path") for names in _SHORTEST]
-        names = _SHORTEST[rooms[0] < _PATH]
-        room = max(rooms[rooms[0] < _PATH], _PATH)
-        heads, paths = headed(self.folds, room)
-        self.put("path", [cut_cell(path, room) for path in paths])
-        return with_headings(self.grid(names), heads)
-
-    def room(self, names: Sequence[str], width: int, column: str = "") -> int:
-        """What is left of a width for a column; below 0: too little for the others."""
-        taken = [0 if name == column else self.widths[name] for name in names]
-        return width - total_width(taken)
-
-    def cut_rules(self, names: Sequence[str], width: int, least: int) -> bool:
+    def cut_rules(names: Sequence[str], least: int) -> bool:
         """Gives the rules the place that is left, if that is enough."""
-        room = self.room(names, width, "rule")
-        if room < min(least, max(map(len, self.rules))):
+        room = cells.room(names, width, "rule")
+        if room < min(least, max(map(len, rules))):
             return False
-        self.put("rule", [cut_rule(rule, room) for rule in self.rules])
+        cells.put("rule", [cut_rule(rule, room) for rule in rules])
         return True
 
-    def grid(self, names: tuple[str, ...]) -> Grid:
-        cells = zip(*(self.columns[name] for name in names), strict=True)
-        right = tuple(name in ("bytes/device", "per device") for name in names)
-        return Grid(names, right, tuple(map(Line, cells, self.marks)))
+    if not folds or cells.room(_FULL[0], width) >= 0:
+        return cells.grid(_FULL[0])
+    for names in _FULL:
+        if cut_rules(names, _RULE):
+            return cells.grid(names)
+    heads, paths = headed(folds, width)
+    cells.put("path", paths)
+    if cut_rules(_FULL[-1], _SHORT_RULE):
+        return with_headings(cells.grid(_FULL[-1]), heads)
+    # Rules as numbers; where that is not enough, no shapes and dtypes either.
+    cells.put("rule", cells.columns["code"])
+    names, room = _FULL[-1], cells.room(_FULL[-1], width, "path")
+    if room < _PATH:
+        names, room = _SHORTEST, cells.room(_SHORTEST, width, "path")
+    room = max(room, _PATH)
+    heads, paths = headed(folds, room)
+    cells.put("path", [cut_cell(path, room) for path in paths])
+    return with_headings(cells.grid(names), heads)
 
 
 def _with_folded_owner(fold: Fold, path: str, row: Decision) -> Decision:

@@ -79,6 +79,38 @@ class Grid:
         return "\n".join("  ".join(cells).rstrip() for cells, _ in self.padded())
 
 
+class Cells:
+    """Texts by column, of which a Grid shows those that fit.
+
+    Attributes:
+        marks: of each row, as in `Line`.
+        right: names of the columns that are aligned to the right.
+        columns: name → one text per row.
+        widths: name → width of the column, in cells of a terminal.
+    """
+
+    def __init__(self, marks: Sequence[str], right: Sequence[str]) -> None:
+        self.marks, self.right = marks, right
+        self.columns: dict[str, Sequence[str]] = {}
+        self.widths: dict[str, int] = {}
+
+    def put(self, name: str, cells: Sequence[str]) -> None:
+        """Sets a column."""
+        self.columns[name] = cells
+        self.widths[name] = widest((name, *cells))
+
+    def room(self, names: Sequence[str], width: int, column: str | None = None) -> int:
+        """What is left of a width for a column; below 0: too little for the others."""
+        taken = [0 if name == column else self.widths[name] for name in names]
+        return width - total_width(taken)
+
+    def grid(self, names: Sequence[str]) -> Grid:
+        """The table of these columns."""
+        cells = zip(*(self.columns[name] for name in names), strict=True)
+        right = tuple(name in self.right for name in names)
+        return Grid(tuple(names), right, tuple(map(Line, cells, self.marks)))
+
+
 def text_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
 ) -> str:
