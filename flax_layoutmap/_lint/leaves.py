@@ -19,7 +19,7 @@ from flax_layoutmap._rules.issues import Issue
 from flax_layoutmap._rules.languages import difference
 from flax_layoutmap._rules.records import closest_rule, section_of
 from flax_layoutmap._rules.rules import Rule
-from flax_layoutmap._show.report import LARGE_SHARE, is_large
+from flax_layoutmap._show.remarks import LARGE_SHARE, is_large
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.paths import parameter_keys
 

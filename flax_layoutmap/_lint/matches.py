@@ -17,7 +17,7 @@ from flax_layoutmap._rules.rules import (
     first_match,
     is_for_outputs,
 )
-from flax_layoutmap._show.report import nearest
+from flax_layoutmap._show.remarks import nearest
 
 # Rules that match nothing for which another spelling is looked for, and where.
 _HINTS = 5

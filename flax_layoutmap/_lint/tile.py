@@ -9,7 +9,7 @@ from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.issues import Issue
 from flax_layoutmap._rules.records import Decision, leaf_bytes, show_shape
-from flax_layoutmap._show.report import LARGE_SHARE
+from flax_layoutmap._show.remarks import LARGE_SHARE
 from flax_layoutmap._show.table import human_bytes
 
 Tile = tuple[int, int]

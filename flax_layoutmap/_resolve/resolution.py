@@ -13,8 +13,10 @@ from flax_layoutmap._core.layout import named_sharding
 from flax_layoutmap._rules.announce import announce
 from flax_layoutmap._rules.records import Decision, ResolvedLeaf, Shape, layout_of
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
-from flax_layoutmap._show.diff import ResolutionDiff, difference
+from flax_layoutmap._show.diff import ResolutionDiff
+from flax_layoutmap._show.difference import difference
 from flax_layoutmap._show.explain import explain, leaf_line, rule_lines
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._show.snapshot import Snapshot, snapshot_of
@@ -192,7 +194,7 @@ class Resolution(ResolvedTable):
         return tuple(
             path
             for path, row in zip(self.paths, self._rows, strict=True)
-            if row.reason in _report.UNMATCHED
+            if row.reason in _remarks.UNMATCHED
         )
 
     @property
@@ -201,7 +203,7 @@ class Resolution(ResolvedTable):
         return tuple(
             self.leaf(at)
             for at, row in enumerate(self._rows)
-            if row.fallback and row.reason not in _report.UNMATCHED
+            if row.fallback and row.reason not in _remarks.UNMATCHED
         )
 
     @property
@@ -331,7 +333,7 @@ class Resolution(ResolvedTable):
                 them have less than 1 % of the bytes and 10 % of what a device holds.
             fold: whether leaves that are alike share a line, as in `report`.
         """
-        return _report.remarks(self, large_only=large_only, folded=fold)
+        return _remarks.remarks(self, large_only=large_only, folded=fold)
 
     def to_json(self) -> dict[str, Any]:
         """The table as plain JSON values, schema 1."""
@@ -350,7 +352,7 @@ class Resolution(ResolvedTable):
         """
         if self.rules.strict is False or self._announced:
             return
-        announce(self.rules, _report.warnings(self, besides))
+        announce(self.rules, _remarks.warnings(self, besides))
         object.__setattr__(self, "_announced", True)
 
     def _repr_html_(self) -> str:

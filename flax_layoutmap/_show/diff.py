@@ -1,35 +1,41 @@
-"""ResolutionDiff: what changes from one Resolution to another, and what it costs."""
+"""ResolutionDiff: what changes from one Resolution to another, and its report."""
 
 import collections
 import dataclasses
-import difflib
-import itertools
-import math
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from flax_layoutmap._core.grid import Placement, received
-from flax_layoutmap._show import diff_text as _diff_text
+from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._show.report import short_dtype
 from flax_layoutmap._show.snapshot import (
     CHANGES,
-    SECTIONS,
     Change,
     LeafChange,
     LeafRecord,
-    MeshShape,
-    Snapshot,
-    mesh_text,
-    rule_text,
+    record_json,
 )
-from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap._show.terminal import show
-from flax_layoutmap._tree.fold import natural_key
+from flax_layoutmap._show.table import (
+    Cells,
+    Grid,
+    as_markdown,
+    cut,
+    cut_cell,
+    headed,
+    human_bytes,
+    markdown_list,
+    path_cell,
+    with_headings,
+)
+from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, show, wrapped
+from flax_layoutmap._tree.fold import apart, fold, relation
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
+
+ROLES = {"parameter": "parameters", "optimizer": "optimizer state", "other": "other"}
+_SIGNS = {"added": "+", "removed": "-", "reshaped": "~", "moved": "→", "decided": "="}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,24 +90,59 @@ class ResolutionDiff:
         Raises:
             LayoutError: there is no such format.
         """
-        return _diff_text.report(self, format, fold, width)
+        if format == "json":
+            return json.dumps(self.to_json(), indent=1)
+        if format == "markdown":
+            return _markdown(self, fold)
+        if format == "text":
+            parts = _parts(self, fold, width)
+            return "\n".join(
+                part.text() if isinstance(part, Grid) else part for part in parts
+            )
+        raise LayoutError(
+            f'format must be "text", "markdown" or "json", got {format!r}'
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The differences as plain JSON values, schema 1."""
-        return _diff_text.to_json(self)
+        before, after = self.mesh
+        return {
+            "schema": 1,
+            "is_empty": self.is_empty,
+            "mesh": {"before": before, "after": after},
+            "rules": list(self.rules),
+            "changes": [
+                {
+                    "path": one.path,
+                    "change": one.change,
+                    "before": None if one.before is None else record_json(one.before),
+                    "after": None if one.after is None else record_json(one.after),
+                    "received_bytes": one.received_bytes,
+                    "all_received_bytes": one.all_received_bytes,
+                }
+                for one in self.changes
+            ],
+            "unchanged": self.unchanged,
+            "bytes_per_device": {
+                role: {"before": old, "after": new}
+                for role, (old, new) in self.bytes_per_device.items()
+            },
+            "received_bytes": list(self.received_bytes),
+            "assumption": self.assumption,
+        }
 
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
         """Prints the report as `Resolution.show` does."""
-
-        def lines(width: int) -> "Iterator[Text]":
-            return _diff_text.coloured(self, fold, width)
-
-        show(lines, lambda width: self.report(fold=fold, width=width), file)
+        show(
+            lambda width: _coloured(self, fold, width),
+            lambda width: self.report(fold=fold, width=width),
+            file,
+        )
 
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
     ) -> "Iterator[Text]":
-        return _diff_text.coloured(self, True, options.max_width)
+        return _coloured(self, True, options.max_width)
 
     def __repr__(self) -> str:
         counts = collections.Counter(one.change for one in self.changes)
@@ -111,141 +152,186 @@ class ResolutionDiff:
         return f"ResolutionDiff({', '.join(found) or 'no leaf changed'}{cost})"
 
 
-def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
-    """Compares what two Resolutions decided."""
-    paths = sorted({**before.leaves, **after.leaves}, key=natural_key)
-    costs = _Costs(before, after)
-    found = [
-        _compare(path, before.leaves.get(path), after.leaves.get(path), costs)
-        for path in paths
-    ]
-    changes = tuple(one for one in found if one is not None)
-    roles = dict.fromkeys(("parameter", "optimizer", "other"))
-    axes = [mesh.axes for mesh in (before.mesh, after.mesh) if mesh is not None]
-    return ResolutionDiff(
-        mesh=(mesh_text(before.mesh, after.mesh), mesh_text(after.mesh, before.mesh)),
-        rules=tuple(_rules(before.rules, after.rules)),
-        changes=changes,
-        unchanged=len(paths) - len(changes),
-        bytes_per_device={
-            role: (_held(before, role), _held(after, role)) for role in roles
-        },
-        received_bytes=costs.total(),
-        assumption=costs.assumption,
-        axes=tuple(dict.fromkeys(itertools.chain(*axes))),
-    )
+# A path in fewer characters says too little; with fewer than these, columns are left
+# out for it.
+_PATH, _ROOM = 16, 26
+
+_WIDE = ["change", "path", "array", "spec", "shard", "rule", "bytes/device", "to send"]
+_NARROW = ["", "path", "change", "bytes/device", "to send"]
 
 
-def _held(some: Snapshot, role: str) -> int:
-    leaves = some.leaves.values()
-    return sum(leaf.bytes_per_device for leaf in leaves if leaf.role == role)
+Part = str | Grid
 
 
-def _compare(
-    path: str, before: LeafRecord | None, after: LeafRecord | None, costs: "_Costs"
-) -> LeafChange | None:
-    if before is None:
-        return LeafChange(path, "added", before, after)
-    if after is None:
-        return LeafChange(path, "removed", before, after)
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
-        return LeafChange(path, "reshaped", before, after)
-    each = costs.of(before, after)
-    if each is None and _place(before) != _place(after):
-        return LeafChange(path, "moved", before, after, None, None)
-    if each is not None and (each.any() or _place(before) != _place(after)):
-        costs.add(each)
-        return LeafChange(
-            path, "moved", before, after, int(each.max()), int(each.sum())
-        )
-    if _why(before) != _why(after):
-        return LeafChange(path, "decided", before, after)
-    return None
+def _markdown(diff: ResolutionDiff, folded: bool) -> str:
+    parts = []
+    if diff.mesh[0] != diff.mesh[1]:
+        parts.append(markdown_list([_mesh(diff)]))
+    if diff.rules:
+        parts.append("\n".join(["```diff", *diff.rules, "```"]))
+    grid, lines = _grid(diff.changes, folded, None), list(_totals(diff))
+    parts.append(markdown_list(lines) if grid is None else as_markdown(grid, lines))
+    return "\n\n".join(parts)
 
 
-def _place(leaf: LeafRecord) -> tuple[Any, ...]:
-    return leaf.dims, leaf.shard_shape, leaf.memory_kind
-
-
-def _why(leaf: LeafRecord) -> tuple[Any, ...]:
-    return leaf.role, leaf.reason, leaf.pattern, leaf.owner, leaf.fallback
-
-
-class _Costs:
-    """What each device has to be sent, leaf by leaf and in all."""
-
-    def __init__(self, before: Snapshot, after: Snapshot) -> None:
-        self.same: list[int] | None = None
-        self.sum = np.zeros(0, np.int64)
-        self.known: dict[Any, np.ndarray] = {}
-        if before.mesh is None or after.mesh is None:
-            self.assumption = "without a mesh before and after, nothing is counted"
-            return
-        self.sum = np.zeros(math.prod(after.mesh.shape), np.int64)
-        if before.devices is not None and after.devices is not None:
-            at = {device: n for n, device in enumerate(before.devices)}
-            self.same = [at.get(device, -1) for device in after.devices]
-            self.assumption = "devices are told apart by their ids"
+def _coloured(diff: ResolutionDiff, folded: bool, width: int) -> "Iterator[Text]":
+    """The lines of the report for rich; without colours, those of the text."""
+    for part in _parts(diff, folded, width):
+        if isinstance(part, Grid):
+            yield from coloured_grid(part, diff.axes)
         else:
-            self.assumption = (
-                "device n of the one mesh is device n of the other, row by row"
+            yield from coloured_lines([part], diff.axes)
+
+
+def _parts(diff: ResolutionDiff, folded: bool, width: int | None) -> Iterator[Part]:
+    """The lines above the table, the table, and the lines below it."""
+    above = [] if diff.mesh[0] == diff.mesh[1] else [_mesh(diff)]
+    if diff.rules:
+        above += ["rules:", *(f"  {line}" for line in diff.rules)]
+    yield from wrapped(above, width)
+    grid = _grid(diff.changes, folded, width)
+    if grid is not None:
+        yield from ("", grid, "")
+    yield from wrapped(list(_totals(diff)), width)
+
+
+def _mesh(diff: ResolutionDiff) -> str:
+    return f"mesh: {diff.mesh[0]} → {diff.mesh[1]}"
+
+
+def _totals(diff: ResolutionDiff) -> Iterator[str]:
+    counts = {change: len(diff.of(change)) for change in CHANGES}
+    words: Mapping[str, str] = {"decided": "placed alike for another reason"}
+    told = [
+        f"{count} {words.get(change, change)}"
+        for change, count in counts.items()
+        if count
+    ]
+    if diff.is_empty:
+        yield f"no difference: {diff.unchanged} leaves lie as before, on {diff.mesh[0]}"
+    else:
+        told += [f"{diff.unchanged} as before"] if diff.unchanged else []
+        yield f"leaves: {', '.join(told)}"
+    for role, (before, after) in diff.bytes_per_device.items():
+        if before or after:
+            yield f"{ROLES[role]}: {_change(before, after)} per device"
+    if counts["moved"]:
+        most, total = max(diff.received_bytes, default=0), sum(diff.received_bytes)
+        if total:
+            yield (
+                f"to send: at most {human_bytes(most)} to one device, "
+                f"{human_bytes(total)} in all"
             )
-        self.assumption += (
-            "; a device keeps what its old and its new shard have in common, one that "
-            "is new holds nothing; added and reshaped leaves are not counted"
-        )
-
-    def of(self, before: LeafRecord, after: LeafRecord) -> np.ndarray | None:
-        """Bytes per device of the mesh after; None where there is a mesh missing."""
-        old, new = before.mesh, after.mesh
-        if old is None or new is None or after.shard_shape is None:
-            return None
-        shard = math.prod(after.shard_shape)
-        itemsize = after.bytes_per_device // shard if shard else 0
-        if before.memory_kind != after.memory_kind:
-            return np.full(math.prod(new.shape), shard * itemsize)
-        key = (before.shape, old, before.dims, new, after.dims)
-        if key not in self.known:
-            self.known[key] = received(
-                before.shape,
-                _placement(before.dims, old),
-                _placement(after.dims, new),
-                self.same,
-            )
-        return self.known[key] * itemsize
-
-    def add(self, each: np.ndarray) -> None:
-        """Adds a leaf; one on a smaller mesh of its own is on the first devices."""
-        if len(each) > len(self.sum):
-            self.sum = np.pad(self.sum, (0, len(each) - len(self.sum)))
-        self.sum[: len(each)] += each
-
-    def total(self) -> tuple[int, ...]:
-        """Bytes per device."""
-        return tuple(self.sum.tolist())
+        elif diff.received_bytes:
+            yield "to send: nothing; every device has what it is to hold"
+        yield f"assumed: {diff.assumption}"
 
 
-def _placement(dims: tuple[tuple[str, ...], ...], mesh: MeshShape) -> Placement:
-    axes = tuple(tuple(map(mesh.axes.index, names)) for names in dims)
-    return Placement(mesh.shape, axes)
+def _change(before: int, after: int) -> str:
+    if before == after:
+        return human_bytes(before)
+    share = f" ({(after - before) / before:+.1%})" if before else ""
+    return f"{human_bytes(before)} → {human_bytes(after)}{share}"
 
 
-def _rules(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
-    """Options and rules that differ, as lines."""
-    for name in sorted(before.keys() | after.keys()):
-        if name in ("schema", "mesh", *SECTIONS):
-            continue
-        if before.get(name) != after.get(name):
-            yield f"- {name} = {before.get(name)!r}"
-            yield f"+ {name} = {after.get(name)!r}"
-    for name in SECTIONS:
-        section = "" if name == "rules" else f"{name} "
-        old = [rule_text(entry) for entry in before[name]]
-        new = [rule_text(entry) for entry in after[name]]
-        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-        for kind, a, b, c, d in matcher.get_opcodes():
-            if kind != "equal":
-                for at in range(a, b):
-                    yield f"- {section}{at + 1} {old[at]}"
-                for at in range(c, d):
-                    yield f"+ {section}{at + 1} {new[at]}"
+def _grid(
+    changes: Sequence[LeafChange], folded: bool, width: int | None
+) -> Grid | None:
+    """As much as fits: everything; no shards; one column for all but the path."""
+    if not changes:
+        return None
+    paths = [one.path for one in changes]
+    folds = fold(paths, list(map(_key, changes))) if folded else apart(paths)
+    some = [(changes[fold.members[0]], len(fold.members)) for fold in folds]
+    rules = [_rule(one) for one, _ in some]
+    cells = Cells([one.change for one, _ in some], ("bytes/device", "to send"))
+    cells.put("change", [one.change for one, _ in some])
+    cells.put("", [_SIGNS[one.change] for one, _ in some])
+    cells.put("path", list(map(path_cell, folds)))
+    cells.put("array", [_both(one, _array) for one, _ in some])
+    cells.put("spec", [_both(one, lambda leaf: leaf.spec) for one, _ in some])
+    cells.put("shard", [_both(one, _shard) for one, _ in some])
+    cells.put("rule", rules)
+    cells.put("bytes/device", [_bytes(one, count) for one, count in some])
+    cells.put("to send", [_to_send(one, count) for one, count in some])
+
+    wide = [name for name in _WIDE if name != "rule" or any(rules)]
+    for names in (wide, [name for name in wide if name != "shard"]):
+        if width is None or cells.room(names, width) >= 0:
+            return cells.grid(names)
+    texts = [_text(one) for one, _ in some]
+    cells.put("change", texts)
+    names, room = _NARROW, cells.room(_NARROW, width, "path")
+    if room < _ROOM:
+        names = [name for name in _NARROW if name != "bytes/device"]
+        room = cells.room(names, width, "path")
+    if room < _ROOM:
+        most = max(room + cells.widths["change"] - _PATH, _PATH)
+        cells.put("change", [cut(text, most) for text in texts])
+        room = max(cells.room(names, width, "path"), _PATH)
+    if cells.widths["path"] <= room:
+        return cells.grid(names)
+    heads, paths = headed(folds, room)
+    cells.put("path", [cut_cell(path, room) for path in paths])
+    return with_headings(cells.grid(names), heads)
+
+
+def _key(one: LeafChange) -> Hashable:
+    """Equal for changes that are folded into one row."""
+    return one.change, one.received_bytes, _alike(one.before), _alike(one.after)
+
+
+def _alike(leaf: LeafRecord | None) -> Hashable:
+    """The leaf, but for the indices in its path and in that of its owner."""
+    if leaf is None:
+        return None
+    owner = None if leaf.owner is None else relation(leaf.path, leaf.owner)
+    return dataclasses.replace(leaf, path="", owner=None), owner
+
+
+def _text(one: LeafChange) -> str:
+    """What changed, in one cell."""
+    if one.change == "reshaped":
+        return _both(one, _array)
+    if one.change == "decided":
+        return _both(one, lambda leaf: leaf.why)
+    spec = _both(one, lambda leaf: leaf.spec)
+    if one.change == "moved":
+        return spec if " → " in spec else f"{spec} {_both(one, _shard)}"
+    return f"{_both(one, _array)} {spec}"
+
+
+def _both(one: LeafChange, text: Callable[[LeafRecord], str]) -> str:
+    """What is so before and after; once, where it is the same."""
+    texts = [text(leaf) for leaf in (one.before, one.after) if leaf is not None]
+    return " → ".join(dict.fromkeys(texts))
+
+
+def _rule(one: LeafChange) -> str:
+    """The rule, where it is another one; else nothing."""
+    text = _both(one, lambda leaf: leaf.why)
+    return text if " → " in text else ""
+
+
+def _array(leaf: LeafRecord) -> str:
+    if leaf.dtype is None:
+        return "-"
+    return f"{short_dtype(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
+
+
+def _shard(leaf: LeafRecord) -> str:
+    if leaf.shard_shape is None:
+        return "-"
+    return f"[{','.join(map(str, leaf.shard_shape))}]"
+
+
+def _bytes(one: LeafChange, count: int) -> str:
+    return _both(one, lambda leaf: human_bytes(count * leaf.bytes_per_device))
+
+
+def _to_send(one: LeafChange, count: int) -> str:
+    if one.change != "moved":
+        return ""
+    if one.received_bytes is None:
+        return "?"
+    return human_bytes(count * one.received_bytes)

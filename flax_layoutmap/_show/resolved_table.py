@@ -1,9 +1,10 @@
-"""Leaves by their position, each with what was decided for it; and their sums."""
+"""The leaves of a Resolution by position, what was decided for each, and sums."""
 
+import functools
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from flax_layoutmap._core.layout import TensorLayout
@@ -19,7 +20,11 @@ from flax_layoutmap._rules.records import (
     section_of,
 )
 from flax_layoutmap._rules.rules import Rule, RuleSet, is_for_outputs
+from flax_layoutmap._tree.fold import Fold, apart, fold, relation
 from flax_layoutmap._tree.paths import Flat, Role
+
+# Random state, strings, and whole numbers (a `step`) are no parameters.
+_OTHER = ("random state", "not an array", "scalar")
 
 
 class ResolvedTable:
@@ -31,28 +36,13 @@ class ResolvedTable:
         dtypes: dtype of each leaf; None for a leaf that is no array.
     """
 
-    __slots__ = (
-        "rules",
-        "_paths",
-        "shapes",
-        "dtypes",
-        "_rows",
-        "_flat",
-        "_roles_of",
-        "_distinct",
-        "_layouts",
-        "_sums",
-    )
     rules: RuleSet
     shapes: tuple[Shape, ...]
     dtypes: tuple[Any, ...]
-    _paths: tuple[str, ...] | None
     _rows: list[Decision]
     _flat: Flat
-    _roles_of: list[Role] | None
     _distinct: dict[int, Decision]  # by id
     _layouts: dict[Any, TensorLayout]
-    _sums: dict[Role | None, Totals]
 
     def __init__(
         self,
@@ -62,31 +52,25 @@ class ResolvedTable:
         dtypes: Sequence[Any],
         rows: list[Decision],
     ) -> None:
-        put = object.__setattr__
-        put(self, "rules", rules)
-        put(self, "_paths", None)
-        put(self, "shapes", tuple(shapes))
-        put(self, "dtypes", tuple(dtypes))
-        put(self, "_rows", rows)
-        put(self, "_flat", flat)
-        put(self, "_roles_of", None)
-        put(self, "_distinct", dict(zip(map(id, rows), rows, strict=True)))
-        put(self, "_layouts", {})
-        put(self, "_sums", {})
+        vars(self).update(
+            rules=rules,
+            shapes=tuple(shapes),
+            dtypes=tuple(dtypes),
+            _rows=rows,
+            _flat=flat,
+            _distinct=dict(zip(map(id, rows), rows, strict=True)),
+            _layouts={},
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable: cannot set {name!r}")
 
     # ------------------------------------------------------------------ leaves
 
-    @property
+    @functools.cached_property
     def paths(self) -> tuple[str, ...]:
         """Path of each leaf within the whole tree, in JAX's leaf order."""
-        paths = self._paths
-        if paths is None:
-            paths = tuple(self._flat.full_paths())
-            object.__setattr__(self, "_paths", paths)
-        return paths
+        return tuple(self._flat.full_paths())
 
     @property
     def mesh(self) -> DeviceMesh | None:
@@ -129,23 +113,20 @@ class ResolvedTable:
         return layout
 
     def _roles(self) -> list[Role]:
-        roles = self._roles_of
-        if roles is None:
-            roles = []
-            for section in self._flat.sections:
-                roles += [section.role] * (section.stop - section.start)
-            others = {key for key, row in self._distinct.items() if _may_be_other(row)}
-            if others:
-                for at, row in enumerate(self._rows):
-                    if id(row) in others and roles[at] == "parameter":
-                        if self._is_other(at, row):
-                            roles[at] = "other"
-            object.__setattr__(self, "_roles_of", roles)
-        return roles
+        return self._role_of_each
 
-    def _is_other(self, at: int, row: Decision) -> bool:
-        """Random state, strings, and whole numbers (a `step`): no parameters."""
-        return row.reason != "scalar" or self.dtypes[at].kind in "iub"
+    @functools.cached_property
+    def _role_of_each(self) -> list[Role]:
+        roles: list[Role] = []
+        for section in self._flat.sections:
+            count = section.stop - section.start
+            roles.extend(itertools.repeat(section.role, count))
+        found = {key for key, row in self._distinct.items() if row.reason in _OTHER}
+        for at, row in enumerate(self._rows if found else ()):
+            if id(row) in found and roles[at] == "parameter":
+                if row.reason != "scalar" or self.dtypes[at].kind in "iub":
+                    roles[at] = "other"
+        return roles
 
     def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns:
         """The leaves with the decisions that are wanted; None for all."""
@@ -203,35 +184,27 @@ class ResolvedTable:
         state of trees with optimizer state. Those that match no parameter and end in
         `/output` are for the outputs of layers, and not listed.
         """
-        unused: list[Rule] = []
-        for role, reason_is, section in (
-            ("parameter", False, self.rules.rules),
-            ("optimizer", True, self.rules.optimizer),
-        ):
+        found: list[Rule] = []
+        sections = {"parameter": self.rules.rules, "optimizer": self.rules.optimizer}
+        for role, section in sections.items():
             if section and role in self._roles():
                 used = {
                     at
                     for row in self._distinct.values()
-                    if (row.reason == "optimizer rule") is reason_is
+                    if (row.reason == "optimizer rule") is (role == "optimizer")
                     for at in row.matched
                 }
-                unused.extend(r for at, r in enumerate(section) if at not in used)
+                found += [rule for at, rule in enumerate(section) if at not in used]
         return tuple(
             rule
-            for rule in unused
+            for rule in found
             if "output" not in rule.pattern or not is_for_outputs(rule)
         )
 
     def totals(self, role: Role | None = None) -> Totals:
         """Sums in bytes, over all leaves or those of one role."""
-        known = self._sums.get(role)
-        if known is None:
-            known = self._sums[role] = self._sum(role)
-        return known
-
-    def _sum(self, role: Role | None) -> Totals:
         leaves = total = per_device = replicated = 0
-        for (own, shape, dtype, shard), count in self._alike().items():
+        for (own, shape, dtype, shard), count in self._alike.items():
             if role is None or own == role:
                 leaves += count
                 whole = count * leaf_bytes(shape, dtype)
@@ -241,6 +214,7 @@ class ResolvedTable:
                     replicated += whole
         return Totals(leaves, total, per_device, replicated)
 
+    @functools.cached_property
     def _alike(self) -> Counter[tuple[Role, Shape, Any, Shape | None]]:
         """How many leaves there are of each role, shape, dtype and shape of a shard."""
         shards = map(operator.attrgetter("shard_shape"), self._rows)
@@ -267,5 +241,28 @@ class ResolvedTable:
         return totals.replicated_bytes / totals.total_bytes
 
 
-def _may_be_other(row: Decision) -> bool:
-    return row.reason in ("random state", "not an array", "scalar")
+def folds_of(leaves: Columns, folded: bool) -> list[Fold]:
+    """Leaves as rows: those that are alike in all but the indices in their paths."""
+    if not folded:
+        return apart(leaves.paths)
+    numbers: dict[Hashable, int] = {}  # a number for each kind of leaf
+    known: dict[int, int] = {}  # many leaves share one decision
+    keys: list[int] = []
+    for path, shape, dtype, row, role in zip(*leaves, strict=True):
+        same = known.get(id(row))
+        if same is None:
+            why = (row.reason, row.rule, row.fallback, row.note)
+            said = (row.spec, row.mesh, row.memory_kind, row.shard_shape, why)
+            same = known[id(row)] = numbers.setdefault(said, len(numbers))
+        owner = None if row.owner is None else _owner_key(path, row.owner)
+        kind = (shape, dtype, role, owner, same)
+        keys.append(numbers.setdefault(kind, len(numbers)))
+    return fold(leaves.paths, keys)
+
+
+def _owner_key(path: str, owner: str) -> Hashable:
+    """Equal for leaves whose owners have the same relation to their paths."""
+    # `mu/layers/7/w` ends in its owner: what is in front of it says enough.
+    if path.endswith(f"/{owner}"):
+        return path.count("/", 0, len(path) - len(owner))
+    return relation(path, owner)

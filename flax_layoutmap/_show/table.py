@@ -1,4 +1,4 @@
-"""Columns of plain values as text or Markdown; knows no rules."""
+"""Columns of plain values as text or Markdown, and the column of paths."""
 
 import dataclasses
 import functools
@@ -8,12 +8,14 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from flax_layoutmap._core.errors import visible
+from flax_layoutmap._tree.fold import Fold
 
 # What Markdown would read as markup.
 _MARKUP = re.compile(
     r"[*`<&~\\]|\](?=[(\[:])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?:^|(?<=^  ))[#>+-]"
 )
 _TICKS = re.compile("`+")
+_PATH_CELL = re.compile(r"((?:  )?)(.*?)( ×\d+)?")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -55,13 +57,9 @@ class Grid:
         rows = (line.cells for line in self.lines if line.mark != "heading")
         return list(zip(self.names, *rows, strict=True))
 
-    def widths(self) -> list[int]:
-        """Width of each column, in cells of a terminal."""
-        return list(map(widest, self._columns()))
-
     def width(self) -> int:
         """Width of the whole table, in cells of a terminal."""
-        return total_width(self.widths())
+        return total_width(list(map(widest, self._columns())))
 
     def padded(self) -> Iterator[tuple[list[str], str]]:
         """The cells of each line, filled to the width of their columns, and its mark.
@@ -79,6 +77,38 @@ class Grid:
     def text(self) -> str:
         """The table with two spaces between columns."""
         return "\n".join("  ".join(cells).rstrip() for cells, _ in self.padded())
+
+
+class Cells:
+    """Texts by column, of which a Grid shows those that fit.
+
+    Attributes:
+        marks: of each row, as in `Line`.
+        right: names of the columns that are aligned to the right.
+        columns: name → one text per row.
+        widths: name → width of the column, in cells of a terminal.
+    """
+
+    def __init__(self, marks: Sequence[str], right: Sequence[str]) -> None:
+        self.marks, self.right = marks, right
+        self.columns: dict[str, Sequence[str]] = {}
+        self.widths: dict[str, int] = {}
+
+    def put(self, name: str, cells: Sequence[str]) -> None:
+        """Sets a column."""
+        self.columns[name] = cells
+        self.widths[name] = widest((name, *cells))
+
+    def room(self, names: Sequence[str], width: int, column: str | None = None) -> int:
+        """What is left of a width for a column; below 0: too little for the others."""
+        taken = [0 if name == column else self.widths[name] for name in names]
+        return width - total_width(taken)
+
+    def grid(self, names: Sequence[str]) -> Grid:
+        """The table of these columns."""
+        cells = zip(*(self.columns[name] for name in names), strict=True)
+        right = tuple(name in self.right for name in names)
+        return Grid(tuple(names), right, tuple(map(Line, cells, self.marks)))
 
 
 def text_table(
@@ -215,3 +245,85 @@ def _code(cell: str) -> str:
         return f"`{cell}`"
     marks = "`" * (1 + max(map(len, _TICKS.findall(cell))))
     return f"{marks} {cell} {marks}"
+
+
+# ------------------------------------------------- leaves in the column of paths
+
+
+def path_cell(fold: Fold, start: int = 0) -> str:
+    """The path from a position on, and how many leaves it stands for."""
+    many = f" ×{len(fold.members)}" if len(fold.members) > 1 else ""
+    return f"{fold.text[start:]}{many}"
+
+
+def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
+    """The beginning of each path as a heading, or `""`, and the cell for the rest.
+
+    Neighbours that begin alike up to their last index share a heading; so do those
+    whose paths are too long for the width.
+    """
+    ends = [fold.head for fold in folds]
+    starts = [fold.text[:end] for fold, end in zip(folds, ends, strict=True)]
+    kept = []
+    for fold, start, before, after in zip(
+        folds, starts, [None, *starts], [*starts[1:], None], strict=False
+    ):
+        head = len(start) if start in (before, after) else 0
+        if not head and len(path_cell(fold)) > width:
+            head = len(start)
+        kept.append(_longer(fold, head, width))
+    heads = [fold.text[:head] for fold, head in zip(folds, kept, strict=True)]
+    _adopt(heads, folds)
+    cells = []
+    for at, fold in enumerate(folds):
+        head, many = heads[at], len(fold.members)
+        if not head:
+            cells.append(path_cell(fold))
+        elif many > 1 and len(head) >= ends[at]:
+            heads[at] = f"{head} ×{many}"
+            cells.append(f"  {fold.text[len(head) :]}")
+        else:
+            cells.append(f"  {path_cell(fold, len(head))}")
+    return heads, cells
+
+
+def _longer(fold: Fold, head: int, width: int) -> int:
+    """Where the rest of a path begins that fits."""
+    indent = 2 if head else 0
+    while len(fold.text) - head + indent > width:
+        indent = 2
+        found = fold.text.find("/", head) + 1
+        if not found:
+            break
+        head = found
+    return head
+
+
+def _adopt(heads: list[str], folds: Sequence[Fold]) -> None:
+    """Gives the heading of a neighbour to paths that begin with it and have none."""
+    for order in (range(1, len(heads)), range(len(heads) - 2, -1, -1)):
+        step = -1 if order.step == 1 else 1
+        for at in order:
+            near = heads[at + step]
+            if not heads[at] and near and folds[at].text.startswith(near):
+                heads[at] = near
+
+
+def with_headings(grid: Grid, heads: Sequence[str]) -> Grid:
+    """The grid with each heading above the run of its lines."""
+    lines: list[Line] = []
+    last = ""
+    for head, line in zip(heads, grid.lines, strict=True):
+        if head and head != last:
+            lines.append(Line((head,), "heading"))
+        last = head
+        lines.append(line)
+    return dataclasses.replace(grid, lines=tuple(lines))
+
+
+def cut_cell(cell: str, width: int) -> str:
+    """A cell of paths, cut; what is indented stays so, and the count stays."""
+    found = _PATH_CELL.fullmatch(cell)
+    assert found is not None
+    indent, path, count = found[1], found[2], found[3] or ""
+    return f"{indent}{cut_path(path, width - len(indent) - len(count))}{count}"

@@ -18,7 +18,8 @@ Example:
 from collections.abc import Sequence
 from typing import Any
 
-from flax_layoutmap.draw import _devices, _model, _placement
+from flax_layoutmap._show.resolved_table import ResolvedTable
+from flax_layoutmap.draw import _arrays, _model
 from flax_layoutmap.draw._drawing import Drawing as Drawing
 
 
@@ -37,7 +38,7 @@ def mesh(mesh: Any) -> Drawing:
         >>> flm.draw.mesh("data=2,model=4")
         Drawing('mesh data=2,model=4')
     """
-    return Drawing(_devices.scene(mesh))
+    return Drawing(_arrays.mesh_scene(mesh))
 
 
 def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
@@ -66,12 +67,10 @@ def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
 
     Plain JAX: `jax.debug.visualize_array_sharding(x)`, of 1-D and 2-D arrays.
     """
-    return Drawing(_placement.scene(x, shape))
+    return Drawing(_arrays.array_scene(x, shape))
 
 
-def model(
-    resolution: _model.Resolved, optimizer: _model.Resolved | None = None
-) -> Drawing:
+def model(resolution: ResolvedTable, optimizer: ResolvedTable | None = None) -> Drawing:
     """Draws a whole model: how much of each device every leaf takes, and why.
 
     As HTML it is a tree-map by bytes per device, coloured by spec, with a table that
@@ -99,8 +98,8 @@ def model(
 
 
 def compare(
-    before: _model.Resolved,
-    after: _model.Resolved,
+    before: ResolvedTable,
+    after: ResolvedTable,
     names: tuple[str, str] = ("before", "after"),
 ) -> Drawing:
     """Draws bytes per device by module of two Resolutions.

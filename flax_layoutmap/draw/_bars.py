@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -28,20 +29,6 @@ _FOLDED = re.compile(r"\{[\d,.]+\}")
 _NUMBERED = re.compile(r"(.*_)?(0|[1-9]\d*)")
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Module:
-    """The bytes per device of all leaves below one path, by shade."""
-
-    path: str
-    after: collections.Counter[int]
-    before: collections.Counter[int]
-    children: "dict[str, Module]" = dataclasses.field(default_factory=dict)
-
-    @property
-    def weight(self) -> int:
-        return max(self.after.total(), self.before.total())
-
-
 def scene(
     views: Sequence[View], kinds: Sequence[Kind], shades: tuple[Shade, ...], where: str
 ) -> BarScene:
@@ -52,15 +39,15 @@ def scene(
     total = sum(view.total_bytes for view in views)
     replicated = sum(view.replicated_bytes for view in views)
     share = replicated / total if total else 0.0
-    lines = (
+    line = (
         f"{where}: {human_bytes(per_device)} per device of {human_bytes(total)}; "
-        f"{share:.1%} of the bytes replicated",
+        f"{share:.1%} of the bytes replicated"
     )
     return BarScene(
         title="Bytes per device by module",
-        lines=lines,
+        lines=(line,),
         shades=shades,
-        bars=bars(sizes),
+        bars=_bars([sizes]),
         names=("bytes per device",),
         total=per_device,
     )
@@ -87,75 +74,87 @@ def compared(
 ) -> BarScene:
     """The bars of two Resolutions, side by side."""
     sums = [sum(size for _, _, size in sizes) for sizes in (before, after)]
-    lines = tuple(
-        f"{name}: {human_bytes(total)} per device on {mesh}"
-        for name, total, mesh in zip(names, sums, meshes, strict=True)
-    )
     return BarScene(
         title=f"Bytes per device by module, {names[0]} and {names[1]}",
-        lines=lines,
+        lines=tuple(
+            f"{name}: {human_bytes(total)} per device on {mesh}"
+            for name, total, mesh in zip(names, sums, meshes, strict=True)
+        ),
         shades=shades,
-        bars=bars(after, before),
+        bars=_bars([after, before]),
         names=names,
         total=sums[1],
         total_before=sums[0],
     )
 
 
-def bars(after: Sequence[Size], before: Sequence[Size] = ()) -> tuple[Bar, ...]:
+@dataclasses.dataclass(slots=True, eq=False)
+class _Module:
+    """The bytes per device below one path, by shade, of each Resolution."""
+
+    path: str
+    sizes: tuple[collections.Counter[int], ...]
+    children: "dict[str, _Module]" = dataclasses.field(default_factory=dict)
+
+    @property
+    def weight(self) -> int:
+        return max(own.total() for own in self.sizes)
+
+
+def _bars(listed: Sequence[Sequence[Size]]) -> tuple[Bar, ...]:
     """One bar per module, down to where there are enough of them.
 
     The layers of a model are one module. The largest modules are taken apart first.
     """
-    root = _modules(after, before)
+    root = _modules(listed)
     chosen = [module for module in _opened(root) if module.weight]
     chosen.sort(key=lambda module: -module.weight)
     many = min(_BARS - 1, sum(_is_large(module, root) for module in chosen))
     rest = chosen[many:]
     if len(rest) > 1:
-        others = Module(
-            f"{len(rest)} others",
-            _sum(module.after for module in rest),
-            _sum(module.before for module in rest),
-        )
-        chosen = [*chosen[:many], others]
+        sums = tuple(map(_empty, listed))
+        for module in rest:
+            for total, own in zip(sums, module.sizes, strict=True):
+                total.update(own)
+        chosen = [*chosen[:many], _Module(f"{len(rest)} others", sums)]
     return tuple(
-        Bar(module.path or "(root)", _parts(module.after), _parts(module.before))
-        for module in chosen
+        Bar(module.path or "(root)", *map(_parts, module.sizes)) for module in chosen
     )
 
 
-def _modules(after: Sequence[Size], before: Sequence[Size]) -> Module:
-    layers = _layer_names(path for path, _, _ in (*after, *before))
-    folded: dict[str, str] = {}
-    root = Module("", collections.Counter(), collections.Counter())
-    for sizes, is_after in ((after, True), (before, False)):
-        sums: dict[str, collections.Counter[int]] = {}
+def _parts(sizes: collections.Counter[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(pair for pair in sorted(sizes.items()) if pair[1])
+
+
+def _empty(_: object) -> collections.Counter[int]:
+    return collections.Counter()
+
+
+def _modules(listed: Sequence[Sequence[Size]]) -> _Module:
+    """The leaves of each Resolution in one tree of modules, layers as one."""
+    layers = _layer_names(path for sizes in listed for path, _, _ in sizes)
+
+    @functools.cache
+    def spelled(path: str) -> str:
+        return "/".join(layers.get(part, part) for part in path.split("/"))
+
+    root = _Module("", tuple(map(_empty, listed)))
+    for at, sizes in enumerate(listed):
+        sums: collections.Counter[tuple[str, int]] = collections.Counter()
         for path, shade, size in sizes:
-            above, _, name = path.rpartition("/")
-            if above not in folded:
-                parts = [layers.get(part, part) for part in above.split("/")]
-                folded[above] = "/".join(parts) + ("/" if above else "")
-            key = folded[above] + layers.get(name, name)
-            if key not in sums:
-                sums[key] = collections.Counter()
-            sums[key][shade] += size
-        for path, sizes_by_shade in sums.items():
-            _add(root, path, sizes_by_shade, is_after=is_after)
+            above, slash, name = path.rpartition("/")
+            sums[spelled(above) + slash + layers.get(name, name), shade] += size
+        for (path, shade), size in sums.items():
+            node, above = root, ""
+            node.sizes[at][shade] += size
+            for part in path.split("/"):
+                above = f"{above}/{part}" if above else part
+                if part not in node.children:
+                    new = _Module(above, tuple(map(_empty, listed)))
+                    node.children[part] = new
+                node = node.children[part]
+                node.sizes[at][shade] += size
     return root
-
-
-def _add(
-    root: Module, path: str, sizes: collections.Counter[int], *, is_after: bool
-) -> None:
-    node, above = root, ""
-    (node.after if is_after else node.before).update(sizes)
-    for part in path.split("/"):
-        above = f"{above}/{part}" if above else part
-        node = node.children.setdefault(
-            part, Module(above, collections.Counter(), collections.Counter())
-        )
-        (node.after if is_after else node.before).update(sizes)
 
 
 def _layer_names(paths: Iterable[str]) -> dict[str, str]:
@@ -177,15 +176,16 @@ def _layer_names(paths: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _is_large(module: Module, root: Module) -> bool:
+def _is_large(module: _Module, root: _Module) -> bool:
     """Whether a module is worth a bar, in one of the Resolutions."""
-    pairs = ((module.after, root.after), (module.before, root.before))
     return any(
-        own.total() >= all_.total() * _WORTH for own, all_ in pairs if all_.total()
+        own.total() >= whole.total() * _WORTH
+        for own, whole in zip(module.sizes, root.sizes, strict=True)
+        if whole.total()
     )
 
 
-def _opened(root: Module) -> list[Module]:
+def _opened(root: _Module) -> list[_Module]:
     """Modules that hold everything, the largest ones taken apart."""
     chosen, closed = [_innermost(root)], []
     while chosen:
@@ -205,20 +205,7 @@ def _opened(root: Module) -> list[Module]:
     return closed
 
 
-def _innermost(module: Module) -> Module:
+def _innermost(module: _Module) -> _Module:
     while len(module.children) == 1:
         (module,) = module.children.values()
     return module
-
-
-def _sum(
-    counters: Iterable[collections.Counter[int]],
-) -> collections.Counter[int]:
-    total: collections.Counter[int] = collections.Counter()
-    for counter in counters:
-        total.update(counter)
-    return total
-
-
-def _parts(sizes: collections.Counter[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(pair for pair in sorted(sizes.items()) if pair[1])

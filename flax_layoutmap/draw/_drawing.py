@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.whole_file import write_whole
-from flax_layoutmap.draw import _html, _png, _svg, _terminal
-from flax_layoutmap.draw._palette import INK, colour
+from flax_layoutmap.draw import _html, _png, _terminal
 from flax_layoutmap.draw._scene import GridScene, ModelScene, Scene
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Drawing:
         """The picture as one page, which asks nothing of the network."""
         if isinstance(self.scene, ModelScene):
             return _html.model_page(self.scene)
-        return _html.page("grid", self.scene.title, {"body": self._fragment()})
+        return _html.grid_page(self.scene.title, self._fragment())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the picture to a file, in the format that its suffix says.
@@ -90,7 +89,7 @@ class Drawing:
 
     def _fragment(self) -> str:
         if isinstance(self.scene, GridScene):
-            return _svg.fragment(self.scene)
+            return _html.fragment(self.scene)
         return f"<pre>{html.escape(self.text(100))}</pre>"
 
     def _repr_html_(self) -> str:
@@ -111,16 +110,6 @@ class Drawing:
     def __rich_console__(
         self, console: "Console", options: "ConsoleOptions"
     ) -> "Iterator[Text]":
-        from rich.text import Text
-
-        def style(span: _terminal.Span) -> str:
-            if span.colour is None:
-                return ""
-            shown = colour(span.colour)
-            return f"{INK} on {shown}" if span.is_paper else shown
-
         for line in _terminal.lines(self.scene, options.max_width):
-            made = Text(no_wrap=True, overflow="crop")
-            for span in line:
-                made.append(span.text, style(span))
-            yield made
+            line.no_wrap, line.overflow = True, "crop"
+            yield line

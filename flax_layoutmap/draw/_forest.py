@@ -1,7 +1,6 @@
 """Leaves in the modules that hold them; repeated layers folded into one."""
 
 import dataclasses
-import operator
 import re
 from collections.abc import Iterable, Sequence
 
@@ -64,29 +63,13 @@ def _in_order(children: list[Node]) -> list[Node]:
 
     Keys of a dict are sorted as text, so that layer 10 comes before layer 2.
     """
-    numbered: dict[str, list[tuple[int, Node]]] = {}
-    order: list[str | Node] = []
-    for child in children:
+    starts: dict[str, int] = {}
+    keys: dict[int, tuple[int, int]] = {}
+    for at, child in enumerate(children):
         found = _indexed(child.name)
-        if found is None:
-            order.append(child)
-            continue
-        stem, index = found
-        if stem not in numbered:
-            numbered[stem] = []
-            order.append(stem)
-        numbered[stem].append((index, child))
-    if not numbered:
-        return children
-    for alike in numbered.values():
-        alike.sort(key=operator.itemgetter(0))
-    return [
-        child
-        for each in order
-        for child in (
-            [each] if isinstance(each, Node) else [child for _, child in numbered[each]]
-        )
-    ]
+        stem, index = found or ("", 0)
+        keys[id(child)] = (starts.setdefault(stem, at) if found else at, index)
+    return sorted(children, key=lambda child: keys[id(child)])
 
 
 def _indexed(name: str) -> tuple[str, int] | None:
@@ -148,24 +131,16 @@ def _folded(
     inner: dict[int, Node],
 ) -> Node:
     """One node, after those in it; it stays the object it is if nothing is folded."""
-    groups: dict[tuple[str, int], list[tuple[int, Node]]] = {}
-    order: list[tuple[str, int] | Node] = []
+    groups: dict[tuple[str, int | None], list[tuple[int, Node]]] = {}
     for child in node.children:
         if child.children:
             child = inner[id(child)]
         else:
             child.like = known.setdefault((alike[child.kind],), len(known))
         found = _indexed(child.name)
-        if found is None:
-            order.append(child)
-            continue
-        stem, index = found
-        key = (stem, child.like)
-        if key not in groups:
-            groups[key] = []
-            order.append(key)
-        groups[key].append((index, child))
-    made = [_merge(*key, groups) if isinstance(key, tuple) else key for key in order]
+        key = (child.name, None) if found is None else (found[0], child.like)
+        groups.setdefault(key, []).append((found[1] if found else 0, child))
+    made = [_merged(stem, group) for (stem, _), group in groups.items()]
     contents = tuple([part for at in made for part in (at.name, at.like, at.count)])
     like = known.setdefault(contents, len(known))
     if made != node.children:
@@ -174,15 +149,12 @@ def _folded(
     return node
 
 
-def _merge(
-    stem: str, like: int, groups: dict[tuple[str, int], list[tuple[int, Node]]]
-) -> Node:
-    alike = groups[stem, like]
-    if len(alike) == 1:
-        return alike[0][1]
-    first = alike[0][1]
-    name = stem + spell_indices(sorted(index for index, _ in alike))
-    return Node(name, first.kind, len(alike), first.children, like)
+def _merged(stem: str, group: list[tuple[int, Node]]) -> Node:
+    first = group[0][1]
+    if len(group) == 1:
+        return first
+    name = stem + spell_indices(sorted(index for index, _ in group))
+    return Node(name, first.kind, len(group), first.children, first.like)
 
 
 def forest(root: Node, kinds: Sequence[Kind]) -> Forest:

@@ -1,8 +1,11 @@
-"""Boxes in rows and columns, with their labels: the geometry of meshes and arrays."""
+"""Cells in rows and columns, with their labels: the geometry of meshes and arrays."""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from flax_layoutmap._core.grid import coords_of
 from flax_layoutmap.draw._scene import Box, Grid, Label, Picture
 
 # Rows and columns that are drawn; more become a gap before the last one.
@@ -18,10 +21,11 @@ _STRONG = 8.4  # of a bold one
 _SPACE = 22.0  # between panels
 _WIDE = 760.0  # panels go on in the next line from here
 
+Index = tuple[int, ...]
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cell:
-    """What stands in one box."""
+
+class Cell(NamedTuple):
+    """The content of one box; see `Box`."""
 
     colour: int
     group: int
@@ -30,21 +34,113 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Panel:
-    """Cells in rows and columns; None is a gap."""
+class Side:
+    """What the rows, the columns or the panels of a picture count.
 
+    Attributes:
+        name: stands before an index in the title of a panel.
+        title: of rows or columns.
+        count: how many there are.
+        label: the label of one of them.
+    """
+
+    name: str
     title: str
-    rows: tuple[str, ...]
-    columns: tuple[str, ...]
-    row_title: str
-    column_title: str
-    cells: tuple[tuple[Cell | None, ...], ...]
+    count: int
+    label: Callable[[int], str]
 
 
-def shown(count: int, limit: int = _SHOWN) -> list[int | None]:
+_NO_SIDE = Side("", "", 1, lambda at: "")
+
+
+def picture(
+    title: str,
+    sides: Sequence[Side],
+    cell: Callable[[Index], Cell],
+    size: Callable[[int, int, int], tuple[float, float]],
+) -> Picture:
+    """Draws cells of any rank: the last two sides are rows and columns.
+
+    Args:
+        title: what they are of.
+        sides: one per index of a cell.
+        cell: the cell at an index.
+        size: width and height of a cell, in points, by the numbers of rows, columns
+            and panels; it is wider where the labels are longer.
+    """
+    rank = len(sides)
+    *outer, down, across = (*(_NO_SIDE,) * (2 - rank), *sides)
+    rows, columns = _shown(down.count, _SHOWN), _shown(across.count, _SHOWN)
+    row_labels, column_labels = _labels(down, rows), _labels(across, columns)
+    counts = tuple(side.count for side in outer)
+    leads = [
+        coords_of(at, counts)
+        for at in _shown(math.prod(counts), _PANELS)
+        if at is not None
+    ]
+    width, height = size(len(rows), len(columns), len(leads))
+    width = max(width, _longest(column_labels) * _LETTER + 8)
+    names = max(_longest(row_labels) * _LETTER, len(down.title) * _STRONG)
+    indent = names + 10 if names else 2.0
+    above = (bool(outer), bool(across.title), any(column_labels))
+    head = sum(above) * _LINE + 4
+    inner, tall = len(columns) * width, head + len(rows) * height + 2
+
+    boxes: list[Box] = []
+    labels: list[Label] = []
+    grids: list[Grid] = []
+    left = top = right = bottom = 0.0
+    for lead in leads:
+        name = ", ".join(
+            f"{side.name} {side.label(at)}"
+            for side, at in zip(outer, lead, strict=True)
+        )
+        heading = max(len(name), len(across.title)) * _STRONG
+        wide = indent + max(inner, heading) + 2
+        if left and left + wide > _WIDE:
+            left, top = 0.0, bottom + _SPACE
+        x, y, line = left + indent, top + head, top + _LINE / 2
+        if name:
+            labels.append(Label(left, line, name, "start", True))
+            line += _LINE
+        if across.title:
+            labels.append(Label(x + inner / 2, line, across.title, "middle", True))
+            line += _LINE
+        if down.title:
+            labels.append(Label(x - 8, y - _LINE / 2 - 4, down.title, "end", True))
+        labels += [
+            Label(x + (at + 0.5) * width, line, text)
+            for at, text in enumerate(column_labels)
+            if text
+        ]
+        labels += [
+            Label(x - 8, y + (at + 0.5) * height, text, "end")
+            for at, text in enumerate(row_labels)
+            if text
+        ]
+        positions: list[tuple[int | None, ...]] = []
+        for at, row in enumerate(rows):
+            own: list[int | None] = []
+            for place, column in enumerate(columns):
+                if row is None or column is None:
+                    own.append(None)
+                    continue
+                own.append(len(boxes))
+                index = (*lead, row, column)[max(0, 2 - rank) :]
+                corner = x + place * width + 1.5, y + at * height + 1.5
+                boxes.append(Box(*corner, width - 3, height - 3, *cell(index)))
+            positions.append(tuple(own))
+        texts = (name, row_labels, column_labels, down.title, across.title)
+        grids.append(Grid(*texts, tuple(positions)))
+        right, bottom = max(right, left + wide), max(bottom, top + tall)
+        left += wide + _SPACE
+    return Picture(title, right, bottom, tuple(boxes), tuple(labels), tuple(grids))
+
+
+def _shown(count: int, limit: int) -> list[int | None]:
     """Which of so many rows or panels are drawn; None for those between.
 
-    >>> shown(3), shown(9, limit=4)
+    >>> _shown(3, limit=4), _shown(9, limit=4)
     ([0, 1, 2], [0, 1, None, 8])
     """
     if count <= limit:
@@ -52,124 +148,9 @@ def shown(count: int, limit: int = _SHOWN) -> list[int | None]:
     return [*range(limit - 2), None, count - 1]
 
 
-def shown_panels(count: int) -> list[int]:
-    """The same for panels, which leave no gap."""
-    return [at for at in shown(count, _PANELS) if at is not None]
+def _labels(side: Side, places: Sequence[int | None]) -> tuple[str, ...]:
+    return tuple(GAP if at is None else side.label(at) for at in places)
 
 
-def letters(number: int) -> str:
-    """The name of a slice: A to Z, then AA.
-
-    >>> letters(0), letters(25), letters(26)
-    ('A', 'Z', 'AA')
-    """
-    name = ""
-    number += 1
-    while number:
-        number, letter = divmod(number - 1, 26)
-        name = chr(ord("A") + letter) + name
-    return name
-
-
-def picture(
-    title: str, panels: Sequence[Panel], width: float, height: float
-) -> Picture:
-    """Places the panels side by side.
-
-    Args:
-        title: what they are of.
-        panels: at least one.
-        width: of one cell, in points, where the labels are no longer.
-        height: of one cell, in points.
-    """
-    longest = max(len(text) for panel in panels for text in panel.columns)
-    width = max(width, longest * _LETTER + 8)
-    boxes: list[Box] = []
-    labels: list[Label] = []
-    grids: list[Grid] = []
-    left = top = right = bottom = 0.0
-    for panel in panels:
-        frame = _Frame(panel, width, height)
-        if left and left + frame.width > _WIDE:
-            left, top = 0.0, bottom + _SPACE
-        grids.append(frame.place(left, top, boxes, labels))
-        right = max(right, left + frame.width)
-        bottom = max(bottom, top + frame.height)
-        left += frame.width + _SPACE
-    return Picture(title, right, bottom, tuple(boxes), tuple(labels), tuple(grids))
-
-
-class _Frame:
-    """Where the parts of one panel lie within it."""
-
-    def __init__(self, panel: Panel, width: float, height: float) -> None:
-        self.panel = panel
-        self.cell = (width, height)
-        names = max(map(len, panel.rows)) * _LETTER
-        names = max(names, len(panel.row_title) * _STRONG)
-        self.left = names + 10 if names else 2.0
-        above = (panel.title, panel.column_title, any(panel.columns))
-        self.top = sum(map(bool, above)) * _LINE + 4
-        inner = len(panel.columns) * width
-        heading = max(len(panel.title), len(panel.column_title)) * _STRONG
-        self.width = self.left + max(inner, heading) + 2
-        self.height = self.top + len(panel.rows) * height + 2
-
-    def place(
-        self, left: float, top: float, boxes: list[Box], labels: list[Label]
-    ) -> Grid:
-        """Adds the boxes and labels of the panel; its corner is given."""
-        panel, (width, height) = self.panel, self.cell
-        x, y = left + self.left, top + self.top
-        line = top + _LINE / 2
-        if panel.title:
-            labels.append(Label(left, line, panel.title, "start", True))
-            line += _LINE
-        if panel.column_title:
-            middle = x + len(panel.columns) * width / 2
-            labels.append(Label(middle, line, panel.column_title, "middle", True))
-            line += _LINE
-        if panel.row_title:
-            labels.append(Label(x - 8, y - _LINE / 2 - 4, panel.row_title, "end", True))
-        for at, text in enumerate(panel.columns):
-            if text:
-                labels.append(Label(x + (at + 0.5) * width, line, text))
-        for at, text in enumerate(panel.rows):
-            if text:
-                labels.append(Label(x - 8, y + (at + 0.5) * height, text, "end"))
-        positions = []
-        for row, cells in enumerate(panel.cells):
-            positions.append(
-                tuple(
-                    self._box(cell, x + column * width, y + row * height, boxes)
-                    for column, cell in enumerate(cells)
-                )
-            )
-        return Grid(
-            panel.title,
-            panel.rows,
-            panel.columns,
-            panel.row_title,
-            panel.column_title,
-            tuple(positions),
-        )
-
-    def _box(
-        self, cell: Cell | None, left: float, top: float, boxes: list[Box]
-    ) -> int | None:
-        if cell is None:
-            return None
-        width, height = self.cell
-        boxes.append(
-            Box(
-                left + 1.5,
-                top + 1.5,
-                width - 3,
-                height - 3,
-                cell.colour,
-                cell.group,
-                cell.lines,
-                cell.detail,
-            )
-        )
-        return len(boxes) - 1
+def _longest(texts: Sequence[str]) -> int:
+    return max(map(len, texts))

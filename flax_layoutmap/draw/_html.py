@@ -1,4 +1,7 @@
-"""Scenes as HTML: one file that holds everything and asks nothing of the network."""
+"""Scenes as HTML: one file that holds everything and asks nothing of the network.
+
+A mesh or an array is drawn as SVG, in any page; a whole model is a page with a script.
+"""
 
 import base64
 import hashlib
@@ -6,14 +9,36 @@ import html
 import json
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
 
-from flax_layoutmap.draw._scene import Forest, ModelScene
+from flax_layoutmap.draw._scene import (
+    INK,
+    Box,
+    Forest,
+    GridScene,
+    Label,
+    ModelScene,
+    Picture,
+    colour,
+)
 
 # In a notebook the page is shown in a frame of this height, in points.
 _FRAME = 860
+
+_FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
+
+# For more boxes than these, words would be a wall of text.
+_TOLD = 64
+
+
+# ------------------------------------------------------------------------- pages
+
+
+def grid_page(title: str, body: str) -> str:
+    """A page without a script around some HTML."""
+    return _page("grid", title, {"body": body})
 
 
 def model_page(scene: ModelScene) -> str:
@@ -22,9 +47,9 @@ def model_page(scene: ModelScene) -> str:
     more = {
         "script": script,
         "script_hash": _hash(script),
-        "data": script_json(model_data(scene)),
+        "data": _script_json(_model_data(scene)),
     }
-    return page("page", scene.title, more)
+    return _page("page", scene.title, more)
 
 
 def framed(text: str) -> str:
@@ -36,7 +61,7 @@ def framed(text: str) -> str:
     )
 
 
-def page(name: str, title: str, more: dict[str, str]) -> str:
+def _page(name: str, title: str, more: dict[str, str]) -> str:
     """A page from its template.
 
     Styles and scripts are allowed by their hashes, and nothing else is: a path that
@@ -62,7 +87,19 @@ def page(name: str, title: str, more: dict[str, str]) -> str:
     return "".join(text)
 
 
-def script_json(data: Any) -> str:
+def _hash(text: str) -> str:
+    digest = hashlib.sha256(text.encode()).digest()
+    return f"sha256-{base64.b64encode(digest).decode()}"
+
+
+def _file(name: str) -> str:
+    return resources.files("flax_layoutmap.draw").joinpath(name).read_text("utf-8")
+
+
+# ----------------------------------------------- what the script of a model reads
+
+
+def _script_json(data: Any) -> str:
     """JSON that can stand in a `<script>`: no tag or comment can end it."""
     text = json.dumps(data, separators=(",", ":"))
     for letter in "<>&":
@@ -70,8 +107,7 @@ def script_json(data: Any) -> str:
     return text
 
 
-def model_data(scene: ModelScene) -> dict[str, Any]:
-    """What the script of the page reads; columns of numbers are packed."""
+def _model_data(scene: ModelScene) -> dict[str, Any]:
     words: dict[str, int] = {}
     return {
         "mesh": scene.mesh,
@@ -129,10 +165,67 @@ def _numbers(values: Sequence[int]) -> str:
     return f"{packed.itemsize}{base64.b64encode(packed.tobytes()).decode()}"
 
 
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
+# --------------------------------------------------------- meshes and arrays as SVG
 
 
-def _file(name: str) -> str:
-    return resources.files("flax_layoutmap.draw").joinpath(name).read_text("utf-8")
+def fragment(scene: GridScene) -> str:
+    """The pictures with their words, to stand in any page; no styles, no script."""
+    told = [
+        f"<li>{html.escape(box.detail)}</li>"
+        for picture in scene.pictures
+        for box in picture.boxes
+    ]
+    words = ""
+    if len(told) <= _TOLD:
+        words = (
+            f"<details><summary>In words</summary><ul>{''.join(told)}</ul></details>"
+        )
+    lines = "".join(f"<p>{html.escape(line)}</p>" for line in scene.lines)
+    drawn = "".join(map(_svg, scene.pictures))
+    return (
+        f'<div class="flm"><h1>{html.escape(scene.title)}</h1>{lines}'
+        f'<div class="pictures">{drawn}</div>{words}</div>'
+    )
+
+
+def _svg(picture: Picture) -> str:
+    width, height = picture.width + 4, picture.height + 4
+    parts = "".join((*map(_box, picture.boxes), *map(_label, picture.labels)))
+    return (
+        f"<figure><figcaption>{html.escape(picture.title)}</figcaption><svg "
+        f'xmlns="http://www.w3.org/2000/svg" viewBox="-2 -2 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" role="group" '
+        f'aria-label="{html.escape(picture.title)}" font-family="{_FONT}" '
+        f'fill="currentColor">{parts}</svg></figure>'
+    )
+
+
+def _box(box: Box) -> str:
+    detail = html.escape(box.detail)
+    return (
+        f'<g role="img" aria-label="{detail}"><title>{detail}</title>'
+        f'<rect x="{box.left:g}" y="{box.top:g}" width="{box.width:g}" '
+        f'height="{box.height:g}" rx="4" fill="{colour(box.colour)}"/>'
+        f"{''.join(_words(box))}</g>"
+    )
+
+
+def _words(box: Box) -> Iterator[str]:
+    middle = box.left + box.width / 2
+    top = box.top + box.height / 2 - 8 * (len(box.lines) - 1)
+    for at, text in enumerate(box.lines):
+        size, weight = (13.5, 600) if at == 0 else (11.5, 400)
+        yield (
+            f'<text x="{middle:g}" y="{top + 17 * at:g}" dy="0.35em" '
+            f'text-anchor="middle" font-size="{size}" font-weight="{weight}" '
+            f'fill="{INK}">{html.escape(text)}</text>'
+        )
+
+
+def _label(label: Label) -> str:
+    weight = 600 if label.strong else 400
+    return (
+        f'<text x="{label.left:g}" y="{label.top:g}" dy="0.35em" font-size="12" '
+        f'font-weight="{weight}" text-anchor="{label.anchor}">'
+        f"{html.escape(label.text)}</text>"
+    )

@@ -1,37 +1,24 @@
-"""A Resolution → the scene of a whole model."""
+"""The scenes of a whole model, and of two compared."""
 
 import collections
 import dataclasses
-import re
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._rules.records import (
-    Columns,
-    Decision,
-    Shape,
-    because,
-    leaf_bytes,
-    show_shape,
-    show_spec,
-)
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.records import leaf_bytes, show_spec
+from flax_layoutmap._show.remarks import remarks
+from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.draw import _bars, _forest
-from flax_layoutmap.draw._explained import owner_pieces, pieces
+from flax_layoutmap.draw._kinds import Kinds, Leaf
 from flax_layoutmap.draw._scene import (
     NEUTRAL,
     BarScene,
     Kind,
-    Mark,
     ModelScene,
     Shade,
     View,
 )
-
-Leaf = tuple[str, Shape, Any, Decision, Role]
 
 ROLES: tuple[tuple[Role, str], ...] = (
     ("parameter", "Parameters"),
@@ -39,15 +26,8 @@ ROLES: tuple[tuple[Role, str], ...] = (
     ("other", "Other"),
 )
 
-# For so many leaves without a rule the closest rule is looked for one by one; of more
-# than these, those whose paths differ in numbers alone share the words of the first.
-_ASKED = 100
-
 # Nobody reads more remarks than these.
 _REMARKS = 50
-
-# Width of the outline of an array, in points.
-_OUTLINE = 170.0
 
 _NOTHING = (
     "there is nothing to draw: the Resolution has no leaves; resolve a model: "
@@ -55,134 +35,29 @@ _NOTHING = (
 )
 
 
-class Resolved(Protocol):
-    """What is drawn of a `Resolution`."""
-
-    rules: RuleSet
-
-    def columns(self) -> Columns: ...
-    def explain(self, path: str) -> str: ...
-    def remarks(self, *, fold: bool = False) -> list[str]: ...
-    @property
-    def mesh(self) -> DeviceMesh | None: ...
-
-
-class Kinds:
-    """What leaves have in common, found one leaf after the other."""
-
-    def __init__(self) -> None:
-        self.kinds: list[Kind] = []
-        self.alike: list[int] = []
-        self.shades: list[str] = []
-        self._known: dict[tuple[Any, ...], int] = {}
-        self._first: dict[Kind, int] = {}
-        self._asked = 0
-
-    def of(self, leaf: Leaf, resolution: Resolved) -> int:
-        """The position of the kind of a leaf."""
-        path, shape, dtype, row, _ = leaf
-        key = (
-            shape,
-            dtype,
-            row.spec,
-            row.shard_shape,
-            row.reason,
-            row.rule,
-            row.matched,
-            row.memory_kind,
-            row.fallback,
-            row.note,
-            owner_pieces(path, row.owner),
-            self._path_key(path) if row.reason == "no rule" else "",
-            id(resolution),
-        )
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = len(self.kinds)
-            self._add(leaf, resolution)
-        return found
-
-    def _path_key(self, path: str) -> str:
-        self._asked += 1
-        return path if self._asked <= _ASKED else re.sub(r"\d+", "0", path)
-
-    def _add(self, leaf: Leaf, resolution: Resolved) -> None:
-        path, shape, dtype, row, _ = leaf
-        spec = show_spec(row.spec)
-        if spec not in self.shades:
-            self.shades.append(spec)
-        kind = Kind(
-            shape=show_shape(shape),
-            dtype="-" if dtype is None else str(dtype),
-            shade=self.shades.index(spec),
-            rule=_rule(row, resolution.rules),
-            shard="-" if row.shard_shape is None else show_shape(row.shard_shape),
-            total_bytes=leaf_bytes(shape, dtype),
-            bytes_per_device=leaf_bytes(row.shard_shape or shape, dtype),
-            mark=_mark(row),
-            outline=_outline(shape, row.shard_shape or shape),
-            explain=(),
-        )
-        self.alike.append(self._first.setdefault(kind, len(self.kinds)))
-        text = resolution.explain(path)
-        self.kinds.append(
-            dataclasses.replace(kind, explain=pieces(text, path, row.owner))
-        )
-
-
-def _rule(row: Decision, rules: RuleSet) -> str:
-    # Words that do not name the owner are the same for all layers.
-    if row.reason == "follows parameter":
-        return "follows its parameter"
-    if row.reason == "follows kernel":
-        return "as its kernel"
-    return because(row, rules, short=True)
-
-
-def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
-    """An array as it would look, were its sides not too unlike to be drawn."""
-    if not shape or 0 in shape:
-        return ()
-    tall, wide = shape[-2:] if len(shape) > 1 else (1, 5)
-    ratio = min(4.0, max(0.5, wide / tall))
-    width = min(_OUTLINE, _OUTLINE * ratio / 1.4)
-    sides = (width, width / ratio)
-    parts = [own / whole for own, whole in zip(shard, shape, strict=True)][-2:]
-    down, across = parts if len(parts) > 1 else (1.0, *parts)
-    return (
-        *map(round, sides),
-        max(1, round(sides[0] * across)),
-        max(1, round(sides[1] * down)),
-    )
-
-
-def _mark(row: Decision) -> Mark:
-    if row.reason in ("no rule", "unknown optimizer state"):
-        return "unmatched"
-    return "fallback" if row.fallback else ""
-
-
-def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene:
+def scene(
+    resolution: ResolvedTable, optimizer: ResolvedTable | None = None
+) -> ModelScene:
     """The scene of a model and of its optimizer; see `flm.draw.model`."""
-    leaves = [(leaf, resolution) for leaf in zip(*resolution.columns(), strict=True)]
+    leaves = [(resolution, *found) for found in _leaves(resolution)]
     if optimizer is not None and optimizer is not resolution:
         # Its own parameters are those of the model, or a copy of them.
-        leaves = [pair for pair in leaves if pair[0][4] != "optimizer"]
+        leaves = [found for found in leaves if found[2][4] != "optimizer"]
         leaves += [
-            (leaf, optimizer)
-            for leaf in zip(*optimizer.columns(), strict=True)
-            if leaf[4] != "parameter"
+            (optimizer, *found)
+            for found in _leaves(optimizer)
+            if found[1][4] != "parameter"
         ]
     if not leaves:
         raise LayoutError(_NOTHING)
     kinds = Kinds()
-    of_leaf = [kinds.of(leaf, source) for leaf, source in leaves]
+    of_leaf = [kinds.of(*found) for found in leaves]
     shades, ranked = _ranked(kinds, of_leaf)
     views = []
     for role, title in ROLES:
-        chosen = [at for at, (leaf, _) in enumerate(leaves) if leaf[4] == role]
+        chosen = [at for at, (_, _, leaf) in enumerate(leaves) if leaf[4] == role]
         if chosen:
-            paths = [leaves[at][0][0] for at in chosen]
+            paths = [leaves[at][2][0] for at in chosen]
             ids = [of_leaf[at] for at in chosen]
             views.append(_view(title, paths, ids, ranked, kinds.alike))
     mesh = resolution.mesh
@@ -194,9 +69,13 @@ def scene(resolution: Resolved, optimizer: Resolved | None = None) -> ModelScene
         shades=shades,
         kinds=tuple(ranked),
         views=tuple(views),
-        remarks=_some(resolution.remarks(fold=True)),
+        remarks=_some(remarks(resolution, folded=True)),
         bars=_bars.scene(views, ranked, shades, name),
     )
+
+
+def _leaves(table: ResolvedTable) -> Iterator[tuple[int, Leaf]]:
+    return enumerate(zip(*table.columns(), strict=True))
 
 
 def _ranked(
@@ -207,15 +86,15 @@ def _ranked(
     for kind, many in collections.Counter(of_leaf).items():
         found = kinds.kinds[kind]
         sums[found.shade] += many * found.bytes_per_device
-    order = sorted(range(len(kinds.shades)), key=lambda at: (-sums[at], at))
-    shades = shaded([(kinds.shades[at], sums[at]) for at in order])
+    order = sorted(range(len(kinds.specs)), key=lambda at: (-sums[at], at))
+    shades = _shaded([(kinds.specs[at], sums[at]) for at in order])
     ranked = [
         dataclasses.replace(kind, shade=order.index(kind.shade)) for kind in kinds.kinds
     ]
     return shades, ranked
 
 
-def shaded(specs: Sequence[tuple[str, int]]) -> tuple[Shade, ...]:
+def _shaded(specs: Sequence[tuple[str, int]]) -> tuple[Shade, ...]:
     """Gives each spec a colour, or one with a pattern; what is replicated has none."""
     made: list[Shade] = []
     used = 0
@@ -254,14 +133,16 @@ def _view(
     )
 
 
-def _some(remarks: Sequence[str]) -> tuple[str, ...]:
-    more = len(remarks) - _REMARKS
+def _some(lines: Sequence[str]) -> tuple[str, ...]:
+    more = len(lines) - _REMARKS
     if more <= 1:
-        return tuple(remarks)
-    return (*remarks[:_REMARKS], f"and {more:,} more; resolution.remarks() lists all")
+        return tuple(lines)
+    return (*lines[:_REMARKS], f"and {more:,} more; resolution.remarks() lists all")
 
 
-def compared(before: Resolved, after: Resolved, names: tuple[str, str]) -> BarScene:
+def compared(
+    before: ResolvedTable, after: ResolvedTable, names: tuple[str, str]
+) -> BarScene:
     """The scene of `flm.draw.compare`."""
     specs: collections.Counter[str] = collections.Counter()
     listed = []
@@ -275,7 +156,7 @@ def compared(before: Resolved, after: Resolved, names: tuple[str, str]) -> BarSc
         listed.append(sizes)
     if not specs:
         raise LayoutError(_NOTHING)
-    shades = shaded(specs.most_common())
+    shades = _shaded(specs.most_common())
     at = {shade.text: position for position, shade in enumerate(shades)}
     first, second = (
         [(path, at[spec], size) for path, spec, size in sizes] for sizes in listed

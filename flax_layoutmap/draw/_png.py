@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap.draw._palette import INK, colour, hatch
 from flax_layoutmap.draw._scene import (
+    INK,
     NEUTRAL,
     BarScene,
     GridScene,
     ModelScene,
     Picture,
     Scene,
+    colour,
+    hatch,
 )
 
 if TYPE_CHECKING:
@@ -34,13 +36,6 @@ def png(scene: Scene) -> bytes:
     Raises:
         LayoutError: matplotlib is not installed.
     """
-    made = io.BytesIO()
-    draw(scene).savefig(made, format="png", dpi=_DOTS, facecolor="white")
-    return made.getvalue()
-
-
-def draw(scene: Scene) -> "Figure":
-    """The figure; no window and no global state of matplotlib is touched."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -48,12 +43,17 @@ def draw(scene: Scene) -> "Figure":
             "a PNG is drawn by matplotlib, which is not installed; "
             "pip install 'flax-layoutmap[plot]', or save as .html or .txt"
         ) from error
+    figure = Figure()  # of no window, and without matplotlib's global state
     if isinstance(scene, GridScene):
-        return _grid_figure(scene, Figure)
-    return _bar_figure(scene.bars if isinstance(scene, ModelScene) else scene, Figure)
+        _draw_grids(figure, scene)
+    else:
+        _draw_bars(figure, scene.bars if isinstance(scene, ModelScene) else scene)
+    made = io.BytesIO()
+    figure.savefig(made, format="png", dpi=_DOTS, facecolor="white")
+    return made.getvalue()
 
 
-def _grid_figure(scene: GridScene, make: Any) -> "Figure":
+def _draw_grids(figure: "Figure", scene: GridScene) -> None:
     between, margin, head = 48.0, 18.0, 34.0 + 16.0 * len(scene.lines)
     widths = [picture.width for picture in scene.pictures]
     heights = [picture.height + 24 for picture in scene.pictures]
@@ -62,7 +62,7 @@ def _grid_figure(scene: GridScene, make: Any) -> "Figure":
     inner = max(widths) if stacked else sum(widths) + gaps
     width = max(inner, 7.4 * len(scene.title)) + 2 * margin
     height = (sum(heights) + gaps / 2 if stacked else max(heights)) + head + margin
-    figure = make(figsize=(width / _POINTS, height / _POINTS))
+    figure.set_size_inches(width / _POINTS, height / _POINTS)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
@@ -78,7 +78,6 @@ def _grid_figure(scene: GridScene, make: Any) -> "Figure":
             top += picture.height + 24 + between / 2
         else:
             left += picture.width + between
-    return figure
 
 
 def _picture(axes: "Axes", picture: Picture, left: float, top: float) -> None:
@@ -114,13 +113,13 @@ def _write(axes: "Axes", x: float, y: float, text: str, **more: Any) -> None:
     axes.text(x, y, text, parse_math=False, **options)
 
 
-def _bar_figure(scene: BarScene, make: Any) -> "Figure":
+def _draw_bars(figure: "Figure", scene: BarScene) -> None:
     rows = max(1, len(scene.bars))
     head = 0.5 + 0.22 * len(scene.lines)
     foot = 0.35 + 0.27 * -(-len(scene.shades) // _COLUMNS)
     inner = rows * (0.62 if len(scene.names) > 1 else 0.40)
     height = head + inner + foot
-    figure = make(figsize=(9.0, height))
+    figure.set_size_inches(9.0, height)
     longest = max((len(bar.label) for bar in scene.bars), default=0)
     left = min(0.45, 0.03 + 0.0088 * longest)
     # Room for the words at the end of the longest bar.
@@ -138,7 +137,6 @@ def _bar_figure(scene: BarScene, make: Any) -> "Figure":
         axes.spines[side].set_visible(False)
     axes.spines["left"].set_color("#b4b8bf")
     _bar_words(figure, scene, height)
-    return figure
 
 
 def _bars(axes: "Axes", scene: BarScene) -> int:

@@ -6,8 +6,8 @@ is frozen and turns into JSON as it is (`dataclasses.asdict`).
 
 Lengths in a `Picture` are in points of a screen. Rectangles of a tree-map are whole
 numbers from 0 to `UNIT`, so that a renderer can pack them and stretch them to any
-canvas. Colours are numbers: `NEUTRAL` for what is replicated, 0 and up for the others;
-what they look like is up to the renderer, which takes them modulo its palette.
+canvas. Colours are numbers: `NEUTRAL` for what is replicated, 0 and up for the others,
+which a renderer turns into those of one palette.
 """
 
 import dataclasses
@@ -21,9 +21,49 @@ Mark = Literal["", "unmatched", "fallback"]
 
 # The colour of what every device holds in full.
 NEUTRAL = -1
+GREY = "#dddddd"
 
-# Colours that tell things apart; more than these cannot be told apart by eye.
-COLOURS = 8
+# Colours that people with any kind of colour vision can tell apart: Paul Tol's "light"
+# scheme (Colour Schemes, technical note SRON/EPS/TN/09-002), made for cells with dark
+# words in them; each has a contrast of at least 8 to `INK`. The style sheet of the page
+# of a model has the same, and darker ones for dark screens.
+PALETTE = (
+    "#77aadd",
+    "#ee8866",
+    "#eedd88",
+    "#ffaabb",
+    "#99ddff",
+    "#44bb99",
+    "#bbcc33",
+    "#aaaa00",
+)
+COLOURS = len(PALETTE)
+
+# Words on any of them.
+INK = "#14181f"
+
+# Of those that come a second, third or fourth time, as matplotlib writes it.
+_HATCHES = (None, "....", "----", "xxxx")
+
+# One character per colour, for where there are none; as many again for the second time.
+_FILLS, _NEUTRAL_FILL = "█▓▒▚▞▄▀▌▙▜▟▛▐▂▆╬", "░"
+
+
+def colour(number: int) -> str:
+    """The colour of a number in a scene, as `#rrggbb`."""
+    return GREY if number == NEUTRAL else PALETTE[number % COLOURS]
+
+
+def hatch(number: int) -> str | None:
+    """The pattern that tells a colour from others that look like it."""
+    if number == NEUTRAL:
+        return "////"
+    return _HATCHES[min(number // COLOURS, len(_HATCHES) - 1)]
+
+
+def fill(number: int) -> str:
+    """The character that stands for a colour."""
+    return _NEUTRAL_FILL if number == NEUTRAL else _FILLS[number % len(_FILLS)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""Scenes as lines of characters, with the colours that a terminal may give them."""
+"""Scenes as lines of text, in the colours of a terminal."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
 
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import wrapped
-from flax_layoutmap.draw._palette import fill
 from flax_layoutmap.draw._scene import (
+    INK,
     BarScene,
     Grid,
     GridScene,
@@ -14,6 +15,8 @@ from flax_layoutmap.draw._scene import (
     Picture,
     Scene,
     Shade,
+    colour,
+    fill,
 )
 
 # Without a terminal, lines are so long at most.
@@ -24,47 +27,27 @@ _SHORTEST = 10  # columns of a bar
 _GAP = "…"
 
 
-class Span(NamedTuple):
-    """Characters and the number of their colour.
-
-    Attributes:
-        text: the characters.
-        colour: number of the colour; None for that of the terminal.
-        is_paper: whether the colour is that of the paper and not of the ink.
-    """
-
-    text: str
-    colour: int | None = None
-    is_paper: bool = False
-
-
-Line = list[Span]
-
-
-def lines(scene: Scene, width: int) -> list[Line]:
-    """The scene in lines of at most `width` characters, as far as it can be done."""
-    if isinstance(scene, GridScene):
-        return [*_head(scene.title, scene.lines, width), [], *_grids(scene, width)]
-    if isinstance(scene, ModelScene):
-        scene = scene.bars
-    return [*_head(scene.title, scene.lines, width), [], *_bars(scene, width)]
-
-
 def plain(scene: Scene, width: int) -> str:
-    """The same without colours."""
-    return "\n".join(
-        "".join(span.text for span in line).rstrip() for line in lines(scene, width)
-    )
+    """The scene in lines of at most `width` characters, as far as it can be done."""
+    return "\n".join(line.plain.rstrip() for line in lines(scene, width))
 
 
-def _head(title: str, more: Sequence[str], width: int) -> list[Line]:
-    return [[Span(text)] for text in wrapped((title, *more), width)]
+def lines(scene: Scene, width: int) -> Iterator[Text]:
+    """The same in colours."""
+    shown = scene.bars if isinstance(scene, ModelScene) else scene
+    for text in wrapped((shown.title, *shown.lines), width):
+        yield Text(text)
+    yield Text()
+    if isinstance(shown, GridScene):
+        yield from _grids(shown, width)
+    else:
+        yield from _bars(shown, width)
 
 
 # ---------------------------------------------------------------- boxes in a grid
 
 
-def _grids(scene: GridScene, width: int) -> Iterator[Line]:
+def _grids(scene: GridScene, width: int) -> Iterator[Text]:
     """All grids side by side, where there is room; else each picture by itself."""
     pictures = [
         [
@@ -78,23 +61,37 @@ def _grids(scene: GridScene, width: int) -> Iterator[Line]:
         yield from _beside(every)
         return
     for at, blocks in enumerate(pictures):
-        row: list[list[Line]] = []
+        row: list[list[Text]] = []
         if at:
-            yield []
+            yield Text()
         for block in blocks:
             if row and _together([*row, block]) > width:
                 yield from _beside(row)
-                yield []
+                yield Text()
                 row = []
             row.append(block)
         yield from _beside(row)
 
 
-def _together(blocks: Sequence[Sequence[Line]]) -> int:
+def _together(blocks: Sequence[Sequence[Text]]) -> int:
     return sum(map(_width, blocks)) + _BETWEEN * (len(blocks) - 1)
 
 
-def _block(picture: Picture, grid: Grid, width: int, title: str) -> list[Line]:
+def _width(block: Sequence[Text]) -> int:
+    return max(map(len, block))
+
+
+def _beside(blocks: Sequence[Sequence[Text]]) -> Iterator[Text]:
+    widths = list(map(_width, blocks))
+    for at in range(max(map(len, blocks), default=0)):
+        line = Text()
+        for block, width in zip(blocks, widths, strict=True):
+            own = block[at] if at < len(block) else Text()
+            line.append_text(own).append(" " * (width - len(own) + _BETWEEN))
+        yield line
+
+
+def _block(picture: Picture, grid: Grid, width: int, title: str) -> list[Text]:
     """One grid with its labels; columns that do not fit are left out."""
     texts = [
         [_GAP if at is None else " ".join(picture.boxes[at].lines) for at in row]
@@ -107,30 +104,28 @@ def _block(picture: Picture, grid: Grid, width: int, title: str) -> list[Line]:
     sides = [len(_GAP) + 2 if at is None else wide for at in columns]
     inner = sum(sides) + len(sides) - 1
 
-    def ruled(start: str, middle: str, end: str) -> Line:
-        edge = middle.join("─" * side for side in sides)
-        return [Span(" " * left + start + edge + end)]
+    def edge(start: str, middle: str, end: str) -> str:
+        return " " * left + start + middle.join("─" * side for side in sides) + end
 
-    head: list[Line] = [[Span(text)] for text in (title, grid.title) if text]
+    head = [text for text in (title, grid.title) if text]
     if grid.column_title:
-        head.append([Span(" " * (left + 1) + grid.column_title.center(inner))])
+        head.append(" " * (left + 1) + grid.column_title.center(inner))
     shown = [_GAP if at is None else grid.columns[at] for at in columns]
     if any(shown) or grid.row_title:
         names = [name.center(side) for name, side in zip(shown, sides, strict=True)]
-        start = grid.row_title.rjust(max(0, left - 1))
-        head.append(
-            [Span(f"{start}  {' '.join(names)}" if left else f" {' '.join(names)}")]
-        )
-    body: list[Line] = []
-    for at, (row, label) in enumerate(zip(grid.boxes, grid.rows, strict=True)):
-        line = [Span(f"{label:>{max(0, left - 1)}}" + " " * bool(left) + "│")]
+        start = f"{grid.row_title:>{left - 1}} " if left else ""
+        head.append(f"{start} {' '.join(names)}")
+    body = []
+    for row, own, label in zip(grid.boxes, texts, grid.rows, strict=True):
+        line = Text(f"{label:>{left - 1}} │" if left else "│")
         for column, side in zip(columns, sides, strict=True):
-            text = _GAP if column is None else texts[at][column]
             box = None if column is None else row[column]
-            colour = None if box is None else picture.boxes[box].colour
-            line += [Span(text.center(side), colour, True), Span("│")]
+            text = _GAP if column is None else own[column]
+            paper = box is not None and f"{INK} on {colour(picture.boxes[box].colour)}"
+            line.append(text.center(side), paper or "").append("│")
         body.append(line)
-    return [*head, ruled("┌", "┬", "┐"), *body, ruled("└", "┴", "┘")]
+    top, bottom = edge("┌", "┬", "┐"), edge("└", "┴", "┘")
+    return [*map(Text, (*head, top)), *body, Text(bottom)]
 
 
 def _columns(count: int, room: int) -> list[int | None]:
@@ -141,31 +136,13 @@ def _columns(count: int, room: int) -> list[int | None]:
     return [*range(max(1, room - 2)), None, *([count - 1] if room > 2 else [])]
 
 
-def _width(block: Sequence[Line]) -> int:
-    return max(sum(len(span.text) for span in line) for line in block)
-
-
-def _beside(blocks: Sequence[Sequence[Line]]) -> Iterator[Line]:
-    widths = list(map(_width, blocks))
-    height = max(map(len, blocks), default=0)
-    for at in range(height):
-        line: Line = []
-        for block, width in zip(blocks, widths, strict=True):
-            own = block[at] if at < len(block) else []
-            line += own
-            used = sum(len(span.text) for span in own)
-            line.append(Span(" " * (width - used + _BETWEEN)))
-        yield line
-
-
 # ---------------------------------------------------------------- bars
 
 
-def _bars(scene: BarScene, width: int) -> Iterator[Line]:
+def _bars(scene: BarScene, width: int) -> Iterator[Text]:
     several = len(scene.names) > 1
-    largest = max(
-        (sum(size for _, size in parts) for parts in _every(scene)), default=0
-    )
+    sums = [sum(size for _, size in p) for b in scene.bars for p in (b.parts, b.before)]
+    largest = max(sums, default=0)
     labels = [_shortened(bar.label, width * 2 // 5) for bar in scene.bars]
     left = max(map(len, labels), default=0)
     names = max(map(len, scene.names)) + 2 if several else 0
@@ -179,48 +156,37 @@ def _bars(scene: BarScene, width: int) -> Iterator[Line]:
             start += name.ljust(names) if several else ""
             size = sum(count for _, count in parts)
             share = f"{size / total:.1%}" if total else "-"
-            spans = _cells(parts, scene.shades, largest, room)
-            used = sum(len(span.text) for span in spans)
-            end = " " * (room - used) + f"{human_bytes(size):>12}{share:>8}"
-            yield [Span(start), *spans, Span(end)]
-    yield []
+            bar_text = _bar(parts, scene.shades, largest, room)
+            bar_text.pad_right(room - len(bar_text))
+            end = f"{human_bytes(size):>12}{share:>8}"
+            yield Text.assemble(start, bar_text, end)
+    yield Text()
     yield from _legend(scene.shades, width)
 
 
-def _every(scene: BarScene) -> Iterator[Iterable[tuple[int, int]]]:
-    for bar in scene.bars:
-        yield bar.parts
-        yield bar.before
-
-
-def _cells(
+def _bar(
     parts: Sequence[tuple[int, int]], shades: Sequence[Shade], largest: int, room: int
-) -> Line:
+) -> Text:
     """A bar: the ends of its parts are rounded, so that lengths add up."""
-    spans: Line = []
-    done = start = 0
+    bar, done = Text(), 0
     for shade, size in parts:
         done += size
         end = round(room * done / largest) if largest else 0
-        if end > start:
-            number = shades[shade].colour
-            spans.append(Span(fill(number) * (end - start), number))
-        start = end
-    if not spans and done:
-        spans.append(Span("▏", shades[parts[0][0]].colour))
-    return spans
+        number = shades[shade].colour
+        bar.append(fill(number) * max(0, end - len(bar)), colour(number))
+    if not bar and done:
+        bar.append("▏", colour(shades[parts[0][0]].colour))
+    return bar
 
 
-def _legend(shades: Sequence[Shade], width: int) -> Iterator[Line]:
-    line: Line = []
-    used = 0
+def _legend(shades: Sequence[Shade], width: int) -> Iterator[Text]:
+    line = Text()
     for shade in shades:
         text = f" {shade.text}   "
-        if line and used + len(text) + 2 > width:
+        if line and len(line) + len(text) + 2 > width:
             yield line
-            line, used = [], 0
-        line += [Span(fill(shade.colour) * 2, shade.colour), Span(text)]
-        used += len(text) + 2
+            line = Text()
+        line.append(fill(shade.colour) * 2, colour(shade.colour)).append(text)
     yield line
 
 

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pictures import MESH, draw, resolved, rules, struct, transformer
 
 import flax_layoutmap as flm
-from flax_layoutmap.draw import _forest, _grids, _palette, _treemap
+from flax_layoutmap.draw import _arrays, _forest, _scene, _treemap
 from flax_layoutmap.draw._scene import UNIT
 
 P = PartitionSpec
@@ -746,8 +746,8 @@ def test_the_style_sheet_has_the_palette() -> None:
     css = (Path(flm.__file__).parent / "draw" / "page.css").read_text("utf-8")
     light = css.split('[data-theme="dark"]')[0]
     found = re.findall(r"--c(\d): (#\w{6})", light)
-    assert [colour for _, colour in sorted(found)] == list(_palette.PALETTE)
-    assert f"--neutral: {_palette.GREY}" in light and f"--on: {_palette.INK}" in light
+    assert [colour for _, colour in sorted(found)] == list(_scene.PALETTE)
+    assert f"--neutral: {_scene.GREY}" in light and f"--on: {_scene.INK}" in light
 
 
 def brightness(colour: str) -> float:
@@ -758,9 +758,9 @@ def brightness(colour: str) -> float:
     return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
 
-@pytest.mark.parametrize("colour", [*_palette.PALETTE, _palette.GREY])
+@pytest.mark.parametrize("colour", [*_scene.PALETTE, _scene.GREY])
 def test_words_can_be_read_on_every_colour(colour: str) -> None:
-    contrast = (brightness(colour) + 0.05) / (brightness(_palette.INK) + 0.05)
+    contrast = (brightness(colour) + 0.05) / (brightness(_scene.INK) + 0.05)
     assert contrast >= 7
 
 
@@ -865,7 +865,7 @@ def test_an_array_without_elements() -> None:
 
 
 def test_letters() -> None:
-    names = [_grids.letters(at) for at in range(26 * 27 + 1)]
+    names = [_arrays.letters(at) for at in range(26 * 27 + 1)]
     assert len(set(names)) == len(names)
     assert (names[25], names[26], names[-1]) == ("Z", "AA", "AAA")
 
@@ -910,12 +910,12 @@ def test_more_specs_than_colours_have_patterns() -> None:
     drawing = draw.model(resolution)
     numbers = [shade.colour for shade in drawing.scene.shades]
     assert sorted(numbers) == list(range(12))
-    looks = {(_palette.colour(n), _palette.hatch(n)) for n in numbers}
+    looks = {(_scene.colour(n), _scene.hatch(n)) for n in numbers}
     assert len(looks) == 12
-    assert [_palette.hatch(n) for n in (0, 7)] == [None, None]
+    assert [_scene.hatch(n) for n in (0, 7)] == [None, None]
     # Without colours, each has a character of its own.
-    assert len({_palette.fill(n) for n in numbers}) == 12
-    assert all(_palette.fill(n) in drawing.text() for n in numbers[:10])
+    assert len({_scene.fill(n) for n in numbers}) == 12
+    assert all(_scene.fill(n) in drawing.text() for n in numbers[:10])
 
 
 def test_deep_trees_are_drawn() -> None:

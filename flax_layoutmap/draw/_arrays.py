@@ -1,8 +1,8 @@
-"""Which device of a mesh holds which slice of an array."""
+"""The scenes of a mesh and of an array: which device holds which slice."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from flax_layoutmap._core.errors import LayoutError, MeshError, visible
 from flax_layoutmap._core.fetch import known_layout, unboxed
 from flax_layoutmap._core.grid import coords_of, index_of, shard_offsets
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.records import (
     ResolvedLeaf,
     leaf_bytes,
@@ -20,22 +20,113 @@ from flax_layoutmap._rules.records import (
     show_spec,
 )
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap.draw._devices import Devices, count_devices
-from flax_layoutmap.draw._grids import (
-    GAP,
-    Cell,
-    Panel,
-    letters,
-    picture,
-    shown,
-    shown_panels,
-)
+from flax_layoutmap.draw._grids import Cell, Side, picture
 from flax_layoutmap.draw._scene import COLOURS, NEUTRAL, GridScene, Picture
 
 Shape = tuple[int, ...]
 
 
-class Placed(NamedTuple):
+# ------------------------------------------------------------------------- meshes
+
+
+def mesh_scene(given: Any) -> GridScene:
+    """The scene of `flm.draw.mesh`."""
+    mesh = _mesh(given)
+    if mesh is None:
+        raise MeshError(
+            'there is no mesh to draw; use flm.draw.mesh("data=2,model=4"), a '
+            "flm.DeviceMesh or a jax.sharding.Mesh"
+        )
+    devices = _Devices(mesh)
+    ordered = sorted(set(devices.processes))
+    several = len(ordered) > 1
+
+    def cell(place: int) -> Cell:
+        process = ordered.index(devices.processes[place]) if several else 0
+        colour = process % COLOURS if several else NEUTRAL
+        number, detail = devices.number(place), devices.where(place)
+        return Cell(colour, process, (number,), detail)
+
+    lines = [f"{_count(mesh.size)}{devices.kind}"]
+    if several:
+        lines.append(f"{len(ordered)} processes, one colour each")
+    drawn = devices.picture("devices", cell, lines=1)
+    return GridScene(f"mesh {mesh}", tuple(lines), (drawn,))
+
+
+def _mesh(given: Any) -> DeviceMesh | None:
+    """A mesh in words is drawn without its devices, unless it counts them."""
+    sizes = given.values() if isinstance(given, Mapping) else str(given).split(",")
+    if isinstance(given, str | Mapping) and "-1" not in "".join(map(str, sizes)):
+        return DeviceMesh.abstract(given)
+    return as_mesh(given)
+
+
+class _Devices:
+    """What a picture says of the devices of a mesh, by their places in it."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.names = list(map(visible, mesh.axis_names))
+        self.flat = [] if mesh.is_abstract else list(mesh.devices.flat)
+        self.processes = [device.process_index for device in self.flat] or (
+            [0] * mesh.size
+        )
+        self._several = len(set(self.processes)) > 1
+
+    @property
+    def kind(self) -> str:
+        """The kind of device, to stand behind their number."""
+        return f", {self.flat[0].device_kind}" if self.flat else ", abstract"
+
+    def number(self, place: int) -> str:
+        """JAX's id of a device, or its place in a mesh that has no devices."""
+        return str(self.flat[place].id if self.flat else place)
+
+    def where(self, place: int) -> str:
+        """Which device it is, in words."""
+        at = zip(self.names, coords_of(place, self.mesh.shape), strict=True)
+        words = [f"{name}={index}" for name, index in at]
+        if self._several:
+            words.append(f"process {self.processes[place]}")
+        return f"device {self.number(place)} ({', '.join(words)})"
+
+    def few(self, places: Sequence[int]) -> str:
+        """Some devices, in the room of one box."""
+        text = ", ".join(self.number(place) for place in places[:5])
+        if len(places) > 4 or len(text) > 9:
+            return _count(len(places))
+        return f"on {text}"
+
+    def picture(
+        self, title: str, cell: Callable[[int], Cell], *, lines: int
+    ) -> Picture:
+        """The mesh with a cell of so many lines per place."""
+        shape = self.mesh.shape
+        sides = [
+            Side(name, name, size, str)
+            for name, size in zip(self.names, shape, strict=True)
+        ]
+        return picture(
+            title,
+            sides,
+            lambda index: cell(index_of(index, shape)),
+            lambda rows, columns, panels: (
+                64.0 if columns <= 8 else 44.0,
+                14.0 + 18.0 * lines,
+            ),
+        )
+
+
+def _count(devices: int) -> str:
+    """`1 device`, `4,096 devices`."""
+    return "1 device" if devices == 1 else f"{devices:,} devices"
+
+
+# ------------------------------------------------------------------------- arrays
+
+
+class _Array(NamedTuple):
     """An array on a mesh."""
 
     layout: TensorLayout
@@ -44,27 +135,28 @@ class Placed(NamedTuple):
     dtype: Any  # None where it is not known
 
 
-def scene(x: Any, shape: Sequence[int] | None) -> GridScene:
+def array_scene(x: Any, shape: Sequence[int] | None) -> GridScene:
     """The scene of `flm.draw.array`."""
-    array = placed(x, shape)
+    array = _array(x, shape)
     kind = "" if array.dtype is None else f" {array.dtype}"
     spec = show_spec(array.layout.spec(len(array.shape)))
     slices = _Slices(array)
+    title = "devices, each with its slice"
     return GridScene(
         f"array {show_shape(array.shape)}{kind} as {spec} on {array.mesh}",
         slices.lines(array.dtype),
-        (slices.picture(), slices.devices.picture(slices.at_place, lines=2)),
+        (slices.picture(), slices.devices.picture(title, slices.at_place, lines=2)),
     )
 
 
 class _Slices:
     """The slices of an array, and the places of the mesh that hold them."""
 
-    def __init__(self, array: Placed) -> None:
-        mesh, rank = array.mesh, len(array.shape)
-        self.sizes, self.devices = array.shape, Devices(mesh)
+    def __init__(self, array: _Array) -> None:
+        mesh = array.mesh
+        self.sizes, self.devices = array.shape, _Devices(mesh)
         self.shard = array.layout.shard_shape(array.shape)
-        self.dims = array.layout.dims(rank)
+        self.dims = array.layout.dims(len(array.shape))
         at = mesh.axis_names.index
         axes = [[at(name) for name in dim] for dim in self.dims]
         self.parts = tuple(math.prod(mesh.shape[axis] for axis in dim) for dim in axes)
@@ -89,15 +181,12 @@ class _Slices:
         return self._cell(offset, (name, self.devices.few(places)), detail)
 
     def _cell(self, offset: Shape, lines: tuple[str, ...], detail: str) -> Cell:
-        group = index_of(offset, self.parts)
-        many = math.prod(self.parts)
+        group, many = index_of(offset, self.parts), math.prod(self.parts)
         colour = group
-        if many == 1:
-            colour = NEUTRAL
-        elif many > COLOURS:
+        if many > COLOURS:
             # The first dim that is cut: neighbours along it differ.
             colour = offset[next(d for d, count in enumerate(self.parts) if count > 1)]
-        return Cell(colour if many == 1 else colour % COLOURS, group, lines, detail)
+        return Cell(NEUTRAL if many == 1 else colour % COLOURS, group, lines, detail)
 
     def _name(self, offset: Shape) -> str:
         return letters(index_of(offset, self.parts))
@@ -111,36 +200,15 @@ class _Slices:
         return f"x[{', '.join(spans)}]" if spans else "x"
 
     def picture(self) -> Picture:
-        """The array, cut into its slices: its last two dims are rows and columns."""
-        rank, outer = len(self.parts), self.parts[:-2]
-        down, across = (1, 1, *self.parts)[-2:]
-        rows, columns = shown(down), shown(across)
-        panels = []
-        for panel in shown_panels(math.prod(outer)):
-            lead = coords_of(panel, outer)
-            panels.append(
-                Panel(
-                    title=", ".join(
-                        f"dim {dim} {self._span(at, dim)}"
-                        for dim, at in enumerate(lead)
-                    ),
-                    rows=tuple(self._span(row, rank - 2) for row in rows),
-                    columns=tuple(self._span(column, rank - 1) for column in columns),
-                    row_title=self._dim_title(rank - 2),
-                    column_title=self._dim_title(rank - 1),
-                    cells=tuple(
-                        tuple(
-                            None
-                            if row is None or column is None
-                            else self.at_offset((*lead, row, column)[-rank or 2 :])
-                            for column in columns
-                        )
-                        for row in rows
-                    ),
-                )
-            )
-        width, height = self._cell_size(len(rows), len(columns), len(panels))
-        return picture("array, each slice with its devices", panels, width, height)
+        """The array, cut into its slices."""
+        title = "array, each slice with its devices"
+        sides = list(map(self._side, range(len(self.parts))))
+        return picture(title, sides, self.at_offset, self._cell_size)
+
+    def _side(self, dim: int) -> Side:
+        name, axes, step = f"dim {dim}", "+".join(self.dims[dim]), self.shard[dim]
+        title = f"{name} on {visible(axes)}" if axes else name
+        return Side(name, title, self.parts[dim], lambda at: _range(at, step))
 
     def _cell_size(self, rows: int, columns: int, panels: int) -> tuple[float, float]:
         """Cells in which two lines fit, and that show which side is the longer."""
@@ -150,44 +218,41 @@ class _Slices:
         height = max(44.0, side / rows) if len(self.sizes) > 1 else 50.0
         return min(240.0, max(78.0, height * rows * ratio / columns)), height
 
-    def _span(self, at: int | None, dim: int) -> str:
-        if dim < 0:
-            return ""
-        return GAP if at is None else _range(at, self.shard[dim])
-
-    def _dim_title(self, dim: int) -> str:
-        if dim < 0:
-            return ""
-        axes = visible("+".join(self.dims[dim]))
-        return f"dim {dim} on {axes}" if axes else f"dim {dim}"
-
     def lines(self, dtype: Any) -> tuple[str, ...]:
         """How many slices there are, and how large they are."""
         mesh, many = self.devices.mesh, math.prod(self.parts)
-        size = "" if dtype is None else human_bytes(leaf_bytes(self.shard, dtype))
         each = f"each device holds {show_shape(self.shard)}"
-        each += f", {size}" if size else ""
+        if dtype is not None:
+            each += f", {human_bytes(leaf_bytes(self.shard, dtype))}"
         if many == 1:
             return (f"replicated: {each}, which is all of it",)
         used = set(itertools.chain(*self.dims))
         spare = [name for name in mesh.axis_names if name not in used]
         copies = [visible(name) for name in spare if mesh.axis_sizes[name] > 1]
         along = f", copied along {' and '.join(copies)}" if copies else ""
-        held = count_devices(mesh.size // many)
-        return (f"{many} slices, {held} each{along}", each)
+        return (f"{many} slices, {_count(mesh.size // many)} each{along}", each)
 
 
 def _range(at: int, step: int) -> str:
     return f"{at * step}:{(at + 1) * step}"
 
 
-def placed(x: Any, shape: Sequence[int] | None) -> Placed:
-    """Layout, mesh, shape and dtype of what `flm.draw.array` was given.
+def letters(number: int) -> str:
+    """The name of a slice: A to Z, then AA.
 
-    Raises:
-        LayoutError: it is no array, or says nothing of its layout, or of its shape.
-        MeshError: there is no mesh.
+    >>> letters(0), letters(25), letters(26)
+    ('A', 'Z', 'AA')
     """
+    name = ""
+    number += 1
+    while number:
+        number, letter = divmod(number - 1, 26)
+        name = chr(ord("A") + letter) + name
+    return name
+
+
+def _array(x: Any, shape: Sequence[int] | None) -> _Array:
+    """Layout, mesh, shape and dtype of what `flm.draw.array` was given."""
     if isinstance(x, ResolvedLeaf):
         return _on_mesh(x.layout, _same_shape(x.shape, shape), x.dtype)
     if isinstance(x, TensorLayout | NamedSharding | PartitionSpec):
@@ -214,7 +279,7 @@ def placed(x: Any, shape: Sequence[int] | None) -> Placed:
     return _on_mesh(found, _same_shape(tuple(x.shape), shape), x.dtype)
 
 
-def _on_mesh(layout: TensorLayout, shape: Shape, dtype: Any) -> Placed:
+def _on_mesh(layout: TensorLayout, shape: Shape, dtype: Any) -> _Array:
     mesh = layout.device_mesh
     if mesh is None:
         raise MeshError(
@@ -222,7 +287,7 @@ def _on_mesh(layout: TensorLayout, shape: Shape, dtype: Any) -> Placed:
             'flm.draw.array(layout.on(flm.DeviceMesh.abstract("data=2,model=4")), '
             "shape)"
         )
-    return Placed(layout, mesh, shape, dtype)
+    return _Array(layout, mesh, shape, dtype)
 
 
 def _same_shape(own: Shape, given: Sequence[int] | None) -> Shape:

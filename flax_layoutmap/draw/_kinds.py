@@ -1,0 +1,197 @@
+"""What many leaves have in common: shape, layout, rule, and what is said of them."""
+
+import dataclasses
+import re
+from typing import Any
+
+from flax_layoutmap._rules.records import (
+    Decision,
+    Shape,
+    because,
+    leaf_bytes,
+    show_shape,
+    show_spec,
+)
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.explain import explain
+from flax_layoutmap._show.remarks import UNMATCHED
+from flax_layoutmap._show.resolved_table import ResolvedTable
+from flax_layoutmap._tree.paths import Role
+from flax_layoutmap.draw._scene import Kind
+
+Leaf = tuple[str, Shape, Any, Decision, Role]
+
+# For so many leaves without a rule the closest rule is looked for one by one; of more
+# than these, those whose paths differ in numbers alone share the words of the first.
+_ASKED = 100
+
+# Width of the outline of an array, in points.
+_OUTLINE = 170.0
+
+# What stands before the path of an owner.
+_FOLLOWS = ("  because: follows ", "  because: from the layout of ")
+
+
+class Kinds:
+    """The kinds of leaves, found one leaf after the other.
+
+    Attributes:
+        kinds: all that were found.
+        alike: per kind, the first one that differs in its explanation at most.
+        specs: the specs in them, as text, by `Kind.shade`.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[Kind] = []
+        self.alike: list[int] = []
+        self.specs: list[str] = []
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._first: dict[Kind, int] = {}
+        self._asked = 0
+
+    def of(self, table: ResolvedTable, at: int, leaf: Leaf) -> int:
+        """The position of the kind of a leaf of a Resolution."""
+        path, shape, dtype, row, _ = leaf
+        asks = ""
+        if row.reason == "no rule":
+            self._asked += 1
+            asks = path if self._asked <= _ASKED else re.sub(r"\d+", "0", path)
+        key = (
+            shape,
+            dtype,
+            row.spec,
+            row.shard_shape,
+            row.reason,
+            row.rule,
+            row.matched,
+            row.memory_kind,
+            row.fallback,
+            row.note,
+            _owner_pieces(path, row.owner),
+            asks,
+            id(table),
+        )
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = len(self.kinds)
+            kind = self._kind(leaf, table.rules)
+            self.alike.append(self._first.setdefault(kind, found))
+            text = explain(table.leaf(at), row, table.rules)
+            said = pieces(text, path, row.owner)
+            self.kinds.append(dataclasses.replace(kind, explain=said))
+        return found
+
+    def _kind(self, leaf: Leaf, rules: RuleSet) -> Kind:
+        _, shape, dtype, row, _ = leaf
+        spec, shard = show_spec(row.spec), row.shard_shape
+        if spec not in self.specs:
+            self.specs.append(spec)
+        is_unmatched = row.reason in UNMATCHED
+        return Kind(
+            shape=show_shape(shape),
+            dtype="-" if dtype is None else str(dtype),
+            shade=self.specs.index(spec),
+            rule=_rule(row, rules),
+            shard="-" if shard is None else show_shape(shard),
+            total_bytes=leaf_bytes(shape, dtype),
+            bytes_per_device=leaf_bytes(shard or shape, dtype),
+            mark="unmatched" if is_unmatched else "fallback" if row.fallback else "",
+            outline=_outline(shape, shard or shape),
+            explain=(),
+        )
+
+
+def _rule(row: Decision, rules: RuleSet) -> str:
+    # Words that do not name the owner are the same for all layers.
+    if row.reason == "follows parameter":
+        return "follows its parameter"
+    if row.reason == "follows kernel":
+        return "as its kernel"
+    return because(row, rules, short=True)
+
+
+def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
+    """An array as it would look, were its sides not too unlike to be drawn."""
+    if not shape or 0 in shape:
+        return ()
+    tall, wide = shape[-2:] if len(shape) > 1 else (1, 5)
+    ratio = min(4.0, max(0.5, wide / tall))
+    width = min(_OUTLINE, _OUTLINE * ratio / 1.4)
+    sides = (width, width / ratio)
+    parts = [own / whole for own, whole in zip(shard, shape, strict=True)][-2:]
+    down, across = parts if len(parts) > 1 else (1.0, *parts)
+    return (
+        *map(round, sides),
+        max(1, round(sides[0] * across)),
+        max(1, round(sides[1] * down)),
+    )
+
+
+def _owner_pieces(path: str, owner: str | None) -> tuple[str | int, ...]:
+    """What a leaf follows, said by parts of its own path, as in `Kind.explain`.
+
+    >>> _owner_pieces("mu/0/up/kernel", "0/up/kernel")
+    (3,)
+    >>> _owner_pieces("0/up/lora_a", "0/up/kernel")
+    (-2, '/kernel')
+    """
+    if owner is None or path == owner:
+        return () if owner is None else (0,)
+    parts = owner.split("/")
+    if path.endswith(f"/{owner}"):
+        return (len(parts),)
+    same = 0
+    for own, other in zip(path.split("/"), parts, strict=False):
+        if own != other:
+            break
+        same += 1
+    if not same:
+        return (owner,)
+    return (-same, "".join(f"/{part}" for part in parts[same:]))
+
+
+def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
+    """What `explain` says of a leaf, with its path taken out where it stands.
+
+    Args:
+        text: the words.
+        path: path of the leaf: the first word.
+        owner: what the leaf follows.
+
+    Returns:
+        Texts and numbers: 0 for the path, n for its last n parts.
+
+    >>> pieces("a/b (8,)\\n  because: follows b", "a/b", "b")
+    (0, ' (8,)\\n  because: follows ', 1)
+    """
+    found: list[str | int] = [0]
+    pending = ""
+    named = _owner_pieces(path, owner)
+    for at, line in enumerate(text.removeprefix(path).split("\n")):
+        pending += "\n" if at else ""
+        start = next((s for s in _FOLLOWS if line.startswith(f"{s}{owner}")), None)
+        if start is not None:
+            found += [pending + start, *named]
+            pending = line.removeprefix(f"{start}{owner}")
+            continue
+        count = _quoted(line, path)
+        if count is not None:
+            quote, rest = line[2], line[3 + len(_last(path, count)) :]
+            found += [f"{pending}  {quote}", count]
+            pending = rest
+            continue
+        pending += line
+    return (*found, pending) if pending else tuple(found)
+
+
+def _last(path: str, count: int) -> str:
+    return "/".join(path.split("/")[-count:]) if count else path
+
+
+def _quoted(line: str, path: str) -> int | None:
+    """How many last parts of the path a line starts with, as no rule's path."""
+    for count in range(path.count("/") + 1):
+        name = repr(_last(path, count))
+        if name[1:-1] == _last(path, count) and line.startswith(f"  {name} is matched"):
+            return count
+    return None

@@ -1,0 +1,344 @@
+"""README and the pages of `docs`: code runs and prints what is shown, names and links
+exist, and tables are those of the library."""
+
+import ast
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import operator
+import os
+import re
+import struct
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+import without_meaning
+from flax import linen as nn
+from flax import nnx
+from helpers import ROOT, run_python
+
+import flax_layoutmap as flm
+from flax_layoutmap._core.topologies import GENERATIONS
+from flax_layoutmap._rules import pattern_cost as _pattern_cost
+from flax_layoutmap._rules import rules_file as _rules_file
+from flax_layoutmap._rules import rules_values as _rules_values
+from flax_layoutmap._rules.issues import CODES
+
+DOCS = ROOT / "docs"
+FILES = {path.stem: path for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
+PAGES = {name: path.read_text("utf-8") for name, path in FILES.items()}
+# The command line has no Python; README runs in a process of its own, below.
+RUN = sorted(PAGES.keys() - {"README", "command_line"})
+
+BLOCK = re.compile(
+    r"```(python|text|toml|json)(?: file=(\S+))?\n(.*?)^```", re.DOTALL | re.MULTILINE
+)
+# What a page takes as imported, for brevity.
+IMPORTED = {"coming_from": {"flm": flm, "nnx": nnx, "nn": nn, "jax": jax, "jnp": jnp}}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return [text for kind, _, text in BLOCK.findall(PAGES[page]) if kind == language]
+
+
+class Ran(NamedTuple):
+    """What the code of a page did.
+
+    Attributes:
+        names: what it defined.
+        values: of each block, the value of its last line if that is an expression.
+        printed: what it printed.
+        folder: where it wrote its files.
+    """
+
+    names: dict[str, Any]
+    values: list[Any]
+    printed: str
+    folder: Path
+
+
+@functools.cache
+def ran(page: str) -> Ran:
+    """Runs the code of a page from top to bottom, in a new folder with its files."""
+    if page == "pod" and jax.__version_info__ < (0, 9):
+        pytest.skip(
+            "With jax 0.8 the source of a collective is Flax's line, and the page "
+            "shows that of the model, which later versions name."
+        )
+    folder = Path(tempfile.mkdtemp())
+    done = Ran(dict(IMPORTED.get(page, {})), [], "", folder)
+    with (
+        warnings.catch_warnings(),
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        warnings.simplefilter("ignore", flm.LayoutWarning)
+        for kind, name, text in BLOCK.findall(PAGES[page]):
+            if name:
+                (folder / name).write_text(text, "utf-8")
+            elif kind == "python":
+                done.values.append(value_of(text, page, done.names))
+    return done._replace(printed=printed.getvalue())
+
+
+def value_of(code: str, page: str, names: dict[str, Any]) -> Any:
+    """Runs one block; its value, if its last line has one."""
+    *lines, last = ast.parse(code).body
+    if not isinstance(last, ast.Expr):
+        lines, last = [*lines, last], None
+    exec(compile(ast.Module(lines, []), f"{page}.md", "exec"), names)
+    if last is not None:
+        return eval(compile(ast.Expression(last.value), f"{page}.md", "eval"), names)
+
+
+def comparable(text: str) -> list[str]:
+    """Lines without what differs between runs, or versions of JAX."""
+    text = re.sub(r"took [\d.]+ s", "took", text.replace("PartitionSpec(", "P("))
+    return [line.rstrip() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_code_prints_what_is_shown(page: str) -> None:
+    printed, shown = ran(page).printed, blocks(page, "text")
+    assert ran(page).values
+    if page == "pictures":  # it prints pictures whole, and shows their beginnings
+        assert shown and all(text in printed for text in shown)
+    elif shown:
+        assert comparable("".join(shown)) == comparable(printed)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_and_links_exist(page: str) -> None:
+    text = PAGES[page]
+    for name in set(re.findall(r"\bflm((?:\.\w+)+)", text)):
+        operator.attrgetter(name.strip("."))(flm)
+    for file, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", text):
+        if file.startswith("http"):
+            continue
+        target = (FILES[page].parent / file).resolve() if file else FILES[page]
+        assert target.exists(), file
+        if anchor:
+            heads = re.findall(r"^#+ (.*)", target.read_text("utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in heads]
+            assert anchor in slugs, f"{file}#{anchor}"
+
+
+# ------------------------------------------------------------------------ README
+
+
+@pytest.mark.slow
+def test_the_quick_start_runs_and_prints_what_is_shown(tmp_path: Path) -> None:
+    code = "\n".join(blocks("README", "python"))
+    assert code.count("/tmp/flax_layoutmap_quick_start") == 1
+    code = code.replace("/tmp/flax_layoutmap_quick_start", str(tmp_path / "checkpoint"))
+    more = """
+import numpy as np
+assert model is state["model"], "a concrete module is restored in place"
+assert model.layers[0].up.kernel.sharding.mesh.shape == {"data": 4, "model": 2}
+assert state["step"] == 2
+restored = weights["model"]["layers"]["0"]["up"]["kernel"]
+np.testing.assert_array_equal(restored, model.layers[0].up.kernel[...])
+assert tuple(restored.sharding.spec) == (None, "model")
+resolution = layout_map.resolve(make)
+try:
+    layout_map.on("data=1,model=8").resolve(make)
+except flm.LayoutError as error:
+    print(f"{type(error).__module__}.{type(error).__name__}: {error}")
+print(resolution.explain("layers/0/norm/scale"))
+"""
+    assert run_python(code + more) == "".join(blocks("README", "text"))
+
+
+# ------------------------------------------------------------------- coming from
+
+
+def test_members_of_dtensor_exist() -> None:
+    """Those of DTensor's tables for which the page says "the same"."""
+    table = PAGES["coming_from"].split("## DTensor")[1]
+    layout, mesh = table.split("| `Mesh([")
+    checked = 0
+    for owner, part in ((flm.TensorLayout, layout), (flm.DeviceMesh, mesh)):
+        part = part.split("| `relayout(")[0]
+        for line in part.splitlines():
+            cells = [cell.strip() for cell in line.split("|")]
+            if len(cells) < 4 or not cells[2].startswith("the same"):
+                continue
+            for name in re.findall(r"(?:^|[^\w])\.(\w+)", cells[1]):
+                assert hasattr(owner, name), name
+                checked += 1
+    assert checked > 25
+
+
+def test_what_has_no_meaning_here_has_a_reason() -> None:
+    tables = {
+        name: value for name, value in vars(without_meaning).items() if name.isupper()
+    }
+    assert len(tables) == 6
+    for name, table in tables.items():
+        for behaviour, reason in table.items():
+            assert behaviour and len(reason.split()) > 1, (name, behaviour)
+
+
+# ------------------------------------------------------------------- checkpoints
+
+
+def test_what_is_restored_lies_as_asked() -> None:
+    done = ran("checkpoints")
+    shape = done.names["training"]["model"].kernel.sharding.mesh.shape
+    assert shape == {"data": 2, "model": 4}
+    weights, halves = (done.names[name]["model"] for name in ("weights", "halves"))
+    assert weights["kernel"].sharding.mesh == done.names["other"].jax_mesh
+    assert halves["kernel"].dtype == jnp.bfloat16
+    assert "P(data, model)" in done.printed and "are as saved" in done.printed
+
+
+# -------------------------------------------------------------------------- lint
+
+SECTIONS = re.findall(r"^### (LM\d+)\n", PAGES["lint"], re.MULTILINE)
+
+
+def test_the_table_of_lint_is_that_of_the_code() -> None:
+    row = re.compile(r"\| \[(LM\d+)\]\(#(lm\d+)\) \| ([\w, ]+) \| (.*?) \|")
+    rows = row.findall(PAGES["lint"])
+    assert {code: about for code, _, _, about in rows} == CODES
+    assert all(anchor == code.lower() for code, anchor, _, _ in rows)
+    assert SECTIONS == list(CODES)
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_the_examples_of_lint(code: str) -> None:
+    """Each section has one that provokes its issue, and one without."""
+    values = ran("lint").values[1:]
+    assert len(values) == 2 * len(SECTIONS)
+    at = 2 * SECTIONS.index(code)
+    provoked, mended = ([i.code for i in found] for found in values[at : at + 2])
+    assert code in provoked and code not in mended
+
+
+# ---------------------------------------------------------------------- pictures
+
+SHOWN = re.findall(r"pictures/(\w+\.png)", PAGES["pictures"])
+
+
+def test_pictures_are_saved() -> None:
+    folder = ran("pictures").folder
+    assert (folder / "model.html").stat().st_size > 10_000
+    assert "layers/*/up/kernel" in (folder / "model.txt").read_text("utf-8")
+
+
+def size_of(path: Path) -> tuple[int, int]:
+    """Width and height of a PNG."""
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    return struct.unpack(">II", data[16:24])
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_picture_is_legible_and_small(name: str) -> None:
+    path = DOCS / "pictures" / name
+    assert min(size_of(path)) > 400 and path.stat().st_size < 400_000
+
+
+def test_every_picture_is_made_by_the_script(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "matplotlib", reason="matplotlib, the extra 'plot', is not installed."
+    )
+    found = importlib.util.spec_from_file_location("make", DOCS / "make_pictures.py")
+    assert found is not None and found.loader is not None
+    script: Any = importlib.util.module_from_spec(found)
+    found.loader.exec_module(script)
+    script.plots(tmp_path)
+    made = set(os.listdir(tmp_path))
+    windows = {f"{name}.png" for name, *_ in script.WINDOWS}
+    there = {path.name for path in (DOCS / "pictures").glob("*.png")}
+    assert made | windows == there >= set(SHOWN)
+    for name in made:
+        # Not the very bytes: fonts differ from machine to machine.
+        assert size_of(tmp_path / name) == size_of(DOCS / "pictures" / name), name
+
+
+# ------------------------------------------------------------------------- slices
+
+
+def test_the_table_of_generations_is_that_of_the_library() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| (\d) \| ([\d,]+) \| .* \| ([\d.]+) GiB",
+        PAGES["pod_compile"],
+        re.MULTILINE,
+    )
+    assert rows == [
+        (
+            name,
+            str(entry.devices_per_chip),
+            f"{entry.max_chips:,}",
+            f"{entry.hbm_limit_bytes / 2**30:.2f}",
+        )
+        for name, entry in GENERATIONS.items()
+    ]
+
+
+# ------------------------------------------------------------------------ reports
+
+
+def test_the_keys_of_reports_are_those_of_the_tables() -> None:
+    page, done = PAGES["report"], ran("report")
+    assert (done.folder / "layouts" / "decoder.json").is_file()
+    tables: list[list[str]] = []  # the keys in the first column of each
+    for line in page.splitlines():
+        if line.startswith("| key |"):
+            tables.append([])
+        elif tables and (match := re.match(r"\| `(\w+)` \|", line)):
+            tables[-1].append(match[1])
+    report, leaf, diff = tables
+    resolution = done.names["resolution"]
+    data = json.loads(resolution.report("json"))
+    assert report == list(data) and leaf == list(data["leaves"][0])
+    totals = "`leaves`, `total_bytes`, `bytes_per_device`, `replicated_bytes`"
+    assert re.findall(r"\w+", totals) == list(data["totals"]["parameter"])
+    assert totals in page
+    found = json.loads(resolution.diff(done.names["after"]).report("json"))
+    assert diff == list(found)
+    change = found["changes"][0]
+    for key in change:
+        assert f"`{key}`" in page.split("## The difference")[1]
+    assert set(change["after"]) == set(leaf) - {"rule", "note", "mesh"}
+
+
+# --------------------------------------------------------------------- rule files
+
+
+def test_the_files_of_rules_are_read() -> None:
+    done = ran("rule_files")
+    assert len(done.values) == 4
+    assert "lm_head/kernel" in flm.LayoutMap.from_file(done.folder / "rules.toml")
+
+
+def test_every_key_of_rule_files_is_on_the_page() -> None:
+    page = PAGES["rule_files"]
+    for key in _rules_file._FILE_KEYS | _rules_file._VARIANT_KEYS:
+        assert re.search(rf"`\[?{key}\b|\b{key}\b.* = |`\[variants", page), key
+    for key in _rules_values._ENTRY_KEYS:
+        assert f"{key} = " in page
+
+
+def test_the_limits_of_rule_files_are_those_of_the_code() -> None:
+    for text in (
+        f"{_rules_file.MOST_BYTES >> 20} MiB a file",
+        f"{_rules_file.MOST_FILES} files that extend",
+        f"{_rules_file.MOST_RULES:,} rules together",
+        f"{_pattern_cost.LONGEST_PATTERN:,} characters a pattern",
+        f"{_rules_file.MOST_DOTS} dots in a line",
+        f"{_pattern_cost.MOST_STEPS / 1e8:.0f}e8 steps on a path of "
+        f"{_pattern_cost.USUAL_PATH} characters",
+        f"all patterns of the files {_pattern_cost.MOST_STEPS_TOGETHER / 1e9:.0f}e9",
+        f"judging the patterns may take {_rules_file.PATIENCE_SECONDS:.0f} s",
+    ):
+        assert text in PAGES["rule_files"], text
