@@ -261,23 +261,10 @@ def read_step(
         sizes.values(),
         slice_of=slice_of,
         paths=[leaf.path for leaf in lowered.leaves],
-        results=_state_results(lowered),
+        results={r: lowered.leaves[at].path for r, at in lowered.state()},
         parameters=parameters,
         new_parameters=[r for r, at in lowered.pairs.items() if at in parameters],
     )
-
-
-def _state_results(lowered: Lowered) -> dict[int, str]:
-    """Results that are new state → their paths, the parameters first.
-
-    What an optimizer sums for its own state it sums for a parameter.
-    """
-    order = {"parameter": 0, "optimizer": 1}
-    leaves = {result: lowered.leaves[at] for result, at in lowered.pairs.items()}
-    ranked = sorted(leaves, key=lambda result: order.get(leaves[result].role, 2))
-    return {
-        result: leaves[result].path for result in ranked if leaves[result].role in order
-    }
 
 
 def code_of(lowered: Any) -> Code:

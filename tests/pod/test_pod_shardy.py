@@ -493,7 +493,7 @@ def test_other_rules_without_lowering_again(monkeypatch: pytest.MonkeyPatch) -> 
         raise AssertionError("traced again")
 
     monkeypatch.setattr("flax_layoutmap.pod._plan.lower_step", fail)
-    monkeypatch.setattr("flax_layoutmap.pod._planner.partitioning", fail)
+    monkeypatch.setattr("flax_layoutmap.pod._plan.partitioning", fail)
     again = first.with_layout(rules(**FULLY)).with_layout(rules(**MEGATRON))
     assert kinds(again) == kinds(first) and again.drift == ()
 
