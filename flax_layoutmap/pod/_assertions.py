@@ -1,25 +1,15 @@
 """What a test may ask of a report: `expect` and `forbid`."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable, Sequence
 
 from flax_layoutmap._core.errors import LayoutError, bullet_list, did_you_mean
-from flax_layoutmap.pod._records import KINDS, Collective, Kind
-from flax_layoutmap.pod._report_text import Report, lines_of, not_read
-
-
-class Asked(Report, Protocol):
-    """What of a PodReport is asked for here."""
-
-    @property
-    def values(self) -> Callable[[str], list[tuple[str, str, str]]] | None: ...
-    @property
-    def paths(self) -> tuple[str, ...]: ...
+from flax_layoutmap.pod._records import KINDS, Collective, Findings, Kind
+from flax_layoutmap.pod._report_text import lines_of, not_read
 
 
 def expect(
-    report: Asked,
+    report: Findings,
     axis: str,
     kinds: Collection[Kind] | Kind,
     small_bytes: int,
@@ -46,7 +36,7 @@ def expect(
 
 
 def forbid(
-    report: Asked,
+    report: Findings,
     path: str | None,
     kind: Kind | None,
     axis: str | None,
@@ -105,7 +95,7 @@ def _large(some: Iterable[Collective], small_bytes: int) -> list[Collective]:
     ]
 
 
-def _check_all_read(report: Asked, unrecognised: bool) -> None:
+def _check_all_read(report: Findings, unrecognised: bool) -> None:
     """Of a program that was not read as a whole, nothing can be asserted."""
     if report.unrecognised and not unrecognised:
         raise AssertionError(
@@ -115,7 +105,7 @@ def _check_all_read(report: Asked, unrecognised: bool) -> None:
         )
 
 
-def _check_path(report: Asked, path: str | None) -> None:
+def _check_path(report: Findings, path: str | None) -> None:
     if not path or not report.paths:
         return
     if not any(re.search(path, one) for one in report.paths):
@@ -126,7 +116,7 @@ def _check_path(report: Asked, path: str | None) -> None:
         )
 
 
-def _check_source(report: Asked, source: str | None) -> None:
+def _check_source(report: Findings, source: str | None) -> None:
     """Refuses a line that nothing comes from; only a plan knows them all."""
     if not source or report.values is None:
         return
@@ -142,7 +132,7 @@ def _check_source(report: Asked, source: str | None) -> None:
         )
 
 
-def check_axis(report: Asked, axis: str) -> None:
+def check_axis(report: Findings, axis: str) -> None:
     """Raises LayoutError for an axis that the mesh does not have."""
     names: Sequence[str] = report.mesh.axis_names
     if axis not in names:

@@ -17,13 +17,14 @@ from flax_layoutmap.pod._aot import (
     compile_for,
     split_over_slices,
 )
+from flax_layoutmap.pod._estimate import Planner
 from flax_layoutmap.pod._hlo_source import Frames
 from flax_layoutmap.pod._links import seconds_bound
 from flax_layoutmap.pod._lower import lower_step, rules_and_mesh
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._partition import code_of, read_step
 from flax_layoutmap.pod._passes import prepare
-from flax_layoutmap.pod._planner import Planner
+from flax_layoutmap.pod._plan import planned as planned_by_xla
 from flax_layoutmap.pod._records import Memory
 from flax_layoutmap.pod._report import PodReport
 
@@ -136,7 +137,10 @@ def _planned(
     """
     try:
         made = Planner(lowered, mesh, where, prepare(lowered.lowered))
-        planned = made.estimate(start) if timeout is None else made.plan(start, timeout)
+        if timeout is None:
+            planned = made.estimate(start)
+        else:
+            planned = planned_by_xla(made, start, timeout)
     except LayoutError as error:
         planned = PodReport(
             engine="compile",

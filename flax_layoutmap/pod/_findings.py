@@ -15,12 +15,15 @@ from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._mlir import (
     Attributes,
     Dims,
+    dtype_name,
     functions,
     mesh_sizes,
     operation_name,
+    parts,
     source_line,
+    spec_text,
 )
-from flax_layoutmap.pod._values import Spread, dtype_name, parts, spec_text
+from flax_layoutmap.pod._shardy import Spread
 
 # Arrays in a closure below this are tables of constants.
 _CLOSED_OVER = 1 << 20
@@ -50,7 +53,7 @@ def warnings_of(
         if trouble:
             yield trouble
     yield from _unsharded(found, mesh)
-    yield from _overruled(found, lowered)
+    yield from _overruled(found, lowered, mesh)
     yield from _closed_over(lowered)
     yield from _undonated(found, lowered)
     for what in found.more_flops:
@@ -79,14 +82,16 @@ def _unsharded(found: Spread, mesh: DeviceMesh) -> Iterator[str]:
         )
 
 
-def _overruled(found: Spread, lowered: Lowered) -> Iterator[str]:
+def _overruled(found: Spread, lowered: Lowered, mesh: DeviceMesh) -> Iterator[str]:
     """Where in_shardings of jax.jit say another layout than the rules."""
     gone = []
     for at, spec in lowered.wanted.items():
         value = found.arguments[at]
         entries = [dim_axes(entry) for entry in spec]
         entries += [()] * (len(value.dims) - len(entries))
-        wanted = [[a for a in axes if found.sizes.get(a, 1) > 1] for axes in entries]
+        wanted = [
+            [a for a in axes if mesh.axis_sizes.get(a, 1) > 1] for axes in entries
+        ]
         own = [[name for name, size in axes if size > 1] for axes in value.dims]
         if own != wanted:
             where = lowered.leaves[at].path, spec_text(value.dims), show_spec(spec)

@@ -12,13 +12,10 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
 from flax_layoutmap.pod._hlo_loops import trips
 from flax_layoutmap.pod._hlo_source import Whence
 from flax_layoutmap.pod._hlo_text import (
-    REFERENCE,
     Array,
     Instruction,
     Line,
@@ -26,6 +23,7 @@ from flax_layoutmap.pod._hlo_text import (
     Type,
     active,
     arrays_of,
+    called_by,
     communicates,
     may_communicate,
     read_alone,
@@ -58,7 +56,6 @@ _ATTRIBUTE = '{}="?([^",}}]+)'
 _CHAIN = re.compile(_ATTRIBUTE.format("chain_id"))
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _TRANSFER = re.compile(_ATTRIBUTE.format("_xla_megascale_transfer_type"))
-_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class Program:
 
 
 def read_program(
-    text: str,
+    program: str | Module,
     names: Iterable[str],
     sizes: Iterable[int],
     *,
@@ -96,7 +93,7 @@ def read_program(
     """Reads the collectives of a compiled program, by mesh axis.
 
     Args:
-        text: what `compiled.as_text()` gives, or a dump of the optimised program.
+        program: what `compiled.as_text()` gives, or a dump of the optimised program.
         names: names of the mesh axes.
         sizes: their sizes.
         slice_of: slice of each place of the mesh, row by row; empty for one slice.
@@ -107,15 +104,14 @@ def read_program(
         new_parameters: those of the results, which are among the first.
     """
     sizes, slices = tuple(sizes), tuple(slice_of)
-    found = _PARTITIONS.search(text[: text.find("\n")])
-    count = int(np.prod(sizes, dtype=np.int64))
+    module = split(program) if isinstance(program, str) else program
+    count = math.prod(sizes)
     # A program for several slices counts the places of one of them.
-    partitions = int(found[1]) if found else count
+    partitions = module.partitions or count
     if slices and partitions != count and partitions * len(set(slices)) != count:
         partitions = count
     grid = Grid(tuple(names), sizes, slices, partitions)
-    module = split(text)
-    whence = Whence(module, text, paths, results or {}, parameters, new_parameters)
+    whence = Whence(module, paths, results or {}, parameters, new_parameters)
     return _Reader(module, grid, whence).read()
 
 
@@ -179,7 +175,7 @@ class _Reader:
             return
         above = (*above, computation)
         for line in self.active[computation]:
-            instruction = read_alone(line.text)
+            instruction = read_alone(line)
             if instruction is None:
                 self.seen[line.number] = line
                 self.trouble[line.number] = f"cannot be read: {_short(line.text)}"
@@ -207,13 +203,7 @@ class _Reader:
         return count
 
     def called(self, instruction: Instruction) -> list[str]:
-        names = [
-            name
-            for key, written in REFERENCE.findall(instruction.attributes)
-            if key != "control_predecessors"
-            for name in re.findall(r"%([\w.\-]+)", written)
-            if name in self.active
-        ]
+        names = [n for n in called_by(instruction.attributes) if n in self.active]
         if instruction.opcode == "conditional" and names:
             self.branching[instruction.name] = None
         return names
@@ -252,7 +242,7 @@ class _Reader:
     def unreached(self) -> Iterator[Line]:
         for line in self.lines():
             if line.number not in self.seen and may_communicate(line.text):
-                instruction = read_alone(line.text)
+                instruction = read_alone(line)
                 if instruction is None or communicates(line.text, instruction):
                     yield line
 

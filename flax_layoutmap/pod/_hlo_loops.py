@@ -2,7 +2,7 @@
 
 import re
 
-from flax_layoutmap.pod._hlo_text import Instruction, Module, read_line
+from flax_layoutmap.pod._hlo_text import Instruction, Module
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"\b(body|condition|calls)=%?([\w.\-]+)")
@@ -78,7 +78,7 @@ def _value(module: Module, where: str, name: str) -> int | None:
         constant = _CONSTANT.search(line.text)
         if constant:
             return int(constant[1])
-        read = read_line(line.text)
+        read = line.instruction
         if read is None or read.opcode not in _MOVES or len(read.operands) != 1:
             return None
         name = read.operands[0]
@@ -86,9 +86,7 @@ def _value(module: Module, where: str, name: str) -> int | None:
 
 
 def _step(module: Module, body: str, index: int) -> int | None:
-    lines = module.computations.get(body, [])
-    roots = [read_line(line.text) for line in lines if "ROOT " in line.text]
-    root = roots[0] if len(roots) == 1 else None
+    root = module.root(body)
     if root is None or root.opcode != "tuple" or index >= len(root.operands):
         return None
     name = root.operands[index]

@@ -99,14 +99,13 @@ class Whence:
     def __init__(
         self,
         module: Module,
-        text: str,
         paths: Sequence[str],
         results: Mapping[int, str],
         parameters: Collection[int],
         new_parameters: Collection[int],
     ) -> None:
         self.module = module
-        self.frames = Frames(text)
+        self.frames = Frames(module.text)
         self.paths = paths
         self.results = results
         self.parameters = parameters

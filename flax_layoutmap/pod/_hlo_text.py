@@ -6,8 +6,10 @@ What cannot be read gives None, so that the caller counts it instead of losing i
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import re
+from collections.abc import Mapping, Sequence
 
 # HLO's name of a type → NumPy's name and bits of an element.
 _TYPES = {
@@ -30,6 +32,7 @@ _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _PARAMETER = re.compile(r" parameter\((\d+)\)")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="?([^",}]+)')
 _NAME = re.compile(r"%([\w.\-]+)")
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,18 +60,28 @@ class Instruction:
     root: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(eq=False)
 class Line:
-    """A line and its number in the text, which tells equal lines apart."""
+    """A line of a program, which is read when something asks for it.
+
+    Attributes:
+        number: its number in the text.
+        text: what is written there.
+    """
 
     number: int
     text: str
 
-    @property
+    @functools.cached_property
     def name(self) -> str | None:
         """Name of the instruction; None for what is not one."""
         found = _LINE.match(self.text)
         return found[2] if found else None
+
+    @functools.cached_property
+    def instruction(self) -> Instruction | None:
+        """The instruction; None where it has another form."""
+        return read_line(self.text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +91,13 @@ class Module:
     computations: dict[str, list[Line]]
     entry: str | None
     loose: list[Line]
-    header: str
+    text: str
+
+    @property
+    def partitions(self) -> int | None:
+        """How many devices the program counts with; None where it does not say."""
+        found = _PARTITIONS.search(self.text[: self.text.find("\n")])
+        return int(found[1]) if found else None
 
     @functools.cached_property
     def by_name(self) -> dict[tuple[str, str], Line]:
@@ -90,17 +109,28 @@ class Module:
             if line.name is not None
         }
 
-    @functools.cached_property
-    def _read(self) -> dict[tuple[str, str], Instruction | None]:
-        return {}
+    def instruction(self, computation: str, name: str | None) -> Instruction | None:
+        """One instruction by its name; None where it is not there."""
+        line = self.by_name.get((computation, name or ""))
+        return None if line is None else line.instruction
 
-    def instruction(self, computation: str, name: str) -> Instruction | None:
-        """One instruction by its name, read; None where it is not there."""
-        key = (computation, name)
-        if key not in self._read:
-            line = self.by_name.get(key)
-            self._read[key] = None if line is None else read_line(line.text)
-        return self._read[key]
+    def changed(self, made: Mapping[Line, Sequence[Instruction]]) -> "Module":
+        """The program with other instructions in the place of some lines."""
+        after = sum(map(len, self.computations.values())) + len(self.loose)
+        numbers = itertools.count(self.text.count("\n") + after)
+        computations = {
+            name: [
+                line
+                for old in lines
+                for line in (
+                    [old]
+                    if old not in made
+                    else (_written(one, next(numbers)) for one in made[old])
+                )
+            ]
+            for name, lines in self.computations.items()
+        }
+        return dataclasses.replace(self, computations=computations)
 
     @functools.cached_property
     def sends(self) -> dict[tuple[str, str | None], Instruction]:
@@ -108,18 +138,17 @@ class Module:
         found = {}
         for computation, lines in self.computations.items():
             for line in lines:
-                if " send(" in line.text and line.name is not None:
-                    own = self.instruction(computation, line.name)
+                if " send(" in line.text and line.instruction is not None:
                     name = rendezvous(line.text)
-                    if own is not None and name is not None:
-                        found[computation, name] = own
+                    if name is not None:
+                        found[computation, name] = line.instruction
         return found
 
-    def root(self, computation: str) -> str | None:
-        """Name of what a computation gives back."""
+    def root(self, computation: str) -> Instruction | None:
+        """What a computation gives back."""
         for line in reversed(self.computations.get(computation, [])):
             if line.text.lstrip().startswith("ROOT "):
-                return line.name
+                return line.instruction
         return None
 
     def parameter_number(self, computation: str, name: str) -> int | None:
@@ -127,6 +156,15 @@ class Module:
         line = self.by_name.get((computation, name))
         found = None if line is None else _PARAMETER.search(line.text)
         return int(found[1]) if found else None
+
+
+def _written(one: Instruction, number: int) -> Line:
+    """A line for an instruction, without its type."""
+    root, operands = "ROOT " * one.root, ", ".join(f"%{name}" for name in one.operands)
+    text = f"{root}%{one.name} = {one.opcode}({operands}){one.attributes}"
+    line = Line(number, text)
+    line.__dict__["instruction"] = one
+    return line
 
 
 def rendezvous(attributes: str) -> str | None:
@@ -156,7 +194,7 @@ def split(text: str) -> Module:
             current = None
         if " = " in line:
             (loose if current is None else current).append(Line(number, line))
-    return Module(computations, entry, loose, text[: text.find("\n")])
+    return Module(computations, entry, loose, text)
 
 
 def read_line(text: str) -> Instruction | None:
@@ -262,52 +300,51 @@ _CALLS_OUT = re.compile(
 # Whatever its name, what has groups or pairs of devices communicates.
 _GROUPED = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
 # What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
-REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
+_REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def active(module: Module) -> dict[str, list[Line]]:
     """Computations that communicate or call one that does → the lines that matter."""
-    names = set(module.computations)
-    calls: dict[str, dict[int, set[str]]] = {}
-    own: dict[str, set[int]] = {}
-    callers: dict[str, set[str]] = collections.defaultdict(set)
+    matter: dict[str, set[Line]] = collections.defaultdict(set)
+    callers: dict[str, list[tuple[str, Line]]] = collections.defaultdict(list)
     for name, lines in module.computations.items():
-        own[name] = {line.number for line in lines if may_communicate(line.text)}
-        calls[name] = {}
+        matter[name].update(line for line in lines if may_communicate(line.text))
         for line in lines:
-            if "=%" in line.text or "={%" in line.text:
-                targets = {
-                    target
-                    for _, written in REFERENCE.findall(line.text)
-                    for target in re.findall(r"%([\w.\-]+)", written)
-                } & names
-                if targets:
-                    calls[name][line.number] = targets
-                for target in targets:
-                    callers[target].add(name)
-    active: set[str] = set()
-    waiting = [name for name, numbers in own.items() if numbers]
+            for called in called_by(line.text):
+                callers[called].append((name, line))
+    found: set[str] = set()
+    waiting = [name for name, lines in matter.items() if lines]
     while waiting:
         name = waiting.pop()
-        if name not in active:
-            active.add(name)
-            waiting += callers[name]
+        if name not in found:
+            found.add(name)
+            for caller, line in callers[name]:
+                matter[caller].add(line)
+                waiting.append(caller)
     if module.entry is not None:
-        active.add(module.entry)
+        found.add(module.entry)
     return {
-        name: [
-            line
-            for line in module.computations[name]
-            if line.number in own[name] or calls[name].get(line.number, set()) & active
-        ]
-        for name in active
+        name: [line for line in module.computations[name] if line in matter[name]]
+        for name in found
     }
 
 
-def read_alone(text: str) -> Instruction | None:
+def called_by(text: str) -> list[str]:
+    """The names that an instruction refers to, other than its operands."""
+    if "=%" not in text and "={%" not in text:
+        return []
+    return [
+        name
+        for key, written in _REFERENCE.findall(text)
+        if key != "control_predecessors"
+        for name in _NAME.findall(written)
+    ]
+
+
+def read_alone(line: Line) -> Instruction | None:
     """Reads a line; None where another operation that communicates is on it too."""
-    instruction = read_line(text)
+    instruction, text = line.instruction, line.text
     if instruction is None:
         return None
     # A quote that does not end may hide anything.

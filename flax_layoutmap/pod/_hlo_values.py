@@ -107,7 +107,7 @@ class _Value:
         for name in _called(call) if len(self.calls) <= _DEEP else ():
             root = self.module.root(name)
             if root is not None:
-                yield _Value(self.module, name, root, calls, self.wanted)
+                yield _Value(self.module, name, root.name, calls, self.wanted)
 
     def out(self) -> Iterator["_Value"]:
         """What a parameter of a computation stands for."""
@@ -225,8 +225,7 @@ def _unmasked(value: _Value, operands: Sequence[str]) -> list[str]:
 def _is_kept(value: _Value, loop: Instruction) -> bool:
     """Whether a loop gives back the element that is followed as it got it."""
     body = _called(loop)
-    root = value.module.root(body[0]) if body and value.wanted else None
-    made = None if root is None else value.module.instruction(body[0], root)
+    made = value.module.root(body[0]) if body and value.wanted else None
     if made is None or made.opcode != "tuple" or value.wanted[-1] >= len(made.operands):
         return False
     kept = value.module.instruction(body[0], made.operands[value.wanted[-1]])
@@ -255,13 +254,16 @@ def results_of(
             compiler packs small sums.
     """
     found: Results = collections.defaultdict(dict)
-    root = module.root(module.entry) if module.entry else None
+    entry = module.entry or ""
+    root = module.root(entry)
+    if root is None:
+        return {}
     seen: set[tuple[object, ...]] = set()
     steps = 0
-    for result in order if module.entry and root else ():
+    for result in order:
         several = result in parameters
         own = set[tuple[object, ...]]() if several else seen
-        todo = [_Value(module, module.entry or "", root or "", (), (result,))]
+        todo = [_Value(module, entry, root.name, (), (result,))]
         while todo and steps < _STEPS_OF_RESULTS:
             value = todo.pop()
             if value.key in own or len(value.calls) + len(value.wanted) > _DEEP:
@@ -301,7 +303,7 @@ def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
     elif opcode == "parameter":
         if value.calls and value.calls[-1][1].opcode == "while":
             root = value.module.root(value.where)  # of the round before
-            yield from value.of([root] if root else [])
+            yield from value.of([root.name] if root else [])
         yield from value.out()
     elif opcode == "while" or opcode == "conditional" or opcode in _CALLS:
         if opcode == "while":

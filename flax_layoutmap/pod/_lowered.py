@@ -73,6 +73,20 @@ class Lowered:
         """The pairs of new and old values."""
         return {r: at for r, at in self.pairs.items() if r not in self.gradients}
 
+    def state(self) -> list[tuple[int, int]]:
+        """The results that are new state and their arguments, the parameters first.
+
+        What an optimizer sums for its own state it sums for a parameter.
+        """
+        roles = {result: self.leaves[at].role for result, at in self.pairs.items()}
+        order = ("parameter", "optimizer")
+        return [
+            (result, self.pairs[result])
+            for wanted in order
+            for result, role in roles.items()
+            if role == wanted
+        ]
+
     def specs_under(self, rules: RuleSet) -> dict[int, Any]:
         """Position → spec of the arguments that the rules decide."""
         every = self.layouts.under(rules)

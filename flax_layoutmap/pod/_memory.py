@@ -8,8 +8,8 @@ import numpy as np
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._links import placed
 from flax_layoutmap.pod._lowered import Leaf
+from flax_layoutmap.pod._mlir import Array
 from flax_layoutmap.pod._records import Host, Memory
-from flax_layoutmap.pod._values import Value
 
 _ROLES: tuple[str, ...] = ("parameter", "optimizer", "data", "other")
 
@@ -19,7 +19,7 @@ _ROWS, _LANES, _LEAST = 8, 128, 512
 
 
 def memory_of(
-    arguments: Sequence[Value], leaves: Sequence[Leaf], topology: Topology | None
+    arguments: Sequence[Array], leaves: Sequence[Leaf], topology: Topology | None
 ) -> Memory:
     """What is at rest between steps, by shard arithmetic.
 
@@ -42,7 +42,7 @@ def memory_of(
     )
 
 
-def tiled_bytes(value: Value) -> int:
+def tiled_bytes(value: Array) -> int:
     """Bytes of one device's part in the tiles of a TPU; the compiler's best choice."""
     size = value.local_bytes
     shape = [n for n in value.local_shape if n > 1]
@@ -70,7 +70,7 @@ def _padded_rows(count: int, rows: int) -> int:
 
 
 def hosts_of(
-    arguments: Sequence[Value],
+    arguments: Sequence[Array],
     leaves: Sequence[Leaf],
     sizes: Mapping[str, int],
     topology: Topology | None,
@@ -113,7 +113,7 @@ def hosts_of(
 
 
 def _by_axes(
-    arguments: Sequence[Value], leaves: Sequence[Leaf]
+    arguments: Sequence[Array], leaves: Sequence[Leaf]
 ) -> dict[frozenset[str], tuple[int, int]]:
     """The axes that cut a leaf → bytes of a part of state, and of data."""
     found: dict[frozenset[str], tuple[int, int]] = {}

@@ -1,35 +1,32 @@
 """Collectives of a partitioned program, merged as XLA does it on every accelerator.
 
 The partitioner makes a collective for each operation that needs one. What the compiler
-does with these afterwards is little, and is done here to the text: equal operations
-become one; a sum of all-reduces is one all-reduce of a sum; an all-reduce of which
-every device keeps its slice is a reduce-scatter; and what TPUs multiply in bfloat16
-they move and sum in bfloat16.
+does with these afterwards is little, and is done here: equal operations become one; a
+sum of all-reduces is one all-reduce of a sum; an all-reduce of which every device keeps
+its slice is a reduce-scatter. The compiler for TPUs, too, sums after a loop what each
+turn only adds up, moves and sums in bfloat16 what it multiplies in bfloat16, and makes
+a gather again for a use that is far from the first (found with libtpu 0.0.42, on
+2026-11-24).
 """
 
 import collections
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from flax_layoutmap.pod._after_loops import sum_after_loops
 from flax_layoutmap.pod._hlo_groups import groups_of
-from flax_layoutmap.pod._hlo_text import (
-    Array,
-    Instruction,
-    Line,
-    Module,
-    read_line,
-    split,
-)
+from flax_layoutmap.pod._hlo_text import Array, Instruction, Line, Module, split
 
 # Whether a sum is made by a reduce-scatter: a device's part, the dim that is cut, bytes
 # of an element, how many devices sum, and what the sum is of, as JAX names it.
 Scatters = Callable[[tuple[int, ...], int, int, int, str], bool]
+Changes = dict[Line, list[Instruction]]
 
-FAR = 100
+_FAR = 100
+_COLLECTIVE = re.compile(r" (?:all-reduce|all-gather|all-to-all|collective-permute)\(")
 _PASSED = frozenset(("convert", "reshape", "transpose", "copy", "bitcast"))
 _TURNED = frozenset(("transpose", "reverse", "copy", "bitcast", "reshape"))
 _SLICES = frozenset(("slice", "dynamic-slice"))
@@ -43,57 +40,66 @@ _AT_ONCE = frozenset(("all-gather", "all-reduce"))
 _PRODUCTS = frozenset(("dot", "convolution"))
 # Two of these are two, though they look the same.
 _APART = frozenset(("parameter", "send", "recv", "infeed", "outfeed", "custom-call"))
+_TAKEN = "get-tuple-element"
+_METADATA = re.compile(r", metadata=\{[^{}]*\}")
 _UNLIKE = re.compile(
-    r", (?:channel_id=\d+|metadata=\{[^{}]*\}|frontend_attributes=\{[^{}]*\})"
+    rf", channel_id=\d+|{_METADATA.pattern}|, frontend_attributes=\{{[^{{}}]*\}}"
 )
 _APPLIED = re.compile(r"to_apply=%([\w.\-]+)")
-_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
+_BODY = re.compile(r"\bbody=%([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _NAME = re.compile(r'op_name="([^"]*)"')
 _GROUPS = re.compile(r"replica_groups=.*?(?=, [a-z_]+=)")
 
 
 def merge(
     text: str, scatters: Scatters | None = None, *, for_tpus: bool = False
-) -> str:
+) -> Module:
     """The program with fewer collectives, for the reader of programs alone.
 
     Args:
         text: a program as the partitioner gives it.
         scatters: which sums are made by a reduce-scatter; None for all that can be.
-        for_tpus: whether the rules of the compiler for TPUs hold: matrix products take
-            bfloat16, and a gather is made again for a use that is far from the first.
+        for_tpus: whether the rules of the compiler for TPUs hold.
     """
-    if for_tpus:
-        text = sum_after_loops(text)
     module = split(text)
-    lines = text.splitlines()
-    found = _PARTITIONS.search(module.header)
-    partitions = int(found[1]) if found else 1
+    if for_tpus:
+        module = module.changed(_sums_after_loops(module))
+    changes: Changes = {}
     for own in module.computations.values():
         if any(_COLLECTIVE.search(line.text) for line in own):
-            for number, line in _Merged(module, own, partitions).lines(
-                scatters, for_tpus
-            ):
-                lines[number] = line
-    return "\n".join((*lines, ""))
+            changes |= _Merged(module, own).changes(scatters, for_tpus)
+    return module.changed(changes)
 
 
-_COLLECTIVE = re.compile(r" (?:all-reduce|all-gather|all-to-all|collective-permute)\(")
+def _copied(one: Instruction, of: str) -> Instruction:
+    """An instruction that moves nothing, so that values can be followed through it."""
+    metadata = _METADATA.search(one.attributes)
+    attributes = metadata[0] if metadata else ""
+    return dataclasses.replace(
+        one, opcode="copy", operands=(of,), attributes=attributes
+    )
+
+
+def _adds(module: Module, one: Instruction) -> bool:
+    """Whether an all-reduce is a sum, and not a maximum or another reduction."""
+    found = _APPLIED.search(one.attributes)
+    root = None if found is None else module.root(found[1])
+    return root is not None and root.opcode == "add"
+
+
+def _read(lines: Sequence[Line]) -> list[Instruction]:
+    return [line.instruction for line in lines if line.instruction is not None]
 
 
 class _Merged:
     """One computation: what its collectives become."""
 
-    def __init__(self, module: Module, lines: list[Line], partitions: int) -> None:
+    def __init__(self, module: Module, lines: list[Line]) -> None:
         self.module = module
-        self.partitions = partitions
-        self.own: dict[str, Instruction] = {}
-        self.at: dict[str, Line] = {}
-        for line in lines:
-            read = read_line(line.text)
-            if read is not None:
-                self.own[read.name] = read
-                self.at[read.name] = line
+        self.partitions = module.partitions or 1
+        self.own = {one.name: one for one in _read(lines)}
+        self.lines = {line.name: line for line in lines}
         # A name → that of an equal operation before it.
         self.same: dict[str, str] = {}
         self._heights: dict[str, int] | None = None
@@ -103,51 +109,60 @@ class _Merged:
         self.together_in: dict[str, np.ndarray] = {}
         self.users: dict[str, list[Instruction]] = collections.defaultdict(list)
 
-    def lines(
-        self, scatters: Scatters | None, for_tpus: bool
-    ) -> Iterator[tuple[int, str]]:
-        """Numbers of the lines that change, and what they become."""
+    def changes(self, scatters: Scatters | None, for_tpus: bool) -> Changes:
+        """The lines that change, and what they become."""
+        made: dict[str, list[Instruction]] = {}
+
+        def copy(name: str, of: str) -> None:
+            made[name] = [_copied(self.own[name], of)]
+
         self.find_equal()
         for name, first in self.same.items():
-            if _COLLECTIVE.search(self.at[name].text):
-                yield self.copied(name, first)
+            if _COLLECTIVE.search(self.lines[name].text):
+                copy(name, first)
         for one in self.own.values():
             for operand in one.operands:
                 self.users[self.same.get(operand, operand)].append(one)
         joined = self.joined()
         for name in joined:
-            yield self.copied(name, self.own[name].operands[0])
+            copy(name, self.own[name].operands[0])
         for one in self.own.values():
-            if one.name in self.same or one.name in joined:
+            is_sum, is_move = one.opcode == "all-reduce", one.opcode in _MOVES
+            if one.name in self.same or one.name in joined or not (is_sum or is_move):
                 continue
-            if one.opcode in _MOVES and self.is_uniform(one.operands[0]):
-                yield self.copied(one.name, one.operands[0])
-            elif one.opcode == "all-reduce":
-                whole = for_tpus and self.together(one) is not None
-                scattered = [] if whole else [*self.scattered(one, scatters)]
-                yield from scattered
-                if for_tpus and not scattered:
-                    yield from self.moved(one)
-            elif one.opcode in _MOVES and for_tpus:
-                yield from self.moved(one)
+            if is_move and self.is_uniform(one.operands[0]):
+                copy(one.name, one.operands[0])
+                continue
+            before = self.together(one) if for_tpus else None
+            if is_sum and before is None and self.is_scattered(one, scatters):
+                scattered = dataclasses.replace(one, opcode="all-reduce-scatter")
+                made[one.name] = [scattered]
+            elif for_tpus:
+                if before is not None:
+                    copy(before.name, before.operands[0])
+                made[one.name] = self.moved(one)
+        return {self.lines[name]: own for name, own in made.items()}
 
-    def moved(self, one: Instruction) -> Iterator[tuple[int, str]]:
+    def moved(self, one: Instruction) -> list[Instruction]:
         """What the compiler for TPUs makes of an operation that moves an array."""
-        line, text = self.at[one.name], self.at[one.name].text
-        if _is_wide(one) and self.is_multiplied(one):
-            text = text.replace("= f32[", "= bf16[", 1)
-        together = self.together(one)
-        if together is not None:
-            before, groups = together
-            yield self.copied(before.name, before.operands[0])
-            text = _GROUPS.sub(groups, text, count=1)
-        if one.opcode == "all-gather":
-            again = text.replace(f"%{one.name} ", f"%{one.name}.again ", 1)
-            text = "\n".join([text] + [again] * (self.gathers(one) - 1))
-        yield line.number, text
+        kind, attributes = one.type, one.attributes
+        if isinstance(kind, Array) and kind.dtype == "float32":
+            if self.is_multiplied(one):
+                kind = dataclasses.replace(
+                    kind, dtype="bfloat16", bytes=kind.bytes // 2
+                )
+        if one.name in self.together_in:
+            rows = self.together_in[one.name].tolist()
+            written = ",".join(f"{{{','.join(map(str, row))}}}" for row in rows)
+            groups = f"replica_groups={{{written}}}"
+            attributes = _GROUPS.sub(groups, attributes, count=1)
+        made = dataclasses.replace(one, type=kind, attributes=attributes)
+        again = dataclasses.replace(made, name=f"{one.name}.again", root=False)
+        more = self.gathers(one) - 1 if one.opcode == "all-gather" else 0
+        return [made, *[again] * more]
 
-    def together(self, one: Instruction) -> tuple[Instruction, str] | None:
-        """What is made with the one before it, and the groups; None where two are."""
+    def together(self, one: Instruction) -> Instruction | None:
+        """The operation before one that is made with it, over all axes of both."""
         before = self.own.get(self.same.get(one.operands[0], one.operands[0]))
         if before is None or before.opcode != one.opcode or one.opcode not in _AT_ONCE:
             return None
@@ -166,15 +181,7 @@ class _Merged:
         if any(len(row) != members for row in rows):
             return None  # over the same devices once more
         self.together_in[one.name] = np.array(sorted(rows))
-        written = ",".join(f"{{{','.join(map(str, row))}}}" for row in sorted(rows))
-        return before, f"replica_groups={{{written}}}"
-
-    def copied(self, name: str, of: str) -> tuple[int, str]:
-        """A line that moves nothing, so that values can be followed through it."""
-        line = self.at[name]
-        head, _, rest = line.text.partition(f" {self.own[name].opcode}(")
-        found = re.search(r", metadata=\{[^{}]*\}", rest)
-        return line.number, f"{head} copy(%{of}){found[0] if found else ''}"
+        return before
 
     # ------------------------------------------------------------ equal operations
 
@@ -185,14 +192,15 @@ class _Merged:
                 continue
             operands = tuple(self.same.get(name, name) for name in one.operands)
             if one.opcode == "all-gather":
+                kind = one.type if isinstance(one.type, Array) else Array("", (), 0)
                 operands = tuple(map(self.source, operands))
-                key = (operands, _bytes(one), self.groups(one))
+                key = (operands, kind.dtype, kind.bytes, self.groups(one))
                 equal = first.setdefault(key, one.name)
                 if equal != one.name:
                     self.same[one.name] = equal
                 continue
             # Constants and the like have no operands, and say what they are in a line.
-            written = _said(self.at[one.name].text) if not operands else ""
+            written = "" if operands else _said(self.lines[one.name].text)
             rest = _APPLIED.sub(self._applied, _said(one.attributes))
             key = (one.opcode, operands, one.type, rest, written)
             equal = first.setdefault(key, one.name)
@@ -215,9 +223,7 @@ class _Merged:
         one = self.own.get(name)
         while one is not None and one.opcode in _COPIES_OF_ONE:
             one = self.own.get(one.operands[0])
-        return (
-            one is not None and one.opcode == "constant" and self.shape(one.name) == ()
-        )
+        return one is not None and one.opcode == "constant" and _shape(one) == ()
 
     def _applied(self, found: re.Match[str]) -> str:
         """A computation of a reduction by what it does: it has many names."""
@@ -230,7 +236,7 @@ class _Merged:
         places: dict[str, int] = {}
         said: list[object] = []
         for at, line in enumerate(self.module.computations.get(computation, ())):
-            one = read_line(line.text)
+            one = line.instruction
             if one is None:
                 return computation
             places[one.name] = at
@@ -238,15 +244,6 @@ class _Merged:
             rest = one.attributes if operands else line.text
             said.append((one.opcode, operands, one.type, _said(rest), one.root))
         return str(said)
-
-    def adds(self, one: Instruction) -> bool:
-        """Whether an all-reduce is a sum, and not a maximum or another reduction."""
-        found = _APPLIED.search(one.attributes)
-        root = None if found is None else self.module.root(found[1])
-        if found is None or root is None:
-            return False
-        made = self.module.instruction(found[1], root)
-        return made is not None and made.opcode == "add"
 
     # ------------------------------------------------------------------------ sums
 
@@ -262,7 +259,7 @@ class _Merged:
             before = [sums.get(name) for name in operands]
             parts = 1 if one.opcode == "dynamic-slice" else len(operands)
             alone = all(len(self.users[name]) == 1 for name in operands[:parts])
-            if one.opcode == "all-reduce" and parts == 1 and self.adds(one):
+            if one.opcode == "all-reduce" and parts == 1 and _adds(self.module, one):
                 sums[one.name] = [one], None
             elif not operands or not alone or before[0] is None:
                 continue
@@ -281,28 +278,23 @@ class _Merged:
         found = groups_of(one.attributes, self.partitions)
         return one.attributes if found is None else found.tobytes()
 
-    def scattered(
-        self, one: Instruction, scatters: Scatters | None
-    ) -> Iterator[tuple[int, str]]:
-        """A reduce-scatter, where every device keeps a slice of an all-reduce alone."""
+    def is_scattered(self, one: Instruction, scatters: Scatters | None) -> bool:
+        """Whether every device keeps a slice of an all-reduce alone."""
         first = self.slice_of(one.name) if len(one.operands) == 1 else None
         groups = groups_of(one.attributes, self.partitions)
         if first is None or groups is None or not isinstance(one.type, Array):
-            return
-        members = groups.shape[1]
-        whole, part = self.shape(first.operands[0]), self.shape(first.name)
+            return False
+        members, part = groups.shape[1], _shape(first)
+        whole = _shape(self.own[first.operands[0]])
         cut = [dim for dim, size in enumerate(part) if size < whole[dim]]
         count = math.prod(one.type.shape)
         if members < 2 or len(cut) != 1 or math.prod(part) * members != count:
-            return
-        found = _NAME.search(one.attributes)
-        name = found[1] if found else ""
+            return False
+        if scatters is None:
+            return True
+        name = _NAME.search(one.attributes)
         item = one.type.bytes // count
-        if scatters is not None:
-            if not scatters(tuple(part), cut[0], item, members, name):
-                return
-        line = self.at[one.name]
-        yield line.number, line.text.replace(" all-reduce(", " all-reduce-scatter(", 1)
+        return scatters(part, cut[0], item, members, name[1] if name else "")
 
     def slice_of(self, name: str) -> Instruction | None:
         """The first slice of a value of which only slices are used; else None."""
@@ -320,9 +312,7 @@ class _Merged:
                     todo.append(user.name)
         return first
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        kind = self.own[name].type
-        return kind.shape if isinstance(kind, Array) else (-1,)
+    # ------------------------------------------------------------------ gathers
 
     def heights(self) -> dict[str, int]:
         """How far each operation is above the end, by its users."""
@@ -337,20 +327,17 @@ class _Merged:
         return heights
 
     def gathers(self, one: Instruction) -> int:
+        """How often a gather is made: again for each use that is far from others."""
         if self._heights is None:
             self._heights = self.heights()
-        heights = self._heights
         near, count = math.inf, 0
         for user in self.users[one.name]:
-            height = heights.get(user.name, 0)
-            if near <= height + 1 + FAR or not count:
-                near = min(near, height)
-                count = max(count, 1)
-            else:
+            height = self._heights.get(user.name, 0)
+            if count and near > height + 1 + _FAR:
                 count += 1
+            else:
+                near, count = min(near, height), max(count, 1)
         return max(count, 1)
-
-    # ------------------------------------------------------------------- precision
 
     def is_multiplied(self, one: Instruction) -> bool:
         """Whether a value is used in products of no more precision alone."""
@@ -375,14 +362,86 @@ def _said(text: str) -> str:
     return _UNLIKE.sub("", text.partition(" = ")[2] if " = " in text[:200] else text)
 
 
-def _bytes(one: Instruction) -> tuple[str, int]:
-    kind = one.type
-    return (kind.dtype, kind.bytes) if isinstance(kind, Array) else ("", 0)
-
-
-def _is_wide(one: Instruction) -> bool:
-    return _dtype(one) == "float32"
-
-
 def _dtype(one: Instruction) -> str:
     return one.type.dtype if isinstance(one.type, Array) else ""
+
+
+def _shape(one: Instruction) -> tuple[int, ...]:
+    return one.type.shape if isinstance(one.type, Array) else (-1,)
+
+
+# ------------------------------------------------------------------- after a loop
+
+
+def _sums_after_loops(module: Module) -> Changes:
+    """Sums that a loop only adds up to one that is carried, made once after the loop.
+
+    Such are the gradients of microbatches. Out of a loop in a loop they are moved once.
+    """
+    changes: Changes = {}
+    for lines in module.computations.values():
+        for line in lines:
+            loop = line.instruction if " while(" in line.text else None
+            body = None if loop is None else _BODY.search(loop.attributes)
+            if loop is None or body is None:
+                continue
+            takers = _takers(loop.name, lines)
+            for index, one in _added_up(module, body[1]):
+                if takers is None or index not in takers:
+                    continue
+                inside = module.by_name[body[1], one.name]
+                changes[inside] = [_copied(one, one.operands[0])]
+                for taker in takers[index]:
+                    own = taker.instruction
+                    assert own is not None
+                    part = dataclasses.replace(own, name=f"{own.name}.part", root=False)
+                    whole = dataclasses.replace(
+                        one, name=own.name, operands=(part.name,), root=own.root
+                    )
+                    changes[taker] = [part, dataclasses.replace(whole, type=own.type)]
+    return changes
+
+
+def _takers(loop: str, lines: list[Line]) -> dict[int, list[Line]] | None:
+    """What takes each result of a loop; None where it is used in another way."""
+    takers: dict[int, list[Line]] = collections.defaultdict(list)
+    for line in lines:
+        if f"%{loop})" in line.text or f"%{loop}," in line.text:
+            index = _INDEX.search(line.text)
+            if f" {_TAKEN}(" not in line.text or index is None:
+                return None
+            takers[int(index[1])].append(line)
+    return takers
+
+
+def _added_up(module: Module, body: str) -> Iterator[tuple[int, Instruction]]:
+    """The sums of a turn that are only added up, and which result each makes."""
+    lines = module.computations.get(body, [])
+    if not any(" all-reduce(" in line.text for line in lines):
+        return
+    users: dict[str, list[Instruction]] = collections.defaultdict(list)
+    taken: dict[int, list[str]] = collections.defaultdict(list)
+    own = _read(lines)
+    given = {one.name for one in own if one.opcode == "parameter"}
+    for one in own:
+        for operand in one.operands:
+            users[operand].append(one)
+        index = _INDEX.search(one.attributes)
+        if one.opcode == _TAKEN and one.operands[0] in given and index is not None:
+            taken[int(index[1])].append(one.name)
+    for one in own:
+        if one.opcode != "all-reduce" or len(one.operands) != 1:
+            continue
+        name = one.name
+        while len(users[name]) == 1 and users[name][0].opcode in _PASSED:
+            name = users[name][0].name
+        made = users[name][0] if len(users[name]) == 1 else one
+        ends = users[made.name]
+        if made.opcode != "add" or not _adds(module, one):
+            continue
+        if len(ends) != 1 or not ends[0].root or ends[0].opcode != "tuple":
+            continue
+        index = ends[0].operands.index(made.name)
+        before = [each for each in made.operands if each != name]
+        if taken[index] == before and len(before) == 1 and users[before[0]] == [made]:
+            yield index, one

@@ -1,6 +1,8 @@
-"""Shardings, meshes, types and locations in a module of MLIR, by jaxlib's bindings."""
+"""Arrays, shardings, meshes and locations in a module of MLIR, by jaxlib's bindings."""
 
+import dataclasses
 import functools
+import math
 import os
 import re
 import sysconfig
@@ -14,6 +16,89 @@ _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 AxisRef = tuple[str, int]
 # The axes of each dim of an array.
 Dims = tuple[tuple[AxisRef, ...], ...]
+
+
+# Bits of an element where its name does not say them; `i1` takes a byte in memory.
+_BITS = {"i1": 8, "ui1": 8, "complex<f32>": 64, "complex<f64>": 128}
+# The first number in a name is the width: `bf16`, `ui4`, `f8E4M3FN`.
+_WIDTH = re.compile(r"\d+")
+_SMALL_FLOAT = re.compile(r"f(\d)(E\w+)")
+
+# How a dtype is called in Python.
+_NAMES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "i1": "bool",
+    "complex<f32>": "complex64",
+    "complex<f64>": "complex128",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """An array and its sharding.
+
+    Attributes:
+        shape: global shape.
+        element: MLIR's name of the element type.
+        dims: mesh axes of each dim.
+    """
+
+    shape: tuple[int, ...]
+    element: str
+    dims: Dims
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of one device's part."""
+        if not any(self.dims):
+            return self.shape
+        cut = zip(self.shape, self.dims, strict=True)
+        return tuple(-(-size // parts(axes)) for size, axes in cut)
+
+    @property
+    def local_bytes(self) -> int:
+        """Bytes of one device's part."""
+        return bytes_of(self.local_shape, self.element)
+
+
+def parts(axes: Sequence[AxisRef]) -> int:
+    """Into how many parts axes cut a dim."""
+    return math.prod(size for _, size in axes)
+
+
+def bytes_of(shape: tuple[int, ...], element: str) -> int:
+    """Bytes of an array."""
+    bits = _BITS.get(element)
+    if bits is None:
+        width = _WIDTH.search(element)
+        bits = int(width[0]) if width else 32
+    return -(-math.prod(shape) * bits // 8)
+
+
+def dtype_name(element: str) -> str:
+    """`bf16` → `bfloat16`."""
+    if element in _NAMES:
+        return _NAMES[element]
+    small = _SMALL_FLOAT.fullmatch(element)
+    if small:
+        return f"float{small[1]}_{small[2].lower()}"
+    for short, long in (("ui", "uint"), ("i", "int")):
+        if element.startswith(short) and element[len(short) :]:
+            return long + element[len(short) :].lower()
+    return element
+
+
+def spec_text(dims: Dims) -> str:
+    """`P(data, -)`, or `replicated`."""
+    if not any(dims):
+        return "replicated"
+    entries = ["+".join(name for name, _ in axes) or "-" for axes in dims]
+    while entries[-1] == "-":
+        entries.pop()
+    return f"P({', '.join(entries)})"
 
 
 def functions(module: Any) -> dict[str, Any]:
@@ -94,6 +179,25 @@ class Attributes:
             found = [self.of(sharding) for sharding in per_value]
             self._known[attribute] = found
         return found
+
+    def dims(self, op: Any, result: Any) -> Dims | None:
+        """The axes of each dim of a result of an operation; None for replicated."""
+        if "out_sharding" in op.attributes:  # a collective of Shardy's
+            return self.of(op.attributes["out_sharding"])
+        where = "sdy.sharding"
+        if op.name == "sdy.manual_computation":
+            where = "out_shardings"
+        given = self.per_value(op, where)
+        if not given:
+            return None
+        return given[list(op.results).index(result) if len(given) > 1 else 0]
+
+    def array(self, value: Any, dims: Dims | None) -> Array:
+        """A value with the axes of each dim; None is replicated."""
+        shape, element = self.type_of(value)
+        if dims is None or len(dims) != len(shape):
+            dims = ((),) * len(shape)
+        return Array(shape, element, dims)
 
     def location(self, op: Any) -> str:
         """Where an operation comes from, as MLIR writes it."""

@@ -2,8 +2,8 @@
 
 The CPU client of jaxlib has the partitioner that every backend has. The compiler for
 TPUs does more around it. What was measured to matter is done here, too: some scatters
-and `top_k` are rewritten before (`_rewrite.py`); afterwards sums are taken out of loops
-(`_after_loops.py`), merged and scattered (`_merge.py`, `_tpu_sums.py`).
+and `top_k` are rewritten before (`_rewrite.py`); afterwards sums are merged, taken out
+of loops and scattered (`_merge.py`, `_tpu_sums.py`).
 
 The client takes no more than 2,048 devices. The program has the same operations on any
 number of devices, and only sizes of arrays depend on it. So a step for a larger mesh is
@@ -21,6 +21,7 @@ from typing import Any
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._aot import Answer, Code, Compiled, partition_for
 from flax_layoutmap.pod._hlo import Program, members_of, read_program, wire_bytes
+from flax_layoutmap.pod._hlo_text import Module
 from flax_layoutmap.pod._links import dcn_axes
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._merge import merge
@@ -224,8 +225,8 @@ def _read(
         size = sizes[mesh.axis]
         longer = size, mesh.sizes[mesh.axis] // size
     rules = None if topology is None else scatters(topology, longer)
-    text = merge(done.text, rules, for_tpus=topology is not None)
-    return read_step(text, lowered, sizes)
+    merged = merge(done.text, rules, for_tpus=topology is not None)
+    return read_step(merged, lowered, sizes)
 
 
 def _over_slices(
@@ -250,34 +251,24 @@ def _over_slices(
 
 
 def read_step(
-    text: str, lowered: Lowered, sizes: Mapping[str, int], slice_of: Any = ()
+    program: str | Module,
+    lowered: Lowered,
+    sizes: Mapping[str, int],
+    slice_of: Any = (),
 ) -> Program:
     """Reads a program of XLA, with the paths of a step's leaves."""
     leaves = enumerate(lowered.leaves)
     parameters = {at for at, leaf in leaves if leaf.role == "parameter"}
     return read_program(
-        text,
+        program,
         sizes.keys(),
         sizes.values(),
         slice_of=slice_of,
         paths=[leaf.path for leaf in lowered.leaves],
-        results=_state_results(lowered),
+        results={r: lowered.leaves[at].path for r, at in lowered.state()},
         parameters=parameters,
         new_parameters=[r for r, at in lowered.pairs.items() if at in parameters],
     )
-
-
-def _state_results(lowered: Lowered) -> dict[int, str]:
-    """Results that are new state → their paths, the parameters first.
-
-    What an optimizer sums for its own state it sums for a parameter.
-    """
-    order = {"parameter": 0, "optimizer": 1}
-    leaves = {result: lowered.leaves[at] for result, at in lowered.pairs.items()}
-    ranked = sorted(leaves, key=lambda result: order.get(leaves[result].role, 2))
-    return {
-        result: leaves[result].path for result in ranked if leaves[result].role in order
-    }
 
 
 def code_of(lowered: Any) -> Code:

@@ -1,8 +1,13 @@
 """What a plan and a compile find out: plain records, one kind of thing each."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.topologies import Topology
+
+Engine = Literal["plan", "compile", "estimate"]
 
 Kind = Literal[
     "all-reduce",
@@ -171,3 +176,37 @@ class Drift:
     path: str
     before: str
     after: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Findings:
+    """The fields of a PodReport, which says what they are."""
+
+    engine: Engine
+    step: str
+    mesh: DeviceMesh
+    topology: Topology | None = None
+    platform: str = "tpu"
+    fits: bool | None = None
+    memory: Memory = dataclasses.field(default_factory=Memory)
+    collectives: tuple[Collective, ...] = ()
+    reshards: tuple[Reshard, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    flops_per_device: int = 0
+    flops_total: int = 0
+    compute_seconds: float | None = None
+    seconds_bound: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    drift: tuple[Drift, ...] = ()
+    unrecognised: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unrecognised_at: Mapping[str, tuple[str, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    warnings: tuple[str, ...] = ()
+    took_seconds: float = dataclasses.field(default=0.0, compare=False)
+    replan: Callable[[Any], Any] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+    values: Callable[[str], list[tuple[str, str, str]]] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+    paths: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)

@@ -2,29 +2,19 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import show
 from flax_layoutmap.pod import _assertions, _report_text
-from flax_layoutmap.pod._records import (
-    Collective,
-    Drift,
-    Host,
-    Kind,
-    Memory,
-    Reshard,
-)
+from flax_layoutmap.pod._records import Findings, Kind
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-Engine = Literal["plan", "compile", "estimate"]
 Format = Literal["text", "markdown", "json"]
 
 # Below this many bytes on the wire in a step, `expect` looks away: the mean of a loss,
@@ -33,7 +23,7 @@ _SMALL = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PodReport:
+class PodReport(Findings):
     """What a step does on a mesh: collectives, memory, reshards, fit.
 
     Made by `flm.pod.plan` and `flm.pod.compile`.
@@ -69,34 +59,6 @@ class PodReport:
     """
 
     __module__ = "flax_layoutmap.pod"
-    engine: Engine
-    step: str
-    mesh: DeviceMesh
-    topology: Topology | None = None
-    platform: str = "tpu"
-    fits: bool | None = None
-    memory: Memory = dataclasses.field(default_factory=Memory)
-    collectives: tuple[Collective, ...] = ()
-    reshards: tuple[Reshard, ...] = ()
-    hosts: tuple[Host, ...] = ()
-    flops_per_device: int = 0
-    flops_total: int = 0
-    compute_seconds: float | None = None
-    seconds_bound: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    drift: tuple[Drift, ...] = ()
-    unrecognised: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    unrecognised_at: Mapping[str, tuple[str, ...]] = dataclasses.field(
-        default_factory=dict
-    )
-    warnings: tuple[str, ...] = ()
-    took_seconds: float = dataclasses.field(default=0.0, compare=False)
-    replan: "Callable[[Any], PodReport] | None" = dataclasses.field(
-        default=None, repr=False, compare=False
-    )
-    values: "Callable[[str], list[tuple[str, str, str]]] | None" = dataclasses.field(
-        default=None, repr=False, compare=False
-    )
-    paths: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: all but the program, which `with_layout` would need."""

@@ -2,12 +2,10 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._rules.serialise import mesh_to_json
 from flax_layoutmap._show.table import (
     Grid,
@@ -22,7 +20,7 @@ from flax_layoutmap._show.table import (
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.fold import fold
-from flax_layoutmap.pod._records import Collective, Drift, Host, Memory, Reshard
+from flax_layoutmap.pod._records import Collective, Drift, Findings, Host, Reshard
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -33,50 +31,7 @@ _ROWS = 20
 _CELL = 16
 
 
-class Report(Protocol):
-    """What of a PodReport is shown."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def platform(self) -> str: ...
-    @property
-    def step(self) -> str: ...
-    @property
-    def mesh(self) -> DeviceMesh: ...
-    @property
-    def topology(self) -> Topology | None: ...
-    @property
-    def fits(self) -> bool | None: ...
-    @property
-    def memory(self) -> Memory: ...
-    @property
-    def collectives(self) -> tuple[Collective, ...]: ...
-    @property
-    def reshards(self) -> tuple[Reshard, ...]: ...
-    @property
-    def hosts(self) -> tuple[Host, ...]: ...
-    @property
-    def flops_per_device(self) -> int: ...
-    @property
-    def flops_total(self) -> int: ...
-    @property
-    def compute_seconds(self) -> float | None: ...
-    @property
-    def seconds_bound(self) -> Mapping[str, float]: ...
-    @property
-    def drift(self) -> tuple[Drift, ...]: ...
-    @property
-    def unrecognised(self) -> Mapping[str, int]: ...
-    @property
-    def unrecognised_at(self) -> Mapping[str, tuple[str, ...]]: ...
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-    @property
-    def took_seconds(self) -> float: ...
-
-
-def as_text(report: Report, width: int | None) -> str:
+def as_text(report: Findings, width: int | None) -> str:
     """Title, two tables, remarks."""
     parts = [title(report), "", _by_axis(report).text()]
     largest, more = _largest(report, width)
@@ -86,7 +41,7 @@ def as_text(report: Report, width: int | None) -> str:
     return "\n".join([*parts, "", *wrapped(remarks(report), width)])
 
 
-def as_markdown(report: Report) -> str:
+def as_markdown(report: Findings) -> str:
     """The same as Markdown."""
     parts = [f"**{markdown_text(title(report))}**"]
     largest, more = _largest(report, None)
@@ -97,7 +52,7 @@ def as_markdown(report: Report) -> str:
     return "\n\n".join([*parts, markdown_list([*lines, *remarks(report)])])
 
 
-def coloured(report: Report, width: int) -> "Iterator[Text]":
+def coloured(report: Findings, width: int) -> "Iterator[Text]":
     """The lines of the text for rich; without colours, those of the text."""
     axes = report.mesh.axis_names
     yield from coloured_lines([title(report), ""], axes)
@@ -110,7 +65,7 @@ def coloured(report: Report, width: int) -> "Iterator[Text]":
     yield from coloured_lines(["", *wrapped(remarks(report), width)], axes)
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: Findings) -> dict[str, Any]:
     """Plain JSON values."""
     memory = report.memory
     topology = report.topology
@@ -158,7 +113,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def title(report: Report) -> str:
+def title(report: Findings) -> str:
     """Whose report it is."""
     where = "" if report.platform == "tpu" else f" ({report.platform})"
     if report.topology is not None:
@@ -172,7 +127,7 @@ def title(report: Report) -> str:
 # ------------------------------------------------------------------------- tables
 
 
-def _by_axis(report: Report) -> Grid:
+def _by_axis(report: Findings) -> Grid:
     """One line per axes and kind, what is sent most first."""
     sums: dict[tuple[str, str], list[int]] = {}
     by_axes: dict[str, int] = {}
@@ -200,7 +155,7 @@ def _by_axis(report: Report) -> Grid:
     return Grid(names, right, tuple(lines))
 
 
-def _largest(report: Report, width: int | None) -> tuple[Grid, str]:
+def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
     """What is sent most, leaf by leaf or line by line; and what is left out."""
     rows = grouped(report.collectives)
     names = ("path", "axes", "kind", "source", "times", "sent/device")
@@ -286,7 +241,7 @@ def seconds_text(seconds: float) -> str:
 # ------------------------------------------------------------------------ remarks
 
 
-def remarks(report: Report) -> list[str]:
+def remarks(report: Findings) -> list[str]:
     """What the tables do not say."""
     lines = [*_memory(report), *_compute(report)]
     if not report.collectives:
@@ -308,7 +263,7 @@ def remarks(report: Report) -> list[str]:
     return lines
 
 
-def not_read(report: Report) -> list[str]:
+def not_read(report: Findings) -> list[str]:
     """What was not read in the program, how often, and where: the first three lines."""
     found = []
     for what, times in report.unrecognised.items():
@@ -326,7 +281,7 @@ def _drifts(drift: Sequence[Drift]) -> Iterator[str]:
         yield f"drift: {some.text} came as {before}, left as {after}"
 
 
-def _memory(report: Report) -> Iterator[str]:
+def _memory(report: Findings) -> Iterator[str]:
     memory = report.memory
     parts = [f"{role} {human_bytes(size)}" for role, size in memory.at_rest.items()]
     padding = ""
@@ -353,7 +308,7 @@ def _memory(report: Report) -> Iterator[str]:
         yield f"memory: {memory.note}"
 
 
-def _compute(report: Report) -> Iterator[str]:
+def _compute(report: Findings) -> Iterator[str]:
     if not report.flops_per_device:
         return
     seconds = report.compute_seconds
@@ -417,7 +372,7 @@ def _range(sizes: Sequence[int]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def comparison(first: Report, second: Report) -> str:
+def comparison(first: Findings, second: Findings) -> str:
     """Two reports side by side."""
     names = ("", title(first), title(second), "change")
     rows = [

@@ -1,134 +1,399 @@
-"""An estimate of a step's collectives, from a module that Shardy has laid out.
+"""Collectives, reshards and operations of a module that Shardy has laid out.
 
-It counts the collectives that Shardy's passes write, times the loops around them. A
-chain of additions of all-reduces is one all-reduce, a sum that is sliced later is a
-reduce-scatter, and equal gathers of one value are one. Matrix products and reshards are
-exact; what XLA's partitioner adds is not in it.
+Shardy's passes write a collective wherever a value changes its sharding. Here they are
+counted, times the loops around them: an estimate of what runs. A sum of all-reduces is
+one all-reduce of the sum, an all-reduce of which only slices are used is a
+reduce-scatter, and equal gathers of one value are one.
 """
 
+import collections
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap.pod._dataflow import Dataflow, added, gathered_from, scattered
-from flax_layoutmap.pod._mlir import Attributes, AxisRef, functions, mesh_sizes
+from flax_layoutmap.pod._mlir import Array, Attributes, AxisRef, functions, parts
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._shardy_ops import (
-    MOVING,
+    BARRIER,
+    COPIES,
+    MOVES,
     OWN,
     RAGGED,
     RAGGED_DOT,
+    UPDATES,
     changed_axes,
+    copied_operand,
     hides_work,
     is_shared,
     last_of,
     location_of,
+    maker_of,
     manual_collective,
     multiplications,
     operands_of,
+    scattered,
     target_of,
     trip_count,
 )
-from flax_layoutmap.pod._values import Found, Move, Place, Spread, Value, parts
+
+_ONE_ROUND = "loop of unknown length, counted as one round"
+# Operations of other compilers, some of which Shardy knows.
+_NO_RULE = ("stablehlo.custom_call", "chlo.")
+# Of these, an operand that is a sum over devices is one in the result, too.
+_KEEPS_SUMS = (COPIES - {"stablehlo.slice", "stablehlo.dynamic_slice"}) | {
+    "sdy.all_slice"
+}
 
 
-class Collectives:
-    """The collectives of one module.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the program the walk is.
 
-    Args:
-        values: its values.
-        found: what is read from it, to which they are added.
+    Attributes:
+        times: how often what stands there runs in a step.
+        scope: the loops around it, by number.
+        cuts: inside of a shard_map, into how many parts its axes cut the work; else 0.
     """
 
-    def __init__(self, values: Dataflow, found: Spread) -> None:
-        self._values = values
-        self._found = found
-        self._attributes = values.attributes
-        self._gathered: dict[Any, Value] = {}
+    times: int = 1
+    scope: tuple[int, ...] = ()
+    cuts: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Found:
+    """A collective as it stands in the program.
+
+    Attributes:
+        kind: what it does.
+        axes: the axes it runs over.
+        shape: payload on one device.
+        element: MLIR's name of its element type.
+        place: how often it runs, and the loops around it.
+        location: where it comes from, as MLIR writes it.
+        leaf: the argument that it moves, or whose gradient it sums.
+        is_merged: whether another one sums this, too.
+    """
+
+    kind: Kind
+    axes: tuple[AxisRef, ...]
+    shape: tuple[int, ...]
+    element: str
+    place: Place
+    location: str
+    leaf: int | None = None
+    is_merged: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """A value that changes its sharding, by one collective or several.
+
+    Attributes:
+        name: the operation that made the value.
+        before: the value.
+        after: the same in the other layout.
+        leaf: the argument that it is, or None.
+        executions: how often.
+        location: where, as MLIR writes it.
+        gathers_only: whether it is only gathered.
+    """
+
+    name: str
+    before: Array
+    after: Array
+    leaf: int | None
+    executions: int
+    location: str
+    gathers_only: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Spread:
+    """What was read from a module.
+
+    Attributes:
+        arguments: the arguments of the step.
+        results: its results.
+        collectives: in the order of the program.
+        moves: values that change their sharding.
+        flops: of matrix products and convolutions, on one device.
+        flops_whole: the same on all devices if none did another's work.
+        more_flops: what has matrix products that are not in these, each once.
+        unrecognised: what could not be counted → the places in the program.
+        branching: how many conditionals have any of this in a branch.
+        operations: how many operations there are.
+    """
+
+    arguments: list[Array] = dataclasses.field(default_factory=list)
+    results: list[Array] = dataclasses.field(default_factory=list)
+    collectives: list[Found] = dataclasses.field(default_factory=list)
+    moves: list[Move] = dataclasses.field(default_factory=list)
+    flops: int = 0
+    flops_whole: int = 0
+    more_flops: dict[str, None] = dataclasses.field(default_factory=dict)
+    unrecognised: dict[str, list[str]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    branching: int = 0
+    operations: int = 0
+
+
+def read(
+    module: Any, attributes: Attributes, state: Sequence[tuple[int, int]] = ()
+) -> Spread:
+    """Walks through a module that `Prepared.spread` made.
+
+    Args:
+        module: the module.
+        attributes: what reads its operations, and has read others of this program.
+        state: positions of results, and of the arguments that they are the new values
+            of: the sums on the way to one are its gradient's.
+    """
+    walk = _Walk(attributes)
+    walk.function(functions(module)["main"])
+    walk.name_gradients(state)
+    return walk.found
+
+
+class _Walk:
+    """One walk through a module, from loop to loop."""
+
+    def __init__(self, attributes: Attributes) -> None:
+        self.attributes = attributes
+        self.found = Spread()
+        self.loops = 0
+        self.arrays: dict[Any, Array] = {}
+        self.leaves: dict[Any, int] = {}
+        self.ends: Sequence[Any] = ()
+        # A value → the value that it is: the operand of a loop that no round changes.
+        self.same: dict[Any, Any] = {}
+        # An argument of a shard_map → the operand that each device has its part of.
+        self.whole: dict[Any, Any] = {}
+        # The result of an operation with regions → what it is made from.
+        self.sources: dict[Any, Sequence[Any]] = {}
+        # A moved value, by its layout and what was moved → the first that is so.
+        self.first: dict[Any, Any] = {}
+        # A value → the collectives that make it, and those that it is the sum of.
+        self.made_by: dict[Any, tuple[int, ...]] = {}
+        self.sums: dict[Any, tuple[int, ...]] = {}
+        # A value that was moved to another layout → the move.
+        self.moves: dict[Any, Move] = {}
+        self.handlers: dict[str, Callable[[Any, Place], None]] = {
+            "sdy.all_reduce": self.all_reduce,
+            **dict.fromkeys(MOVES, self.move),
+            "stablehlo.add": self.add,
+            **dict.fromkeys(OWN, self.own),
+            "stablehlo.dot_general": self.product,
+            "stablehlo.convolution": self.product,
+            "stablehlo.while": self.loop,
+            "stablehlo.case": self.branches,
+            "stablehlo.if": self.branches,
+            "sdy.manual_computation": self.manual,
+            "sdy.named_computation": self.named,
+        }
+
+    def function(self, main: Any) -> None:
+        block = main.regions[0].blocks[0]
+        given: Sequence[Any] = ()
+        if "arg_attrs" in main.attributes:
+            given = list(main.attributes["arg_attrs"])
+        for at, argument in enumerate(block.arguments):
+            own = given[at] if at < len(given) else {}
+            dims = None
+            if "sdy.sharding" in own:
+                dims = self.attributes.of(own["sdy.sharding"])
+            self.arrays[argument] = self.attributes.array(argument, dims)
+            self.leaves[argument] = at
+            self.found.arguments.append(self.arrays[argument])
+        self.block(block, Place())
+        self.ends = list(last_of(block).operands)
+        self.found.results = [*map(self.array, self.ends)]
+        self.found.moves = list(self.moves.values())
+
+    # ------------------------------------------------------------------- values
+
+    def root(self, value: Any) -> Any:
+        """The value that another is the same as."""
+        while value in self.same:
+            value = self.same[value]
+        return value
+
+    def array(self, value: Any) -> Array:
+        value = self.root(value)
+        if value not in self.arrays:
+            op = maker_of(value)
+            dims = None if op is None else self.attributes.dims(op, value)
+            self.arrays[value] = self.attributes.array(value, dims)
+        return self.arrays[value]
+
+    def leaf(self, value: Any) -> int | None:
+        """The argument of the step that a value is, or a part of, in any layout."""
+        while True:
+            value = self.root(value)
+            op = maker_of(value)
+            if value in self.leaves:
+                return self.leaves[value]
+            if value in self.whole:
+                value = self.whole[value]
+            elif op is not None and op.name in COPIES | MOVES.keys() | {
+                "sdy.all_slice"
+            }:
+                value = copied_operand(value, op)
+            else:
+                return None
+
+    def copy(self, value: Any) -> tuple[Any, ...]:
+        """Equal for copies of one value that are made alike.
+
+        Nothing is shared across a barrier: so jax.checkpoint does not keep it.
+        """
+        steps = []
+        value = self.root(value)
+        while (op := maker_of(value)) is not None and op.name in COPIES - {BARRIER}:
+            given = tuple(op.attributes[key] for key in op.attributes if key in _TELLS)
+            steps += [op.name, self.array(value), given, *op.operands[1:]]
+            value = self.root(op.operands[0])
+        return (value, *steps)
+
+    def sums_in(self, value: Any) -> tuple[int, ...]:
+        """The sums that a value is, where it is used once, and so is each copy."""
+        while not is_shared(value):
+            op = maker_of(value)
+            if value in self.sums:
+                return self.sums[value]
+            if op is None or op.name not in _KEEPS_SUMS:
+                break
+            value = copied_operand(value, op)
+        return ()
+
+    def name_gradients(self, state: Sequence[tuple[int, int]]) -> None:
+        """Gives the sums that are on the way to new state the leaf that it becomes."""
+        seen: set[Any] = set()
+        for result, leaf in state:
+            for at in self.on_the_way(self.ends[result], seen):
+                one = self.found.collectives[at]
+                one.leaf = leaf if one.leaf is None else one.leaf
+
+    def on_the_way(self, value: Any, seen: set[Any]) -> Iterator[int]:
+        """The sums that a value is made from element by element, and their gathers."""
+        todo = [value]
+        while todo:
+            one = todo.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            op = maker_of(one)
+            if op is not None and op.name in ("sdy.all_reduce", "sdy.all_gather"):
+                yield from self.made_by.get(self.root(one), ())
+                if op.name == "sdy.all_reduce" and one in self.made_by:
+                    continue
+            if one in self.sources:
+                todo += self.sources[one]
+            elif op is not None and one in self.same:
+                todo.append(self.same[one])
+            elif op is not None and (op.name in UPDATES or self.is_reshape(op)):
+                todo += op.operands
+
+    def is_reshape(self, op: Any) -> bool:
+        """Whether a broadcast only adds dims of size 1."""
+        if op.name != "stablehlo.broadcast_in_dim":
+            return False
+        before, after = (self.array(one) for one in (op.operands[0], op.results[0]))
+        return math.prod(before.shape) == math.prod(after.shape)
+
+    # -------------------------------------------------------------- collectives
 
     def say(self, what: str, op: Any) -> None:
         """Something that could not be counted, or not as XLA moves it."""
-        self._found.unrecognised[what].append(self._attributes.location(op))
+        self.found.unrecognised[what].append(self.attributes.location(op))
 
-    # --------------------------------------------------------------- sums and moves
+    def count(
+        self,
+        kind: Kind,
+        axes: tuple[AxisRef, ...],
+        shape: tuple[int, ...],
+        op: Any,
+        place: Place,
+        leaf: int | None,
+    ) -> int:
+        """Adds a collective; returns its position."""
+        element = self.attributes.type_of(op.results[0])[1]
+        where = location_of(op, self.attributes)
+        found = self.found.collectives
+        found.append(Found(kind, axes, shape, element, place, where, leaf))
+        return len(found) - 1
 
     def all_reduce(self, op: Any, place: Place) -> None:
         """A sum of what the devices have: whole, or in parts."""
-        axes = self._attributes.axes_in(op.attributes["reduction_axes"])
-        value = self._moved(op)
+        axes = self.attributes.axes_in(op.attributes["reduction_axes"])
         if parts(axes) == 1:
             return
-        leaf, shape = gathered_from(op, self._values), value.local_shape
-        scatters = scattered(op, axes, self._attributes)
+        leaf, result, source = None, op.results[0], maker_of(op.operands[0])
+        if source is not None and source.name == "stablehlo.gather":
+            leaf = self.leaf(source.operands[0])  # an embedding
+        shape = self.array(result).local_shape
+        scatters = scattered(op, axes, self.attributes)
         rest = tuple(axis for axis in axes if axis not in scatters)
+        made: list[int] = []
         if scatters:
-            at = self._add("reduce-scatter", scatters, shape, value, op, place, leaf)
-            value.sums = (at,)
+            made.append(self.count("reduce-scatter", scatters, shape, op, place, leaf))
             shape = (-(-math.prod(shape) // parts(scatters)),)
-        if rest and parts(rest) > 1:
-            at = self._add("all-reduce", rest, shape, value, op, place, leaf)
-            value.sums = (*value.sums, at)
-        value.index = value.sums[0] if value.sums else None
-        value.shared = is_shared(op.results[0])
+        if parts(rest) > 1:
+            made.append(self.count("all-reduce", rest, shape, op, place, leaf))
+        self.made_by[result] = self.sums[result] = tuple(made)
 
-    def add_sums(self, op: Any, place: Place) -> None:
+    def add(self, op: Any, place: Place) -> None:
         """A sum of all-reduces is one all-reduce of a sum."""
-        operands = [self._values.of(one) for one in op.operands]
-        if any(one.sums for one in operands):
-            value = self._values.of(op.results[0])
-            sums = [() if one.shared else one.sums for one in operands]
-            value.sums = added(self._found.collectives, *sums)
-            value.shared = bool(value.sums) and is_shared(op.results[0])
-
-    def slice(self, op: Any, place: Place) -> None:
-        """A value of which each device takes its part."""
-        operand, value = self._values.of(op.operands[0]), self._moved(op)
-        value.leaf, value.sums = operand.leaf, operand.sums
-        value.shared = bool(value.sums) and (operand.shared or is_shared(op.results[0]))
+        first, second = (self.sums_in(one) for one in op.operands)
+        if not first or not second:
+            return  # with something else between them, the compiler adds them apart
+        self.sums[op.results[0]] = first
+        found = self.found.collectives
+        pairs = [(found[a], found[b]) for a, b in zip(first, second, strict=False)]
+        if first != second and len(first) == len(second):
+            if all(_alike(one, other) for one, other in pairs):
+                for _, other in pairs:
+                    other.is_merged = True
 
     def move(self, op: Any, place: Place) -> None:
         """A value that gets another layout."""
-        name, operand = op.name, self._values.of(op.operands[0])
-        value = self._moved(op)
-        key = place.scope, name, id(operand), value.dims
-        known = self._gathered.get(key)
-        if known is not None:
-            self._values.say(op.results[0], known)
-            return
-        self._gathered[key] = value
-        value.leaf = operand.leaf
-        axes = changed_axes(name, operand.dims, value.dims)
-        if parts(axes) > 1:
-            shape, leaf = value.local_shape, value.leaf
-            value.index = self._add(MOVING[name], axes, shape, value, op, place, leaf)
-            self._note_move(op, operand, value, place)
+        operand, result = op.operands[0], op.results[0]
+        before, after = self.array(operand), self.array(result)
+        key = place.scope, op.name, after.dims, self.copy(operand)
+        first = self.first.setdefault(key, result)
+        axes = changed_axes(op.name, before.dims, after.dims)
+        if first != result:
+            self.same[result] = first
+        elif parts(axes) > 1:
+            shape, leaf = after.local_shape, self.leaf(operand)
+            at = self.count(MOVES[op.name], axes, shape, op, place, leaf)
+            self.made_by[result] = (at,)
+            self.note_move(op, before, after, place, leaf)
 
-    def _moved(self, op: Any) -> Value:
-        """The result of an operation that moves its operand."""
-        dims = self._attributes.of(op.attributes["out_sharding"])
-        result = op.results[0]
-        return self._values.say(result, self._values.new(op.name, result, dims))
-
-    def _note_move(self, op: Any, operand: Value, value: Value, place: Place) -> None:
-        earlier = self._found.moves.get(id(operand))
-        only, before = op.name == "sdy.all_gather", operand
+    def note_move(
+        self, op: Any, before: Array, after: Array, place: Place, leaf: int | None
+    ) -> None:
+        operand, only = self.root(op.operands[0]), op.name == "sdy.all_gather"
+        earlier = self.moves.get(operand)
+        maker = maker_of(operand)
+        name = "argument" if maker is None else maker.name
         # There and back are two moves.
-        if earlier is not None and earlier.before.dims != value.dims:
-            del self._found.moves[id(operand)]
-            before, only = earlier.before, only and earlier.gathers_only
-        where = location_of(op, self._attributes)
-        move = Move(before, value, place.times, where, only)
-        self._found.moves[id(value)] = move
-
-    # ---------------------------------------------------------------- in shard_map
+        if earlier is not None and earlier.before.dims != after.dims:
+            del self.moves[operand]
+            before, name = earlier.before, earlier.name
+            only = only and earlier.gathers_only
+        where = location_of(op, self.attributes)
+        move = Move(name, before, after, leaf, place.times, where, only)
+        self.moves[op.results[0]] = move
 
     def own(self, op: Any, place: Place) -> None:
         """A collective that the program itself asks for, inside of a shard_map."""
-        name, values = target_of(op), self._values.results(op)
-        kind, axes = manual_collective(name, op, self._found.sizes)
+        name = target_of(op)
+        kind, axes = manual_collective(name, op, self.attributes.sizes)
         if kind is None:
-            what = f"{name} over devices that are no mesh axes, not counted"
-            self.say(what, op)
+            self.say(f"{name} over devices that are no mesh axes, not counted", op)
             return
         if parts(axes) == 1:
             return
@@ -136,93 +401,13 @@ class Collectives:
             what = f"{name} of rows that the data says, counted as if all were sent"
             self.say(what, op)
         gives = kind in ("all-gather", "all-to-all") and name != RAGGED
-        for at, value in enumerate(values):
-            operand = self._values.of(op.operands[at])
-            shape = (value if gives else operand).local_shape
-            self._add(kind, axes, shape, value, op, place, operand.leaf)
-
-    def _add(
-        self,
-        kind: Kind,
-        axes: tuple[AxisRef, ...],
-        shape: tuple[int, ...],
-        value: Value,
-        op: Any,
-        place: Place,
-        leaf: int | None,
-    ) -> int:
-        """Adds a collective; returns its position."""
-        where, element = location_of(op, self._attributes), value.element
-        scope = place.scope
-        one = Found(kind, axes, shape, element, place.times, where, scope, leaf)
-        self._found.collectives.append(one)
-        return len(self._found.collectives) - 1
-
-
-_ONE_ROUND = "loop of unknown length, counted as one round"
-# Operations of other compilers, some of which Shardy knows.
-_NO_RULE = ("stablehlo.custom_call", "chlo.")
-
-
-def read(module: Any, attributes: Attributes | None = None) -> Spread:
-    """Walks through a module that `spread` made.
-
-    Args:
-        module: the module.
-        attributes: what reads its operations, and has read others of this program.
-    """
-    return _Walk(module, attributes or Attributes(mesh_sizes(module))).run()
-
-
-class _Walk:
-    """One walk through a module, from loop to loop."""
-
-    def __init__(self, module: Any, attributes: Attributes) -> None:
-        self.main = functions(module)["main"]
-        self.attributes = attributes
-        self.values = Dataflow(attributes)
-        self.found = Spread(mesh_sizes(module), [])
-        self.loops = 0
-        self.collectives = collectives = Collectives(self.values, self.found)
-        self.handlers: dict[str, Callable[[Any, Place], None]] = {
-            "sdy.all_reduce": collectives.all_reduce,
-            "sdy.all_slice": collectives.slice,
-            **dict.fromkeys(MOVING, collectives.move),
-            "stablehlo.add": collectives.add_sums,
-            **dict.fromkeys(OWN, collectives.own),
-            "stablehlo.dot_general": self._product,
-            "stablehlo.convolution": self._product,
-            "stablehlo.while": self._loop,
-            "stablehlo.case": self._branches,
-            "stablehlo.if": self._branches,
-            "sdy.manual_computation": self._manual,
-            "sdy.named_computation": self._named,
-        }
-
-    def run(self) -> Spread:
-        block = self.main.regions[0].blocks[0]
-        given: Sequence[Any] = ()
-        if "arg_attrs" in self.main.attributes:
-            given = list(self.main.attributes["arg_attrs"])
-        for at, argument in enumerate(block.arguments):
-            own = given[at] if at < len(given) else {}
-            dims = None
-            if "sdy.sharding" in own:
-                dims = self.attributes.of(own["sdy.sharding"])
-            value = self.values.new("argument", argument, dims)
-            value.leaf = at
-            self.found.arguments.append(self.values.say(argument, value))
-        self._block(block, Place(1, ()))
-        ends = last_of(block).operands
-        self.found.results = [*map(self.values.of, ends)]
-        self.found.gradients_of = lambda at, seen: self.values.gradients_of(
-            ends[at], seen
-        )
-        return self.found
+        for result, operand in zip(op.results, op.operands, strict=False):
+            shape = self.array(result if gives else operand).local_shape
+            self.count(kind, axes, shape, op, place, self.leaf(operand))
 
     # ------------------------------------------------------------------- blocks
 
-    def _block(self, block: Any, place: Place) -> None:
+    def block(self, block: Any, place: Place) -> None:
         """Walks through a block; of most operations nothing is read here."""
         handlers = self.handlers
         for op in block.operations:
@@ -232,103 +417,96 @@ class _Walk:
             if handler is not None:
                 handler(operation, place)
             elif name.startswith(_NO_RULE):
-                self._without_rule(operation, place)
+                self.without_rule(operation, place)
         self.found.operations += len(block.operations)
 
-    def _loop(self, op: Any, place: Place) -> None:
+    def loop(self, op: Any, place: Place) -> None:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
-            self.collectives.say(_ONE_ROUND, op)
+            self.say(_ONE_ROUND, op)
         self.loops += 1
-        dims = self.attributes.per_value(op)
-        values, ends = self.values, last_of(body).operands
-        same = [
-            end == argument for end, argument in zip(ends, body.arguments, strict=True)
-        ]
-        for at, argument in enumerate(body.arguments):
-            if same[at]:  # in every round
-                values.say(argument, values.of(op.operands[at]))
+        ends = list(last_of(body).operands)
+        given = zip(
+            op.operands, op.results, condition.arguments, body.arguments, strict=True
+        )
+        for at, (operand, result, tested, argument) in enumerate(given):
+            self.same[tested] = operand
+            if ends[at] == argument:  # in every round
+                self.same[argument] = self.same[result] = operand
             else:
-                own = dims[at] if at < len(dims) else None
-                values.say(argument, values.new("loop", argument, own))
-        for argument, operand in zip(condition.arguments, op.operands, strict=True):
-            values.say(argument, values.of(operand))
-        times, scope = place.times * (count or 1), (*place.scope, self.loops)
+                self.arrays[argument] = self.array(result)
+                self.sources[result] = [ends[at], operand]
         before = self.found.flops
-        for block in (condition, body):
-            self._block(block, Place(times, scope, place.cuts))
+        scope = (*place.scope, self.loops)
+        within = Place(place.times * (count or 1), scope, place.cuts)
+        self.block(condition, within)
+        self.block(body, within)
         if count is None and self.found.flops > before:
             self.found.more_flops[_ONE_ROUND] = None
-        for at, result in enumerate(op.results):
-            if same[at]:
-                values.say(result, values.of(op.operands[at]), (op.operands[at],))
-                continue
-            own = dims[at] if at < len(dims) else None
-            made = values.new("stablehlo.while", result, own)
-            values.say(result, made, (ends[at], op.operands[at]))
 
-    def _branches(self, op: Any, place: Place) -> None:
+    def branches(self, op: Any, place: Place) -> None:
         """Every branch is counted: which one runs is not in the program."""
         blocks = [region.blocks[0] for region in op.regions]
         counted = 0
         for block in blocks:
             before = self.found.flops, len(self.found.collectives)
-            self._block(block, place)
+            self.block(block, place)
             counted += before != (self.found.flops, len(self.found.collectives))
         self.found.branching += counted > 0
-        for at, value in enumerate(self.values.results(op)):
-            ends = [last_of(block).operands[at] for block in blocks]
-            self.values.say(op.results[at], value, ends)
+        for at, result in enumerate(op.results):
+            self.sources[result] = [last_of(block).operands[at] for block in blocks]
 
-    def _named(self, op: Any, place: Place) -> None:
+    def named(self, op: Any, place: Place) -> None:
         """A computation that stands in the place of a call."""
         block = op.regions[0].blocks[0]
-        for argument, operand in zip(block.arguments, op.operands, strict=True):
-            self.values.say(argument, self.values.of(operand))
-        self._block(block, place)
-        for result, end in zip(op.results, last_of(block).operands, strict=True):
-            self.values.say(result, self.values.of(end), (end,))
+        self.same.update(zip(block.arguments, op.operands, strict=True))
+        self.block(block, place)
+        self.same.update(zip(op.results, last_of(block).operands, strict=True))
 
-    def _manual(self, op: Any, place: Place) -> None:
+    def manual(self, op: Any, place: Place) -> None:
         """The body of a shard_map: its shapes are those of single devices."""
-        block, values = op.regions[0].blocks[0], self.values
+        block = op.regions[0].blocks[0]
         dims, cuts = operands_of(op, self.attributes)
         for at, argument in enumerate(block.arguments):
-            value = values.new("manual", argument, dims[at])
-            value.leaf = values.of(op.operands[at]).leaf
-            values.say(argument, value)
+            self.arrays[argument] = self.attributes.array(argument, dims[at])
+            self.whole[argument] = op.operands[at]
         # In one shard_map inside of another, both cut.
-        self._block(block, Place(place.times, place.scope, (place.cuts or 1) * cuts))
-        dims, ends = self.attributes.per_value(op, "out_shardings"), last_of(block)
-        for at, result in enumerate(op.results):
-            made = values.new("manual", result, dims[at])
-            values.say(result, made, (ends.operands[at],))
+        self.block(block, Place(place.times, place.scope, (place.cuts or 1) * cuts))
+        ends = last_of(block).operands
+        self.sources.update((op.results[at], [end]) for at, end in enumerate(ends))
 
     # ----------------------------------------------------------------- products
 
-    def _product(self, op: Any, place: Place) -> None:
+    def product(self, op: Any, place: Place) -> None:
         """Adds the operations of a matrix product, or of a convolution."""
-        local, whole = multiplications(op, self.values.of)
+        local, whole = multiplications(op, self.array)
         self.found.flops += 2 * place.times * local
         self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
 
-    def _without_rule(self, op: Any, place: Place) -> None:
+    def without_rule(self, op: Any, place: Place) -> None:
         """What Shardy may have no rule for: then it is made whole on every device."""
         name = target_of(op)
         if place.cuts and name == RAGGED:
-            self.collectives.own(op, place)
-        elif "sdy.sharding" not in op.attributes and self._has_sharded(op):
+            self.own(op, place)
+        elif "sdy.sharding" not in op.attributes and any(
+            parts(axes) > 1 for one in op.operands for axes in self.array(one).dims
+        ):
             what = f"{name} of sharded arrays, not counted"
-            self.collectives.say(what, op)
+            self.say(what, op)
             if name == RAGGED_DOT:
                 self.found.more_flops[what] = None
         elif name == RAGGED_DOT:
-            self._product(op, place)
+            self.product(op, place)
         elif place.cuts and hides_work(op):
-            self.collectives.say(f"{name} in a shard_map, not counted", op)
+            self.say(f"{name} in a shard_map, not counted", op)
 
-    def _has_sharded(self, op: Any) -> bool:
-        """Whether any operand is sharded."""
-        operands = map(self.values.of, op.operands)
-        return any(parts(axes) > 1 for one in operands for axes in one.dims)
+
+# Attributes that tell two copies apart.
+_TELLS = ("permutation", "start_indices", "limit_indices", "strides")
+
+
+def _alike(one: Found, other: Found) -> bool:
+    """Whether two sums are over the same axes, in the same loop."""
+    key = one.kind, one.axes, one.place.scope
+    return key == (other.kind, other.axes, other.place.scope)

@@ -1,22 +1,41 @@
-"""Single operations of a laid-out module: products, loops, collectives of shard_map."""
+"""Single operations of a module that Shardy has laid out: what each does by itself."""
 
 import collections
-import math
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from flax_layoutmap.pod._mlir import Attributes, AxisRef, Dims, source_line
+from flax_layoutmap.pod._hlo_groups import Grid
+from flax_layoutmap.pod._mlir import Array, Attributes, AxisRef, Dims, source_line
 from flax_layoutmap.pod._records import Kind
-from flax_layoutmap.pod._values import Value
 
-MOVING: dict[str, Kind] = {
+MOVES: dict[str, Kind] = {
     "sdy.all_gather": "all-gather",
     "sdy.all_to_all": "all-to-all",
     "sdy.collective_permute": "collective-permute",
 }
+BARRIER = "stablehlo.optimization_barrier"
+# What copies or converts elements, or takes some, and changes none of them.
+COPIES = frozenset(
+    f"stablehlo.{name}"
+    for name in """
+    transpose reshape convert slice dynamic_slice optimization_barrier
+    """.split()
+)
+# Through these an update reaches a parameter, and from them a gradient is found.
+UPDATES = COPIES.union(
+    MOVES,
+    ("sdy.all_slice", "sdy.sharding_constraint", "sdy.reshard"),
+    (
+        f"stablehlo.{name}"
+        for name in """
+        abs add clamp concatenate custom_call divide dynamic_update_slice maximum
+        minimum multiply negate power rsqrt select sign sqrt subtract while
+        """.split()
+    ),
+)
 RAGGED_DOT = "chlo.ragged_dot"
 _ENDS = ("func.return", "stablehlo.return", "sdy.return")
 
@@ -32,15 +51,21 @@ def maker_of(value: Any) -> Any:
     return getattr(value.owner, "operation", None)
 
 
+def copied_operand(value: Any, op: Any) -> Any:
+    """The operand that a result of an operation is a copy of."""
+    at = list(op.results).index(value) if op.name == BARRIER else 0
+    return op.operands[at]
+
+
 def location_of(op: Any, attributes: Attributes) -> str:
     """Where a collective comes from: of one that moves a value, where that is used.
 
     The pass that adds it says where the value was made.
     """
-    if op.name in MOVING:
+    if op.name in MOVES:
         for use in op.results[0].uses:
             user = use.owner.operation
-            if user.name not in (*MOVING, *_ENDS, "sdy.all_slice"):
+            if user.name not in (*MOVES, *_ENDS, "sdy.all_slice"):
                 text = attributes.location(user)
                 if source_line(text) is not None:
                     return text
@@ -52,6 +77,49 @@ def is_shared(result: Any) -> bool:
     uses = iter(result.uses)
     next(uses, None)
     return next(uses, None) is not None
+
+
+# Between a sum and the slices that are taken of it, the compiler moves these behind.
+_LOOKED_THROUGH = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.reshape")
+
+
+def scattered(
+    op: Any, axes: Sequence[AxisRef], attributes: Attributes
+) -> tuple[AxisRef, ...]:
+    """The axes over which every user takes its own slice of the sum."""
+    left = tuple(axes)
+    todo = [op.results[0]]
+    for value in todo:
+        users = [use.owner.operation for use in value.uses]
+        for user in users:
+            if user.name == "sdy.all_slice":
+                sliced = attributes.axes_in(user.attributes["slicing_axes"])
+                left = tuple(axis for axis in left if axis in sliced)
+            elif user.name in _LOOKED_THROUGH and _keeps_dims(user, left, attributes):
+                todo.append(user.results[0])
+            else:
+                return ()
+        if not users:
+            return ()
+    return left
+
+
+def _keeps_dims(op: Any, axes: Sequence[AxisRef], attributes: Attributes) -> bool:
+    """Whether the dims that are sliced after an operation are dims before it, too."""
+    if op.name != "stablehlo.reshape":
+        return True
+    ends = op.operands[0], op.results[0]
+    before, after = (attributes.type_of(one)[0] for one in ends)
+    same = {(prod(before[:dim]), size) for dim, size in enumerate(before)}
+    for use in op.results[0].uses:
+        user = use.owner.operation
+        if user.name != "sdy.all_slice":
+            return False
+        for dim, own in enumerate(attributes.of(user.attributes["out_sharding"])):
+            if not set(axes).isdisjoint(own):
+                if (prod(after[:dim]), after[dim]) not in same:
+                    return False
+    return True
 
 
 def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
@@ -81,12 +149,12 @@ def _without_equal_start(
     return [*old[equal:], *new[equal:]]
 
 
-def multiplications(op: Any, of: Callable[[Any], Value]) -> tuple[int, int]:
+def multiplications(op: Any, of: Callable[[Any], Array]) -> tuple[int, int]:
     """Multiplications of a matrix product or a convolution, each with its addition.
 
     Args:
         op: the operation.
-        of: the value of an operand or a result, made when it is asked for.
+        of: gives the array that an operand or a result is.
 
     Returns:
         Those of one device; those of all if none does another's work.
@@ -226,7 +294,7 @@ def operands_of(op: Any, attributes: Attributes) -> tuple[list[Dims], int]:
         for dims in given
     ]
     cuts = {axis for dims in given for axes in dims for axis in axes}
-    return left, math.prod(size for name, size in cuts if name in manual)
+    return left, prod(size for name, size in cuts if name in manual)
 
 
 def target_of(op: Any) -> str:
@@ -267,10 +335,13 @@ def manual_collective(
     if kind is None or wanted not in given:
         return None, ()
     groups = _numbers(given[wanted])
-    if groups is None:
+    if groups is None or groups.ndim != 2 or groups.size == 0:
         return None, ()
-    axes = _axes_of(groups, sizes, pairs=kind == "collective-permute")
-    return (kind, axes) if axes is not None else (None, ())
+    mesh = Grid(tuple(sizes), tuple(sizes.values()), (), prod(sizes.values()))
+    axes = tuple((name, sizes[name]) for name in mesh.axes(groups) or ())
+    if kind != "collective-permute" and prod(s for _, s in axes) != groups.shape[1]:
+        return None, ()
+    return kind, axes
 
 
 def _numbers(attribute: Any) -> np.ndarray | None:
@@ -280,20 +351,3 @@ def _numbers(attribute: Any) -> np.ndarray | None:
         return np.array(ir.DenseIntElementsAttr(attribute))
     except ValueError:  # groups in another spelling
         return None
-
-
-def _axes_of(
-    groups: np.ndarray, sizes: Mapping[str, int], *, pairs: bool
-) -> tuple[AxisRef, ...] | None:
-    """The axes along which the devices of a group differ; None if not whole axes."""
-    shape = tuple(sizes.values())
-    if groups.ndim != 2 or groups.size == 0 or groups.max() >= math.prod(shape):
-        return None
-    places = np.stack(np.unravel_index(groups, shape))
-    varies = (places != places[:, :, :1]).any(axis=(1, 2))
-    found = tuple(
-        axis for axis, flag in zip(sizes.items(), varies, strict=True) if flag
-    )
-    if not pairs and math.prod(size for _, size in found) != groups.shape[1]:
-        return None
-    return found

@@ -21,7 +21,7 @@ from pods import SQUARE, X, plan, rules
 
 import flax_layoutmap as flm
 from flax_layoutmap._core.topologies import topology
-from flax_layoutmap.pod import _aot, _planner
+from flax_layoutmap.pod import _aot, _plan
 from flax_layoutmap.pod._aot import (
     Code,
     Compiled,
@@ -342,7 +342,7 @@ def test_a_plan_that_is_interrupted(
             time.sleep(0.02)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_planner.Planner, "estimate", interrupted)
+    monkeypatch.setattr(_plan.Planner, "estimate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(timeout=600.0)
     assert not left()

@@ -13,9 +13,9 @@ import flax_layoutmap as flm
 from flax_layoutmap._core.topologies import topology
 from flax_layoutmap.pod._links import devices_of, placed, seconds_bound
 from flax_layoutmap.pod._memory import tiled_bytes
+from flax_layoutmap.pod._mlir import Array
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._report_text import axes_text
-from flax_layoutmap.pod._values import Value
 
 
 def on(line: str, name: str, slices: int = 1) -> Any:
@@ -288,7 +288,7 @@ def test_tiles_as_the_compiler_pads(
     shape: tuple[int, ...], element: str, factor: float
 ) -> None:
     """Argument bytes of libtpu 0.0.42 for arrays of these shapes, as measured."""
-    value = Value("argument", shape, element, ((),) * len(shape))
+    value = Array(shape, element, ((),) * len(shape))
     assert tiled_bytes(value) / value.local_bytes == pytest.approx(factor, rel=1e-3)
 
 

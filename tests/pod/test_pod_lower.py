@@ -25,7 +25,7 @@ from pods import (
 )
 
 import flax_layoutmap as flm
-from flax_layoutmap.pod._values import dtype_name
+from flax_layoutmap.pod._mlir import dtype_name
 
 P = PartitionSpec
 BY_RULES: dict[str, Any] = {"layout_map": rules(**MEGATRON)}

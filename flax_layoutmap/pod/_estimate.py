@@ -1,10 +1,9 @@
-"""The report of a lowered step: by XLA's partitioner, or an estimate by Shardy."""
+"""The report of a lowered step by Shardy's passes, for its own rules and for others."""
 
-import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.sharding import AxisType
@@ -15,43 +14,29 @@ from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.pod._findings import listing, warnings_of
-from flax_layoutmap.pod._hlo import Program, wire_bytes
+from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._links import seconds_bound
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._memory import hosts_of, memory_of
-from flax_layoutmap.pod._mlir import Dims, operation_name, source_line
-from flax_layoutmap.pod._partition import NotScaled, code_to_partition, partitioning
+from flax_layoutmap.pod._mlir import (
+    Dims,
+    bytes_of,
+    dtype_name,
+    operation_name,
+    parts,
+    source_line,
+    spec_text,
+)
 from flax_layoutmap.pod._passes import Prepared, Specs
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
-from flax_layoutmap.pod._shardy import read
+from flax_layoutmap.pod._shardy import Found, Spread, read
 from flax_layoutmap.pod._tpu_sums import within_and_between
-from flax_layoutmap.pod._values import (
-    Found,
-    Spread,
-    bytes_of,
-    dtype_name,
-    parts,
-    spec_text,
-)
-
-_MOVED = (
-    "activations that are moved to another layout, counted as XLA's partitioner does "
-    "it; the compiler for TPUs may move them otherwise (flm.pod.compile says it)"
-)
-# What no partitioner sees into: a kernel of the user's, rows that the data counts.
-_IN_SHARD_MAPS = ("in a shard_map, not counted", "counted as if all were sent")
-_MOVES = ("all-gather", "all-to-all", "collective-permute")
-# Found on the 22 steps of benchmarks/pod_steps.py: where the compiler for TPUs differs
-# by more than 5 %, more than this share of what is sent over some axes is such moves.
-_MUCH = 0.25
-# Axes over which less than this share of all is sent are of no consequence.
-_LITTLE = 0.001
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planner:
-    """A lowered step, to be laid out as often as one likes."""
+    """A lowered step on a mesh, to be estimated under one rule set after another."""
 
     lowered: Lowered
     mesh: DeviceMesh
@@ -59,36 +44,6 @@ class Planner:
     prepared: Prepared
     platform: str = "tpu"
     rules: RuleSet | None = None
-
-    def plan(self, start: float, timeout: float) -> PodReport:
-        """The report with the collectives of XLA's partitioner.
-
-        Args:
-            start: when the plan began, by the performance counter.
-            timeout: seconds after which the partitioner is ended.
-
-        Raises:
-            LayoutError: the partitioner refused the program, died, or did not finish.
-        """
-        if self.mesh.size == 1:
-            nothing = Program((), (), 0, 0, ())
-            return _with_collectives(self.estimate(start), nothing, start)
-        code = code_to_partition(self.lowered.lowered, as_tpus=self.platform == "tpu")
-        sizes, where, estimate = self.mesh.axis_sizes, self.topology, None
-        try:
-            with partitioning(
-                self.lowered, code, sizes, where, timeout=timeout
-            ) as program:
-                estimate = self.estimate(start)
-                return _with_collectives(estimate, program(), start)
-        except NotScaled as why:
-            what = f"the collectives are an estimate: {why}"
-            estimate = estimate or self.estimate(start)
-            return dataclasses.replace(
-                estimate,
-                unrecognised={**estimate.unrecognised, what: 1},
-                took_seconds=time.perf_counter() - start,
-            )
 
     def with_layout(self, layout_map: Any) -> PodReport:
         """The report for other rules; the program is not lowered again."""
@@ -118,12 +73,11 @@ class Planner:
         """The report by Shardy's passes; see `Prepared.spread` for the specs."""
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
         module = self.prepared.spread(specs, self.lowered.pairs)
-        found = read(module, self.prepared.attributes)
-        _name_gradients(found, self.lowered)
-        collectives_ = tuple(
+        found = read(module, self.prepared.attributes, self.lowered.state())
+        collectives = tuple(
             record
             for one in found.collectives
-            if one.into is None
+            if not one.is_merged
             for record in _record(one, self.lowered, sizes, self.topology)
         )
         memory = memory_of(found.arguments, leaves, self.topology)
@@ -132,7 +86,7 @@ class Planner:
         fits, compute, bound = None, None, {}
         if self.topology is not None:
             compute = found.flops / self.topology.generation.flops
-            bound = seconds_bound(collectives_, sizes, self.topology)
+            bound = seconds_bound(collectives, sizes, self.topology)
             if (memory.headroom_bytes or 0) < 0:
                 fits = False
         return PodReport(
@@ -143,7 +97,7 @@ class Planner:
             platform=self.platform,
             fits=fits,
             memory=memory,
-            collectives=collectives_,
+            collectives=collectives,
             reshards=_reshards(found, self.lowered),
             hosts=hosts_of(found.arguments, leaves, sizes, self.topology),
             flops_per_device=found.flops,
@@ -152,7 +106,10 @@ class Planner:
             seconds_bound=bound,
             drift=_drift(found, self.lowered),
             unrecognised={what: len(at) for what, at in found.unrecognised.items()},
-            unrecognised_at=_lines(found.unrecognised),
+            unrecognised_at={
+                what: tuple(dict.fromkeys(filter(None, map(source_line, places))))
+                for what, places in found.unrecognised.items()
+            },
             warnings=(
                 *notes,
                 *warnings_of(found, self.lowered, self.mesh, self.topology),
@@ -176,94 +133,6 @@ def _traced_before(first: RuleSet | None, given: RuleSet) -> Iterator[str]:
             )
 
 
-# -------------------------------------------------------------------- partitioned
-
-
-def _with_collectives(estimate: PodReport, program: Program, start: float) -> PodReport:
-    """An estimate with the collectives of a partitioned program instead."""
-    where, sizes = estimate.topology, estimate.mesh.axis_sizes
-    found = _with_functions(program.collectives, estimate)
-    bound = {} if where is None else seconds_bound(found, sizes, where)
-    at = _moved_activations(found) if where is not None else ()
-    hidden = {
-        what: count
-        for what, count in estimate.unrecognised.items()
-        if what.endswith(_IN_SHARD_MAPS)
-    }
-    unread = hidden | dict(collections.Counter(program.unrecognised))
-    lines = {what: estimate.unrecognised_at[what] for what in hidden}
-    return dataclasses.replace(
-        estimate,
-        engine="plan",
-        collectives=found,
-        seconds_bound=bound,
-        unrecognised=unread | ({_MOVED: len(at)} if at else {}),
-        unrecognised_at=lines | ({_MOVED: at} if at else {}),
-        took_seconds=time.perf_counter() - start,
-    )
-
-
-def _with_functions(
-    collectives: Sequence[Collective], estimate: PodReport
-) -> tuple[Collective, ...]:
-    """Adds the functions to lines, where XLA leaves them out (with jax 0.8)."""
-    if all(" " in (one.source or " ") for one in collectives):
-        return tuple(collectives)
-    operations = estimate.values("") if estimate.values else []
-    lines = [text.partition(" ")[2] for text, _, _ in operations]
-    named = {line.partition(" ")[0]: line for line in lines}
-    return tuple(
-        dataclasses.replace(one, source=named.get(one.source or "", one.source))
-        for one in collectives
-    )
-
-
-def _moved_activations(collectives: Iterable[Collective]) -> tuple[str, ...]:
-    """The lines of moves that TPUs may do otherwise; empty where they are few."""
-    sent: collections.Counter[tuple[str, ...]] = collections.Counter()
-    moved: collections.Counter[tuple[str, ...]] = collections.Counter()
-    lines: collections.Counter[str] = collections.Counter()
-    for one in collectives:
-        size = one.wire_bytes_per_step
-        sent[one.axes] += size
-        if one.path is None and one.kind in _MOVES:
-            moved[one.axes] += size
-            lines[one.source or "an operation without a line"] += size
-    little = sum(sent.values()) * _LITTLE
-    if all(moved[axes] <= max(little, sent[axes] * _MUCH) for axes in sent):
-        return ()
-    return tuple(line for line, _ in lines.most_common())
-
-
-# ------------------------------------------------------------------------ records
-
-
-def _name_gradients(found: Spread, lowered: Lowered) -> None:
-    """Gives the sums of gradients the paths of their parameters."""
-    order = {"parameter": 0, "optimizer": 1}
-    pairs = sorted(
-        lowered.pairs.items(),
-        key=lambda pair: order.get(lowered.leaves[pair[1]].role, 2),
-    )
-    seen: set[Any] = set()
-    for result, argument in pairs:
-        if lowered.leaves[argument].role not in order:
-            continue
-        for value in found.gradients_of(result, seen):
-            for at in value.sums or (() if value.index is None else (value.index,)):
-                one = found.collectives[at]
-                if one.leaf is None:
-                    one.leaf = argument
-
-
-def _lines(unrecognised: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
-    """The lines of the user's program, each once."""
-    return {
-        what: tuple(dict.fromkeys(filter(None, map(source_line, places))))
-        for what, places in unrecognised.items()
-    }
-
-
 def _record(
     one: Found, lowered: Lowered, sizes: Mapping[str, int], topology: Topology | None
 ) -> Iterator[Collective]:
@@ -274,7 +143,7 @@ def _record(
         axes=tuple(axis for axis in sizes if axis in {name for name, _ in one.axes}),
         bytes=size,
         wire_bytes=wire_bytes(one.kind, size, parts(one.axes)),
-        executions=one.executions,
+        executions=one.place.times,
         dtype=dtype_name(one.element),
         shape=one.shape,
         path=None if one.leaf is None else lowered.leaves[one.leaf].path,
@@ -288,12 +157,12 @@ def _record(
 def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:
     """What changes its sharding, without parameters that are gathered to be used."""
     records = []
-    for move in found.moves.values():
-        leaf = move.before.leaf
+    for move in found.moves:
+        leaf = move.leaf
         if leaf is not None and move.gathers_only:
             if lowered.leaves[leaf].role == "parameter":
                 continue
-        name = operation_name(move.location) or move.before.name.rpartition(".")[2]
+        name = operation_name(move.location) or move.name.rpartition(".")[2]
         records.append(
             Reshard(
                 value=name,
