@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from flax_layoutmap._core.layout import TensorLayout as TensorLayout
     from flax_layoutmap._core.mesh import DeviceMesh as DeviceMesh
     from flax_layoutmap._layout_map import LayoutMap as LayoutMap
-    from flax_layoutmap._lint.lint import check as check
     from flax_layoutmap._lint.lint import lint as lint
     from flax_layoutmap._place.batch import distribute_batch as distribute_batch
     from flax_layoutmap._place.batch import pad_batch as pad_batch
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from flax_layoutmap._place.relayout import relayout_like as relayout_like
     from flax_layoutmap._resolve.resolution import Resolution as Resolution
     from flax_layoutmap._resolve.resolve import resolve as resolve
-    from flax_layoutmap._rules.issues import Issue as Issue
-    from flax_layoutmap._rules.issues import format_issues as format_issues
     from flax_layoutmap._rules.records import ResolvedLeaf as ResolvedLeaf
     from flax_layoutmap._rules.rules import Rule as Rule
     from flax_layoutmap._rules.rules import RuleSet as RuleSet
@@ -62,7 +59,6 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointError": "_core.errors",
     "DeviceMesh": "_core.mesh",
-    "Issue": "_rules.issues",
     "LayoutError": "_core.errors",
     "LayoutMap": "_layout_map",
     "LayoutWarning": "_core.errors",
@@ -80,7 +76,6 @@ _HOMES = {
     "TensorLayout": "_core.layout",
     "activation_scope": "_step.activations",
     "call_with_layout": "_place.call",
-    "check": "_lint.lint",
     "check_layout": "_core.fetch",
     "checkpoint": None,
     "copy_to_mesh": "_place.relayout",
@@ -91,7 +86,6 @@ _HOMES = {
     "distribute_tensor": "_place.place",
     "draw": None,
     "fetch_layout": "_core.fetch",
-    "format_issues": "_rules.issues",
     "get_default_mesh": "_rules.scope",
     "is_distributed": "_core.fetch",
     "get_device_count": "_core.initialize",

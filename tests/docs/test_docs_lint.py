@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import flax_layoutmap as flm
-from flax_layoutmap._rules.issues import CODES
+from flax_layoutmap._lint.lint import CODES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "lint.md").read_text("utf-8")
 FENCE = re.compile(r"```python\n(.*?)```", re.DOTALL)

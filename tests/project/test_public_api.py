@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 CLASSES = [
     "CheckpointError",
     "DeviceMesh",
-    "Issue",
     "LayoutError",
     "LayoutMap",
     "LayoutWarning",
@@ -39,7 +38,6 @@ CLASSES = [
 FUNCTIONS = [
     "activation_scope",
     "call_with_layout",
-    "check",
     "check_layout",
     "copy_to_mesh",
     "create",
@@ -48,7 +46,6 @@ FUNCTIONS = [
     "distribute_batch",
     "distribute_tensor",
     "fetch_layout",
-    "format_issues",
     "get_default_mesh",
     "is_distributed",
     "get_device_count",
