@@ -3,11 +3,10 @@
     python benchmarks/lint.py [leaves]
 
 Prints one Markdown table in CPU milliseconds, medians of several; every row is measured
-in the same run. The first lint of rules reads their patterns; later ones remember them,
-and what was found of a rule set is kept with it. The texts of findings are written when
-they are read: the last column is what that takes, of all of them. A first call in a
-process also imports what lint is made of: the last line says how long that took here,
-without bytecode where Python may keep none.
+in the same run. The first lint of rules reads their patterns; later ones of equal rules
+remember what was found of them. The last column is what the text of a report takes. A
+first call in a process also imports what lint is made of: the last line says how long
+that took here, without bytecode where Python may keep none.
 """
 
 import statistics
@@ -19,10 +18,10 @@ from _trees import Pairs, dict_tree, regex_rules
 from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._lint import patterns as _lint_patterns
-from flax_layoutmap._rules import languages as _languages
+from flax_layoutmap._lint import lint as _lint
+from flax_layoutmap._rules import automata as _automata
 from flax_layoutmap._rules import pattern_cost as _pattern_cost
-from flax_layoutmap._rules import pattern_tree as _pattern_tree
+from flax_layoutmap._rules import patterns as _patterns
 
 MESH = "data=8,model=8"
 TIMES = 15
@@ -70,22 +69,19 @@ def cost(function: Callable[[], object]) -> float:
 def forget() -> None:
     """Lint as if it had read no pattern yet."""
     for cached in (
-        _pattern_tree.parse,
-        _pattern_tree.shape_of,
-        _pattern_tree._mask,
-        _pattern_cost._judged,
+        _patterns.read,
+        _patterns._mask,
+        _pattern_cost._at_most,
         _pattern_cost._counted,
-        _lint_patterns._ends_in_a_word,
-        _languages._template,
-        _languages.automaton,
-        _languages.witness,
-        _languages.difference,
+        _automata.automaton,
+        _automata.difference,
+        _lint._of_rules,
     ):
         cached.cache_clear()
 
 
 def measured(pairs: Pairs, tree: object) -> tuple[flm.Resolution, list[float]]:
-    """The medians of resolve, of lint (first, of equal rules, once more), and texts."""
+    """The medians of resolve, of lint (first, equal rules, again), and of its text."""
 
     def fresh() -> flm.LayoutMap:
         mesh = flm.DeviceMesh.abstract(MESH)
@@ -103,7 +99,7 @@ def measured(pairs: Pairs, tree: object) -> tuple[flm.Resolution, list[float]]:
         later = cost(lambda r=equal: flm.lint(r))
         again = cost(lambda r=equal: flm.lint(r))
         found = flm.lint(equal)
-        text = cost(lambda f=found: flm.format_issues(f))
+        text = cost(lambda f=found: str(f))
         rows.append((resolve, first, later, again, text))
     return resolution, [statistics.median(column) for column in zip(*rows, strict=True)]
 
@@ -113,7 +109,7 @@ def main() -> int:
     tree = dict_tree(leaves)
     imports = cost(lambda: flm.lint)
     print(f"{leaves} leaves, in CPU milliseconds\n")
-    print("| rules | kind | unused | resolve | lint, first | equal | again | texts |")
+    print("| rules | kind | unused | resolve | lint, first | equal | again | text |")
     print("|--:|:--|--:|--:|--:|--:|--:|--:|")
     beyond = []
     for name, make in (

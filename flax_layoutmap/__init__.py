@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from flax_layoutmap._core.layout import TensorLayout as TensorLayout
     from flax_layoutmap._core.mesh import DeviceMesh as DeviceMesh
     from flax_layoutmap._layout_map import LayoutMap as LayoutMap
-    from flax_layoutmap._lint.lint import check as check
     from flax_layoutmap._lint.lint import lint as lint
     from flax_layoutmap._place.batch import distribute_batch as distribute_batch
     from flax_layoutmap._place.batch import pad_batch as pad_batch
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from flax_layoutmap._place.relayout import relayout_like as relayout_like
     from flax_layoutmap._resolve.resolution import Resolution as Resolution
     from flax_layoutmap._resolve.resolve import resolve as resolve
-    from flax_layoutmap._rules.issues import Issue as Issue
-    from flax_layoutmap._rules.issues import format_issues as format_issues
     from flax_layoutmap._rules.rules import Rule as Rule
     from flax_layoutmap._rules.rules import RuleSet as RuleSet
     from flax_layoutmap._step.activations import activation_scope as activation_scope
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 # Public name → the module that defines it; None for a module that is itself public.
 _HOMES = {
     "DeviceMesh": "_core.mesh",
-    "Issue": "_rules.issues",
     "LayoutError": "_core.errors",
     "LayoutMap": "_layout_map",
     "LayoutWarning": "_core.errors",
@@ -52,7 +48,6 @@ _HOMES = {
     "RuleSet": "_rules.rules",
     "TensorLayout": "_core.layout",
     "activation_scope": "_step.activations",
-    "check": "_lint.lint",
     "checkpoint": None,
     "create": "_birth.create",
     "create_optimizer": "_birth.create",
@@ -61,7 +56,6 @@ _HOMES = {
     "draw": None,
     "dtensor": None,
     "errors": None,
-    "format_issues": "_rules.issues",
     "jit": "_step.jit",
     "keras": None,
     "layout_map_scope": "_birth.layout_scope",

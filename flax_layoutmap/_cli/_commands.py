@@ -15,7 +15,6 @@ import flax_layoutmap as flm
 from flax_layoutmap._cli import _sources
 from flax_layoutmap._cli._sources import UsageError
 from flax_layoutmap._core.errors import did_you_mean
-from flax_layoutmap._rules.issues import CODES
 from flax_layoutmap._show.table import human_bytes
 
 _DONE, _FOUND = 0, 1
@@ -28,6 +27,8 @@ def report(args: Namespace) -> int:
 
 
 def lint(args: Namespace) -> int:
+    from flax_layoutmap._lint.lint import CODES
+
     has_model = args.model is not None or args.checkpoint is not None
     for code in args.ignore:
         if code not in CODES:
@@ -51,14 +52,14 @@ def lint(args: Namespace) -> int:
         found = _sources.rules_of(args.rules, args.variant, mesh)
         if found is None:
             raise UsageError("lint needs rules: --rules FILE or MODULE:LAYOUT_MAP")
-    issues = [i for i in flm.lint(found) if i.code not in args.ignore]
+    issues = flm.lint(found, ignore=args.ignore)
     most = args.max_replicated
     too_much = share is not None and most is not None and share > most
     if args.json:
         found_json = [dataclasses.asdict(issue) for issue in issues]
         _print_json({"issues": found_json, "replicated_share": share})
     else:
-        print(flm.format_issues(issues))
+        print(issues)
     if too_much:
         print(
             f"{share:.1%} of the bytes are replicated, more than "

@@ -10,9 +10,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from flax_layoutmap._lint.about import name_of
+from flax_layoutmap._lint.findings import Finding, Model, Numbered
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.issues import Issue
 from flax_layoutmap._rules.records import show_shape
 
 Dims = tuple[tuple[str, ...], ...]
@@ -41,8 +40,9 @@ class _Leaf:
     stacked: int = 0  # leading dims that were left out
 
 
-def swapped(resolution: Resolution) -> Iterator[Issue]:
+def swapped(model: Model) -> Iterator[Finding]:
     """Leaves whose axes lie on other dims than those of their siblings."""
+    resolution = model.resolution
     leaves = list(_leaves(resolution))
     parents: dict[str, list[_Leaf]] = {}
     for leaf in leaves:
@@ -54,13 +54,13 @@ def swapped(resolution: Resolution) -> Iterator[Issue]:
         odd = _odd_one(column, resolution.rules.batch)
         if odd is not None and odd[0].rule not in told:
             told.add(odd[0].rule)
-            yield _issue(resolution, *odd)
+            yield _found(resolution, *odd)
         for leaf in siblings:
             if leaf.rule not in told and _ROW.fullmatch(leaf.module):
                 other = _column_beside(resolution, leaf, column)
                 if other is not None:
                     told.add(leaf.rule)
-                    yield _issue(resolution, leaf, other, row=True)
+                    yield _found(resolution, leaf, other, row=True)
 
 
 def _leaves(resolution: Resolution) -> Iterator[_Leaf]:
@@ -154,31 +154,23 @@ def _fit(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
     return features % taken == 0 or taken % features == 0
 
 
-def _issue(
+def _found(
     resolution: Resolution, leaf: _Leaf, other: _Leaf, *, row: bool = False
-) -> Issue:
+) -> Finding:
     paths, rules = resolution.paths, resolution.rules.rules
-    path, shape = paths[leaf.at], resolution.shapes[leaf.at]
+    dims, why = other.dims, "the same axes on other dims"
     if row:
         dims = (leaf.dims[-1], *leaf.dims[1:-1], leaf.dims[0])
         why = "both on their out-dims, so that the features are gathered in between"
-    else:
-        dims = other.dims
-        why = "the same axes on other dims"
     dims = (*resolution._rows[leaf.at].dims[: leaf.stacked], *dims)
-    axes = tuple(
-        names[0] if len(names) == 1 else names if names else None for names in dims
-    )
-    mine = name_of("rules", leaf.rule + 1, rules[leaf.rule])
-    theirs = name_of("rules", other.rule + 1, rules[other.rule])
-    return Issue(
-        "LM110",
-        "warning",
-        f"{path} {show_shape(shape)}: {mine} looks swapped beside "
-        f"{paths[other.at]!r}, {theirs}: {why}",
-        f'layout_map.replace("{rules[leaf.rule].pattern}", {axes})',
-        path=path,
-        pattern=rules[leaf.rule].pattern,
-        rule_number=leaf.rule + 1,
-        leaves=1,
-    )
+    axes = tuple(names[0] if len(names) == 1 else names or None for names in dims)
+    path, shape = paths[leaf.at], show_shape(resolution.shapes[leaf.at])
+    words = {
+        "where": f"{path} {shape}",
+        "beside": paths[other.at],
+        "theirs": Numbered("rules", other.rule + 1, rules[other.rule]),
+        "why": why,
+        "axes": axes,
+    }
+    one = Numbered("rules", leaf.rule + 1, rules[leaf.rule])
+    return Finding("LM110", one, path=path, leaves=1, words=words)

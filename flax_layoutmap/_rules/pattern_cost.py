@@ -8,18 +8,11 @@ which most ways go on. What `re` knows to leave out is counted too: it never tri
 """
 
 import functools
-import re
+import math
 from collections.abc import Iterator
 
-from flax_layoutmap._rules.languages import Automaton
-from flax_layoutmap._rules.pattern_tree import (
-    ANY,
-    WORD,
-    Node,
-    NotUnderstood,
-    parse_more,
-    shape_of,
-)
+from flax_layoutmap._rules.automata import Automaton
+from flax_layoutmap._rules.patterns import ANY, Node, NotUnderstood, is_plain, read
 
 # Steps of one pattern, and of all of a file, on a path of so many characters: a step
 # is one character tried, and takes some nanoseconds.
@@ -31,6 +24,9 @@ LONGEST_PATTERN = 2_000
 # Those that take no more need not be counted to the last one.
 _FEW_STEPS = MOST_STEPS // 100
 _MOST_CHOICES = 100_000
+# Those of which a file may hold the most rules need not be counted at all.
+_FEW_OF_MANY = MOST_STEPS_TOGETHER // 10_000
+_MOST_NODES = 1_000
 # States that are counted as one group, and groups.
 _MOST_BEGUN = 4
 _MOST_GROUPS = 500
@@ -47,60 +43,37 @@ QUICKER = (
     "(.*/)*, a{0,9} in place of (a?){9}, [^/]+ in place of .*; drop .* at the ends"
 )
 
-# Without any of these there is one way to match, from each place.
-_CHOOSES = re.compile(r"[*+?{|]")
 
-
-def slow_because(pattern: str) -> str | None:
+def slow_because(pattern: str, length: int = USUAL_PATH) -> str | None:
     """Why a pattern that compiles may take very long on some path; None if it cannot.
 
-    "Cannot": at most `MOST_STEPS` steps on a path of `USUAL_PATH` characters, and a
-    polynomial in the length of longer ones.
+    "Cannot": at most `MOST_STEPS` steps on a path of this length, and a polynomial in
+    the length of longer ones.
     """
-    return _judged(pattern)[0]
+    most = _at_most(pattern, length)
+    if most is not None and most <= MOST_STEPS:
+        return None
+    return _counted(pattern, length)[0]
 
 
 def steps_of(pattern: str) -> int:
     """How many steps it takes at most, on a path of `USUAL_PATH` characters."""
-    return _judged(pattern)[1]
+    most = _at_most(pattern, USUAL_PATH)
+    if most is not None and most <= _FEW_OF_MANY:
+        return most
+    return _counted(pattern, USUAL_PATH)[1]
 
 
 @functools.lru_cache(maxsize=4096)
-def _judged(pattern: str) -> tuple[str | None, int]:
+def _counted(pattern: str, length: int) -> tuple[str | None, int]:
+    """Why it is slow, or how many steps it takes."""
     if len(pattern) > LONGEST_PATTERN:
         text = f"it is {len(pattern)} characters long, more than {LONGEST_PATTERN}"
         return text, 0
-    if not _CHOOSES.search(pattern):
-        return None, len(pattern) * USUAL_PATH
-    shape, words = shape_of(pattern)
-    if shape != pattern:
-        why, steps = _counted(_like(shape, words))
-        if why is None and 2 * steps <= _FEW_STEPS:
-            return why, 2 * steps
-    return _counted(pattern)
-
-
-def _like(shape: str, words: list[str]) -> str:
-    """What many patterns have in common, and takes at least half as many steps.
-
-    Each word is as many dots as a power of two allows for: it is as soon behind, and
-    where it could be read, they can.
-    """
-    lengths = [1 << len(word).bit_length() - 1 for word in words]
-    return "".join(
-        f"{between}{'.' * length}"
-        for between, length in zip(shape.split(WORD), [*lengths, 0], strict=True)
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _counted(pattern: str) -> tuple[str | None, int]:
     try:
-        tries = _Tries(parse_more(pattern))
-    except NotUnderstood:
-        return "it is too complicated to tell", 0
-    except RecursionError:
-        return "it is nested too deeply", 0
+        tries = _Tries(read(pattern).root)
+    except NotUnderstood as error:
+        return str(error), 0
     if tries.turns:
         return "it repeats what may be empty", 0
     if tries.doubles():
@@ -109,14 +82,83 @@ def _counted(pattern: str) -> tuple[str | None, int]:
             "further character doubles the time"
         )
         return text, 0
-    steps = tries.most_steps()
+    steps = tries.most_steps(length)
     if steps > MOST_STEPS:
         text = (
-            f"more than {MOST_STEPS:.0e} steps on a path of {USUAL_PATH} characters: "
+            f"more than {MOST_STEPS:.0e} steps on a path of {length} characters: "
             "too many parts of it can read the same text"
         )
         return text, 0
     return None, steps
+
+
+# ------------------------------------------------------------------- a quick bound
+
+
+@functools.lru_cache(maxsize=4096)
+def _at_most(pattern: str, length: int) -> int | None:
+    """A bound that needs no automaton: most patterns are far below what is allowed.
+
+    None where there is none: a repetition of something that has choices itself.
+    """
+    if len(pattern) > LONGEST_PATTERN:
+        return None
+    try:
+        bound = _Bound(length)
+        bound.add(1, *bound.go(read(pattern).root, 1, 0))
+    except NotUnderstood:
+        return None
+    return bound.steps
+
+
+class _Bound:
+    """Counts characters that are tried, as if each choice was between all that follows.
+
+    What stands behind `n` repetitions of one character is tried from as many places as
+    there are ways to end them in order: `comb(length + n, n)`, or one `n` more over all
+    places where a search begins.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.steps, self.nodes = length, 0, 0
+
+    def add(self, characters: int, ways: int, loops: int) -> None:
+        places = math.comb(self.length + 1 + loops, loops + 1)
+        self.steps += characters * ways * places
+
+    def go(self, node: Node, ways: int, loops: int) -> tuple[int, int]:
+        """Adds a node; in how many ways, and behind how many loops, it is left."""
+        kind = node[0]
+        self.nodes += 1
+        if self.nodes > _MOST_NODES:
+            raise NotUnderstood
+        if kind in ("text", "set"):
+            self.add(len(node[1]) if kind == "text" else 1, ways, loops)
+        elif kind == "cat":
+            for part in node[1]:
+                ways, loops = self.go(part, ways, loops)
+        elif kind == "alt":
+            ends = [self.go(part, ways, loops) for part in node[1]]
+            return sum(way for way, _ in ends), max(loop for _, loop in ends)
+        elif kind == "ahead":
+            self.add(1, *self.go(node[1], ways, loops))
+        elif kind == "rep":
+            _, inner, least, most = node
+            return self.repeated(inner, least, most, ways, loops)
+        return ways, loops
+
+    def repeated(
+        self, inner: Node, least: int, most: int | None, ways: int, loops: int
+    ) -> tuple[int, int]:
+        if most is None:
+            if not is_plain(inner):
+                raise NotUnderstood  # it may end in several ways, or be empty
+            return self.go(inner, ways, loops + 1)
+        left = 0
+        for count in range(most):
+            left += ways if count >= least else 0
+            ways, loops = self.go(inner, ways, loops)
+        return left + ways, loops
 
 
 class _Tries(Automaton):
@@ -153,14 +195,6 @@ class _Tries(Automaton):
                 raise NotUnderstood
             if state in places:
                 self.after[state] = tried[state], list(self._kinds(ways[state]))
-
-    def _build(self, node: Node, start: int) -> int:
-        if node[0] != "aside":
-            return super()._build(node, start)
-        inside, end = self._state(), self._state()
-        self._build(node[1], inside)  # it leads nowhere
-        self.free[start] += [(inside, ""), (end, "")]
-        return end
 
     def _in_order(self) -> list[int]:
         """The states, each behind those that it leads to without a character."""
@@ -211,7 +245,7 @@ class _Tries(Automaton):
                 reach[place] = found
         return reach
 
-    def most_steps(self, length: int = USUAL_PATH) -> int:
+    def most_steps(self, length: int) -> int:
         """The steps on a path of this length, at most; it stops at too many."""
         alone = {
             (place,): (tried, [_alone(counts) for _, counts in kinds])

@@ -1,21 +1,246 @@
-"""What a regular expression can see of a path, found by reading it once.
+"""The reader of regular expressions: a pattern as a tree, and what it needs of a path.
 
-Two uses. A text that every match must hold lets a rule be passed over without trying
-it. And where no pattern can tell two digits apart, `layers/17/kernel` and
-`layers/42/kernel` are one question: the paths are folded, and the answer for the
-folded path holds for all of them.
+`read` takes a pattern apart once. `view_of` tells a `Matcher` which texts a match
+holds and which digits matter; `automata` and `pattern_cost` build on the tree.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-# A {m,n} quantifier that re will read as one; other braces are literal.
-_QUANTIFIER = re.compile(r"\{(?:\d+(?:,\d*)?|,\d+)\}")
-# Escapes that treat all digits alike, inside and outside of a class.
-_PLAIN_ESCAPES = frozenset("dDwWsSbBAZ")
-_GROUP = re.compile(r"\(\?(?::|P<[A-Za-z_]+>|=|!|<=|<!|>)")
-_PLAIN = re.compile(r"[^\\\[{()}*?|+.^$]+")
+# Every set of characters is a bit mask over these. `é` and `٣` stand for the letters
+# and digits of other scripts, the last ones for what no path is written with.
+CHARACTERS = [*map(chr, range(32, 127)), "é", "٣"]
+ALL_CHARACTERS = [*CHARACTERS, "\n", "\t", "\0", "\xa0", "–"]
+PLACE = {char: at for at, char in enumerate(CHARACTERS)}
+ANY = (1 << len(ALL_CHARACTERS)) - 1
+_NOT_ASCII = ANY & ~((1 << PLACE["~"] + 1) - 1)
+_DIGITS = sum(1 << PLACE[digit] for digit in "0123456789")
+
+_MOST_NESTED = 50
+
+# Plain characters without a meaning of their own.
+_TEXT = re.compile(r"[ -#%-',/-9:->@-Z_`a-z~-]+")
+_QUANTIFIER = re.compile(r"[*+?]|\{(?=[\d,])(\d*)(,?)(\d*)\}")
+_GROUP = re.compile(
+    r"\((?:\?(?P<kind>:|P<[A-Za-z_]\w*>|>|=|!|<=|<!|[aimsu]*(?:-[ims]+)?:))?(?!\?)"
+)
+_FLAGS = re.compile(r"\(\?[aimsu]+[):-]")
+# Flags for the whole pattern, back-references, and word boundaries read no character.
+_EMPTY = re.compile(r"\(\?(?:[aimsu]+|P=\w+)\)|\\(?:[bB]|[1-9]\d?(?!\d))")
+_ESCAPE = re.compile(r"\\(?:N\{[^}]*\}|x..|u.{4}|U.{8}|[0-7]{3}|0[0-7]?|.)", re.DOTALL)
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+# `re` warns of these: it may come to read them as operations on sets.
+_SETS_OF_SETS = re.compile(r"\[\[|--|&&|~~|\|\|")
+
+# ("text", characters) | ("set", mask) | ("start",) | ("end",) | ("cat", nodes)
+# | ("alt", nodes) | ("rep", node, least, most or None) | ("ahead", node)
+# | ("behind", node)
+Node = tuple
+
+
+class NotUnderstood(Exception):
+    """The pattern has something that the reader does not know."""
+
+    def __init__(self, reason: str = "it is too complicated to tell") -> None:
+        super().__init__(reason)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tree:
+    """A pattern taken apart.
+
+    Attributes:
+        root: reads everything that `re` reads with the pattern.
+        is_exact: whether it reads nothing else. Look-around, back-references, flags,
+            word boundaries and characters beyond ASCII are not exact.
+        is_foldable: whether its texts stand for themselves, and nothing else in it
+            tells one digit from another.
+    """
+
+    root: Node
+    is_exact: bool
+    is_foldable: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def read(pattern: str) -> Tree:
+    """Reads a pattern that compiles.
+
+    Raises:
+        NotUnderstood: it has comments, conditions, verbose flags, look-behind with
+            choices, or too many groups within each other.
+    """
+    reader = _Reader(pattern)
+    root = reader.alternatives()
+    if reader.at != len(pattern):
+        raise NotUnderstood
+    return Tree(root, reader.is_exact, reader.is_foldable)
+
+
+class _Reader:
+    """Reads a pattern from left to right."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern, self.at, self.depth = pattern, 0, 0
+        self.has_flags = "(?" in pattern and _FLAGS.search(pattern) is not None
+        self.is_exact = self.is_foldable = not self.has_flags
+
+    def alternatives(self) -> Node:
+        branches = [self.sequence()]
+        while self.pattern.startswith("|", self.at):
+            self.at += 1
+            branches.append(self.sequence())
+        return branches[0] if len(branches) == 1 else ("alt", branches)
+
+    def sequence(self) -> Node:
+        pattern, nodes = self.pattern, list[Node]()
+        follows_text = False
+        while self.at < len(pattern) and pattern[self.at] not in "|)":
+            node = self.text() or self.atom()
+            quantifier = _QUANTIFIER.match(pattern, self.at)
+            if quantifier is not None:
+                node = self.repeated(node, quantifier)
+            is_text = node[0] == "text"
+            if is_text and follows_text:
+                nodes[-1] = ("text", nodes[-1][1] + node[1])
+            else:
+                nodes.append(node)
+            follows_text = is_text
+        return nodes[0] if len(nodes) == 1 else ("cat", nodes)
+
+    def text(self) -> Node | None:
+        """Plain characters; one that is repeated is not among them."""
+        plain = None if self.has_flags else _TEXT.match(self.pattern, self.at)
+        if plain is None:
+            return None
+        self.at, text = plain.end(), plain.group()
+        if len(text) > 1 and self.pattern[self.at : self.at + 1] in (
+            "*",
+            "+",
+            "?",
+            "{",
+        ):
+            self.at, text = self.at - 1, text[:-1]
+        return ("text", text)
+
+    def repeated(self, node: Node, quantifier: re.Match[str]) -> Node:
+        self.at = quantifier.end()
+        if self.pattern.startswith("+", self.at):
+            self.is_exact = False  # possessive: it tries less
+            self.at += 1
+        elif self.pattern.startswith("?", self.at):
+            self.at += 1  # lazy: the same paths, in another order
+        usual = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(quantifier.group())
+        if usual is not None:
+            return ("rep", node, *usual)
+        least, comma, most = quantifier.groups()
+        if not least and not most:
+            self.is_exact = self.is_foldable = False  # {,}: some read plain text
+        if not comma:
+            return ("rep", node, int(least), int(least))
+        return ("rep", node, int(least or 0), int(most) if most else None)
+
+    def atom(self) -> Node:
+        pattern, begin = self.pattern, self.at
+        char = pattern[begin]
+        empty = _EMPTY.match(pattern, begin)
+        if empty is not None:
+            self.at, self.is_exact = empty.end(), False
+            self.is_foldable &= empty.group() in (r"\b", r"\B")
+            return ("cat", [])
+        if char == "(":
+            return self.group()
+        if char == "\\":
+            return self.escape()
+        if char == "[":
+            found = _CLASS.match(pattern, begin)
+            if found is None:
+                raise NotUnderstood
+            self.at = found.end()
+            return ("set", self.mask(found.group()))
+        self.at += 1
+        if char in "^$":
+            return ("start",) if char == "^" else ("end",)
+        if char == ".":
+            return ("set", self.mask(char))
+        if char in "{}":
+            self.is_exact = self.is_foldable = False
+        return self.literal(char)
+
+    def group(self) -> Node:
+        opened = _GROUP.match(self.pattern, self.at)
+        if opened is None:
+            raise NotUnderstood
+        self.depth += 1
+        if self.depth > _MOST_NESTED:
+            raise NotUnderstood("it is nested too deeply")
+        self.at = opened.end()
+        node = self.alternatives()
+        self.at += 1
+        self.depth -= 1
+        kind = opened["kind"] or ":"
+        if kind == ":" or kind.startswith("P"):
+            return node
+        self.is_exact = False
+        if kind in ("<=", "<!"):  # of one length: one step, if it may not choose
+            if not is_plain(node):
+                raise NotUnderstood
+            return ("behind", node)
+        return ("ahead", node) if kind in ("=", "!") else node
+
+    def escape(self) -> Node:
+        found = _ESCAPE.match(self.pattern, self.at)
+        assert found is not None  # it compiles
+        escape = found.group()
+        self.at = found.end()
+        if escape in (r"\A", r"\Z"):
+            return ("start",) if escape == r"\A" else ("end",)
+        if escape[1:] in tuple("dDwWsS"):
+            return ("set", self.mask(escape))
+        if escape[1].isalnum():
+            self.is_exact = self.is_foldable = False
+            return ("set", ANY)
+        return self.literal(escape[1])
+
+    def literal(self, char: str) -> Node:
+        if self.has_flags:
+            return ("set", self.mask(re.escape(char)))
+        self.is_exact &= " " <= char <= "~"
+        return ("text", char)
+
+    def mask(self, text: str) -> int:
+        """The characters that a literal, `.`, a class or an escape stands for."""
+        if _SETS_OF_SETS.search(text):
+            self.is_exact = self.is_foldable = False
+            return ANY
+        mask = _mask(text)
+        self.is_foldable &= mask & _DIGITS in (0, _DIGITS)
+        if not text.isascii() or not text.isprintable():
+            self.is_exact = False
+            return ANY
+        if self.has_flags and (len(text) > 2 or text[-1].isalpha() or text == "."):
+            mask |= _mask(text, re.I | re.S) | _mask(text, re.I | re.A) | _NOT_ASCII
+        return mask
+
+
+def is_plain(node: Node) -> bool:
+    """Whether there is one way to read it."""
+    if node[0] == "cat":
+        return all(map(is_plain, node[1]))
+    return node[0] in ("text", "set", "start", "end")
+
+
+@functools.lru_cache(maxsize=512)
+def _mask(text: str, flags: int = 0) -> int:
+    test = re.compile(text, flags)
+    return sum(1 << at for at, c in enumerate(ALL_CHARACTERS) if test.fullmatch(c))
+
+
+# ------------------------------------------------------ what a match needs of a path
+
+
 _DIGIT = re.compile(r"\d")
 # Letters or digits, as many as there are: what is none of both ends a word.
 _WORD = re.compile(r"[^\W\d_]+|\d+")
@@ -23,7 +248,7 @@ _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """What is known of a pattern.
+    """What is known of the paths that a pattern matches.
 
     Attributes:
         understood: whether the pattern sees no digits but those in `chunks`.
@@ -39,64 +264,40 @@ class View:
     chunks: frozenset[str] = frozenset()
 
 
-_UNKNOWN = View(False)
+_UNKNOWN, _NONE = View(False), frozenset[str]()
 
 
 def view_of(pattern: str) -> View:
-    """Reads a pattern that compiles; what is not understood gives an empty View.
+    """The View of a pattern that compiles."""
+    try:
+        tree = read(pattern)
+    except NotUnderstood:
+        return _UNKNOWN
+    if not tree.is_foldable:
+        return _UNKNOWN
+    found = list(_texts(tree.root, True))
+    required = {text: None for text, in_every_match in found if in_every_match}
+    texts = tuple(sorted(required, key=len, reverse=True))
+    words = frozenset([word for text in texts for word in _whole_words(text)])
+    chunks = _NONE
+    if _DIGIT.search(pattern):
+        parts = [part for text, _ in found for part in text.split("/")]
+        chunks = frozenset(filter(_DIGIT.search, parts))
+    return View(True, texts, words, chunks)
 
-    Digits in a quantifier or in the class range `0-9` split nothing. A literal digit
-    does, and goes into `chunks` with the plain characters around it. The texts are the
-    runs of plain characters outside of groups, unless there are several alternatives.
-    """
-    reader = _Reader()
-    depth, at, alternatives = 0, 0, False
-    while at < len(pattern):
-        run = _PLAIN.match(pattern, at)
-        if run is not None:
-            reader.add(run.group(), depth == 0)
-            at = run.end()
-            continue
-        char, width, literal = pattern[at], 1, ""
-        if char == "\\":
-            width = 2
-            escaped = pattern[at + 1]
-            if not escaped.isalnum():
-                literal = escaped
-            elif escaped not in _PLAIN_ESCAPES:
-                return _UNKNOWN  # \1, \x31, \u0031, \N{DIGIT ONE} …
-        elif char == "[":
-            end = class_end(pattern, at)
-            if end is None or not _class_is_blind(pattern[at + 1 : end]):
-                return _UNKNOWN
-            width = end + 1 - at
-        elif char == "{":
-            quantifier = _QUANTIFIER.match(pattern, at)
-            if quantifier is None:
-                return _UNKNOWN
-            reader.split_last()
-            width = len(quantifier.group())
-        elif char == "(":
-            depth += 1
-            if pattern.startswith("(?", at):
-                group = _GROUP.match(pattern, at)
-                if group is None:
-                    return _UNKNOWN  # flags, comments, conditions, back-references
-                width = len(group.group())
-        elif char == ")":
-            depth -= 1
-        elif char == "}":
-            return _UNKNOWN
-        elif char in "*?":
-            reader.split_last()
-        elif char == "|":
-            alternatives = alternatives or depth == 0
-        reader.add(literal, depth == 0)
-        at += width
-    reader.add("", True)
-    texts = () if alternatives else sorted(reader.texts, key=len, reverse=True)
-    words = frozenset(word for text in texts for word in _whole_words(text))
-    return View(True, tuple(texts), words, frozenset(reader.chunks))
+
+def _texts(node: Node, required: bool) -> Iterator[tuple[str, bool]]:
+    """The texts of a tree, each with whether every match holds it."""
+    kind = node[0]
+    if kind == "text":
+        yield node[1], required
+    elif kind in ("cat", "alt"):
+        for part in node[1]:
+            yield from _texts(part, required and kind == "cat")
+    elif kind == "rep":
+        yield from _texts(node[1], required and node[2] > 0)
+    elif kind in ("ahead", "behind"):
+        yield from _texts(node[1], False)
 
 
 def words_of(path: str) -> list[str]:
@@ -114,47 +315,12 @@ def _whole_words(text: str) -> list[str]:
     return _WORD.findall(text)[first is not None : -1 if last else None]
 
 
-class _Reader:
-    """Gathers runs of plain characters."""
-
-    def __init__(self) -> None:
-        self.run, self.texts = "", set[str]()
-        self.chunk, self.chunks = "", set[str]()
-
-    def add(self, literal: str, required: bool) -> None:
-        """Takes the next plain characters, or `""` for anything else."""
-        if literal and required:
-            self.run += literal
-        elif self.run:
-            self.texts.add(self.run)
-            self.run = ""
-        if not literal:
-            self._end_chunk()
-            return
-        first, *others = literal.split("/")
-        self.chunk += first
-        for part in others:
-            self._end_chunk()
-            self.chunk = part
-
-    def split_last(self) -> None:
-        """A quantifier: the last character may be absent, so it stands alone."""
-        self.run = self.run[:-1]
-        last, self.chunk = self.chunk[-1:], self.chunk[:-1]
-        self._end_chunk()
-        self.chunk = last
-
-    def _end_chunk(self) -> None:
-        if self.chunk and _DIGIT.search(self.chunk):
-            self.chunks.add(self.chunk)
-        self.chunk = ""
-
-
 class Folding:
     """Folds the digits of a part of a path, where no pattern can tell them apart.
 
-    A part that holds one of the chunks is kept; in all others every ASCII digit becomes
-    one digit, such that no chunk comes into being. So a chunk occurs in the folded path
+    Where none can, `layers/17/kernel` and `layers/42/kernel` are one question. A part
+    that holds one of the chunks is kept; in all others every ASCII digit becomes one
+    digit, such that no chunk comes into being. So a chunk occurs in the folded path
     just where it occurs in the path, and every understood pattern gives one answer.
 
     Args:
@@ -198,48 +364,3 @@ def key_chunks(key: str, chunks: Iterable[str]) -> set[str]:
         for part in key.split("/")
         if _DIGIT.search(part) and not any(chunk in part for chunk in chunks)
     }
-
-
-def class_end(pattern: str, start: int) -> int | None:
-    """Position of the `]` that closes the class opened at `start`."""
-    at = start + 1
-    if pattern.startswith("^", at):
-        at += 1
-    if pattern.startswith("]", at):
-        at += 1
-    while at < len(pattern):
-        if pattern[at] == "\\":
-            at += 2
-        elif pattern[at] == "]":
-            return at
-        else:
-            at += 1
-    return None
-
-
-def _class_is_blind(body: str) -> bool:
-    """Whether a character class holds all digits or none.
-
-    A range whose ends are no digits holds all of them or none, as the digits are
-    neighbours; so only a digit, other than in `0-9`, can split them.
-    """
-    at = 0
-    while at < len(body):
-        if body.startswith("0-9", at):
-            at += 3
-            continue
-        for end in (False, True):
-            char = body[at : at + 1]
-            if char == "\\":
-                char = body[at + 1]
-                if char.isalnum() and char not in _PLAIN_ESCAPES:
-                    return False
-                at += 1
-            elif char.isdigit():
-                return False
-            at += 1
-            # A "-" with something behind it makes a range: read its other end too.
-            if end or body[at : at + 1] != "-" or at + 1 >= len(body):
-                break
-            at += 1
-    return True

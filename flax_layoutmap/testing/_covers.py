@@ -6,11 +6,11 @@ from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, ResolveError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._lint.groups import NUMBER, groups, suggested
-from flax_layoutmap._lint.lint import is_spared, lint, problems
+from flax_layoutmap._lint.findings import NUMBER, groups, suggested
+from flax_layoutmap._lint.lint import Ignored, lint
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
-from flax_layoutmap._rules.rules import Matcher, Rule, RuleSet
+from flax_layoutmap._rules.rules import RuleSet
 
 # What else there is to say of leaves that a ResolveError names: the sizes that fit.
 _HINTS = ("LM103", "LM104", "LM108")
@@ -37,7 +37,7 @@ def assert_covers(
         layout_map: a `LayoutMap` or a `RuleSet`.
         meshes: what `DeviceMesh.abstract` takes (`"data=16,model=16"`), or meshes.
         max_replicated: share (0 to 1) of the bytes.
-        ignore: as for `flm.check`: codes, and patterns of paths.
+        ignore: as for `flm.lint`: codes, and patterns of paths.
 
     Raises:
         AssertionError: something is wrong; the message lists all of it, by mesh.
@@ -88,8 +88,10 @@ def _wrong_on(
     except LayoutError as error:
         yield str(error)
         return
-    yield from problems(resolution, most, ignore, "warning")
-    yield from _left_to_chance(resolution, ignore)
+    found = lint(resolution, max_replicated=most, ignore=ignore)
+    yield from found.problems("warning")
+    told = {issue.path for issue in found if issue.code == "LM102"}
+    yield from _left_to_chance(resolution, told, Ignored(ignore))
 
 
 def _alike(problems: Iterable[str]) -> Iterator[str]:
@@ -116,21 +118,18 @@ def _sizes_that_fit(tree: Any, rules: RuleSet) -> Iterator[str]:
             yield f"{issue.path}: {issue.fix}  ({issue.code})"
 
 
-def _left_to_chance(resolution: Resolution, ignore: list[str]) -> Iterator[str]:
-    """Matrices that no rule matches, however small."""
-    if not resolution.rules.rules or "LM102" in ignore:
+def _left_to_chance(
+    resolution: Resolution, told: set[str | None], ignored: Ignored
+) -> Iterator[str]:
+    """Matrices that no rule matches, however small; those told of are left out."""
+    if not resolution.rules.rules or "LM102" in ignored.codes:
         return
-    told = {issue.path for issue in lint(resolution) if issue.code == "LM102"}
-    spared = Matcher([Rule(text, None) for text in ignore], "search")
     for group in groups(resolution, lambda row: row.reason == "no rule", "parameter"):
-        shape = resolution.shapes[group.at]
-        if (
-            len(shape) > 1
-            and group.path not in told
-            and not is_spared(resolution, group.path, spared)
-        ):
-            fix = suggested(resolution, group.path, shape)
-            yield f"{group.named(resolution)}: matched by no rule\n    fix: {fix}"
+        if len(group.shape) < 2 or group.path in told:
+            continue
+        if not ignored.is_about(resolution, group.path):
+            fix = suggested(resolution, group.path, group.shape)
+            yield f"{group}: matched by no rule\n    fix: {fix}"
 
 
 def _listed(wrong: dict[str, list[str]], meshes: int) -> str:

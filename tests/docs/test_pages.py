@@ -26,10 +26,10 @@ from helpers import ROOT, run_python
 
 import flax_layoutmap as flm
 from flax_layoutmap._core.topologies import GENERATIONS
+from flax_layoutmap._lint.lint import CODES
 from flax_layoutmap._rules import pattern_cost as _pattern_cost
 from flax_layoutmap._rules import rules_file as _rules_file
 from flax_layoutmap._rules import rules_values as _rules_values
-from flax_layoutmap._rules.issues import CODES
 
 DOCS = ROOT / "docs"
 FILES = {path.stem: path for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}

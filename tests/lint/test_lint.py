@@ -17,9 +17,9 @@ import pytest
 from flax import nnx
 
 import flax_layoutmap as flm
-from flax_layoutmap._rules.issues import CODES
+from flax_layoutmap._lint.lint import CODES
+from flax_layoutmap._lint.report import LintReport
 
-Issues = tuple[flm.Issue, ...]
 MESH = flm.DeviceMesh.abstract("data=2,model=4")
 
 
@@ -33,15 +33,15 @@ def mapped(rules: Any = (), mesh: Any = MESH, **options: Any) -> flm.LayoutMap:
     return flm.LayoutMap.from_rules(rules, mesh, **options)
 
 
-def alone(rules: Any, **options: Any) -> Issues:
+def alone(rules: Any, **options: Any) -> LintReport:
     return flm.lint(mapped(rules, **options))
 
 
-def on(tree: Any, rules: Any, *, tile: Any = None, **options: Any) -> Issues:
+def on(tree: Any, rules: Any, *, tile: Any = None, **options: Any) -> LintReport:
     return flm.lint(mapped(rules, **options).resolve(tree), tile=tile)
 
 
-def unfit(tree: Any, rules: Any, mesh: str, **options: Any) -> Issues:
+def unfit(tree: Any, rules: Any, mesh: str, **options: Any) -> LintReport:
     """What lint says of what resolving refuses."""
     with pytest.raises(flm.errors.ResolveError) as caught:
         mapped(rules, mesh, **options).resolve(tree)
@@ -57,16 +57,16 @@ MLP_RULES = [("up/kernel", (None, "model")), ("down/kernel", ("model", None))]
 LAYERS = {f"layers_{number}": MLP for number in range(3)}
 
 
-def wrong_mesh() -> Issues:
+def wrong_mesh() -> LintReport:
     rule = flm.Rule("up/kernel", (None, "modle"))
     return flm.lint(flm.RuleSet((rule,), mesh=MESH, batch=("data",)))
 
 
-def wrong_batch() -> Issues:
+def wrong_batch() -> LintReport:
     return flm.lint(flm.RuleSet((), mesh=MESH, batch=("date",)))
 
 
-def training(state: Any, optimizer: Any = ()) -> Issues:
+def training(state: Any, optimizer: Any = ()) -> LintReport:
     layout_map = mapped(MLP_RULES)
     layout_map.optimizer.update(optimizer)
     return flm.lint(layout_map.resolve({"params": MLP, "opt_state": state}))
@@ -89,18 +89,23 @@ HEADS = [("(query|key|value)/kernel", (None, "model", None))]
 SKIP = flm.Rule("kernel", ("model", None), rank="skip")
 
 
-def ranks_of_state(axes: tuple[Any, ...]) -> Issues:
+def ranks_of_state(axes: tuple[Any, ...]) -> LintReport:
     layout_map = mapped([("kernel", ("model", None))])
     layout_map.optimizer["kernel"] = axes
     return flm.lint(layout_map)
 
 
+def replicated_share(tree: Any, most: float, **options: Any) -> LintReport:
+    resolution = mapped([("down", ("model", None))], **options).resolve(tree)
+    return flm.lint(resolution, max_replicated=most)
+
+
 class Case(NamedTuple):
     """What provokes a finding, the finding, and what is much like it and quiet."""
 
-    provoke: Callable[[], Issues]
+    provoke: Callable[[], LintReport]
     text: str
-    quiet: Callable[[], Issues]
+    quiet: Callable[[], LintReport]
 
 
 CASES: dict[str, Case] = {
@@ -480,6 +485,15 @@ CASES: dict[str, Case] = {
         'layout, rank="skip")',
         lambda: on(MLP, [SKIP]),
     ),
+    "LM115": Case(
+        lambda: replicated_share(LAYERS, 0.02),
+        "LM115 error: every device of mesh data=2,model=4 holds 50.0% of the bytes in "
+        "full, more than max_replicated=2.0%; the largest:\n"
+        "    layers_0/up/kernel (64,256) and 2 more alike: 50.0%, no rule\n"
+        "  fix: layout_map[\"up/kernel\"] = (None, 'model')  # or None: replicated, on "
+        "purpose",
+        lambda: replicated_share(LAYERS, 0.5),
+    ),
     "LM114, two rules": Case(
         lambda: unfit(
             MLP, [("up", (None, "model")), ("kernel", None)], "model=2", overlap="error"
@@ -617,7 +631,8 @@ def test_a_model_in_good_order_has_no_findings() -> None:
     for mesh in ("data=2,model=4", "data=8,model=4", "data=1,model=1"):
         found = on(training, rules, mesh=mesh, overlap="error")
         assert [str(issue) for issue in found] == []
-    assert flm.check(mapped(rules).resolve(training)).unmatched == ()
+    resolution = mapped(rules).resolve(training)
+    assert not flm.lint(resolution, max_replicated=0.02) and not resolution.unmatched
 
 
 def test_a_fully_sharded_model_looks_swapped_to_nobody() -> None:
@@ -704,11 +719,11 @@ def test_annotations_that_shard_nothing() -> None:
 def test_the_order_and_the_text() -> None:
     found = on(LAYERS, [("^/", None), ("down", ("model", None))])
     assert [issue.code for issue in found] == ["LM006", "LM102"]
-    text = flm.format_issues(found)
+    text = str(found)
     assert text.splitlines()[-1] == "1 error, 1 warning"
     assert "\n  see: docs/lint.md#lm102\n" in text
-    assert flm.format_issues(()) == "no findings"
-    assert flm.format_issues(wrong_mesh() * 2).endswith("2 errors")
+    assert str(LintReport()) == "no findings"
+    assert str(LintReport([*wrong_mesh()] * 2)).endswith("2 errors")
 
 
 def test_what_pairs_may_hold() -> None:
@@ -728,48 +743,49 @@ def test_tiles_of_other_hardware() -> None:
     assert [issue.code for issue in flm.lint(on_one, tile="tpu")] == ["LM109"]
 
 
-# ------------------------------------------------------------------------- check
+# ------------------------------------------------------------------------ reports
 
 
-def test_check_returns_what_is_in_order() -> None:
-    resolution = mapped(MLP_RULES).resolve(MLP)
-    assert flm.check(resolution) is resolution
-
-
-def test_check_counts_what_is_replicated() -> None:
-    resolution = mapped([("down", ("model", None))]).resolve(LAYERS)
+def test_what_counts_stops_a_program() -> None:
+    flm.lint(mapped(MLP_RULES).resolve(MLP), max_replicated=0.02).raise_if_any("info")
+    report = on(MLP, [("^/", None), ("zzz", None), *MLP_RULES])
     with pytest.raises(flm.errors.ResolveError) as caught:
-        flm.check(resolution)
-    assert str(caught.value) == (
-        "1 problem in the layout:\n"
-        "  - replicated: every device of mesh data=2,model=4 holds 50.0% of the bytes "
-        "in full, more than max_replicated=2.0%; the largest:\n"
-        "      layers_0/up/kernel (64,256) and 2 more alike: 50.0%, no rule\n"
-        "    fix: layout_map[\"up/kernel\"] = (None, 'model')  # or None: replicated, "
-        "on purpose"
-    )
-    assert flm.check(resolution, max_replicated=0.5) is resolution
-    assert flm.check(resolution, ignore="up/") is resolution
-    assert flm.check(resolution.on(flm.DeviceMesh.abstract("model=1")))
-
-
-def test_check_counts_errors_and_more_if_asked() -> None:
-    resolution = mapped([("^/", None), ("zzz", None), *MLP_RULES]).resolve(MLP)
-    with pytest.raises(flm.errors.ResolveError) as caught:
-        flm.check(resolution)
+        report.raise_if_any()
     (problem,) = caught.value.problems
     assert problem.startswith("LM006 error: rule 1 '^/'")
-    assert flm.check(resolution, ignore=["LM006"]) is resolution
     with pytest.raises(flm.errors.ResolveError) as caught:
-        flm.check(resolution, level="warning")
+        report.raise_if_any("warning")
     assert [text[:5] for text in caught.value.problems] == ["LM006", "LM101"]
+    assert list(caught.value.problems) == report.problems("warning")
+    assert str(caught.value).startswith("2 problems in the layout:\n  - LM006 error: ")
+    with pytest.raises(flm.errors.ResolveError, match="LM006"):
+        alone([("^/", None)]).raise_if_any()
 
 
-def test_check_of_what_is_alike_by_path() -> None:
-    resolution = mapped(MLP_RULES).resolve({**LAYERS, "table": struct(64, 512)})
-    with pytest.raises(flm.errors.ResolveError):
-        flm.check(resolution, level="warning")
-    assert flm.check(resolution, level="warning", ignore=["^table$"])
+def test_codes_and_leaves_that_are_ignored() -> None:
+    resolution = mapped([("^/", None), *MLP_RULES]).resolve({**LAYERS, "t": MLP["up"]})
+    assert [i.code for i in flm.lint(resolution)] == ["LM006", "LM102"]
+    assert [i.code for i in flm.lint(resolution, ignore="LM006")] == ["LM102"]
+    assert flm.lint(resolution, ignore=["LM006", "^t/"]) == []
+    assert not flm.lint(resolution.rules, ignore=["LM006"])
+    replicated = mapped([("down", ("model", None))]).resolve(LAYERS)
+    for ignore in ("up/", "LM115"):
+        flm.lint(replicated, max_replicated=0.02, ignore=ignore).raise_if_any()
+    on_one = replicated.on(flm.DeviceMesh.abstract("model=1"))
+    assert not flm.lint(on_one, max_replicated=0.02)
+
+
+def test_a_report_is_a_sequence() -> None:
+    report = on(LAYERS, [("^/", None), ("down", ("model", None))])
+    first, second = report
+    assert (len(report), report[0], report[-1]) == (2, first, second)
+    assert report == [first, second] and report == (first, second)
+    assert report[1:] == [second] and report != [second, first] and report != "LM006"
+    assert first in report and report.index(second) == 1
+    assert hash(report) == hash(on(LAYERS, [("^/", None), ("down", ("model", None))]))
+    assert pickle.loads(pickle.dumps(report)) == report
+    assert repr(report) == str(report) and not LintReport() and LintReport() == []
+    assert LintReport([second, first]) == report  # errors come first
 
 
 # ----------------------------------------------------------------- assert_covers
@@ -924,46 +940,12 @@ def test_a_rule_that_another_ones_key_answers_for_is_overridden() -> None:
     assert (issue.code, issue.pattern) == ("LM007", "^up")
 
 
-# ---------------------------------------------------- texts that nobody has read yet
-
-
-def unread() -> flm.Issue:
-    return on(MLP, [*MLP_RULES, (".*/wide/kernel", (None, "model"))])[0]
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda issue: pickle.loads(pickle.dumps(issue)),
-        copy.copy,
-        copy.deepcopy,
-        dataclasses.replace,
-        lambda issue: issue,
-    ],
-)
-def test_findings_are_values_before_they_are_read(
-    read: Callable[[flm.Issue], flm.Issue],
-) -> None:
-    """The text of a finding that a rule set may have many of is written when read."""
-    expected = unread()
-    assert expected.message.startswith("rule 3 '.*/wide/kernel' → (None, 'model')")
-    found = read(unread())
-    assert (found, hash(found), repr(found), str(found)) == (
-        expected,
-        hash(expected),
-        repr(expected),
-        str(expected),
-    )
-    assert dataclasses.asdict(read(unread())) == dataclasses.asdict(expected)
-    assert read(unread()).fix == expected.fix
-
-
-def test_findings_have_no_other_attributes() -> None:
-    text = "'Issue' object has no attribute 'mesage'"
-    with pytest.raises(AttributeError, match=text):
-        _ = unread().mesage  # pyright: ignore[reportAttributeAccessIssue]
+def test_issues_are_values() -> None:
+    (issue,) = on(MLP, [*MLP_RULES, ("wide/kernel", None)])
+    assert pickle.loads(pickle.dumps(issue)) == issue == dataclasses.replace(issue)
+    assert len({issue, copy.copy(issue)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
-        unread().message = ""  # pyright: ignore[reportAttributeAccessIssue]
+        issue.message = ""  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ------------------------------------- much on each device, little of all the bytes

@@ -117,7 +117,7 @@ def drawn(name: str) -> Any:
 def linted(name: str) -> str:
     issues = flm.lint(resolved(name))
     assert issues
-    return flm.format_issues(issues)
+    return str(issues)
 
 
 def planned(name: str) -> Any:
@@ -149,7 +149,9 @@ TEXTS: dict[str, Callable[[str], str]] = {
     "diff, shown": lambda name: shown(compared(name), is_terminal=False),
     "diff in colours": lambda name: shown(compared(name), is_terminal=True),
     "lint": linted,
-    "check": lambda name: problem(lambda: flm.check(resolved(name))),
+    "check": lambda name: problem(
+        lambda: flm.lint(resolved(name), max_replicated=0.02).raise_if_any()
+    ),
     "plan": lambda name: planned(name).report(),
     "plan in colours": lambda name: shown(planned(name), is_terminal=True),
     "mesh": lambda name: str(flm.DeviceMesh.abstract((2,), (name,))),

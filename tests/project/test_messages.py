@@ -1449,41 +1449,43 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         'tile must be (rows, columns), such as (8, 128), or "tpu", got (8, 0)',
     ),
-    "check: no Resolution": Case(
-        lambda: flm.check(cast(Any, mapped())),
+    "lint: no Resolution": Case(
+        lambda: flm.lint(mapped(), max_replicated=0.02),
         flm.errors.RuleError,
-        "check(resolution) needs a Resolution, got a LayoutMap; make one: "
+        "max_replicated needs a Resolution, got a LayoutMap; make one: "
         "layout_map.resolve(model)",
     ),
-    "check: no level": Case(
-        lambda: flm.check(fit({}, {"w": struct(8)}), level=cast(Any, "warn")),
+    "lint: no level": Case(
+        lambda: flm.lint(mapped()).raise_if_any(cast(Any, "warn")),
         flm.errors.RuleError,
         "level must be one of ('error', 'warning', 'info'), got 'warn'; did you mean "
         "'warning'?",
     ),
-    "check: no code": Case(
-        lambda: flm.check(fit({}, {"w": struct(8)}), ignore=["LM999"]),
+    "lint: no code": Case(
+        lambda: flm.lint(mapped(), ignore=["LM999"]),
         flm.errors.RuleError,
         "there is no code LM999; did you mean 'LM109'?",
     ),
-    "check: no share": Case(
-        lambda: flm.check(fit({}, {"w": struct(8)}), max_replicated=-1),
+    "lint: no share": Case(
+        lambda: flm.lint(fit({}, {"w": struct(8)}), max_replicated=-1),
         flm.errors.RuleError,
         "max_replicated is a share, 0 to 1; got -1",
     ),
-    "check: ignore is no text": Case(
-        lambda: flm.check(fit({}, {"w": struct(8)}), ignore=cast(Any, [3])),
+    "lint: ignore is no text": Case(
+        lambda: flm.lint(mapped(), ignore=cast(Any, [3])),
         flm.errors.RuleError,
         "ignore takes codes and patterns of paths, got 3",
     ),
-    "check: too much is replicated": Case(
-        lambda: flm.check(
-            fit({"w": (None, "model")}, {"w": struct(8, 8), "v": struct(8, 8)})
-        ),
+    "lint: too much is replicated": Case(
+        lambda: flm.lint(
+            fit({"w": (None, "model")}, {"w": struct(8, 8), "v": struct(8, 8)}),
+            max_replicated=0.02,
+        ).raise_if_any(),
         flm.errors.ResolveError,
-        "1 problem in the layout:\n  - replicated: every device of mesh data=2,model=4 "
-        "holds 50.0% of the bytes in full, more than max_replicated=2.0%; the largest:"
-        "\n      v (8,8): 50.0%, no rule\n    fix: layout_map[\"v\"] = (None, 'model')"
+        "1 problem in the layout:\n  - LM115 error: every device of mesh "
+        "data=2,model=4 holds 50.0% of the bytes in full, more than "
+        "max_replicated=2.0%; the largest:\n      v (8,8): 50.0%, no rule\n"
+        "    fix: layout_map[\"v\"] = (None, 'model')"
         "  # or None: replicated, on purpose",
     ),
 }

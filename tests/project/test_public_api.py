@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 
 CLASSES = [
     "DeviceMesh",
-    "Issue",
     "LayoutError",
     "LayoutMap",
     "LayoutWarning",
@@ -29,12 +28,10 @@ CLASSES = [
 ]
 FUNCTIONS = [
     "activation_scope",
-    "check",
     "create",
     "create_optimizer",
     "distribute_batch",
     "distribute_tensor",
-    "format_issues",
     "jit",
     "layout_map_scope",
     "lint",

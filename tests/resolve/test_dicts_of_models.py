@@ -240,9 +240,10 @@ def test_leaves_to_ignore_are_named_in_any_form(names: tuple[str, str]) -> None:
     layout_map["down/kernel"] = (None, "model")
     resolution = layout_map.resolve(make(names))
     with pytest.raises(flm.errors.ResolveError):
-        flm.check(resolution, level="warning")
+        flm.lint(resolution).raise_if_any("warning")
     for ignore in (["^up/kernel"], [f"^{name}/up/kernel" for name in names]):
-        flm.check(resolution, level="warning", ignore=ignore)
+        report = flm.lint(resolution, max_replicated=0.02, ignore=ignore)
+        report.raise_if_any("warning")
         flm.testing.assert_covers(
             make(names), layout_map, ["data=2,model=4"], ignore=ignore
         )

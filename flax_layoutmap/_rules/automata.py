@@ -1,4 +1,4 @@
-"""Which paths a regular expression can match at all: patterns read as automata.
+"""Patterns as automata: what a regular expression can match, over all paths.
 
 For questions that no single path answers: can a pattern match any path, does it match
 every path that another one matches, which path tells them apart. Where a pattern is not
@@ -6,40 +6,28 @@ understood, or it would take too long, the answer is None, never a guess.
 """
 
 import functools
-import itertools
-import re
 from collections.abc import Iterator
 from typing import Literal
 
-from flax_layoutmap._rules.pattern_tree import (
+from flax_layoutmap._rules.patterns import (
+    ANY,
     CHARACTERS,
     PLACE,
-    WORD,
     Node,
     NotUnderstood,
-    parse,
-    shape_of,
+    read,
 )
 
 Mode = Literal["search", "match", "fullmatch"]
 
 _ALL = (1 << len(CHARACTERS)) - 1
 _SLASH = 1 << PLACE["/"]
-# A witness is written with the first of these that fits.
+# An example is written with the first of these that fits.
 _PREFERRED = [*"xkernalbiup0123456789_-.", *CHARACTERS]
 
-# Subsets of states visited by one search.
+# Sets of states visited by one search, and characters of an example.
 _MOST_STEPS = 4_000
-
-_ANCHORED = re.compile(r"\^|\\A")
-_LITERAL = re.compile(r"[\w/\-]*", re.ASCII)
-
-# No path that is made up has more characters.
 _LONGEST = 10_000
-
-# Characters that no pattern holds which is understood: one for each word of a shape.
-_FIRST_MARK = 0xE000
-_MARK = re.compile(r"[\uE000-\U0010FFFF]")
 
 
 class Automaton:
@@ -50,6 +38,7 @@ class Automaton:
         free: state → (next state, where: `""`, `"start"` or `"end"`), without reading.
         first: the first state.
         last: the accepting state.
+        settled: states after which the path is matched, whatever follows, as bits.
     """
 
     most_states = 400
@@ -62,9 +51,7 @@ class Automaton:
         begin = self._loop(self.first) if mode == "search" else self.first
         end = self._build(node, begin)
         self.last = end if mode == "fullmatch" else self._loop(end)
-        # Whatever comes after these states, the path is matched.
         self.settled = 0 if mode == "fullmatch" else 1 << self.last
-        self._ending = self._leading_to_the_end()
         self._closed: dict[int, int] = {}
         self._read: dict[tuple[int, int], int] = {}
 
@@ -77,19 +64,16 @@ class Automaton:
 
     def _loop(self, start: int) -> int:
         """A state behind `start` that reads anything, and what comes after it."""
-        again, after = self._state(), self._state()
-        self.free[start] += [(again, ""), (after, "")]
-        back = self._state()
-        self.steps[again] = (_ALL, back)
-        self.free[back] += [(again, ""), (after, "")]
-        return after
+        return self._build(("rep", ("set", ANY), 0, None), start)
 
     def _build(self, node: Node, start: int) -> int:
         """Adds the states of a node behind `start`; the state at its end."""
         kind = node[0]
         if kind == "text":
             for char in node[1]:
-                start = self._build(("set", 1 << PLACE[char]), start)
+                known = char.isascii() and char in PLACE
+                mask = 1 << PLACE[char] if known else ANY
+                start = self._build(("set", mask), start)
             return start
         if kind == "set":
             begin, end = self._state(), self._state()
@@ -104,10 +88,17 @@ class Automaton:
             for part in node[1]:
                 start = self._build(part, start)
             return start
+        if kind == "behind":
+            return start
         end = self._state()
         if kind == "alt":
             for branch in node[1]:
                 self.free[self._build(branch, start)].append((end, ""))
+            return end
+        if kind == "ahead":
+            inside = self._state()
+            self._build(node[1], inside)  # it leads nowhere
+            self.free[start] += [(inside, ""), (end, "")]
             return end
         _, inner, least, most = node
         if max(least, most or 0) > self.most_states:
@@ -125,35 +116,28 @@ class Automaton:
         self.free[start].append((end, ""))
         return end
 
-    def _leading_to_the_end(self) -> int:
+    @functools.cached_property
+    def _ending(self) -> int:
         """All states from which nothing need be read before a path may end."""
-        before: list[list[int]] = [[] for _ in self.free]
-        for state, edges in enumerate(self.free):
-            for after, where in edges:
-                if where != "start":
-                    before[after].append(state)
-        found, queue = 1 << self.last, [self.last]
-        while queue:
-            for state in before[queue.pop()]:
-                if not found >> state & 1:
-                    found |= 1 << state
-                    queue.append(state)
-        return found
+        return sum(
+            1 << state
+            for state in range(len(self.free))
+            if self._opened(state, ("", "end")) >> self.last & 1
+        )
 
-    def _opened(self, state: int, at_start: bool) -> int:
+    def _opened(self, state: int, where: tuple[str, ...] = ("",)) -> int:
         """All states that one leads to without reading a character."""
         found, queue = 1 << state, [state]
         while queue:
-            for after, where in self.free[queue.pop()]:
-                if where == "" or (where == "start" and at_start):
-                    if not found >> after & 1:
-                        found |= 1 << after
-                        queue.append(after)
+            for after, place in self.free[queue.pop()]:
+                if place in where and not found >> after & 1:
+                    found |= 1 << after
+                    queue.append(after)
         return found
 
     def start(self) -> int:
         """The states before the first character."""
-        return self._opened(self.first, True)
+        return self._opened(self.first, ("", "start"))
 
     def read(self, states: int, char: int) -> int:
         """The states after one more character (a mask of one class)."""
@@ -165,7 +149,7 @@ class Automaton:
                 step = self.steps[state]
                 if step is not None and step[0] & char:
                     if step[1] not in self._closed:
-                        self._closed[step[1]] = self._opened(step[1], False)
+                        self._closed[step[1]] = self._opened(step[1])
                     known |= self._closed[step[1]]
             self._read[key] = known
         return known
@@ -184,101 +168,12 @@ class Automaton:
 def automaton(pattern: str, mode: Mode) -> Automaton | None:
     """The automaton of a pattern that compiles; None if it is not understood."""
     try:
-        return Automaton(parse(pattern), mode)
-    except (NotUnderstood, RecursionError):
+        tree = read(pattern)
+        return Automaton(tree.root, mode) if tree.is_exact else None
+    except NotUnderstood:
         return None
 
 
-def sample(pattern: str, mode: Mode) -> tuple[str | None, bool]:
-    """A path that the pattern may well match, and whether it surely does; at once.
-
-    It is not the pattern itself, so that no exact key answers for it. None where none
-    is found: `witness` then knows.
-    """
-    shape, words = shape_of(pattern)
-    template, is_sure = _template(shape, mode)
-    return (None if template is None else template.format(*words)), is_sure
-
-
-@functools.lru_cache(maxsize=1024)
-def _template(shape: str, mode: Mode) -> tuple[str | None, bool]:
-    """What `str.format` makes a sample of, of the words of a pattern of this shape."""
-    try:
-        node = parse(shape)
-        text = _written(_marked(node, map(chr, itertools.count(_FIRST_MARK))))
-    except (NotUnderstood, RecursionError):
-        return None, False
-    is_own = _MARK.sub(WORD, text) == shape  # the pattern itself
-    if mode == "search" and (text.startswith("/") or is_own):
-        text = f"x/{text.removeprefix('/')}"
-    if mode != "fullmatch" and (text.endswith("/") or (mode == "match" and is_own)):
-        text += "x"
-    if _if_path(text) is None:
-        return None, False
-    escaped = text.replace("{", "{{").replace("}", "}}")
-    template = _MARK.sub(lambda mark: f"{{{ord(mark[0]) - _FIRST_MARK}}}", escaped)
-    return template, not _has_anchors(node)
-
-
-def _marked(node: Node, marks: Iterator[str]) -> Node:
-    """The tree of a shape with another mark for each word, in the order of the text."""
-    if node[0] == "text":
-        return "text", re.sub(WORD, lambda _: next(marks), node[1])
-    if node[0] in ("cat", "alt"):
-        return node[0], [_marked(part, marks) for part in node[1]]
-    return (node[0], _marked(node[1], marks), *node[2:]) if node[0] == "rep" else node
-
-
-def _has_anchors(node: Node) -> bool:
-    if node[0] in ("cat", "alt"):
-        return any(map(_has_anchors, node[1]))
-    return node[0] in ("start", "end") or (node[0] == "rep" and _has_anchors(node[1]))
-
-
-def other_sample(pattern: str, mode: Mode) -> str | None:
-    """A path that the pattern may match, and that is as unlike `sample` as can be."""
-    try:
-        text = _written(parse(pattern), last=True)
-    except (NotUnderstood, RecursionError):
-        return None
-    # Within names that go on, but for what is anchored.
-    first = "" if mode != "search" or _ANCHORED.match(pattern) else "z"
-    last = "" if mode == "fullmatch" or pattern.endswith(("$", r"\Z")) else "z"
-    return _if_path(f"{first}{text}{last}")
-
-
-def _if_path(text: str) -> str | None:
-    is_path = text and text[0] != "/" != text[-1] and "//" not in text
-    return text if is_path else None
-
-
-def is_literal(pattern: str) -> bool:
-    """Whether a pattern is found just where its own text is."""
-    return _LITERAL.fullmatch(pattern) is not None
-
-
-def _written(node: Node, *, last: bool = False) -> str:
-    """A text that a node reads: the first branch, as often as it must; or the last."""
-    kind = node[0]
-    if kind == "text":
-        return node[1]
-    if kind == "set":
-        return _one_of(node[1])
-    if kind == "cat":
-        return "".join([_written(part, last=last) for part in node[1]])
-    if kind == "alt":
-        return _written(node[1][-1 if last else 0], last=last)
-    if kind == "rep":
-        # Something that may be absent mostly stands for what is there.
-        times = node[2] if last else max(node[2], node[3] is None)
-        once = _written(node[1], last=last)
-        if len(once) * times > _LONGEST:
-            raise NotUnderstood
-        return once * times
-    return ""
-
-
-@functools.lru_cache(maxsize=4096)
 def witness(pattern: str, mode: Mode) -> str | None:
     """A short path that the pattern matches; `""` if there is none.
 
@@ -355,3 +250,52 @@ def _bits(states: int) -> Iterator[int]:
         low = states & -states
         yield low.bit_length() - 1
         states ^= low
+
+
+# ------------------------------------------------------------ without an automaton
+
+
+def sample(pattern: str, mode: Mode) -> str | None:
+    """A path that the pattern may well match, read off its tree.
+
+    It is not the pattern itself if it need not be, so that no exact key answers for
+    it. None where none is found: `witness` then knows.
+    """
+    try:
+        tree = read(pattern)
+        text = _written(tree.root) if tree.is_exact else ""
+    except NotUnderstood:
+        return None
+    if mode == "search" and (text.startswith("/") or text == pattern):
+        text = f"x/{text.removeprefix('/')}"
+    if mode != "fullmatch" and (text.endswith("/") or text == pattern):
+        text += "x"
+    return text if all(text.split("/")) else None
+
+
+def _written(node: Node) -> str:
+    """A text that a node reads: the first branch, as often as it must be read."""
+    kind = node[0]
+    if kind == "text":
+        return node[1]
+    if kind == "set":
+        return _one_of(node[1])
+    if kind == "cat":
+        return "".join([_written(part) for part in node[1]])
+    if kind == "alt":
+        return _written(node[1][0])
+    if kind == "rep":
+        # Something that may be absent mostly stands for what is there.
+        times, once = max(node[2], node[3] is None), _written(node[1])
+        if len(once) * times > _LONGEST:
+            raise NotUnderstood
+        return once * times
+    return ""
+
+
+def is_literal(pattern: str) -> bool:
+    """Whether a pattern is found just where its own text is."""
+    try:
+        return read(pattern).root == ("text", pattern)
+    except NotUnderstood:
+        return False
