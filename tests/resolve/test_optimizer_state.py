@@ -13,7 +13,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import flax_layoutmap as flm
-from flax_layoutmap._resolve.optimizer_state import origins, owner_of, tagged_dims
+from flax_layoutmap._resolve.origins import Owner, best_origins
+from flax_layoutmap._resolve.stages import Origin
+from flax_layoutmap._resolve.state_dims import owner_of, tagged_dims
 
 Axes = tuple[Any, ...]
 
@@ -775,6 +777,13 @@ def test_owner_of() -> None:
     assert owner_of("0/mu", {"": 1}) == ""
 
 
+def origins(
+    state: dict[str, Any], owners: dict[str, Any], tags: dict[str, Any]
+) -> list[Origin]:
+    known = {path: Owner(path, shape) for path, shape in owners.items()}
+    return best_origins(state, [known], tags)
+
+
 @pytest.mark.parametrize(
     ("shape", "of", "dims", "how"),
     [
@@ -791,12 +800,12 @@ def test_owner_of() -> None:
     ],
 )
 def test_origins_from_shapes_alone(shape: Any, of: Any, dims: Any, how: str) -> None:
-    (origin,) = origins(["0/mu/w"], [shape], {"w": of}, {})
+    (origin,) = origins({"0/mu/w": shape}, {"w": of}, {})
     assert (origin.owner, origin.dims, origin.how) == ("w", dims, how)
 
 
 def test_a_leaf_of_no_parameter() -> None:
-    (origin,) = origins(["0/history"], [(8,)], {"w": (8,)}, {})
+    (origin,) = origins({"0/history": (8,)}, {"w": (8,)}, {})
     assert (origin.owner, origin.dims) == (None, None)
     assert origin.how == "belongs to no parameter"
 
@@ -804,15 +813,15 @@ def test_a_leaf_of_no_parameter() -> None:
 def test_parameters_below_a_prefix_that_the_state_does_not_know() -> None:
     """As those of `optax.lookahead`, which makes its state from one of two copies."""
     owners = {"fast/w": (8,), "slow/w": (8,), "fast/b": (4,), "slow/b": (4,)}
-    paths = ["key", "fast_state/mu/b", "fast_state/mu/w"]
-    key, _, w = origins(paths, [(2,), (4,), (8,)], owners, {})
+    state = {"key": (2,), "fast_state/mu/b": (4,), "fast_state/mu/w": (8,)}
+    key, _, w = origins(state, owners, {})
     assert (w.owner, w.others, w.dims) == ("fast/w", ("slow/w",), (0,))
     assert key.owner is None
 
 
 def test_a_trace_of_other_shapes_is_not_believed() -> None:
     tags = {"0/mu/w": ((4, 4), (1, 0))}
-    (origin,) = origins(["0/mu/w"], [(8, 8)], {"w": (8, 8)}, tags)
+    (origin,) = origins({"0/mu/w": (8, 8)}, {"w": (8, 8)}, tags)
     assert origin.dims == (0, 1)
 
 

@@ -19,8 +19,8 @@ from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._resolve.optimizer_state import Origin
 from flax_layoutmap._resolve.resolve import resolve_with_origins
+from flax_layoutmap._resolve.stages import Origin
 
 P = PartitionSpec
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
