@@ -16,7 +16,7 @@ import numpy as np
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.layout import TensorLayout, normal_spec
 from flax_layoutmap._core.mesh import same_grid, same_places
-from flax_layoutmap._resolve.adapters import lay_adapter
+from flax_layoutmap._resolve.kernels import lay_adapter, lay_scales
 from flax_layoutmap._resolve.lay import (
     CONFLICT_FIX,
     Layer,
@@ -28,7 +28,6 @@ from flax_layoutmap._resolve.lay import (
     show_rank,
 )
 from flax_layoutmap._resolve.metadata import Mark, mesh_axes
-from flax_layoutmap._resolve.scales import lay_scales
 from flax_layoutmap._resolve.stages import Match, Matches, Origin
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -59,7 +58,7 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     for at in origins.adapters:
         rows[at] = lay_adapter(layer, matches, rows, at)
     lay_scales(layer, leaves, rows)
-    for at, layout in leaves.given.items():
+    for at, layout in leaves.layouts.items():
         rows[at] = _given(layout, leaves.shapes[at])
     live = _on_the_grid(leaves.live, rules)
     for at, origin in enumerate(state):

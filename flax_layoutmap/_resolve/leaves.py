@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.layout import TensorLayout
@@ -13,6 +14,7 @@ from flax_layoutmap._resolve.metadata import mark_of
 from flax_layoutmap._resolve.stages import Leaves
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import plain_tree
+from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
 from flax_layoutmap._tree.paths import Flat, Section
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -36,7 +38,24 @@ def leaves_of(flat: Flat, tree: Any) -> Leaves:
         for at in range(section.start, section.stop)
         if isinstance(getattr(flat.leaves[at], "sharding", None), NamedSharding)
     }
-    return Leaves(without_arrays(flat), shapes, dtypes, treedef, others, live)
+    nodes = [section.node for section in flat.sections]
+    modules = []
+    if any(node is not None for node in nodes):
+        modules = [
+            node
+            for node in jax.tree.leaves(tree, is_leaf=is_nnx_object)
+            if is_nnx_object(node) and not hasattr(node, "opt_state")
+        ]
+    return Leaves(
+        without_arrays(flat),
+        shapes,
+        dtypes,
+        treedef,
+        others,
+        live,
+        nodes=nodes,
+        modules=modules,
+    )
 
 
 def without_arrays(flat: Flat) -> Flat:
@@ -50,70 +69,59 @@ def without_arrays(flat: Flat) -> Flat:
 
 
 def as_one_state(flat: Flat) -> Flat:
-    """The whole tree as one optimizer state."""
+    """The whole tree as one optimizer state, whatever it looks like."""
     section = Section(0, len(flat.paths), "", "optimizer")
     return dataclasses.replace(flat, sections=[section], paths=flat.full_paths())
 
 
 def beside(
-    params: Leaves, state: Leaves, given: Sequence[TensorLayout] | None
+    own: Leaves, state: Leaves, params: Any, layouts: Sequence[TensorLayout] | None
 ) -> Leaves:
     """The leaves of an optimizer state, behind those of its parameters.
 
     Args:
+        own: the leaves of the parameters.
+        state: the leaves of the optimizer state, in one section.
         params: the parameters.
-        state: the optimizer state.
-        given: the layouts that the parameters have; None where the rules say.
+        layouts: the layouts that they have; None where the rules say.
     """
-    count, one, other = len(params.shapes), params.flat, state.flat
-    moved = [
-        dataclasses.replace(part, start=part.start + count, stop=part.stop + count)
-        for part in other.sections
-    ]
+    one, other, start = own.flat, state.flat, len(own.shapes)
+    (section,) = other.sections
+    stop = start + len(state.shapes)
+    moved = dataclasses.replace(section, start=start, stop=stop)
     flat = dataclasses.replace(
-        other,
+        one,
         paths=one.paths + other.paths,
-        blocks=one.blocks + [b._replace(start=b.start + count) for b in other.blocks],
-        sections=one.sections + moved,
-        annotations=one.annotations | _moved(other.annotations, count),
-        fixed=one.fixed | {at + count for at in other.fixed},
+        blocks=one.blocks + [b._replace(start=b.start + start) for b in other.blocks],
+        sections=[*one.sections, moved],
+        annotations=one.annotations | _moved(other.annotations, start),
+        fixed=one.fixed | {at + start for at in other.fixed},
     )
     return dataclasses.replace(
         state,
         flat=flat,
-        shapes=[*params.shapes, *state.shapes],
-        dtypes=[*params.dtypes, *state.dtypes],
-        live={**params.live, **_moved(state.live, count)},
-        given=dict(enumerate(given or ())),
-        start=count,
+        shapes=[*own.shapes, *state.shapes],
+        dtypes=[*own.dtypes, *state.dtypes],
+        live={**own.live, **_moved(state.live, start)},
+        layouts=dict(enumerate(layouts or ())),
+        state=other,
+        nodes=[*own.nodes, None],
+        modules=own.modules,
+        given=[params] if layouts else _given(params),
     )
 
 
-def _moved(entries: Mapping[int, Any], count: int) -> dict[int, Any]:
-    return {at + count: entry for at, entry in entries.items()}
+def _given(params: Any) -> list[Any]:
+    """What `tx.init` may have been given, of what the user calls the parameters."""
+    if is_nnx_object(params):
+        return [nnx_state(params, nnx.Param)]
+    if isinstance(params, Mapping) and not isinstance(params, nnx.State):
+        return [params["params"], params] if "params" in params else [params]
+    return [params]
 
 
-def shown(leaves: Leaves) -> Leaves:
-    """The leaves of the tree itself, without parameters that were given beside it."""
-    start, flat = leaves.start, leaves.flat
-    if not start:
-        return leaves
-    (section,) = flat.sections[-1:]
-    flat = dataclasses.replace(
-        flat,
-        paths=flat.paths[start:],
-        blocks=[
-            block._replace(start=block.start - start)
-            for block in flat.blocks
-            if block.start >= start
-        ],
-        sections=[dataclasses.replace(section, start=0, stop=section.stop - start)],
-        annotations={},
-        fixed=set(),
-    )
-    return dataclasses.replace(
-        leaves, flat=flat, shapes=leaves.shapes[start:], dtypes=leaves.dtypes[start:]
-    )
+def _moved(entries: Mapping[int, Any], start: int) -> dict[int, Any]:
+    return {at + start: entry for at, entry in entries.items()}
 
 
 def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_layoutmap._resolve.adapters import find_adapters
+from flax_layoutmap._resolve.kernels import find_adapters
 from flax_layoutmap._resolve.stages import Dims, Leaves, Origin, Origins
 from flax_layoutmap._resolve.state_dims import is_refusal, owner_of, tagged_dims, tells
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
+from flax_layoutmap._tree.flax_internals import nnx_state
 from flax_layoutmap._tree.paths import (
     is_optimizer_with_model,
     is_train_state,
@@ -39,23 +39,13 @@ class Owner(NamedTuple):
 Owners = Mapping[str, Owner]
 
 
-def find_origins(
-    leaves: Leaves,
-    *,
-    tree: Any = None,
-    nodes: Sequence[Any] = (),
-    tx: Any = None,
-    given: Sequence[Any] = (),
-) -> Origins:
+def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
     """Finds whose leaf each one is, from paths, shapes and the optimizer alone.
 
     Args:
         leaves: the leaves of the tree.
-        tree: the tree, for the modules in it.
-        nodes: the object of each section, where it has one.
         tx: the optax transformation; None takes that of an `nnx.Optimizer` or
             TrainState in the tree.
-        given: trees of parameters that it may have been given, to be tried first.
     """
     flat, shapes = leaves.flat, leaves.shapes
     if all(section.role != "optimizer" for section in flat.sections):
@@ -63,7 +53,7 @@ def find_origins(
     owners = parameter_keys(flat)
     groups = _parameter_groups(leaves, owners)
     found: list[Origin | None] = [None] * len(flat.paths)
-    for section, node in itertools.zip_longest(flat.sections, nodes):
+    for section, node in itertools.zip_longest(flat.sections, leaves.nodes):
         if section.role != "optimizer":
             continue
         span = slice(section.start, section.stop)
@@ -73,8 +63,8 @@ def find_origins(
         if is_train_state(node) and tx_of is not None:
             tags = tagged_dims(tx_of.init, node.params)
         elif tx_of is not None:
-            guesses = _candidates(leaves, tree, node, state)
-            tags = _section_tags(section.prefix, state, tx_of, given, guesses)
+            guesses = _candidates(leaves, node, state)
+            tags = _section_tags(section.prefix, state, tx_of, leaves.given, guesses)
         own = groups
         if is_optimizer_with_model(node):  # it is about no other model
             below = f"{section.prefix}model/"
@@ -122,6 +112,7 @@ def known_origins(leaves: Leaves, found: Sequence[Origin | None] | None) -> Orig
 def _with_adapters(
     leaves: Leaves, state: Sequence[Origin | None] | None, owners: Mapping[int, str]
 ) -> Origins:
+    leaves = dataclasses.replace(leaves, nodes=(), modules=(), given=())
     adapters, plain = find_adapters(leaves)
     by_key = {key: at for at, key in owners.items()}
     return Origins(leaves, state, by_key, adapters, plain)
@@ -220,14 +211,12 @@ def _parts_at(prefix: str, tags: Tags) -> Iterator[Tags]:
             yield inner
 
 
-def _candidates(
-    leaves: Leaves, tree: Any, node: Any, state: Mapping[str, Shape]
-) -> Iterator[Any]:
+def _candidates(leaves: Leaves, node: Any, state: Mapping[str, Shape]) -> Iterator[Any]:
     """Trees of parameters that an optimizer state may have been made from."""
     if is_optimizer_with_model(node):
         yield nnx_state(node.model, node.wrt)
     if node is not None:
-        for module in _modules(tree):
+        for module in leaves.modules:
             yield nnx_state(module, node.wrt)
     for structs in _sections_and_around(leaves):
         for prefix in ("", *prefixes(state, structs)):
@@ -258,13 +247,6 @@ def _sections_and_around(leaves: Leaves) -> Iterator[dict[str, Any]]:
                 starts["".join(f"{part}/" for part in parts[:count])] = None
     for start in starts:
         yield paths_below(start, every)
-
-
-def _modules(tree: Any) -> list[Any]:
-    nodes = jax.tree.leaves(tree, is_leaf=is_nnx_object)
-    return [
-        node for node in nodes if is_nnx_object(node) and not hasattr(node, "opt_state")
-    ]
 
 
 def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:

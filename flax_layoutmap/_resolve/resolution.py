@@ -17,7 +17,6 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.layout import named_sharding
 from flax_layoutmap._resolve.decide import decide
-from flax_layoutmap._resolve.leaves import shown
 from flax_layoutmap._resolve.stages import Matches
 from flax_layoutmap._rules.announce import announce
 from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
@@ -56,9 +55,10 @@ class Resolution(ResolvedTable):
     _shardings: tuple[NamedSharding, ...] | None
 
     def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
-        leaves = shown(matches.origins.leaves)
-        rows = rows[leaves.start :]
-        super().__init__(rules, leaves.flat, leaves.shapes, leaves.dtypes, rows)
+        leaves = matches.origins.leaves
+        own = slice(leaves.start, None)  # not the parameters that were given beside it
+        shapes, dtypes = leaves.shapes[own], leaves.dtypes[own]
+        super().__init__(rules, leaves.own, shapes, dtypes, rows[own])
         put = object.__setattr__
         put(self, "_matches", matches)
         put(self, "_announced", False)

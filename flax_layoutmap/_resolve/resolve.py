@@ -21,7 +21,7 @@ from flax_layoutmap._resolve.stages import Origin, Origins
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
-from flax_layoutmap._tree.paths import Flat, is_train_state
+from flax_layoutmap._tree.paths import is_train_state
 from flax_layoutmap._tree.structure import structure_of
 from flax_layoutmap._tree.trace import trace
 
@@ -65,10 +65,8 @@ def resolve(
     tree, params = abstract_tree(tree), abstract_tree(params)
     if strict is not None and strict != rule_set.strict:
         rule_set = rule_set.with_changes(strict=strict)
-    if params is not None:
+    if params is not None or tx is not None:
         resolution = resolve_state(tree, rule_set, params, tx)
-    elif tx is not None or (is_nnx_object(tree) and hasattr(tree, "opt_state")):
-        resolution = _resolve(tree, flatten(tree, _fold(rule_set)), rule_set, tx)
     else:
         resolution = _resolve_or_recall(tree, rule_set)
     if strict:
@@ -76,11 +74,30 @@ def resolve(
     return resolution
 
 
-def _resolve(tree: Any, flat: Flat, rules: RuleSet, tx: Any = None) -> Resolution:
-    leaves = leaves_of(flat, tree)
-    nodes = [section.node for section in flat.sections]
-    origins = find_origins(leaves, tree=tree, nodes=nodes, tx=tx)
-    return resolve_origins(origins, rules)
+def resolve_state(
+    tree: Any,
+    rules: RuleSet,
+    params: Any,
+    tx: Any,
+    layouts: Sequence[TensorLayout] | None = None,
+) -> Resolution:
+    """Resolves a tree, maybe optimizer state whose parameters are not in it.
+
+    Args:
+        tree: the tree.
+        rules: the rules.
+        params: the parameters of optimizer state, or None.
+        tx: the optax transformation; None takes that of an optimizer in the tree.
+        layouts: the layout that each of `params` has; None where the rules say.
+    """
+    fold = rules.matcher.fold_part
+    flat = flatten(tree, fold)
+    if params is None:
+        leaves = leaves_of(flat, tree)
+    else:
+        own = leaves_of(flatten(params, fold), params)
+        leaves = beside(own, leaves_of(as_one_state(flat), tree), params, layouts)
+    return resolve_origins(find_origins(leaves, tx), rules)
 
 
 def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
@@ -88,15 +105,24 @@ def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
     return decided(match(origins, rules), rules)
 
 
+def resolve_with_origins(
+    tree: Any, rules: RuleSet, known: Mapping[str, Origin]
+) -> Resolution:
+    """Resolves a tree whose optimizer leaves have known origins (a checkpoint's)."""
+    leaves = leaves_of(flatten(tree, rules.matcher.fold_part), tree)
+    found = [known.get(path) for path in leaves.flat.full_paths()]
+    return resolve_origins(known_origins(leaves, found), rules)
+
+
 def _resolve_or_recall(tree: Any, rules: RuleSet) -> Resolution:
     """Looks the tree up by structure, shapes and dtypes before anything is matched."""
-    if is_nnx_object(tree):
+    if is_nnx_object(tree) and not hasattr(tree, "opt_state"):
         tree = nnx_state(tree)  # what its Resolution is a tree of
     known = recall(tree, rules)
     if known is not None:
         return known
-    flat = flatten(tree, _fold(rules))
-    resolution = _resolve(tree, flat, rules)
+    resolution = resolve_state(tree, rules, None, None)
+    flat = resolution._flat
     # Annotations depend on Flax's logical rules in context, and state of an unknown
     # kind on the layouts that the arrays have: no structure tells these.
     if not (flat.has_objects or flat.annotations or _depends_on_arrays(resolution)):
@@ -112,53 +138,6 @@ def _depends_on_arrays(resolution: Resolution) -> bool:
         row.reason in ("unknown optimizer state", "own layout")
         for row in resolution._distinct.values()
     )
-
-
-def resolve_state(
-    tree: Any,
-    rules: RuleSet,
-    params: Any,
-    tx: Any = None,
-    layouts: Sequence[TensorLayout] | None = None,
-) -> Resolution:
-    """Resolves optimizer state whose parameters are not in the tree.
-
-    Args:
-        tree: the optimizer state.
-        rules: the rules.
-        params: its parameters.
-        tx: the optax transformation.
-        layouts: the layout that each parameter has; None where the rules say.
-    """
-    flat = as_one_state(flatten(tree, _fold(rules)))
-    flat_params = flatten(params, _fold(rules))
-    leaves = beside(leaves_of(flat_params, params), leaves_of(flat, tree), layouts)
-    nodes = [section.node for section in flat_params.sections]
-    given = [params] if layouts is not None else _given(params)
-    origins = find_origins(leaves, tree=params, nodes=nodes, tx=tx, given=given)
-    return resolve_origins(origins, rules)
-
-
-def _given(params: Any) -> list[Any]:
-    """What `tx.init` may have been given, of what the user calls the parameters."""
-    if is_nnx_object(params):
-        return [nnx_state(params, nnx.Param)]
-    if isinstance(params, Mapping) and not isinstance(params, nnx.State):
-        return [params["params"], params] if "params" in params else [params]
-    return [params]
-
-
-def resolve_with_origins(
-    tree: Any, rules: RuleSet, known: Mapping[str, Origin]
-) -> Resolution:
-    """Resolves a tree whose optimizer leaves have known origins (a checkpoint's)."""
-    flat = flatten(tree, _fold(rules))
-    found = [known.get(path) for path in flat.full_paths()]
-    return resolve_origins(known_origins(leaves_of(flat, tree), found), rules)
-
-
-def _fold(rules: RuleSet) -> Any:
-    return rules.matcher.fold_part
 
 
 def rule_set_of(rules: Any, what: str) -> RuleSet:

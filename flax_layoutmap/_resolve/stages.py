@@ -1,7 +1,7 @@
 """The frozen values between the stages of resolving, in order.
 
 `Leaves` (what a tree holds) → `Origins` (whose leaf each one is) → `Matches` (which
-rules match) → one `Decision` per leaf, in a Resolution. None of them holds arrays.
+rules match) → one `Decision` per leaf, in a Resolution.
 """
 
 import dataclasses
@@ -28,9 +28,13 @@ class Leaves:
         treedef: the structure of the tree.
         others: position → leaf, for what is no array.
         live: position → the layout that an array of optimizer state has already.
-        given: position → the layout of a parameter that has one, whatever the rules.
-        start: position of the first leaf of the tree itself; those before it are the
-            parameters of its optimizer state, which were given beside it.
+        layouts: position → the layout of a parameter that has one, whatever the rules.
+        state: the optimizer state alone, where its parameters were given beside it:
+            these are the first leaves, and not those of the tree itself.
+        nodes: the object of each section, where it has one; and
+        modules: the NNX modules of the tree; and
+        given: trees of parameters that an optimizer may have been given. These three
+            hold arrays, and go no further than to `find_origins`.
     """
 
     flat: Flat
@@ -39,8 +43,21 @@ class Leaves:
     treedef: Any = None
     others: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     live: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
-    given: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
-    start: int = 0
+    layouts: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
+    state: Flat | None = None
+    nodes: Sequence[Any] = ()
+    modules: Sequence[Any] = ()
+    given: Sequence[Any] = ()
+
+    @property
+    def own(self) -> Flat:
+        """The tree itself, without parameters that were given beside it."""
+        return self.flat if self.state is None else self.state
+
+    @property
+    def start(self) -> int:
+        """Position of the first leaf of the tree itself."""
+        return len(self.flat.paths) - len(self.own.paths)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,8 +52,7 @@ class Layouts:
             shapes=[tuple(leaf.shape) for leaf in leaves],
             dtypes=[leaf.dtype for leaf in leaves],
         )
-        nodes = [section.node for section in flat.sections]
-        self.origins = find_origins(read, tree=tree, nodes=nodes)
+        self.origins = find_origins(read)
 
     def under(self, rules: RuleSet) -> list[NamedSharding | None]:
         """One sharding per leaf; None where the rules have no say.
