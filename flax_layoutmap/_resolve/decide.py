@@ -52,7 +52,9 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     layer, state = Layer(rules), origins.state or ()
     rows = _by_rules(layer, matches)
     for at, match in matches.plain.items():
-        rows[at] = _inside_lora(layer, matches, rows[at], match, at)
+        row = layer.by_match(match, leaves.shapes[at])
+        note = f"without the LoRA module around it, its path is {origins.plain[at]!r}"
+        rows[at] = dataclasses.replace(row, note=note)
     for at, mark in leaves.flat.annotations.items():
         rows[at] = _annotated(layer, mark, rows[at], leaves.shapes[at])
     for at in origins.adapters:
@@ -88,23 +90,6 @@ def _by_rules(layer: Layer, matches: Matches) -> list[Decision]:
             decided[id(found)] = known
         rows += known[1]
     return rows
-
-
-def _inside_lora(
-    layer: Layer, matches: Matches, row: Decision, match: Match, at: int
-) -> Decision:
-    """What is inside of a LoRA module is asked by its path without the module.
-
-    Unless a rule matches it in the module alone.
-    """
-    if not matches.kernels[at].issuperset(row.matched):
-        return row
-    plain = layer.by_match(match, matches.origins.leaves.shapes[at])
-    if (not plain.matched or plain.matched == row.matched) and not plain.problem:
-        return row
-    path = matches.origins.plain[at]
-    note = f"without the LoRA module around it, its path is {path!r}"
-    return dataclasses.replace(plain, note=note if layer.rules.rules else None)
 
 
 def _given(layout: TensorLayout, shape: Shape) -> Decision:

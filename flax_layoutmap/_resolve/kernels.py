@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.lay import Layer, fits
-from flax_layoutmap._resolve.stages import Adapter, Leaves, Match, Matches
+from flax_layoutmap._resolve.stages import Adapter, Leaves, Matches
 from flax_layoutmap._rules.records import Decision, Shape, show_shape
 from flax_layoutmap._tree.lora import (
     KernelDims,
@@ -55,48 +55,52 @@ def find_adapters(leaves: Leaves) -> tuple[dict[int, Adapter], dict[int, str]]:
         Position → matrix, and position → path without the LoRA module around it, as
         `Origins` has them.
     """
-    flat = leaves.flat
     adapters: dict[int, Adapter] = {}
     plain: dict[int, str] = {}
-    text = "\n".join(flat.paths)
+    text = "\n".join(leaves.flat.paths)
     if is_about_lora(text) or _BASE in text:
-        for section in flat.sections:
+        for section in leaves.flat.sections:
             if section.role == "parameter":
-                _find_in(section, leaves, adapters, plain)
+                found, wrapped, index = _adapters_in(section, leaves)
+                adapters |= found
+                plain |= _without(wrapped, index)
     return adapters, plain
 
 
-def _find_in(
-    section: Section,
-    leaves: Leaves,
-    adapters: dict[int, Adapter],
-    plain: dict[int, str],
-) -> None:
+def _adapters_in(
+    section: Section, leaves: Leaves
+) -> "tuple[dict[int, Adapter], set[str], Index]":
+    """The matrices of a section, the modules in LoRA modules, and its other paths."""
     flat, shapes = leaves.flat, leaves.shapes
-    matrices: dict[int, Matrix] = {}
-    others: dict[str, int] = {}
     paths = {flat.paths[at]: at for at in range(section.start, section.stop)}
-    for path, at in paths.items():
-        matrix = matrix_of(path) if is_about_lora(path) else None
-        if matrix is not None and len(shapes[at]) > 1:
-            matrices[at] = matrix
-        elif at not in flat.fixed:
-            others[path] = at
+    matrices = {
+        at: matrix
+        for path, at in paths.items()
+        if is_about_lora(path) and len(shapes[at]) > 1
+        for matrix in [matrix_of(path)]
+        if matrix is not None
+    }
+    others = {
+        path: at
+        for path, at in paths.items()
+        if at not in matrices and at not in flat.fixed
+    }
     index = Index(others)
     # Without its matrices too, in a State of what is not trained.
     wrapped = set().union(*(_base_modules(path) for path in others if _BASE in path))
+    found: dict[int, Adapter] = {}
     for at, matrix in matrices.items():
         partner = paths.get(matrix.partner)
         shape = None if partner is None else shapes[partner]
-        kernels: Sequence[tuple[int, KernelDims]] = ()
+        found[at] = Adapter(matrix.role, ())
         for place in places_of(matrix):
             kernels = _kernels_at(index, place, matrix, shapes[at], shape, shapes)
             if kernels:
+                found[at] = Adapter(matrix.role, kernels)
                 if matrix.kernel is None:
                     wrapped |= _wrapped(index, place, kernels[0][0], shapes)
                 break
-        adapters[at] = Adapter(matrix.role, kernels)
-    plain |= _without(wrapped, index)
+    return found, wrapped, index
 
 
 class Index:
@@ -204,9 +208,9 @@ def lay_adapter(
         return row
     if not adapter.kernels:
         return _explained(row, _NO_KERNEL)
-    own = tuple(rule for rule in row.matched if rule not in matches.kernels[at])
-    if own:
-        return layer.by_match(Match(own), leaves.shapes[at])
+    own = layer.by_match(matches.adapters[at], leaves.shapes[at])
+    if own.matched:
+        return own
     kernel = adapter.kernels[0][0]
     base = rows[kernel]
     if base.reason == "no rule" and not base.problem:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.stages import Match, Matches, Origins, Run
@@ -15,26 +15,13 @@ _NO_MATCH = Match()
 def match(origins: Origins, rules: RuleSet) -> Matches:
     """Finds the rules of every leaf, by the paths that its origin asks for."""
     origins = _with_blocks(origins, rules.matcher)
-    flat, matcher = origins.leaves.flat, rules.matcher
-
-    plain: dict[int, Match] = {}
-    kernels: dict[int, frozenset[int]] = {}
-    for at, path in origins.plain.items():
-        without = flat.forms(at, path)
-        plain[at] = _match(rules.rules, matcher.matching_forms(without), without)
-        kernels[at] = _every_match(matcher, rules, [without])
-    for at, adapter in origins.adapters.items():
-        if adapter.kernels:
-            kernel = adapter.kernels[0][0]
-            paths = {flat.forms(kernel), flat.forms(kernel, origins.plain.get(kernel))}
-            kernels[at] = _every_match(matcher, rules, paths)
     return Matches(
         origins,
-        _runs(origins, rules),
-        plain,
-        kernels,
-        _by_owner(origins, rules),
-        _by_endings(origins, rules),
+        runs=_runs(origins, rules),
+        plain=_without_lora(origins, rules),
+        adapters=_beside_kernels(origins, rules),
+        state=_by_owner(origins, rules),
+        alone=_by_endings(origins, rules),
     )
 
 
@@ -106,16 +93,49 @@ def _match(
     return Match(positions, next((keys[form] for form in own if form in keys), None))
 
 
-def _every_match(
-    matcher: Matcher, rules: RuleSet, paths: Iterable[tuple[str, ...]]
-) -> frozenset[int]:
-    """All rules whose patterns match, also those that an exact key hides."""
-    every = tuple(range(len(rules.rules)))
-    return frozenset(
+def _without_lora(origins: Origins, rules: RuleSet) -> dict[int, Match]:
+    """What is inside of a LoRA module is asked by its path without the module.
+
+    Unless a rule matches it inside of the module alone.
+    """
+    flat, matcher = origins.leaves.flat, rules.matcher
+    found: dict[int, Match] = {}
+    for at, path in origins.plain.items():
+        own, plain = matcher.matching_forms(flat.forms(at)), flat.forms(at, path)
+        positions = matcher.matching_forms(plain)
+        if positions and positions != own and not _others(rules, own, [plain]):
+            found[at] = _match(rules.rules, positions, plain)
+    return found
+
+
+def _beside_kernels(origins: Origins, rules: RuleSet) -> dict[int, Match]:
+    """Of the rules that match a LoRA matrix, those that do not match its kernel."""
+    flat = origins.leaves.flat
+    found: dict[int, Match] = {}
+    for at, adapter in origins.adapters.items():
+        if adapter.kernels:
+            kernel = adapter.kernels[0][0]
+            paths = {flat.forms(kernel), flat.forms(kernel, origins.plain.get(kernel))}
+            own = flat.forms(at)
+            positions = _others(rules, rules.matcher.matching_forms(own), paths)
+            found[at] = _match(rules.rules, positions, own)
+    return found
+
+
+def _others(
+    rules: RuleSet, positions: tuple[int, ...], paths: Iterable[tuple[str, ...]]
+) -> tuple[int, ...]:
+    """The rules that match none of these paths, not even behind an exact key."""
+    matcher = rules.matcher
+    about = {
         at
         for own in paths
-        for at in (*matcher.matching_forms(own), *matcher.refine_forms(own, (), every))
-    )
+        for at in (
+            *matcher.matching_forms(own),
+            *matcher.refine_forms(own, (), positions),
+        )
+    }
+    return tuple(at for at in positions if at not in about)
 
 
 def _by_owner(origins: Origins, rules: RuleSet) -> Mapping[str, Match]:
@@ -149,24 +169,25 @@ def _by_endings(
         (True, rules.optimizer, Matcher(rules.optimizer, rules.match)),
         (False, rules.rules, rules.matcher),
     )
+
+    def fitting(path: str, ndim: int) -> Iterator[tuple[bool, tuple[int, ...]]]:
+        parts = path.split("/")
+        for is_optimizer, section, matcher in sections:
+            for start in range(len(parts)):
+                matched = matcher.matching("/".join(parts[start:]))
+                exact = tuple(
+                    at for at in matched if _names_every_dim(section[at].layout, ndim)
+                )
+                is_clear = len({section[at].layout for at in exact}) == 1
+                if exact and (is_clear or rules.overlap != "error"):
+                    yield is_optimizer, exact
+
     found: dict[int, tuple[bool, tuple[int, ...]]] = {}
     for at, origin in enumerate(state):
         shape = leaves.shapes[at]
-        if origin is None or origin.owner is not None or math.prod(shape) <= 1:
-            continue
-        parts = leaves.flat.forms(at)[0].split("/")
-        for is_optimizer, section, matcher in sections:
-            for start in range(len(parts)):
-                fitting = tuple(
-                    rule
-                    for rule in matcher.matching("/".join(parts[start:]))
-                    if _names_every_dim(section[rule].layout, len(shape))
-                )
-                layouts = {section[rule].layout for rule in fitting}
-                if fitting and (rules.overlap != "error" or len(layouts) == 1):
-                    found[at] = is_optimizer, fitting
-                    break
-            if at in found:
+        if origin is not None and origin.owner is None and math.prod(shape) > 1:
+            for first in fitting(leaves.flat.forms(at)[0], len(shape)):
+                found[at] = first
                 break
     return found
 

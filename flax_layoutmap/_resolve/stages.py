@@ -138,9 +138,10 @@ class Matches:
     Attributes:
         origins: whose leaf each one is.
         runs: parameter rules, for all leaves in order.
-        plain: position → parameter rules by the path without the LoRA module.
-        kernels: position of a LoRA matrix, or of what is in a LoRA module → the
-            parameter rules that match its kernel, or its path without the module.
+        plain: position → parameter rules by the path without the LoRA module, where
+            these count.
+        adapters: position of a LoRA matrix → parameter rules about it and not about
+            its kernel.
         state: key of a parameter → the optimizer rules that match it.
         alone: position of state without its parameters → whether the rules are
             optimizer rules, and those that match an ending of its path and name every
@@ -150,7 +151,7 @@ class Matches:
     origins: Origins
     runs: Sequence[Run]
     plain: Mapping[int, Match] = dataclasses.field(default_factory=dict)
-    kernels: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[int, Match] = dataclasses.field(default_factory=dict)
     state: Mapping[str, Match] = dataclasses.field(default_factory=dict)
     alone: Mapping[int, tuple[bool, tuple[int, ...]]] = dataclasses.field(
         default_factory=dict
