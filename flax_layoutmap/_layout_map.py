@@ -86,23 +86,24 @@ class _Section(MutableMapping[str, TensorLayout]):
         Raises:
             KeyError: there is no such key.
         """
-        if key not in self._rules:
-            raise KeyError(f"no rule {key!r}{did_you_mean(key, self._rules)}")
+        self._need(key)
         self._rules[key] = self._owner._bind(_rule(key, value))
         self._owner._changed()
 
     def __delitem__(self, key: str) -> None:
-        if key not in self._rules:
-            raise KeyError(f"no rule {key!r}{did_you_mean(str(key), self._rules)}")
+        self._need(key)
         del self._rules[key]
         self._owner._changed()
 
+    def _need(self, key: str) -> None:
+        if key not in self._rules:
+            raise KeyError(f"no rule {key!r}{did_you_mean(str(key), self._rules)}")
+
     def pop(self, key: str, default: Any = _MISSING) -> Any:
         """Removes a key and returns its layout, or `default` where it is not there."""
-        if key not in self._rules:
-            if default is _MISSING:
-                raise KeyError(f"no rule {key!r}{did_you_mean(str(key), self._rules)}")
+        if key not in self._rules and default is not _MISSING:
             return default
+        self._need(key)
         layout = self._rules[key].layout
         del self[key]
         return layout
@@ -144,11 +145,6 @@ class _Section(MutableMapping[str, TensorLayout]):
                 self.add(rule)
             other = ()
         super().update(other, **more)
-
-    def clear(self) -> None:
-        """Removes all rules."""
-        self._rules.clear()
-        self._owner._changed()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Section) and self._rules == other._rules
@@ -373,14 +369,12 @@ class LayoutMap(_Section):
         """A tree of `NamedSharding` with the tree's own structure.
 
         Usable as `jax.jit(in_shardings=…, out_shardings=…)`. For a module it has the
-        structure of `nnx.state(module)`. Warns once of what would be silent.
+        structure of `nnx.state(module)`. Emits each warning once.
 
         Raises:
             ResolveError: leaves do not fit the rules.
         """
-        resolution = self.resolve(tree, params=params, tx=tx)
-        resolution.announce()
-        return resolution.shardings
+        return self._announced(tree, params, tx).shardings
 
     def abstract(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
         """A tree of `jax.ShapeDtypeStruct` with concrete shardings: a restore target.
@@ -388,9 +382,7 @@ class LayoutMap(_Section):
         Raises:
             ResolveError: leaves do not fit the rules.
         """
-        resolution = self.resolve(tree, params=params, tx=tx)
-        resolution.announce()
-        return resolution.abstract()
+        return self._announced(tree, params, tx).abstract()
 
     def place(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
         """Moves what exists to its layouts.
@@ -403,9 +395,14 @@ class LayoutMap(_Section):
         Raises:
             ResolveError: leaves do not fit the rules; nothing was moved.
         """
+        resolution = self._announced(tree, params, tx)
+        return settle_metadata(place(tree, resolution), resolution)
+
+    def _announced(self, tree: Any, params: Any, tx: Any) -> Resolution:
+        """The Resolution, after its warnings."""
         resolution = self.resolve(tree, params=params, tx=tx)
         resolution.announce()
-        return settle_metadata(place(tree, resolution), resolution)
+        return resolution
 
     def explain(self, tree: Any, path: str) -> str:
         """Why the leaf at `path` gets its layout; see `Resolution.explain`."""

@@ -18,12 +18,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._birth.birth import SKIP, compute
 from flax_layoutmap._core.errors import MeshError, StructureError, bullet_list
-from flax_layoutmap._core.layout import dim_axes
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, retyped, spread
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.place import manual_axes, need_devices, put, settle_metadata
-from flax_layoutmap._resolve.decide import OwnerLayout
-from flax_layoutmap._resolve.known_rules import known_rules
+from flax_layoutmap._resolve.memory import known_rules
 from flax_layoutmap._resolve.resolve import resolve, resolve_state, rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -184,7 +183,7 @@ def create_optimizer(
             f"create_optimizer: wrt={_name_of(wrt)} selects no Variables of the "
             f"{type(model).__name__}, which has {', '.join(kinds) or 'none at all'}"
         )
-    owners, mesh = layouts_of(params)
+    layouts, mesh = layouts_of(params)
     rules = RuleSet(mesh=mesh)
     if layout_map is None:
         layout_map = known_rules(model)
@@ -200,7 +199,7 @@ def create_optimizer(
             )
         else:
             traced = trace(tx.init, (params,), keep_inputs=False)
-        resolution = resolve_state(traced.abstract, rules, owners, tx, params)
+        resolution = resolve_state(traced.abstract, rules, params, tx, layouts)
         resolution.announce()
         names = traced.values_of(resolution.paths)
         agreement.add(lambda: made_from(names, hashes_of(traced)))
@@ -420,15 +419,14 @@ def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
     return put(value, spread(value.shape, mesh))
 
 
-def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
+def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:
     """The layout that each parameter has now, and their mesh."""
     flat = flatten(params)
-    owners: dict[str, OwnerLayout] = {}
+    layouts: list[TensorLayout] = []
     problems: list[str] = []
     mesh: DeviceMesh | None = None
     for at, leaf in enumerate(flat.leaves):
-        seen = flat.forms(at)
-        path = seen[0]  # as the state of optax has it
+        path = flat.forms(at)[0]  # as the state of optax has it
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             where = f"{path} is" if path else "got"
             raise StructureError(
@@ -438,11 +436,8 @@ def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
         sharding = getattr(leaf, "sharding", None)
         shape = tuple(leaf.shape)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            own = DeviceMesh(sharding.mesh)
-            mesh = mesh or own
-            spec = tuple(sharding.spec) + (None,) * (len(shape) - len(sharding.spec))
-            dims = tuple(dim_axes(entry) for entry in spec)
-            owners[path] = OwnerLayout(shape, dims, own, sharding.memory_kind, seen)
+            mesh = mesh or DeviceMesh(sharding.mesh)
+            layouts.append(TensorLayout(sharding))
         else:
             problems.append(f"{path} {show_shape(shape)}: {sharding}")
     if problems or mesh is None:
@@ -452,4 +447,4 @@ def layouts_of(params: Any) -> tuple[dict[str, OwnerLayout], DeviceMesh]:
             f"are on no mesh:\n{listed}\nmake the model with flm.create(make, "
             "layout_map), or move it with layout_map.place(model)"
         )
-    return owners, mesh
+    return layouts, mesh

@@ -26,7 +26,7 @@ from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._core.mesh import spread
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.place import is_eager, need_devices, put, settle_metadata
-from flax_layoutmap._resolve.known_rules import remember_rules
+from flax_layoutmap._resolve.memory import remember_rules
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet

@@ -17,9 +17,9 @@ from flax_layoutmap._birth.create import layouts_of
 from flax_layoutmap._birth.scope_birth import Birth
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._place.place import put
-from flax_layoutmap._resolve.optimizer_state import owner_of
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, resolve_state
+from flax_layoutmap._resolve.state_dims import owner_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
@@ -96,11 +96,11 @@ class Follower:
             if not all(known):
                 return None
             # Where `wrt` selects nothing, there are counters only.
-            owners, mesh = layouts_of(placed) if known else ({}, rules.mesh)
+            layouts, mesh = layouts_of(placed) if known else ([], rules.mesh)
             self._add_inputs(shardings, _leaves(placed))
             own = rules.with_changes(rules=(), names=(), activations=())
             resolution = resolve_state(
-                state, own.on(mesh), owners, optimizer.tx, params
+                state, own.on(mesh), params, optimizer.tx, layouts
             )
         leaves = flatten(state).leaves
         for leaf, wanted in zip(leaves, resolution.sharding_list(), strict=True):

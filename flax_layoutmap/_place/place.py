@@ -27,7 +27,7 @@ from flax_layoutmap._core.fetch import concrete, known_layout, own_mesh
 from flax_layoutmap._core.layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
-from flax_layoutmap._resolve.known_rules import remember_rules
+from flax_layoutmap._resolve.memory import remember_rules
 from flax_layoutmap._resolve.metadata import (
     Mark,
     is_bound,

@@ -8,10 +8,18 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import jax
 from jax.sharding import NamedSharding
 
-from flax_layoutmap._core.errors import LayoutError, MeshError, closest
+from flax_layoutmap._core.errors import (
+    LayoutError,
+    MeshError,
+    ResolveError,
+    bullet_list,
+    closest,
+)
 from flax_layoutmap._core.layout import named_sharding
+from flax_layoutmap._resolve.decide import decide
+from flax_layoutmap._resolve.stages import Matches
 from flax_layoutmap._rules.announce import announce
-from flax_layoutmap._rules.records import Decision, ResolvedLeaf, Shape, layout_of
+from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
@@ -22,7 +30,7 @@ from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._show.snapshot import Snapshot, snapshot_of
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import show
-from flax_layoutmap._tree.paths import Flat
+from flax_layoutmap._tree.fold import fold
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -42,31 +50,20 @@ class Resolution(ResolvedTable):
     """
 
     __module__ = "flax_layoutmap"
-    __slots__ = ("_treedef", "_again", "_announced", "_others", "_at", "_shardings")
-    _treedef: Any
-    _again: "Callable[[RuleSet], Resolution]"
+    __slots__ = ("_matches", "_announced", "_at", "_shardings")
+    _matches: Matches
     _announced: bool
-    _others: Mapping[int, Any]
     _at: dict[str, int] | None
     _shardings: tuple[NamedSharding, ...] | None
 
-    def __init__(
-        self,
-        rules: RuleSet,
-        flat: Flat,
-        shapes: Sequence[Shape],
-        dtypes: Sequence[Any],
-        rows: list[Decision],
-        treedef: Any,
-        again: "Callable[[RuleSet], Resolution]",
-        others: Mapping[int, Any],
-    ) -> None:
-        super().__init__(rules, flat, shapes, dtypes, rows)
+    def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
+        leaves = matches.origins.leaves
+        own = slice(leaves.start, None)  # not the parameters that were given beside it
+        shapes, dtypes = leaves.shapes[own], leaves.dtypes[own]
+        super().__init__(rules, leaves.own, shapes, dtypes, rows[own])
         put = object.__setattr__
-        put(self, "_treedef", treedef)
-        put(self, "_again", again)
+        put(self, "_matches", matches)
         put(self, "_announced", False)
-        put(self, "_others", others)
         put(self, "_at", None)
         put(self, "_shardings", None)
 
@@ -131,8 +128,9 @@ class Resolution(ResolvedTable):
             MeshError: the rules have no mesh, or an abstract one.
         """
         self._need_devices("abstract()")
+        others = self._matches.origins.leaves.others
         leaves = [
-            self._others[at]
+            others[at]
             if dtype is None
             else jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
             for at, (shape, dtype, sharding) in enumerate(
@@ -165,7 +163,7 @@ class Resolution(ResolvedTable):
         return list(map(made.__getitem__, map(id, self._rows)))
 
     def _tree(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self._treedef, leaves)
+        return jax.tree.unflatten(self._matches.origins.leaves.treedef, leaves)
 
     def _need_devices(self, what: str) -> None:
         if self.mesh is None:
@@ -184,7 +182,7 @@ class Resolution(ResolvedTable):
             ResolveError: the leaves do not fit on it.
         """
         rules = self.rules.on(mesh)
-        return self if rules is self.rules else self._again(rules)
+        return self if rules is self.rules else decided(self._matches, rules)
 
     # --------------------------------------------------------------- questions
 
@@ -373,6 +371,46 @@ class Resolution(ResolvedTable):
             f"{human_bytes(self.bytes_per_device)} of "
             f"{human_bytes(self.total_bytes)} per device)"
         )
+
+
+def decided(matches: Matches, rules: RuleSet) -> Resolution:
+    """Decides every leaf.
+
+    Args:
+        matches: the rules that match each leaf, and whose leaf it is.
+        rules: the rules that were asked, maybe on another mesh.
+
+    Raises:
+        ResolveError: leaves do not fit the rules; one error lists all of them.
+    """
+    rows = decide(matches, rules)
+    resolution = Resolution(rules, matches, rows)
+    leaves = matches.origins.leaves
+    if any(row.problem for row in {id(row): row for row in rows}.values()):
+        found = {
+            path or "the leaf": f"{show_shape(shape)}: {row.problem}"
+            for path, shape, row in zip(
+                leaves.flat.full_paths(), leaves.shapes, rows, strict=True
+            )
+            if row.problem
+        }
+        raise ResolveError(
+            _problems_text(found, resolution.mesh),
+            [f"{path} {text}" for path, text in found.items()],
+            resolution,
+        )
+    return resolution
+
+
+def _problems_text(found: Mapping[str, str], mesh: Any) -> str:
+    """One line for each problem; the same in every layer is told once."""
+    count = f"{len(found)} leaves do" if len(found) > 1 else "1 leaf does"
+    on_mesh = "" if mesh is None else f" on mesh {mesh}"
+    texts, lines = list(found.values()), []
+    for alike in fold(list(found), texts):
+        times = f" ×{len(alike.members)}" if len(alike.members) > 1 else ""
+        lines.append(f"{alike.text}{times} {texts[alike.members[0]]}")
+    return f"{count} not fit the rules{on_mesh}:\n{bullet_list(lines)}"
 
 
 def _snapshot(resolution: Resolution) -> Snapshot:

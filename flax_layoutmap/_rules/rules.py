@@ -176,7 +176,6 @@ class RuleSet:
         key = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
-        object.__setattr__(self, "_resolved", [])
         object.__setattr__(self, "_told", {})  # leaves → what was told of them
         object.__setattr__(self, "_fired", set())  # ids of activation rules in use
         object.__setattr__(self, "_matcher", None)

@@ -27,7 +27,7 @@ from flax_layoutmap._core.errors import (
 from flax_layoutmap._core.layout import TensorLayout, clash, dim_axes, normal_spec
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.place import put
-from flax_layoutmap._resolve.decide import fits
+from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._rules.announce import Remark, announce
 from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from flax_layoutmap._resolve.ownership import find_origins
+from flax_layoutmap._resolve.origins import find_origins
+from flax_layoutmap._resolve.stages import Leaves
 from flax_layoutmap._tree.paths import Flat, Role, Section
 from flax_layoutmap.checkpoint._leaves import Leaf
 
@@ -79,7 +80,7 @@ def origins_of(flat: Flat, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
     paths = flat.full_paths()
     shapes = [leaves[path].shape for path in paths]
     dtypes = [leaves[path].dtype for path in paths]
-    found = find_origins(None, flat, shapes, dtypes, None) or []
+    found = find_origins(Leaves(flat, shapes, dtypes)).state or []
     return {
         path: origin
         for path, origin in zip(paths, found, strict=False)

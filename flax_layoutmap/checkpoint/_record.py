@@ -20,10 +20,12 @@ from flax import linen, nnx
 from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._resolve.leaves import without_arrays
 from flax_layoutmap._resolve.metadata import Mark, mark_of
-from flax_layoutmap._resolve.optimizer_state import Origin
+from flax_layoutmap._resolve.origins import known_origins
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import decide_all, rule_set_of
+from flax_layoutmap._resolve.resolve import resolve_origins, rule_set_of
+from flax_layoutmap._resolve.stages import Leaves, Origin
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.serialise import (
     mesh_from_json,
@@ -262,7 +264,8 @@ class Record:
         dtypes = [_resolving_dtype(leaves[path]) for path in paths]
         found = [self.origins.get(path) for path in paths]
         treedef = jax.tree.structure(paths)
-        return decide_all(flat, rules, shapes, dtypes, treedef, found)
+        read = Leaves(without_arrays(flat), shapes, dtypes, treedef)
+        return resolve_origins(known_origins(read, found), rules)
 
     def _part(self, selected: Collection[str]) -> Flat:
         """The flattened tree cut down to some paths and the owners of their state."""

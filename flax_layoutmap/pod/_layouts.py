@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._resolve.ownership import find_origins
-from flax_layoutmap._resolve.resolve import decide_all
+from flax_layoutmap._resolve.leaves import leaves_of
+from flax_layoutmap._resolve.origins import find_origins
+from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument
@@ -43,16 +44,15 @@ class Layouts:
         self.names = {one.name for one in own}
         tree = Roots({one.name: one.value for one in own})
         leaves = [leaf for one in own for leaf in one.leaves]
-        self.shapes = [tuple(leaf.shape) for leaf in leaves]
-        self.dtypes = [leaf.dtype for leaf in leaves]
         flat = flatten(tree)
-        self.origins = find_origins(tree, flat, self.shapes, self.dtypes, None)
-        self.flat = dataclasses.replace(
-            flat,
-            blocks=[],  # folded for other rules than those that will be asked
-            leaves=[_struct(leaf) for leaf in flat.leaves],
-            sections=[dataclasses.replace(part, node=None) for part in flat.sections],
+        read = leaves_of(flat, tree)
+        read = dataclasses.replace(
+            read,
+            flat=dataclasses.replace(read.flat, blocks=[]),  # folded for no rules yet
+            shapes=[tuple(leaf.shape) for leaf in leaves],
+            dtypes=[leaf.dtype for leaf in leaves],
         )
+        self.origins = find_origins(read)
 
     def under(self, rules: RuleSet) -> list[NamedSharding | None]:
         """One sharding per leaf; None where the rules have no say.
@@ -61,9 +61,7 @@ class Layouts:
             LayoutError: a batch does not divide, or the rules shard what was data.
             ResolveError: the state does not fit the rules.
         """
-        state = decide_all(
-            self.flat, rules, self.shapes, self.dtypes, None, self.origins
-        )
+        state = resolve_origins(self.origins, rules)
         if self.names:
             state.announce()
         shardings = iter(state.sharding_list())

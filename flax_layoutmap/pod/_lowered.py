@@ -11,7 +11,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._resolve.decide import fits
+from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument
 from flax_layoutmap._tree.flatten import flatten

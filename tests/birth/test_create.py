@@ -18,7 +18,7 @@ from shards import Dims, assert_lies, bare
 import flax_layoutmap as flm
 from flax_layoutmap._birth import birth as _birth
 from flax_layoutmap._birth import create as _create
-from flax_layoutmap._resolve import known_rules as _known_rules
+from flax_layoutmap._resolve import memory as _memory
 from flax_layoutmap._rules.scope import current_rules
 from flax_layoutmap._tree import compiled as _compiled
 from flax_layoutmap._tree import trace as _trace
@@ -1316,12 +1316,12 @@ def test_models_of_other_maps_are_told_apart(mesh: flm.DeviceMesh) -> None:
 
 def test_what_laid_out_a_model_keeps_nothing_alive(mesh: flm.DeviceMesh) -> None:
     gc.collect()
-    before = len(_known_rules._KNOWN)
+    before = len(_memory._KNOWN)
     model = flm.create(small, zero(mesh))
-    assert len(_known_rules._KNOWN) > before
+    assert len(_memory._KNOWN) > before
     del model
     gc.collect()
-    assert len(_known_rules._KNOWN) == before
+    assert len(_memory._KNOWN) == before
 
 
 # ---------------------------------------------------------- what leaves are made from

@@ -11,50 +11,20 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from shapes import ABSTRACT, all_axes, nested, struct
+from shapes import mapped as map_of
 from shards import assert_lies
 
 import flax_layoutmap as flm
 from flax_layoutmap._tree.lora import kernel_dims, matrix_of, places_of
 
-ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 RULES = {"up/kernel": ("data", "model"), "down/kernel": ("model", None), "bias": None}
-
-
-def struct(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def mapped(
     rules: dict[str, Any] | None = None, mesh: Any = ABSTRACT, **options: Any
 ) -> flm.LayoutMap:
-    layout_map = flm.LayoutMap(mesh, **options)
-    for key, value in (RULES if rules is None else rules).items():
-        layout_map.add(value) if isinstance(value, flm.Rule) else layout_map.update(
-            {key: value}
-        )
-    return layout_map
-
-
-def nest(flat: dict[str, Any]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for path, leaf in flat.items():
-        *parents, last = path.split("/")
-        node = root
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return root
-
-
-def axes_of(resolution: flm.Resolution) -> dict[str, Any]:
-    """Path → one entry per dim."""
-    return {
-        leaf.path: tuple(
-            dim[0] if len(dim) == 1 else dim or None
-            for dim in leaf.layout.dims(len(leaf.shape))
-        )
-        for leaf in resolution
-    }
+    return map_of(RULES if rules is None else rules, mesh, **options)
 
 
 def check_shards(array: Any, layout: flm.TensorLayout) -> None:
@@ -207,7 +177,7 @@ def test_matrices_of_another_kernel(kernel: Any, a: Any, b: Any) -> None:
 )
 @pytest.mark.parametrize("match", ["search", "match", "fullmatch"])
 def test_spellings(kernel: str, a: str, b: str, match: Any) -> None:
-    tree = nest(
+    tree = nested(
         {
             "emb/embedding": struct(24, 8),
             kernel: struct(8, 16),
@@ -219,14 +189,14 @@ def test_spellings(kernel: str, a: str, b: str, match: Any) -> None:
     if "array" in kernel and match == "fullmatch":
         rules = {"up/kernel/array/qvalue": ("data", "model"), "emb.*": None}
     resolution = mapped(rules, match=match, strict=True).resolve(tree, strict=True)
-    found = axes_of(resolution)
+    found = all_axes(resolution)
     assert found[kernel] == ("data", "model")
     assert (found[a], found[b]) == (("data", None), (None, "model"))
     assert resolution[a].reason == "follows kernel" and resolution[a].owner == kernel
 
 
 def test_heads_stacks_and_convolutions() -> None:
-    tree = nest(
+    tree = nested(
         {
             "q/kernel": struct(8, 4, 2),
             "q/lora_a": struct(8, 2),
@@ -252,7 +222,7 @@ def test_heads_stacks_and_convolutions() -> None:
         "q_einsum/w": ("model", "data", None),
         "conv/kernel": (None, None, "data", "model"),
     }
-    found = axes_of(mapped(rules).resolve(tree, strict=True))
+    found = all_axes(mapped(rules).resolve(tree, strict=True))
     assert {path: axes for path, axes in found.items() if path not in rules} == {
         "q/lora_a": ("data", None),
         "q/lora_b": (None, "model", None),
@@ -282,7 +252,7 @@ QWIX = {"a": "kernel_lora_a", "b": "kernel_lora_b"}
 @pytest.mark.parametrize("kernel", ["kernel", ".*kernel.*", "up", "up/.*"])
 def test_a_rule_that_matches_the_kernel_too_is_about_the_kernel(kernel: str) -> None:
     resolution = mapped({kernel: (None, "model")}).resolve(one(**QWIX), strict=True)
-    found = axes_of(resolution)
+    found = all_axes(resolution)
     assert found["up/kernel"] == found["up/kernel_lora_b"] == (None, "model")
     assert found["up/kernel_lora_a"] == (None, None)
     assert resolution.explain("up/kernel_lora_b") == (
@@ -297,17 +267,19 @@ def test_a_rule_that_matches_the_kernel_too_is_about_the_kernel(kernel: str) -> 
 def test_a_rule_for_the_matrix_wins() -> None:
     rules = {"kernel$": (None, "model"), "lora_b": ("data", None)}
     resolution = mapped(rules).resolve(one(), strict=True)
-    assert axes_of(resolution)["up/lora_b"] == ("data", None)
-    assert axes_of(resolution)["up/lora_a"] == (None, None)
+    assert all_axes(resolution)["up/lora_b"] == ("data", None)
+    assert all_axes(resolution)["up/lora_a"] == (None, None)
     assert resolution["up/lora_b"].reason == "rule"
     # That the rule for the kernel matches it too is no conflict.
     for overlap in ("error", "first", "last"):
         both = {"kernel": (None, "model"), "lora_b": ("data", None)}
-        found = axes_of(mapped(both, overlap=overlap).resolve(one(**QWIX), strict=True))
+        found = all_axes(
+            mapped(both, overlap=overlap).resolve(one(**QWIX), strict=True)
+        )
         assert found["up/kernel_lora_b"] == ("data", None)
         assert found["up/kernel_lora_a"] == (None, None)
     exact = {"kernel": (None, "model"), "up/kernel_lora_b": None}
-    found = axes_of(mapped(exact).resolve(one(**QWIX)))
+    found = all_axes(mapped(exact).resolve(one(**QWIX)))
     assert found["up/kernel_lora_b"] == (None, None)
 
 
@@ -315,7 +287,7 @@ def test_a_rule_for_everything_else_is_none_for_the_matrix() -> None:
     layout_map = flm.LayoutMap.from_rules(
         [("up/kernel", ("data", "model")), (".*", None)], ABSTRACT
     )
-    found = axes_of(layout_map.resolve(make_adapted))
+    found = all_axes(layout_map.resolve(make_adapted))
     assert found["up/lora_a"] == ("data", None)
     assert found["up/base_module/kernel"] == ("data", "model")
     assert found["up/base_module/bias"] == (None,)
@@ -323,7 +295,7 @@ def test_a_rule_for_everything_else_is_none_for_the_matrix() -> None:
 
 def test_a_rule_for_the_module_inside_wins() -> None:
     rules = {**RULES, "base_module/kernel": ("model", None)}
-    found = axes_of(mapped(rules, overlap="first").resolve(make_adapted))
+    found = all_axes(mapped(rules, overlap="first").resolve(make_adapted))
     assert found["up/base_module/kernel"] == ("model", None)
     assert found["up/lora_a"] == ("model", None)
 
@@ -332,7 +304,7 @@ def test_an_exact_key_reaches_into_the_lora_module() -> None:
     rules = {"kernel": ("model", None), "up/kernel": ("data", "model")}
     resolution = mapped(rules).resolve(make_adapted)
     assert resolution["up/base_module/kernel"].reason == "exact key"
-    assert axes_of(resolution)["up/lora_b"] == (None, "model")
+    assert all_axes(resolution)["up/lora_b"] == (None, "model")
     assert "its path is 'up/kernel'" in resolution.explain("up/base_module/kernel")
 
 
@@ -342,7 +314,7 @@ def test_lora_around_lora() -> None:
         model.up = nnx.LoRA(8, 3, 16, base_module=model.up, rngs=nnx.Rngs(2))
         return model
 
-    found = axes_of(mapped(match="fullmatch").resolve(make))
+    found = all_axes(mapped(match="fullmatch").resolve(make))
     assert found["up/base_module/base_module/kernel"] == ("data", "model")
     assert found["up/lora_a"] == found["up/base_module/lora_a"] == ("data", None)
     assert found["up/lora_b"] == found["up/base_module/lora_b"] == (None, "model")
@@ -356,10 +328,10 @@ def test_other_ranks_are_no_error_for_a_rule_about_the_kernel() -> None:
             "kernel_lora_b": struct(2, 4, 2),
         }
     }
-    found = axes_of(mapped({"q/kernel": ("data", "model", None)}).resolve(tree))
+    found = all_axes(mapped({"q/kernel": ("data", "model", None)}).resolve(tree))
     assert found["q/kernel_lora_a"] == ("data", None)
     skip = mapped({"q": flm.Rule("q", ("data", "model", None), rank="skip")})
-    assert axes_of(skip.resolve(tree)) == found
+    assert all_axes(skip.resolve(tree)) == found
 
 
 def test_metadata_on_a_matrix_wins_over_its_kernel() -> None:
@@ -373,7 +345,7 @@ def test_metadata_on_a_matrix_wins_over_its_kernel() -> None:
         )
 
     resolution = mapped({"^kernel": ("data", "model")}).resolve(make)
-    found = axes_of(resolution)
+    found = all_axes(resolution)
     assert found["lora/lora_b"] == ("model", None)
     assert found["lora/lora_a"] == ("data", None)
     assert resolution["lora/lora_b"].reason == "flax metadata"
@@ -385,7 +357,7 @@ def test_a_kernel_with_metadata_is_followed() -> None:
         layer = nnx.LoRALinear(
             8, 16, lora_rank=2, kernel_init=init, rngs=nnx.Rngs(0), use_bias=False
         )
-    found = axes_of(mapped({}).resolve(layer))
+    found = all_axes(mapped({}).resolve(layer))
     assert found["lora/lora_a"] == ("data", None)
     assert found["lora/lora_b"] == (None, "model")
 
@@ -411,7 +383,7 @@ def test_without_a_kernel_the_report_says_what_to_do() -> None:
             {"up": {"kernel_lora_a": struct(8, 2)}}
         )
     ruled = {"lora_a": (None, None), "lora_b": (None, "model")}  # the fix
-    found = axes_of(mapped(ruled, unmatched="error").resolve(alone))
+    found = all_axes(mapped(ruled, unmatched="error").resolve(alone))
     assert found["up/lora_b"] == (None, "model")
 
 
@@ -436,7 +408,7 @@ def test_shapes_that_do_not_tell() -> None:
         in resolution.explain("m/lora_a")
     )
     agreeing = {"w1": ("data", "model"), "w2": ("data", "model")}
-    assert axes_of(mapped(agreeing).resolve(tree))["m/lora_a"] == ("data", None)
+    assert all_axes(mapped(agreeing).resolve(tree))["m/lora_a"] == ("data", None)
     with pytest.raises(
         flm.errors.ResolveError, match="does not tell which dims of m/w1"
     ):
@@ -544,7 +516,7 @@ def test_optimizer_rules_reach_into_the_lora_module(mesh: flm.DeviceMesh) -> Non
         lambda: nnx.Optimizer(make_adapted(), optax.adam(1.0), wrt=nnx.Param)
     )
     resolution = layout_map.resolve({"model": model, "optimizer": optimizer})
-    found = axes_of(resolution)
+    found = all_axes(resolution)
     assert found["optimizer/opt_state/0/mu/up/base_module/kernel"] == ("model", None)
     assert found["optimizer/opt_state/0/mu/up/lora_b"] == (None, "model")
     assert resolution["optimizer/opt_state/0/mu/up/lora_b"].owner == "up/lora_b"

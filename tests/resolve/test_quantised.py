@@ -7,34 +7,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from shapes import ABSTRACT, axes_of, mapped, nested, struct
 from shards import assert_lies
 
 import flax_layoutmap as flm
 
-ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
-
-
-def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
 
 def int8(*shape: int) -> jax.ShapeDtypeStruct:
     return struct(*shape, dtype=jnp.int8)
-
-
-def mapped(rules: dict[str, Any], mesh: Any = ABSTRACT, **options: Any) -> Any:
-    layout_map = flm.LayoutMap(mesh, **options)
-    for key, value in rules.items():
-        layout_map[key] = value
-    return layout_map
-
-
-def spec_of(resolution: flm.Resolution, path: str) -> tuple[Any, ...]:
-    leaf = resolution[path]
-    return tuple(
-        dim[0] if len(dim) == 1 else dim or None
-        for dim in leaf.layout.dims(len(leaf.shape))
-    )
 
 
 QWIX = "kernel/array/qvalue", "kernel/array/scale"
@@ -43,14 +23,8 @@ OWN = "kernel", "kernel_scale"
 
 
 def tree_of(names: tuple[str, str], kernel: Any, scale: Any) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for name, leaf in zip(names, (kernel, scale), strict=True):
-        *parents, last = f"up/{name}".split("/")
-        node = root
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return root
+    leaves = zip(names, (kernel, scale), strict=True)
+    return nested({f"up/{name}": leaf for name, leaf in leaves})
 
 
 @pytest.mark.parametrize("names", [QWIX, AQT, OWN])
@@ -74,8 +48,8 @@ def test_scales(
     tree = tree_of(names, int8(8, 16), struct(*scale))
     resolution = layout_map.resolve(tree, strict=True)
     path = f"up/{names[1]}"
-    assert spec_of(resolution, path) == axes
-    assert spec_of(resolution, f"up/{names[0]}") == ("data", "model")
+    assert axes_of(resolution[path]) == axes
+    assert axes_of(resolution[f"up/{names[0]}"]) == ("data", "model")
     assert resolution.fallbacks == () and resolution.unmatched == ()
     leaf = resolution[path]
     if len(scale) == 1:
@@ -113,7 +87,7 @@ def test_a_dim_of_size_one_elsewhere_is_an_error() -> None:
     with pytest.raises(flm.errors.ResolveError, match="head/value"):
         mapped({"head": ("data", "model")}).resolve(beside)
     fixed = {"actor/kernel": ("data", "model"), "critic/kernel": ("data", None)}
-    assert spec_of(mapped(fixed).resolve(tree), "critic/kernel") == ("data", None)
+    assert axes_of(mapped(fixed).resolve(tree)["critic/kernel"]) == ("data", None)
 
 
 def test_a_rule_for_the_scale_alone_is_not_softened() -> None:
@@ -142,10 +116,10 @@ def test_a_scale_that_its_shape_does_not_tell() -> None:
     assert "up/kernel_scale (8,): rule 1 'up' → ('data', 'model') has 2 dims" in str(
         caught.value
     )
-    assert spec_of(mapped({"up": None}).resolve(tree), "up/kernel_scale") == (None,)
+    assert axes_of(mapped({"up": None}).resolve(tree)["up/kernel_scale"]) == (None,)
     # The fixes that the message prints:
     narrower = mapped({"kernel$": ("data", "model"), "scale": ("model",)})
-    assert spec_of(narrower.resolve(tree), "up/kernel_scale") == ("model",)
+    assert axes_of(narrower.resolve(tree)["up/kernel_scale"]) == ("model",)
     skipping = flm.LayoutMap(ABSTRACT, strict=False)
     skipping.add(flm.Rule("up", ("data", "model"), rank="skip"))
     assert skipping.resolve(tree).unmatched == ("up/kernel_scale",)
@@ -158,8 +132,8 @@ def test_kernels_of_heads() -> None:
     }
     rules = {"query": ("data", "model", None), "out": ("model", None, "data")}
     resolution = mapped(rules).resolve(tree, strict=True)
-    assert spec_of(resolution, "query/kernel/scale") == (None, "model", None)
-    assert spec_of(resolution, "out/kernel/scale") == (None, None, "data")
+    assert axes_of(resolution["query/kernel/scale"]) == (None, "model", None)
+    assert axes_of(resolution["out/kernel/scale"]) == (None, None, "data")
 
 
 class Quantised(nnx.Module):

@@ -17,36 +17,13 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
+from shapes import ABSTRACT, all_axes, mapped, struct
 
 import flax_layoutmap as flm
-from flax_layoutmap._resolve.optimizer_state import Origin
 from flax_layoutmap._resolve.resolve import resolve_with_origins
+from flax_layoutmap._resolve.stages import Origin
 
 P = PartitionSpec
-ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
-
-
-def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def mapped(rules: dict[str, Any] | None = None, **options: Any) -> flm.LayoutMap:
-    """A map on an abstract mesh of 2 ('data') by 4 ('model') devices."""
-    made = flm.LayoutMap(options.pop("mesh", ABSTRACT), **options)
-    for key, value in (rules or {}).items():
-        made.add(value) if isinstance(value, flm.Rule) else made.update({key: value})
-    return made
-
-
-def axes_of(resolution: flm.Resolution) -> dict[str, Any]:
-    """Path → one entry per dim."""
-    found = {}
-    for leaf in resolution:
-        dims = leaf.layout.dims(len(leaf.shape))
-        found[leaf.path] = tuple(
-            dim[0] if len(dim) == 1 else dim or None for dim in dims
-        )
-    return found
 
 
 class Mlp(nnx.Module):
@@ -86,7 +63,7 @@ def test_a_function_a_module_a_state_and_structs_resolve_alike() -> None:
         jax.eval_shape(lambda: nnx.state(make_mlp())),
     ]:
         resolution = layout_map.resolve(tree)
-        assert axes_of(resolution) == MLP_AXES
+        assert all_axes(resolution) == MLP_AXES
         assert resolution["up/kernel"].shard_shape == (8, 4)
 
 
@@ -112,7 +89,7 @@ def test_linen_variables_resolve_by_the_path_within_params() -> None:
     layout_map = mapped({"^layers_0/kernel": (None, "model")}, match="match")
     for tree in (variables, lambda: model.init(jax.random.key(0), x)):
         resolution = layout_map.resolve(tree)
-        assert axes_of(resolution)["params/layers_0/kernel"] == (None, "model")
+        assert all_axes(resolution)["params/layers_0/kernel"] == (None, "model")
         assert resolution["layers_0/kernel"].path == "params/layers_0/kernel"
         assert "batch_stats/layers_1/mean" in resolution
 
@@ -131,7 +108,7 @@ def test_train_states_resolve_whole() -> None:
     resolution = mapped({"up/kernel": (None, "model")}, match="fullmatch").resolve(
         state
     )
-    assert axes_of(resolution) == {
+    assert all_axes(resolution) == {
         "step": (),
         "params/up/kernel": (None, "model"),
         "opt_state/0/count": (),
@@ -144,7 +121,7 @@ def test_train_states_resolve_whole() -> None:
 def test_a_module_in_a_tree_is_asked_by_its_own_paths() -> None:
     layout_map = mapped({"up/kernel": (None, "model")}, match="fullmatch")
     resolution = layout_map.resolve({"model": make_mlp(), "step": 3})
-    assert axes_of(resolution)["model/up/kernel"] == (None, "model")
+    assert all_axes(resolution)["model/up/kernel"] == (None, "model")
     assert resolution["up/kernel"].path == "model/up/kernel"
 
 
@@ -164,7 +141,7 @@ def test_a_variable_that_holds_a_dict() -> None:
             self.cache = nnx.Cache({"key": jnp.ones((4, 8)), "value": jnp.ones((4, 8))})
 
     resolution = mapped({"cache/value": (None, "model")}).resolve(Holder())
-    assert axes_of(resolution) == {
+    assert all_axes(resolution) == {
         "cache/key": (None, None),
         "cache/value": (None, "model"),
     }
@@ -176,7 +153,7 @@ def test_empty_trees_and_empty_maps() -> None:
         "mesh data=2,model=4: 0 B per device of 0 B; 0.0% of the bytes replicated"
     )
     resolution = mapped().resolve({"w": struct(4)})
-    assert axes_of(resolution) == {"w": (None,)} and resolution.unmatched == ("w",)
+    assert all_axes(resolution) == {"w": (None,)} and resolution.unmatched == ("w",)
     assert "there are no rules" in resolution.explain("w")
 
 
@@ -303,7 +280,7 @@ def test_an_exact_key_wins_over_every_pattern() -> None:
     resolution = layout_map.resolve(
         {"up": {"kernel": struct(8, 16)}, "down": {"kernel": struct(8, 16)}}
     )
-    assert axes_of(resolution) == {
+    assert all_axes(resolution) == {
         "down/kernel": ("data", None),
         "up/kernel": (None, "model"),
     }
@@ -375,7 +352,7 @@ def test_digits_in_paths_and_patterns() -> None:
             for number in range(20)
         }
     }
-    for path, axes in axes_of(layout_map.resolve(tree)).items():
+    for path, axes in all_axes(layout_map.resolve(tree)).items():
         _, number, name = path.split("/")
         expected: Any = {
             "kernel": (None, "model"),
@@ -388,7 +365,7 @@ def test_digits_in_paths_and_patterns() -> None:
 def test_leaves_of_one_kind_and_several_shapes() -> None:
     layout_map = mapped({"w": ("data", ...)})
     tree = {f"w{number}": struct(*(2,) * number) for number in range(4)}
-    assert axes_of(layout_map.resolve(tree)) == {
+    assert all_axes(layout_map.resolve(tree)) == {
         "w0": (),
         "w1": ("data",),
         "w2": ("data", None),
@@ -412,7 +389,7 @@ def test_leaves_of_one_kind_and_several_shapes() -> None:
     ],
 )
 def test_layouts_of_every_form(layout: Any, shape: Any, axes: Any) -> None:
-    assert axes_of(mapped({"w": layout}).resolve({"w": struct(*shape)})) == {"w": axes}
+    assert all_axes(mapped({"w": layout}).resolve({"w": struct(*shape)})) == {"w": axes}
 
 
 def test_a_named_sharding_as_value(mesh: flm.DeviceMesh) -> None:
@@ -452,7 +429,7 @@ def test_rank_skip_passes_over_leaves_of_another_rank() -> None:
     )
     tree = {"attention": {"kernel": struct(8, 4, 2)}, "mlp": {"kernel": struct(8, 16)}}
     resolution = layout_map.resolve(tree)
-    assert axes_of(resolution) == {
+    assert all_axes(resolution) == {
         "attention/kernel": (None, "model", None),
         "mlp/kernel": (None, "model"),
     }
@@ -589,7 +566,7 @@ def test_explicit_layout_rule_metadata_replicated(
     metadata: Any, rules: Any, axes: Any, reason: str
 ) -> None:
     resolution = mapped(rules).resolve(annotated(metadata))
-    assert axes_of(resolution) == {"w": axes}
+    assert all_axes(resolution) == {"w": axes}
     assert resolution["w"].reason == reason
     assert resolution.unused_rules == ()
 
@@ -598,7 +575,9 @@ def test_logical_rules_in_context() -> None:
     model = annotated({"out_sharding": ("embed", "mlp")})
     layout_map = mapped()
     with nnx.logical_axis_rules([("embed", "data"), ("mlp", "model")]):
-        assert axes_of(layout_map.resolve(nnx.state(model))) == {"w": ("data", "model")}
+        assert all_axes(layout_map.resolve(nnx.state(model))) == {
+            "w": ("data", "model")
+        }
     resolution = layout_map.resolve(nnx.state(model))
     leaf = resolution["w"]
     assert leaf.layout.is_replicated and leaf.reason == "flax metadata"
@@ -611,7 +590,7 @@ def test_logical_rules_in_context() -> None:
 def test_unmatched_error_is_no_error_where_metadata_places_a_leaf() -> None:
     model = annotated({"out_sharding": (None, "data")})
     resolution = mapped(unmatched="error").resolve(model)
-    assert axes_of(resolution) == {"w": (None, "data")}
+    assert all_axes(resolution) == {"w": (None, "data")}
 
 
 @pytest.mark.parametrize(
@@ -667,7 +646,7 @@ def test_linen_boxes() -> None:
     layout_map = mapped({"e": ("data", None)})
     with nn.logical_axis_rules([("embed", "model")]):
         resolution = layout_map.resolve(tree)
-    assert axes_of(resolution) == {
+    assert all_axes(resolution) == {
         "params/a": (None, "model"),
         "params/b": ("data", None),
         "params/c": ("data", "model"),  # the first rule whose axis is free
@@ -732,7 +711,7 @@ def test_an_abstract_resolution_becomes_concrete(mesh: flm.DeviceMesh) -> None:
             ask()
     real = planned.on(mesh)
     assert real.mesh == mesh and planned.mesh == ABSTRACT
-    assert axes_of(real) == axes_of(planned)
+    assert all_axes(real) == all_axes(planned)
     for sharding in real.sharding_list():
         assert sharding.mesh is mesh.jax_mesh
     assert real.on(mesh) is real
@@ -870,8 +849,8 @@ def test_a_state_with_other_metadata_is_another_tree() -> None:
     for _ in range(2):
         plain = layout_map.resolve(nnx.state(annotated({})))
         marked = layout_map.resolve(nnx.state(annotated({"out_sharding": ("data",)})))
-        assert axes_of(plain) == {"w": (None, None)}
-        assert axes_of(marked) == {"w": ("data", None)}
+        assert all_axes(plain) == {"w": (None, None)}
+        assert all_axes(marked) == {"w": ("data", None)}
 
 
 def test_a_resolution_keeps_no_arrays_alive(mesh: flm.DeviceMesh) -> None:
@@ -1135,7 +1114,7 @@ def test_known_origins() -> None:
         "opt/n": Origin("kernel", (0,), ""),
     }
     resolution = resolve_with_origins(tree, layout_map.freeze(), known)
-    assert axes_of(resolution) == {
+    assert all_axes(resolution) == {
         "model/kernel": (None, "model"),
         "opt/m": ("model",),
         "opt/n": (None,),
@@ -1185,7 +1164,7 @@ def test_equal_problems_of_layers_are_told_once(mesh: flm.DeviceMesh) -> None:
 # ------------------------------------------------------------------- deep trees
 
 
-def nested(depth: int) -> dict[str, Any]:
+def deep(depth: int) -> dict[str, Any]:
     tree: Any = {"kernel": struct(8, 16)}
     for level in range(depth):
         tree = {f"level{level}": tree}
@@ -1196,10 +1175,10 @@ def test_trees_may_be_deep() -> None:
     layout_map = mapped({"kernel": (None, "model")})
 
     def resolved() -> str:
-        for tree in (nested(800), nested(800), nested(300)):
+        for tree in (deep(800), deep(800), deep(300)):
             (leaf,) = layout_map.resolve(tree)
             assert leaf.path.endswith("/level0/kernel") and leaf.shard_shape == (8, 4)
-        return layout_map.resolve(nested(800)).report()
+        return layout_map.resolve(deep(800)).report()
 
     # In a thread of its own: what calls a test may be a hundred levels deep itself.
     with ThreadPoolExecutor(1) as pool:
@@ -1208,7 +1187,7 @@ def test_trees_may_be_deep() -> None:
 
 def test_a_tree_that_is_too_deep_is_named() -> None:
     with pytest.raises(flm.errors.StructureError) as caught:
-        mapped({"kernel": None}).resolve({"model": nested(5000)})
+        mapped({"kernel": None}).resolve({"model": deep(5000)})
     assert str(caught.value) == (
         "the tree is nested 5002 levels deep, at 'model/level4999/level4998/…', which "
         f"is more than Python's recursion limit of {sys.getrecursionlimit()} allows "

@@ -1,4 +1,4 @@
-"""Which parameter, and which of its dims, each leaf of an optimizer state came from.
+"""Which dims of its parameter each leaf of an optimizer state has, by tracing.
 
 `tx.init` is traced once, abstractly, on a made-up mesh whose axes all have size 1 and
 are named by dim number. JAX's sharding-in-types then writes on every state leaf the
@@ -8,41 +8,18 @@ State that is made of bare shapes carries no sharding: it is traced once more, o
 parameters whose dims all have different sizes.
 """
 
-import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from flax_layoutmap._resolve.stages import Dims
+from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import no_mesh, without_eager_sharding
 from flax_layoutmap._tree.paths import Flat
-
-Shape = tuple[int, ...]
-# Per dim of a state leaf: the dim of its parameter, or None.
-Dims = tuple[int | None, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
-    """Where one leaf of an optimizer state came from.
-
-    Attributes:
-        owner: path of the parameter, or None.
-        dims: per dim of the leaf, the dim of the parameter it came from, or None;
-            None where that could not be found out.
-        how: in words, for reports.
-        others: other parameters that it may as well belong to.
-    """
-
-    owner: str | None
-    dims: Dims | None
-    how: str
-    others: tuple[str, ...] = ()
 
 
 def tagged_dims(
@@ -66,7 +43,7 @@ def tagged_dims(
         untold = [
             at
             for at, (leaf, told) in enumerate(zip(plain.leaves, dims, strict=True))
-            if leaf.size > 1 and (told is None or not _tells(told))
+            if leaf.size > 1 and (told is None or not tells(told))
         ]
         if untold:
             by_size = _dims_by_size(init, shapes, plain)
@@ -220,156 +197,8 @@ def _all_different(leaf: jax.ShapeDtypeStruct, order: int) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
 
 
-def _tells(dims: Dims) -> bool:
+def tells(dims: Dims) -> bool:
     return any(dim is not None for dim in dims)
-
-
-def origins(
-    paths: Sequence[str],
-    shapes: Sequence[Shape],
-    owners: Mapping[str, Shape],
-    tags: Mapping[str, tuple[Shape, Dims | None]],
-) -> list[Origin]:
-    """Finds the origin of each leaf of an optimizer state.
-
-    Args:
-        paths: paths of the state leaves, within the state.
-        shapes: their shapes.
-        owners: path → shape of every parameter.
-        tags: what `tagged_dims` found, by path within the optax state; may be empty.
-    """
-    known = Owners(dict(owners), {path: path for path in owners})
-    return best_origins(dict(zip(paths, shapes, strict=True)), [known], tags)
-
-
-# A prefix is looked for among so many candidates.
-_MOST_PREFIXES = 8
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Owners:
-    """Parameters by the paths that an optimizer may know them under.
-
-    Attributes:
-        shapes: path → shape.
-        keys: path → the key of `parameter_keys`.
-    """
-
-    shapes: dict[str, Shape]
-    keys: dict[str, str]
-
-    def merged(self, other: "Owners") -> "Owners":
-        """Both; where they disagree, the other's."""
-        return Owners(self.shapes | other.shapes, self.keys | other.keys)
-
-    def below(self, prefix: str) -> "Owners":
-        """Those below a prefix, without it."""
-        return Owners(paths_below(prefix, self.shapes), paths_below(prefix, self.keys))
-
-
-def paths_below(prefix: str, paths: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries whose paths start with a prefix, without it."""
-    start = len(prefix)
-    return {
-        path[start:]: value for path, value in paths.items() if path.startswith(prefix)
-    }
-
-
-def best_origins(
-    state: Mapping[str, Shape], groups: Sequence[Owners], tags: Mapping[str, Any]
-) -> list[Origin]:
-    """The origins under that view of the parameters which explains most of a state.
-
-    Where several views explain as much, the other owners are named, too.
-    """
-    best: list[list[Origin]] = []
-    best_score = 0
-    for owners in _views(state, groups):
-        found = _origins(state, owners.shapes, tags)
-        score = sum(origin.dims is not None for origin in found)
-        if score < best_score:
-            continue
-        if score > best_score:
-            best, best_score = [], score
-        best.append(
-            [
-                dataclasses.replace(o, owner=owners.keys[o.owner]) if o.owner else o
-                for o in found
-            ]
-        )
-    first, *more = best
-    return [
-        dataclasses.replace(origin, others=_others(origin, same_leaf))
-        for origin, *same_leaf in zip(first, *more, strict=True)
-    ]
-
-
-def _others(origin: Origin, same_leaf: Sequence[Origin]) -> tuple[str, ...]:
-    """Owners other than the first, each once."""
-    names = dict.fromkeys(o.owner for o in same_leaf if o.owner is not None)
-    return tuple(name for name in names if name != origin.owner)
-
-
-def _views(state: Mapping[str, Shape], groups: Sequence[Owners]) -> Iterator[Owners]:
-    """Ways to see the parameters: all of them; with one model (of several that have
-    the same paths) first; below a prefix that the optimizer did not know."""
-    every = Owners({}, {})
-    for group in reversed(groups):
-        every = every.merged(group)
-    yield every
-    if len(every.shapes) < sum(len(group.shapes) for group in groups):
-        for group in groups:
-            yield every.merged(group)
-    for prefix in prefixes(state, every.shapes):
-        yield every.merged(every.below(prefix))
-
-
-def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]:
-    """Prefixes of parameter paths without which they would be parts of a state path.
-
-    A tree `{"model": {"params": …}, "opt_state": tx.init(params)}` has them.
-    """
-    orphans = (p for p, shape in state.items() if shape and not owner_of(p, owners))
-    found: set[str] = set()
-    # The first ones may be of no parameter (a random key), so some more are asked.
-    for orphan in itertools.islice(orphans, _MOST_PREFIXES):
-        whole = orphan.split("/")
-        for owner in owners:
-            parts = owner.split("/")
-            # The last part may be an index behind the path of the parameter (sm3).
-            same = max(_common_ending(parts, whole), _common_ending(parts, whole[:-1]))
-            for count in range(1, min(same, len(parts) - 1) + 1):
-                found.add("/".join(parts[:-count]) + "/")
-        if found:
-            break
-    # The prefix of a whole tree of parameters is shorter than that of a part.
-    return sorted(found, key=lambda prefix: (len(prefix), prefix))[:_MOST_PREFIXES]
-
-
-def _common_ending(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many of the last parts are the same."""
-    same = 0
-    for one, other in zip(reversed(first), reversed(second), strict=False):
-        if one != other:
-            break
-        same += 1
-    return same
-
-
-def _origins(
-    state: Mapping[str, Shape],
-    owners: Mapping[str, Shape],
-    tags: Mapping[str, tuple[Shape, Dims | None]],
-) -> list[Origin]:
-    """The origins where the optimizer knew its parameters by these paths."""
-    result = []
-    for path, shape in state.items():
-        owner = owner_of(path, owners)
-        tag_shape, tag = tags.get(path.removeprefix("opt_state/"), (None, None))
-        result.append(
-            _origin(shape, owner, owners, tag if tag_shape == shape else None)
-        )
-    return result
 
 
 def owner_of(path: str, owners: Mapping[str, Any]) -> str | None:
@@ -391,47 +220,6 @@ def owner_of(path: str, owners: Mapping[str, Any]) -> str | None:
         stop = path.rfind("/", 0, stop)
     # A parameter that is the whole tree has the empty path.
     return "" if len(owners) == 1 and "" in owners else None
-
-
-def _origin(
-    shape: Shape, owner: str | None, owners: Mapping[str, Shape], tag: Dims | None
-) -> Origin:
-    if not shape:
-        return Origin(owner, (), "scalar")
-    if owner is None:
-        return Origin(None, None, "belongs to no parameter")
-    of = owners[owner]
-    if tag is not None and _tells(tag):
-        if all(
-            dim is None or (dim < len(of) and of[dim] == size)
-            for dim, size in zip(tag, shape, strict=True)
-        ):
-            return Origin(owner, tag, "dims traced")
-    if shape == of:
-        return Origin(owner, tuple(range(len(of))), "same shape")
-    extra = len(shape) - len(of)
-    if extra > 0 and shape[extra:] == of:
-        dims = (None,) * extra + tuple(range(len(of)))
-        return Origin(owner, dims, "leading dims added")
-    dims = _only_subsequence(shape, of)
-    if dims is not None:
-        return Origin(owner, dims, "dims left out")
-    if math.prod(shape) <= 1:
-        return Origin(owner, (None,) * len(shape), "placeholder")
-    return Origin(owner, None, f"no known relation to the parameter's shape {of}")
-
-
-def _only_subsequence(shape: Shape, of: Shape) -> Dims | None:
-    """Dims of `of` that make `shape` in order, if there is exactly one choice."""
-    found: list[Dims] = [()]
-    for size in shape:
-        found = [
-            (*dims, dim)
-            for dims in found
-            for dim in range((dims[-1] or 0) + 1 if dims else 0, len(of))
-            if of[dim] == size
-        ]
-    return found[0] if len(found) == 1 else None
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -1,4 +1,7 @@
-"""Which rules a model was laid out by: the optimizer made of it later follows them."""
+"""What is remembered between calls: resolved trees, and the rules of a model.
+
+Both are bounded, or forget what nobody holds any more; no arrays are kept.
+"""
 
 import dataclasses
 import weakref
@@ -9,10 +12,36 @@ import jax
 from flax import nnx
 
 from flax_layoutmap._core.errors import RuleError
+from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import objects_of
 from flax_layoutmap._tree.parts import objects_in
+from flax_layoutmap._tree.structure import Structure
+
+# ------------------------------------------------------------------ resolved trees
+
+_MOST_TREES = 16
+# The last ones, the newest first. By the rule set itself: two equal ones announce what
+# they find apart from each other.
+_TREES: list[tuple[RuleSet, Structure, Resolution]] = []
+
+
+def recall(tree: Any, rules: RuleSet) -> Resolution | None:
+    """The Resolution of a tree with the same structure under these rules."""
+    for entry in tuple(_TREES):
+        if entry[0] is rules and entry[1].fits(tree):
+            return entry[2]
+    return None
+
+
+def remember(structure: Structure, resolution: Resolution) -> None:
+    """Notes a Resolution for `recall`."""
+    _TREES.insert(0, (resolution.rules, structure, resolution))
+    del _TREES[_MOST_TREES:]
+
+
+# ---------------------------------------------------------------- rules of a model
 
 # By the id of an NNX object, which stays when a step gives it other arrays, or of an
 # array, since trees are values. Only what was laid out by optimizer rules is here.

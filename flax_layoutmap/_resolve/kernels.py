@@ -1,0 +1,382 @@
+"""What belongs to a kernel and follows it: LoRA matrices, scales of quantised kernels.
+
+A LoRA matrix has some dims of a kernel. A rule is written for the kernel. So a rule
+that matches the kernel too is not about the matrix, which then follows the kernel, dim
+by dim; a rule that matches a matrix and not its kernel is about the matrix, and wins.
+
+A scale has the dims of its kernel at size 1 or in blocks, or some of them. A dim of
+size 1 cannot be split. Where a leaf is the scale of another one (its name says so, or
+the other has 8 bits or fewer) which the same rule lays out, that is no mistake: such
+dims are replicated, and the note of the leaf says so. Any other leaf with a dim of size
+1 is an error as with any size: the rule is not about it.
+"""
+
+import bisect
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._resolve.lay import Layer, fits
+from flax_layoutmap._resolve.stages import Adapter, Leaves, Matches
+from flax_layoutmap._rules.records import Decision, Shape, show_shape
+from flax_layoutmap._tree.lora import (
+    KernelDims,
+    Matrix,
+    is_about_lora,
+    kernel_dims,
+    matrix_of,
+    places_of,
+)
+from flax_layoutmap._tree.paths import Section
+
+# Names of kernels, which count first where several arrays have a fitting shape.
+_KERNELS = ("kernel", "embedding", "weight", "w", "qvalue")
+# How far below a module its kernel may be: `base_module/kernel/array/qvalue`.
+_DEPTH = 3
+
+# What `nnx.LoRA` calls the module that it was put around.
+_BASE = "base_module"
+
+_NO_KERNEL = (
+    "it is a LoRA matrix whose kernel is not in the tree: resolve the whole model, or "
+    "add a rule for it"
+)
+
+
+# ----------------------------------------------------------- finding LoRA matrices
+
+
+def find_adapters(leaves: Leaves) -> tuple[dict[int, Adapter], dict[int, str]]:
+    """Finds the LoRA matrices of a tree, from paths and shapes.
+
+    Returns:
+        Position → matrix, and position → path without the LoRA module around it, as
+        `Origins` has them.
+    """
+    adapters: dict[int, Adapter] = {}
+    plain: dict[int, str] = {}
+    text = "\n".join(leaves.flat.paths)
+    if is_about_lora(text) or _BASE in text:
+        for section in leaves.flat.sections:
+            if section.role == "parameter":
+                found, wrapped, index = _adapters_in(section, leaves)
+                adapters |= found
+                plain |= _without(wrapped, index)
+    return adapters, plain
+
+
+def _adapters_in(
+    section: Section, leaves: Leaves
+) -> "tuple[dict[int, Adapter], set[str], Index]":
+    """The matrices of a section, the modules in LoRA modules, and its other paths."""
+    flat, shapes = leaves.flat, leaves.shapes
+    paths = {flat.paths[at]: at for at in range(section.start, section.stop)}
+    matrices = {
+        at: matrix
+        for path, at in paths.items()
+        if is_about_lora(path) and len(shapes[at]) > 1
+        for matrix in [matrix_of(path)]
+        if matrix is not None
+    }
+    others = {
+        path: at
+        for path, at in paths.items()
+        if at not in matrices and at not in flat.fixed
+    }
+    index = Index(others)
+    # Without its matrices too, in a State of what is not trained.
+    wrapped = set().union(*(_base_modules(path) for path in others if _BASE in path))
+    found: dict[int, Adapter] = {}
+    for at, matrix in matrices.items():
+        partner = paths.get(matrix.partner)
+        shape = None if partner is None else shapes[partner]
+        found[at] = Adapter(matrix.role, ())
+        for place in places_of(matrix):
+            kernels = _kernels_at(index, place, matrix, shapes[at], shape, shapes)
+            if kernels:
+                found[at] = Adapter(matrix.role, kernels)
+                if matrix.kernel is None:
+                    wrapped |= _wrapped(index, place, kernels[0][0], shapes)
+                break
+    return found, wrapped, index
+
+
+class Index:
+    """Paths in order, to find those below a place."""
+
+    def __init__(self, positions: Mapping[str, int]) -> None:
+        self.paths = sorted(positions)
+        self.positions = positions
+
+    def below(self, place: str) -> Iterator[tuple[str, int]]:
+        """The rest of each path below a place, and its position; not too deep."""
+        if not place:
+            for path in self.paths:
+                yield path, self.positions[path]
+            return
+        if place in self.positions:
+            yield "", self.positions[place]
+        start = bisect.bisect_left(self.paths, f"{place}/")
+        for path in itertools.islice(self.paths, start, None):
+            if not path.startswith(f"{place}/"):
+                break
+            yield path[len(place) + 1 :], self.positions[path]
+
+
+def _kernels_at(
+    index: Index,
+    place: str,
+    matrix: Matrix,
+    shape: Shape,
+    partner: Shape | None,
+    shapes: Sequence[Shape],
+) -> Sequence[tuple[int, KernelDims]]:
+    """The kernels at or below a place that a matrix fits; the nearest ones only."""
+    by_depth: dict[int, list[tuple[str, int, KernelDims]]] = {}
+    for rest, at in index.below(place):
+        depth = rest.count("/")
+        if depth <= _DEPTH:
+            for dims in kernel_dims(shapes[at], shape, partner, matrix.role):
+                by_depth.setdefault(depth, []).append((rest, at, dims))
+    if not by_depth:
+        return ()
+    nearest = by_depth[min(by_depth)]
+    named = [entry for entry in nearest if entry[0].rpartition("/")[2] in _KERNELS]
+    return [(at, dims) for _, at, dims in named or nearest]
+
+
+def _wrapped(
+    index: Index, place: str, kernel: int, shapes: Sequence[Shape]
+) -> set[str]:
+    """The module at a place that a LoRA module was put around, if it is so.
+
+    Then the place holds that one alone, and `up/base_module/kernel` was `up/kernel`.
+    """
+    below = [(rest, at) for rest, at in index.below(place) if len(shapes[at]) > 1]
+    inner = {rest.partition("/")[0] for rest, _ in below if "/" in rest}
+    (path,) = (rest for rest, at in below if at == kernel)
+    name = path.partition("/")[0]
+    has_own = any("/" not in rest for rest, _ in below)
+    if inner != {name} or has_own or name in _KERNELS:
+        return set()
+    return {f"{place}/{name}" if place else name}
+
+
+def _base_modules(path: str) -> set[str]:
+    """The modules on a path that `nnx.LoRA` was put around."""
+    parts = path.split("/")
+    return {
+        "/".join(parts[:end]) for end in range(1, len(parts)) if parts[end - 1] == _BASE
+    }
+
+
+def _without(wrapped: set[str], index: Index) -> dict[int, str]:
+    """Position → path without the parts that only a LoRA module around it adds."""
+    plain: dict[int, str] = {}
+    for module in wrapped:
+        for rest, at in index.below(module):
+            parts = f"{module}/{rest}".split("/")
+            path = "/".join(
+                part
+                for end, part in enumerate(parts, 1)
+                if "/".join(parts[:end]) not in wrapped
+            )
+            if path not in index.positions:
+                plain[at] = path
+    return plain
+
+
+# ----------------------------------------------------------------- LoRA matrices
+
+
+def lay_adapter(
+    layer: Layer, matches: Matches, rows: Sequence[Decision], at: int
+) -> Decision:
+    """The decision for a LoRA matrix, after those for the kernels.
+
+    Args:
+        layer: lays it out.
+        matches: the rules of every leaf.
+        rows: what was decided for every leaf, for this one by the rules alone.
+        at: its position.
+    """
+    origins, row = matches.origins, rows[at]
+    leaves, adapter = origins.leaves, origins.adapters[at]
+    if row.reason not in ("rule", "no rule"):  # an exact key, or written on it
+        return row
+    if not adapter.kernels:
+        return _explained(row, _NO_KERNEL)
+    own = layer.by_match(matches.adapters[at], leaves.shapes[at])
+    if own.matched:
+        return own
+    kernel = adapter.kernels[0][0]
+    base = rows[kernel]
+    if base.reason == "no rule" and not base.problem:
+        return row
+    axes = {_axes(rows[which], dims) for which, dims in adapter.kernels}
+    if len(axes) > 1:
+        why = _unclear(leaves, [which for which, _ in adapter.kernels])
+        if row.problem or row.reason == "no rule":
+            return _explained(row, why)
+        return layer.trouble(why, leaves.shapes[at], row.matched)
+    dims = "in-dims" if adapter.role == "A" else "out-dims"
+    if sum(dim is not None for dim in adapter.kernels[0][1]) == 1:
+        dims = dims[:-1]
+    note = f"LoRA {adapter.role} has its {dims}"
+    return follow_kernel(layer, leaves, rows, at, axes.pop(), kernel, note)
+
+
+def _explained(row: Decision, why: str) -> Decision:
+    """The decision of a leaf without a layout, with the reason added."""
+    if row.problem:
+        return dataclasses.replace(row, problem=f"{row.problem}; {why}")
+    return dataclasses.replace(row, fallback=why) if row.reason == "no rule" else row
+
+
+def _unclear(leaves: Leaves, kernels: Sequence[int]) -> str:
+    """Said where the shapes do not tell which dims of which kernel a matrix has."""
+    listed = " or ".join(
+        f"{leaves.flat.paths[kernel]} {show_shape(leaves.shapes[kernel])}"
+        for kernel in dict.fromkeys(kernels)
+    )
+    return (
+        f"it is a LoRA matrix, and its shape does not tell which dims of {listed} it "
+        "has: add a rule for it"
+    )
+
+
+def follow_kernel(
+    layer: Layer,
+    leaves: Leaves,
+    rows: Sequence[Decision],
+    at: int,
+    axes: tuple[tuple[str, ...], ...],
+    kernel: int,
+    note: str,
+) -> Decision:
+    """The decision for a leaf that has dims of a kernel.
+
+    Args:
+        layer: lays it out.
+        leaves: all leaves.
+        rows: what was decided for them.
+        at: position of the leaf.
+        axes: per dim of the leaf, the mesh axes.
+        kernel: position of the kernel.
+        note: which dims of it these are.
+    """
+    path, base, matched = leaves.flat.paths[kernel], rows[kernel], rows[at].matched
+    shape = leaves.shapes[at]
+    layout = TensorLayout(axes, base.mesh, memory_kind=base.memory_kind)
+    row = layer.once(
+        ("kernel", layout, shape, matched),
+        lambda: layer.lay(
+            layout,
+            shape,
+            f"the layout of its kernel {path!r}",
+            "follows kernel",
+            matched=matched,
+        ),
+    )
+    return dataclasses.replace(row, owner=path, note=note)
+
+
+def _axes(base: Decision, dims: KernelDims) -> tuple[tuple[str, ...], ...]:
+    return tuple(() if dim is None else base.dims[dim] for dim in dims)
+
+
+# ------------------------------------------------------------------------ scales
+
+_SCALE = re.compile(r"scale|zero|offset|absmax|step_size", re.IGNORECASE)
+
+
+def lay_scales(layer: Layer, leaves: Leaves, rows: list[Decision]) -> None:
+    """Lays out the scales among the leaves that their rule does not fit."""
+    if not any(row.problem or row.fallback for row in layer.made.values()):
+        return
+    full, index = leaves.flat.full_paths(), None
+    for at, row in enumerate(rows):
+        if not row.matched or not (row.problem or row.fallback):
+            continue
+        winner = layer.winner(row.matched)
+        if winner is None or row.reason not in ("rule", "exact key", "no rule"):
+            continue
+        if index is None:
+            index = Index(
+                {
+                    full[other]: other
+                    for section in leaves.flat.sections
+                    if section.role == "parameter"
+                    for other in range(section.start, section.stop)
+                }
+            )
+        for kernel in _beside(index, full[at]):
+            base = rows[kernel]
+            if kernel == at or base.rule != winner or base.problem:
+                continue
+            is_named = any(map(_SCALE.search, full[at].split("/")[-2:]))
+            if is_named or getattr(leaves.dtypes[kernel], "itemsize", 8) == 1:
+                found = _as_scale(layer, leaves, rows, at, kernel, winner)
+                if found is not None:
+                    rows[at] = found
+                    break
+
+
+def _beside(index: Index, path: str) -> Iterator[int]:
+    """Leaves beside one, and beside the module that holds it; not deep below."""
+    parts = path.split("/")
+    for up in (1, 2):
+        for rest, other in index.below("/".join(parts[:-up])):
+            if rest.count("/") <= 1:
+                yield other
+
+
+def _as_scale(
+    layer: Layer,
+    leaves: Leaves,
+    rows: Sequence[Decision],
+    at: int,
+    kernel: int,
+    winner: int,
+) -> Decision | None:
+    """The decision for the scale of a kernel; None where the shapes do not fit."""
+    shape, of, base = leaves.shapes[at], leaves.shapes[kernel], rows[kernel]
+    rule = layer.rules.rules[winner]
+    if len(shape) == len(of):
+        ones = [dim for dim, size in enumerate(shape) if size == 1 and base.dims[dim]]
+        if not ones or any(whole % size for whole, size in zip(of, shape, strict=True)):
+            return None
+        axes = [
+            () if dim in ones else axes
+            for dim, axes in enumerate(rule.layout.dims(len(shape)))
+        ]
+        of_kernel = f"{leaves.flat.paths[kernel]} {show_shape(of)}"
+        return layer.lay(
+            TensorLayout(
+                axes, rule.layout.device_mesh, memory_kind=rule.layout.memory_kind
+            ),
+            shape,
+            f"rule {winner + 1} {rule.pattern!r}",
+            "rule",
+            rule=winner,
+            matched=rows[at].matched,
+            note=f"{_dims(ones)} of size 1 replicated: it is the scale of {of_kernel}",
+        )
+    if fits(rule.layout, len(shape)):
+        return None
+    choices = {
+        tuple(base.dims[dim] for dim in dims): dims
+        for dims in itertools.combinations(range(len(of)), len(shape))
+        if tuple(of[dim] for dim in dims) == shape
+    }
+    if len(choices) != 1:
+        return None
+    ((axes, dims),) = choices.items()
+    note = f"as its scale, it has its {_dims(dims)}"
+    return follow_kernel(layer, leaves, rows, at, axes, kernel, note)
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return f"dim{'s' * (len(dims) > 1)} {' and '.join(map(str, dims))}"

@@ -1,0 +1,238 @@
+"""Laying out: one layout on one shape, checked for rank, mesh and divisibility."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from flax_layoutmap._core.layout import TensorLayout, clash, normal_spec
+from flax_layoutmap._core.mesh import DeviceMesh, same_grid
+from flax_layoutmap._resolve.stages import Match
+from flax_layoutmap._rules.records import Decision, Reason, Shape
+from flax_layoutmap._rules.rules import Rule, RuleSet
+
+CONFLICT_FIX = (
+    'make one pattern narrower, use the path itself as key, or overlap="first" or '
+    '"last"'
+)
+_INDIVISIBLE_FIX = (
+    "change the size, use another layout (None for this dim), or "
+    'indivisible="replicate"'
+)
+
+
+class _Laid(NamedTuple):
+    """A layout on a leaf of some shape; texts go on after whose layout it is."""
+
+    dims: tuple[tuple[str, ...], ...] = ()
+    spec: PartitionSpec = PartitionSpec()
+    mesh: DeviceMesh | None = None
+    shard_shape: Shape | None = None
+    fallback: str | None = None
+    problem: str | None = None
+
+
+@dataclasses.dataclass(slots=True)
+class Layer:
+    """Lays leaves out under one rule set, and remembers every answer.
+
+    Attributes:
+        rules: the rule set.
+        made: what was decided, by what the decision depends on.
+    """
+
+    rules: RuleSet
+    made: dict[Any, Decision] = dataclasses.field(default_factory=dict)
+    _laid: dict[tuple[TensorLayout, Shape], _Laid] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def once(self, key: Any, make: Callable[[], Decision]) -> Decision:
+        """The decision with this key, made on first use."""
+        row = self.made.get(key)
+        if row is None:
+            row = self.made[key] = make()
+        return row
+
+    def by_match(self, match: Match, shape: Shape) -> Decision:
+        """The decision of the parameter rules that match a leaf."""
+        row = self.made.get((match, shape))
+        if row is None:
+            row = self.made[match, shape] = self._by_match(match, shape)
+        return row
+
+    def _by_match(self, match: Match, shape: Shape) -> Decision:
+        rules, matched = self.rules.rules, match.rules
+        if match.key is not None and fits(rules[match.key].layout, len(shape)):
+            matched = (match.key,)
+        if not shape:
+            return self.replicated("scalar", shape, matched)
+        fitting = applicable(rules, matched, len(shape))
+        if not fitting:
+            if self.rules.unmatched == "error":
+                return self.trouble(
+                    "no rule matches it; add one (None says: replicated), or use "
+                    'unmatched="replicate"',
+                    shape,
+                )
+            return self.replicated("no rule", shape)
+        winner = self.winner(fitting)
+        if winner is None:
+            listed = f"rules with different layouts match it: {listing(rules, fitting)}"
+            return self.trouble(f"{listed}; {CONFLICT_FIX}", shape, fitting)
+        reason: Reason = "exact key" if matched == (match.key,) else "rule"
+        layout = rules[winner].layout
+        return self.lay(layout, shape, None, reason, rule=winner, matched=fitting)
+
+    def winner(self, matched: Sequence[int], *, optimizer: bool = False) -> int | None:
+        """Which of the rules that match a leaf applies; None: they conflict."""
+        rules = self.rules.optimizer if optimizer else self.rules.rules
+        if self.rules.overlap == "error":
+            if len({rules[at].layout for at in matched}) > 1:
+                return None
+        return matched[-1] if self.rules.overlap == "last" else matched[0]
+
+    def lay(
+        self,
+        layout: TensorLayout,
+        shape: Shape,
+        name: str | None,
+        reason: Reason,
+        **more: Any,
+    ) -> Decision:
+        """Lays a leaf out, or says why that is impossible.
+
+        Args:
+            layout: the layout wanted.
+            shape: shape of the leaf.
+            name: whose layout it is, for messages; None where it is that of a rule.
+            reason: the reason of the Decision.
+            **more: other fields of the Decision.
+        """
+        key = layout, shape
+        laid = self._laid.get(key)
+        if laid is None:
+            laid = self._laid[key] = self._lay(layout, shape)
+        if name is None and (laid.problem or laid.fallback):
+            name = f"rule {naming(self.rules.rules, more['rule'])}"
+        if laid.problem:
+            return self.trouble(f"{name}{laid.problem}", shape, more.get("matched", ()))
+        if laid.fallback:
+            more["fallback"] = f"{name}{laid.fallback}"
+        return Decision(
+            laid.dims,
+            laid.spec,
+            laid.mesh,
+            laid.shard_shape,
+            reason,
+            memory_kind=layout.memory_kind,
+            **more,
+        )
+
+    def _lay(self, layout: TensorLayout, shape: Shape) -> _Laid:
+        own, mesh = layout.device_mesh, self.rules.mesh or layout.device_mesh
+        if own is not None and mesh is not None and own != mesh:
+            if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
+                return _Laid(
+                    problem=f" is on another mesh, {own!r}, than the rules, {mesh!r}; "
+                    "a tree lies on one mesh: leave the mesh of the layout out"
+                )
+        if not fits(layout, len(shape)):
+            return _Laid(
+                problem=f" has {show_rank(layout)} dims, the leaf has {len(shape)}; "
+                f"{rank_fix(layout, shape)}"
+            )
+        dims = layout.dims(len(shape))
+        if mesh is None:
+            return _Laid(dims, normal_spec(dims))
+        sizes = mesh.axis_sizes
+        for axis in (axis for axes in dims for axis in axes):
+            if axis not in sizes:
+                return _Laid(problem=f": the mesh {str(mesh)!r} has no axis {axis!r}")
+        dims, clashes = _divisible(dims, shape, sizes)
+        if clashes and self.rules.indivisible == "error":
+            return _Laid(problem=f": {'; '.join(clashes)}; {_INDIVISIBLE_FIX}")
+        fallback = None
+        if clashes:
+            texts = [f"{text}, so that dim is replicated" for text in clashes]
+            fallback = f": {'; '.join(texts)}"
+        shard = tuple(
+            size // math.prod(sizes[axis] for axis in axes)
+            for size, axes in zip(shape, dims, strict=True)
+        )
+        return _Laid(dims, normal_spec(dims), mesh, shard, fallback)
+
+    def replicated(
+        self, reason: Reason, shape: Shape, matched: tuple[int, ...] = (), **more: Any
+    ) -> Decision:
+        """The decision to replicate a leaf."""
+        mesh = self.rules.mesh
+        shard = None if mesh is None else shape
+        dims = ((),) * len(shape)
+        spec = PartitionSpec()
+        return Decision(dims, spec, mesh, shard, reason, matched=matched, **more)
+
+    def trouble(
+        self, problem: str, shape: Shape, matched: tuple[int, ...] = ()
+    ) -> Decision:
+        """The decision for a leaf that does not fit the rules."""
+        return self.replicated("no rule", shape, matched, problem=problem)
+
+
+def _divisible(
+    dims: tuple[tuple[str, ...], ...], shape: Shape, sizes: dict[str, int]
+) -> tuple[tuple[tuple[str, ...], ...], list[str]]:
+    """The dims with those replicated that do not divide, and what clashed."""
+    clashes: list[str] = []
+    kept = list(dims)
+    for dim, axes in enumerate(dims):
+        if shape[dim] % math.prod(sizes[axis] for axis in axes):
+            clashes.append(clash(dim, shape[dim], axes, sizes))
+            kept[dim] = ()
+    return tuple(kept), clashes
+
+
+def fits(layout: TensorLayout, ndim: int) -> bool:
+    """Whether a layout can be that of an array with so many dims."""
+    return layout.rank == ndim or (layout.rank is None and ndim >= len(layout.axes) - 1)
+
+
+def applicable(
+    rules: Sequence[Rule], matched: Sequence[int], ndim: int
+) -> tuple[int, ...]:
+    """Without the rules that pass over leaves of another rank."""
+    return tuple(
+        at
+        for at in matched
+        if rules[at].rank == "error" or fits(rules[at].layout, ndim)
+    )
+
+
+def naming(rules: Sequence[Rule], at: int) -> str:
+    """A rule as messages name it: `1 'kernel' → ('data', None)`."""
+    return f"{at + 1} {rules[at].pattern!r} → {rules[at].layout}"
+
+
+def listing(rules: Sequence[Rule], at_each: Sequence[int]) -> str:
+    """Several rules as messages name them."""
+    return ", ".join(f"rule {naming(rules, at)}" for at in at_each)
+
+
+def show_rank(layout: TensorLayout) -> str:
+    """`2`, or `2 or more`."""
+    if layout.rank is not None:
+        return str(layout.rank)
+    return f"{len(layout.axes) - 1} or more"
+
+
+def rank_fix(layout: TensorLayout, shape: Shape) -> str:
+    """The real choices when a layout has another rank than a leaf, as code."""
+    if layout.rank is None or layout.rank > len(shape):
+        return 'narrow the pattern, or Rule(pattern, layout, rank="skip")'
+    open_rank = TensorLayout((..., *layout.axes))
+    return (
+        f"for leading dims that are not sharded (a stacked layer) write {open_rank}, "
+        'or pass over leaves of another rank with Rule(pattern, layout, rank="skip")'
+    )
