@@ -50,6 +50,9 @@ class PerProcess(Mapping[int, float]):
     def __len__(self) -> int:
         return len(self.names)
 
+    def __mul__(self, factor: float) -> "PerProcess":
+        return PerProcess(self.names, self.counts * factor)
+
     def __repr__(self) -> str:
         return repr(dict(self))
 
@@ -269,7 +272,6 @@ def _runs(
     return first, np.array([parts[-1] for parts in subsets])
 
 
-@functools.lru_cache(maxsize=4096)
 def _extent(
     shape: Shape,
     chunk: Shape,

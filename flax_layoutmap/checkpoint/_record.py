@@ -23,7 +23,7 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.metadata import Mark, mark_of
 from flax_layoutmap._resolve.optimizer_state import Origin
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import decide_all, rule_set_of
+from flax_layoutmap._resolve.resolve import decide_all
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.serialise import (
     mesh_from_json,
@@ -47,15 +47,6 @@ _ENTRIES = {
 }
 
 _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
-
-
-def rules_of(layout_map: Any) -> RuleSet | None:
-    """The frozen rules of a `LayoutMap`; a `RuleSet` or None as it is.
-
-    Raises:
-        RuleError: it is none of these.
-    """
-    return None if layout_map is None else rule_set_of(layout_map, "layout_map=")
 
 
 @functools.lru_cache(maxsize=4)

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap.checkpoint import _orbax, _record
+from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import absolute, find
-from flax_layoutmap.checkpoint._restore import restore, rules_on
+from flax_layoutmap.checkpoint._restore import restore
 from flax_layoutmap.checkpoint._save import prepare
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
@@ -68,9 +70,11 @@ def reshard(
     if problem is not None:
         raise CheckpointError(f"cannot write to {goal}: {problem}")
     stored = open_checkpoint(find(absolute(path), step), item)
-    rules = rules_on(layout_map, mesh)
+    rules = rules_of(layout_map)
     if rules is None:
-        rules = stored.record.rule_set(mesh)
+        rules = stored.record.rule_set(None)
+    if rules is not None and mesh is not None:
+        rules = rules.on(as_mesh(mesh))
     tree = restore(
         path,
         layout_map=rules,

@@ -14,8 +14,8 @@ from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import is_floating, leaf_of
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import Block, Range
+from flax_layoutmap.checkpoint._options import Selection
 from flax_layoutmap.checkpoint._safetensors_file import NAMES
-from flax_layoutmap.checkpoint._selection import Selection
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,10 @@ from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap.checkpoint._leaves import (
-    is_floating,
-    mesh_of,
-    problem_list,
-)
+from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
 from flax_layoutmap.checkpoint._mapping import NameMapping
 from flax_layoutmap.checkpoint._mapping_blocks import Range, full_index
+from flax_layoutmap.checkpoint._options import checked_selection, floating_dtype
 from flax_layoutmap.checkpoint._progress import shown_progress
 from flax_layoutmap.checkpoint._safetensors_file import NAMES, local
 from flax_layoutmap.checkpoint._safetensors_parts import Made, SavePlan, plan_to_save
@@ -31,7 +28,6 @@ from flax_layoutmap.checkpoint._safetensors_write import (
     cannot_write,
     distributed,
 )
-from flax_layoutmap.checkpoint._selection import Selection
 
 # Threads take turns: a save sweeps up what others have left unfinished in a directory.
 _TURN = threading.RLock()
@@ -94,7 +90,7 @@ def save_safetensors(
     """
     place = local(path)
     names = NameMapping(mapping)
-    selection = Selection(include, exclude)
+    selection = checked_selection(include, exclude)
     wanted = _checked_dtype(dtype)
     with _TURN:
         with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
@@ -117,14 +113,9 @@ def save_safetensors(
 def _checked_dtype(dtype: Any) -> Any:
     if dtype is None:
         return None
-    try:
-        wanted = np.dtype(dtype)
-    except TypeError as error:
-        raise CheckpointError(f"dtype={dtype!r} is no dtype: {error}") from error
-    if not is_floating(wanted) or wanted not in NAMES:
-        raise CheckpointError(
-            f"dtype={wanted} is not floating-point, or safetensors have no such dtype"
-        )
+    wanted = floating_dtype(dtype, f"dtype={dtype!r}")
+    if wanted not in NAMES:
+        raise CheckpointError(f"dtype={wanted}: safetensors have no such dtype")
     return wanted
 
 

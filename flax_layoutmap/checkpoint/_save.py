@@ -23,7 +23,8 @@ from flax_layoutmap.checkpoint._leaves import (
     mesh_of,
     problem_list,
 )
-from flax_layoutmap.checkpoint._shared import check_shared
+from flax_layoutmap.checkpoint._options import rules_of
+from flax_layoutmap.checkpoint._places import check_shared
 
 
 def save(
@@ -117,7 +118,7 @@ def prepare(
     Raises:
         CheckpointError, ResolveError: as `save`.
     """
-    rules = _record.rules_of(layout_map)
+    rules = rules_of(layout_map)
     with Agreement(f"saving {place}", mesh_of(tree, rules)) as agreement:
         resolution = resolve(tree, RuleSet(strict=False) if rules is None else rules)
         flat = flatten(tree)

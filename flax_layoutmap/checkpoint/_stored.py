@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 from flax_layoutmap._core.errors import CheckpointError
@@ -124,3 +125,32 @@ def _named(where: str, held: dict[str, Any]) -> dict[str, Leaf]:
 def _guessed(leaves: dict[str, Leaf]) -> _record.Record:
     flat = _foreign.flat_of(list(leaves))
     return _record.Record(flat.full_paths(), _foreign.origins_of(flat, leaves), flat)
+
+
+# ----------------------------------------------------- what is said of its damage
+
+
+def no_checksums(stored: Stored) -> str:
+    """What is said of a checkpoint that nothing can be compared with."""
+    by = "with checksums=False, or by an older version"
+    return (
+        f"cannot verify {stored.where}: it has no checksums, as it was saved "
+        f"{by if stored.is_ours else 'by Orbax alone'}; restore it and save it again "
+        "with flm.checkpoint.save to have them"
+    )
+
+
+def not_as_saved(leaf: Leaf) -> str:
+    """What is said of a leaf that has another checksum than the one recorded."""
+    return (
+        f"{leaf.name}: its data are not those that were saved; restore another "
+        f"checkpoint, or the rest of this one: exclude={f'^{re.escape(leaf.path)}$'!r}"
+    )
+
+
+def unrecorded(leaf: Leaf) -> str:
+    """What is said of a leaf without a checksum, where others have one."""
+    return (
+        f"{leaf.name}: there is no checksum of it in the metadata, which is damaged; "
+        "restore another checkpoint, or this one with verify=False"
+    )

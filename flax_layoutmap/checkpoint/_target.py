@@ -1,8 +1,7 @@
 """What to restore into: any tree of the user's, or a function that makes one."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,46 +9,71 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._birth.create import give_birth
-from flax_layoutmap._place.place import with_leaves
+from flax_layoutmap._place.place import settle_metadata, with_leaves
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
-from flax_layoutmap._tree.paths import is_train_state
+from flax_layoutmap._tree.paths import Flat, is_train_state
 from flax_layoutmap._tree.trace import Traced, trace
 from flax_layoutmap.checkpoint._leaves import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
-    """A target, opened.
+class Target:
+    """A target whose leaves are known by their paths.
 
     Attributes:
-        tree: a tree with paths.
-        rebuild: makes the result of new leaves, in the order of the tree.
-        made: for a function: path of some leaves → sharding, to path → value: runs
-            what it does to make these.
+        tree: the tree, which can be resolved; of a function, what it would make.
+        flat: the same, flattened.
+        traced: the trace of a function; None for a tree.
     """
 
     tree: Any
-    rebuild: Callable[[list[Any]], Any]
-    made: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    flat: Flat
+    traced: Traced | None
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """Path → leaf, concrete or abstract."""
+        return dict(zip(self.flat.full_paths(), self.flat.leaves, strict=True))
+
+    def filled(
+        self,
+        values: Mapping[str, Any],
+        made: Mapping[str, Any],
+        resolution: Resolution | None,
+    ) -> Any:
+        """The target with new values.
+
+        Args:
+            values: path → value, of what was read.
+            made: path → sharding, of what the function of the target makes.
+            resolution: the layouts, which annotations of the target then say too.
+        """
+        new = self.leaves | dict(values)
+        if made and self.traced is not None:
+            new |= _made(self.traced, self.flat, made)
+        if self.traced is not None:
+            result = self.traced.rebuild([*new.values()])
+        else:
+            result = with_leaves(_with_new_objects(self.tree), [*new.values()])
+        return result if resolution is None else settle_metadata(result, resolution)
 
 
-def opened(target: Any) -> Opened:
-    """Opens a target: any tree, or a function that makes one, which is traced."""
+def opened(target: Any) -> Target:
+    """Flattens a tree, or traces a function that makes one."""
     is_object = is_nnx_object(target) or is_train_state(target)
-    if callable(target) and not is_object:
-        traced = trace(target)
-        return Opened(traced.abstract, traced.rebuild, functools.partial(_made, traced))
-    return Opened(target, lambda leaves: with_leaves(_with_new_objects(target), leaves))
+    traced = trace(target) if callable(target) and not is_object else None
+    tree = target if traced is None else traced.abstract
+    return Target(tree, flatten(tree), traced)
 
 
-def _made(traced: Traced, shardings: Mapping[str, Any]) -> dict[str, Any]:
+def _made(traced: Traced, flat: Flat, shardings: Mapping[str, Any]) -> dict[str, Any]:
     """Computes some of the leaves of a traced function, in their shards."""
-    paths = flatten(traced.abstract).full_paths()
-    wanted = [shardings.get(path) for path in traced.values_of(paths)]
-    values, _ = give_birth(traced, wanted, names=traced.values_of(paths))
-    names = [path for path in traced.values_of(paths) if path in shardings]
+    paths = traced.values_of(flat.full_paths())
+    wanted = [shardings.get(path) for path in paths]
+    values, _ = give_birth(traced, wanted, names=paths)
+    names = [path for path in paths if path in shardings]
     return dict(zip(names, values, strict=True))
 
 
@@ -90,10 +114,3 @@ def own_sharding(leaf: Leaf, value: Any) -> tuple[Any, str | None]:
     except ValueError as error:
         return None, f"the target's sharding does not fit it: {error}"
     return sharding, None
-
-
-def shardings_by_path(resolution: Resolution | None) -> dict[str, NamedSharding]:
-    """Path → sharding; empty without rules."""
-    if resolution is None:
-        return {}
-    return dict(zip(resolution.paths, resolution.sharding_list(), strict=True))

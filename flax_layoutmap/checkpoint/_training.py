@@ -24,6 +24,7 @@ from flax_layoutmap.checkpoint._loop_checks import (
     next_step,
     way_back,
 )
+from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import absolute, is_url
 from flax_layoutmap.checkpoint._preemption import Preemption
 from flax_layoutmap.checkpoint._restore import restore
@@ -114,7 +115,7 @@ class Checkpointer:
         checksums: bool = True,
     ) -> None:
         self._directory = absolute(directory)
-        self._rules = _record.rules_of(layout_map)
+        self._rules = rules_of(layout_map)
         check_numbers(every, keep, keep_every)
         check_directory(self._directory)
         self._every, self._checksums = every, checksums
