@@ -23,7 +23,7 @@ import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_write
 from flax_layoutmap.checkpoint import mappings as m
 from flax_layoutmap.checkpoint._mapping import Source
-from flax_layoutmap.checkpoint._mapping_transforms import Split
+from flax_layoutmap.checkpoint._mapping_steps import Split
 
 P = PartitionSpec
 RNG = np.random.default_rng(0)
