@@ -5,6 +5,7 @@ import dataclasses
 import glob
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -236,3 +237,29 @@ def check_shared(path: str) -> None:
             f"{jax.process_count()} do not see what process 0 writes to {folder}; a "
             "checkpoint needs storage that all processes share, at one path"
         )
+
+
+def on_first_process(action: Callable[[], None], failing: Callable[[str], str]) -> None:
+    """Runs an action on process 0; all processes wait, and all raise if it failed.
+
+    Args:
+        action: what to do with files.
+        failing: makes the message of the reason.
+
+    Raises:
+        CheckpointError: the action raised an OSError.
+    """
+    error: OSError | None = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except OSError as caught:
+            error = caught
+    failed = error is not None
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failed)))
+    if failed:
+        why = "process 0 failed" if error is None else error.strerror or str(error)
+        raise CheckpointError(failing(why)) from error
