@@ -27,7 +27,6 @@ from flax_layoutmap.checkpoint._places import (
     is_url,
     on_first_process,
 )
-from flax_layoutmap.checkpoint._places import absolute as absolute
 
 # Below this, one process writes a replicated array whole. Cut among the replicas, a
 # bias of 8 numbers on 8 devices would become 8 chunks.

@@ -24,7 +24,7 @@ from flax_layoutmap.checkpoint._leaves import (
     problem_list,
 )
 from flax_layoutmap.checkpoint._options import rules_of
-from flax_layoutmap.checkpoint._places import check_shared
+from flax_layoutmap.checkpoint._places import absolute, check_shared
 
 
 def save(
@@ -73,7 +73,7 @@ def save(
 
     Plain JAX: `orbax.checkpoint.v1.save(path, tree)`.
     """
-    place = _orbax.absolute(path)
+    place = absolute(path)
     with _orbax.TURN:
         ready = prepare(
             place,

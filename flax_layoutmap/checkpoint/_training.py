@@ -13,8 +13,9 @@ from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import Agreement, tell_of_others
 from flax_layoutmap.checkpoint import _data_state, _orbax, _orbax_training, _record
 from flax_layoutmap.checkpoint._leaves import mesh_of
-from flax_layoutmap.checkpoint._lock import WriteLock
-from flax_layoutmap.checkpoint._loop_checks import (
+from flax_layoutmap.checkpoint._loop import (
+    Preemption,
+    WriteLock,
     add_context,
     check_directory,
     check_numbers,
@@ -26,7 +27,6 @@ from flax_layoutmap.checkpoint._loop_checks import (
 )
 from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import absolute, is_url
-from flax_layoutmap.checkpoint._preemption import Preemption
 from flax_layoutmap.checkpoint._restore import restore
 from flax_layoutmap.checkpoint._save import prepare
 
