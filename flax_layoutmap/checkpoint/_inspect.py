@@ -21,7 +21,7 @@ from flax_layoutmap.checkpoint._leaves import problem_list
 from flax_layoutmap.checkpoint._ocdbt import damage_in
 from flax_layoutmap.checkpoint._options import Options, checked_options
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
-from flax_layoutmap.checkpoint._safetensors_file import open_safetensors
+from flax_layoutmap.checkpoint._safetensors_header import open_safetensors
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
 CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]

@@ -12,7 +12,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap.checkpoint._join import Held, Plan, join
+from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
     key_data_shape,
@@ -22,7 +22,6 @@ from flax_layoutmap.checkpoint._leaves import (
 )
 from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._stored import Stored
-from flax_layoutmap.checkpoint._target import Target, opened
 
 # Similar names are searched for this many leaves; beyond that it would take too long.
 _HINTS = 50

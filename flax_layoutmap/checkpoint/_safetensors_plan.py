@@ -10,14 +10,13 @@ from flax_layoutmap._core.errors import CheckpointError, ResolveError, did_you_m
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._tree.paths import escape, unescape
-from flax_layoutmap.checkpoint._join import Held, Plan, join
+from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import Leaf, is_floating
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import whole
 from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._orbax import nested
-from flax_layoutmap.checkpoint._safetensors_file import Stored, Tensor
-from flax_layoutmap.checkpoint._target import Target, opened
+from flax_layoutmap.checkpoint._safetensors_header import Stored, Tensor
 
 # Similar names are searched for among so many in all; more would take too long.
 _COMPARISONS = 500_000

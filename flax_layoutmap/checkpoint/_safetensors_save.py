@@ -31,7 +31,7 @@ from flax_layoutmap.checkpoint._options import (
     checked_selection,
     floating_dtype,
 )
-from flax_layoutmap.checkpoint._safetensors_file import NAMES, local
+from flax_layoutmap.checkpoint._safetensors_header import NAMES, local
 from flax_layoutmap.checkpoint._safetensors_write import (
     Made,
     Part,

@@ -22,7 +22,7 @@ from flax_layoutmap._rules.records import Shape
 from flax_layoutmap.checkpoint._mapping_blocks import Block, Range, full_index
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._progress import shown_progress
-from flax_layoutmap.checkpoint._safetensors_file import INDEX, NAMES, SINGLE
+from flax_layoutmap.checkpoint._safetensors_header import INDEX, NAMES, SINGLE
 
 _OWN_NAMES = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"

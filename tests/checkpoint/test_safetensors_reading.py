@@ -22,7 +22,7 @@ from flax_layoutmap.checkpoint._mapping_steps import (
     Stack,
     Transpose,
 )
-from flax_layoutmap.checkpoint._safetensors_file import read_header
+from flax_layoutmap.checkpoint._safetensors_header import read_header
 from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
 
 Shape = tuple[int, ...]

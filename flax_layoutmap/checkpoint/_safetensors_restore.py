@@ -22,7 +22,7 @@ from flax_layoutmap.checkpoint._mapping_blocks import Range, pieces_of
 from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._restore import check_devices
-from flax_layoutmap.checkpoint._safetensors_file import (
+from flax_layoutmap.checkpoint._safetensors_header import (
     Stored,
     local,
     open_safetensors,
