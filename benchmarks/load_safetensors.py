@@ -171,7 +171,7 @@ def write(folder: str) -> None:
 
 def share_of(kind: str, folder: str) -> float:
     """What the first of four processes reads ÷ what it needs, as planned."""
-    from flax_layoutmap.checkpoint import _mapping_blocks, _safetensors_file
+    from flax_layoutmap.checkpoint import _mapping_blocks, _safetensors_header
     from flax_layoutmap.checkpoint._mapping import Source
     from flax_layoutmap.checkpoint._safetensors_read import bytes_to_read
 
@@ -179,7 +179,7 @@ def share_of(kind: str, folder: str) -> float:
     shape = (COLUMNS, ROWS) if turned else (ROWS, COLUMNS)
     steps = (mappings.transpose(),) if turned else ()
     blocks = Source(("w0",), steps).recipes(shape)[0].blocks
-    tensor = _safetensors_file.open_safetensors(folder).tensors["w0"]
+    tensor = _safetensors_header.open_safetensors(folder).tensors["w0"]
     sharding = NamedSharding(mesh_of(), PartitionSpec(*axes))
     pieces = []
     for device in range(2):  # of eight

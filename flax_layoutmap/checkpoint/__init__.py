@@ -25,18 +25,18 @@ from flax_layoutmap.checkpoint import mappings as mappings
 from flax_layoutmap.checkpoint._inspect import CheckpointInfo as CheckpointInfo
 from flax_layoutmap.checkpoint._inspect import LeafInfo as LeafInfo
 from flax_layoutmap.checkpoint._inspect import inspect as inspect
+from flax_layoutmap.checkpoint._inspect import resolve as resolve
 from flax_layoutmap.checkpoint._preview import LeafPlan as LeafPlan
 from flax_layoutmap.checkpoint._preview import RestorePlan as RestorePlan
-from flax_layoutmap.checkpoint._preview import plan as plan
-from flax_layoutmap.checkpoint._reshard import reshard as reshard
-from flax_layoutmap.checkpoint._resolve import resolve as resolve
+from flax_layoutmap.checkpoint._restore import plan as plan
 from flax_layoutmap.checkpoint._restore import restore as restore
-from flax_layoutmap.checkpoint._safetensors import (
+from flax_layoutmap.checkpoint._safetensors_restore import (
     restore_safetensors as restore_safetensors,
 )
 from flax_layoutmap.checkpoint._safetensors_save import (
     save_safetensors as save_safetensors,
 )
+from flax_layoutmap.checkpoint._save import reshard as reshard
 from flax_layoutmap.checkpoint._save import save as save
 from flax_layoutmap.checkpoint._training import Checkpointer as Checkpointer
 from flax_layoutmap.checkpoint._verify import Verified as Verified

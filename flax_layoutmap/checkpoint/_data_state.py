@@ -1,4 +1,4 @@
-"""What a data iterator says of where it is, as text, and back."""
+"""The state of a data iterator in a step: encoded as JSON, one file per process."""
 
 import base64
 import json
@@ -10,6 +10,10 @@ import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint._checksums import json_digest
+from flax_layoutmap.checkpoint._orbax import TURN, translated
+
+# The folder of a step that holds the files.
+DATA_FOLDER = "data"
 
 # Name of the method that gives a state → of the one that takes it.
 _METHODS = {"get_state": "set_state", "state_dict": "load_state_dict"}
@@ -194,3 +198,57 @@ def _a(value: Any) -> str:
 
 def _are(count: int) -> str:
     return "is 1" if count == 1 else f"are {count}"
+
+
+# ----------------------------------------------------------- files in a step
+
+
+class StateFiles:
+    """One text file for each process, in the form of Orbax's stateful objects."""
+
+    def __init__(self, text: str = "", wanted: int | None = None) -> None:
+        self._text = text
+        self._wanted = wanted
+        self.texts: dict[int, str] = {}
+
+    async def save(self, directory: Any) -> Any:
+        """Writes the file of this process, once the directory is there."""
+        name, text = f"process_{jax.process_index()}.json", self._text
+
+        async def write() -> None:
+            ((await directory.await_creation()) / name).write_text(text)
+
+        return write()
+
+    async def load(self, directory: Any) -> Any:
+        """Reads the file of the wanted process, or all; of another number, all."""
+
+        async def read() -> None:
+            names = {
+                int(place.stem.removeprefix("process_")): place
+                for place in directory.iterdir()
+                if place.name.startswith("process_")
+            }
+            if self._wanted in names and len(names) == jax.process_count():
+                names = {self._wanted: names[self._wanted]}
+            self.texts = {at: names[at].read_text() for at in sorted(names)}
+
+        return read()
+
+
+def has_data(path: str) -> bool:
+    """Whether a step holds states of data iterators."""
+    from etils import epath
+
+    return (epath.Path(path) / DATA_FOLDER).exists()
+
+
+def read_data(path: str, process: int | None = None) -> dict[int, str]:
+    """Process → text that it wrote; only that of one, if as many wrote as there are."""
+    from orbax.checkpoint import v1
+
+    files = StateFiles(wanted=process)
+    failing = f"cannot read the states of data in {path}"
+    with TURN, translated(failing), v1.Context():
+        v1.load_checkpointables(path, {DATA_FOLDER: files})
+    return files.texts

@@ -1,9 +1,9 @@
-"""flm.checkpoint.inspect: what a checkpoint holds, without devices or array data."""
+"""flm.checkpoint.inspect and .resolve: a checkpoint, by its metadata alone."""
 
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -11,13 +11,17 @@ from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.errors import CheckpointError, visible
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.records import Shape, show_shape, show_spec
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.table import human_bytes, text_table
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax, _record
+from flax_layoutmap.checkpoint._leaves import problem_list
 from flax_layoutmap.checkpoint._ocdbt import damage_in
+from flax_layoutmap.checkpoint._options import Options, checked_options
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
-from flax_layoutmap.checkpoint._safetensors_file import open_safetensors
+from flax_layoutmap.checkpoint._safetensors_header import open_safetensors
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 
 CheckpointKind = Literal["flax_layoutmap", "orbax-v1", "orbax-v0", "safetensors"]
@@ -223,3 +227,85 @@ def _specs(stored: Stored) -> dict[str, PartitionSpec]:
         return {}
     resolution = record.resolve(stored.leaves, rules)
     return dict(zip(resolution.paths, resolution.specs, strict=True))
+
+
+def resolve(
+    path: str | os.PathLike[str],
+    *,
+    layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    item: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Any = None,
+) -> Resolution:
+    """Decides the layout of every leaf of a checkpoint, without the model's code.
+
+    Reads no array, and needs no devices: the mesh may be abstract.
+
+    Args:
+        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
+        layout_map: the rules; None takes those that the checkpoint was saved with.
+        mesh: the mesh for the rules; None takes theirs, or the one that the checkpoint
+            was saved on, abstract.
+        step: which step of a directory of some.
+        item: which of several trees.
+        include: regular expressions; only leaves that one of them finds, and the
+            parameters that their optimizer state follows.
+        exclude: likewise; leaves that none of them finds.
+        rename: other names for the leaves, as in `restore`.
+
+    Returns:
+        The Resolution: read it with `.report()`, `.explain(path)`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it was saved
+            without rules (or mesh) and none are given.
+        ResolveError: its leaves do not fit the rules; all of them are listed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
+        >>> mesh = flm.DeviceMesh.abstract("data=16")
+        >>> found = flm.checkpoint.resolve(path, mesh=mesh)
+        >>> found["w"].shard_shape
+        (4, 8)
+    """
+    options = checked_options(
+        path,
+        layout_map=layout_map,
+        mesh=mesh,
+        step=step,
+        item=item,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+    )
+    place = find(options.path, step, newest=True)
+    stored = open_checkpoint(place, item, options.rename)
+    selection = options.selection.among(stored.record.flat)
+    problems = selection.useless(stored.leaves)
+    if problems:
+        raise problem_list(f"cannot lay out {stored.where}", problems)
+    selected = None
+    if not selection.is_everything:
+        selected = [path for path in stored.leaves if path in selection]
+    rules = _rules_for(stored, options)
+    return stored.record.resolve(stored.leaves, rules, selected)
+
+
+def _rules_for(stored: Stored, options: Options) -> RuleSet:
+    """The rules on a mesh: what is not given comes from the checkpoint."""
+    rules, record, lacking = options.rules, stored.record, "a mesh; pass mesh="
+    if rules is None:
+        rules = record.rule_set(options.mesh or record.mesh)
+        lacking = "rules; pass layout_map=" if rules is None else lacking
+    elif rules.mesh is None and record.mesh is not None:
+        rules = rules.on(record.mesh)
+    if rules is None or rules.mesh is None:
+        raise CheckpointError(f"{stored.where} was saved without {lacking}")
+    return rules

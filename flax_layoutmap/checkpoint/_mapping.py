@@ -17,7 +17,7 @@ from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.paths import unescape
 from flax_layoutmap.checkpoint._mapping_blocks import Block, whole
 from flax_layoutmap.checkpoint._mapping_patterns import Pattern
-from flax_layoutmap.checkpoint._mapping_transforms import KINDS, Cast, Stack, Transform
+from flax_layoutmap.checkpoint._mapping_steps import STEPS, Cast, Stack, Step
 
 _FIELD = re.compile(r"\{\w+\}")
 
@@ -56,7 +56,7 @@ class Source:
     """
 
     names: tuple[str, ...]
-    steps: tuple[Transform, ...] = ()
+    steps: tuple[Step, ...] = ()
 
     def recipes(self, shape: Shape) -> list[Recipe]:
         """How to make a leaf of this shape, for each name.
@@ -74,7 +74,7 @@ class Source:
 
 
 def _blocks(
-    name: str, steps: tuple[Transform, ...], shape: Shape, shapes: dict[str, Shape]
+    name: str, steps: tuple[Step, ...], shape: Shape, shapes: dict[str, Shape]
 ) -> Iterable[Block]:
     """The blocks of what the steps make; notes the shapes of the tensors."""
     if not steps:
@@ -108,7 +108,7 @@ def _blocks(
 class _Entry:
     pattern: Pattern | None
     names: tuple[str, ...]
-    steps: tuple[Transform, ...]
+    steps: tuple[Step, ...]
 
 
 class NameMapping:
@@ -190,7 +190,7 @@ def _entry(number: int, entry: Any) -> _Entry:
     steps = rest[0] if rest else ()
     steps = tuple(steps) if isinstance(steps, tuple | list) else (steps,)
     for step in steps:
-        if not isinstance(step, KINDS):
+        if not isinstance(step, STEPS):
             raise CheckpointError(
                 f"mapping[{number}]: {step!r} is no step; take transpose(), linear(), "
                 "rearrange(…), unflatten(), stack(), merge(…), split(…) or cast(…)"

@@ -1,23 +1,63 @@
-"""The steps of a mapping, as a user writes them."""
+"""The steps of a mapping: what is done to tensors to make a leaf of them.
 
+A step works both ways: from the shape of its result it says which inputs it needs, and
+where a block of an input lies in the result. The shape of the leaf gives all sizes, so
+that a mapping holds no numbers of a model, and the same steps save as well.
+"""
+
+import dataclasses
+import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap.checkpoint._leaves import is_floating
-from flax_layoutmap.checkpoint._mapping_transforms import (
-    Cast,
-    Linear,
-    Merge,
-    Rearrange,
-    Split,
-    Stack,
-    Transpose,
-    Unflatten,
-)
+from flax_layoutmap.checkpoint._mapping_blocks import Block, full_index, regroup
+
+
+class Input(NamedTuple):
+    """One input of a step.
+
+    Attributes:
+        fields: what to fill into the name of the tensor.
+        shape: its shape.
+    """
+
+    fields: dict[str, str]
+    shape: Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose:
+    """The step of `transpose`."""
+
+    axes: tuple[int, ...]
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        """Its one input."""
+        found = [0] * len(shape)
+        for axis, size in zip(self._axes(len(shape)), shape, strict=True):
+            found[axis] = size
+        return [Input({}, tuple(found))]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        """A block of it in the result."""
+        axes = self._axes(len(shape))
+        yield dataclasses.replace(
+            block,
+            start=tuple(block.start[axis] for axis in axes),
+            dims=tuple(block.dims[axis] for axis in axes),
+        )
+
+    def _axes(self, rank: int) -> tuple[int, ...]:
+        axes = self.axes or tuple(reversed(range(rank)))
+        if sorted(axes) != list(range(rank)):
+            raise ValueError(f"transpose{self.axes} is no order of {rank} dims")
+        return axes
 
 
 def transpose(*axes: int) -> Transpose:
@@ -29,7 +69,30 @@ def transpose(*axes: int) -> Transpose:
     return Transpose(axes)
 
 
-def linear(*, inputs: int | None = None, outputs: int | None = None) -> Linear:
+@dataclasses.dataclass(frozen=True)
+class Unflatten:
+    """The step of `linear` and `unflatten`: each dim holds several of the leaf.
+
+    Attributes:
+        groups: shape of the leaf → its dims that each dim of the tensor holds.
+    """
+
+    groups: Callable[[Shape], list[range]]
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        """Its one input."""
+        sizes = (math.prod(shape[at] for at in group) for group in self.groups(shape))
+        return [Input({}, tuple(sizes))]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        """A block of it in the result."""
+        names = [str(number) for number in range(len(shape))]
+        left = [[str(dim) for dim in group] for group in self.groups(shape)]
+        sizes = dict(zip(names, shape, strict=True))
+        yield from regroup(block, left, [[name] for name in names], sizes)
+
+
+def linear(*, inputs: int | None = None, outputs: int | None = None) -> Unflatten:
     """The weight `(outputs, inputs)` of a `torch.nn.Linear` as a kernel of Flax.
 
     A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
@@ -43,12 +106,65 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Linear:
         raise CheckpointError(
             "linear takes inputs= or outputs=; the rest are the other"
         )
-    return Linear(1 if inputs is None and outputs is None else inputs, outputs)
+
+    def groups(shape: Shape) -> list[range]:
+        rank = len(shape)
+        count = (1 if inputs is None else inputs) if outputs is None else rank - outputs
+        if not 0 < count < rank:
+            raise ValueError(
+                f"{show_shape(shape)} is no kernel with dims for inputs and for outputs"
+            )
+        return [range(count, rank), range(count)]
+
+    return Unflatten(groups)
 
 
 def unflatten() -> Unflatten:
     """A tensor of one dim with the shape of the leaf: `(heads * dim,)` → heads, dim."""
-    return Unflatten()
+    return Unflatten(lambda shape: [range(len(shape))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rearrange:
+    """The step of `rearrange`."""
+
+    pattern: str
+    left: tuple[tuple[str, ...], ...]
+    right: tuple[tuple[str, ...], ...]
+    given: tuple[tuple[str, int], ...]
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        """Its one input."""
+        sizes = self._sizes(shape)
+        return [Input({}, tuple(math.prod(sizes[n] for n in g) for g in self.left))]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        """A block of it in the result."""
+        yield from regroup(block, self.left, self.right, self._sizes(shape))
+
+    def _sizes(self, shape: Shape) -> dict[str, int]:
+        if len(shape) != len(self.right):
+            raise ValueError(
+                f"{self.pattern!r} makes {len(self.right)} dims, not "
+                f"{show_shape(shape)}"
+            )
+        sizes = dict(self.given)
+        for names, size in zip(self.right, shape, strict=True):
+            unknown = [name for name in names if name not in sizes]
+            if len(unknown) > 1:
+                raise ValueError(
+                    f"{self.pattern!r} leaves the sizes of {' and '.join(unknown)} open"
+                    f"; name one, as in rearrange({self.pattern!r}, {unknown[0]}=2)"
+                )
+            known = math.prod(sizes[name] for name in names if name in sizes)
+            if unknown and known and size % known == 0:
+                sizes[unknown[0]] = size // known
+            elif unknown or known != size:
+                raise ValueError(
+                    f"{self.pattern!r} does not fit {show_shape(shape)}: "
+                    f"{' × '.join(names)} is {size} there, with {dict(self.given)}"
+                )
+        return sizes
 
 
 def rearrange(pattern: str, **sizes: int) -> Rearrange:
@@ -97,6 +213,36 @@ def _groups(side: str) -> list[tuple[str, ...]] | None:
     return groups
 
 
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The step of `stack`."""
+
+    axis: int
+    over: tuple[str, ...] | None
+    field: str
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        """One input per entry of the new dim."""
+        axis = _axis(self.axis, shape)
+        names = self.over or tuple(str(number) for number in range(shape[axis]))
+        if len(names) != shape[axis]:
+            raise ValueError(
+                f"it has {shape[axis]} entries in dim {axis}, and {len(names)} tensors "
+                "are stacked"
+            )
+        inner = (*shape[:axis], *shape[axis + 1 :])
+        return [Input({self.field: name}, inner) for name in names]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        """A block of an input in the result."""
+        axis = _axis(self.axis, shape)
+        yield dataclasses.replace(
+            block,
+            start=(*block.start[:axis], at, *block.start[axis:]),
+            dims=(*block.dims[:axis], (), *block.dims[axis:]),
+        )
+
+
 def stack(
     axis: int = 0, over: Sequence[Any] | None = None, *, field: str = "layer"
 ) -> Stack:
@@ -109,6 +255,31 @@ def stack(
         field: another name for `layer`, to stack experts within layers.
     """
     return Stack(axis, None if over is None else tuple(map(str, over)), field)
+
+
+@dataclasses.dataclass(frozen=True)
+class Merge:
+    """The step of `merge`."""
+
+    axis: int
+    over: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+    field: str
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        """One input per part."""
+        axis = _axis(self.axis, shape)
+        sizes = _part_sizes(shape[axis], self.sizes or len(self.over))
+        return [
+            Input({self.field: name}, (*shape[:axis], size, *shape[axis + 1 :]))
+            for name, size in zip(self.over, sizes, strict=True)
+        ]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        """A block of an input in the result."""
+        axis = _axis(self.axis, shape)
+        sizes = _part_sizes(shape[axis], self.sizes or len(self.over))
+        yield _moved(block, axis, sum(sizes[:at]))
 
 
 def merge(
@@ -132,6 +303,41 @@ def merge(
     return Merge(axis, tuple(over), parts, field)
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The step of `split`."""
+
+    axis: int
+    index: int
+    of: int | tuple[int, ...]
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        """The one input, of which the result is a part."""
+        axis = _axis(self.axis, shape)
+        sizes = self._sizes(shape[axis])
+        return [Input({}, (*shape[:axis], sum(sizes), *shape[axis + 1 :]))]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        """What of a block of it is in the result."""
+        axis = _axis(self.axis, shape)
+        sizes = self._sizes(shape[axis])
+        index = list(full_index((*shape[:axis], sum(sizes), *shape[axis + 1 :])))
+        begin = sum(sizes[: self.index])
+        index[axis] = (begin, begin + shape[axis])
+        for part in block.cut(index):
+            yield _moved(part, axis, -begin)
+
+    def _sizes(self, size: int) -> list[int]:
+        if isinstance(self.of, int):
+            return [size] * self.of
+        if self.of[self.index] != size:
+            raise ValueError(
+                f"part {self.index} of {self.of} has {self.of[self.index]} entries, "
+                f"not {size}"
+            )
+        return list(self.of)
+
+
 def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
     """One part of a fused tensor, such as the queries of `c_attn`.
 
@@ -150,6 +356,21 @@ def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
     return Split(axis, index, parts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Cast:
+    """The step of `cast`."""
+
+    dtype: np.dtype[Any]
+
+    def inputs(self, shape: Shape) -> list[Input]:
+        """Its one input."""
+        return [Input({}, shape)]
+
+    def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
+        """The same block."""
+        yield block
+
+
 def cast(dtype: Any) -> Cast:
     """The tensor as another floating-point dtype, before it is compared to the leaf's.
 
@@ -165,3 +386,29 @@ def cast(dtype: Any) -> Cast:
     if not is_floating(found):
         raise CheckpointError(f"cast({found}): only floating-point dtypes are cast")
     return Cast(found)
+
+
+Step = Transpose | Unflatten | Rearrange | Stack | Merge | Split | Cast
+STEPS = (Transpose, Unflatten, Rearrange, Stack, Merge, Split, Cast)
+
+
+def _axis(axis: int, shape: Shape) -> int:
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"there is no dim {axis} in {show_shape(shape)}")
+    return axis % len(shape)
+
+
+def _part_sizes(size: int, parts: int | tuple[int, ...]) -> list[int]:
+    if not isinstance(parts, int):
+        if sum(parts) != size:
+            raise ValueError(f"parts of {parts} do not make {size}")
+        return list(parts)
+    if size % parts:
+        raise ValueError(f"{size} is not {parts} equal parts; say sizes=(…)")
+    return [size // parts] * parts
+
+
+def _moved(block: Block, axis: int, by: int) -> Block:
+    start = list(block.start)
+    start[axis] += by
+    return dataclasses.replace(block, start=tuple(start))

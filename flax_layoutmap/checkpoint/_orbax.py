@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.errors import CheckpointError, LayoutError, did_you_mean
@@ -26,8 +25,8 @@ from flax_layoutmap.checkpoint._places import (
     cannot_name,
     check_place,
     is_url,
+    on_first_process,
 )
-from flax_layoutmap.checkpoint._places import absolute as absolute
 
 # Below this, one process writes a replicated array whole. Cut among the replicas, a
 # bias of 8 numbers on 8 devices would become 8 chunks.
@@ -103,7 +102,13 @@ def write(
             custom_metadata=metadata,
         )
     if replace:
-        _on_first_process(lambda: _swap(path), f"cannot replace {path}")
+        on_first_process(
+            lambda: _swap(path),
+            lambda why: (
+                f"cannot replace {path}: {why}; beside it are the new one ({NEW!r} "
+                f"added) and the old one ({OLD!r}), where they are not in place"
+            ),
+        )
 
 
 def saving_context() -> Any:
@@ -127,26 +132,6 @@ def _swap(path: str) -> None:
     os.rename(path, path + OLD)
     os.rename(path + NEW, path)
     shutil.rmtree(path + OLD)
-
-
-def _on_first_process(action: Callable[[], None], failing: str) -> None:
-    """Runs an action on process 0; all processes wait, and all learn of a failure."""
-    error: OSError | None = None
-    if jax.process_index() == 0:
-        try:
-            action()
-        except OSError as caught:
-            error = caught
-    failed = error is not None
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failed)))
-    if failed:
-        raise CheckpointError(
-            f"{failing}: {error or 'process 0 failed'}; beside it are the new one "
-            f"({NEW!r} added) and the old one ({OLD!r}), where they are not in place"
-        ) from error
 
 
 # -------------------------------------------------------------------- reading

@@ -1,9 +1,8 @@
-"""flm.checkpoint.plan: what a restore will do, before it does it."""
+"""What a restore will do, described for people."""
 
 import dataclasses
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,23 +10,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._core.mesh import as_mesh
-from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._rules.records import Shape, because, show_shape, show_spec
 from flax_layoutmap._show.table import human_bytes, text_table
-from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
-from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
-from flax_layoutmap.checkpoint._places import absolute, find
-from flax_layoutmap.checkpoint._plan import Plan, Read
+from flax_layoutmap.checkpoint._join import Plan, Read
+from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._reads import total_of
-from flax_layoutmap.checkpoint._restore import (
-    check_processes,
-    prepared,
-    rules_on,
-    same_checkpoint,
-)
-from flax_layoutmap.checkpoint._stored import open_checkpoint
-from flax_layoutmap.checkpoint._strategy import Chooser, Way, check_host_memory
+from flax_layoutmap.checkpoint._strategy import Reads, Way
 
 _HEADER = (
     *("path", "shape", "dtype", "spec", "rule"),
@@ -148,114 +136,33 @@ class RestorePlan:
         return lines
 
 
-def plan(
-    path: str | os.PathLike[str],
-    target: Any = None,
-    *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    step: int | str | None = None,
-    item: str | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    rename: Any = None,
-    dtype: Any = None,
-    missing: Missing = "error",
-    unexpected: Unexpected = "error",
-    strategy: str = "auto",
-    host_memory: int | None = None,
-    devices_per_process: int | None = None,
-) -> RestorePlan:
-    """Says what `restore` with the same arguments will read, and raises what it would.
-
-    No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
-
-    Args:
-        path: as in `restore`, like all that follow.
-        target: what to restore into.
-        layout_map: the rules.
-        mesh: a mesh for the rules, or for those of the checkpoint.
-        step: which step of a directory of some.
-        item: which of several trees.
-        include: which leaves.
-        exclude: which leaves not.
-        rename: other names for the leaves of the checkpoint.
-        dtype: the dtypes wanted.
-        missing: what to do about leaves that only the target has.
-        unexpected: what to do about leaves that only the checkpoint has.
-        strategy: how to read.
-        host_memory: bytes for what is being read, per process.
-        devices_per_process: for an abstract mesh, how many devices each process has,
-            in the order of the mesh; None: one process has all.
-
-    Returns:
-        The plan; print it.
-
-    Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
-
-    Example:
-        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
-        >>> path = tempfile.mkdtemp() + "/weights"
-        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))})
-        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=16"))
-        >>> layout_map["w"] = ("data", None)
-        >>> plan = flm.checkpoint.plan(path, layout_map=layout_map)
-        >>> plan.leaves[0].rule, plan.bytes_per_device
-        ('1 w', 128)
-    """
-    where, rules = absolute(path), rules_on(layout_map, mesh)
-    options = checked_options(
-        target, include, exclude, rename, dtype, missing, unexpected
-    )
-    own = mesh_of(target, rules) or as_mesh(mesh)
-    check_processes(own)
-    with Agreement(f"planning to restore {where}", own) as agreement:
-        stored = open_checkpoint(find(where, step), item, options.rename)
-        ready = prepared(stored, target, rules, mesh, options)
-        ways = ready.ways(Chooser(stored, strategy, devices_per_process))
-        problems = list(ready.plan.problems)
-        if host_memory is not None:
-            problems += check_host_memory(ways, host_memory)
-        if problems:
-            raise problem_list(f"cannot restore {stored.where}", problems)
-        agreement.add(lambda: {"checkpoint": same_checkpoint(stored)})
-    is_here = ready.rules is None or not getattr(ready.rules.mesh, "is_abstract", True)
-    free = _device_available() if is_here else None
-    return _plan(stored.where, ready.plan, ways, host_memory, free)
-
-
-def _plan(
-    where: str,
-    plan: Plan,
-    ways: Mapping[str, tuple[Read, Way]],
-    host_memory: int | None,
-    device_available: int | None,
-) -> RestorePlan:
+def described(reads: Reads, options: Options) -> RestorePlan:
+    """Describes the reads of a restore for people."""
+    plan, ways = reads.plan, reads.ways
     rules = _rules_of(plan)
     leaves = tuple(
         _leaf(path, read, ways.get(path), rules.get(path, ""))
         for path, read in plan.reads.items()
     )
-    host = sum(way.host for _, way in ways.values())
+    host = sum(way.host for way in ways.values())
+    is_here = plan.rules is None or not getattr(plan.rules.mesh, "is_abstract", True)
     return RestorePlan(
-        where,
+        reads.stored.where,
         leaves,
-        tuple(plan.kept),
+        plan.kept,
         tuple(plan.made),
-        tuple(plan.ignored),
-        total_of(way.needed for _, way in ways.values()),
-        total_of(way.read for _, way in ways.values()),
+        plan.ignored,
+        total_of(way.needed for way in ways.values()),
+        total_of(way.read for way in ways.values()),
         sum(leaf.bytes_per_device for leaf in leaves),
-        host if host_memory is None else min(host, host_memory),
+        host if options.host_memory is None else min(host, options.host_memory),
         _host_available(),
-        device_available,
+        _device_available() if is_here else None,
     )
 
 
-def _leaf(path: str, read: Read, found: tuple[Read, Way] | None, rule: str) -> LeafPlan:
+def _leaf(path: str, read: Read, way: Way | None, rule: str) -> LeafPlan:
     stored, result, sharding = read.stored, read.result, read.sharding
-    way = None if found is None else found[1]
     own = sharding.shard_shape(result.shape) if sharding is not None else result.shape
     size = 0 if result.dtype is None else math.prod(own) * _itemsize(result.dtype)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None

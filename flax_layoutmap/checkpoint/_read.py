@@ -1,9 +1,8 @@
-"""Reads the leaves of a plan, each in its way, and looks at what came."""
+"""Reads the leaves of a plan, and checks what was read."""
 
 import functools
-import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from flax_layoutmap._place.place import put
 from flax_layoutmap._tree.flax_internals import no_mesh
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._checksums import mismatches
+from flax_layoutmap.checkpoint._join import Read
 from flax_layoutmap.checkpoint._leaves import (
     TYPES,
     Leaf,
@@ -23,37 +23,21 @@ from flax_layoutmap.checkpoint._leaves import (
     key_data_shape,
     problem_list,
 )
-from flax_layoutmap.checkpoint._plan import Plan, Read
-from flax_layoutmap.checkpoint._stored import Stored
-from flax_layoutmap.checkpoint._strategy import Way
-from flax_layoutmap.checkpoint._verify import not_as_saved, unrecorded
+from flax_layoutmap.checkpoint._stored import not_as_saved, unrecorded
+from flax_layoutmap.checkpoint._strategy import Portion, Reads, Way
 
-# Arrays that change their dtype are read so many bytes at a time, as both dtypes lie on
-# the devices for a while.
-_CAST_BYTES = 1 << 30
 # A process that cannot read waits this long for the others, which still read.
 _PATIENCE_SECONDS = 1800.0
 
 
-def read_leaves(
-    stored: Stored,
-    plan: Plan,
-    ways: Mapping[str, tuple[Read, Way]],
-    host_memory: int | None,
-    recorded: Mapping[str, str] | None,
-    mesh: DeviceMesh | None,
-) -> dict[str, Any]:
+def read_leaves(reads: Reads, mesh: DeviceMesh | None) -> dict[str, Any]:
     """Reads every leaf of a plan.
 
     Each process reads by itself, and they agree that all could before the arrays are
     used; but for those that are sent along a mesh axis, which they read together.
 
     Args:
-        stored: the checkpoint.
-        plan: the plan, without problems.
-        ways: path → how it is read.
-        host_memory: bytes of arrays to read at a time; None: all at once.
-        recorded: path in the checkpoint → checksum, to compare with; None: no.
+        reads: the leaves and how they are read, without problems.
         mesh: the mesh whose processes all read.
 
     Returns:
@@ -63,105 +47,79 @@ def read_leaves(
         CheckpointError: leaves cannot be read, or are not what they should be.
         ProcessError: another process could not read.
     """
-    reader = _Reader(stored, plan, ways, recorded, mesh)
-    for paths, axis in portions(plan, ways, host_memory):
-        reader.read(paths, axis)
-    for path, read in plan.reads.items():
-        if read.stored.is_empty:
-            reader.take(path, _empty(read.stored))
-    if reader.problems:
-        raise problem_list(f"cannot restore {stored.where}", reader.problems)
-    return {path: reader.made[path] for path in plan.reads}
+    made: dict[str, Any] = {}
+    problems: list[str] = []
 
-
-class _Reader:
-    """Reads leaves in portions; collects values and problems."""
-
-    def __init__(
-        self,
-        stored: Stored,
-        plan: Plan,
-        ways: Mapping[str, tuple[Read, Way]],
-        recorded: Mapping[str, str] | None,
-        mesh: DeviceMesh | None,
-    ) -> None:
-        self.made: dict[str, Any] = {}
-        self.problems: list[str] = []
-        self._stored, self._plan, self._ways = stored, plan, ways
-        self._recorded, self._mesh = recorded, mesh
-
-    def read(self, paths: Sequence[str], axis: int | None) -> None:
-        """Reads some leaves, which are sent along a mesh axis if one is given."""
-        stored, reads = self._stored, self._plan.reads
-        as_stored = self._recorded is not None
-        targets: dict[str, Any] = dict.fromkeys(stored.held, ...)
-        for path in paths:
-            source = reads[path].stored.path
-            way = self._ways[path][1] if path in self._ways else None
-            held = stored.held[source]
-            targets[source] = _orbax_target(reads[path], held, way, as_stored)
-        after = f"using what was read of {stored.where}"
-        with Agreement(after, self._mesh, patience=_PATIENCE_SECONDS):
-            values = _orbax.read_arrays(
-                stored.where,
-                targets,
-                stored.tree,
-                item=stored.item,
-                replica_axis=axis,
-                alone=axis is None,
-            )
-        values = {
-            reads[path].stored.path: values[reads[path].stored.path] for path in paths
-        }
-        if self._recorded is not None:
-            for source in mismatches(values, self._recorded):
-                self.problems.append(not_as_saved(stored.by_source[source]))
-            for source in values.keys() - self._recorded.keys():
-                self.problems.append(unrecorded(stored.by_source[source]))
-        for path in paths:
-            value = values.pop(reads[path].stored.path)
-            if path in self._ways and self._ways[path][1].strategy == "aligned":
-                value = _laid_out(value, reads[path].sharding, None)
-            if as_stored and _is_to_be_cast(value, reads[path]):
-                value = _laid_out(value, reads[path].sharding, reads[path].result.dtype)
-            self.take(path, value)
-
-    def take(self, path: str, value: Any) -> None:
-        """Makes the result of a value that was read."""
-        read = self._plan.reads[path]
+    def take(path: str, value: Any) -> None:
+        read = reads.plan.reads[path]
         try:
-            self.made[path] = _as_wanted(read, value, is_ours=self._stored.is_ours)
+            made[path] = _as_wanted(read, value, is_ours=reads.stored.is_ours)
         except CheckpointError as error:
-            self.problems.append(f"{read.stored.name}: {error}")
+            problems.append(f"{read.stored.name}: {error}")
+
+    for portion in reads.portions:
+        values = _values(reads, portion, mesh)
+        problems += _damaged(reads, values)
+        for path in portion.paths:
+            value = values.pop(reads.plan.reads[path].stored.path)
+            take(path, _placed(reads, path, value))
+    for path, read in reads.plan.reads.items():
+        if read.stored.is_empty:
+            take(path, _empty(read.stored))
+    if problems:
+        raise problem_list(f"cannot restore {reads.stored.where}", problems)
+    return {path: made[path] for path in reads.plan.reads}
 
 
-def portions(
-    plan: Plan, ways: Mapping[str, tuple[Read, Way]], host_memory: int | None
-) -> list[tuple[list[str], int | None]]:
-    """Leaves that are read at a time, and the mesh axis that they are sent along."""
-    groups: dict[tuple[int | None, bool], list[str]] = {}
-    for path, read in plan.reads.items():
-        if not read.stored.is_empty:
-            axis = ways[path][1].replica_axis if path in ways else None
-            is_cast = path in ways and read.stored.dtype != read.result.dtype
-            groups.setdefault((axis, is_cast), []).append(path)
-    found: list[tuple[list[str], int | None]] = []
-    for (axis, is_cast), paths in groups.items():
-        limit = math.inf if host_memory is None else host_memory
-        limit = min(limit, _CAST_BYTES) if is_cast else limit
-        used = math.inf
-        for path in paths:
-            host = ways[path][1].host if path in ways else 0
-            if used + host > limit or used == math.inf:
-                found.append(([], axis))
-                used = 0
-            found[-1][0].append(path)
-            used += host
-    return found
+def _values(reads: Reads, portion: Portion, mesh: DeviceMesh | None) -> dict[str, Any]:
+    """Path in the checkpoint → what Orbax gives for it."""
+    stored, axis = reads.stored, portion.replica_axis
+    targets: dict[str, Any] = dict.fromkeys(stored.held, ...)
+    for path in portion.paths:
+        read = reads.plan.reads[path]
+        held = stored.held[read.stored.path]
+        as_stored = reads.recorded is not None
+        targets[read.stored.path] = _orbax_target(
+            read, held, reads.ways.get(path), as_stored
+        )
+    after = f"using what was read of {stored.where}"
+    with Agreement(after, mesh, patience=_PATIENCE_SECONDS):
+        values = _orbax.read_arrays(
+            stored.where,
+            targets,
+            stored.tree,
+            item=stored.item,
+            replica_axis=axis,
+            alone=axis is None,
+        )
+    sources = [reads.plan.reads[path].stored.path for path in portion.paths]
+    return {source: values[source] for source in sources}
+
+
+def _damaged(reads: Reads, values: dict[str, Any]) -> list[str]:
+    """A problem for each value that is not as it was saved."""
+    if reads.recorded is None:
+        return []
+    leaves = reads.stored.by_source
+    changed = mismatches(values, reads.recorded)
+    without = values.keys() - reads.recorded.keys()
+    return [not_as_saved(leaves[source]) for source in changed] + [
+        unrecorded(leaves[source]) for source in without
+    ]
+
+
+def _placed(reads: Reads, path: str, value: Any) -> Any:
+    """An array that was read, in its final sharding and dtype."""
+    read, way = reads.plan.reads[path], reads.ways.get(path)
+    if way is not None and way.strategy == "aligned":
+        value = _laid_out(value, read.sharding, None)
+    if reads.recorded is not None and _is_to_be_cast(value, read):
+        value = _laid_out(value, read.sharding, read.result.dtype)
+    return value
 
 
 def _orbax_target(read: Read, held: Any, way: Way | None, as_stored: bool) -> Any:
-    """What Orbax is to be asked for, to make a leaf."""
+    """The target that Orbax is given for a leaf."""
     stored, result = read.stored, read.result
     if stored.kind in ("int", "float", "string"):
         return held
@@ -223,7 +181,7 @@ def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
             raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
         return value
     if not is_ours and result.kind == "array" and _is_keys(value):
-        return value  # Orbax knows better than the metadata
+        return value  # Orbax knows that they are keys, which its metadata does not say
     if isinstance(value, np.ndarray | bool | int | float | complex):
         value = _converted(np.asarray(value), result, read.exactly)
         if sharding is not None:
@@ -257,7 +215,7 @@ def _keys(read: Read, value: Any) -> Any:
 
 
 def _checked(value: Any, read: Read) -> Any:
-    """Our own last look: nothing abstract, cut, cast or misplaced gets through."""
+    """Checks shape, dtype and sharding of what Orbax returned."""
     result, sharding = read.result, read.sharding
     if isinstance(value, jax.Array):
         placed = sharding is not None

@@ -50,6 +50,9 @@ class PerProcess(Mapping[int, float]):
     def __len__(self) -> int:
         return len(self.names)
 
+    def __mul__(self, factor: float) -> "PerProcess":
+        return PerProcess(self.names, self.counts * factor)
+
     def __repr__(self) -> str:
         return repr(dict(self))
 
@@ -127,8 +130,21 @@ def extent_of(
         sharding: how it is to lie; every dim divides.
         devices_per_process: see `processes_of`.
     """
-    mesh = sharding.mesh
-    return _extent(shape, chunk, mesh, _dims(sharding, len(shape)), devices_per_process)
+    dims = _dims(sharding, len(shape))
+    blocks = _blocks(sharding.mesh, dims, devices_per_process)
+    size = math.prod(
+        length // parts for length, parts in zip(shape, blocks.parts, strict=True)
+    )
+    needed = blocks.count * size
+    read = np.ones_like(needed)
+    for dim, (length, step) in enumerate(zip(shape, chunk, strict=True)):
+        width = length // blocks.parts[dim]
+        cells = [_cells(length, step, width, parts) for parts in blocks.subsets[dim]]
+        covered = np.array([held.sum() for held in cells])
+        read = read * covered[blocks.subset_of[dim]]
+    for process, rows in blocks.irregular.items():
+        read[process] = _irregular(shape, chunk, blocks.parts, rows)
+    return Extent(needed, read)
 
 
 def aligned_sharding(
@@ -208,8 +224,6 @@ class _Blocks:
     Attributes:
         parts: into how many parts each dim is cut.
         subsets: per dim, the different sets of parts that processes have.
-        runs: per dim, the first and the last part of each of them; None where one has
-            gaps.
         subset_of: per dim and process, which of them it has.
         count: distinct blocks of each process.
         irregular: process → its blocks, a row of parts for each, where they are not
@@ -218,7 +232,6 @@ class _Blocks:
 
     parts: tuple[int, ...]
     subsets: tuple[tuple[tuple[int, ...], ...], ...]
-    runs: tuple[tuple[np.ndarray, np.ndarray] | None, ...]
     subset_of: np.ndarray
     count: np.ndarray
     irregular: dict[int, np.ndarray]
@@ -255,51 +268,7 @@ def _blocks(
         if combinations != len(rows):
             irregular[process] = rows
     subsets = tuple(tuple(found) for found in known)
-    runs = tuple(map(_runs, subsets))
-    return _Blocks(parts, subsets, runs, subset_of, count, irregular)
-
-
-def _runs(
-    subsets: Sequence[tuple[int, ...]],
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """First and last part of each set; None if one has gaps."""
-    if any(parts[-1] - parts[0] >= len(parts) for parts in subsets):
-        return None
-    first = np.array([parts[0] for parts in subsets])
-    return first, np.array([parts[-1] for parts in subsets])
-
-
-@functools.lru_cache(maxsize=4096)
-def _extent(
-    shape: Shape,
-    chunk: Shape,
-    mesh: AnyMesh,
-    dims: tuple[tuple[str, ...], ...],
-    devices_per_process: int | None,
-) -> Extent:
-    blocks = _blocks(mesh, dims, devices_per_process)
-    size = math.prod(
-        length // parts for length, parts in zip(shape, blocks.parts, strict=True)
-    )
-    needed = blocks.count * size
-    read = np.ones_like(needed)
-    for dim, (length, step) in enumerate(zip(shape, chunk, strict=True)):
-        width = length // blocks.parts[dim]
-        runs = blocks.runs[dim]
-        if runs is None:
-            covered = np.array(
-                [
-                    _cells(length, step, width, parts).sum()
-                    for parts in blocks.subsets[dim]
-                ]
-            )
-        else:  # from the start of a chunk to the end of one
-            end = -(-(runs[1] + 1) * width // step) * step
-            covered = np.minimum(end, length) - runs[0] * width // step * step
-        read = read * covered[blocks.subset_of[dim]]
-    for process, rows in blocks.irregular.items():
-        read[process] = _irregular(shape, chunk, blocks.parts, rows)
-    return Extent(needed, read)
+    return _Blocks(parts, subsets, subset_of, count, irregular)
 
 
 def _cells(length: int, step: int, width: int, parts: Sequence[int]) -> np.ndarray:

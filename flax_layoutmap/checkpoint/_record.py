@@ -24,7 +24,7 @@ from flax_layoutmap._resolve.leaves import without_arrays
 from flax_layoutmap._resolve.metadata import Mark, mark_of
 from flax_layoutmap._resolve.origins import known_origins
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve_origins, rule_set_of
+from flax_layoutmap._resolve.resolve import resolve_origins
 from flax_layoutmap._resolve.stages import Leaves, Origin
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.serialise import (
@@ -36,7 +36,6 @@ from flax_layoutmap._rules.serialise import (
 from flax_layoutmap._tree.flax_internals import without_eager_sharding
 from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
 from flax_layoutmap.checkpoint._checksums import json_digest
-from flax_layoutmap.checkpoint._foreign import flat_of
 from flax_layoutmap.checkpoint._leaves import TYPES, Kind, Leaf, key_leaf
 from flax_layoutmap.checkpoint._places import METADATA_FILE
 
@@ -49,15 +48,6 @@ _ENTRIES = {
 }
 
 _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
-
-
-def rules_of(layout_map: Any) -> RuleSet | None:
-    """The frozen rules of a `LayoutMap`; a `RuleSet` or None as it is.
-
-    Raises:
-        RuleError: it is none of these.
-    """
-    return None if layout_map is None else rule_set_of(layout_map, "layout_map=")
 
 
 @functools.lru_cache(maxsize=4)
@@ -153,6 +143,7 @@ class Record:
         paths: path of every leaf, in the order of the tree that was saved.
         origins: path of each leaf of optimizer state → where it came from.
         flat: the flattened tree, without its leaves.
+        special: path → what Orbax does not keep of the leaf.
         mesh: the mesh it was saved with, without devices; or None.
         rules: the rules it was saved with, as JSON; or None.
         versions: library → version that wrote it.
@@ -162,7 +153,7 @@ class Record:
     paths: list[str]
     origins: dict[str, Origin]
     flat: Flat
-    _special: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    special: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     mesh: DeviceMesh | None = None
     rules: dict[str, Any] | None = None
     versions: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
@@ -188,35 +179,9 @@ class Record:
                 roles[full[at]] = "other" if fixed else section.role
         return roles
 
-    def renamed(self, names: Mapping[str, str]) -> "Record":
-        """The record of the same leaves under other names; sections go by these.
-
-        Args:
-            names: path → new path, for all of them.
-        """
-        old, flat = self.flat, flat_of(list(names.values()))
-        flat.annotations.update(old.annotations)
-        flat.fixed.update(old.fixed)
-        keys = parameter_keys(flat)
-        owners = {key: keys.get(at) for at, key in parameter_keys(old).items()}
-        origins = {
-            names[path]: dataclasses.replace(
-                origin, owner=owners.get(origin.owner or "", origin.owner)
-            )
-            for path, origin in self.origins.items()
-        }
-        special = {names[path]: entry for path, entry in self._special.items()}
-        return dataclasses.replace(
-            self,
-            paths=list(names.values()),
-            origins=origins,
-            flat=flat,
-            _special=special,
-        )
-
     def is_empty(self, path: str) -> bool:
         """Whether a leaf has no elements, so that Orbax does not hold it."""
-        return "shape" in self._special.get(path, {})
+        return "shape" in self.special.get(path, {})
 
     def leaf(self, path: str, held: Any) -> Leaf:
         """The leaf that was saved at `path`.
@@ -229,7 +194,7 @@ class Record:
             KeyError, TypeError, ValueError: the record makes no sense, or names a PRNG
                 implementation that is not known here.
         """
-        entry = self._special.get(path, {})
+        entry = self.special.get(path, {})
         kind: Kind = entry.get("kind", "array")
         if kind in TYPES:
             return Leaf(path, kind)

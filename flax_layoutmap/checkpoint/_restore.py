@@ -1,44 +1,46 @@
-"""flm.checkpoint.restore."""
+"""flm.checkpoint.restore and flm.checkpoint.plan: the way of a restore, in stages.
 
-import dataclasses
+path → metadata → plan → reads → tree
+"""
+
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
-from flax_layoutmap._core.errors import CheckpointError, MeshError
-from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._core.errors import MeshError
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._place.place import settle_metadata
-from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.paths import unescape
-from flax_layoutmap.checkpoint import _orbax
-from flax_layoutmap.checkpoint._leaves import mesh_of, problem_list
+from flax_layoutmap.checkpoint._leaves import problem_list
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
     Unexpected,
     checked_options,
 )
-from flax_layoutmap.checkpoint._places import absolute, find
-from flax_layoutmap.checkpoint._plan import (
-    Plan,
-    Read,
-    plan_for_target,
-    plan_without_target,
-)
+from flax_layoutmap.checkpoint._places import find
+from flax_layoutmap.checkpoint._plan import plan_restore
+from flax_layoutmap.checkpoint._preview import RestorePlan, described
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
-from flax_layoutmap.checkpoint._read import portions, read_leaves
-from flax_layoutmap.checkpoint._record import check_intact, rules_of
-from flax_layoutmap.checkpoint._selection import Selection
-from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
-from flax_layoutmap.checkpoint._strategy import Chooser, Way, check_host_memory
-from flax_layoutmap.checkpoint._target import Opened, opened
-from flax_layoutmap.checkpoint._verify import no_checksums
+from flax_layoutmap.checkpoint._read import read_leaves
+from flax_layoutmap.checkpoint._record import check_intact
+from flax_layoutmap.checkpoint._stored import open_checkpoint
+from flax_layoutmap.checkpoint._strategy import Reads, choose_reads
+
+
+def _reads(options: Options, *, measure: bool) -> Reads:
+    """Path → metadata → plan → reads: all of a restore that reads no array."""
+    place = find(options.path, options.step)
+    stored = open_checkpoint(place, options.item, options.rename)
+    if options.verify is not False:
+        check_intact(stored.custom, stored.where)
+    plan = plan_restore(stored, options)
+    reads = choose_reads(stored, plan, options, measure=measure)
+    if reads.problems:
+        raise problem_list(f"cannot restore {stored.where}", reads.problems)
+    return reads
 
 
 def restore(
@@ -141,150 +143,147 @@ def restore(
 
     Plain JAX: `orbax.checkpoint.v1.load(path, layout_map.abstract(tree))`.
     """
-    where, rules = absolute(path), rules_on(layout_map, mesh)
     options = checked_options(
-        target, include, exclude, rename, dtype, missing, unexpected
+        path,
+        target,
+        layout_map=layout_map,
+        mesh=mesh,
+        step=step,
+        item=item,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        missing=missing,
+        unexpected=unexpected,
+        strategy=strategy,
+        host_memory=host_memory,
+        verify=verify,
     )
-    _check_mesh(rules)
-    own = mesh_of(target, rules) or as_mesh(mesh)
-    check_processes(own)
-    with Agreement(f"restoring {where}", own) as agreement:
-        stored = open_checkpoint(find(where, step), item, options.rename)
-        if verify is not False:
-            check_intact(stored.custom, stored.where)
-        ready = prepared(stored, target, rules, mesh, options)
-        _check_mesh(ready.rules)
-        chooser = Chooser(stored, strategy, exact=is_shown(progress))
-        ways = ready.ways(chooser)
-        problems = list(ready.plan.problems)
-        if host_memory is not None:
-            problems += check_host_memory(ways, host_memory)
-        recorded = None if verify is False else stored.record.checksums
-        if verify and recorded is None:
-            problems.append(no_checksums(stored))
-        if problems:
-            raise problem_list(f"cannot restore {stored.where}", problems)
-        if ready.plan.resolution is not None:
-            ready.plan.resolution.announce()
-        agreement.add(
-            lambda: {"leaves": [_line(*item) for item in ready.plan.reads.items()]}
-        )
-        agreement.add(lambda: {"checkpoint": same_checkpoint(stored)})
-        agreement.add(
-            lambda: {
-                "strategy, host_memory or verify": str(
-                    [portions(ready.plan, ways, host_memory), recorded is None]
-                    + [(path, way.strategy) for path, (_, way) in ways.items()]
-                )
-            }
-        )
-    total = sum(way.read.get(jax.process_index(), 0) for _, way in ways.values())
-    with shown_progress(f"restoring {stored.where}", int(total), progress):
-        values = read_leaves(stored, ready.plan, ways, host_memory, recorded, own)
-    return ready.filled(values)
+    check_devices("restore", options.rules, options.mesh)
+    job_mesh = options.job_mesh
+    _check_processes(job_mesh)
+    with Agreement(f"restoring {options.path}", job_mesh) as agreement:
+        reads = _reads(options, measure=is_shown(progress))
+        if reads.plan.resolution is not None:
+            reads.plan.resolution.announce()
+        agreement.add(reads.same_checkpoint)
+        agreement.add(reads.same_reads)
+    doing = f"restoring {reads.stored.where}"
+    with shown_progress(doing, reads.own_bytes, progress):
+        values = read_leaves(reads, job_mesh)
+    return reads.plan.tree(values)
 
 
-def _line(path: str, read: Read) -> str:
-    """What is to come of a leaf, in a line that must be equal in all processes."""
-    where = read.sharding
-    if isinstance(where, NamedSharding):
-        where = f"{show_spec(where.spec)} {where.memory_kind or ''}"
-    stored, result = read.stored, read.result
-    kinds = f"{stored.path} {stored.kind} {stored.dtype} → {result.kind} {result.dtype}"
-    return f"{path} {show_shape(result.shape)}, {where}, {kinds} {read.exactly}"
+def plan(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    layout_map: Any = None,
+    mesh: Any = None,
+    step: int | str | None = None,
+    item: str | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    rename: Any = None,
+    dtype: Any = None,
+    missing: Missing = "error",
+    unexpected: Unexpected = "error",
+    strategy: str = "auto",
+    host_memory: int | None = None,
+    devices_per_process: int | None = None,
+) -> RestorePlan:
+    """Says what `restore` with the same arguments will read, and raises what it would.
 
+    No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
 
-@dataclasses.dataclass
-class Ready:
-    """A restore, checked.
+    Args:
+        path: as in `restore`, like all that follow.
+        target: what to restore into.
+        layout_map: the rules.
+        mesh: a mesh for the rules, or for those of the checkpoint.
+        step: which step of a directory of some.
+        item: which of several trees.
+        include: which leaves.
+        exclude: which leaves not.
+        rename: other names for the leaves of the checkpoint.
+        dtype: the dtypes wanted.
+        missing: what to do about leaves that only the target has.
+        unexpected: what to do about leaves that only the checkpoint has.
+        strategy: how to read.
+        host_memory: bytes for what is being read, per process.
+        devices_per_process: for an abstract mesh, how many devices each process has,
+            in the order of the mesh; None: one process has all.
 
-    Attributes:
-        plan: what to read, and what is wrong.
-        rules: the rules, those of the checkpoint perhaps; None goes by the target.
-        target: the opened target; None without one.
-        leaves: path → leaf of the target.
-    """
-
-    plan: Plan
-    rules: RuleSet | None
-    target: Opened | None
-    leaves: dict[str, Any]
-
-    def ways(self, chooser: Chooser) -> dict[str, tuple[Read, Way]]:
-        """Path → how it is read, for what has to be."""
-        found = {path: chooser.way(read) for path, read in self.plan.reads.items()}
-        return {
-            path: (self.plan.reads[path], way)
-            for path, way in found.items()
-            if way is not None
-        }
-
-    def filled(self, values: dict[str, Any]) -> Any:
-        """The result, of the values that were read."""
-        if self.target is None:
-            return _orbax.nested(values, unescape)
-        if self.plan.made and self.target.made is not None:
-            values |= self.target.made(self.plan.made)
-        result = self.target.rebuild([*(self.leaves | values).values()])
-        if self.plan.resolution is not None:
-            result = settle_metadata(result, self.plan.resolution)
-        return result
-
-
-def same_checkpoint(stored: Stored) -> str:
-    """A text that differs where another checkpoint was found."""
-    return str((stored.where, stored.item, list(stored.leaves.items()), stored.custom))
-
-
-def prepared(
-    stored: Stored, target: Any, rules: RuleSet | None, mesh: Any, options: Options
-) -> Ready:
-    """Joins a checkpoint with what is wanted of it.
+    Returns:
+        The plan; print it.
 
     Raises:
-        CheckpointError, ResolveError: nothing can be said of single leaves.
+        CheckpointError: there is no such checkpoint, it is damaged, or it does not fit.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))})
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=16"))
+        >>> layout_map["w"] = ("data", None)
+        >>> plan = flm.checkpoint.plan(path, layout_map=layout_map)
+        >>> plan.leaves[0].rule, plan.bytes_per_device
+        ('1 w', 128)
     """
-    if rules is None and mesh is not None:
-        rules = stored.record.rule_set(mesh)
-        if rules is None:
-            raise CheckpointError(
-                f"{stored.where} was saved without rules, so mesh= is not enough; pass "
-                "layout_map="
-            )
-    options = options.among(stored.record.flat)
-    if target is None:
-        return Ready(plan_without_target(stored, rules, options), rules, None, {})
-    tree = opened(target)
-    flat = flatten(tree.tree)
-    options = options.among(flat)
-    leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
-    _check_functions(leaves, stored.where, options.selection)
-    plan = plan_for_target(
-        stored, leaves, tree.tree, rules, options, tree.made is not None
+    options = checked_options(
+        path,
+        target,
+        layout_map=layout_map,
+        mesh=mesh,
+        step=step,
+        item=item,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        missing=missing,
+        unexpected=unexpected,
+        strategy=strategy,
+        host_memory=host_memory,
+        devices_per_process=devices_per_process,
+        verify=False,
     )
-    return Ready(plan, rules, tree, leaves)
+    job_mesh = options.job_mesh
+    _check_processes(job_mesh)
+    doing = f"planning to restore {options.path}"
+    with Agreement(doing, job_mesh) as agreement:
+        reads = _reads(options, measure=True)
+        agreement.add(reads.same_checkpoint)
+    return described(reads, options)
 
 
 # --------------------------------------------------------------------- checks
 
 
-def rules_on(layout_map: Any, mesh: Any) -> RuleSet | None:
-    """The rules, on the mesh where one is given."""
-    rules = rules_of(layout_map)
-    return rules if rules is None or mesh is None else rules.on(as_mesh(mesh))
+def check_devices(
+    function: str, rules: RuleSet | None, mesh: DeviceMesh | None
+) -> None:
+    """Raises MeshError where the mesh to restore to has no devices.
 
-
-def _check_mesh(rules: RuleSet | None) -> None:
-    if rules is None or (rules.mesh is not None and not rules.mesh.is_abstract):
+    Args:
+        function: the name of the public function, for the message.
+        rules: the rules; None: they come from the checkpoint, or are not needed.
+        mesh: the mesh for the rules of a checkpoint.
+    """
+    where = mesh if rules is None else rules.mesh
+    if (rules is None and mesh is None) or (
+        where is not None and not where.is_abstract
+    ):
         return
-    have = "no mesh" if rules.mesh is None else repr(rules.mesh)
+    have = "no mesh" if where is None else repr(where)
     raise MeshError(
-        f"restore needs a mesh of devices, the rules have {have}; pass "
+        f"{function} needs a mesh of devices, the rules have {have}; pass "
         "mesh=flm.DeviceMesh(...)"
     )
 
 
-def check_processes(mesh: DeviceMesh | None) -> None:
+def _check_processes(mesh: DeviceMesh | None) -> None:
     """Raises MeshError where a process of the job has no device of the mesh.
 
     Orbax waits for all processes of a job.
@@ -299,16 +298,3 @@ def check_processes(mesh: DeviceMesh | None) -> None:
             f"{jax.process_count()} processes of a job restore together; use a mesh of "
             "all of them, and relayout the result"
         )
-
-
-def _check_functions(
-    leaves: Mapping[str, Any], place: object, selection: Selection
-) -> None:
-    """Raises CheckpointError for functions that stand for a part of the target."""
-    problems = [
-        f"{path}: a function must be the whole target (it returns the tree)"
-        for path, leaf in leaves.items()
-        if callable(leaf) and path in selection
-    ]
-    if problems:
-        raise problem_list(f"cannot restore {place}", problems)

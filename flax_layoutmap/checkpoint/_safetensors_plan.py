@@ -1,4 +1,4 @@
-"""What restoring safetensors will read, and all that is wrong with it, before."""
+"""The plan of a restore from safetensors: tensors, joined by a mapping of names."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -7,116 +7,91 @@ from typing import Any
 import jax
 
 from flax_layoutmap._core.errors import CheckpointError, ResolveError, did_you_mean
-from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.paths import Flat, escape
-from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
-from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe, Source
+from flax_layoutmap._tree.paths import escape, unescape
+from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
+from flax_layoutmap.checkpoint._leaves import Leaf, is_floating
+from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import whole
 from flax_layoutmap.checkpoint._options import Options
-from flax_layoutmap.checkpoint._safetensors_file import Stored
-from flax_layoutmap.checkpoint._target import own_sharding, shardings_by_path
+from flax_layoutmap.checkpoint._orbax import nested
+from flax_layoutmap.checkpoint._safetensors_header import Stored, Tensor
 
-# Names that look alike are looked for among so many in all; more would take too long.
+# Similar names are searched for among so many in all; more would take too long.
 _COMPARISONS = 500_000
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Read:
-    """One leaf to restore.
+@dataclasses.dataclass(frozen=True)
+class TensorPlan:
+    """A plan, and the tensors that its leaves are made of.
 
     Attributes:
-        recipe: which tensors it is made of.
-        stored: the leaf as the tensors make it.
-        result: the leaf to make of that.
-        sharding: where it goes; None for a Python value or a NumPy array.
+        stored: the checkpoint.
+        plan: what to read.
+        recipes: path of a leaf → how it is made of tensors.
     """
 
-    recipe: Recipe
-    stored: Leaf
-    result: Leaf
-    sharding: Any
+    stored: Stored
+    plan: Plan
+    recipes: Mapping[str, Recipe]
 
 
-@dataclasses.dataclass
-class Plan:
-    """What to read, and what is wrong.
-
-    Attributes:
-        reads: path → leaf to restore.
-        problems: one text each; nothing is read unless this is empty.
-        made: path → sharding of the leaves that the target makes.
-        resolution: what the rules say; None without rules, or if they do not fit.
-        keys: path → keys of the nested dict, without a target.
-    """
-
-    reads: dict[str, Read] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
-    made: dict[str, Any] = dataclasses.field(default_factory=dict)
-    resolution: Resolution | None = None
-    keys: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-
-    def nested(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by path, as a nested dict."""
-        tree: dict[str, Any] = {}
-        for path, value in values.items():
-            *above, last = self.keys[path]
-            node = tree
-            for key in above:
-                node = node.setdefault(key, {})
-            node[last] = value
-        return tree
-
-
-def plan_without_target(
-    stored: Stored, rules: RuleSet | None, options: Options
-) -> Plan:
-    """Plans to restore all tensors under their own names, laid out by the rules.
+def plan_tensors(stored: Stored, names: NameMapping, options: Options) -> TensorPlan:
+    """Joins the tensors of a checkpoint with the leaves of the target.
 
     Raises:
-        CheckpointError: there are no rules, or the names make no nested dict.
+        CheckpointError: without a target, there are no rules, or the names make no
+            nested dict.
     """
+    if options.target is None:
+        return _without_target(stored, options)
+    target = opened(options.target)
+    return _with_target(stored, target, names, options.among(target.flat))
+
+
+def _without_target(stored: Stored, options: Options) -> TensorPlan:
+    """Plans to restore all tensors under their own names, laid out by the rules."""
+    rules, selection = options.rules, options.selection
     if rules is None:
         raise CheckpointError(
             f"cannot restore {stored.where} without layouts: pass layout_map=, on the "
             "mesh to restore to, or a target that has shardings"
         )
-    keys = {_path_of(name): name.split(".") for name in stored.tensors}
-    _check_nesting(stored, keys)
-    selection = options.selection
-    plan = Plan(problems=selection.useless(keys), keys=keys)
-    tensors = dict(zip(keys, stored.tensors.values(), strict=True))
-    chosen = {path: t for path, t in tensors.items() if path in selection}
+    tensors = {
+        "/".join(map(escape, name.split("."))): tensor
+        for name, tensor in stored.tensors.items()
+    }
+    _check_nesting(stored, list(tensors))
     abstract = {
-        path: jax.ShapeDtypeStruct(t.shape, t.dtype) for path, t in chosen.items()
+        path: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+        for path, tensor in tensors.items()
+        if path in selection
     }
+    resolution, problems = None, selection.useless(tensors)
     try:
-        plan.resolution = resolve(plan.nested(abstract), rules)
+        resolution = resolve(nested(abstract, unescape), rules)
     except ResolveError as error:
-        plan.problems += error.problems or [str(error)]
-    shardings = shardings_by_path(plan.resolution)
-    for path, tensor in chosen.items():
-        recipe = Recipe(
-            (whole(tensor.name, tensor.shape),), {tensor.name: tensor.shape}
-        )
-        _add(plan, stored, path, recipe, None, shardings.get(path), options)
-    return plan
-
-
-def _path_of(name: str) -> str:
-    return "/".join(escape(part) for part in name.split("."))
-
-
-def _check_nesting(stored: Stored, keys: Mapping[str, list[str]]) -> None:
-    """Raises CheckpointError where one name is the beginning of another."""
-    inner = {
-        "/".join(map(escape, k[:n])) for k in keys.values() for n in range(1, len(k))
+        problems += error.problems or [str(error)]
+    recipes = {
+        path: Recipe((whole(t.name, t.shape),), {t.name: t.shape})
+        for path, t in tensors.items()
     }
-    clashes = sorted(inner & set(keys))
+    held = Held(
+        {path: Leaf(path, "array", t.shape, t.dtype) for path, t in tensors.items()},
+        sources={path: f" ({tensor})" for path, tensor in tensors.items()},
+        problems=tuple(problems),
+    )
+    return TensorPlan(stored, join(held, None, rules, resolution, options), recipes)
+
+
+def _check_nesting(stored: Stored, paths: Sequence[str]) -> None:
+    """Raises CheckpointError where one name is the beginning of another."""
+    parts = [path.split("/") for path in paths]
+    above = {"/".join(own[:n]) for own in parts for n in range(1, len(own))}
+    clashes = sorted(above & set(paths))
     if clashes:
-        name = ".".join(keys[clashes[0]])
+        name = ".".join(map(unescape, clashes[0].split("/")))
         other = next(n for n in stored.tensors if n.startswith(f"{name}."))
         raise CheckpointError(
             f"{stored.where} has tensors {name!r} and {other!r}, which make no nested "
@@ -124,108 +99,61 @@ def _check_nesting(stored: Stored, keys: Mapping[str, list[str]]) -> None:
         )
 
 
-def plan_for_target(
-    stored: Stored,
-    flat: Flat,
-    tree: Any,
-    rules: RuleSet | None,
-    names: NameMapping,
-    options: Options,
-    can_make: bool,
-) -> Plan:
-    """Plans to restore the leaves of a target.
-
-    Args:
-        stored: the checkpoint.
-        flat: the flattened target.
-        tree: the target, as it can be resolved.
-        rules: the rules; None takes each leaf's own sharding.
-        names: what the leaves are made of.
-        options: what else was asked for.
-        can_make: whether the target is a function, which can make leaves.
-    """
-    paths, selection = flat.full_paths(), options.selection
-    plan = Plan(problems=selection.useless(paths))
-    shardings: Mapping[str, Any] = {}
-    if rules is not None:
+def _with_target(
+    stored: Stored, target: Target, names: NameMapping, options: Options
+) -> TensorPlan:
+    """Plans to restore the leaves of a target."""
+    wanted, selection = target.leaves, options.selection
+    resolution, problems = None, selection.useless(wanted)
+    if options.rules is not None:
         try:
-            plan.resolution = resolve(tree, rules)
+            resolution = resolve(target.tree, options.rules)
         except ResolveError as error:
-            plan.problems += error.problems or [str(error)]
-        shardings = shardings_by_path(plan.resolution)
+            problems += error.problems or [str(error)]
     used: set[str] = set()
-    for path, own_path, value in zip(paths, flat.paths, flat.leaves, strict=True):
-        source = names.source(own_path, path)
+    absent: dict[str, str] = {}
+    recipes: dict[str, Recipe] = {}
+    for (path, value), own in zip(wanted.items(), target.flat.paths, strict=True):
+        name = f"{path} {show_shape(_shape(value))}"
+        source = names.source(own, path)
+        try:
+            choices = [] if source is None else source.recipes(_shape(value))
+        except ValueError as error:
+            if path in selection:
+                problems.append(
+                    f"{name}: the mapping's steps do not make this shape: {error}"
+                )
+            continue
+        recipe = _present(choices, stored)
+        used.update(() if recipe is None else recipe.shapes)
         if path not in selection:
-            used |= _tensors_of(source, stored, value)
-            _keep(plan, path, value, "include or exclude leaves it out")
             continue
-        recipe, missing = _recipe(plan, stored, path, source, value)
-        if missing is not None:
-            _miss(plan, path, value, missing, shardings, options, can_make)
-        if recipe is None:
-            used |= _tensors_of(source, stored, value)
-            continue
-        used.update(recipe.shapes)
-        leaf = leaf_of(path, value)
-        if leaf is None:
-            kind = type(value).__qualname__
-            plan.problems.append(f"{path}: the {kind} in the target is no array")
-            continue
-        sharding = shardings.get(path)
-        if rules is None:
-            sharding, problem = own_sharding(leaf, value)
-            if problem is not None:
-                plan.problems.append(f"{leaf.name}: {problem}")
-                continue
-        _add(plan, stored, path, recipe, leaf, sharding, options)
+        if recipe is not None:
+            wrong = _wrong_shapes(name, recipe, stored)
+            problems += wrong
+            recipes |= {} if wrong else {path: recipe}
+        elif choices:
+            few = len(absent) * len(stored.tensors) < _COMPARISONS
+            absent[path] = _absent(stored, choices[0], hint=few)
+        else:
+            absent[path] = (
+                "no entry of the mapping matches; add (path, name of the tensor), or "
+                "leave it out with exclude="
+            )
     if options.unexpected == "error":
-        plan.problems += _unexpected(stored, used, names)
-    return plan
-
-
-# ------------------------------------------------------------------- details
+        problems += _unexpected(stored, used, names)
+    held = Held(
+        {path: _leaf(path, r, stored, wanted[path]) for path, r in recipes.items()},
+        absent,
+        {path: f" ({_first(r, stored)})" for path, r in recipes.items()},
+        problems=tuple(problems),
+    )
+    plan = join(held, target, options.rules, resolution, options)
+    return TensorPlan(stored, plan, recipes)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
-
-
-def _recipe(
-    plan: Plan, stored: Stored, path: str, source: Source | None, value: Any
-) -> tuple[Recipe | None, str | None]:
-    """How to make a leaf, or why nothing is there for it; None for both if it is wrong.
-
-    What is wrong is noted in the plan.
-    """
-    shape = _shape(value)
-    if source is None:
-        return None, (
-            "no entry of the mapping matches; add (path, name of the tensor), or leave "
-            "it out with exclude="
-        )
-    try:
-        recipes = source.recipes(shape)
-    except ValueError as error:
-        plan.problems.append(
-            f"{path} {show_shape(shape)}: the mapping's steps do not make this shape: "
-            f"{error}"
-        )
-        return None, None
-    recipe = _present(recipes, stored)
-    if recipe is None:
-        compared = len(plan.problems) * len(stored.tensors)
-        return None, _absent(stored, recipes[0], hint=compared < _COMPARISONS)
-    wrong = [
-        f"{path} {show_shape(shape)}: needs {stored.tensors[name]} to have the shape "
-        f"{show_shape(needed)}; build the target with the sizes of the checkpoint, or "
-        "change the steps of the mapping"
-        for name, needed in recipe.shapes.items()
-        if stored.tensors[name].shape != needed
-    ]
-    # The layers of a stack are all alike.
-    plan.problems += wrong[:3]
-    return (None, None) if wrong else (recipe, None)
 
 
 def _present(recipes: Sequence[Recipe], stored: Stored) -> Recipe | None:
@@ -236,15 +164,32 @@ def _present(recipes: Sequence[Recipe], stored: Stored) -> Recipe | None:
     return None
 
 
-def _tensors_of(source: Source | None, stored: Stored, value: Any) -> set[str]:
-    """Names of the tensors that a leaf would be made of."""
-    if source is None:
-        return set()
-    try:
-        recipe = _present(source.recipes(_shape(value)), stored)
-    except ValueError:
-        return set()  # it is not restored, so that it need not fit
-    return set() if recipe is None else set(recipe.shapes)
+def _first(recipe: Recipe, stored: Stored) -> Tensor:
+    return stored.tensors[next(iter(recipe.shapes))]
+
+
+def _leaf(path: str, recipe: Recipe, stored: Stored, value: Any) -> Leaf:
+    """The leaf that tensors make; of their dtypes, the one that fits the target least.
+
+    If that one can be converted, the others can.
+    """
+    dtype = recipe.dtype
+    if dtype is None:
+        kinds = {stored.tensors[name].dtype for name in recipe.shapes}
+        wanted = getattr(value, "dtype", None)
+        dtype = min(kinds, key=lambda kind: (kind == wanted, is_floating(kind)))
+    return Leaf(path, "array", _shape(value), dtype)
+
+
+def _wrong_shapes(name: str, recipe: Recipe, stored: Stored) -> list[str]:
+    wrong = [
+        f"{name}: needs {stored.tensors[tensor]} to have the shape "
+        f"{show_shape(needed)}; build the target with the sizes of the checkpoint, or "
+        "change the steps of the mapping"
+        for tensor, needed in recipe.shapes.items()
+        if stored.tensors[tensor].shape != needed
+    ]
+    return wrong[:3]  # the layers of a stack are all alike
 
 
 def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
@@ -257,43 +202,6 @@ def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
         f"there are no tensors {absent[0]!r} and {len(absent) - 1} more in "
         f"{stored.where}{meant}"
     )
-
-
-def _miss(
-    plan: Plan,
-    path: str,
-    value: Any,
-    why: str,
-    shardings: Mapping[str, Any],
-    options: Options,
-    can_make: bool,
-) -> None:
-    """Notes a leaf that the checkpoint has nothing for."""
-    name = f"{path} {show_shape(_shape(value))}"
-    if options.missing == "keep":
-        _keep(plan, path, value, why)
-    elif options.missing == "error":
-        plan.problems.append(f"{name}: {why}")
-    elif not can_make:
-        plan.problems.append(
-            f'{name}: {why}; missing="init" needs a function as target, which makes '
-            "it: lambda: Model(rngs=nnx.Rngs(0))"
-        )
-    elif path not in shardings and not plan.problems:
-        plan.problems.append(
-            f'{name}: {why}; missing="init" needs layout_map= to say where it goes'
-        )
-    else:
-        plan.made[path] = shardings.get(path)
-
-
-def _keep(plan: Plan, path: str, value: Any, why: str) -> None:
-    """Notes a leaf that keeps the value that the target has."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        plan.problems.append(
-            f"{path} {show_shape(value.shape)}: {why}, and the target is abstract, so "
-            "there is no value to keep; give a concrete target"
-        )
 
 
 def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]:
@@ -310,33 +218,3 @@ def _unexpected(stored: Stored, used: set[str], names: NameMapping) -> list[str]
 
 def _as_pattern(name: str) -> str:
     return "r" + repr(name.replace(".", r"\.")).replace("\\\\", "\\")
-
-
-def _add(
-    plan: Plan,
-    stored: Stored,
-    path: str,
-    recipe: Recipe,
-    target: Leaf | None,
-    sharding: Any,
-    options: Options,
-) -> None:
-    """Adds a leaf to the plan, or what is wrong with its dtype."""
-    shape = target.shape if target is not None else [*recipe.shapes.values()][0]
-    kinds: Sequence[Any] = [
-        *dict.fromkeys(stored.tensors[name].dtype for name in recipe.shapes)
-    ]
-    if recipe.dtype is not None:
-        kinds = [recipe.dtype]
-    for kind in kinds:
-        held = Leaf(path, "array", shape, kind)
-        result = result_of(held, target, options.dtypes.of(path))
-        if isinstance(result, str):
-            first = stored.tensors[next(iter(recipe.shapes))]
-            plan.problems.append(f"{held.name}: {result} ({first})")
-            return
-        if sharding is None and target is not None and target.is_numpy:
-            result = dataclasses.replace(result, is_numpy=True)
-        if result.is_python or result.is_numpy:
-            sharding = None
-        plan.reads[path] = Read(recipe, held, result, sharding)

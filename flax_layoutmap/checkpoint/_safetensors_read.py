@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap.checkpoint._safetensors_file import Tensor
+from flax_layoutmap.checkpoint._safetensors_header import Tensor
 
 # To read on past a gap of this size takes about as long as to begin another read.
 GAP_BYTES = 32 << 10

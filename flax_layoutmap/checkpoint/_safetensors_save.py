@@ -1,8 +1,8 @@
-"""flm.checkpoint.save_safetensors."""
+"""flm.checkpoint.save_safetensors, and its plan: which leaf gives what to a tensor."""
 
-import functools
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -10,30 +10,38 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap._tree.paths import Flat
 from flax_layoutmap.checkpoint._leaves import (
     is_floating,
+    leaf_of,
     mesh_of,
     problem_list,
 )
-from flax_layoutmap.checkpoint._mapping import NameMapping
-from flax_layoutmap.checkpoint._mapping_blocks import Range, full_index
-from flax_layoutmap.checkpoint._progress import shown_progress
-from flax_layoutmap.checkpoint._safetensors_file import NAMES, local
-from flax_layoutmap.checkpoint._safetensors_parts import Made, SavePlan, plan_to_save
+from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
+from flax_layoutmap.checkpoint._mapping_blocks import Block
+from flax_layoutmap.checkpoint._options import (
+    Selection,
+    checked_selection,
+    floating_dtype,
+)
+from flax_layoutmap.checkpoint._safetensors_header import NAMES, local
 from flax_layoutmap.checkpoint._safetensors_write import (
+    Made,
+    Part,
     Writer,
     cannot_write,
     distributed,
+    write,
 )
-from flax_layoutmap.checkpoint._selection import Selection
 
-# Threads take turns: a save sweeps up what others have left unfinished in a directory.
+# Threads take turns: a save removes what others have left unfinished in a directory.
 _TURN = threading.RLock()
 
 
@@ -94,165 +102,179 @@ def save_safetensors(
     """
     place = local(path)
     names = NameMapping(mapping)
-    selection = Selection(include, exclude)
-    wanted = _checked_dtype(dtype)
+    selection = checked_selection(include, exclude)
+    wanted = None if dtype is None else _checked_dtype(dtype)
     with _TURN:
         with Agreement(f"saving {place}", mesh_of(tree, None)) as agreement:
             flat = flatten(tree)
-            plan = plan_to_save(flat, names, selection.among(flat), wanted)
+            tensors, problems = _plan(flat, names, selection.among(flat), wanted)
+            taken = None
             if jax.process_index() == 0:
-                problem = cannot_write(place, overwrite)
-                plan.problems += [] if problem is None else [problem]
-            if plan.problems:
-                raise problem_list(f"cannot save to {place}", plan.problems)
-            agreement.add(lambda: {"leaves": _digest(plan)})
-        files = distributed(place, plan.tensors, max_file_bytes)
+                taken = cannot_write(place, overwrite)
+            problems += [] if taken is None else [taken]
+            if problems:
+                raise problem_list(f"cannot save to {place}", problems)
+            agreement.add(lambda: {"leaves": _digest(tensors)})
+        files = distributed(place, tensors, max_file_bytes)
         writer = None
         if jax.process_index() == 0:
             writer = Writer(place, files, {"format": "pt", **(metadata or {})})
         order = [tensor for held in files.values() for tensor in held]
-        _write(place, order, flat.leaves, writer, progress)
+        write(place, order, flat.leaves, writer, progress)
 
 
 def _checked_dtype(dtype: Any) -> Any:
-    if dtype is None:
-        return None
-    try:
-        wanted = np.dtype(dtype)
-    except TypeError as error:
-        raise CheckpointError(f"dtype={dtype!r} is no dtype: {error}") from error
-    if not is_floating(wanted) or wanted not in NAMES:
-        raise CheckpointError(
-            f"dtype={wanted} is not floating-point, or safetensors have no such dtype"
-        )
+    wanted = floating_dtype(dtype, f"dtype={dtype!r}")
+    if wanted not in NAMES:
+        raise CheckpointError(f"dtype={wanted}: safetensors have no such dtype")
     return wanted
 
 
-def _digest(plan: SavePlan) -> str:
+def _digest(tensors: Sequence[Made]) -> str:
     parts = [
         (t.name, str(t.dtype), t.shape, [(p.path, p.index) for p in t.parts])
-        for t in plan.tensors
+        for t in tensors
     ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-# ------------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------------- plan
 
 
-def _write(
-    place: str,
-    order: Sequence[Made],
-    leaves: Sequence[Any],
-    writer: Writer | None,
-    progress: bool | Callable[[int, int], object] | None,
-) -> None:
-    """Brings one tensor after another to process 0, which writes it."""
-    written, total = 0, sum(tensor.nbytes for tensor in order)
-    shown = False if callable(progress) else progress
-    error: OSError | None = None
-    try:
-        with shown_progress(f"saving {place}", total, shown, lambda: written):
-            for tensor in order:
-                parts = [_fetched(leaves[p.leaf], p.index) for p in tensor.parts]
-                if writer is not None:
-                    error = _tried(functools.partial(_add, writer, tensor, parts))
-                _raise_together(place, error)
-                written += tensor.nbytes
-                if writer is not None and callable(progress):
-                    progress(written, total)
-            if writer is not None:
-                error = _tried(writer.finish)
-            _raise_together(place, error)
-    finally:
-        if writer is not None:
-            writer.clean_up()
+def _plan(
+    flat: Flat, names: NameMapping, selection: Selection, dtype: Any
+) -> tuple[list[Made], list[str]]:
+    """Plans which tensors to make of the leaves of a tree.
+
+    Args:
+        flat: the flattened tree.
+        names: what its leaves are made of.
+        selection: which leaves to save.
+        dtype: the dtype for floating-point arrays, or None.
+
+    Returns:
+        The tensors, in the order of the tree; and what is wrong, one text each.
+    """
+    problems = selection.useless(flat.full_paths())
+    tensors: dict[str, Made] = {}
+    columns = zip(flat.full_paths(), flat.paths, flat.leaves, strict=True)
+    for at, (path, own_path, value) in enumerate(columns):
+        if path not in selection:
+            continue
+        problem = _value_problem(path, value)
+        if problem is not None:
+            problems.append(f"{path}: {problem}")
+            continue
+        source = names.source(own_path, path)
+        if source is None:
+            problems.append(
+                f"{path} {show_shape(value.shape)}: no entry of the mapping matches; "
+                "add (path, name of the tensor), or leave it out with exclude="
+            )
+            continue
+        try:
+            recipe = source.recipes(tuple(value.shape))[0]
+        except ValueError as error:
+            problems.append(
+                f"{path} {show_shape(value.shape)}: the mapping's steps do not make "
+                f"this shape: {error}"
+            )
+            continue
+        own = np.dtype(value.dtype).newbyteorder("=")
+        kind = dtype if dtype is not None and is_floating(own) else own
+        if kind not in NAMES:
+            problems.append(
+                f"{path}: safetensors cannot hold {kind}; pass dtype=, or convert it"
+            )
+            continue
+        problems += _add(tensors, at, path, recipe, kind)
+    if not tensors and not problems:
+        problems.append("the tree holds no array")
+    if not problems:
+        problems += [text for t in tensors.values() for text in _coverage(t)]
+    return list(tensors.values()), problems
 
 
-def _add(writer: Writer, tensor: Made, parts: Sequence[np.ndarray]) -> None:
-    writer.add(_made(tensor, parts))
-
-
-def _tried(action: Callable[[], None]) -> OSError | None:
-    try:
-        action()
-    except OSError as error:
-        return error
+def _value_problem(path: str, value: Any) -> str | None:
+    """Why a leaf cannot be saved, or None."""
+    leaf = leaf_of(path, value)
+    if leaf is None or leaf.kind != "array":
+        kind = type(value).__qualname__ if leaf is None else str(leaf)
+        return (
+            f"{kind} is no array of numbers; save nnx.state(model, nnx.Param), or "
+            "leave it out with exclude="
+        )
+    if not path:
+        return "the tree is a single leaf; save it under a key: {'name': leaf}"
+    if isinstance(value, Tracer):
+        return "it is traced; call save_safetensors outside of jit"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "it is abstract and has no value; make it first, with flm.create"
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return "it was deleted, as by donating it to jit; save what jit returned"
+    if isinstance(value, jax.Array) and jax.process_count() > 1:
+        if value.is_fully_addressable or not isinstance(value.sharding, NamedSharding):
+            return (
+                "only this process has it; place it on the mesh of all processes with "
+                "layout_map.place(tree)"
+            )
     return None
 
 
-def _raise_together(place: str, error: OSError | None) -> None:
-    """Raises on every process what failed on the one that writes."""
-    failed = error is not None
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        failed = bool(multihost_utils.broadcast_one_to_all(np.bool_(failed)))
-    if failed:
-        why = "process 0 failed" if error is None else error.strerror or str(error)
-        raise CheckpointError(
-            f"cannot save to {place}: {why}; nothing was left behind"
-        ) from error
-
-
-def _made(tensor: Made, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The bytes of a tensor, of what the leaves give to it."""
-    made: Any = np.empty(tensor.nbytes, np.uint8)
-    size = tensor.dtype.itemsize
-    for part, value in zip(tensor.parts, parts, strict=True):
-        for block in part.blocks:
-            piece = block.piece(part.index, value)
-            steps = [stride * size for stride in piece.strides]
-            shape, begin = piece.out.shape, piece.offset * size
-            view = np.ndarray(shape, tensor.dtype, made, begin, steps)
-            np.copyto(view, piece.out, casting="unsafe")
-    return made
-
-
-def _fetched(leaf: Any, index: tuple[Range, ...]) -> np.ndarray:
-    """A box of a leaf, on the host; in a job of several processes a collective."""
-    box = [slice(*part) for part in index]
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)[*box, ...]
-    whole = index == full_index(leaf.shape)
-    if leaf.is_fully_addressable and whole:
-        # Not np.asarray(leaf), which would keep the copy for as long as the leaf lives.
-        made = np.empty(leaf.shape, leaf.dtype)
-        for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                made[shard.index] = np.asarray(shard.data)
-        return made
-    leaf = _on_auto_axes(leaf)
-    starts = tuple(start for start, _ in index)
-    sizes = tuple(stop - start for start, stop in index)
-    if leaf.is_fully_addressable:
-        return np.asarray(_slicer(sizes, None)(leaf, starts))
-    everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
-    part = _slicer(sizes, everywhere)(leaf, starts)
-    if jax.process_index():
-        jax.block_until_ready(part)
-        return np.empty(0)
-    return np.asarray(part)
+def _add(
+    tensors: dict[str, Made],
+    at: int,
+    path: str,
+    recipe: Recipe,
+    dtype: Any,
+) -> list[str]:
+    """Notes what a leaf gives to its tensors; returns what is wrong with it."""
+    problems = []
+    blocks: dict[str, list[Block]] = {name: [] for name in recipe.shapes}
+    for block in recipe.blocks:
+        blocks[block.tensor].append(block)
+    for name, own in blocks.items():
+        shape = recipe.shapes[name]
+        tensor = tensors.setdefault(name, Made(name, dtype, shape))
+        if (tensor.dtype, tensor.shape) != (dtype, shape):
+            problems.append(
+                f"{path}: would make the tensor {name!r} {dtype} {show_shape(shape)}, "
+                f"and {tensor.parts[0].path} {tensor.dtype} {show_shape(tensor.shape)}"
+            )
+            continue
+        low = [min(at) for at in zip(*(block.start for block in own), strict=True)]
+        ends = [
+            [s + n for s, n in zip(block.start, block.shape, strict=True)]
+            for block in own
+        ]
+        high = [max(at) for at in zip(*ends, strict=True)]
+        index = tuple(zip(low, high, strict=True))
+        tensor.parts.append(Part(at, path, index, tuple(own)))
+    return problems
 
 
-@functools.lru_cache(maxsize=256)
-def _slicer(sizes: Shape, sharding: Any) -> Callable[..., jax.Array]:
-    options = {} if sharding is None else {"out_shardings": sharding}
-    return jax.jit(lambda x, starts: jax.lax.dynamic_slice(x, starts, sizes), **options)
-
-
-def _on_auto_axes(leaf: jax.Array) -> jax.Array:
-    """The same array on Auto axes; on Explicit ones JAX cuts no sharded dim."""
-    sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding):
-        return leaf
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return leaf
-    names = sharding.mesh.axis_names
-    mesh = Mesh(
-        np.asarray(sharding.mesh.devices),
-        names,
-        axis_types=(AxisType.Auto,) * len(names),
-    )
-    auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-    shards = [shard.data for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, auto, shards)
+def _coverage(tensor: Made) -> list[str]:
+    """A problem if some elements of a tensor come from no leaf, or from two."""
+    blocks = [block for part in tensor.parts for block in part.blocks]
+    total = math.prod(tensor.shape)
+    given = sum(math.prod(block.shape) for block in blocks)
+    is_twice = given > total
+    if given == total and len(blocks) > 1:
+        seen = np.zeros(total, bool)
+        for block in blocks:
+            factors = [factor for dim in block.dims for factor in dim]
+            shape, strides = ([f[at] for f in factors] for at in (0, 1))
+            np.ndarray(shape, bool, seen, block.offset, strides)[...] = True
+        is_twice = not seen.all()
+    paths = ", ".join(dict.fromkeys(part.path for part in tensor.parts))
+    if is_twice:
+        return [
+            f"{paths}: some elements of the tensor {tensor.name!r} would be written "
+            "twice; give one of the leaves another name, or leave it out with exclude="
+        ]
+    if given < total:
+        return [
+            f"{paths}: make only a part of the tensor {tensor.name!r} "
+            f"{show_shape(tensor.shape)}; the mapping lacks leaves for the rest"
+        ]
+    return []

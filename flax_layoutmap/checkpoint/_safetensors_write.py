@@ -1,24 +1,71 @@
-"""Writing safetensors files, which appear under their names when all is written."""
+"""Writing safetensors files, which appear under their names when all is written.
 
+Not by the package `safetensors`, which takes a whole file's tensors at once: here a
+file is written tensor by tensor, as they arrive from the devices.
+"""
+
+import dataclasses
+import functools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap.checkpoint._safetensors_file import INDEX, NAMES, SINGLE
-from flax_layoutmap.checkpoint._safetensors_parts import Made
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap.checkpoint._mapping_blocks import Block, Range, full_index
+from flax_layoutmap.checkpoint._places import on_first_process
+from flax_layoutmap.checkpoint._progress import shown_progress
+from flax_layoutmap.checkpoint._safetensors_header import INDEX, NAMES, SINGLE
 
 _OWN_NAMES = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
 )
 
 
-_UNFINISHED = ".unfinished"
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one leaf gives to a tensor.
+
+    Attributes:
+        leaf: position of the leaf.
+        path: its path.
+        index: the box of the leaf that is needed.
+        blocks: which of its elements goes where.
+    """
+
+    leaf: int
+    path: str
+    index: tuple[Range, ...]
+    blocks: tuple[Block, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A tensor to save.
+
+    Attributes:
+        name: its name.
+        dtype: its dtype.
+        shape: its shape.
+        parts: what the leaves give to it.
+    """
+
+    name: str
+    dtype: Any
+    shape: Shape
+    parts: list[Part] = dataclasses.field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def cannot_write(place: str, overwrite: bool) -> str | None:
@@ -78,27 +125,11 @@ def distributed(
     }
 
 
-def _hidden(file: str) -> str:
-    """The name of a file while it is written."""
-    return f".{file}{_UNFINISHED}"
-
-
-def _unfinished(folder: str) -> list[str]:
-    """Names of the files that a save was writing, be it one that was killed."""
-    return [
-        name
-        for name in os.listdir(folder)
-        if name.startswith(".")
-        and name.endswith(_UNFINISHED)
-        and _OWN_NAMES.fullmatch(name[1:].removesuffix(_UNFINISHED))
-    ]
-
-
 class Writer:
     """Writes tensors one after another.
 
-    Files are written under other names; `finish` gives them theirs, and `clean_up`
-    removes what is left of them.
+    Files are written in a hidden folder beside their places; `finish` moves them there,
+    and `clean_up` removes what was not finished.
 
     Args:
         place: a directory, or a file.
@@ -111,10 +142,11 @@ class Writer:
     ) -> None:
         self._place, self._files, self._texts = place, files, texts
         self._folder = os.path.dirname(place) if _is_file(place) else place
+        name = os.path.basename(place) if _is_file(place) else "model"
+        self._hidden = os.path.join(self._folder, f".{name}.unfinished")
         self._made_folder = not os.path.isdir(self._folder)
         self._todo = [file for file, held in files.items() for _ in held]
         self._stream: Any = None
-        self._written: list[str] = []
 
     def add(self, values: np.ndarray) -> None:
         """Writes the next tensor.
@@ -123,33 +155,33 @@ class Writer:
             OSError: that failed.
         """
         file = self._todo.pop(0)
-        if file not in self._written:
-            self._open(file)
+        if self._stream is None:
+            self._stream = self._opened(file)
         self._stream.write(values.data)
         if not self._todo or self._todo[0] != file:
-            self._close()
+            _close(self._stream)
+            self._stream = None
 
     def finish(self) -> None:
-        """Puts all files in their places, and removes an older model from there.
+        """Moves all files to their places, and removes an older model from there.
 
         Raises:
             OSError: that failed.
         """
-        index = len(self._files) > 1
-        if index:
-            self._write_index()
-        if not _is_file(self._place):
-            # Were the process killed while names change, files would be missing, which
-            # is noticed; old and new ones side by side might not be.
-            for name in _own(self._folder):
-                os.remove(os.path.join(self._folder, name))
-            for name in set(_unfinished(self._folder)) - set(
-                map(_hidden, self._written)
-            ):
-                os.remove(os.path.join(self._folder, name))
-        for file in [*self._files, *([INDEX] if index else [])]:
-            os.replace(self._hidden(file), os.path.join(self._folder, file))
-        self._written.clear()
+        new = [*self._files]
+        if len(self._files) > 1:
+            new.append(INDEX)
+            stream = open(os.path.join(self._hidden, INDEX), "wb")
+            stream.write(_index(self._files))
+            _close(stream)
+        # Were the process killed while files are moved, some would be missing, which is
+        # noticed; old and new ones side by side might not be.
+        for name in () if _is_file(self._place) else _own(self._folder):
+            os.remove(os.path.join(self._folder, name))
+        for name in new:
+            os.replace(
+                os.path.join(self._hidden, name), os.path.join(self._folder, name)
+            )
         self._made_folder = False
 
     def clean_up(self) -> None:
@@ -159,49 +191,41 @@ class Writer:
                 self._stream.close()
             except OSError:
                 pass  # what it would still write is removed below
-        for file in self._written:
-            path = self._hidden(file)
-            if os.path.exists(path):
-                os.remove(path)
+        shutil.rmtree(self._hidden, ignore_errors=True)
         if self._made_folder and os.path.isdir(self._folder):
             if not os.listdir(self._folder):
                 os.rmdir(self._folder)
 
-    def _hidden(self, file: str) -> str:
-        return os.path.join(self._folder, _hidden(file))
+    def _opened(self, file: str) -> Any:
+        if file == next(iter(self._files)):
+            os.makedirs(self._folder, exist_ok=True)
+            shutil.rmtree(self._hidden, ignore_errors=True)  # of a save that was killed
+            os.mkdir(self._hidden)
+            total = sum(t.nbytes for held in self._files.values() for t in held)
+            free = shutil.disk_usage(self._folder).free
+            if total > free:
+                raise OSError(f"{total} bytes are to be written, and {free} are free")
+        stream = open(os.path.join(self._hidden, file), "wb")
+        stream.write(_header(self._files[file], self._texts))
+        return stream
 
-    def _open(self, file: str) -> None:
-        os.makedirs(self._folder, exist_ok=True)
-        if not self._written:
-            self._check_space()
-        self._written.append(file)
-        self._stream = open(self._hidden(file), "wb")
-        self._stream.write(_header(self._files[file], self._texts))
 
-    def _check_space(self) -> None:
-        total = sum(t.nbytes for held in self._files.values() for t in held)
-        free = shutil.disk_usage(self._folder).free
-        if total > free:
-            raise OSError(f"{total} bytes are to be written, and {free} are free")
+def _close(stream: Any) -> None:
+    """Closes a file when its content is on the disk."""
+    with stream:
+        stream.flush()
+        os.fsync(stream.fileno())
 
-    def _close(self) -> None:
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self._stream = None
 
-    def _write_index(self) -> None:
-        total = sum(t.nbytes for held in self._files.values() for t in held)
-        names = {t.name: file for file, held in self._files.items() for t in held}
-        data = {
-            "metadata": {"total_size": total},
-            "weight_map": dict(sorted(names.items())),
-        }
-        self._written.append(INDEX)
-        with open(self._hidden(INDEX), "w", encoding="utf-8") as stream:
-            json.dump(data, stream, indent=2)
-            stream.flush()
-            os.fsync(stream.fileno())
+def _index(files: Mapping[str, Sequence[Made]]) -> bytes:
+    """The content of the index: which file has what."""
+    total = sum(t.nbytes for held in files.values() for t in held)
+    names = {t.name: file for file, held in files.items() for t in held}
+    data = {
+        "metadata": {"total_size": total},
+        "weight_map": dict(sorted(names.items())),
+    }
+    return json.dumps(data, indent=2).encode()
 
 
 def _header(tensors: Sequence[Made], texts: Mapping[str, str]) -> bytes:
@@ -218,3 +242,105 @@ def _header(tensors: Sequence[Made], texts: Mapping[str, str]) -> bytes:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+# ----------------------------------------------------- tensors, one after another
+
+
+def write(
+    place: str,
+    order: Sequence[Made],
+    leaves: Sequence[Any],
+    writer: Writer | None,
+    progress: bool | Callable[[int, int], object] | None,
+) -> None:
+    """Brings one tensor after another to process 0, which writes it."""
+    written, total = 0, sum(tensor.nbytes for tensor in order)
+    shown = False if callable(progress) else progress
+
+    def together(action: Callable[[Writer], None]) -> None:
+        on_first_process(
+            lambda: None if writer is None else action(writer),
+            lambda why: f"cannot save to {place}: {why}; nothing was left behind",
+        )
+
+    try:
+        with shown_progress(f"saving {place}", total, shown, lambda: written):
+            for tensor in order:
+                parts = [_fetched(leaves[p.leaf], p.index) for p in tensor.parts]
+                together(functools.partial(_add, tensor, parts))
+                written += tensor.nbytes
+                if writer is not None and callable(progress):
+                    progress(written, total)
+            together(Writer.finish)
+    finally:
+        if writer is not None:
+            writer.clean_up()
+
+
+def _add(tensor: Made, parts: Sequence[np.ndarray], writer: Writer) -> None:
+    writer.add(_made(tensor, parts))
+
+
+def _made(tensor: Made, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The bytes of a tensor, of what the leaves give to it."""
+    made: Any = np.empty(tensor.nbytes, np.uint8)
+    size = tensor.dtype.itemsize
+    for part, value in zip(tensor.parts, parts, strict=True):
+        for block in part.blocks:
+            piece = block.piece(part.index, value)
+            steps = [stride * size for stride in piece.strides]
+            shape, begin = piece.out.shape, piece.offset * size
+            view = np.ndarray(shape, tensor.dtype, made, begin, steps)
+            np.copyto(view, piece.out, casting="unsafe")
+    return made
+
+
+def _fetched(leaf: Any, index: tuple[Range, ...]) -> np.ndarray:
+    """A box of a leaf, on the host; in a job of several processes a collective."""
+    box = [slice(*part) for part in index]
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)[*box, ...]
+    whole = index == full_index(leaf.shape)
+    if leaf.is_fully_addressable and whole:
+        # Not np.asarray(leaf), which would keep the copy for as long as the leaf lives.
+        made = np.empty(leaf.shape, leaf.dtype)
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                made[shard.index] = np.asarray(shard.data)
+        return made
+    leaf = _on_auto_axes(leaf)
+    starts = tuple(start for start, _ in index)
+    sizes = tuple(stop - start for start, stop in index)
+    if leaf.is_fully_addressable:
+        return np.asarray(_slicer(sizes, None)(leaf, starts))
+    everywhere = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    part = _slicer(sizes, everywhere)(leaf, starts)
+    if jax.process_index():
+        jax.block_until_ready(part)
+        return np.empty(0)
+    return np.asarray(part)
+
+
+@functools.lru_cache(maxsize=256)
+def _slicer(sizes: Shape, sharding: Any) -> Callable[..., jax.Array]:
+    options = {} if sharding is None else {"out_shardings": sharding}
+    return jax.jit(lambda x, starts: jax.lax.dynamic_slice(x, starts, sizes), **options)
+
+
+def _on_auto_axes(leaf: jax.Array) -> jax.Array:
+    """The same array on Auto axes; on Explicit ones JAX cuts no sharded dim."""
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding):
+        return leaf
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return leaf
+    names = sharding.mesh.axis_names
+    mesh = Mesh(
+        np.asarray(sharding.mesh.devices),
+        names,
+        axis_types=(AxisType.Auto,) * len(names),
+    )
+    auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    shards = [shard.data for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, auto, shards)

@@ -1,6 +1,7 @@
 """How each leaf is read: straight into its shards, or another way that reads less."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, cast
@@ -9,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from flax_layoutmap._core.errors import CheckpointError, did_you_mean
-from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap._rules.records import Shape, show_shape, show_spec
 from flax_layoutmap.checkpoint import _orbax
+from flax_layoutmap.checkpoint._join import Plan, Read
 from flax_layoutmap.checkpoint._ocdbt import stored_bytes
-from flax_layoutmap.checkpoint._plan import Read
+from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._reads import (
     Extent,
     PerProcess,
@@ -21,15 +22,17 @@ from flax_layoutmap.checkpoint._reads import (
     extent_of,
     processes_of,
 )
-from flax_layoutmap.checkpoint._stored import Stored
+from flax_layoutmap.checkpoint._stored import Stored, no_checksums
 
 Strategy = Literal["direct", "aligned", "broadcast"]
-STRATEGIES = ("auto", "direct", "aligned", "broadcast")
 
 # Below this many bytes a leaf is read directly: a collective takes longer.
 _SMALL_BYTES = 1 << 20
 # Another strategy is taken when it reads this many times less.
 _WORTH = 1.25
+# Arrays that change their dtype are read so many bytes at a time, as both dtypes are on
+# the devices for a while.
+_CAST_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,128 +57,215 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chosen:
-    """A way, for all leaves of one shape and layout; elements per process."""
+class Portion:
+    """Leaves that are read at a time.
 
-    strategy: Strategy
-    sharding: Any
+    Attributes:
+        paths: their paths.
+        replica_axis: the mesh axis that they are sent along, by number; or None.
+    """
+
+    paths: tuple[str, ...]
     replica_axis: int | None
-    names: tuple[int, ...]
-    needed: np.ndarray
-    read: np.ndarray
-    host: int
 
 
-class Chooser:
-    """Chooses the way for each leaf of a plan.
+@dataclasses.dataclass(frozen=True)
+class Reads:
+    """How a checkpoint is read to fulfil a plan.
+
+    Attributes:
+        stored: the checkpoint.
+        plan: the plan.
+        ways: path → how the leaf is read; without those that take no read of an array.
+        portions: what is read at a time, in order.
+        recorded: path in the checkpoint → checksum to compare with; None: no checks.
+        problems: those of the plan, and others; nothing is read unless this is empty.
+    """
+
+    stored: Stored
+    plan: Plan
+    ways: Mapping[str, Way]
+    portions: tuple[Portion, ...]
+    recorded: Mapping[str, str] | None
+    problems: tuple[str, ...]
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that this process reads."""
+        own = jax.process_index()
+        return int(sum(way.read.get(own, 0) for way in self.ways.values()))
+
+    def same_checkpoint(self) -> dict[str, str]:
+        """A text that differs where another process found another checkpoint."""
+        stored = self.stored
+        leaves = list(stored.leaves.items())
+        return {"checkpoint": str((stored.where, stored.item, leaves, stored.custom))}
+
+    def same_reads(self) -> dict[str, Any]:
+        """Texts that differ where another process is to read in another way."""
+        ways = [(path, way.strategy) for path, way in self.ways.items()]
+        how = [self.portions, self.recorded is None, ways]
+        return {
+            "leaves": [_line(*item) for item in self.plan.reads.items()],
+            "strategy, host_memory or verify": str(how),
+        }
+
+
+def _line(path: str, read: Read) -> str:
+    """What is to come of a leaf, in a line that must be equal in all processes."""
+    where = read.sharding
+    if isinstance(where, NamedSharding):
+        where = f"{show_spec(where.spec)} {where.memory_kind or ''}"
+    stored, result = read.stored, read.result
+    kinds = f"{stored.path} {stored.kind} {stored.dtype} → {result.kind} {result.dtype}"
+    return f"{path} {show_shape(result.shape)}, {where}, {kinds} {read.exactly}"
+
+
+def choose_reads(
+    stored: Stored, plan: Plan, options: Options, *, measure: bool
+) -> Reads:
+    """Chooses how each leaf of a plan is read, and what is read at a time.
 
     Args:
         stored: the checkpoint.
-        strategy: one for all leaves that can; `"auto"` for the best for each.
-        devices_per_process: for a mesh without devices.
-        exact: whether to ask the files how well each leaf is compressed.
+        plan: the plan.
+        options: what was asked for.
+        measure: whether to ask the files how well each leaf is compressed, which the
+            numbers of bytes need.
     """
+    sizes: dict[str, int] = {}
+    if measure:
+        with _orbax.translated(f"the checkpoint {stored.where} is damaged"):
+            sizes = stored_bytes(_orbax.folder_of(stored.where, stored.item))
+    ways = {
+        path: way
+        for path, read in plan.reads.items()
+        if (way := _way(stored, read, options, sizes)) is not None
+    }
+    problems = list(plan.problems)
+    if options.host_memory is not None:
+        problems += _too_large(plan, ways, options.host_memory)
+    recorded = None if options.verify is False else stored.record.checksums
+    if options.verify and recorded is None:
+        problems.append(no_checksums(stored))
+    portions = tuple(_portions(plan, ways, options.host_memory))
+    return Reads(stored, plan, ways, portions, recorded, tuple(problems))
 
-    def __init__(
-        self,
-        stored: Stored,
-        strategy: str,
-        devices_per_process: int | None = None,
-        exact: bool = True,
-    ) -> None:
-        if strategy not in STRATEGIES:
-            raise CheckpointError(
-                f"strategy={strategy!r} is none of {', '.join(STRATEGIES)}"
-                f"{did_you_mean(strategy, STRATEGIES)}"
-            )
-        self._stored = stored
-        self._strategy = strategy
-        self._devices = devices_per_process
-        self._known: dict[Any, _Chosen] = {}
-        self._sizes: dict[str, int] = {}
-        if exact:
-            with _orbax.translated(f"the checkpoint {stored.where} is damaged"):
-                self._sizes = stored_bytes(_orbax.folder_of(stored.where, stored.item))
 
-    def way(self, read: Read) -> Way | None:
-        """How a leaf is read; None where nothing has to be."""
-        held = self._stored.held.get(read.stored.path)
-        if held is None or not hasattr(held, "shape"):
-            return None
-        shape, sharding = tuple(held.shape), read.sharding
-        chunk = _orbax.chunk_of(held) or shape
-        size = np.dtype(held.dtype).itemsize
-        if not isinstance(sharding, NamedSharding):
-            return self._whole(read, shape, size)
-        # Numbers of PRNG keys come back as keys, of one dim less.
-        is_key = held.dtype == np.uint32 and not self._stored.is_ours
-        is_key |= read.stored.kind == "key"
-        question = shape, chunk, sharding, size, is_key
-        chosen = self._known.get(question)
-        if chosen is None:  # many leaves are alike
-            chosen = self._known[question] = self._chosen(*question)
-        own_bytes = size * self._ratio(read.stored.path, shape, size)
-        return Way(
-            chosen.strategy,
-            chosen.sharding,
-            chosen.replica_axis,
-            PerProcess(chosen.names, chosen.needed * own_bytes),
-            PerProcess(chosen.names, chosen.read * own_bytes),
-            chosen.host,
-        )
+def _portions(
+    plan: Plan, ways: Mapping[str, Way], host_memory: int | None
+) -> Iterator[Portion]:
+    groups: dict[tuple[int | None, bool], list[str]] = {}
+    for path, read in plan.reads.items():
+        if not read.stored.is_empty:
+            axis = ways[path].replica_axis if path in ways else None
+            is_cast = path in ways and read.stored.dtype != read.result.dtype
+            groups.setdefault((axis, is_cast), []).append(path)
+    for (axis, is_cast), paths in groups.items():
+        limit = math.inf if host_memory is None else host_memory
+        limit = min(limit, _CAST_BYTES) if is_cast else limit
+        portion, used = [], 0
+        for path in paths:
+            host = ways[path].host if path in ways else 0
+            if portion and used + host > limit:
+                yield Portion(tuple(portion), axis)
+                portion, used = [], 0
+            portion.append(path)
+            used += host
+        yield Portion(tuple(portion), axis)
 
-    def _chosen(
-        self, shape: Shape, chunk: Shape, sharding: NamedSharding, size: int, key: bool
-    ) -> _Chosen:
-        found: dict[Strategy, tuple[Any, Extent, int | None]] = dict(
-            self._ways(shape, chunk, sharding)
-        )
-        if key:
-            found = {"direct": found["direct"]}
-        strategy: Strategy = "direct"
-        if self._strategy == "auto":
-            strategy = _best(found, math.prod(shape) * size)
-        elif self._strategy in found:  # else it is not possible for this leaf
-            strategy = cast(Strategy, self._strategy)
-        own, extent, axis = found[strategy]
-        names = processes_of(sharding.mesh, self._devices).names
-        needed = found["direct"][1].needed
-        host = int(max(extent.read.max(), extent.needed.max(), needed.max())) * size
-        return _Chosen(strategy, own, axis, names, needed, extent.read, host)
 
-    def _ways(
-        self, shape: Any, chunk: Any, sharding: NamedSharding
-    ) -> Iterator[tuple[Strategy, tuple[Any, Extent, int | None]]]:
-        direct = extent_of(shape, chunk, sharding, self._devices)
-        yield "direct", (sharding, direct, None)
-        aligned = aligned_sharding(shape, chunk, sharding.mesh)
-        yield (
-            "aligned",
-            (aligned, extent_of(shape, chunk, aligned, self._devices), None),
-        )
-        if len(direct.needed) == 1:
-            return
-        axis = _replica_axis(sharding, len(shape), self._devices)
-        if axis is not None:
-            first = _first_replica(sharding.mesh, axis, self._devices)
-            own = Extent(direct.needed, np.where(first, direct.read, 0))
-            yield "broadcast", (sharding, own, axis)
+def _too_large(plan: Plan, ways: Mapping[str, Way], limit: int) -> list[str]:
+    """A problem for each leaf that the host cannot hold within a limit, in bytes."""
+    return [
+        f"{plan.reads[path].stored.name}: needs {way.host:,} bytes on the host, more "
+        f"than host_memory={limit:,}; a restore needs at least one leaf at a time: "
+        "raise the limit, or shard the leaf further"
+        for path, way in ways.items()
+        if way.host > limit
+    ]
 
-    def _whole(self, read: Read, shape: Any, size: int) -> Way:
-        """A NumPy array, or one with a sharding of another kind: each reads all."""
-        count = math.prod(shape) * size
-        held = count * self._ratio(read.stored.path, shape, size)
-        devices = getattr(read.sharding, "device_set", ())
+
+# ------------------------------------------------------------------- one leaf
+
+
+def _way(
+    stored: Stored, read: Read, options: Options, sizes: Mapping[str, int]
+) -> Way | None:
+    """How a leaf is read; None where nothing has to be."""
+    held = stored.held.get(read.stored.path)
+    if held is None or not hasattr(held, "shape"):
+        return None
+    shape, sharding = tuple(held.shape), read.sharding
+    size = np.dtype(held.dtype).itemsize
+    count = math.prod(shape) * size
+    in_files = sizes.get(read.stored.path.replace("/", "."), 0)
+    ratio = in_files / count if in_files and count else 1.0
+    if not isinstance(sharding, NamedSharding):  # each process reads all of it
+        devices = getattr(sharding, "device_set", ())
         own = sorted({device.process_index for device in devices})
-        own = own or list(range(jax.process_count()))  # each reads its own
-        each = PerProcess(tuple(own), np.full(len(own), float(held)))
-        return Way("direct", read.sharding, None, each, each, count)
+        own = own or list(range(jax.process_count()))
+        each = PerProcess(tuple(own), np.full(len(own), count * ratio))
+        return Way("direct", sharding, None, each, each, count)
+    # Numbers of PRNG keys come back as keys, of one dim less.
+    is_key = held.dtype == np.uint32 and not stored.is_ours
+    is_key |= read.stored.kind == "key"
+    chosen = _chosen(
+        shape,
+        _orbax.chunk_of(held) or shape,
+        sharding,
+        size,
+        "direct" if is_key else options.strategy,
+        options.devices_per_process,
+    )
+    return dataclasses.replace(
+        chosen, needed=chosen.needed * ratio, read=chosen.read * ratio
+    )
 
-    def _ratio(self, path: str, shape: Any, size: int) -> float:
-        """Bytes in the files ÷ bytes of the array."""
-        name = path.replace("/", ".")
-        count = math.prod(shape) * size
-        return self._sizes[name] / count if self._sizes.get(name) and count else 1.0
+
+@functools.lru_cache(maxsize=4096)  # many leaves are alike
+def _chosen(
+    shape: Shape,
+    chunk: Shape,
+    sharding: NamedSharding,
+    size: int,
+    wanted: str,
+    devices_per_process: int | None,
+) -> Way:
+    """The way for all leaves of one shape and layout, if nothing is compressed."""
+    found = dict(_ways(shape, chunk, sharding, devices_per_process))
+    strategy: Strategy = "direct"
+    if wanted == "auto":
+        strategy = _best(found, math.prod(shape) * size)
+    elif wanted in found:  # else it is not possible for this leaf
+        strategy = cast(Strategy, wanted)
+    own, extent, axis = found[strategy]
+    names = processes_of(sharding.mesh, devices_per_process).names
+    needed = found["direct"][1].needed
+    host = int(max(extent.read.max(), extent.needed.max(), needed.max())) * size
+    return Way(
+        strategy,
+        own,
+        axis,
+        PerProcess(names, needed * float(size)),
+        PerProcess(names, extent.read * float(size)),
+        host,
+    )
+
+
+def _ways(
+    shape: Shape, chunk: Shape, sharding: NamedSharding, devices: int | None
+) -> Iterator[tuple[Strategy, tuple[Any, Extent, int | None]]]:
+    """Each strategy that is possible: its sharding, what is read, the mesh axis."""
+    direct = extent_of(shape, chunk, sharding, devices)
+    yield "direct", (sharding, direct, None)
+    aligned = aligned_sharding(shape, chunk, sharding.mesh)
+    yield "aligned", (aligned, extent_of(shape, chunk, aligned, devices), None)
+    axis = _replica_axis(sharding, devices) if len(direct.needed) > 1 else None
+    if axis is not None:
+        first = _first_replica(sharding.mesh, axis, devices)
+        own = Extent(direct.needed, np.where(first, direct.read, 0))
+        yield "broadcast", (sharding, own, axis)
 
 
 def _best(found: Mapping[Any, tuple[Any, Extent, Any]], size: int) -> Strategy:
@@ -193,7 +283,7 @@ def _best(found: Mapping[Any, tuple[Any, Extent, Any]], size: int) -> Strategy:
 
 
 def _replica_axis(
-    sharding: NamedSharding, ndim: int, devices_per_process: int | None
+    sharding: NamedSharding, devices_per_process: int | None
 ) -> int | None:
     """A mesh axis on which an array is replicated, each time on other processes."""
     used = {
@@ -223,14 +313,3 @@ def _first_replica(
     grid = processes.of_device.reshape(tuple(mesh.shape.values()))
     first = np.take(grid, 0, axis=axis).reshape(-1)
     return np.isin(np.arange(processes.count), first)
-
-
-def check_host_memory(ways: Mapping[str, tuple[Read, Way]], limit: int) -> list[str]:
-    """A problem for each leaf that the host cannot hold within a limit, in bytes."""
-    return [
-        f"{read.stored.path} {show_shape(read.stored.shape)}: needs {way.host:,} bytes "
-        f"on the host, more than host_memory={limit:,}; a restore needs at least one "
-        "leaf at a time: raise the limit, or shard the leaf further"
-        for read, way in ways.values()
-        if way.host > limit
-    ]

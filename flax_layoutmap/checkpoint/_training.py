@@ -11,10 +11,11 @@ import jax
 from flax_layoutmap._birth.create import create
 from flax_layoutmap._core.errors import CheckpointError, warn
 from flax_layoutmap._core.processes import Agreement, tell_of_others
-from flax_layoutmap.checkpoint import _data_state, _orbax, _orbax_training, _record
+from flax_layoutmap.checkpoint import _data_state, _orbax, _record
 from flax_layoutmap.checkpoint._leaves import mesh_of
-from flax_layoutmap.checkpoint._lock import WriteLock
-from flax_layoutmap.checkpoint._loop_checks import (
+from flax_layoutmap.checkpoint._loop import (
+    Preemption,
+    WriteLock,
     add_context,
     check_directory,
     check_numbers,
@@ -24,10 +25,11 @@ from flax_layoutmap.checkpoint._loop_checks import (
     next_step,
     way_back,
 )
+from flax_layoutmap.checkpoint._options import rules_of
 from flax_layoutmap.checkpoint._places import absolute, is_url
-from flax_layoutmap.checkpoint._preemption import Preemption
 from flax_layoutmap.checkpoint._restore import restore
 from flax_layoutmap.checkpoint._save import prepare
+from flax_layoutmap.checkpoint._step_writer import StepWriter, steps_in
 
 # The user's own metadata, beside our record in the custom metadata of a step.
 _USER = "metadata"
@@ -114,13 +116,11 @@ class Checkpointer:
         checksums: bool = True,
     ) -> None:
         self._directory = absolute(directory)
-        self._rules = _record.rules_of(layout_map)
+        self._rules = rules_of(layout_map)
         check_numbers(every, keep, keep_every)
         check_directory(self._directory)
         self._every, self._checksums = every, checksums
-        self._writer = _orbax_training.StepWriter(
-            self._directory, every, keep, keep_every
-        )
+        self._writer = StepWriter(self._directory, every, keep, keep_every)
         self._lock = WriteLock(self._directory)
         self._preemption = Preemption()
         self._is_inside = self._is_closed = False
@@ -139,7 +139,7 @@ class Checkpointer:
 
         `wait()` before it, where that one counts.
         """
-        return _orbax_training.steps_in(self._directory)
+        return steps_in(self._directory)
 
     @property
     def latest(self) -> int | None:
@@ -322,7 +322,7 @@ class Checkpointer:
         except CheckpointError as error:
             text = f"{error}\n{way_back(step, self.steps, self._directory)}"
             raise CheckpointError(text, error.problems) from error
-        if data is None and _orbax_training.has_data(place):
+        if data is None and _data_state.has_data(place):
             warn(
                 f"step {step} holds the state of data, and it is not restored; pass "
                 f"data=, or read it with checkpointer.data_states({step})"
@@ -347,11 +347,11 @@ class Checkpointer:
             CheckpointError: there is no such step, it has none, or they are damaged.
         """
         step, place = self._existing(step)
-        if not _orbax_training.has_data(place):
+        if not _data_state.has_data(place):
             raise CheckpointError(
                 f"step {step} in {self._directory} has no state of data"
             )
-        return _data_state.states_of(_orbax_training.read_data(place), place)
+        return _data_state.states_of(_data_state.read_data(place), place)
 
     # ----------------------------------------------------------------- details
 
@@ -413,12 +413,12 @@ class Checkpointer:
 
     def _own_data(self, place: str, data: Any) -> list[Any]:
         """The state for data of this process, in a list, as it may be anything."""
-        if not _orbax_training.has_data(place):
+        if not _data_state.has_data(place):
             raise CheckpointError(
                 f"{place} has no state of data; restore without data=, and set the "
                 "iterator to where it belongs"
             )
-        texts = _orbax_training.read_data(place, jax.process_index())
+        texts = _data_state.read_data(place, jax.process_index())
         state = _data_state.own_state(_data_state.states_of(texts, place), place)
         _data_state.check(data, state)
         return [state]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,13 @@ from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._progress import shown_progress
 from flax_layoutmap.checkpoint._record import check_intact
-from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
+from flax_layoutmap.checkpoint._stored import (
+    Stored,
+    no_checksums,
+    not_as_saved,
+    open_checkpoint,
+    unrecorded,
+)
 
 _HOST_MEMORY = 1 << 29
 
@@ -103,32 +108,6 @@ def verify(
     if problems:
         raise problem_list(f"the checkpoint {place.path} is damaged", problems)
     return Verified(place.path, len(leaves), sum(size.values()))
-
-
-def no_checksums(stored: Stored) -> str:
-    """What is said of a checkpoint that nothing can be compared with."""
-    by = "with checksums=False, or by an older version"
-    return (
-        f"cannot verify {stored.where}: it has no checksums, as it was saved "
-        f"{by if stored.is_ours else 'by Orbax alone'}; restore it and save it again "
-        "with flm.checkpoint.save to have them"
-    )
-
-
-def not_as_saved(leaf: Leaf) -> str:
-    """What is said of a leaf that has another checksum than the one recorded."""
-    return (
-        f"{leaf.name}: its data are not those that were saved; restore another "
-        f"checkpoint, or the rest of this one: exclude={f'^{re.escape(leaf.path)}$'!r}"
-    )
-
-
-def unrecorded(leaf: Leaf) -> str:
-    """What is said of a leaf without a checksum, where others have one."""
-    return (
-        f"{leaf.name}: there is no checksum of it in the metadata, which is damaged; "
-        "restore another checkpoint, or this one with verify=False"
-    )
 
 
 def _problems(

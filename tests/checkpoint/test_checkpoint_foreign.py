@@ -282,6 +282,9 @@ def test_rename(saved: Path, training: dict[str, Any], mesh: flm.DeviceMesh) -> 
         ({"(": "x"}, "is no pair of a regular expression"),
         ({"(a)": r"\2"}, "is no pair of a regular expression"),
         (["ab", "cd"], "is no pair of a regular expression"),
+        ({r"(a+)+$b": "x"}, "rename='(a+)+$b' may take very long: "),
+        ({r"(.|..)+!": "x"}, "may take very long: "),
+        ({r"(.?){40}!!": "x"}, "may take very long: "),
         ({"^model/up/bias$": "model/up"}, "has 'model/up/kernel'; a leaf has nothing"),
     ],
 )
@@ -291,24 +294,6 @@ def test_rename_that_cannot_be(
     with pytest.raises(flm.errors.CheckpointError) as caught:
         restore(saved, layout_map=rules(mesh), rename=rename)
     assert text in str(caught.value)
-
-
-@pytest.mark.parametrize("pattern", [r"(a+)+$b", r"(.|..)+!", r"(.?){40}!!"])
-def test_a_hostile_pattern_is_stopped(
-    pattern: str,
-    mesh: flm.DeviceMesh,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from flax_layoutmap.checkpoint import _rename
-
-    path = written(tmp_path / "a", {"a" * 60: jnp.ones(2)})
-    monkeypatch.setattr(_rename, "PATIENCE_SECONDS", 1.0)
-    with pytest.raises(flm.errors.CheckpointError) as caught:
-        restore(path, layout_map=rules(mesh), rename={pattern: "x"})
-    assert f"rename=[{pattern!r}] took more than 1 s" in str(caught.value)
-    result = restore(path, layout_map=rules(mesh), rename={r"^((a)+)+$": "x"})
-    assert list(result) == ["x"]
 
 
 def test_rename_of_a_checkpoint_without_a_record(
@@ -433,7 +418,7 @@ def test_dtypes_by_rule(saved: Path, mesh: flm.DeviceMesh) -> None:
         ),
         ({"unexpected": "drop"}, "use unexpected='error' or unexpected='ignore'"),
         ({"missing": "keep"}, "needs a target, which says what could be missing"),
-        ({"strategy": "fast"}, "strategy='fast' is none of auto, direct"),
+        ({"strategy": "fast"}, "strategy='fast' is none of the choices"),
         ({"host_memory": 100}, "more than host_memory=100"),
         ({"item": "params"}, "has no tree 'params'; it has state"),
         ({"step": 3}, "is one checkpoint and no directory of steps"),

@@ -190,8 +190,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """Where another process has done the first three, and its losses."""
     directory = tmp_path_factory.mktemp("three") / "run"
     told = run_python(
-        "import sys\n"
-        f"sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]}\n"
+        f"import sys; sys.path[:0] = {[str(p) for p in Path(__file__).parents[:2]]!r}\n"
         "import conftest, pathlib, test_checkpointer\n"
         f"place = pathlib.Path({str(directory)!r})\n"
         "print('losses', test_checkpointer.train(place, 3)[1])"

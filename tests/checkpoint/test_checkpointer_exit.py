@@ -226,11 +226,11 @@ def test_a_save_that_nobody_waits_for_is_not_lost_quietly(
 STUCK = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from flax_layoutmap.checkpoint import _orbax_training
+from flax_layoutmap.checkpoint import _step_writer
 
-_orbax_training._LAST_SECONDS = 0.5
+_step_writer._LAST_SECONDS = 0.5
 future = ThreadPoolExecutor(1).submit(threading.Event().wait)
-_orbax_training._Pending("the save of step 7", future).start()
+_step_writer._Pending("the save of step 7", future).start()
 """
 
 

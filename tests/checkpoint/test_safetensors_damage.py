@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import flax_layoutmap as flm
-from flax_layoutmap.checkpoint import mappings
-from flax_layoutmap.checkpoint._safetensors_file import DTYPES, open_safetensors
+from flax_layoutmap.checkpoint import _safetensors_restore, mappings
+from flax_layoutmap.checkpoint._safetensors_header import DTYPES, open_safetensors
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
 B = np.arange(4, dtype=np.int64)
@@ -189,9 +189,7 @@ def test_a_file_that_is_cut_after_its_header_was_read(
         file.write_bytes(written(GOOD, DATA[:20]))
         return found
 
-    monkeypatch.setattr(
-        "flax_layoutmap.checkpoint._safetensors.open_safetensors", opened
-    )
+    monkeypatch.setattr(_safetensors_restore, "open_safetensors", opened)
     with pytest.raises(
         flm.errors.CheckpointError, match="tensor 'a'.*it was cut since"
     ):
@@ -204,7 +202,7 @@ def test_a_file_that_is_cut_after_its_header_was_read(
         file.unlink()
         return found
 
-    monkeypatch.setattr("flax_layoutmap.checkpoint._safetensors.open_safetensors", gone)
+    monkeypatch.setattr(_safetensors_restore, "open_safetensors", gone)
     with pytest.raises(
         flm.errors.CheckpointError, match="cannot be read: No such file"
     ):

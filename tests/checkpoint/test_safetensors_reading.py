@@ -15,14 +15,14 @@ from safetensors.numpy import save_file
 from flax_layoutmap.checkpoint import _safetensors_read, mappings
 from flax_layoutmap.checkpoint._mapping import Source
 from flax_layoutmap.checkpoint._mapping_blocks import pieces_of, range_boxes
-from flax_layoutmap.checkpoint._mapping_transforms import (
+from flax_layoutmap.checkpoint._mapping_steps import (
     Merge,
     Rearrange,
     Split,
     Stack,
     Transpose,
 )
-from flax_layoutmap.checkpoint._safetensors_file import read_header
+from flax_layoutmap.checkpoint._safetensors_header import read_header
 from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
 
 Shape = tuple[int, ...]

@@ -23,7 +23,7 @@ import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_write
 from flax_layoutmap.checkpoint import mappings as m
 from flax_layoutmap.checkpoint._mapping import Source
-from flax_layoutmap.checkpoint._mapping_transforms import Split
+from flax_layoutmap.checkpoint._mapping_steps import Split
 
 P = PartitionSpec
 RNG = np.random.default_rng(0)
@@ -347,7 +347,9 @@ def test_what_a_killed_save_left_does_no_harm(
     tmp_path: Path, mesh: flm.DeviceMesh
 ) -> None:
     save(tmp_path, {"old": A})
-    (tmp_path / ".model-00001-of-00009.safetensors.unfinished").write_bytes(b"half")
+    unfinished = tmp_path / ".model.unfinished"
+    unfinished.mkdir()
+    (unfinished / "model-00001-of-00009.safetensors").write_bytes(b"half")
     found = flm.checkpoint.restore_safetensors(
         tmp_path, layout_map=flm.LayoutMap(mesh, strict=False)
     )

@@ -1,13 +1,28 @@
-"""What a training loop may ask for: policies, directories, and one tree for all."""
+"""What a training loop needs besides Orbax: checks, the lock, and SIGTERM."""
 
 import operator
 import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
 from typing import Any
+
+import jax
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of
 from flax_layoutmap.checkpoint._places import METADATA_FILE, cannot_name, is_url
+
+if sys.platform != "win32":
+    import fcntl
+
+_LOCK_FILE = ".flax_layoutmap.lock"
+
+# What this program itself has locked: the system's locks do not count within one.
+_HELD: set[str] = set()
 
 
 def check_numbers(every: Any, keep: Any, keep_every: Any) -> None:
@@ -157,3 +172,127 @@ def way_back(step: int, steps: list[int], directory: str) -> str:
         f"of them; if step {step} is damaged, remove {directory}/{step} to go on from "
         f"step {earlier[-1]})"
     )
+
+
+class WriteLock:
+    """The right to write below a local directory.
+
+    The system takes it back when the process ends, however it ends. (A lock of
+    `fcntl.lockf` belongs to the process, so workers that were forked from it do not
+    keep it.) Where the file system knows no locks, everybody gets it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._key = os.path.realpath(directory)
+        self._file: int | None = None
+        self.is_held = False
+
+    def take(self) -> str | None:
+        """Takes it; says who has it if that is somebody else."""
+        if self.is_held:
+            return None
+        if self._key in _HELD:
+            return "another Checkpointer of this program; close it first"
+        os.makedirs(self._directory, exist_ok=True)
+        owner = self._locked()
+        if owner is None:
+            self.is_held = True
+            _HELD.add(self._key)
+        return owner
+
+    def release(self) -> None:
+        """Gives it back."""
+        if not self.is_held:
+            return
+        self.is_held = False
+        _HELD.discard(self._key)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _locked(self) -> str | None:
+        if sys.platform == "win32":
+            return None
+        # The file stays: whoever removed it might remove a newer one of another.
+        file = os.open(
+            os.path.join(self._directory, _LOCK_FILE), os.O_RDWR | os.O_CREAT
+        )
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.read(file, 1000).decode(errors="replace")
+            os.close(file)
+            return f"{owner or 'another process'}; use another directory, or end it"
+        except OSError:
+            os.close(file)
+            return None
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        self._file = file
+        return None
+
+
+class Preemption:
+    """Notices that the program is asked to end.
+
+    Several processes agree on a step by JAX's own service, for which
+    `jax.distributed.initialize` catches the signal. In a process of its own this
+    catches it while it is watching, once: a second SIGTERM ends the program as usual.
+    """
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._is_watching = False
+        self._was_asked = False
+        self.is_reached = False
+
+    def watch(self) -> None:
+        """Begins to catch SIGTERM, where nobody else does."""
+        if jax.distributed.is_initialized():
+            return
+        # Python runs handlers in the main thread, and only there they can be set.
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._before = signal.getsignal(signal.SIGTERM)
+        # None: set by another language. Neither that nor "ignore" is ours to change.
+        if self._before not in (None, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, self._notice)
+            self._is_watching = True
+
+    def reached(self, step: int) -> bool:
+        """Whether this step is the one to save and to end at."""
+        if self._was_asked:
+            self.is_reached = True
+        elif jax.distributed.is_initialized():
+            from jax.experimental import multihost_utils
+
+            try:
+                if multihost_utils.reached_preemption_sync_point(step):
+                    self.is_reached = True
+            except RuntimeError:
+                return False  # jax_enable_preemption_service is off
+        return self.is_reached
+
+    def stop(self, *, deliver: bool) -> None:
+        """Ends watching.
+
+        Args:
+            deliver: whether a signal that no step was saved for is sent once more.
+        """
+        self._give_back()
+        if deliver and self._was_asked and not self.is_reached:
+            self._was_asked = False
+            signal.raise_signal(signal.SIGTERM)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self._was_asked = True
+        before = self._before
+        self._give_back()
+        if callable(before):
+            before(number, frame)
+
+    def _give_back(self) -> None:
+        if self._is_watching:
+            self._is_watching = False
+            signal.signal(signal.SIGTERM, self._before)

@@ -1,42 +1,34 @@
 """flm.checkpoint.restore_safetensors."""
 
+import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from flax_layoutmap._core.errors import CheckpointError, MeshError
-from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._place.place import put, settle_metadata
+from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.paths import Flat
-from flax_layoutmap.checkpoint._leaves import TYPES, mesh_of, problem_list
-from flax_layoutmap.checkpoint._mapping import NameMapping
+from flax_layoutmap.checkpoint._join import Read
+from flax_layoutmap.checkpoint._leaves import TYPES, problem_list
+from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import Range, pieces_of
 from flax_layoutmap.checkpoint._options import Missing, Unexpected, checked_options
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
-from flax_layoutmap.checkpoint._record import rules_of
-from flax_layoutmap.checkpoint._safetensors_file import (
+from flax_layoutmap.checkpoint._restore import check_devices
+from flax_layoutmap.checkpoint._safetensors_header import (
     Stored,
     local,
     open_safetensors,
 )
-from flax_layoutmap.checkpoint._safetensors_plan import (
-    Plan,
-    Read,
-    plan_for_target,
-    plan_without_target,
-)
+from flax_layoutmap.checkpoint._safetensors_plan import TensorPlan, plan_tensors
 from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
-from flax_layoutmap.checkpoint._target import Opened, opened
 
 Index = tuple[Range, ...]
 
@@ -121,66 +113,31 @@ def restore_safetensors(
     Plain JAX: `jax.make_array_from_callback(shape, sharding, lambda index: …)` for each
     leaf, with `safetensors.safe_open(file, "np").get_slice(name)[index]`.
     """
-    place = local(path)
-    rules = _rules_on(layout_map, mesh)
     names = _checked_mapping(mapping, target)
     options = checked_options(
-        target, include, exclude, None, dtype, missing, unexpected
+        local(path),
+        target,
+        layout_map=layout_map,
+        mesh=mesh,
+        include=include,
+        exclude=exclude,
+        dtype=dtype,
+        missing=missing,
+        unexpected=unexpected,
     )
-    with Agreement(f"restoring {place}", mesh_of(target, rules)) as agreement:
-        stored = open_safetensors(place)
-        tree, flat = None, None
-        if target is None:
-            plan = plan_without_target(stored, rules, options)
-        else:
-            tree = opened(target)
-            flat = flatten(tree.tree)
-            options = options.among(flat)
-            can_make = tree.made is not None
-            plan = plan_for_target(
-                stored, flat, tree.tree, rules, names, options, can_make
-            )
-        if plan.problems:
-            raise problem_list(f"cannot restore {place}", plan.problems)
-        if plan.resolution is not None:
-            plan.resolution.announce()
-        agreement.add(lambda: _parts(stored, plan))
-    values = _read(stored, plan, progress)
-    if tree is None or flat is None:
-        return plan.nested(values)
-    return _filled(plan, tree, flat, values)
-
-
-def _filled(plan: Plan, tree: Opened, flat: Flat, values: dict[str, Any]) -> Any:
-    """The target with its new values."""
-    leaves = dict(zip(flat.full_paths(), flat.leaves, strict=True))
-    if plan.made and tree.made is not None:
-        values |= tree.made(plan.made)
-    result = tree.rebuild([*(leaves | values).values()])
-    if plan.resolution is not None:
-        result = settle_metadata(result, plan.resolution)
-    return result
-
-
-# --------------------------------------------------------------------- checks
-
-
-def _rules_on(layout_map: Any, mesh: Any) -> RuleSet | None:
-    """The rules, on a mesh of devices."""
-    rules = rules_of(layout_map)
-    if mesh is not None:
-        if rules is None:
-            raise CheckpointError(
-                "mesh= is the mesh for the rules of layout_map=; pass these as well"
-            )
-        rules = rules.on(as_mesh(mesh))
-    if rules is None or (rules.mesh is not None and not rules.mesh.is_abstract):
-        return rules
-    have = "no mesh" if rules.mesh is None else repr(rules.mesh)
-    raise MeshError(
-        f"restore_safetensors needs a mesh of devices, the rules have {have}; pass "
-        "mesh=flm.DeviceMesh(...)"
-    )
+    if mesh is not None and options.rules is None:
+        raise CheckpointError(
+            "mesh= is the mesh for the rules of layout_map=; pass these as well"
+        )
+    check_devices("restore_safetensors", options.rules, None)
+    with Agreement(f"restoring {options.path}", options.job_mesh) as agreement:
+        planned = plan_tensors(open_safetensors(options.path), names, options)
+        if planned.plan.problems:
+            raise problem_list(f"cannot restore {options.path}", planned.plan.problems)
+        if planned.plan.resolution is not None:
+            planned.plan.resolution.announce()
+        agreement.add(lambda: _parts(planned))
+    return planned.plan.tree(_read(planned, progress))
 
 
 def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
@@ -192,15 +149,15 @@ def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
     return NameMapping(mapping)
 
 
-def _parts(stored: Stored, plan: Plan) -> dict[str, str]:
-    """What all processes must mean alike."""
+def _parts(planned: TensorPlan) -> dict[str, str]:
+    """What must be equal in all processes."""
     held = [
         (tensor.name, str(tensor.dtype), tensor.shape, tensor.offset)
-        for tensor in stored.tensors.values()
+        for tensor in planned.stored.tensors.values()
     ]
     wanted = [
-        (read.result.path, str(read.result), str(read.sharding))
-        for read in plan.reads.values()
+        (path, str(read.result), str(read.sharding))
+        for path, read in planned.plan.reads.items()
     ]
     return {"files": _digest(held), "leaves": _digest(wanted)}
 
@@ -213,89 +170,102 @@ def _digest(value: Any) -> str:
 
 
 def _read(
-    stored: Stored, plan: Plan, progress: bool | Callable[[int, int], object] | None
+    planned: TensorPlan, progress: bool | Callable[[int, int], object] | None
 ) -> dict[str, Any]:
     """Path → restored value of every leaf of the plan."""
-    reads = list(plan.reads.values())
-    made = {read.result.path: _empty(read) for read in reads if _is_empty(read)}
-    groups = _together([read for read in reads if not _is_empty(read)])
+    stored, reads = planned.stored, planned.plan.reads
+    made = {path: _empty(read) for path, read in reads.items() if _is_empty(read)}
+    groups = _together(planned)
     tell = progress if callable(progress) else None
     shown = False if callable(progress) else progress
-    planned = 0
+    total = 0
     if tell is not None or is_shown(shown):
-        planned = sum(planned_bytes(stored, group) for group in groups)
+        # Memory that is never touched takes none.
+        total = sum(_bytes_of(stored, _buffers(planned, group)) for group in groups)
     with Files() as files:
         what = f"restoring {stored.where}"
-        with shown_progress(what, planned, shown, lambda: files.bytes_read):
+        with shown_progress(what, total, shown, lambda: files.bytes_read):
             before: dict[str, Any] = {}
             for group in groups:
-                new = _read_group(files, stored, group)
+                new = _read_group(files, planned, group)
                 # Transfers are not waited for at once, but there are never many.
                 jax.block_until_ready([*before.values()])
                 made |= new
                 before = new
                 if tell is not None:
-                    tell(files.bytes_read, planned)
-    return {path: made[path] for path in plan.reads}
+                    tell(files.bytes_read, total)
+    return {path: made[path] for path in reads}
 
 
-def _together(reads: list[Read]) -> list[list[Read]]:
-    """Leaves that are cut from the same tensors are read together."""
+def _together(planned: TensorPlan) -> list[list[str]]:
+    """Paths of leaves in groups: those cut from the same tensors are read together."""
     group_of: dict[str, int] = {}
-    groups: dict[int, list[Read]] = {}
-    for number, read in enumerate(reads):
-        known = {group_of[name] for name in read.recipe.shapes if name in group_of}
+    groups: dict[int, list[str]] = {}
+    for number, (path, read) in enumerate(planned.plan.reads.items()):
+        if _is_empty(read):
+            continue
+        names = planned.recipes[path].shapes
+        known = {group_of[name] for name in names if name in group_of}
         first, *others = sorted(known) or [number]
         members = groups.setdefault(first, [])
         for other in others:
             members += groups.pop(other)
-        members.append(read)
-        for name in (name for member in members for name in member.recipe.shapes):
-            group_of[name] = first
+        members.append(path)
+        group_of |= {name: first for p in members for name in planned.recipes[p].shapes}
     return list(groups.values())
 
 
-def planned_bytes(stored: Stored, group: Sequence[Read]) -> int:
-    """How many bytes this process will read for leaves that are read together."""
-    pieces: dict[str, list[Piece]] = {}
-    for read in group:
-        for index in _indices(read):
-            # Memory that is never touched takes none.
-            out = _buffer(read, tuple(stop - start for start, stop in index))
-            _collect(pieces, read, index, out)
-    return sum(bytes_to_read(stored.tensors[name], own) for name, own in pieces.items())
+@dataclasses.dataclass(frozen=True)
+class _Buffers:
+    """What this process reads of some leaves, and into which arrays.
+
+    Attributes:
+        arrays: path → box of the leaf that a device here needs → array for it.
+        pieces: name of a tensor → the parts of it that go into these arrays.
+    """
+
+    arrays: Mapping[str, Mapping[Index, np.ndarray]]
+    pieces: Mapping[str, Sequence[Piece]]
 
 
-def _read_group(files: Files, stored: Stored, group: list[Read]) -> dict[str, Any]:
+def _buffers(planned: TensorPlan, paths: Sequence[str]) -> _Buffers:
     pieces: dict[str, list[Piece]] = {}
-    buffers: list[dict[Index, np.ndarray]] = []
-    for read in group:
-        own = {}
-        for index in _indices(read):
-            out = _buffer(read, tuple(stop - start for start, stop in index))
-            _collect(pieces, read, index, out)
-            own[index] = out
-        buffers.append(own)
-    for name, parts in pieces.items():
+    arrays: dict[str, dict[Index, np.ndarray]] = {}
+    for path in paths:
+        read, recipe = planned.plan.reads[path], planned.recipes[path]
+        arrays[path] = {}
+        for box in _boxes(read.sharding, read.result.shape):
+            out = _buffer(read, recipe, tuple(stop - start for start, stop in box))
+            arrays[path][box] = out
+            for name, piece in pieces_of(recipe.blocks, box, out):
+                pieces.setdefault(name, []).append(piece)
+    return _Buffers(arrays, pieces)
+
+
+def _bytes_of(stored: Stored, buffers: _Buffers) -> int:
+    """How many bytes this process will read to fill some arrays."""
+    parts = buffers.pieces.items()
+    return sum(bytes_to_read(stored.tensors[name], own) for name, own in parts)
+
+
+def _read_group(
+    files: Files, planned: TensorPlan, paths: Sequence[str]
+) -> dict[str, Any]:
+    """Path → value, of leaves that are read together."""
+    buffers = _buffers(planned, paths)
+    for name, parts in buffers.pieces.items():
         try:
-            files.read(stored.tensors[name], parts)
+            files.read(planned.stored.tensors[name], parts)
         except CheckpointError as error:
-            paths = [r.result.path for r in group if name in r.recipe.shapes]
-            raise CheckpointError(f"{', '.join(paths)}: {error}") from error
+            users = [path for path in paths if name in planned.recipes[path].shapes]
+            raise CheckpointError(f"{', '.join(users)}: {error}") from error
     return {
-        read.result.path: _made(read, own)
-        for read, own in zip(group, buffers, strict=True)
+        path: _made(planned.plan.reads[path], arrays)
+        for path, arrays in buffers.arrays.items()
     }
 
 
-def _collect(
-    pieces: dict[str, list[Piece]], read: Read, index: Index, out: np.ndarray
-) -> None:
-    for name, piece in pieces_of(read.recipe.blocks, index, out):
-        pieces.setdefault(name, []).append(piece)
-
-
-def _buffer(read: Read, shape: Shape) -> np.ndarray:
+def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:
     """An array to read into, whose memory has the order of the file.
 
     What transposes is then JAX, on the way to the device, which is quicker than NumPy.
@@ -303,7 +273,7 @@ def _buffer(read: Read, shape: Shape) -> np.ndarray:
     if read.sharding is None:
         dtype = read.stored.dtype if read.result.is_python else read.result.dtype
         return np.empty(shape, dtype)
-    order = read.recipe.order
+    order = recipe.order
     made = np.empty([shape[dim] for dim in order], read.result.dtype)
     return made.transpose(np.argsort(order))
 
@@ -318,14 +288,12 @@ def _empty(read: Read) -> Any:
     return value if read.sharding is None else put(value, read.sharding)
 
 
-def _indices(read: Read) -> dict[Index, list[Any]]:
-    """The boxes of a leaf that this process needs, each with its devices."""
-    return _boxes(read.sharding, read.result.shape)
-
-
 @functools.lru_cache(maxsize=1024)
 def _boxes(sharding: Any, shape: Shape) -> dict[Index, list[Any]]:
-    """Many leaves have the same ones."""
+    """The boxes of an array that this process needs, each with its devices.
+
+    Many leaves have the same ones.
+    """
     if sharding is None:
         return {tuple((0, size) for size in shape): []}
     found: dict[Index, list[Any]] = {}
@@ -337,7 +305,7 @@ def _boxes(sharding: Any, shape: Shape) -> dict[Index, list[Any]]:
     return found
 
 
-def _made(read: Read, buffers: dict[Index, np.ndarray]) -> Any:
+def _made(read: Read, buffers: Mapping[Index, np.ndarray]) -> Any:
     """The leaf, of its parts on the host; copies of a part come from one buffer."""
     result, sharding = read.result, read.sharding
     if sharding is None:
@@ -348,7 +316,7 @@ def _made(read: Read, buffers: dict[Index, np.ndarray]) -> Any:
             buffers[index],
             SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
         )
-        for index, devices in _indices(read).items()
+        for index, devices in _boxes(sharding, result.shape).items()
         for device in devices
     ]
     # The dtype is for a process that has no device of this mesh, and so no arrays.

@@ -1,22 +1,20 @@
-"""The part of Orbax's adapter for training loops: steps below a directory."""
+"""Writing the steps of a training loop with Orbax, in the background."""
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import jax
-
 from flax_layoutmap._core.errors import CheckpointError, visible
+from flax_layoutmap.checkpoint._data_state import DATA_FOLDER, StateFiles
 from flax_layoutmap.checkpoint._orbax import TURN, saving_context, translated
 from flax_layoutmap.checkpoint._places import is_url
 
-# Orbax's own name for the tree of a step, and ours for the states of data iterators.
-_STATE, _DATA = "state", "data"
+# Orbax's own name for the tree of a step.
+_STATE = "state"
 
 # How long a save may go on after the end of the main thread.
 _LAST_SECONDS = 20.0
@@ -39,51 +37,14 @@ def steps_in(directory: str) -> list[int]:
         # There a file in it says that a step is finished.
         found = v1.path.step.standard_name_format().find_all(directory)
         return sorted(metadata.step for metadata in found)
-    return sorted(step for step, _ in _local_steps(directory))
-
-
-def _local_steps(directory: str) -> Iterator[tuple[int, os.DirEntry[str]]]:
     try:
         entries = os.scandir(directory)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
     with entries:
-        for entry in entries:
-            name = entry.name
-            if name.isdecimal() and str(int(name)) == name and entry.is_dir():
-                yield int(name), entry
-
-
-class _StepNames:
-    """Steps named by their numbers, as by Orbax's own format, which opens each one.
-
-    That takes 2.6 ms a step, and half a minute for 10,000 of them.
-    """
-
-    def build_name(self, step: int) -> str:
-        return str(step)
-
-    def find_all(self, base_path: Any) -> Iterator[Any]:
-        for step, entry in _local_steps(os.fspath(base_path)):
-            yield _named(step, base_path, entry.stat().st_mtime_ns)
-
-    def find_step(self, base_path: Any, step: int) -> Any:
-        place = Path(base_path) / str(step)
-        if not place.is_dir():
-            raise ValueError(f"there is no step {step} in {base_path}")
-        return _named(step, base_path, place.stat().st_mtime_ns)
-
-
-def _named(step: int, base_path: Any, nanoseconds: int) -> Any:
-    from etils import epath
-    from orbax.checkpoint import v1
-
-    return v1.training.CheckpointMetadata(
-        step,
-        path=epath.Path(base_path) / str(step),
-        metadata=None,
-        commit_timestamp_nsecs=nanoseconds,
-    )
+        names = [entry.name for entry in entries if entry.is_dir()]
+    # Orbax names a step by its number, without leading zeros.
+    return sorted(int(n) for n in names if n.isdecimal() and str(int(n)) == n)
 
 
 # --------------------------------------------------------------------- saving
@@ -207,7 +168,7 @@ class StepWriter:
         what = self._what(step)
         parts: dict[str, Any] = {_STATE: values}
         if data is not None:
-            parts[_DATA] = _StateFiles(data)
+            parts[DATA_FOLDER] = StateFiles(data)
         metrics = (
             custom.get("metadata") if hasattr(self._keep, "should_preserve") else None
         )
@@ -274,7 +235,6 @@ class StepWriter:
                 context=saving_context(),
                 save_decision_policy=None if is_number else self._every,
                 preservation_policy=self._preservation(),
-                step_name_format=None if is_url(self._directory) else _StepNames(),
                 cleanup_tmp_directories=clean,
             )
             self._is_clean = clean
@@ -292,57 +252,3 @@ class StepWriter:
         return policies.AnyPreservationPolicy(
             [latest, policies.EveryNSteps(self._keep_every)]
         )
-
-
-# ----------------------------------------------------- states of data iterators
-
-
-class _StateFiles:
-    """One text file for each process, in the form of Orbax's stateful objects."""
-
-    def __init__(self, text: str = "", wanted: int | None = None) -> None:
-        self._text = text
-        self._wanted = wanted
-        self.texts: dict[int, str] = {}
-
-    async def save(self, directory: Any) -> Any:
-        """Writes the file of this process, once the directory is there."""
-        name, text = f"process_{jax.process_index()}.json", self._text
-
-        async def write() -> None:
-            ((await directory.await_creation()) / name).write_text(text)
-
-        return write()
-
-    async def load(self, directory: Any) -> Any:
-        """Reads the file of the wanted process, or all; of another number, all."""
-
-        async def read() -> None:
-            names = {
-                int(place.stem.removeprefix("process_")): place
-                for place in directory.iterdir()
-                if place.name.startswith("process_")
-            }
-            if self._wanted in names and len(names) == jax.process_count():
-                names = {self._wanted: names[self._wanted]}
-            self.texts = {at: names[at].read_text() for at in sorted(names)}
-
-        return read()
-
-
-def has_data(path: str) -> bool:
-    """Whether a step holds states of data iterators."""
-    from etils import epath
-
-    return (epath.Path(path) / _DATA).exists()
-
-
-def read_data(path: str, process: int | None = None) -> dict[int, str]:
-    """Process → text that it wrote; only that of one, if as many wrote as there are."""
-    from orbax.checkpoint import v1
-
-    files = _StateFiles(wanted=process)
-    failing = f"cannot read the states of data in {path}"
-    with TURN, translated(failing), v1.Context():
-        v1.load_checkpointables(path, {_DATA: files})
-    return files.texts
