@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from flax_layoutmap._birth.create import give_birth
+from flax_layoutmap._birth.arrays import arrays_of
 from flax_layoutmap._core.mesh import spread
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, objects_of
 from flax_layoutmap._tree.parts import objects_in
@@ -53,7 +53,7 @@ class Birth:
     def at_once(self, mesh: Mesh) -> Together:
         """The new object and the arguments, with their values, in parts on a mesh."""
         wanted = [spread(leaf.shape, mesh) for leaf in self.leaves]
-        made, _ = give_birth(self.traced, wanted)
+        made, _ = arrays_of(self.traced, wanted)
         return self.traced.rebuild(self.traced.leaves_of(made))
 
     def settle(self, together: Together, nodes: Sequence[Any]) -> Any:
@@ -64,7 +64,7 @@ class Birth:
             nodes: the NNX objects among the arguments.
         """
         if nodes:
-            _, inputs = give_birth(self.traced, [None] * self.traced.made)
+            _, inputs = arrays_of(self.traced, [None] * self.traced.made)
             self.traced.update_inputs(inputs)
             _replace(together.made, together.inputs, nodes)
         return together.made
@@ -88,7 +88,7 @@ class Birth:
             inputs = tuple(values.get(id(x), x) for x in traced.inputs)
             traced = dataclasses.replace(traced, inputs=inputs)
         names = [paths.get(id(leaf), "") for leaf in self.leaves]
-        made, _ = give_birth(traced, wanted, names=names)
+        made, _ = arrays_of(traced, wanted, names=names)
         leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
         return {id(leaf): value for leaf, value in zip(leaves, made, strict=True)}
 

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from flax_layoutmap._birth.create import give_birth
+from flax_layoutmap._birth.arrays import arrays_of
 from flax_layoutmap._place.place import with_leaves
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._tree.flatten import flatten
@@ -48,7 +48,7 @@ def _made(traced: Traced, shardings: Mapping[str, Any]) -> dict[str, Any]:
     """Computes some of the leaves of a traced function, in their shards."""
     paths = flatten(traced.abstract).full_paths()
     wanted = [shardings.get(path) for path in traced.values_of(paths)]
-    values, _ = give_birth(traced, wanted, names=traced.values_of(paths))
+    values, _ = arrays_of(traced, wanted, names=traced.values_of(paths))
     names = [path for path in traced.values_of(paths) if path in shardings]
     return dict(zip(names, values, strict=True))
 

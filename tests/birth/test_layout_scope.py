@@ -510,13 +510,13 @@ def test_what_does_not_fit_is_told_before_anything_is_made(
     from flax_layoutmap._birth import scope_birth as _scope_birth
 
     made: list[Any] = []
-    plain = _scope_birth.give_birth
+    plain = _scope_birth.arrays_of
 
-    def give_birth(traced: Any, shardings: Any, **names: Any) -> Any:
+    def arrays_of(traced: Any, shardings: Any, **names: Any) -> Any:
         made.extend(s for s in shardings if s is not None)
         return plain(traced, shardings, **names)
 
-    monkeypatch.setattr(_scope_birth, "give_birth", give_birth)
+    monkeypatch.setattr(_scope_birth, "arrays_of", arrays_of)
     layout_map = rules(mesh, **{"d1/kernel": ("model",), "d2/bias": ("model", None)})
     model = None
     with pytest.raises(flm.ResolveError) as caught:
@@ -536,7 +536,9 @@ def test_what_is_made_whole_is_named(
             model = nnx.List(
                 [nnx.Linear(8, 8, kernel_init=init, rngs=nnx.Rngs(0)) for _ in "ab"]
             )
-    told = [text for text in caplog.messages if text.startswith("made whole")]
+    told = [
+        text for text in caplog.messages if text.startswith("initialized replicated")
+    ]
     assert len(model) == 2 and len(told) == 2
     assert "'0/kernel'" in told[0] and "'1/kernel'" in told[1]
 
