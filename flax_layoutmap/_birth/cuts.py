@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._birth.steps import Cut, Plan, Step, is_split
+from flax_layoutmap._birth.programs import Cut, Plan, Step, is_split
 from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._place.place import is_eager
 from flax_layoutmap._tree.jaxprs import SMALL, size_of
