@@ -34,7 +34,7 @@ from flax_layoutmap._tree.flax_internals import (
     variables_of,
 )
 from flax_layoutmap._tree.jaxprs import hashes_of_outputs, needed_inputs
-from flax_layoutmap._tree.parts import leaves_in, unfit
+from flax_layoutmap._tree.objects import leaves_in, unfit
 from flax_layoutmap._tree.trace import Traced, trace
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._birth.programs import Cut, Plan, Step, is_split
+from flax_layoutmap._birth.programs import Cut, Plan, Step, is_split, sharding_of
 from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._place.place import is_eager
 from flax_layoutmap._tree.jaxprs import SMALL, size_of
@@ -265,18 +265,20 @@ class _Small:
         if on_host is not None:
             return {eqn.outvars[0]: on_host}
         cut, given = _with_numbers_as_inputs(self._jaxpr, eqn, known)
-        count = len(eqn.outvars)
-        self.steps.append(
-            Step(
-                cut,
-                given,
-                # A number lies as what is computed does, so that both share a program.
-                (self._place,) * len(given),
-                (self._place,) * count,
-                tuple(eqn.outvars),
-            )
-        )
-        return {var: _to_come(var.aval, self._place) for var in eqn.outvars}
+        # A number lies as what is computed does, so that both share a program.
+        place = self._place or _place_among(given)
+        places, shardings = (place,) * len(given), (place,) * len(eqn.outvars)
+        self.steps.append(Step(cut, given, places, shardings, tuple(eqn.outvars)))
+        return {var: _to_come(var.aval, place) for var in eqn.outvars}
+
+
+def _place_among(values: Iterable[Any]) -> Any:
+    """Where what is computed from values will be; None for anywhere."""
+    for own in filter(None, map(sharding_of, values)):
+        if isinstance(own, NamedSharding):
+            return NamedSharding(own.mesh, PartitionSpec())
+        return own
+    return None
 
 
 # What a counter of keys goes through.

@@ -12,7 +12,7 @@ from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import objects_of
-from flax_layoutmap._tree.parts import objects_in
+from flax_layoutmap._tree.objects import objects_in
 
 # By the id of an NNX object, which stays when a step gives it other arrays, or of an
 # array, since trees are values. Only what was laid out by optimizer rules is here.
