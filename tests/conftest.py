@@ -19,8 +19,8 @@ import quick
 from multiprocess import launch
 
 import flax_layoutmap as flm
+from flax_layoutmap._birth import programs as _programs
 from flax_layoutmap._step import jit as _jit
-from flax_layoutmap._tree import compiled as _compiled
 from flax_layoutmap.pod import _aot
 
 quick.set_xla_flags()
@@ -61,7 +61,7 @@ def optimisations(request: pytest.FixtureRequest) -> None:
         _is_quick = wanted
         jax.config.update("jax_disable_most_optimizations", wanted)
         jax.clear_caches()  # of what was compiled otherwise
-        _compiled._PROGRAMS.clear()
+        _programs._PROGRAMS.clear()
 
 
 @pytest.fixture(scope="session")

@@ -14,14 +14,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from flax_layoutmap._birth.birth import SKIP, compute
+from flax_layoutmap._birth.arrays import arrays_of
 from flax_layoutmap._core.errors import MeshError, StructureError, bullet_list
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._core.mesh import DeviceMesh, retyped, spread
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
-from flax_layoutmap._place.place import manual_axes, need_devices, put, settle_metadata
+from flax_layoutmap._place.place import manual_axes, need_devices, settle_metadata
 from flax_layoutmap._resolve.memory import known_rules
 from flax_layoutmap._resolve.resolve import resolve, resolve_state, rule_set_of
 from flax_layoutmap._rules.records import show_shape
@@ -32,8 +32,8 @@ from flax_layoutmap._tree.flax_internals import (
     nnx_state,
     variables_of,
 )
-from flax_layoutmap._tree.jaxprs import SMALL, hashes_of_outputs, needed_inputs
-from flax_layoutmap._tree.parts import leaves_in, unfit
+from flax_layoutmap._tree.jaxprs import hashes_of_outputs, needed_inputs
+from flax_layoutmap._tree.objects import leaves_in, unfit
 from flax_layoutmap._tree.trace import Traced, trace
 
 
@@ -110,7 +110,7 @@ def create(
         names = traced.values_of(resolution.paths)
         agreement.add(lambda: made_from(names, hashes_of(traced)))
         agreement.add(resolution.fingerprint_lines)
-    made, inputs = give_birth(
+    made, inputs = arrays_of(
         traced,
         traced.values_of(resolution.sharding_list()),
         names=names,
@@ -204,7 +204,7 @@ def create_optimizer(
         names = traced.values_of(resolution.paths)
         agreement.add(lambda: made_from(names, hashes_of(traced)))
         agreement.add(resolution.fingerprint_lines)
-    made, _ = give_birth(
+    made, _ = arrays_of(
         traced,
         traced.values_of(resolution.sharding_list()),
         names=names,
@@ -329,49 +329,6 @@ def _name_of(wrt: Any) -> str:
     return wrt.__name__ if isinstance(wrt, type) else repr(wrt)
 
 
-def give_birth(
-    traced: Traced,
-    shardings: Sequence[NamedSharding | None],
-    *,
-    names: Sequence[str] = (),
-    exact: bool = False,
-) -> tuple[list[Any], list[Any]]:
-    """Computes the leaves of a traced constructor, in their shards.
-
-    The inputs of the programs are on Auto axes: on Explicit axes JAX would ask how a
-    product of them lies, which a constructor does not say. The results have the user's
-    own axis types.
-
-    Args:
-        traced: the trace.
-        shardings: one for each computed leaf; None for what is not wanted.
-        names: what to call the leaves in the log.
-        exact: whether to compute whole what shards may round otherwise.
-
-    Returns:
-        The arrays of the leaves that are wanted, and the new state of NNX arguments.
-    """
-    meshes = [s.mesh for s in shardings if s is not None and isinstance(s.mesh, Mesh)]
-    consts, inputs = list(traced.closed.consts), list(traced.inputs)
-    auto = retyped(meshes[0], AxisType.Auto) if meshes else None
-    if meshes:
-        jaxpr, mesh = traced.closed.jaxpr, meshes[0]
-        # What goes back to the arguments stays what it is.
-        back = jaxpr.outvars[len(shardings) :]
-        consts = [_on_auto_axes(_from_host(value, mesh), mesh) for value in consts]
-        inputs = [
-            _on_auto_axes(value if var in back else _from_host(value, mesh), mesh)
-            for var, value in zip(jaxpr.invars, inputs, strict=True)
-        ]
-    wanted = [SKIP if sharding is None else sharding for sharding in shardings]
-    wanted += [None] * traced.updates
-    values = compute(
-        traced.closed, consts, inputs, wanted, auto, names=names, exact=exact
-    )
-    count = len(values) - traced.updates
-    return values[:count], values[count:]
-
-
 def hashes_of(traced: Traced) -> list[str]:
     """What each computed leaf is made from, as a hash: keys, constants, equations."""
     every = hashes_of_outputs(traced.closed, traced.inputs, digest_of_value)
@@ -384,39 +341,6 @@ def made_from(paths: Sequence[str], hashes: Sequence[str]) -> Parts:
         f"{path}: made from {own}" for path, own in zip(paths, hashes, strict=True)
     ]
     return {"keys and constants": lines}
-
-
-def _from_host(value: Any, mesh: Mesh) -> Any:
-    """A large array of one device as one of the host.
-
-    From there it goes to its shards, and not as a whole to each device.
-    """
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
-        return value
-    is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
-    alone = value.committed and len(value.sharding.device_set) == 1
-    if is_key or not alone or value.size <= SMALL or mesh.size == 1:
-        return value
-    return np.asarray(value) if value.is_fully_addressable else value
-
-
-def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
-    """An input of the program, on the mesh and with Auto axes.
-
-    On another mesh of the same devices it would not do: JAX folds no number of one mesh
-    into a key of another one.
-    """
-    if not isinstance(value, jax.Array) or isinstance(value, Tracer):
-        return value
-    own, auto = value.sharding, retyped(mesh, AxisType.Auto)
-    if isinstance(own, NamedSharding) and isinstance(own.mesh, Mesh):
-        if retyped(own.mesh, AxisType.Auto) == auto:
-            return put(value, NamedSharding(auto, own.spec))
-    elif not value.committed or own.device_set == set(mesh.devices.flat):
-        return value
-    if value.size <= SMALL or own.is_fully_replicated:
-        return put(value, NamedSharding(auto, PartitionSpec()))
-    return put(value, spread(value.shape, mesh))
 
 
 def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:

@@ -1,19 +1,116 @@
-"""Constructors in a `layout_map_scope`: traced, and what stands for their results."""
+"""Constructors traced in a `layout_map_scope`, and the placeholders of their values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from flax_layoutmap._birth.create import give_birth
+from flax_layoutmap._birth.arrays import arrays_of
+from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._core.mesh import spread
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, objects_of
-from flax_layoutmap._tree.parts import objects_in
-from flax_layoutmap._tree.placeholder import AfterTheScope, Fate
-from flax_layoutmap._tree.trace import trace
+from flax_layoutmap._tree.objects import objects_in
+from flax_layoutmap._tree.trace import is_of_arrays, trace
+
+
+class NoValueYet(StructureError, AttributeError):
+    """A StructureError for which `hasattr` is false."""
+
+
+@dataclasses.dataclass(eq=False)
+class BlockState:
+    """The state of a `layout_map_scope` block, for its placeholders."""
+
+    stage: Literal["open", "ending", "ended", "failed"] = "open"
+
+
+class AfterTheScope(jax.ShapeDtypeStruct):
+    """The placeholder of a value that is made when its block ends: shape and dtype.
+
+    Whatever would need the value raises StructureError, and says what to do.
+
+    Attributes:
+        block: the block that makes the value.
+    """
+
+    __hash__ = object.__hash__
+
+    def __init__(self, shape: Any, dtype: Any, block: BlockState) -> None:
+        super().__init__(shape, dtype)
+        self.block = block
+
+    # Properties raise where JAX asks whether an array is one: `jnp.zeros_like`, which
+    # needs no value and would make a full copy, and `jax.jit` ask for the sharding.
+
+    @property
+    def sharding(self) -> Any:
+        """None when the block ends, and its values are planned; else refused."""
+        if self.block.stage == "ending":
+            return None
+        raise StructureError(self.why_not())
+
+    @property
+    def __jax_array__(self) -> Any:
+        raise StructureError(self.why_not())
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, jax.Array | np.ndarray | np.generic | int | float):
+            raise StructureError(self.why_not())  # it would be one of each element
+        return self is other
+
+    def __repr__(self) -> str:
+        return f"AfterTheScope(shape={tuple(self.shape)}, dtype={self.dtype.name})"
+
+    __str__ = __repr__
+
+    def __getattr__(self, name: str) -> Any:
+        # Asked only for what is not there: methods of arrays, such as `mean`. What the
+        # base class has is not there while it is set.
+        if is_of_arrays(name) and not hasattr(jax.ShapeDtypeStruct, name):
+            raise NoValueYet(self.why_not())
+        raise AttributeError(f"a value of a layout_map_scope has no {name!r}")
+
+    def why_not(self) -> str:
+        """Why there is no value, and what to do."""
+        shape = tuple(self.shape)
+        if self.block.stage == "open":
+            return (
+                f"a value {shape} of a model that is made in a layout_map_scope exists "
+                "only after the block: compute with it, write into it and copy it "
+                "there (variable.set_value(array) replaces it in the block too), or "
+                "make the model with flm.create(make, layout_map)"
+            )
+        if self.block.stage == "failed":
+            return (
+                f"this value {shape} was never made, because the layout_map_scope "
+                "block failed: make the model again"
+            )
+        return (
+            f"this value {shape} was never made: it is that of a copy (nnx.clone, "
+            "nnx.state) or of a part that was in no model when the layout_map_scope "
+            "block ended, so copy and take out parts after the block"
+        )
+
+
+def _refuse(self: AfterTheScope, *args: Any, **kwargs: Any) -> NoReturn:
+    raise StructureError(self.why_not())
+
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
+_REFUSED = [
+    *(prefix + name for name in _BINARY.split() for prefix in ("", "r")),
+    *"lt le gt ge neg pos abs invert round".split(),
+    *"getitem setitem delitem iter reversed contains len".split(),
+    *"bool int float complex index trunc floor ceil format".split(),
+    *"array array_ufunc copy deepcopy reduce_ex".split(),
+    *"dlpack dlpack_device buffer".split(),
+]
+for _name in _REFUSED:
+    setattr(AfterTheScope, f"__{_name}__", _refuse)
 
 
 class Together(nnx.Pytree):
@@ -25,26 +122,26 @@ class Together(nnx.Pytree):
 
 
 class Birth:
-    """A traced constructor, and the leaves that stand for what it computes.
+    """A traced constructor, and the placeholders of what it computes.
 
     Attributes:
         traced: the trace.
-        leaves: what stands for the values that it computes.
+        leaves: the placeholders.
     """
 
-    def __init__(self, make: Callable[..., Any], args: Any, kw: Any, fate: Fate):
+    def __init__(self, make: Callable[..., Any], args: Any, kw: Any, block: BlockState):
         def both(*args: Any, **kw: Any) -> Any:
             return Together(make(*args, **kw), objects_in((args, kw)))
 
         traced = self.traced = trace(both, args, kw, own_objects=True)
         shapes = traced.values_of(jax.tree.leaves(traced.abstract))
-        self.leaves = [AfterTheScope(leaf.shape, leaf.dtype, fate) for leaf in shapes]
+        self.leaves = [AfterTheScope(leaf.shape, leaf.dtype, block) for leaf in shapes]
 
     def objects(self) -> Together | None:
-        """The new object and the arguments, with what stands for their values.
+        """The new object and the arguments, with placeholders.
 
-        None if they do not hold all of it: an attribute that is no Variable is no data
-        for flax 0.12.4 while it is a shape.
+        None if they do not hold all of them: an attribute that is no Variable is no
+        data for flax 0.12.4 while it is a shape.
         """
         together = self.traced.rebuild(self.traced.leaves_of(self.leaves))
         seen = set(map(id, jax.tree.leaves(nnx_state(together))))
@@ -53,7 +150,7 @@ class Birth:
     def at_once(self, mesh: Mesh) -> Together:
         """The new object and the arguments, with their values, in parts on a mesh."""
         wanted = [spread(leaf.shape, mesh) for leaf in self.leaves]
-        made, _ = give_birth(self.traced, wanted)
+        made, _ = arrays_of(self.traced, wanted)
         return self.traced.rebuild(self.traced.leaves_of(made))
 
     def settle(self, together: Together, nodes: Sequence[Any]) -> Any:
@@ -64,7 +161,7 @@ class Birth:
             nodes: the NNX objects among the arguments.
         """
         if nodes:
-            _, inputs = give_birth(self.traced, [None] * self.traced.made)
+            _, inputs = arrays_of(self.traced, [None] * self.traced.made)
             self.traced.update_inputs(inputs)
             _replace(together.made, together.inputs, nodes)
         return together.made
@@ -75,12 +172,12 @@ class Birth:
         paths: Mapping[int, str],
         values: Mapping[int, Any] | None = None,
     ) -> dict[int, Any]:
-        """Id of a leaf → its value, for those that have a sharding.
+        """Id of a placeholder → its array, for those that have a sharding.
 
         Args:
-            shardings: id of a leaf → its sharding.
-            paths: id of such a leaf → what to call it in the log.
-            values: id of an argument that had no value → its value.
+            shardings: id of a placeholder → its sharding.
+            paths: id of such a placeholder → what to call it in the log.
+            values: id of an argument that was a placeholder → its value.
         """
         wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
         traced = self.traced
@@ -88,7 +185,7 @@ class Birth:
             inputs = tuple(values.get(id(x), x) for x in traced.inputs)
             traced = dataclasses.replace(traced, inputs=inputs)
         names = [paths.get(id(leaf), "") for leaf in self.leaves]
-        made, _ = give_birth(traced, wanted, names=names)
+        made, _ = arrays_of(traced, wanted, names=names)
         leaves = (leaf for leaf in self.leaves if id(leaf) in shardings)
         return {id(leaf): value for leaf, value in zip(leaves, made, strict=True)}
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from flax_layoutmap._birth.create import layouts_of
-from flax_layoutmap._birth.scope_birth import Birth
+from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.resolution import Resolution
@@ -28,8 +28,7 @@ from flax_layoutmap._tree.flax_internals import (
     nnx_state,
     variables_of,
 )
-from flax_layoutmap._tree.parts import objects_in
-from flax_layoutmap._tree.placeholder import AfterTheScope
+from flax_layoutmap._tree.objects import objects_in
 
 _FROM_PARAMETER = ("out_sharding", "sharding_rules")
 

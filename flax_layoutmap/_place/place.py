@@ -42,9 +42,9 @@ from flax_layoutmap._rules.rules import Matcher, RuleSet
 from flax_layoutmap._rules.scope import current_rules, get_default_mesh
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object
-from flax_layoutmap._tree.parts import NO_NUMBERS
+from flax_layoutmap._tree.graph import update
+from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys, parameter_keys
-from flax_layoutmap._tree.update import update
 
 # Per dim, the mesh axes it lies on.
 _Dims = tuple[tuple[str, ...], ...]

@@ -16,7 +16,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import objects_of
-from flax_layoutmap._tree.parts import objects_in
+from flax_layoutmap._tree.objects import objects_in
 from flax_layoutmap._tree.structure import Structure
 
 # ------------------------------------------------------------------ resolved trees

@@ -28,9 +28,8 @@ from flax_layoutmap._tree.flax_internals import (
     named_objects_of,
     nnx_split,
 )
-from flax_layoutmap._tree.graph import holders_of
+from flax_layoutmap._tree.graph import holders_of, update
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state
-from flax_layoutmap._tree.update import update
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NUMBERS = bool | int | float | complex

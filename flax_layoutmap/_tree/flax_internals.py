@@ -19,9 +19,6 @@
   a copy of its `self`.
 - `Pytree.__dict__`: set as a whole, in one step of C, where a function changed the
   structure of an object. It is plain Python; no fallback.
-- the metaclass of `nnx.Variable` (0.12.4 to 0.12.8), whose `__call__` makes every
-  Variable: replaced while a constructor that reads values runs in a `layout_map_scope`.
-  Fallback: the arrays that it makes itself are spread when it has ended.
 - the metaclass of `nnx.Pytree` (0.12.4 to 0.12.8), whose `__call__` makes every NNX
   object, and `linen.Module.__post_init__`, which runs for every Linen module: replaced
   inside of a `layout_map_scope`. Fallback: `flm.create`, which the error names.
@@ -259,12 +256,6 @@ def forget_eager_flag(node: Any) -> None:
 def metaclass_of_objects() -> type | None:
     """The class whose `__call__` makes every NNX object; None if there is none."""
     meta = type(nnx.Pytree)
-    return meta if "__call__" in vars(meta) and meta is not type else None
-
-
-def metaclass_of_variables() -> type | None:
-    """The class whose `__call__` makes every Variable; None if there is none."""
-    meta = type(nnx.Variable)
     return meta if "__call__" in vars(meta) and meta is not type else None
 
 

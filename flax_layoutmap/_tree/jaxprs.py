@@ -1,4 +1,4 @@
-"""Jaxprs taken apart: cuts, equal structure, calls in line, what they compute with."""
+"""Jaxprs: their equations, calls in line, equal structure, and hashes of outputs."""
 
 import hashlib
 import math
@@ -24,41 +24,7 @@ _NO_VALUES = {
 }
 
 # Calls that compute what their inner jaxpr says, one for one.
-_CALLS = {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call"}
-_LOOPS = {"scan", "while", "cond"}
-_CUSTOM = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
-
-# What makes or moves elements, or computes each one by itself: not how they are sharded
-# decides about their bits.
-_ONE_BY_ONE = frozenset(
-    """
-    abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
-    complex concatenate conj convert_element_type copy copy_p cos cosh device_put div
-    dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp exp2 expm1 floor gather
-    ge gt imag integer_pow iota is_finite le log log1p logistic lt max min mul ne neg
-    nextafter not optimization_barrier or pad population_count pow random_bits
-    random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
-    reduce_precision rem reshape rev rng_bit_generator round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
-    squeeze stop_gradient sub tan tanh threefry2x32 transpose unstack xor
-    """.split()
-)
-
-# Of these, what is rounded by an approximation of its own wherever it is computed.
-_ROUNDED = frozenset(
-    """
-    cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 integer_pow log log1p logistic pow
-    rsqrt sin sinh sqrt tan tanh
-    """.split()
-)
-
-# What no compiler of XLA splits over devices: each one needs the whole matrix.
-_WHOLE = frozenset(
-    """
-    cholesky eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd
-    triangular_solve tridiagonal tridiagonal_solve
-    """.split()
-)
+CALLS = {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call"}
 
 
 def size_of(var: Any) -> int:
@@ -75,84 +41,7 @@ def needed_inputs(jaxpr: Jaxpr) -> set[Any]:
     return needed.intersection(jaxpr.invars)
 
 
-class Cut:
-    """A part of a jaxpr.
-
-    Attributes:
-        eqns: its equations, in order.
-        outputs: its outputs.
-        inputs: what it reads, in the order of first use.
-    """
-
-    def __init__(self, eqns: Sequence[JaxprEqn], outputs: Sequence[Any]) -> None:
-        self.eqns, self.outputs = list(eqns), list(outputs)
-        self._structure: Any = None
-        own = {var for eqn in self.eqns for var in eqn.outvars}
-        read = [var for eqn in self.eqns for var in eqn.invars] + self.outputs
-        self.inputs = list(
-            dict.fromkeys(
-                v for v in read if not isinstance(v, Literal) and v not in own
-            )
-        )
-
-    def structure(self) -> Any:
-        """Equal for cuts that differ in their inputs only."""
-        if self._structure is None:
-            self._structure = _structure(self.inputs, self.eqns, self.outputs, {})
-        return self._structure
-
-    def jaxpr(self, of: Jaxpr) -> Jaxpr:
-        """The cut as a jaxpr, with nothing of the rest of the one that it is of."""
-        return of.replace(
-            constvars=[],
-            invars=self.inputs,
-            outvars=self.outputs,
-            eqns=self.eqns,
-            debug_info=of.debug_info.with_unknown_names(),
-        )
-
-    def is_one_by_one(self) -> bool:
-        """Whether each element is computed by itself, in any sharding to the same bits.
-
-        Not so what rounds and is made from nothing, as a table of sines: XLA computes
-        it when it compiles, but not when it is sharded, and to other bits.
-        """
-        return all(map(_is_one_by_one, self.eqns)) and not self._folds()
-
-    def _folds(self) -> bool:
-        from_inputs = set(self.inputs)
-        for eqn in self.eqns:
-            if any(v in from_inputs for v in eqn.invars if not isinstance(v, Literal)):
-                from_inputs.update(eqn.outvars)
-            elif any(size_of(v) > 1 for v in eqn.outvars):
-                if any(e.primitive.name in _ROUNDED for e in every([eqn])):
-                    return True
-        return False
-
-    def keeps_shape(self) -> bool:
-        """Whether everything large in it has the shape of its only output."""
-        if len(self.outputs) != 1:
-            return False
-        used = [v for eqn in self.eqns for v in (*eqn.invars, *eqn.outvars)]
-        shape = self.outputs[0].aval.shape
-        return all(
-            getattr(v.aval, "shape", ()) == shape or size_of(v) <= 1 for v in used
-        )
-
-    def needs_whole(self) -> list[str]:
-        """Names of what it computes with that is not split over devices."""
-        return sorted({eqn.primitive.name for eqn in every(self.eqns)} & _WHOLE)
-
-
-def _is_one_by_one(eqn: JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    if name in _CALLS | _LOOPS | _CUSTOM:
-        inner = _inner(eqn)
-        return bool(inner) and all(_is_one_by_one(e) for j in inner for e in j.eqns)
-    return name in _ONE_BY_ONE
-
-
-def _inner(eqn: JaxprEqn) -> list[Jaxpr]:
+def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs that an equation has as parameters."""
     found = []
     for value in eqn.params.values():
@@ -169,7 +58,7 @@ def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[Ja
     seen = set() if seen is None else seen
     for eqn in eqns:
         yield eqn
-        for jaxpr in _inner(eqn):
+        for jaxpr in inner_jaxprs(eqn):
             if id(jaxpr) not in seen:
                 seen.add(id(jaxpr))
                 yield from every(jaxpr.eqns, seen)
@@ -188,7 +77,7 @@ def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
         }
         read = [*one.outvars, *(var for eqn in one.eqns for var in eqn.invars)]
         found.update(made[var] for var in read if isinstance(var, Var) and var in made)
-        for inner in (inner for eqn in one.eqns for inner in _inner(eqn)):
+        for inner in (inner for eqn in one.eqns for inner in inner_jaxprs(eqn)):
             if id(inner) not in seen:
                 seen.add(id(inner))
                 jaxprs.append(inner)
@@ -253,7 +142,7 @@ def _renamed(var: Any, names: Mapping[Any, Any]) -> Any:
 
 
 def _goes_in_line(eqn: JaxprEqn) -> bool:
-    if eqn.primitive.name not in _CALLS:
+    if eqn.primitive.name not in CALLS:
         return False
     made = sum(size_of(var) > SMALL for var in eqn.outvars)
     read = sum(size_of(var) > SMALL for var in eqn.invars)
@@ -275,7 +164,7 @@ def _keeps_arrays(closed: ClosedJaxpr) -> bool:
     """Whether it, or a call in it, closes over arrays."""
     if closed.consts:
         return True
-    calls = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name in _CALLS)
+    calls = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name in CALLS)
     return any(_keeps_arrays(inner) for eqn in calls for inner in _closed(eqn))
 
 
@@ -319,13 +208,14 @@ class _Same:
         return id(self._value)
 
 
-def _structure(
+def structure(
     inputs: Sequence[Any],
     eqns: Iterable[JaxprEqn],
     outputs: Sequence[Any],
-    seen: dict[int, Any],
+    seen: dict[int, Any] | None = None,
 ) -> Any:
     """Equations with numbers in place of variables; hashable."""
+    seen = {} if seen is None else seen
     numbers: dict[Any, int] = {}
     for var in inputs:
         numbers[var] = len(numbers)
@@ -365,7 +255,7 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     if isinstance(value, Jaxpr):
         if id(value) not in seen:
             inputs = [*value.constvars, *value.invars]
-            seen[id(value)] = _structure(inputs, value.eqns, value.outvars, seen)
+            seen[id(value)] = structure(inputs, value.eqns, value.outvars, seen)
         return seen[id(value)]
     if isinstance(value, tuple | list):
         return (type(value), *(_plain(part, seen) for part in value))

@@ -32,15 +32,17 @@ from flax_layoutmap._tree.flax_internals import (
     was_made_elsewhere,
     without_eager_sharding,
 )
-from flax_layoutmap._tree.identity import adopt, originals_of
-from flax_layoutmap._tree.parts import has_mixed_keys, is_object, unfit
-from flax_layoutmap._tree.placeholder import is_of_arrays
-from flax_layoutmap._tree.statics import (
+from flax_layoutmap._tree.graph import update
+from flax_layoutmap._tree.objects import (
+    adopt,
     arrays_as_data,
+    has_mixed_keys,
+    is_object,
+    originals_of,
     refuse_left_over,
     refuse_traced,
+    unfit,
 )
-from flax_layoutmap._tree.update import update
 
 _TRACING: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "flax_layoutmap_tracing", default=False
@@ -56,12 +58,27 @@ _READS_VALUES = (
 )
 
 
+# Attributes of arrays that `jax.Array` does not name.
+_OF_ARRAYS = (
+    "devices",
+    "block_until_ready",
+    "is_deleted",
+    "delete",
+    "copy_to_host_async",
+    "on_device_size",
+)
+
 # CPython's text of `f"{x:.3f}"` for a tracer, which has no format of its own.
 _NO_FORMAT = re.compile(r"unsupported format string passed to \w*Tracer\.__format__")
 
 
 class ReadsValues(StructureError):
     """A function cannot be traced, as it reads values."""
+
+
+def is_of_arrays(name: str) -> bool:
+    """Whether arrays have an attribute of this name."""
+    return (hasattr(jax.Array, name) and not name.startswith("_")) or name in _OF_ARRAYS
 
 
 def is_tracing_constructor() -> bool:

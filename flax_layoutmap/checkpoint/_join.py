@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
-from flax_layoutmap._birth.create import give_birth
+from flax_layoutmap._birth.arrays import arrays_of
 from flax_layoutmap._place.place import settle_metadata, with_leaves
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.records import show_shape
@@ -271,7 +271,7 @@ def _made(traced: Traced, flat: Flat, shardings: Mapping[str, Any]) -> dict[str,
     """Computes some of the leaves of a traced function, in their shards."""
     paths = traced.values_of(flat.full_paths())
     wanted = [shardings.get(path) for path in paths]
-    values, _ = give_birth(traced, wanted, names=paths)
+    values, _ = arrays_of(traced, wanted, names=paths)
     names = [path for path in paths if path in shardings]
     return dict(zip(names, values, strict=True))
 

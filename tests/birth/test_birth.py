@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._birth import birth as _birth
-from flax_layoutmap._tree import compiled as _compiled
+from flax_layoutmap._birth import arrays as _arrays
+from flax_layoutmap._birth import programs as _programs
 
 pytestmark = pytest.mark.optimised
 
@@ -63,22 +63,17 @@ def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many outputs each program that was run has; none is compiled before."""
+    """How many leaves each program that was run made; none is compiled before."""
     seen: list[int] = []
 
-    class Watched(_birth.Call):
-        def run(self, programs: Any = None) -> list[Any]:
-            results = super().run(programs or {})
+    def run(step: Any, *args: Any) -> list[Any]:
+        results = _programs.run(step, *args)
+        if step.names:
             seen.append(len(results))
-            return results
+        return results
 
-        def traced(self) -> list[Any]:
-            results = super().traced()
-            seen.append(len(results))
-            return results
-
-    monkeypatch.setattr(_birth, "Call", Watched)
-    monkeypatch.setattr(_compiled, "_PROGRAMS", type(_compiled._PROGRAMS)())
+    monkeypatch.setattr(_arrays, "run", run)
+    monkeypatch.setattr(_programs, "_PROGRAMS", type(_programs._PROGRAMS)())
     return seen
 
 
@@ -186,17 +181,17 @@ def with_qr() -> dict[str, Any]:
 def test_exact_values_of_what_reduces(
     mesh: flm.DeviceMesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "flax_layoutmap._birth.birth"):
+    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
         exact = flm.create(with_qr, rules(mesh), exact=True)
         told = caplog.messages[:]
         caplog.clear()
         close = flm.create(with_qr, rules(mesh))
     assert sorted(told) == [
-        f"made whole on each device, then split (exact=True): ['{name}']"
+        f"initialized replicated, then sliced (exact=True): ['{name}']"
         for name in ("centred", "normed", "orthogonal", "product")
     ]
     # QR is no sum of shards: it is done whole in any case, and named.
-    assert "made whole on each device, then split (qr): ['orthogonal']" in (
+    assert "initialized replicated, then sliced (qr): ['orthogonal']" in (
         caplog.messages
     )
     plain = jax.jit(reducing)() | {
@@ -228,9 +223,9 @@ def test_what_is_not_made_in_parts_is_named(
 ) -> None:
     layout_map = flm.LayoutMap(mesh)
     layout_map[".*"] = (("data", "model"),)
-    with caplog.at_level(logging.INFO, "flax_layoutmap._birth.birth"):
+    with caplog.at_level(logging.INFO, "flax_layoutmap._birth"):
         made = flm.create(not_in_parts, layout_map)
-    pattern = r"made with (\S+) KiB on each device, more than whole arrays take: (.*)"
+    pattern = r"(\S+) KiB of temporary memory .*, more than whole arrays take: (.*)"
     told = [re.fullmatch(pattern, message) for message in caplog.messages]
     assert sorted(found[2] for found in told if found) == ["['permuted']", "['summed']"]
     assert all(float(found[1]) > 16 for found in told if found)  # 4,096 × 4 bytes
@@ -242,7 +237,7 @@ def test_what_is_not_made_in_parts_is_named(
 
 @pytest.fixture
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_birth, "_TOLD", set())
+    monkeypatch.setattr(_arrays, "_TOLD", set())
 
 
 @pytest.mark.usefixtures("nothing_told")
@@ -288,12 +283,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the programs are given."""
     seen: list[Any] = []
 
-    class Watched(_birth.Call):
-        def run(self, programs: Any = None) -> list[Any]:
-            seen.extend(self.inputs)
-            return super().run(programs or {})
+    plain = _programs._moved
 
-    monkeypatch.setattr(_birth, "Call", Watched)
+    def moved(value: Any, place: Any) -> Any:
+        seen.append(plain(value, place))
+        return seen[-1]
+
+    monkeypatch.setattr(_programs, "_moved", moved)
     return seen
 
 
@@ -347,7 +343,7 @@ def test_calls_do_not_tie_arrays_together(
         assert set(programs) == {1}
         assert bits(made) == bits(jax.jit(init)(jax.random.key(0), x))
     # Kernels and biases of two shapes, and how keys are folded in.
-    assert len(_compiled._PROGRAMS) <= 12 < len(programs)
+    assert len(_programs._PROGRAMS) <= 12 < len(programs)
 
 
 def test_a_function_that_is_one_call(mesh: flm.DeviceMesh, programs: list[int]) -> None:
@@ -385,12 +381,12 @@ def test_equal_layers_share_their_programs(
 ) -> None:
     layout_map = rules(mesh)
     flm.create(stack(1), layout_map)
-    few = len(_compiled._PROGRAMS)
+    few = len(_programs._PROGRAMS)
     runs = len(programs)
     model = flm.create(stack(4), layout_map)
     assert len(programs) > 4 * runs  # each is run for each layer
     # The seeds of the layers are constants of the constructor.
-    assert few <= len(_compiled._PROGRAMS) <= few + 3
+    assert few <= len(_programs._PROGRAMS) <= few + 3
     plain = jax.jit(lambda: nnx.split(stack(4)())[1])()
     made = [leaf for leaf in jax.tree.leaves(nnx.state(model))]
     for one, other in zip(made, jax.tree.leaves(plain), strict=True):
@@ -402,11 +398,11 @@ def test_programs_are_shared_whatever_mesh_is_in_context(
     mesh: flm.DeviceMesh, programs: list[int]
 ) -> None:
     made = flm.create(stack(1), rules(mesh))
-    few = len(_compiled._PROGRAMS)
+    few = len(_programs._PROGRAMS)
     assert isinstance(mesh.jax_mesh, jax.sharding.Mesh)
     with jax.set_mesh(mesh.jax_mesh):
         again = flm.create(stack(1), rules(mesh))
-    assert len(_compiled._PROGRAMS) == few
+    assert len(_programs._PROGRAMS) == few
     kernels = [one[0].up.kernel.get_value() for one in (made, again)]
     assert bits(kernels[0]) == bits(kernels[1])
 
@@ -431,7 +427,7 @@ def test_counters_of_keys_need_no_program(
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made))
     assert_lies(made["count"][1], ((),), mesh, np.full(4, -56, np.int8))
     # Of a seed, of a number and a key (given or counted), and the normals.
-    assert len(_compiled._PROGRAMS) == 3
+    assert len(_programs._PROGRAMS) == 3
 
 
 def test_what_differs_has_its_own_program(
@@ -448,7 +444,7 @@ def test_what_differs_has_its_own_program(
         }
 
     made = flm.create(make, rules(mesh))
-    assert len(programs) == 6 and len(_compiled._PROGRAMS) == 5
+    assert len(programs) == 6 and len(_programs._PROGRAMS) == 5
     assert bits(made) == bits(make())
     assert np.signbit(np.asarray(made["minus"])).all()
 
@@ -560,7 +556,7 @@ def test_what_has_effects_is_one_program(
         jax.debug.print("sum {}", made["a"].sum())
         return made
 
-    with caplog.at_level(logging.DEBUG, "flax_layoutmap._birth.birth"):
+    with caplog.at_level(logging.DEBUG, "flax_layoutmap._birth"):
         made = flm.create(make, rules(mesh))
         jax.effects_barrier()
     assert programs == [3]
@@ -589,9 +585,9 @@ def test_optimizer_state(
 ) -> None:
     model = flm.create(stack(3), rules(mesh))
     programs.clear()
-    _compiled._PROGRAMS.clear()
+    _programs._PROGRAMS.clear()
     optimizer = flm.create_optimizer(model, tx)
-    assert len(_compiled._PROGRAMS) < len(programs) / 2
+    assert len(_programs._PROGRAMS) < len(programs) / 2
     plain = nnx.Optimizer(stack(3)(), tx, wrt=nnx.Param)
     for one, other in zip(
         jax.tree.leaves(nnx.state(optimizer)),
@@ -606,14 +602,14 @@ def test_optimizer_state(
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many programs were compiled at a time; none is there before."""
     seen: list[int] = []
-    plain = _compiled._compile
+    plain = _programs._compile
 
     def compile_(calls: Any) -> Any:
         seen.append(len(calls))
         return plain(calls)
 
-    monkeypatch.setattr(_compiled, "_compile", compile_)
-    monkeypatch.setattr(_compiled, "_PROGRAMS", type(_compiled._PROGRAMS)())
+    monkeypatch.setattr(_programs, "_compile", compile_)
+    monkeypatch.setattr(_programs, "_PROGRAMS", type(_programs._PROGRAMS)())
     return seen
 
 
@@ -630,10 +626,10 @@ def test_all_programs_are_compiled_at_once_and_kept(
     flm.create(stack(2), rules(mesh))
     assert len(compiled) == 1  # keys, and what is made of them
     # More than are kept: what this call needs is not thrown away before it runs.
-    monkeypatch.setattr(_compiled, "_KEPT", 3)
+    monkeypatch.setattr(_programs, "_KEPT", 3)
     compiled.clear()
     flm.create(make, rules(mesh))
-    assert sum(compiled) <= 6 and len(_compiled._PROGRAMS) == 3
+    assert sum(compiled) <= 6 and len(_programs._PROGRAMS) == 3
 
 
 def test_programs_keep_no_arrays(mesh: flm.DeviceMesh, programs: list[int]) -> None:
@@ -647,7 +643,7 @@ def test_programs_keep_no_arrays(mesh: flm.DeviceMesh, programs: list[int]) -> N
             return {"w": inner(jax.random.normal(jax.random.key(0), (8, 16)))}
 
         made.append(flm.create(make, rules(mesh)))
-        counts.append(len(_compiled._PROGRAMS))
+        counts.append(len(_programs._PROGRAMS))
         assert bits(made[-1]) == bits(jax.jit(make)())
         del constant, inner, make
     assert counts[0] == counts[1]  # with a constant of its own, the same one
@@ -682,7 +678,7 @@ def test_an_argument_on_one_device_goes_to_its_shards(
 def test_programs_are_bounded(
     mesh: flm.DeviceMesh, programs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_compiled, "_KEPT", 2)
+    monkeypatch.setattr(_programs, "_KEPT", 2)
     for value in range(4):
         flm.create(lambda v=value: {"w": jnp.full((8, 16), float(v))}, rules(mesh))
-    assert len(_compiled._PROGRAMS) == 2
+    assert len(_programs._PROGRAMS) == 2

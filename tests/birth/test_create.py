@@ -16,11 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare
 
 import flax_layoutmap as flm
-from flax_layoutmap._birth import birth as _birth
+from flax_layoutmap._birth import arrays as _arrays
 from flax_layoutmap._birth import create as _create
+from flax_layoutmap._birth import programs as _programs
 from flax_layoutmap._resolve import memory as _memory
 from flax_layoutmap._rules.scope import current_rules
-from flax_layoutmap._tree import compiled as _compiled
 from flax_layoutmap._tree import trace as _trace
 from flax_layoutmap._tree.flatten import flatten
 
@@ -679,19 +679,14 @@ def wide_rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
 
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was run: each call, with its program."""
+    """The steps that were run."""
     seen: list[Any] = []
 
-    class Watched(_birth.Call):
-        def run(self, programs: Any = None) -> list[Any]:
-            seen.append(self)
-            return super().run(programs or {})
+    def run(step: Any, *args: Any) -> Any:
+        seen.append(step)
+        return _programs.run(step, *args)
 
-        @property
-        def program(self) -> Any:
-            return _compiled._PROGRAMS[self.key]
-
-    monkeypatch.setattr(_birth, "Call", Watched)
+    monkeypatch.setattr(_arrays, "run", run)
     return seen
 
 
@@ -705,7 +700,7 @@ def test_no_device_computes_a_whole_parameter(
     with around(bare(mesh)):
         flm.create(lambda key: Wide(nnx.Rngs(key)), wide_rules(mesh), key)
     whole = WIDE * WIDE * 4
-    found = [call.program.memory_analysis() for call in programs]
+    found = [_programs._PROGRAMS[step.key].memory_analysis() for step in programs]
     large = [memory for memory in found if memory.output_size_in_bytes > whole // 16]
     assert len(large) == 3
     for memory in large:
@@ -776,8 +771,9 @@ def test_closed_over_constants_are_not_in_the_program(
     layout_map = flm.LayoutMap(mesh, strict=False)
     layout_map["kernel"] = ("data", "model")
     made = flm.create(Table, layout_map)
-    (call,) = programs
-    assert len(call.jitted().lower(*call.inputs).as_text()) < 20_000
+    (step,) = programs
+    lowered = _programs._jitted(step).lower(*step.given)
+    assert len(lowered.as_text()) < 20_000
     plain = jax.jit(lambda: nnx.split(Table())[1]).lower().as_text()
     assert len(plain) > 1_000_000
     assert_lies(made.kernel[...], BOTH, mesh, table * 2)
@@ -812,7 +808,7 @@ def never(*_: Any) -> Any:
 def test_indivisible_is_an_error_before_compilation(
     mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_create, "compute", never)
+    monkeypatch.setattr(_create, "arrays_of", never)
     layout_map = flm.LayoutMap(mesh)
     layout_map["kernel"] = ("model", None)
     layout_map["bias"] = ("model",)
@@ -846,7 +842,7 @@ def test_rank_is_an_error(mesh: flm.DeviceMesh) -> None:
 def test_a_map_without_devices(
     abstract_mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_create, "compute", never)
+    monkeypatch.setattr(_create, "arrays_of", never)
     with pytest.raises(flm.errors.MeshError) as caught:
         flm.create(make, rules(None))
     assert str(caught.value) == (

@@ -27,7 +27,7 @@ from flax_layoutmap._resolve.metadata import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.serialise import rules_from_json
 from flax_layoutmap._show.snapshot import snapshot_of
-from flax_layoutmap._tree.statics import WITH_VARS, LeftByTrace
+from flax_layoutmap._tree.objects import WITH_VARS, LeftByTrace
 from flax_layoutmap._tree.trace import ReadsValues, trace
 
 P = PartitionSpec

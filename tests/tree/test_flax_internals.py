@@ -222,25 +222,6 @@ def test_at_which_level_an_object_was_made() -> None:
     assert found == [True, False] and internals.was_made_here(outer)
 
 
-def test_what_makes_variables() -> None:
-    meta = internals.metaclass_of_variables()
-    assert meta is not None and isinstance(nnx.Param, meta)
-    made: list[Any] = []
-
-    def wrap(plain: Any) -> Any:
-        def construct(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            made.append(cls)
-            return plain(cls, *args, **kwargs)
-
-        return construct
-
-    with internals.patched(meta, "__call__", wrap):
-        nnx.BatchNorm(2, use_bias=False, rngs=nnx.Rngs(0))
-    assert {nnx.Param, nnx.BatchStat} <= set(made)
-    nnx.Param(1)
-    assert made.count(nnx.Param) == 1
-
-
 def test_what_a_variable_holds() -> None:
     slots = {
         name for kind in nnx.Param.__mro__ for name in vars(kind).get("__slots__", ())

@@ -12,7 +12,7 @@ from shards import assert_lies
 
 import flax_layoutmap as flm
 from flax_layoutmap._tree.flax_internals import nnx_state
-from flax_layoutmap._tree.update import update
+from flax_layoutmap._tree.graph import update
 
 
 class Pair(NamedTuple):

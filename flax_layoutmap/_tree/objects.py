@@ -1,15 +1,19 @@
-"""What of an NNX object cannot leave a trace: values in static attributes, for one.
+"""NNX objects: found in arguments, and taken out of the trace they were made in.
 
-Flax decides what is data when an attribute is set. A traced array is no `jax.Array` for
-some versions of it (0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)`
-becomes static, and the tracer stays in the model.
+What comes out of a trace is a copy. But an `__init__` may have kept `self`: in a
+registry, in a method that is bound to it, in a closure; or a Variable in an object of
+its own. So the objects themselves get what the copies hold, and are the result.
+
+A value of the trace in a static attribute cannot leave it. Flax decides what is data
+when an attribute is set, and a traced array is no `jax.Array` for some versions of it
+(0.12.8 with jax 0.10.2), so that a table `self.t = jnp.ones(3)` becomes static.
 """
 
 import collections
 import functools
 import re
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +28,13 @@ from flax_layoutmap._tree.flax_internals import (
     is_plain_variable,
     metadata_of,
     objects_of,
+    replace_content,
     variables_of,
     was_made_here,
 )
-from flax_layoutmap._tree.parts import is_object
+
+# Kinds of NumPy dtypes that no device holds: objects, texts, dates.
+NO_NUMBERS = "OSUMm"
 
 # What converts Variables, by its name of flax 0.12.5 on, and before.
 WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
@@ -48,6 +55,117 @@ _ALONE = (
 # What JAX's UnexpectedTracerError says of a value, and of where it was made.
 _TYPE_OF_LEAK = re.compile(r"with type (\S+) wrapped")
 _LINE_OF_LEAK = re.compile(r"created on line (.+?:\d+)(?::\d+)? \((.+?)\)")
+
+
+def is_object(node: Any) -> bool:
+    """Whether a node is an NNX object or a Variable."""
+    return is_nnx_object(node) or isinstance(node, nnx.Variable)
+
+
+def has_mixed_keys(node: Any) -> bool:
+    """Whether a node is a dict that JAX cannot flatten, as its keys have no order."""
+    if type(node) not in (dict, collections.defaultdict):
+        return False
+    try:
+        sorted(node)
+    except TypeError:
+        return True
+    return False
+
+
+def leaves_in(tree: Any) -> list[Any]:
+    """The leaves of arguments: arrays, also those in NNX objects, and all else."""
+    own = [v.get_raw_value() for node in objects_in(tree) for v in variables_of(node)]
+    return [part for part in _flat(tree) if not is_object(part)] + jax.tree.leaves(own)
+
+
+def objects_in(tree: Any) -> list[Any]:
+    """The NNX objects and Variables in a tree, each once."""
+    return list({id(part): part for part in _flat(tree) if is_object(part)}.values())
+
+
+def _flat(tree: Any) -> list[Any]:
+    """NNX objects, Variables and leaves of a tree; dicts may have any keys."""
+    found: list[Any] = []
+    for part in jax.tree.leaves(
+        tree, is_leaf=lambda node: is_object(node) or has_mixed_keys(node)
+    ):
+        found += _flat(list(part.values())) if has_mixed_keys(part) else [part]
+    return found
+
+
+def unfit(leaf: Any) -> str | None:
+    """What a leaf is, where JAX makes no array of it, or one with other numbers."""
+    if isinstance(leaf, np.ma.MaskedArray):
+        return "a masked NumPy array"
+    if isinstance(leaf, bool) or not isinstance(leaf, np.ndarray | np.generic | int):
+        return None
+    if isinstance(leaf, np.ndarray | np.generic):
+        if leaf.dtype.kind in NO_NUMBERS or leaf.dtype.names:
+            return f"a NumPy array of {leaf.dtype}"
+        if leaf.dtype.kind not in "iu" or not leaf.size:
+            return None
+    lowest, highest = int(np.min(leaf)), int(np.max(leaf))
+    dtype = getattr(leaf, "dtype", np.int64)
+    held = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
+    if held.min <= lowest and highest <= held.max:
+        return None
+    number = lowest if lowest < held.min else highest
+    where = "" if isinstance(leaf, int) else f"a NumPy array of {leaf.dtype} with "
+    return f"{where}the number {number}, which {held.dtype} does not hold"
+
+
+# ----------------------------------------------------------------------- out of a trace
+
+
+def originals_of(node: Any) -> list[Any]:
+    """The objects of a graph, in order, for `adopt`; to be asked inside of the trace.
+
+    None for those that were there before the trace.
+    """
+    return [part if was_made_here(part) else None for part in objects_of(node)]
+
+
+def adopt(originals: Sequence[Any], copy: Any) -> Any:
+    """Gives the content of a copy to the objects that it is a copy of.
+
+    Args:
+        originals: from `originals_of`.
+        copy: a graph of the same structure.
+
+    Returns:
+        The graph, of the originals where there are such.
+    """
+    copies = objects_of(copy)
+    own = {
+        id(new): old
+        for old, new in zip(originals, copies, strict=True)
+        if old is not None
+    }
+
+    def ours(value: Any) -> Any:
+        return own.get(id(value), value)
+
+    def content(value: Any) -> Any:
+        if is_object(value):
+            return ours(value)
+        parts = jax.tree.leaves(value, is_leaf=is_object)
+        if not any(id(part) in own for part in parts):
+            return value
+        return jax.tree.map(ours, value, is_leaf=is_object)
+
+    for new in copies:
+        if not is_nnx_object(new):
+            if ours(new) is not new:
+                replace_content(ours(new), new)
+            continue
+        attributes = {name: content(value) for name, value in vars(new).items()}
+        # Past Flax, for which the original belongs to the trace still.
+        object.__setattr__(ours(new), "__dict__", attributes)
+    return ours(copy)
+
+
+# -------------------------------------------------------------------- what cannot leave
 
 
 class LeftByTrace(StructureError):

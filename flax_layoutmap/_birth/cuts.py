@@ -1,0 +1,353 @@
+"""Stage "cuts": what is computed by which program, and in which order.
+
+What makes one large array is cut out of the jaxpr of a constructor. Cuts that are the
+same but for their inputs (the layers of a model, each with its own key) share a
+program, so that its compilation does not grow with depth. Small whole numbers and keys
+are computed one equation at a time, which is exact everywhere.
+"""
+
+import collections
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from flax_layoutmap._birth.programs import Cut, Plan, Step, is_split, sharding_of
+from flax_layoutmap._core.mesh import retyped
+from flax_layoutmap._place.place import is_eager
+from flax_layoutmap._tree.jaxprs import SMALL, size_of
+
+_LOG = logging.getLogger(__name__)
+
+# An output that nobody wants.
+SKIP = object()
+
+# So many elements may have keys, and what raw ones are made of: all the keys of a
+# model, say, which are split from one.
+_MANY = 2**16
+
+
+def cuts_of(
+    jaxpr: Jaxpr,
+    values: Mapping[Any, Any],
+    wanted: Sequence[Any],
+    mesh: Mesh | None,
+    *,
+    names: Sequence[str] = (),
+    exact: bool = False,
+) -> Plan:
+    """Plans the programs for outputs of a jaxpr.
+
+    Args:
+        jaxpr: the jaxpr.
+        values: its inputs and constants, by variable.
+        wanted: for each output its sharding, None for any, or `SKIP`.
+        mesh: where to compute what is small, with Auto axes; None: wherever it is.
+        names: what to call the first outputs in the log.
+        exact: whether to compute replicated, and slice then, what shards may round
+            otherwise.
+    """
+    at = [at for at, sharding in enumerate(wanted) if sharding is not SKIP]
+    outputs = [(number, jaxpr.outvars[number]) for number in at]
+    rounds = _rounds_by_program(jaxpr)
+    eager = is_eager()
+    if jaxpr.effects or rounds or not eager:
+        _LOG.debug(
+            "one program for %d arrays: effects, inside of a trace, or rbg keys on an "
+            "old JAX",
+            len(at),
+        )
+        small = _Small(jaxpr, values, None)
+        cuts = {tuple(at): Cut(jaxpr, tuple(jaxpr.eqns), _vars(outputs))}
+    else:
+        graph = _Graph(jaxpr)
+        small = _Small(jaxpr, values, mesh and NamedSharding(mesh, PartitionSpec()))
+        small.plan(jaxpr.eqns[n] for n in graph.needed(_vars(outputs), values))
+        for number, var in outputs:
+            small.make_empty(var, wanted[number])
+        small.plan_constants(_vars(outputs))
+        large = [pair for pair in outputs if not small.knows(pair[1])]
+        cuts = dict(graph.cuts(large, small.values))
+        _LOG.debug("%d arrays in %d programs to run", len(large), len(cuts))
+    steps = list(small.steps)
+    for group, cut in cuts.items():
+        shardings = tuple(wanted[number] for number in group)
+        called = tuple(_name(names, number) for number in group)
+        whole = exact and eager and (rounds or not cut.is_elementwise())
+        steps.append(_large_step(cut, group, shardings, small.values, called, whole))
+    made = {number for group in cuts for number in group}
+    results = [
+        (number if number in made else var, wanted[number]) for number, var in outputs
+    ]
+    return Plan(small.values | small.folded, tuple(steps), tuple(results))
+
+
+def _vars(outputs: Iterable[tuple[int, Any]]) -> tuple[Any, ...]:
+    return tuple(var for _, var in outputs)
+
+
+def _name(names: Sequence[str], number: int) -> str:
+    return names[number] if number < len(names) else f"output {number}"
+
+
+class _Graph:
+    """The equations of a jaxpr, each by what it makes."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self._jaxpr = jaxpr
+        self._producer = {v: at for at, e in enumerate(jaxpr.eqns) for v in e.outvars}
+
+    def needed(self, outputs: Sequence[Any], values: Mapping[Any, Any]) -> list[int]:
+        """Numbers of the equations that outputs need, as far as values are unknown."""
+        found: set[int] = set()
+        stack = list(outputs)
+        while stack:
+            var = stack.pop()
+            if not _is_known(var, values) and self._producer[var] not in found:
+                found.add(self._producer[var])
+                stack.extend(self._jaxpr.eqns[self._producer[var]].invars)
+        return sorted(found)
+
+    def cuts(
+        self, outputs: Sequence[tuple[int, Any]], values: Mapping[Any, Any]
+    ) -> Iterator[tuple[tuple[int, ...], Cut]]:
+        """Numbers of outputs that share a large intermediate value, and their cut."""
+        eqns = self._jaxpr.eqns
+        leader = {at: at for at, _ in outputs}
+
+        def find(at: int) -> int:
+            while leader[at] != at:
+                leader[at] = at = leader[leader[at]]
+            return at
+
+        first: dict[int, int] = {}
+        for at, var in outputs:
+            for number in self.needed([var], values):
+                is_large = any(size_of(v) > SMALL for v in eqns[number].outvars)
+                if is_large or number == self._producer[var]:
+                    leader[find(at)] = find(first.setdefault(number, at))
+        groups: dict[int, list[tuple[int, Any]]] = {}
+        for at, var in outputs:
+            groups.setdefault(find(at), []).append((at, var))
+        for group in groups.values():
+            own = _vars(group)
+            needed = tuple(eqns[number] for number in self.needed(own, values))
+            yield tuple(at for at, _ in group), Cut(self._jaxpr, needed, own)
+
+
+def _large_step(
+    cut: Cut,
+    group: tuple[int, ...],
+    shardings: tuple[Any, ...],
+    values: Mapping[Any, Any],
+    names: tuple[str, ...],
+    whole: bool,
+) -> Step:
+    """The program of a cut.
+
+    A large value that is on no mesh yet goes to the shards of the result where it can:
+    `jax.jit` would copy it to each device as a whole.
+    """
+    asked = tuple(map(_replicated, shardings)) if whole else shardings
+    given = tuple(values[var] for var in cut.inputs)
+    places: tuple[Any, ...] = (None,) * len(given)
+    if is_split(asked[0]) and cut.keeps_shape() and cut.is_elementwise():
+        where = NamedSharding(retyped(asked[0].mesh, AxisType.Auto), asked[0].spec)
+        places = tuple(
+            where if size_of(var) > SMALL and _lies_nowhere(value) else None
+            for var, value in zip(cut.inputs, given, strict=True)
+        )
+    wanted = shardings if whole else None
+    return Step(cut, given, places, asked, group, names, wanted)
+
+
+def _lies_nowhere(value: Any) -> bool:
+    is_to_come = isinstance(value, jax.ShapeDtypeStruct)
+    return not is_to_come and not getattr(value, "committed", False)
+
+
+def _replicated(sharding: Any) -> Any:
+    return sharding and NamedSharding(sharding.mesh, PartitionSpec())
+
+
+def _rounds_by_program(jaxpr: Jaxpr) -> bool:
+    """Whether normals may differ by one ulp between a cut and the whole.
+
+    Seen with rbg keys on jax 0.8.1; not on 0.10.2, and not with threefry.
+    """
+    if jax.__version_info__ >= (0, 10):
+        return False
+    made = [*jaxpr.constvars, *jaxpr.invars]
+    made += [var for eqn in jaxpr.eqns for var in eqn.outvars]
+    return any("rbg" in str(getattr(var.aval, "dtype", "")) for var in made)
+
+
+def _is_known(var: Any, values: Any) -> bool:
+    return isinstance(var, Literal) or var in values
+
+
+# ------------------------------------------------------------------- what is small
+
+
+class _Small:
+    """Plans the steps for whole numbers and keys, as far as these need nothing else.
+
+    Whole numbers that are made from nothing (`jnp.arange(8)`) are computed only for
+    keys and outputs. Elsewhere they stay in the program: XLA computes with constants
+    when it compiles, and may round otherwise than with inputs.
+
+    Attributes:
+        values: values by variable, `jax.ShapeDtypeStruct` for what a step computes.
+        folded: likewise, what is made from nothing and was asked for.
+        steps: the steps, in order.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, values: Mapping[Any, Any], place: Any) -> None:
+        """Takes what is known already, and the sharding of results; None for any."""
+        self.values = dict(values)
+        self.folded: dict[Any, Any] = {}
+        self.steps: list[Step] = []
+        self._jaxpr, self._place = jaxpr, place
+        self._constant: dict[Any, JaxprEqn] = {}  # what is made from nothing: by what
+
+    def plan(self, eqns: Iterable[JaxprEqn]) -> None:
+        """Plans what some equations make, in order."""
+        for eqn in eqns:
+            read = [v for v in eqn.invars if not isinstance(v, Literal)]
+            if not all(v in self.values or v in self._constant for v in read):
+                continue
+            if not all(map(_is_small, eqn.invars)):
+                continue
+            if not all(_is_small(v) and _is_exact(v) for v in eqn.outvars):
+                continue
+            keys = any(map(_is_key, [*read, *eqn.outvars]))
+            if not keys and all(v in self._constant for v in read):
+                self._constant |= dict.fromkeys(eqn.outvars, eqn)
+            else:
+                self.values |= self._computed(eqn)
+
+    def plan_constants(self, outputs: Sequence[Any]) -> None:
+        """Plans outputs that are made from nothing; other programs do not read them."""
+        for var in outputs:
+            if not isinstance(var, Literal) and var in self._constant:
+                self._fold(var)
+
+    def knows(self, var: Any) -> bool:
+        """Whether a value needs no other program."""
+        return _is_known(var, self.values) or var in self.folded
+
+    def make_empty(self, var: Any, sharding: Any) -> None:
+        """Makes an array without elements: a program for it alone has wrong shards."""
+        aval = var.aval
+        if size_of(var) or sharding is None or _is_key(var):
+            return
+        if not _is_known(var, self.values):
+            host = np.zeros(aval.shape, aval.dtype)
+            self.values[var] = jax.make_array_from_callback(
+                aval.shape, sharding, lambda index: host[index]
+            )
+
+    def _fold(self, var: Any) -> None:
+        if var not in self.folded:
+            self.folded |= self._computed(self._constant[var])
+
+    def _computed(self, eqn: JaxprEqn) -> dict[Any, Any]:
+        """The results of an equation: of the host, or to come from a step."""
+        for var in eqn.invars:
+            if not isinstance(var, Literal) and var in self._constant:
+                self._fold(var)
+        known = collections.ChainMap(self.values, self.folded)
+        on_host = self._place and _on_host(eqn, known)
+        if on_host is not None:
+            return {eqn.outvars[0]: on_host}
+        cut, given = _with_numbers_as_inputs(self._jaxpr, eqn, known)
+        # A number lies as what is computed does, so that both share a program.
+        place = self._place or _place_among(given)
+        places, shardings = (place,) * len(given), (place,) * len(eqn.outvars)
+        self.steps.append(Step(cut, given, places, shardings, tuple(eqn.outvars)))
+        return {var: _to_come(var.aval, place) for var in eqn.outvars}
+
+
+def _place_among(values: Iterable[Any]) -> Any:
+    """Where what is computed from values will be; None for anywhere."""
+    for own in filter(None, map(sharding_of, values)):
+        if isinstance(own, NamedSharding):
+            return NamedSharding(own.mesh, PartitionSpec())
+        return own
+    return None
+
+
+# What a counter of keys goes through.
+_ON_HOST: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "mul": np.multiply,
+    "sub": np.subtract,
+}
+
+
+def _on_host(eqn: JaxprEqn, values: Mapping[Any, Any]) -> np.ndarray | None:
+    """The result of whole numbers of the host; None where that needs a program."""
+    # A literal is of a type of its own in some versions of JAX.
+    read = [
+        np.asarray(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars
+    ]
+    aval: Any = eqn.outvars[0].aval
+    name = eqn.primitive.name
+    if not all(isinstance(value, np.ndarray | np.generic | int) for value in read):
+        return None
+    if getattr(aval, "weak_type", True) or any(map(_is_key, eqn.outvars)):
+        return None
+    if name == "broadcast_in_dim" and len(read) == 1 and np.ndim(read[0]) == 0:
+        return np.full(aval.shape, read[0], aval.dtype)
+    if name not in _ON_HOST:
+        return None
+    with np.errstate(over="ignore"):  # they wrap around, as on a device
+        result = _ON_HOST[name](*(np.asarray(value, aval.dtype) for value in read))
+    return np.asarray(result)
+
+
+def _to_come(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, weak_type=weak
+    )
+
+
+def _with_numbers_as_inputs(
+    jaxpr: Jaxpr, eqn: JaxprEqn, values: Mapping[Any, Any]
+) -> tuple[Cut, tuple[Any, ...]]:
+    """An equation whose literals are inputs, with the values of its inputs.
+
+    The number that is folded into a key is another one in each layer.
+    """
+    found: dict[Any, Any] = {}
+    read: list[Any] = []
+    for var in eqn.invars:
+        if isinstance(var, Literal):
+            aval: Any = var.aval
+            read.append(Var(aval))
+            found[read[-1]] = np.asarray(var.val, aval.dtype)
+        else:
+            read.append(var)
+            found[var] = values[var]
+    cut = Cut(jaxpr, (eqn.replace(invars=read),), tuple(eqn.outvars))
+    return cut, tuple(found.values())
+
+
+def _is_small(var: Any) -> bool:
+    of_keys = _is_key(var) or getattr(var.aval, "dtype", None) == np.uint32
+    return 0 < size_of(var) <= (_MANY if of_keys else SMALL)
+
+
+def _is_exact(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and not jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def _is_key(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)

@@ -1,0 +1,328 @@
+"""Stage "programs": the steps of a plan, compiled several at a time, kept, and run."""
+
+import collections
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from jax.core import Tracer, eval_jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_layoutmap._place.place import is_eager, put
+from flax_layoutmap._tree.flax_internals import no_mesh
+from flax_layoutmap._tree.jaxprs import (
+    CALLS,
+    SMALL,
+    every,
+    inner_jaxprs,
+    size_of,
+    structure,
+)
+
+# Equations that compute what their inner jaxprs say.
+_TRANSPARENT = {
+    *CALLS,
+    *("scan", "while", "cond"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
+
+# What makes or moves elements, or computes each one by itself: the sharding does not
+# change their bits.
+_ELEMENTWISE = frozenset(
+    """
+    abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
+    complex concatenate conj convert_element_type copy copy_p cos cosh device_put div
+    dynamic_slice dynamic_update_slice eq erf erf_inv erfc exp exp2 expm1 floor gather
+    ge gt imag integer_pow iota is_finite le log log1p logistic lt max min mul ne neg
+    nextafter not optimization_barrier or pad population_count pow random_bits
+    random_clone random_fold_in random_seed random_split random_unwrap random_wrap real
+    reduce_precision rem reshape rev rng_bit_generator round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
+    squeeze stop_gradient sub tan tanh threefry2x32 transpose unstack xor
+    """.split()
+)
+
+# Of these, what is rounded by an approximation of its own wherever it is computed.
+_ROUNDED = frozenset(
+    """
+    cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 integer_pow log log1p logistic pow
+    rsqrt sin sinh sqrt tan tanh
+    """.split()
+)
+
+# What XLA does not partition: each device needs the whole matrix.
+_UNPARTITIONED = frozenset(
+    """
+    cholesky eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd
+    triangular_solve tridiagonal tridiagonal_solve
+    """.split()
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cut:
+    """A part of a jaxpr.
+
+    Attributes:
+        of: the jaxpr.
+        eqns: its equations in the part, in order.
+        outputs: the outputs of the part.
+    """
+
+    of: Jaxpr
+    eqns: tuple[JaxprEqn, ...]
+    outputs: tuple[Any, ...]
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Any, ...]:
+        """What it reads, in the order of first use."""
+        own = {var for eqn in self.eqns for var in eqn.outvars}
+        read = (*(var for eqn in self.eqns for var in eqn.invars), *self.outputs)
+        found = (v for v in read if not isinstance(v, Literal) and v not in own)
+        return tuple(dict.fromkeys(found))
+
+    @functools.cached_property
+    def structure(self) -> Hashable:
+        """Equal for cuts that differ in their inputs only."""
+        return structure(self.inputs, self.eqns, self.outputs)
+
+    def jaxpr(self) -> Jaxpr:
+        """The cut as a jaxpr, with nothing of the rest of the one that it is of."""
+        return self.of.replace(
+            constvars=[],
+            invars=list(self.inputs),
+            outvars=list(self.outputs),
+            eqns=list(self.eqns),
+            debug_info=self.of.debug_info.with_unknown_names(),
+        )
+
+    def is_elementwise(self) -> bool:
+        """Whether each element is computed by itself, in any sharding to the same bits.
+
+        Not so what rounds and is made from nothing, as a table of sines: XLA computes
+        it when it compiles, but not when it is sharded, and to other bits.
+        """
+        return self._folds_nothing() and all(
+            eqn.primitive.name in _ELEMENTWISE
+            or (eqn.primitive.name in _TRANSPARENT and inner_jaxprs(eqn))
+            for eqn in every(self.eqns)
+        )
+
+    def _folds_nothing(self) -> bool:
+        from_inputs = set(self.inputs)
+        for eqn in self.eqns:
+            if any(v in from_inputs for v in eqn.invars if not isinstance(v, Literal)):
+                from_inputs.update(eqn.outvars)
+            elif any(size_of(v) > 1 for v in eqn.outvars):
+                if any(e.primitive.name in _ROUNDED for e in every([eqn])):
+                    return False
+        return True
+
+    def keeps_shape(self) -> bool:
+        """Whether everything large in it has the shape of its only output."""
+        if len(self.outputs) != 1:
+            return False
+        used = [v for eqn in self.eqns for v in (*eqn.invars, *eqn.outvars)]
+        shape = self.outputs[0].aval.shape
+        return all(
+            getattr(v.aval, "shape", ()) == shape or size_of(v) <= 1 for v in used
+        )
+
+    def unpartitioned(self) -> list[str]:
+        """Names of what it computes with that XLA does not partition."""
+        return sorted({eqn.primitive.name for eqn in every(self.eqns)} & _UNPARTITIONED)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """A program to run: a cut, what it is given, and the shardings of its results.
+
+    Attributes:
+        cut: what it computes.
+        given: per input its value; a `jax.ShapeDtypeStruct` for what an earlier step
+            computes.
+        places: per input the sharding that the program takes it in; None for the one
+            that the value has.
+        shardings: per output its sharding; None for any.
+        results: per output its key among the results of all steps.
+        names: what to call the outputs in the log.
+        wanted: where the outputs are moved afterwards; None to leave them.
+    """
+
+    cut: Cut
+    given: tuple[Any, ...]
+    places: tuple[Any, ...]
+    shardings: tuple[Any, ...]
+    results: tuple[Any, ...]
+    names: tuple[str, ...] = ()
+    wanted: tuple[Any, ...] | None = None
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for steps that can share a program."""
+        placed = zip(map(sharding_of, self.given), self.places, strict=True)
+        inputs = tuple(own or place for own, place in placed)
+        return self.cut.structure, self.shardings, inputs
+
+    @property
+    def size(self) -> int:
+        """How many elements it makes."""
+        return sum(map(size_of, self.cut.outputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is computed by which program; nothing is computed yet.
+
+    Attributes:
+        values: values that are known, by variable.
+        steps: the programs to run, in order.
+        outputs: per wanted output its key among values and results (or the literal
+            that it is), and its sharding.
+    """
+
+    values: Mapping[Any, Any]
+    steps: tuple[Step, ...]
+    outputs: tuple[tuple[Any, Any], ...]
+
+
+def is_split(sharding: Any) -> bool:
+    """Whether a sharding leaves each device a part."""
+    return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
+
+
+def sharding_of(value: Any) -> Any:
+    """The sharding that a program takes a value in; None for any."""
+    if isinstance(value, Tracer):
+        return None
+    if not isinstance(value, jax.ShapeDtypeStruct):  # of what a program will give
+        if not getattr(value, "committed", False):
+            return None
+    own = value.sharding
+    if isinstance(own, NamedSharding) and own.is_fully_replicated:
+        # JAX says P() and P(None) by turns of keys.
+        return NamedSharding(own.mesh, PartitionSpec(), memory_kind=own.memory_kind)
+    return own
+
+
+# ------------------------------------------------------------- compiling and running
+
+# The cache of compiled programs, over all models, by the key of a step; the oldest is
+# dropped.
+_KEPT = 256
+_PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_LOCK = threading.Lock()
+
+
+def compiled(steps: Sequence[Step]) -> dict[Any, Any]:
+    """The programs of steps, by key; new ones are compiled side by side.
+
+    There is none for a step that `jax.jit` has to run: inside of a trace, with an input
+    of one (that of `jax.grad`, say), or where JAX looks for NaNs: only `jax.jit` itself
+    then says which operation made one.
+    """
+    config: Any = jax.config
+    if not is_eager() or config.jax_debug_nans or config.jax_debug_infs:
+        return {}
+    wanted = {step.key: step for step in steps if not _has_tracers(step.given)}
+    with _LOCK:
+        programs = {key: _PROGRAMS[key] for key in wanted if key in _PROGRAMS}
+    new = {key: step for key, step in wanted.items() if key not in programs}
+    programs |= zip(new, _compile(list(new.values())), strict=True)
+    with _LOCK:
+        for key, program in programs.items():
+            _PROGRAMS[key] = program
+            _PROGRAMS.move_to_end(key)
+        while len(_PROGRAMS) > _KEPT:
+            _PROGRAMS.popitem(last=False)
+    return programs
+
+
+def run(
+    step: Step, results: Mapping[Any, Any], programs: Mapping[Any, Any]
+) -> list[Any]:
+    """Runs one step.
+
+    Args:
+        step: the step.
+        results: those of earlier steps.
+        programs: from `compiled`.
+    """
+    given = zip(step.cut.inputs, step.given, step.places, strict=True)
+    inputs = [
+        _moved(results[var] if type(value) is jax.ShapeDtypeStruct else value, place)
+        for var, value, place in given
+    ]
+    with no_mesh(), jax.disable_jit(False):
+        if step.key not in programs or _has_tracers(inputs):
+            return _jitted(step)(*inputs)
+        return programs[step.key](*inputs)
+
+
+def temporary_bytes(step: Step, programs: Mapping[Any, Any]) -> int:
+    """What a device needs beside inputs and results; 0 where nobody says."""
+    if step.key not in programs:
+        return 0
+    found = programs[step.key].memory_analysis()
+    return getattr(found, "temp_size_in_bytes", 0)
+
+
+def _has_tracers(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Tracer) for value in values)
+
+
+def _compile(steps: Sequence[Step]) -> list[Any]:
+    """Compiles several at a time, each as soon as it is lowered.
+
+    What makes most takes longest, and comes first, so that nothing waits for it alone.
+    """
+    if len(steps) < 2:
+        return list(map(_ahead, steps))
+    order = sorted(range(len(steps)), key=lambda at: -steps[at].size)
+    with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1)) as pool:
+        programs = {at: pool.submit(_ahead, steps[at]) for at in order}
+        return [programs[at].result() for at in range(len(steps))]
+
+
+def _ahead(step: Step) -> Any:
+    inputs = [
+        _template(value, place)
+        for value, place in zip(step.given, step.places, strict=True)
+    ]
+    # What `jax.disable_jit` shows has been seen when the constructor was traced.
+    with no_mesh(), jax.disable_jit(False):
+        return _jitted(step).lower(*inputs).compile()
+
+
+def _jitted(step: Step) -> Any:
+    """The cut of a step as a function."""
+    part = step.cut.jaxpr()
+
+    def born(*inputs: Any) -> list[Any]:
+        # Not jaxpr_as_fun, after which debug_nans checks nothing any more.
+        with no_mesh():
+            return eval_jaxpr(part, [], *inputs)
+
+    return jax.jit(born, out_shardings=list(step.shardings))
+
+
+def _template(value: Any, place: Any) -> Any:
+    """What a program is lowered for: a value, or one that lies nowhere yet, there."""
+    if place is None or sharding_of(value) is not None:
+        return value
+    aval: Any = jax.typeof(value)
+    weak = aval.weak_type
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place, weak_type=weak)
+
+
+def _moved(value: Any, place: Any) -> Any:
+    """A value in the sharding of a program; small ones JAX moves with the call."""
+    if place is None or value.size <= SMALL or getattr(value, "committed", False):
+        return value
+    return put(value, place)
