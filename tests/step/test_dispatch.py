@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import gc
+import inspect
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -414,7 +415,7 @@ def test_an_interrupt_leaves_no_rules_in_force(mesh: flm.DeviceMesh) -> None:
     block, stack = contextlib._GeneratorContextManager, contextlib.ExitStack
     functions = (
         *(_scope.call_with_rules, _trace.call_job),
-        *(_activations.call_activated, _activations._activate),
+        *(_activations.call_activated, inspect.unwrap(_activations._activated)),
         *(block.__enter__, block.__exit__, stack.enter_context, stack.__exit__),
     )
     codes = {function.__code__ for function in functions}
