@@ -1,5 +1,6 @@
 """Read the layout of an array, or raise where it is not known."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,8 +8,9 @@ import numpy as np
 from flax import nnx
 from flax.core.meta import AxisMetadata
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
+from flax_layoutmap._core.axes import dim_axes, normal_spec
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -159,6 +161,21 @@ def own_mesh(x: Any) -> DeviceMesh | None:
         mesh = jax.typeof(x).sharding.mesh
         return DeviceMesh(mesh) if mesh.axis_names else None
     return None
+
+
+def own_sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding of an array on a mesh of devices; None for all else."""
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return normal_sharding(sharding)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def normal_sharding(sharding: NamedSharding) -> NamedSharding:
+    """The sharding with its spec in normal form."""
+    spec = normal_spec([dim_axes(entry) for entry in sharding.spec])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
 def concrete(x: Any) -> Any:

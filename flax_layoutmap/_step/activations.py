@@ -1,9 +1,9 @@
 """Layouts of the outputs of layers, by the paths of their modules.
 
-Nothing is changed in the model: while a function is traced, the `__call__` of NNX
-modules and of Linen's also fixes the layout of what it returns. Modules of NNX do not
-know their paths, so they carry them as a static attribute meanwhile, which goes through
-`nnx.grad`, `scan`, `remat` and `merge` with them.
+Nothing is changed in the model: while a function is traced, the calls of modules are
+intercepted (by `linen.intercept_methods`, and `intercept_calls` for NNX) to fix the
+layout of what they return. Modules of NNX do not know their paths, so each carries its
+own as a note meanwhile, which goes through `nnx.grad`, `scan`, `remat` and `merge`.
 """
 
 import contextlib
@@ -32,12 +32,14 @@ from flax_layoutmap._rules.rules import (
 )
 from flax_layoutmap._rules.scope import keyed, using_rules
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import is_nnx_object, named_objects_of, patched
+from flax_layoutmap._tree.flax_internals import (
+    intercept_calls,
+    is_nnx_object,
+    named_objects_of,
+    note_of,
+    set_note,
+)
 from flax_layoutmap._tree.paths import escape, forms, join_keys
-
-# With the prefix of Flax's own book-keeping, which no loop over the parts of an
-# nnx.Dict shows.
-_MARK = "_pytree__flax_layoutmap_path"
 
 
 def activation_scope(layout_map: Any, *models: Any) -> Block:
@@ -93,16 +95,11 @@ def activation_scope(layout_map: Any, *models: Any) -> Block:
 
 
 @contextlib.contextmanager
-def _opened(rules: RuleSet, *arguments: Any) -> Iterator[None]:
-    was, active = _ACTIVE.get(), None
-    try:
-        with using_rules(rules), contextlib.ExitStack() as stack:
-            active = _activate(stack, rules, *arguments)
-            yield
-    finally:
-        _ACTIVE.set(was)
-    if active is not None:
-        active.tell(warn)
+def _opened(
+    rules: RuleSet, roots: Sequence[tuple[str, Any]], parameters: Iterable[str]
+) -> Iterator[None]:
+    with using_rules(rules), _activated(rules, roots, parameters, warn):
+        yield
 
 
 def call_activated(
@@ -114,7 +111,7 @@ def call_activated(
 ) -> Any:
     """Calls; layers give their outputs the layouts of the activation rules.
 
-    Not a block, for the same reason as `call_with_rules`.
+    Not a block alone, for the same reason as `call_with_rules`.
 
     Args:
         call: what to call.
@@ -127,55 +124,53 @@ def call_activated(
     """
     was = _ACTIVE.get()
     try:
-        with contextlib.ExitStack() as stack:
-            active = _activate(stack, rules, roots, parameters)
-            result = call()
+        with _activated(rules, roots, parameters, tell):
+            return call()
     finally:
         _ACTIVE.set(was)
-    if active is not None:
-        active.tell(tell)
-    return result
 
 
-def _activate(
-    stack: contextlib.ExitStack,
+@contextlib.contextmanager
+def _activated(
     rules: RuleSet | None,
     roots: Sequence[tuple[str, Any]],
     parameters: Iterable[str],
-) -> "Active | None":
-    """Lays out outputs until the stack's end; the caller puts back `_ACTIVE`."""
-    active = None
+    tell: Callable[[str], None],
+) -> Iterator[None]:
+    """Lays out the outputs of layers inside the block."""
+    was, active = _ACTIVE.get(), None
     if rules is not None and (
         rules.activations or any(map(is_for_outputs, rules.rules))
     ):
         active = Active(rules)
         active.learn(parameters)
-    was = _ACTIVE.get()
-    # None too: what `jit` keeps must not depend on a scope around the call.
-    _ACTIVE.set(active)
-    if active is None:
-        if was is not None:
-            stack.enter_context(keyed(("no activations", rules)))
-        return None
-    stack.enter_context(keyed(("activations", rules)))
-    stack.enter_context(active.marked(roots))
-    for cls in _classes(nnx.Module):
-        if "__call__" in vars(cls):
-            wrap = functools.partial(_scoped_call, cls)
-            stack.enter_context(patched(cls, "__call__", wrap))
-    stack.enter_context(linen.intercept_methods(_intercept))
-    return active
+    try:
+        with contextlib.ExitStack() as stack:
+            # None too: what `jit` keeps must not depend on a scope around the call.
+            _ACTIVE.set(active)
+            if active is not None:
+                stack.enter_context(keyed(("activations", rules)))
+                stack.enter_context(active.marked(roots))
+                stack.enter_context(intercept_calls(_scoped_call))
+                stack.enter_context(linen.intercept_methods(_intercept))
+            elif was is not None:
+                stack.enter_context(keyed(("no activations", rules)))
+            yield
+    finally:
+        _ACTIVE.set(was)
+    if active is not None:
+        active.tell(tell)
 
 
 def forget_path(node: Any) -> None:
     """Takes the path off the modules of an object that leaves a function."""
     for _, module in _modules_of(node):
-        vars(module).pop(_MARK, None)
+        set_note(module, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """What a module carries; the rules, so that caches tell maps apart.
+    """The note that a module carries; with the rules, so that caches tell maps apart.
 
     Attributes:
         prefix: the names that lead to the outermost module that it is in.
@@ -197,8 +192,8 @@ class Active:
         self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
         # By the forms of a path (see `paths.forms`), of which the first is shown.
         self._found: dict[tuple[str, ...], Rule | None] = {}
-        self._known: dict[tuple[str, ...], None] = {}  # of modules
-        self._open: set[tuple[str, ...]] = set()  # of those that were not called
+        # Whether the module at a path was called.
+        self._called: dict[tuple[str, ...], bool] = {}
         self._depth = 0
 
     def learn(self, parameters: Iterable[str]) -> None:
@@ -214,35 +209,28 @@ class Active:
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
         """Inside, the modules below some objects know their paths."""
         before: list[tuple[Any, Any]] = []
-        outer: set[int] = set()
         for prefix, root in roots:
             for path, node in _modules_of(root):
                 own = "/".join(map(escape, path))
-                seen = forms(prefix, own)
-                if _definer(type(node)) is not None and seen not in self._known:
-                    self._known[seen] = None
-                    self._open.add(seen)
-                mark = vars(node).get(_MARK)
-                if mark is not None and mark.rules == self._rules:
-                    outer.add(id(node))  # by a scope of the same rules around this one
-                else:
-                    before.append((node, mark))
-                    vars(node)[_MARK] = _Mark(prefix, own, self._rules)
+                if callable(node):
+                    self._called.setdefault(forms(prefix, own), False)
+                mark = note_of(node)
+                before.append((node, mark))
+                # A scope of the same rules around this one has marked it already.
+                if mark is None or mark.rules != self._rules:
+                    set_note(node, _Mark(prefix, own, self._rules))
         try:
             yield
         finally:
             # Copies that were made in between have the mark too.
-            nodes = [node for _, root in roots for _, node in _modules_of(root)]
-            for node in (*nodes, *(node for node, _ in before)):
-                if id(node) not in outer:
-                    vars(node).pop(_MARK, None)
-            for node, mark in before:
-                if mark is not None:
-                    vars(node)[_MARK] = mark
+            for _, root in roots:
+                forget_path(root)
+            for node, mark in reversed(before):
+                set_note(node, mark)
 
     def call(self, plain: Callable[..., Any], module: Any, args: Any, kw: Any) -> Any:
         """Calls a module, and lays its output out."""
-        mark = vars(module).get(_MARK)
+        mark = note_of(module)
         if mark is not None and mark.rules != self._rules:
             mark = None  # a copy from another scope
         if mark is None and not self._depth:
@@ -262,8 +250,7 @@ class Active:
 
     def laid_out(self, prefix: str, path: str, output: Any) -> Any:
         """The output of the module at a path, leaf by leaf in its layout."""
-        self._known[forms(prefix, path)] = None
-        self._open.discard(forms(prefix, path))
+        self._called[forms(prefix, path)] = True
         leaves, treedef = jax.tree_util.tree_flatten_with_path(
             output, is_leaf=is_nnx_object
         )
@@ -355,10 +342,10 @@ class Active:
             for rule in (*rules.activations, *self._outputs)
             if id(rule) not in rules._fired and not self._is_for_known(rule)
         ]
-        if not unused or not self._known or rules.strict is False:
+        if not unused or not self._called or rules.strict is False:
             return
         lines = []
-        known = [own[0] for own in self._known]
+        known = [own[0] for own in self._called]
         for pattern in unused:
             near = closest(pattern.removesuffix("/output"), known)
             hint = f"; the closest is {near[0]!r}" if near else ""
@@ -366,17 +353,17 @@ class Active:
         text = (
             f"activation rules that match the output of no module: {', '.join(lines)}"
         )
-        if rules.strict and not self._open:
+        if rules.strict and all(self._called.values()):
             raise RuleError(f"strict: {text}")
         about = f"no output: {' '.join(unused)}"
-        paths = frozenset(own[-1] for own in self._known)
+        paths = frozenset(own[-1] for own in self._called)
         for new in news(rules, [Remark(text, about, paths)]):
             tell(new)
 
     def _is_for_known(self, rule: Rule) -> bool:
         named = _outputs_of if rule in self._outputs else tuple
         match = self._rules.match
-        return any(reaching_the_end([rule], match, named(own)) for own in self._known)
+        return any(reaching_the_end([rule], match, named(own)) for own in self._called)
 
 
 _ACTIVE: ContextVar[Active | None] = ContextVar(
@@ -391,7 +378,9 @@ def _scoped_call(owner: type, plain: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = plain.__get__(self, type(self))
         active = _ACTIVE.get()
-        if active is None or _definer(type(self)) is not owner:
+        classes = type(self).__mro__
+        definer = next((one for one in classes if "__call__" in vars(one)), None)
+        if active is None or definer is not owner:
             return bound(*args, **kwargs)  # the second: super().__call__(…)
         return active.call(bound, self, args, kwargs)
 
@@ -417,15 +406,6 @@ def _modules_of(root: Any) -> list[tuple[Any, Any]]:
         for path, node in named_objects_of(root)
         if isinstance(node, nnx.Module)
     ]
-
-
-def _definer(cls: type) -> type | None:
-    return next((own for own in cls.__mro__ if "__call__" in vars(own)), None)
-
-
-def _classes(cls: type) -> set[type]:
-    below = {own for child in cls.__subclasses__() for own in _classes(child)}
-    return below | {cls}
 
 
 def _outputs_of(own: Sequence[str]) -> tuple[str, ...]:

@@ -4,8 +4,10 @@ NNX objects are split into GraphDef and State; everything else is a pytree.
 """
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +22,8 @@ from flax_layoutmap._core.errors import (
     StructureError,
     did_you_mean,
 )
+from flax_layoutmap._core.fetch import own_sharding
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     constants_of,
@@ -34,10 +38,12 @@ from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _NUMBERS = bool | int | float | complex
 
+# ------------------------------------------------------------------- signatures
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """Where an argument stands in a signature.
+    """The place of an argument in a signature.
 
     Attributes:
         name: as options and messages call it: `batch`, `args[0]`; a keyword in
@@ -50,12 +56,16 @@ class Slot:
     parameter: str
     key: int | str | None = None
 
+    def is_among(self, names: frozenset[str]) -> bool:
+        """Whether an option that lists these names means this argument."""
+        return self.name in names or self.parameter in names
+
 
 def signature_of(fun: Any) -> inspect.Signature:
     """The signature of a function.
 
     Raises:
-        LayoutError: it is no function, or one that does not tell.
+        LayoutError: it is no function, or one without a signature.
     """
     try:
         return inspect.signature(fun)
@@ -119,7 +129,7 @@ def names_of(
     numbers: int | Iterable[int],
     option: str,
 ) -> frozenset[str]:
-    """The arguments that an option of jit means, by name and by position.
+    """The arguments that an option of jit names, by name and by position.
 
     Raises:
         LayoutError: there is no such argument.
@@ -148,36 +158,37 @@ def names_of(
     return frozenset(listed)
 
 
-@dataclasses.dataclass(slots=True)
+# -------------------------------------------------------------------- arguments
+
+
+@dataclasses.dataclass(frozen=True)
 class Argument:
     """One argument, taken apart.
 
     Attributes:
-        slot: where it stands.
+        slot: its place in the signature.
         value: as the caller gave it.
         outer: the structure with NNX objects (and States) as leaves.
         nodes: the leaves of `outer`.
         graphdefs: GraphDef of each node, None for what is no NNX object.
-        raw: all leaves as they are.
-        leaves: all leaves; Python numbers of a state are arrays here.
+        raw: all leaves as the caller has them.
+        leaves: all leaves as the program gets them: Python numbers of a state are
+            arrays, data is placed.
         treedef: structure of the plain tree, `nnx.State` for each NNX object.
         is_state: whether the rules lay it out.
         is_donated: whether its buffers may be reused.
-        pins: of a container of data that is on the mesh, where its leaves are; a result
-            of the same structure stays there.
     """
 
     slot: Slot
     value: Any
     outer: Any
-    nodes: list[Any]
+    nodes: Sequence[Any]
     graphdefs: tuple[Any, ...]
-    raw: list[Any]
-    leaves: list[Any]
+    raw: Sequence[Any]
+    leaves: Sequence[Any]
     treedef: Any
     is_state: bool
     is_donated: bool
-    pins: tuple[NamedSharding, ...] = ()
 
     @property
     def name(self) -> str:
@@ -189,21 +200,38 @@ class Argument:
         """Whether NNX objects are inside, which are updated in place."""
         return any(graphdef is not None for graphdef in self.graphdefs)
 
+    @property
+    def is_container(self) -> bool:
+        """Whether it is a tree, not a single array."""
+        return not jax.tree_util.treedef_is_leaf(self.treedef)
+
+    @functools.cached_property
+    def pins(self) -> tuple[NamedSharding, ...]:
+        """The shardings of a container of data that was on a mesh when it was given.
+
+        A result of the same structure stays there. Empty for all else.
+        """
+        if self.is_state or not self.raw or not self.is_container:
+            return ()
+        if not all(map(is_on_mesh, self.raw)):
+            return ()
+        own = map(own_sharding, self.leaves)
+        return tuple(sharding for sharding in own if sharding is not None)
+
     def key(self) -> Any:
         """What a compiled program depends on; equal keys share one."""
         # State is put where the rules say, so it does not matter where it is.
         avals = tuple(_aval_key(leaf, not self.is_state) for leaf in self.leaves)
         return self.slot, self.outer, self.graphdefs, self.treedef, avals, self.pins
 
-    @property
-    def is_container(self) -> bool:
-        """Whether it is a tree, not a single array."""
-        return not jax.tree_util.treedef_is_leaf(self.treedef)
+    def as_state(self) -> "Argument":
+        """The same, laid out by the rules."""
+        leaves = list(map(strong, self.raw))
+        return dataclasses.replace(self, is_state=True, leaves=leaves)
 
-    def make_state(self) -> None:
-        """Says that the rules lay it out."""
-        self.is_state = True
-        self.leaves = [strong(leaf) for leaf in self.raw]
+    def with_leaves(self, leaves: Sequence[Any]) -> "Argument":
+        """The same with other leaves for the program."""
+        return dataclasses.replace(self, leaves=leaves)
 
     def plain(self, leaves: Sequence[Any] | None = None) -> Any:
         """The tree with `nnx.State` for each NNX object."""
@@ -216,22 +244,22 @@ class Argument:
         return self.outer.flatten_up_to(self.plain(leaves))
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The argument again, from leaves; and its nodes."""
+        """The argument again, from leaves; and the NNX objects in it."""
         merged = [
             part if graphdef is None else nnx.merge(graphdef, part)
             for graphdef, part in zip(self.graphdefs, self.parts(leaves), strict=True)
         ]
-        return jax.tree.unflatten(self.outer, merged), merged
+        return jax.tree.unflatten(self.outer, merged), self._of_objects(merged)
 
     @property
     def objects(self) -> list[Any]:
         """The outermost NNX objects in it."""
-        return self.among_objects(self.nodes)
+        return self._of_objects(self.nodes)
 
-    def among_objects(self, entries: Iterable[Any]) -> list[Any]:
-        """Of entries that go with the nodes, those of NNX objects."""
-        pairs = zip(entries, self.graphdefs, strict=True)
-        return [entry for entry, graphdef in pairs if graphdef is not None]
+    def _of_objects(self, entries: Iterable[Any]) -> list[Any]:
+        """Of one entry per node, those of NNX objects."""
+        has_graph = (graphdef is not None for graphdef in self.graphdefs)
+        return list(itertools.compress(entries, has_graph))
 
     def holders(self) -> list[tuple[Any, int] | None]:
         """Per leaf, the Variable of an NNX object that it is in, as `holders_of`."""
@@ -243,14 +271,16 @@ class Argument:
                 found += holders_of(nnx_split(node)[1])
         return found
 
-    def with_objects(self, nodes: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The argument with other NNX objects, off a list; and the rest of the list."""
-        rest = list(nodes)
-        entries = [
-            node if graphdef is None else rest.pop(0)
-            for node, graphdef in zip(self.nodes, self.graphdefs, strict=True)
-        ]
-        return jax.tree.unflatten(self.outer, entries), rest
+    def pure_leaves(self) -> list[bool]:
+        """Per leaf: whether it is outside of every NNX object."""
+        parts = zip(self.graphdefs, self.parts(range(len(self.leaves))), strict=True)
+        return [graphdef is None for graphdef, p in parts for _ in jax.tree.leaves(p)]
+
+    def with_objects(self, nodes: Iterator[Any]) -> Any:
+        """The tree with the next of these NNX objects in place of its own."""
+        pairs = zip(self.nodes, self.graphdefs, strict=True)
+        entries = [node if made is None else next(nodes) for node, made in pairs]
+        return jax.tree.unflatten(self.outer, entries)
 
     def write_back(self, new: Mapping[int, Any]) -> None:
         """Gives the caller's own NNX objects new leaves, by position."""
@@ -262,22 +292,58 @@ class Argument:
         for at, leaf in new.items():
             leaves[at] = leaf
         for node, part in zip(
-            self.objects, self.among_objects(self.parts(leaves)), strict=True
+            self.objects, self._of_objects(self.parts(leaves)), strict=True
         ):
             update(node, part)
-
-    def pure_leaves(self) -> list[bool]:
-        """Per leaf: whether it is outside of every NNX object."""
-        pure: list[bool] = []
-        for graphdef, part in zip(
-            self.graphdefs, self.parts(range(len(self.leaves))), strict=True
-        ):
-            pure.extend([graphdef is None] * len(jax.tree.leaves(part)))
-        return pure
 
     def path(self, at: int) -> str:
         """Path of a leaf, with the name of the argument first."""
         return flatten(Roots({self.name: self.value})).full_paths()[at]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of the function: its arguments, sorted and taken apart.
+
+    Attributes:
+        args: positional arguments as given.
+        kwargs: those by name.
+        rules: the rule set in force, or None.
+        slots: all arguments, in the order of the signature.
+        static: those that are constants.
+        arguments: the others.
+    """
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    rules: RuleSet | None
+    slots: Sequence[tuple[Slot, Any]]
+    static: Mapping[Slot, Any]
+    arguments: Sequence[Argument]
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The leaves of all arguments."""
+        return [leaf for argument in self.arguments for leaf in argument.leaves]
+
+
+def spans(arguments: Iterable[Argument]) -> list[range]:
+    """Per argument, the positions of its leaves among those of all arguments."""
+    found: list[range] = []
+    start = 0
+    for argument in arguments:
+        found.append(range(start, start + len(argument.leaves)))
+        start = found[-1].stop
+    return found
+
+
+def leaves_with_owners(
+    arguments: Iterable[Argument],
+) -> Iterator[tuple[Argument, int, Any]]:
+    """Each leaf of all arguments, after its argument and its number in there."""
+    for argument in arguments:
+        for at, leaf in enumerate(argument.leaves):
+            yield argument, at, leaf
 
 
 def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> Argument:
@@ -300,25 +366,31 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
     try:
         nodes, outer = jax.tree.flatten(value, is_leaf=stops)
     except (TypeError, ValueError):
-        flatten(Roots({slot.name: value}))  # says where and why
+        flatten(Roots({slot.name: value}))  # names the node that JAX refuses
         raise
     split = [nnx_split(node) if _is_object(node) else (None, node) for node in nodes]
-    parts = [part for _, part in split]
+    graphdefs, parts = zip(*split, strict=True) if split else ((), ())
     raw, treedef = jax.tree.flatten(jax.tree.unflatten(outer, parts))
-    leaves = [strong(leaf) for leaf in raw] if is_state else list(raw)
+    leaves = list(map(strong, raw)) if is_state else raw
     argument = Argument(
         slot,
         value,
         outer,
         nodes,
-        tuple(graphdef for graphdef, _ in split),
+        graphdefs,
         raw,
         leaves,
         treedef,
         is_state,
         is_donated,
     )
-    _check_leaves(argument)
+    for at, leaf in enumerate(leaves):
+        if problem := no_array(leaf):
+            raise LayoutError(
+                f"{argument.path(at)} is neither an array nor a number, but the "
+                f"{problem}: take it out of the argument, or name a whole (hashable) "
+                "argument in static_argnames"
+            )
     return argument
 
 
@@ -326,15 +398,11 @@ def _is_object(node: Any) -> bool:
     return is_nnx_object(node) or isinstance(node, nnx.Variable)
 
 
-def _check_leaves(argument: Argument) -> None:
-    for at, leaf in enumerate(argument.leaves):
-        problem = no_array(leaf)
-        if problem:
-            raise LayoutError(
-                f"{argument.path(at)} is neither an array nor a number, but the "
-                f"{problem}: take it out of the argument, or name a whole (hashable) "
-                "argument in static_argnames"
-            )
+def is_on_mesh(leaf: Any) -> bool:
+    """Whether a leaf is an array that was put on a mesh."""
+    if own_sharding(leaf) is None or isinstance(leaf, Tracer):
+        return False
+    return bool(getattr(leaf, "committed", True))
 
 
 def no_array(leaf: Any) -> str:
@@ -376,33 +444,93 @@ def _aval_key(leaf: Any, with_sharding: bool) -> Any:
     return leaf.shape, dtype, weak, sharding if explicit else None
 
 
+def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    """The shapes of leaves, to compare."""
+    return tuple(tuple(np.shape(leaf)) for leaf in leaves)
+
+
+def static_key(values: Mapping[Slot, Any]) -> tuple[Any, ...]:
+    """The static arguments as part of a key.
+
+    Raises:
+        LayoutError: one cannot be hashed.
+    """
+    for slot, value in values.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise LayoutError(
+                f"the static argument {slot.name!r} cannot be hashed: {value!r}; make "
+                "it a tuple or a frozen dataclass, or take it out of static_argnames"
+            ) from error
+    # 1, 1.0 and True are equal, but give different programs.
+    return tuple((slot, type(value), value) for slot, value in values.items())
+
+
+# ----------------------------------------------------------- what is refused
+
+
+def named_parts(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The objects and Variables in NNX objects with names, each with its path."""
+    for name, node in named:
+        for path, part in named_objects_of(node):
+            yield "/".join((name, *map(str, path))), part
+
+
+def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
+    """The outermost NNX objects in arguments, each with the argument's name."""
+    return [
+        (argument.name, node) for argument in arguments for node in argument.objects
+    ]
+
+
 def check_not_shared(arguments: Sequence[Argument]) -> None:
     """Raises StructureError where two NNX objects share a Variable.
 
     They would come apart, as each is rebuilt on its own.
     """
-    seen: set[int] = set()
-    count = 0
-    for argument in arguments:
-        if argument.has_objects:
-            seen.update(map(id, argument.raw))
-            count += len(argument.raw)
+    leaves = [leaf for a in arguments if a.has_objects for leaf in a.raw]
     # A shared Variable shows as a leaf that comes twice; this is much less work.
-    if len(seen) < count:
+    if len(set(map(id, leaves))) < len(leaves):
         check_apart(arguments, [a.objects for a in arguments], nnx.Variable)
+
+
+def check_apart(
+    arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
+) -> None:
+    """Raises StructureError where NNX objects have a part in common.
+
+    Args:
+        arguments: the arguments.
+        nodes: of each, its NNX objects, or what the function made of them.
+        kinds: types of the parts that count.
+    """
+    named = [
+        (argument.name + (f" (object {at})" if len(own) > 1 else ""), node)
+        for argument, own in zip(arguments, nodes, strict=True)
+        for at, node in enumerate(own, 1)
+    ]
+    owners: dict[int, tuple[int, str]] = {}
+    for number, one in enumerate(named):
+        for path, part in named_parts([one]):
+            if not isinstance(part, kinds):
+                continue
+            first, other = owners.setdefault(id(part), (number, path))
+            if first != number:
+                raise StructureError(
+                    f"{other} and {path} are one {type(part).__name__}: pass one "
+                    "object that holds both, so that they stay shared"
+                )
 
 
 def check_plain(arguments: Sequence[Argument]) -> None:
     """Raises StructureError where a Variable holds no value, but a reference to one."""
-    for argument in arguments:
-        for node in argument.objects:
-            for path, part in named_objects_of(node):
-                if isinstance(part, nnx.Variable) and not is_plain_variable(part):
-                    where = "/".join((argument.name, *map(str, path)))
-                    raise StructureError(
-                        f"{where} is a {type(part).__name__} with ref or hijax, which "
-                        "changes in place by itself: make it without, or use nnx.jit"
-                    )
+    for path, part in named_parts(named_objects(arguments)):
+        if isinstance(part, nnx.Variable) and not is_plain_variable(part):
+            raise StructureError(
+                f"{path} is a {type(part).__name__} with ref or hijax, which "
+                "changes in place by itself: make it without, or use nnx.jit"
+            )
 
 
 def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
@@ -426,78 +554,29 @@ def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) 
         and not jax.numpy.issubdtype(leaf.dtype, np.inexact)
     ]
     if found:
-        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         raise StructureError(
             f"{name} differentiates what is no real or complex number: "
-            f"{', '.join(found[:4])}{more}; keep it in an nnx.Variable that is no "
+            f"{first_four(found)}; keep it in an nnx.Variable that is no "
             "nnx.Param, or out of the tree that is differentiated"
         ) from cause
 
 
 def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
     """Raises StructureError for a constant in NNX objects that cannot be compared."""
-    for argument in arguments:
-        for node in argument.objects:
-            for path, part in named_objects_of(node):
-                for name, value in constants_of(part).items():
-                    try:
-                        comparable(value)
-                    except Uncomparable as error:
-                        where = "/".join((argument.name, *map(str, path), name))
-                        kind = type(error.args[0]).__name__
-                        raise StructureError(
-                            f"{where} is or holds a {kind}, which Python can neither "
-                            "hash nor copy, so no call could tell whether it changed: "
-                            f"give {kind} a __hash__, or keep it outside of the model"
-                        ) from cause
+    for path, part in named_parts(named_objects(arguments)):
+        for name, value in constants_of(part).items():
+            try:
+                comparable(value)
+            except Uncomparable as error:
+                kind = type(error.args[0]).__name__
+                raise StructureError(
+                    f"{path}/{name} is or holds a {kind}, which Python can neither "
+                    "hash nor copy, so no call could tell whether it changed: "
+                    f"give {kind} a __hash__, or keep it outside of the model"
+                ) from cause
 
 
-def check_apart(
-    arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
-) -> None:
-    """Raises StructureError where NNX objects have a part in common.
-
-    Args:
-        arguments: the arguments.
-        nodes: of each, its NNX objects, or what the function made of them.
-        kinds: types of the parts that count.
-    """
-    owners: dict[int, tuple[int, str]] = {}
-    number = 0
-    for argument, own in zip(arguments, nodes, strict=True):
-        for at, node in enumerate(own):
-            here = argument.name + (f" (object {at + 1})" if len(own) > 1 else "")
-            number += 1
-            for path, part in named_objects_of(node):
-                if not isinstance(part, kinds):
-                    continue
-                full = "/".join((here, *map(str, path)))
-                first, other = owners.setdefault(id(part), (number, full))
-                if first != number:
-                    raise StructureError(
-                        f"{other} and {full} are one {type(part).__name__}: pass one "
-                        "object that holds both, so that they stay shared"
-                    )
-
-
-def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """The shapes of leaves, to compare."""
-    return tuple(tuple(np.shape(leaf)) for leaf in leaves)
-
-
-def static_key(values: Mapping[Slot, Any]) -> tuple[Any, ...]:
-    """The static arguments as part of a key.
-
-    Raises:
-        LayoutError: one cannot be hashed.
-    """
-    for slot, value in values.items():
-        try:
-            hash(value)
-        except TypeError as error:
-            raise LayoutError(
-                f"the static argument {slot.name!r} cannot be hashed: {value!r}; make "
-                "it a tuple or a frozen dataclass, or take it out of static_argnames"
-            ) from error
-    # 1, 1.0 and True are equal, but give different programs.
-    return tuple((slot, type(value), value) for slot, value in values.items())
+def first_four(names: Sequence[str]) -> str:
+    """The first of many, for messages, and how many more there are."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

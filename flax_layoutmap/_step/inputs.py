@@ -6,7 +6,6 @@ batch axes. One spelling for equal placements keeps one compiled program for the
 
 import collections
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,30 +13,36 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_layoutmap._core.errors import (
     LayoutError,
-    MeshError,
-    RuleError,
     StructureError,
     bullet_list,
     warn,
 )
-from flax_layoutmap._core.layout import TensorLayout, clash, dim_axes, normal_spec
+from flax_layoutmap._core.fetch import normal_sharding, own_sharding
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
+from flax_layoutmap._place.batch import batch_sharding, clash_of_rows, has_rows
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._rules.announce import Remark, announce
 from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Argument
+from flax_layoutmap._step.arguments import (
+    Argument,
+    first_four,
+    is_on_mesh,
+    leaves_with_owners,
+)
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Roots
 
 # What Flax calls the matrices of its layers; a batch has none that is called so.
 _PARAMETER = re.compile(r"(?:^|/)(?:kernel|embedding)$")
-_ABSTRACT = (Tracer, bool, int, float, complex, jax.ShapeDtypeStruct)
+_NUMBERS = (bool, int, float, complex)
+
+# ------------------------------------------------------------- state, or data
 
 
 def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
@@ -101,55 +106,106 @@ def _is_sharded(rules: RuleSet, own: tuple[str, ...], ndim: int) -> bool:
     return any(not layout.is_replicated for layout in fitting)
 
 
-def note_pins(argument: Argument) -> None:
-    """Notes where a data container lies, if all of it was on a mesh from the start."""
-    if argument.raw and argument.is_container and all(map(_on_a_mesh, argument.raw)):
-        own = [own_sharding(leaf) for leaf in argument.leaves]
-        argument.pins = tuple(sharding for sharding in own if sharding is not None)
+# ------------------------------------------------------------------------ data
 
 
-def _on_a_mesh(leaf: Any) -> bool:
-    if own_sharding(leaf) is None or isinstance(leaf, Tracer):
-        return False
-    return bool(getattr(leaf, "committed", True))
-
-
-def place_data(argument: Argument, rules: RuleSet | None) -> None:
-    """Puts the arrays of a data argument where they belong; changes its leaves.
+def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
+    """The leaves of a data argument where they belong.
 
     Host arrays are split over the batch axes. Arrays on the mesh keep their layout.
 
     Raises:
         LayoutError: an array does not divide, or lives on other devices.
     """
-    mesh = None if rules is None else rules.mesh
-    if mesh is None or rules is None or not isinstance(mesh.jax_mesh, Mesh):
-        argument.leaves = [_respelled(leaf) for leaf in argument.leaves]
-        return
+    if rules is None or rules.mesh is None:
+        return list(map(_respelled, argument.leaves))
+    mesh = rules.mesh
+    placed: list[Any] = []
     problems: list[str] = []
     for at, leaf in enumerate(argument.leaves):
-        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-            # On a single device, every placement is the same as that of a host array.
-            single = mesh.size == 1 and leaf.devices() == set(mesh.devices.flat)
-            if leaf.committed and not single:
-                where = _on_mesh(leaf.sharding, mesh, leaf.ndim)
-                if where is None:
-                    problems.append(
-                        f"{argument.path(at)} {show_shape(leaf.shape)} is "
-                        f"{show_sharding(leaf.sharding)}"
-                    )
-                elif isinstance(where, NamedSharding) and where != leaf.sharding:
-                    argument.leaves[at] = put(leaf, where)
-                continue
-        elif isinstance(leaf, _ABSTRACT) and getattr(leaf, "sharding", 0) is not None:
-            continue
-        argument.leaves[at] = split_leaf(argument, at, leaf, rules, mesh)
+        if _is_put_on(leaf, mesh):
+            where = _on_mesh(leaf.sharding, mesh, leaf.ndim)
+            if where is None:
+                problems.append(
+                    f"{argument.path(at)} {show_shape(leaf.shape)} is "
+                    f"{show_sharding(leaf.sharding)}"
+                )
+            placed.append(
+                put(leaf, where) if isinstance(where, NamedSharding) else leaf
+            )
+        elif isinstance(leaf, (Tracer, *_NUMBERS)) or (
+            isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is not None
+        ):
+            placed.append(leaf)
+        else:
+            placed.append(split_leaf(argument, at, leaf, rules))
     if problems:
         raise LayoutError(
             f"{len(problems)} arrays are not on the mesh of the rules, {mesh}:\n"
             f"{bullet_list(problems)}\nplace them with flm.distribute_tensor, or pass "
             "them as NumPy arrays, which are split over the batch axes"
         )
+    return placed
+
+
+def _is_put_on(leaf: Any, mesh: DeviceMesh) -> bool:
+    """Whether a leaf is an array that somebody has put on its devices.
+
+    On a single device, every placement is the same as that of a host array.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
+        return False
+    single = mesh.size == 1 and leaf.devices() == set(mesh.devices.flat)
+    return leaf.committed and not single
+
+
+def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
+    """A host array over the batch axes; scalars and PRNG keys are replicated.
+
+    Of a `jax.ShapeDtypeStruct`, one with that sharding.
+
+    Old-style keys too: a plain array of two or four uint32, of `jax.random.PRNGKey`.
+    """
+    is_old_key = leaf.dtype == np.uint32 and leaf.shape in ((2,), (4,))
+    rows = has_rows(leaf) and not is_old_key
+    if rows and (clash := clash_of_rows(leaf.shape[0], rules)):
+        raise LayoutError(
+            f"the batch does not divide over the batch axes {rules.batch}:\n"
+            f"  - {argument.path(at)} {show_shape(leaf.shape)}: {clash}\n"
+            "pad it, batch, mask = flm.pad_batch(batch, layout_map), drop the rest, or "
+            "place it yourself with flm.distribute_tensor"
+        )
+    sharding = batch_sharding(rules, rows=rows)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return put(leaf, sharding)
+
+
+def _on_mesh(sharding: Sharding, mesh: DeviceMesh, ndim: int) -> Sharding | None:
+    """The same placement in its one spelling; None if it is on other devices."""
+    if isinstance(sharding, NamedSharding):
+        normal = normal_sharding(sharding)
+        if sharding.mesh == mesh.jax_mesh:
+            return normal
+        grid = DeviceMesh(sharding.mesh)
+        if list(grid.devices.flat) != list(mesh.devices.flat):
+            return None
+        if not same_grid(grid, mesh):
+            return normal
+        # Only the axis types differ.
+        kind = sharding.memory_kind
+        return NamedSharding(mesh.jax_mesh, normal.spec, memory_kind=kind)
+    if sharding.device_set != set(mesh.devices.flat):
+        return None
+    replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    return replicated if sharding.is_equivalent_to(replicated, ndim) else sharding
+
+
+def _respelled(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
+        normal = own_sharding(leaf)
+        return leaf if normal is None or normal == leaf.sharding else put(leaf, normal)
+    return leaf
 
 
 def tell_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
@@ -158,162 +214,84 @@ def tell_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
     Returns:
         Whether it did.
     """
-    leaves = [leaf for argument in arguments for leaf in argument.leaves]
-    found = (own.mesh for leaf in leaves if (own := own_sharding(leaf)) is not None)
+    every = list(leaves_with_owners(arguments))
+    found = (own.mesh for *_, leaf in every if (own := own_sharding(leaf)) is not None)
     mesh = next((mesh for mesh in found if mesh.size > 1), None)
     whole = [
         f"{argument.path(at)} {show_shape(np.shape(leaf))}"
-        for argument in arguments
-        if not argument.is_state
-        for at, leaf in enumerate(argument.leaves)
-        if np.ndim(leaf) and not isinstance(leaf, _ABSTRACT) and not _on_a_mesh(leaf)
+        for argument, at, leaf in every
+        if not argument.is_state and np.ndim(leaf) and not is_on_mesh(leaf)
+        if not isinstance(leaf, Tracer | jax.ShapeDtypeStruct)
     ]
     if mesh is None or not whole:
         return False
-    more = f" and {len(whole) - 4} more" if len(whole) > 4 else ""
     warn(
         f"{name} has no rules, so what comes from the host is not split, but whole on "
-        f"each device of the mesh {DeviceMesh(mesh)}: {', '.join(whole[:4])}{more}; "
+        f"each device of the mesh {DeviceMesh(mesh)}: {first_four(whole)}; "
         "give it the rules, @flm.jit(layout_map=layout_map), or place it yourself, "
         "batch = flm.distribute_batch(batch, layout_map)"
     )
     return True
 
 
-def split_leaf(
-    argument: Argument, at: int, leaf: Any, rules: RuleSet, mesh: DeviceMesh
-) -> Any:
-    """A host array over the batch axes; scalars and PRNG keys are replicated.
-
-    Of a `jax.ShapeDtypeStruct`, one with that sharding.
-
-    Old-style keys too: a plain array of two or four uint32, of `jax.random.PRNGKey`.
-    """
-    shape = leaf.shape
-    sizes = mesh.axis_sizes
-    parts = math.prod(sizes[axis] for axis in rules.batch)
-    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or (
-        leaf.dtype == np.uint32 and shape in ((2,), (4,))
-    )
-    axes = (rules.batch, ...) if shape and not is_key else ()
-    if axes and shape[0] % parts:
-        raise LayoutError(
-            f"the batch does not divide over the batch axes {rules.batch}:\n"
-            f"  - {argument.path(at)} {show_shape(shape)}: "
-            f"{clash(0, shape[0], rules.batch, sizes)}\npad it, batch, mask = "
-            "flm.pad_batch(batch, layout_map), drop the rest, or place it yourself "
-            "with flm.distribute_tensor"
-        )
-    sharding = TensorLayout(axes, mesh).sharding(len(shape))
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
-    return put(leaf, sharding)
-
-
-def _on_mesh(sharding: Sharding, mesh: DeviceMesh, ndim: int) -> Sharding | None:
-    """The same placement in its one spelling; None if it is on other devices."""
-    if isinstance(sharding, NamedSharding):
-        own = sharding.mesh
-        if own == mesh.jax_mesh:
-            return normal_sharding(sharding)
-        grid = DeviceMesh(own)
-        if list(grid.devices.flat) != list(mesh.devices.flat):
-            return None
-        if same_grid(grid, mesh):
-            # Only the axis types differ.
-            spec = normal_sharding(sharding).spec
-            kind = sharding.memory_kind
-            return NamedSharding(mesh.jax_mesh, spec, memory_kind=kind)
-        return normal_sharding(sharding)
-    if sharding.device_set != set(mesh.devices.flat):
-        return None
-    replicated = NamedSharding(mesh.jax_mesh, PartitionSpec())
-    if sharding.is_equivalent_to(replicated, ndim):
-        return replicated
-    return sharding
-
-
-def normal_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding with its spec in normal form."""
-    spec = sharding.spec
-    plain = all(entry is None or isinstance(entry, str) for entry in spec)
-    if plain and (not spec or spec[-1] is not None):
-        return sharding
-    normal = normal_spec([dim_axes(entry) for entry in spec])
-    if normal == spec and len(normal) == len(spec):
-        return sharding
-    return NamedSharding(sharding.mesh, normal, memory_kind=sharding.memory_kind)
-
-
-def _respelled(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer):
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):
-            normal = normal_sharding(sharding)
-            return leaf if normal is sharding else put(leaf, normal)
-    return leaf
-
-
-def own_sharding(leaf: Any) -> NamedSharding | None:
-    """Where an array on a mesh is; None for all else."""
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return normal_sharding(sharding)
-    return None
+# ------------------------------------------------------------------ every input
 
 
 def fit(
-    arguments: Sequence[Argument], wanted: Sequence[Any], rules: RuleSet | None
-) -> None:
-    """Gives the leaves of all arguments exactly the wanted shardings.
+    arguments: Sequence[Argument],
+    wanted: Sequence[Any],
+    donated: Sequence[int],
+    rules: RuleSet | None,
+) -> list[Any]:
+    """The leaves of all arguments, in exactly the wanted shardings.
 
     Uncommitted arrays are placed, and equal placements respelled, as `jax.jit` would
-    do in every call. Changes the leaves of the arguments.
+    do in every call. What is donated shares no memory with another leaf.
+
+    Args:
+        arguments: the arguments.
+        wanted: per leaf, its sharding; None for one that stays.
+        donated: positions of the leaves that are given away.
+        rules: the rule set, for messages.
 
     Raises:
-        LayoutError: arrays are deleted, abstract, or committed somewhere else.
+        LayoutError: arrays are deleted, abstract, committed somewhere else, or donated
+            and used twice.
     """
+    leaves: list[Any] = []
     problems: list[str] = []
     deleted: list[str] = []
     hints: dict[str, None] = {}
-    position = -1
-    for argument in arguments:
-        leaves = argument.leaves
-        for at, leaf in enumerate(leaves):
-            position += 1
-            sharding = wanted[position]
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                raise LayoutError(
-                    f"{argument.path(at)} {show_shape(leaf.shape)} is abstract: a call "
-                    "needs arrays; make the model with flm.create(make, layout_map), "
-                    "or use .lower or .eval_shape"
-                )
-            if isinstance(leaf, _ABSTRACT):
-                continue
-            if not isinstance(leaf, jax.Array):
-                if sharding is not None:
-                    leaves[at] = put(leaf, sharding)
-                continue
-            if leaf.is_deleted():
-                deleted.append(argument.path(at))
-                continue
-            if sharding is None:
-                continue
-            own = leaf.sharding
-            if own == sharding and leaf.committed:
-                continue
-            if not leaf.committed or own.is_equivalent_to(sharding, leaf.ndim):
-                leaves[at] = put(leaf, sharding)
-            else:
-                problems.append(
-                    f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
-                    f"{show_sharding(sharding)}, it is {show_sharding(own)}"
-                )
-                hints[_hint(arguments, argument, at, rules)] = None
+    every = leaves_with_owners(arguments)
+    for (argument, at, leaf), sharding in zip(every, wanted, strict=True):
+        leaves.append(leaf)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise LayoutError(
+                f"{argument.path(at)} {show_shape(leaf.shape)} is abstract: a call "
+                "needs arrays; make the model with flm.create(make, layout_map), "
+                "or use .lower or .eval_shape"
+            )
+        if isinstance(leaf, (Tracer, *_NUMBERS)):
+            continue
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            deleted.append(argument.path(at))
+        elif sharding is None:
+            continue
+        elif (
+            isinstance(leaf, jax.Array)
+            and leaf.committed
+            and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+        ):
+            problems.append(
+                f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
+                f"{show_sharding(sharding)}, it is {show_sharding(leaf.sharding)}"
+            )
+            hints[_hint(arguments, argument, at, rules)] = None
+        else:
+            leaves[-1] = put(leaf, sharding)
     if deleted:  # given to a program, some backends end the process
-        more = f" and {len(deleted) - 4} more" if len(deleted) > 4 else ""
         raise LayoutError(
-            f"{', '.join(deleted[:4])}{more}: deleted, as an earlier call donated "
+            f"{first_four(deleted)}: deleted, as an earlier call donated "
             "them; go on with what that call returned, or do not donate them"
         )
     if problems:
@@ -321,6 +299,60 @@ def fit(
             f"{len(problems)} arrays are not where this jit wants them:\n"
             f"{bullet_list(problems)}\n{'; '.join(hints)}"
         )
+    if donated:
+        _check_not_donated_twice(arguments, leaves, donated)
+        _copy_shared_memory(leaves, donated)
+    return leaves
+
+
+def _check_not_donated_twice(
+    arguments: Sequence[Argument], leaves: Sequence[Any], donated: Sequence[int]
+) -> None:
+    """Raises LayoutError where one array is donated and used elsewhere too.
+
+    JAX fails on that only while running, and may hang.
+    """
+    count = collections.Counter(id(x) for x in leaves if isinstance(x, jax.Array))
+    twice = {id(leaves[at]) for at in donated if count[id(leaves[at])] > 1}
+    if twice:
+        paths = [
+            argument.path(at)
+            for (argument, at, _), leaf in zip(
+                leaves_with_owners(arguments), leaves, strict=True
+            )
+            if id(leaf) in twice
+        ]
+        raise LayoutError(
+            f"{' and '.join(paths[:4])} are one array, which is donated: it cannot be "
+            "used twice; copy it first, jax.numpy.copy(x), or do not donate it"
+        )
+
+
+def _copy_shared_memory(leaves: list[Any], donated: Sequence[int]) -> None:
+    """Copies what is donated and shares its memory with another array.
+
+    So it is with two arrays that were put on a mesh from one. Donating them may end the
+    process (jax 0.10.2).
+    """
+    parts = list(map(buffers_of, leaves))
+    count = collections.Counter(itertools.chain.from_iterable(parts))
+    for at in donated:
+        if any(count[part] > 1 for part in parts[at]):
+            leaves[at] = put(jax.numpy.copy(leaves[at]), leaves[at].sharding)
+
+
+def buffers_of(leaf: Any) -> set[Any]:
+    """The memory of an array in this process, to compare; empty where it is unknown."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
+        return set()
+    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    count = len(leaf.sharding.addressable_devices)
+    parts = [leaf.addressable_data(at) for at in range(count)]
+    try:
+        return {(*part.devices(), part.unsafe_buffer_pointer()) for part in parts}
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return {id(leaf)}  # a backend that does not tell
 
 
 def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
@@ -385,129 +417,3 @@ def show_sharding(sharding: Any) -> str:
     if len(devices) == 1:
         return f"on the single device {next(iter(devices))}"
     return str(sharding)
-
-
-def check_not_donated_twice(
-    arguments: Sequence[Argument], donated: Sequence[int]
-) -> None:
-    """Raises LayoutError where one array is donated and used elsewhere too.
-
-    JAX fails on that only while running, and may hang.
-    """
-    every = [leaf for argument in arguments for leaf in argument.leaves]
-    count: dict[int, int] = {}
-    for leaf in every:
-        if isinstance(leaf, jax.Array):
-            count[id(leaf)] = count.get(id(leaf), 0) + 1
-    twice = {key for key, times in count.items() if times > 1}
-    given_away = {id(every[at]) for at in donated}
-    if not twice & given_away:
-        return
-    paths = [
-        argument.path(at)
-        for argument in arguments
-        for at, leaf in enumerate(argument.leaves)
-        if id(leaf) in twice & given_away
-    ]
-    raise LayoutError(
-        f"{' and '.join(paths[:4])} are one array, which is donated: it cannot be used "
-        "twice; copy it first, jax.numpy.copy(x), or do not donate it"
-    )
-
-
-def give_own_memory(arguments: Sequence[Argument], donated: Sequence[int]) -> None:
-    """Copies what is donated and shares its memory with another array.
-
-    So it is with two arrays that were put on a mesh from one. Donating them may end the
-    process (jax 0.10.2). Changes the leaves of the arguments.
-    """
-    every = [leaf for argument in arguments for leaf in argument.leaves]
-    parts = list(map(buffers_of, every))
-    count = collections.Counter(itertools.chain.from_iterable(parts))
-    shared = {at for at in donated if any(count[part] > 1 for part in parts[at])}
-    position = -1
-    for argument in arguments:
-        for at, leaf in enumerate(argument.leaves):
-            position += 1
-            if position in shared:
-                argument.leaves[at] = put(jax.numpy.copy(leaf), leaf.sharding)
-
-
-def buffers_of(leaf: Any) -> set[Any]:
-    """The memory of an array in this process, to compare; empty where it is unknown."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
-        return set()
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    count = len(leaf.sharding.addressable_devices)
-    parts = [leaf.addressable_data(at) for at in range(count)]
-    try:
-        return {(*part.devices(), part.unsafe_buffer_pointer()) for part in parts}
-    except (NotImplementedError, jax.errors.JaxRuntimeError):
-        return {id(leaf)}  # a backend that does not tell
-
-
-class _Filled(list[Any]):
-    """The shardings of one part: to JAX a leaf, as trees may hold lists."""
-
-
-def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> list[Any]:
-    """One sharding (or None) per leaf of `tree`, from a prefix tree of layouts.
-
-    Raises:
-        LayoutError: `prefix` is no prefix of the tree, or a layout does not fit.
-    """
-
-    def fill(layout: Any, part: Any) -> _Filled:
-        leaves = jax.tree.leaves(part)
-        return _Filled(_sharding_of(layout, leaf, mesh, what) for leaf in leaves)
-
-    try:
-        lists = jax.tree.map(fill, prefix, tree, is_leaf=_is_layout)
-    except LayoutError:
-        raise
-    except (ValueError, TypeError, AttributeError) as error:
-        raise LayoutError(
-            f"{what} must be one sharding, or a tree of them that is a prefix of "
-            f"{jax.tree.structure(tree)}: {error}"
-        ) from error
-    return [entry for part in jax.tree.leaves(lists) for entry in part]
-
-
-def _is_layout(node: Any) -> bool:
-    if node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec):
-        return True
-    return type(node) is tuple and _names_axes(node)
-
-
-def _names_axes(entries: tuple[Any, ...]) -> bool:
-    """Whether a tuple is the axes of a layout, and not a tree of layouts."""
-    axes = [entry for entry in entries if entry is not None and entry is not ...]
-    return bool(axes) and all(
-        isinstance(entry, str)
-        or (type(entry) is tuple and all(isinstance(name, str) for name in entry))
-        for entry in axes
-    )
-
-
-def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> Any:
-    if layout is None or (
-        isinstance(layout, Sharding) and not isinstance(layout, NamedSharding)
-    ):
-        return layout
-    try:
-        layout = TensorLayout(layout)
-        if layout.device_mesh is None and mesh is not None:
-            layout = layout.on(mesh)
-    except RuleError as error:
-        raise RuleError(f"{what}: {error}") from error
-    if layout.device_mesh is None:
-        raise MeshError(
-            f"{what}: no mesh for the layout {layout}; give it one, "
-            "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
-        )
-    try:
-        layout.shard_shape(np.shape(leaf))
-        return layout.sharding(np.ndim(leaf))
-    except LayoutError as error:
-        raise LayoutError(f"{what}: {layout}: {error}") from error

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._core.constants import Uncomparable, contents, is_hashable
+from flax_layoutmap._core.constants import Uncomparable, comparable
 from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.processes import (
     Agreement,
     Parts,
@@ -31,43 +32,35 @@ from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import call_with_rules
 from flax_layoutmap._step.arguments import (
     Argument,
+    Call,
     Slot,
     check_not_shared,
+    first_four,
     names_of,
     positional_names,
     refuse_constants,
-    shape_key,
     signature_of,
     slots_of,
     static_key,
     take_apart,
 )
-from flax_layoutmap._step.dispatch import Routes
+from flax_layoutmap._step.fast_path import FastPath
 from flax_layoutmap._step.inputs import (
-    check_not_donated_twice,
     deleted_paths,
     fit,
-    give_own_memory,
     holds_parameters,
-    note_pins,
-    own_sharding,
     place_data,
     tell_of_whole_batches,
 )
 from flax_layoutmap._step.program import (
-    Job,
     OtherArgumentsError,
     Program,
     abstract_result,
-    call_job,
     make_program,
-    mesh_context,
-    mesh_needed,
     run_program,
-    surroundings,
-    write_back,
 )
 from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._step.trace import Job, call_job, mesh_context, surroundings
 from flax_layoutmap._tree.paths import join_keys
 
 # Compiled programs that one function keeps; the oldest is dropped.
@@ -183,7 +176,8 @@ def jit(
 class Jitted:
     """The function that `jit` returns."""
 
-    # How data gets to where it belongs; other than this where nothing will run.
+    # Places the leaves of data; replaced where nothing will run.
+    _place_data: Callable[[Argument, RuleSet | None], Sequence[Any]]
     _place_data = staticmethod(place_data)
 
     def __init__(
@@ -214,17 +208,15 @@ class Jitted:
         both = sorted(self._static & (self._donated | set(given)))
         if both:
             raise LayoutError(f"static arguments have no buffers or shardings: {both}")
-        self._routes = Routes(positional_names(signature))
-        # None where the key does not tell calls apart, and its contents do.
-        self._programs: dict[Any, Program | None] = {}
-        self._holds_parameters: dict[Any, bool] = {}
+        self._fast_path = FastPath(positional_names(signature))
+        self._programs: dict[Any, Program] = {}
         self._told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rules = self._rules()
         try:
-            ran, result = self._routes.call(args, kwargs, rules)
-            return result if ran else self._call(args, kwargs, rules)
+            ran, result = self._fast_path.call(args, kwargs, rules)
+            return result if ran else self._long_way(args, kwargs, rules)
         except LayoutError:
             raise
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -233,71 +225,27 @@ class Jitted:
             self._tell_losses(args, kwargs, error)
             raise
 
-    def _call(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
-    ) -> Any:
-        """A call that no route was found for."""
-        config: Any = jax.config
-        if config.jax_disable_jit:
-            values = dict(slots_of(self._job.signature.bind(*args, **kwargs)))
-            job = functools.partial(
-                call_job, self._job, list(values), rules, (), values
-            )
-            return call_with_rules(rules, job)
-        nans, infs = config.jax_debug_nans, config.jax_debug_infs
-        if not nans and not infs:
-            return self._long_way(args, kwargs, rules)
-        # Once an operation has turned these off for itself (jnp.var does), JAX checks
-        # no results of compiled programs in this thread, unless told so again.
-        with jax.debug_nans(nans), jax.debug_infs(infs):
-            return self._long_way(args, kwargs, rules)
-
     def _long_way(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
     ) -> Any:
-        """A call that is new: its arguments are taken apart."""
+        """A call that is new: taken apart, its program found or made, and run."""
+        config: Any = jax.config
+        if config.jax_disable_jit:
+            given = slots_of(self._job.signature.bind(*args, **kwargs))
+            return call_with_rules(rules, lambda: call_job(self._job, given, rules, ()))
+        # Once an operation has turned these off for itself (jnp.var does), JAX checks
+        # no results of compiled programs in this thread, unless told so again.
+        nans, infs = config.jax_debug_nans, config.jax_debug_infs
+        if nans or infs:
+            with jax.debug_nans(nans), jax.debug_infs(infs):
+                return self._with_program(args, kwargs, rules, self._run, runs=True)
+        return self._with_program(args, kwargs, rules, self._run, runs=True)
 
-        def run(arguments: list[Argument], program: Program) -> Any:
-            fit(arguments, program.wanted, rules)
-            gives_away = program.gives_away
-            if gives_away:
-                check_not_donated_twice(arguments, gives_away)
-                give_own_memory(arguments, gives_away)
-            leaves = [leaf for argument in arguments for leaf in argument.leaves]
-            mesh = mesh_needed(rules)
-            found = self._routes.prepare(args, kwargs, arguments, program, mesh, rules)
-            with mesh_context(rules, leaves):
-                result = run_program(program, arguments, leaves)
-            if program.change is None:
-                # What was placed, or has lost its weak type; what changed is written.
-                raw = (leaf for argument in arguments for leaf in argument.raw)
-                pairs = enumerate(zip(raw, leaves, strict=True))
-                other = {at: leaf for at, (was, leaf) in pairs if was is not leaf}
-                for at in (*program.changed, *program.nested):
-                    other.pop(at, None)
-                write_back(arguments, other)
-            if found is not None:
-                self._routes.keep(*found)
-            return result
-
-        return self._with_program(args, kwargs, rules, run, runs=True)
-
-    def _with_program(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        rules: RuleSet | None,
-        use: Callable[[list[Argument], Program], Any],
-        *,
-        runs: bool = False,
-    ) -> Any:
-        """Uses the program of a call; a new one where JAX wants to trace it again."""
-        arguments, program = self._bind(args, kwargs, rules, runs=runs)
-        try:
-            return use(arguments, program)
-        except OtherArgumentsError:  # raised in the trace: nothing has run
-            again = self._bind(args, kwargs, rules, runs=runs, stale=program)
-            return use(*again)
+    def _run(self, call: Call, program: Program) -> Any:
+        leaves = fit(call.arguments, program.wanted, program.gives_away, call.rules)
+        result = run_program(program, call, leaves)
+        self._fast_path.remember(call, program, leaves)
+        return result
 
     def _tell_losses(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
@@ -305,16 +253,17 @@ class Jitted:
         """Raises LayoutError if the state is gone with a program that failed."""
         slots = slots_of(self._job.signature.bind(*args, **kwargs))
         lost = deleted_paths(
-            {slot.name: value for slot, value in slots if _named(slot, self._donated)}
+            {slot.name: x for slot, x in slots if slot.is_among(self._donated)}
         )
         if lost:
-            more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
             raise LayoutError(
                 f"{self._job.name} failed while it ran, and what was donated is gone "
-                f"({', '.join(lost[:4])}{more}): go back to the last checkpoint, "
+                f"({first_four(lost)}): go back to the last checkpoint, "
                 "flm.checkpoint.restore(path, target, layout_map=layout_map), or "
                 "donate nothing while you look for the cause"
             ) from error
+
+    # ------------------------------------------------------------- without a run
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).trace`, of the program on leaves."""
@@ -326,30 +275,27 @@ class Jitted:
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
-        arguments, program = self._bind(args, kwargs, self._rules())
-        return abstract_result(program, arguments)
+        call = self._taken_apart(args, kwargs, self._rules())
+        return abstract_result(self._program(call), call)
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
-        rules = self._rules()
-
-        def use(arguments: list[Argument], program: Program) -> Any:
-            leaves = [leaf for argument in arguments for leaf in argument.leaves]
+        def use(call: Call, program: Program) -> Any:
             avals = [
                 abstract(leaf, wanted or own_sharding(leaf))
-                for leaf, wanted in zip(leaves, program.wanted, strict=True)
+                for leaf, wanted in zip(call.leaves, program.wanted, strict=True)
             ]
-            with mesh_context(rules, leaves):
+            with mesh_context(call.rules, call.leaves):
                 return getattr(program.jitted, stage)(*program.inputs(avals))
 
-        return self._with_program(args, kwargs, rules, use)
+        return self._with_program(args, kwargs, self._rules(), use)
 
     def without_running(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         rules: RuleSet,
-        place: Callable[[Argument, RuleSet | None], None],
-        use: Callable[[Job, list[Argument], Program], Any],
+        place: Callable[[Argument, RuleSet | None], Sequence[Any]],
+        use: Callable[[Job, Sequence[Argument], Program], Any],
     ) -> Any:
         """Makes the program of a call for a mesh that need not be there, and uses it.
 
@@ -374,7 +320,9 @@ class Jitted:
         )
         made._job = dataclasses.replace(job, runs=False)
         made._place_data = place
-        return made._with_program(args, kwargs, rules, functools.partial(use, job))
+        return made._with_program(
+            args, kwargs, rules, lambda call, program: use(job, call.arguments, program)
+        )
 
     @property
     def layout_map(self) -> Any:
@@ -383,13 +331,12 @@ class Jitted:
 
     def _cache_size(self) -> int:
         """How many executables there are, as `jax.jit(...)._cache_size()`."""
-        programs = filter(None, self._programs.values())
-        return sum(program.jitted._cache_size() for program in programs)
+        return sum(one.jitted._cache_size() for one in self._programs.values())
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    # ------------------------------------------------------------------ binding
+    # ---------------------------------------------------- from a call to its program
 
     def _rules(self) -> RuleSet | None:
         if self._layout_map is None:
@@ -400,113 +347,104 @@ class Jitted:
             self._good_rules = rules
         return rules
 
-    def _bind(
+    def _with_program(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         rules: RuleSet | None,
+        use: Callable[[Call, Program], Any],
         *,
         runs: bool = False,
-        stale: Program | None = None,
-    ) -> tuple[list[Argument], Program]:
-        """The arguments, taken apart, and their program; another than `stale`."""
-        slots = slots_of(self._job.signature.bind(*args, **kwargs))
-        static = {s: v for s, v in slots if _named(s, self._static)}
-        arguments = [self._argument(s, v, rules) for s, v in slots if s not in static]
-        check_not_shared(arguments)
-        surroundings = _surroundings(arguments, rules)
-        key, program = self._find((rules, static_key(static), *surroundings), arguments)
-        if stale is not None and program is stale:
-            del self._programs[key]
-            self._routes.drop(stale)
-            program = make_program(self._job, slots, static, arguments, rules)
-            program.agreed = stale.agreed  # one process alone may have to do this
-            self._keep(key, program)
-        if program is None or (runs and not program.agreed):
-            # Only what runs needs all processes; one alone may look at a lowering.
-            mesh = rules.mesh if rules is not None and runs else None
-            what = f"the first call of {self._job.name}"
-            with Agreement(what, mesh) as agreement:
-                if program is None:
-                    program = make_program(self._job, slots, static, arguments, rules)
-                fingerprints = program.fingerprints
-                agreement.add(lambda: {**fingerprints, **_data_parts(arguments)})
-            if runs and rules is None and not self._told:
-                self._told = tell_of_whole_batches(arguments, self._job.name)
-            program.agreed = runs
-            if runs:
-                program.fingerprints = {}
-            self._keep(key, program)
-        return arguments, program
+    ) -> Any:
+        """Uses the program of a call; a new one where JAX wants to trace it again."""
+        call = self._taken_apart(args, kwargs, rules)
+        program = self._program(call, runs=runs)
+        try:
+            return use(call, program)
+        except OtherArgumentsError:  # raised in the trace: nothing has run
+            return use(call, self._program(call, runs=runs, stale=program))
 
-    def _find(
-        self, key: Any, arguments: Sequence[Argument]
-    ) -> tuple[Any, Program | None]:
-        """The key that a program is kept under, and the program if there is one."""
-        try:
-            program = self._programs[key]
-        except KeyError:
-            if is_hashable(key):
-                return key, None
-            program = self._programs[key] = None
-        except TypeError:  # it cannot be hashed
-            program = None
-        if program is not None:
-            return key, program
-        try:
-            key = contents(key)
-        except Uncomparable as error:
-            refuse_constants(arguments, error)
-            raise
-        return key, self._programs.get(key)
+    def _taken_apart(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
+    ) -> Call:
+        """The arguments of a call; data is where it belongs."""
+        slots = slots_of(self._job.signature.bind(*args, **kwargs))
+        static = {slot: x for slot, x in slots if slot.is_among(self._static)}
+        arguments = [self._argument(s, x, rules) for s, x in slots if s not in static]
+        check_not_shared(arguments)
+        return Call(args, kwargs, rules, slots, static, arguments)
 
     def _argument(self, slot: Slot, value: Any, rules: RuleSet | None) -> Argument:
-        donated = _named(slot, self._donated)
+        donated = slot.is_among(self._donated)
         argument = take_apart(slot, value, is_state=donated, is_donated=donated)
-        if not argument.is_state and self._is_parameters(argument, rules):
-            argument.make_state()
-        if not argument.is_state:
-            if self._job.in_sharding(slot) is None:
-                self._place_data(argument, rules)
-            note_pins(argument)
-        return argument
+        if argument.is_state:
+            return argument
+        if rules is not None and holds_parameters(argument, rules):
+            return argument.as_state()
+        if self._job.in_sharding(slot) is not None:
+            return argument
+        return argument.with_leaves(self._place_data(argument, rules))
 
-    def _is_parameters(self, argument: Argument, rules: RuleSet | None) -> bool:
-        """Whether it is a container of what the rules shard; remembered."""
-        if rules is None or not argument.is_container:
-            return False
-        known = self._holds_parameters
-        key = (argument.slot, argument.treedef, shape_key(argument.raw), rules)
-        found = known.get(key)
-        if found is None:
-            found = known[key] = holds_parameters(argument, rules)
-            if len(known) > _PROGRAMS:
-                del known[next(iter(known))]
-        return found
+    def _program(
+        self, call: Call, *, runs: bool = False, stale: Program | None = None
+    ) -> Program:
+        """The program of a call: one that is kept, or a new one.
+
+        Args:
+            call: the call.
+            runs: whether it will run, for which all processes have to agree.
+            stale: one that is not that of the call after all.
+        """
+        key = _key(call)
+        program = self._programs.get(key)
+        if stale is not None and program is stale:
+            self._fast_path.forget(stale)
+            # One process alone may have to do this, so nothing is compared.
+            program = dataclasses.replace(
+                make_program(self._job, call), agreed=stale.agreed
+            )
+        elif program is None or (runs and not program.agreed):
+            # Only what runs needs all processes; one alone may look at a lowering.
+            mesh = call.rules.mesh if call.rules is not None and runs else None
+            what = f"the first call of {self._job.name}"
+            with Agreement(what, mesh) as agreement:
+                program = program or make_program(self._job, call)
+                lines = program.fingerprints
+                agreement.add(lambda: {**lines, **_data_parts(call.arguments)})
+            if runs:
+                program = dataclasses.replace(program, agreed=True, fingerprints={})
+                if call.rules is None and not self._told:
+                    self._told = tell_of_whole_batches(call.arguments, self._job.name)
+        else:
+            return program
+        self._keep(key, program)
+        return program
 
     def _keep(self, key: Any, program: Program) -> None:
         if program.cacheable:
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
-                oldest = self._programs.pop(next(iter(self._programs)))
-                if oldest is not None:
-                    self._routes.drop(oldest)
+                self._fast_path.forget(self._programs.pop(next(iter(self._programs))))
 
 
-def _named(slot: Slot, names: frozenset[str]) -> bool:
-    return slot.name in names or slot.parameter in names
+def _key(call: Call) -> Any:
+    """What a program depends on: rules, constants, contexts, settings, arguments.
 
-
-def _surroundings(
-    arguments: Sequence[Argument], rules: RuleSet | None
-) -> tuple[Any, ...]:
-    """What else a program depends on: contexts, settings, shapes, places."""
-    places: tuple[Any, ...] | None = None
-    if rules is None:
-        state = [argument for argument in arguments if argument.is_state]
+    Raises:
+        StructureError: a constant in an NNX object cannot be compared.
+    """
+    places: tuple[Any, ...] = ()
+    if call.rules is None:
+        state = [argument for argument in call.arguments if argument.is_state]
         places = tuple(own_sharding(leaf) for a in state for leaf in a.leaves)
-    keys = (argument.key() for argument in arguments)
-    return places, surroundings(), *keys
+    keys = [argument.key() for argument in call.arguments]
+    try:
+        return comparable(
+            (call.rules, static_key(call.static), places, surroundings(), *keys)
+        )
+    except Uncomparable as error:
+        refuse_constants(call.arguments, error)
+        raise
 
 
 def _data_parts(arguments: Sequence[Argument]) -> Parts:
@@ -516,9 +454,7 @@ def _data_parts(arguments: Sequence[Argument]) -> Parts:
         f"{join_keys((jax.tree_util.GetAttrKey(a.name), *keys))} "
         f"{show_shape(np.shape(leaf))} {getattr(leaf, 'dtype', type(leaf).__name__)}"
         for a in data
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(
-            jax.tree.unflatten(a.treedef, a.leaves)
-        )
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(a.plain())
     ]
     values = digest_of_values(jax.tree.leaves([a.value for a in data]))
     return {"batch shapes": shapes, "batch values": values}

@@ -12,14 +12,17 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import DictKey, GetAttrKey
 
+from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError
+from flax_layoutmap._core.fetch import own_sharding
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Argument, Slot, shape_key
-from flax_layoutmap._step.inputs import broadcast, own_sharding
+from flax_layoutmap._step.arguments import Argument, Slot, shape_key, spans
 from flax_layoutmap._tree.flatten import plain_tree
 from flax_layoutmap._tree.graph import Change
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, join_keys
@@ -72,28 +75,37 @@ def wanted_before(
     arguments: Sequence[Argument], in_sharding: InSharding, rules: RuleSet | None
 ) -> tuple[list[Any], Asked]:
     """One sharding per leaf of all arguments; None leaves it to JAX."""
-    found: dict[str, list[Any]] = {}
     trees: dict[str, Any] = {}
+    if rules is not None:
+        trees = {
+            argument.name: _without_arrays(argument)
+            for argument in arguments
+            if argument.is_state and in_sharding(argument.slot) is None
+        }
+    asked = _ask(trees, rules)
+    by_rule = iter(asked.shardings)
+    found: list[Any] = []
     for argument in arguments:
-        prefix = in_sharding(argument.slot)
+        prefix, leaves = in_sharding(argument.slot), argument.leaves
         if prefix is not None:
             what = f"in_shardings[{argument.name!r}]"
-            mesh = None if rules is None else rules.mesh
-            found[argument.name] = broadcast(prefix, argument.plain(), mesh, what)
-        elif not argument.is_state:
-            found[argument.name] = [None] * len(argument.leaves)
-        elif rules is None:
-            found[argument.name] = [own_sharding(leaf) for leaf in argument.leaves]
+            found += broadcast(prefix, argument.plain(), _mesh_of(rules), what)
+        elif argument.name in trees:
+            found += [next(by_rule) for _ in leaves]
         else:
-            trees[argument.name] = _without_arrays(argument)
-    asked = Asked(trees, None)
-    if trees and rules is not None:
-        asked = Asked(trees, resolve(Roots(trees), rules))
-        every = iter(asked.shardings)
-        for argument in arguments:
-            if argument.name in trees:
-                found[argument.name] = [next(every) for _ in argument.leaves]
-    return [s for a in arguments for s in found[a.name]], asked
+            found += [own_sharding(x) if argument.is_state else None for x in leaves]
+    return found, asked
+
+
+def _ask(trees: dict[str, Any], rules: RuleSet | None) -> Asked:
+    """Asks the rules about trees, if there are some."""
+    if rules is None or not trees:
+        return Asked(trees, None)
+    return Asked(trees, resolve(Roots(trees), rules))
+
+
+def _mesh_of(rules: RuleSet | None) -> DeviceMesh | None:
+    return None if rules is None else rules.mesh
 
 
 def _without_arrays(argument: Argument) -> Any:
@@ -133,19 +145,16 @@ def wanted_after(
         _array(leaf) if bare else leaf
         for leaf, bare in zip(change.leaves(given, new), change.bare(), strict=True)
     ]
-    nodes = change.merged(leaves)
+    nodes = iter(change.merged(leaves))
     found: dict[int, Any] = {}  # by the id of an abstract leaf
     trees: dict[str, Any] = {}
-    mesh = None if rules is None else rules.mesh
     for argument in arguments:
-        tree, nodes = argument.with_objects(nodes)
-        prefix = in_sharding(argument.slot)
+        tree, prefix = argument.with_objects(nodes), in_sharding(argument.slot)
         if prefix is not None and argument.has_objects:
             plain = plain_tree(tree)
-            what = (
-                f"in_shardings[{argument.name!r}] (after {argument.name} has changed)"
-            )
-            layouts = broadcast(prefix, plain, mesh, what)
+            name = argument.name
+            what = f"in_shardings[{name!r}] (after {name} has changed)"
+            layouts = broadcast(prefix, plain, _mesh_of(rules), what)
             found.update(zip(map(id, jax.tree.leaves(plain)), layouts, strict=True))
         elif prefix is None and argument.is_state:
             whole = argument.has_objects
@@ -154,11 +163,9 @@ def wanted_after(
     trees.update(zip(names, nodes, strict=True))
     if rules is None:
         own = [getattr(leaf, "sharding", None) for leaf in leaves]
-        keys = map(id, leaves)
-        return list(map(found.get, keys, own)), Asked({}, None)
-    roots = Roots(trees)
-    asked = Asked(trees, resolve(roots, rules))
-    ids = map(id, jax.tree.leaves(plain_tree(roots)))
+        return list(map(found.get, map(id, leaves), own)), Asked({}, None)
+    asked = _ask(trees, rules)
+    ids = map(id, jax.tree.leaves(plain_tree(Roots(trees))))
     for key, sharding in zip(ids, asked.shardings, strict=True):
         found.setdefault(key, sharding)
     return [found[id(leaf)] for leaf in leaves], asked
@@ -194,29 +201,24 @@ def pin_results(
     """
     known: dict[Any, list[list[Pin]]] = {}
     data: dict[Any, list[list[Pin]]] = {}
-    start = 0
-    for argument in arguments:
-        own = list(wanted[start : start + len(argument.leaves)])
-        start += len(own)
+    for argument, span in zip(arguments, spans(arguments), strict=True):
         key = (argument.treedef, shape_key(argument.leaves))
-        if argument.is_state and own:
-            known.setdefault(key, []).append([(True, sharding) for sharding in own])
+        if argument.is_state and span:
+            known.setdefault(key, []).append([(True, wanted[at]) for at in span])
         elif argument.pins:
             data.setdefault(key, []).append([(False, at) for at in argument.pins])
-    mesh = None if rules is None else rules.mesh
     # Without the types of Explicit axes, which are not what the rules say.
     plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out[1]]
     result = jax.tree.unflatten(out[0], plain)
     said: list[Any] = [None] * len(plain)
     if out_shardings is not None:
-        said = broadcast(out_shardings, result, mesh, "out_shardings")
+        said = broadcast(out_shardings, result, _mesh_of(rules), "out_shardings")
     asks = rules is not None and any(given is None for given in said)
     made: dict[str, Any] = {}
     found = _pin_tree(result, {**data, **known}, made if asks else None, RESULT)
-    if made and rules is not None:
+    if made:
         # With the arguments: optimizer state follows parameters among them.
-        trees = {**made, **asked.trees}
-        asked = Asked(trees, resolve(Roots(trees), rules))
+        asked = _ask({**made, **asked.trees}, rules)
         every = iter(asked.shardings)
         found = [(s, next(every) if at is _BY_RULE else at) for s, at in found]
     typed = [_typed(aval, rules) for aval in out[1]]
@@ -231,18 +233,13 @@ def _typed(aval: Any, rules: RuleSet | None) -> NamedSharding | None:
 
     Without this, a program of no arguments would not know its devices.
     """
-    mesh = None if rules is None else rules.mesh
-    own = getattr(aval, "sharding", None)
+    mesh, own = _mesh_of(rules), getattr(aval, "sharding", None)
     if mesh is None or not isinstance(own, NamedSharding):
         return None
-    if any(kind is not AxisType.Explicit for kind in mesh.axis_types):
-        return None
     jax_mesh: Any = mesh.jax_mesh
-    return (
-        NamedSharding(jax_mesh, own.spec)
-        if own.mesh == jax_mesh.abstract_mesh
-        else None
-    )
+    is_explicit = all(kind is AxisType.Explicit for kind in mesh.axis_types)
+    same = is_explicit and own.mesh == jax_mesh.abstract_mesh
+    return NamedSharding(jax_mesh, own.spec) if same else None
 
 
 def _pin_tree(
@@ -289,3 +286,72 @@ def _is_made_state(tree: Any) -> bool:
         or isinstance(tree, nnx.State)
         or (isinstance(tree, Mapping) and "params" in tree)
     )
+
+
+# ------------------------------------------------------- layouts given by hand
+
+
+class _Filled(list[Any]):
+    """The shardings of one part: to JAX a leaf, as trees may hold lists."""
+
+
+def broadcast(prefix: Any, tree: Any, mesh: DeviceMesh | None, what: str) -> list[Any]:
+    """One sharding (or None) per leaf of `tree`, from a prefix tree of layouts.
+
+    Raises:
+        LayoutError: `prefix` is no prefix of the tree, or a layout does not fit.
+    """
+
+    def fill(layout: Any, part: Any) -> _Filled:
+        leaves = jax.tree.leaves(part)
+        return _Filled(_sharding_of(layout, leaf, mesh, what) for leaf in leaves)
+
+    try:
+        lists = jax.tree.map(fill, prefix, tree, is_leaf=_is_layout)
+    except LayoutError:
+        raise
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LayoutError(
+            f"{what} must be one sharding, or a tree of them that is a prefix of "
+            f"{jax.tree.structure(tree)}: {error}"
+        ) from error
+    return [entry for part in jax.tree.leaves(lists) for entry in part]
+
+
+def _is_layout(node: Any) -> bool:
+    if node is None or isinstance(node, Sharding | TensorLayout | PartitionSpec):
+        return True
+    return type(node) is tuple and _names_axes(node)
+
+
+def _names_axes(entries: tuple[Any, ...]) -> bool:
+    """Whether a tuple is the axes of a layout, and not a tree of layouts."""
+    axes = [entry for entry in entries if entry is not None and entry is not ...]
+    return bool(axes) and all(
+        isinstance(entry, str)
+        or (type(entry) is tuple and all(isinstance(name, str) for name in entry))
+        for entry in axes
+    )
+
+
+def _sharding_of(layout: Any, leaf: Any, mesh: DeviceMesh | None, what: str) -> Any:
+    if layout is None or (
+        isinstance(layout, Sharding) and not isinstance(layout, NamedSharding)
+    ):
+        return layout
+    try:
+        layout = TensorLayout(layout)
+        if layout.device_mesh is None and mesh is not None:
+            layout = layout.on(mesh)
+    except RuleError as error:
+        raise RuleError(f"{what}: {error}") from error
+    if layout.device_mesh is None:
+        raise MeshError(
+            f"{what}: no mesh for the layout {layout}; give it one, "
+            "flm.TensorLayout(axes, mesh), or give jit a layout_map with one"
+        )
+    try:
+        layout.shard_shape(np.shape(leaf))
+        return layout.sharding(np.ndim(leaf))
+    except LayoutError as error:
+        raise LayoutError(f"{what}: {layout}: {error}") from error

@@ -22,6 +22,12 @@
 - the metaclass of `nnx.Pytree` (0.12.4 to 0.12.8), whose `__call__` makes every NNX
   object, and `linen.Module.__post_init__`, which runs for every Linen module: replaced
   inside of a `layout_map_scope`. Fallback: `flm.create`, which the error names.
+- the prefix `_pytree__` (0.12.4 to 0.12.8) of attributes that loops over an `nnx.Dict`
+  or an `nnx.List` leave out: a note on a module is a static attribute with it, and goes
+  through `nnx.split` and `nnx.merge`. Fallback: a name of its own, which they show.
+- `__call__` of the classes of NNX modules: wrapped while functions with activation
+  rules are traced, as NNX has no hook like `linen.intercept_methods`. It is plain
+  Python; no fallback.
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
   that shared Variables are wanted once, as the default may change. Before: left out.
 
@@ -30,6 +36,7 @@
 
 import contextlib
 import contextvars
+import functools
 import inspect
 import itertools
 import threading
@@ -340,3 +347,50 @@ def no_mesh() -> Iterator[None]:
     empty = jax.sharding.AbstractMesh((), ())
     with jax.sharding.use_abstract_mesh(empty):
         yield
+
+
+# ------------------------------------------------------------- calls of modules
+
+
+def _note_name() -> str:
+    probe = nnx.Dict(a=1)
+    vars(probe)["_pytree__probe"] = None
+    return "_pytree__flax_layoutmap" if list(probe) == ["a"] else "_flax_layoutmap"
+
+
+_NOTE = _note_name()
+
+
+def note_of(module: Any) -> Any:
+    """The note on an NNX module, or None."""
+    return vars(module).get(_NOTE)
+
+
+def set_note(module: Any, note: Any) -> None:
+    """Puts a note (hashable) on an NNX module, and its later copies; None takes it off.
+
+    At any level of tracing, and whatever the class's own `__setattr__` does.
+    """
+    if note is None:
+        vars(module).pop(_NOTE, None)
+    else:
+        vars(module)[_NOTE] = note
+
+
+@contextlib.contextmanager
+def intercept_calls(wrap: Callable[[type, Any], Any]) -> Iterator[None]:
+    """Inside, `__call__` of every class of NNX modules is `wrap(class, __call__)`.
+
+    For all threads, and as `patched`: `wrap` must not depend on the block.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner in _with_subclasses(nnx.Module):
+            if "__call__" in vars(owner):
+                own_wrap = functools.partial(wrap, owner)
+                stack.enter_context(patched(owner, "__call__", own_wrap))
+        yield
+
+
+def _with_subclasses(cls: type) -> set[type]:
+    below = {own for child in cls.__subclasses__() for own in _with_subclasses(child)}
+    return below | {cls}

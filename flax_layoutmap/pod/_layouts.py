@@ -89,17 +89,18 @@ def _struct(leaf: Any) -> Any:
     return abstract(leaf, getattr(leaf, "sharding", None))
 
 
-def split_data(argument: Argument, rules: RuleSet | None) -> None:
-    """Splits an argument that is data over the batch axes; changes its leaves.
+def split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:
+    """The leaves of an argument that is data, split over the batch axes.
 
     What has a sharding on axes of the mesh keeps its spec.
     """
-    if rules is not None and rules.mesh is not None:
-        leaves = zip(argument.leaves, _with_shardings(argument, rules), strict=True)
-        argument.leaves = [
-            leaf if isinstance(leaf, bool | int | float | complex) else made
-            for leaf, made in leaves
-        ]
+    if rules is None or rules.mesh is None:
+        return argument.leaves
+    leaves = zip(argument.leaves, _with_shardings(argument, rules), strict=True)
+    return [
+        leaf if isinstance(leaf, bool | int | float | complex) else made
+        for leaf, made in leaves
+    ]
 
 
 def _with_shardings(argument: Argument, rules: RuleSet) -> list[jax.ShapeDtypeStruct]:
@@ -121,7 +122,7 @@ def _with_shardings(argument: Argument, rules: RuleSet) -> list[jax.ShapeDtypeSt
             _check_divides(argument, at, own)
             found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=own))
         else:
-            found.append(split_leaf(argument, at, plain, rules, mesh))
+            found.append(split_leaf(argument, at, plain, rules))
     return found
 
 

@@ -16,8 +16,9 @@ from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument, signature_of
 from flax_layoutmap._step.jit import Jitted, jit
-from flax_layoutmap._step.program import Job, Program, mesh_context
+from flax_layoutmap._step.program import Program
 from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._step.trace import Job, mesh_context
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._aot import split_over_slices
 from flax_layoutmap.pod._layouts import Layouts, split_data
@@ -310,7 +311,7 @@ def _lower_program(
     rules: RuleSet,
     platform: str,
     job: Job,
-    arguments: list[Argument],
+    arguments: Sequence[Argument],
     program: Program,
 ) -> Lowered:
     """Lowers what `flm.jit` would run."""

@@ -8,10 +8,16 @@ from typing import Any
 import jax
 
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Argument, call_with, slots_of, take_apart
+from flax_layoutmap._step.arguments import (
+    Argument,
+    Slot,
+    call_with,
+    slots_of,
+    take_apart,
+)
 from flax_layoutmap._step.inputs import holds_parameters
-from flax_layoutmap._step.program import mesh_context
 from flax_layoutmap._step.shardings import abstract
+from flax_layoutmap._step.trace import mesh_context
 from flax_layoutmap.pod._layouts import Layouts
 from flax_layoutmap.pod._lowered import (
     Lowered,
@@ -35,29 +41,28 @@ def lower_jitted(
     signature = inspect.signature(step)
     slots = slots_of(signature.bind(*args, **kwargs))
     # What holds something else is static: nothing to lay out.
-    arguments = {
-        slot: take_apart(slot, value, is_state=False, is_donated=False)
+    every = [
+        take_apart(slot, value, is_state=False, is_donated=False)
         for slot, value in slots
         if all(map(_is_array_or_number, jax.tree.leaves(value)))
-    }
-    every = list(arguments.values())
+    ]
 
     def trace() -> Any:
+        own = {one.slot: one for one in every}
         values = [
-            (slot, arguments[slot].plain() if slot in arguments else value)
-            for slot, value in slots
+            (slot, own[slot].plain() if slot in own else value) for slot, value in slots
         ]
         leaves = [leaf for one in every for leaf in one.leaves]
         with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
             return call_with(step.trace, signature, values)
 
     if rules is not None:
-        for one in every:
+        for at, one in enumerate(every):
             if not one.is_state and holds_parameters(one, rules):
-                one.make_state()
+                every[at] = one.as_state()
         if not any(one.is_state for one in every) and len(every) > 1:
-            _find_state(every, _donated(trace()))
-        _lay_out(every, rules)
+            every = _with_state(every, _donated(trace()))
+        every = _laid_out(every, rules)
     traced = trace()
     lowered = lower(traced, platform, getattr(step, "__name__", "the step"))
     donated = _donated(lowered)
@@ -67,7 +72,7 @@ def lower_jitted(
     count = sum(len(one.leaves) for one in taken)
     results = look_at(traced, range(count), lowered.out_info, 0, taken)
     if rules is None:
-        _find_state(taken, donated, results)
+        taken = _with_state(taken, donated, results)
     shapes = jax.tree.leaves(lowered.out_info)
     found, gradients = pairs_of(results, taken, shapes, {})
     return Lowered(
@@ -97,20 +102,21 @@ def _taken(arguments: Sequence[Argument], count: int) -> list[Argument]:
     return list(arguments)
 
 
-def _find_state(
+def _with_state(
     arguments: Sequence[Argument],
     donated: Sequence[bool],
     results: Results | None = None,
-) -> None:
+) -> list[Argument]:
     """What is given away is state where no rule says it, and what comes back changed.
 
     Args:
-        arguments: the arguments, which are changed.
+        arguments: the arguments.
         donated: of each leaf that the step takes, whether it is given away.
         results: its results; None where the rules lay out data over the batch axes, so
             that containers alone are looked at, and only what is given away.
     """
     start = 0
+    state: set[Slot] = set()
     for one in _taken(arguments, len(donated)):
         own = range(start, start + len(one.leaves))
         start = own.stop
@@ -120,7 +126,8 @@ def _find_state(
         else:
             found = found or comes_back(results, one, own)
         if found and not one.is_state:
-            one.make_state()
+            state.add(one.slot)
+    return [one.as_state() if one.slot in state else one for one in arguments]
 
 
 def _specs(arguments: Sequence[Argument], kept: Sequence[int]) -> dict[int, Any]:
@@ -140,8 +147,10 @@ def _is_array_or_number(leaf: Any) -> bool:
     return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
 
 
-def _lay_out(arguments: Sequence[Argument], rules: RuleSet) -> None:
-    """Gives the leaves of arguments the shardings of the rules."""
+def _laid_out(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
+    """Arguments whose leaves have the shardings of the rules."""
     shardings = iter(Layouts(arguments).under(rules))
-    for one in arguments:
-        one.leaves = [abstract(leaf, next(shardings)) for leaf in one.leaves]
+    return [
+        one.with_leaves([abstract(leaf, next(shardings)) for leaf in one.leaves])
+        for one in arguments
+    ]

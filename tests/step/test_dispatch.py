@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import gc
+import inspect
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from interrupts import interrupted, interrupted_at
 import flax_layoutmap as flm
 from flax_layoutmap._rules import scope as _scope
 from flax_layoutmap._step import activations as _activations
-from flax_layoutmap._step import program as _program
+from flax_layoutmap._step import trace as _trace
 from flax_layoutmap._tree import flax_internals as internals
 from flax_layoutmap._tree.watch import Watch
 
@@ -413,8 +414,8 @@ def test_an_interrupt_leaves_no_rules_in_force(mesh: flm.DeviceMesh) -> None:
 
     block, stack = contextlib._GeneratorContextManager, contextlib.ExitStack
     functions = (
-        *(_scope.call_with_rules, _program.call_job),
-        *(_activations.call_activated, _activations._activate),
+        *(_scope.call_with_rules, _trace.call_job),
+        *(_activations.call_activated, inspect.unwrap(_activations._activated)),
         *(block.__enter__, block.__exit__, stack.enter_context, stack.__exit__),
     )
     codes = {function.__code__ for function in functions}
@@ -527,15 +528,15 @@ def test_routes_are_bounded_and_forget_the_dead(mesh: flm.DeviceMesh) -> None:
     models = [layout_map.place(Model()) for _ in range(3)]
     for at in range(3):
         step(models[at])
-    assert len(step._routes._routes) == 3
+    assert len(step._fast_path._routes) == 3
     for scale in range(20):
         models[0].scale = float(scale)
         step(models[0])
-    assert max(map(len, step._routes._routes.values())) == 8
+    assert max(map(len, step._fast_path._routes.values())) == 8
     alive = [weakref.ref(model.layers[0]) for model in models]
     del models
     gc.collect()
-    assert step._routes._routes == {} and [ref() for ref in alive] == [None] * 3
+    assert step._fast_path._routes == {} and [ref() for ref in alive] == [None] * 3
 
 
 # ------------------------------------------------------------------- what is watched

@@ -412,7 +412,7 @@ def test_what_counts_as_state(mesh: flm.DeviceMesh) -> None:
     }
     for name, (value, is_state) in kinds.items():
         step = flm.jit(lambda x: 0, layout_map=layout_map)
-        ((argument,), _) = step._bind((value,), {}, layout_map.freeze())
+        (argument,) = step._taken_apart((value,), {}, step._rules()).arguments
         assert argument.is_state is is_state, name
 
 

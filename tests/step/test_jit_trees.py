@@ -120,38 +120,11 @@ def test_which_containers_are_state() -> None:
             listed, mesh, overlap=overlap, strict=False
         )
         step = flm.jit(lambda x: 0, layout_map=layout_map)
-        ((argument,), _) = step._bind((given,), {}, step._rules())
+        (argument,) = step._taken_apart((given,), {}, step._rules()).arguments
         assert argument.is_state is expected, (listed, overlap, given)
     # What JAX cannot name uniquely is data, not an error.
     step = flm.jit(lambda batch: batch, layout_map=rules(mesh, strict=False))
     assert_lies(step({"w/w": X})["w/w"], COLUMN, mesh, X)
-
-
-def test_what_is_state_is_decided_once_for_a_structure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from flax_layoutmap._step import jit as _jit
-
-    asked: list[str] = []
-    plain = _jit.holds_parameters
-
-    def holds(argument: Any, rules: Any) -> bool:
-        asked.append(argument.name)
-        return plain(argument, rules)
-
-    monkeypatch.setattr(_jit, "holds_parameters", holds)
-    monkeypatch.setattr(_jit, "_PROGRAMS", 3)
-    layout_map = flm.LayoutMap(grid(), strict=False)
-    step = flm.jit(lambda a, b: b, layout_map=layout_map)
-    for _ in range(3):
-        assert_lies(step({"w": X}, {"w": X})["w"], BATCH, grid())
-    assert asked == ["a", "b"]
-    layout_map["w"] = (None, "model")  # another rule set is another question
-    assert_lies(step({"w": X}, {"w": X})["w"], COLUMN, grid())
-    assert asked == ["a", "b"] * 2
-    for size in range(2, 12, 2):
-        step({"x": X[:size]}, {"w": X})
-        assert len(step._holds_parameters) <= 3
 
 
 # ------------------------------------------------------------------------- data

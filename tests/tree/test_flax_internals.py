@@ -266,3 +266,42 @@ def test_all_reads_of_a_variable_come_from_its_slot() -> None:
         assert float(read()[0]) == 1
     assert float(internals.call_reading_as(read_as, lambda: other[...])[0]) == 1
     assert internals.reader() is None
+
+
+class Heads(nnx.Dict):
+    def __call__(self, x: Any) -> Any:
+        return [head(x) for head in self.values()]
+
+
+def test_notes_go_with_modules_and_are_not_seen() -> None:
+    """With a prefix of Flax's that loops leave out; it fails when that moves."""
+    assert internals._NOTE.startswith("_pytree__")
+    heads = Heads(a=nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    layers = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])
+    before = str(nnx.graphdef(heads))
+    for module in (heads, layers):
+        internals.set_note(module, "x")
+        copy = nnx.merge(*internals.nnx_split(module))
+        assert internals.note_of(copy) == "x"
+        assert len(copy) == len(list(copy)) == 1
+        internals.set_note(module, None)
+        assert internals.note_of(module) is None
+    assert str(nnx.graphdef(heads)) == before
+
+
+def test_calls_are_intercepted_in_the_block_alone() -> None:
+    seen: list[type] = []
+
+    def wrap(owner: type, plain: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            seen.append(owner)
+            return plain(self, *args)
+
+        return call
+
+    heads = Heads(a=nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with internals.intercept_calls(wrap):
+        heads(jnp.ones((1, 2)))
+    assert seen == [Heads, nnx.Linear]
+    heads(jnp.ones((1, 2)))
+    assert seen == [Heads, nnx.Linear]

@@ -1,0 +1,481 @@
+"""The fast path: a call that looks like an earlier one goes straight to its program.
+
+What was found out about a call is kept as a route: which program it has, which
+Variables go in, which come out. The next call that looks the same takes no argument
+apart. What a route does not compare (the leaves of a pure tree, the values of
+Variables) the program does when JAX traces it for them: it then raises, the route is
+dropped, and the call goes the long way.
+"""
+
+import collections
+import functools
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from flax_layoutmap._place.place import put
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._step.arguments import Argument, Call, Slot, spans
+from flax_layoutmap._step.inputs import buffers_of
+from flax_layoutmap._step.program import OtherArgumentsError, Program, Tree
+from flax_layoutmap._step.trace import mesh_needed, surroundings
+from flax_layoutmap._tree.flax_internals import (
+    can_write,
+    is_nnx_object,
+    read_value,
+    variables_of,
+    write_value,
+)
+from flax_layoutmap._tree.graph import drain
+from flax_layoutmap._tree.watch import Watch
+
+# Kinds of calls that one function remembers; each has up to `_STATES` routes, for the
+# states of its objects (modes such as train and eval).
+_KINDS = 64
+_STATES = 8
+
+# Stands for an argument of which nothing can be told; no kept key has it.
+_UNKNOWN = object()
+
+
+class FastPath:
+    """The routes of one function."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """Begins without any.
+
+        Args:
+            names: the positional parameters, in order.
+        """
+        self._names = tuple(names)
+        # (name, type) of an argument → what gives its part of the key.
+        self._parts: dict[tuple[str, type], Any] = {}
+        self._routes: dict[Any, Sequence[_Route]] = {}
+
+    def call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
+    ) -> tuple[bool, Any]:
+        """Calls the program, if there is a route to it.
+
+        Returns:
+            Whether it ran, and the function's result. If not, nothing has happened.
+        """
+        key, roots = self._look(args, kwargs, rules)
+        try:
+            known = self._routes.get(key, ())
+        except TypeError:  # a constant that cannot be hashed
+            return False, None
+        for route in known:
+            if not route.fits(roots):
+                continue
+            try:
+                ran, result = route.run(args, kwargs)
+            except OtherArgumentsError:  # leaves of other shapes, in a pure tree
+                self._keep(key, [other for other in known if other is not route])
+                continue
+            if ran:
+                return True, result
+        return False, None
+
+    def _look(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
+    ) -> tuple[Any, list[Any]]:
+        """What a call looks like, and the NNX objects among its arguments.
+
+        Returns:
+            A key that is equal for calls that may share a route, or None for a call of
+            no kind that was seen. Routes keep the rule set alive, so that its id is no
+            other's.
+        """
+        key: list[Any] = [id(rules), len(args), *surroundings()]
+        roots: list[Any] = []
+        if len(args) > len(self._names):
+            return None, roots
+        values = (*args, *kwargs.values())
+        names = (*self._names[: len(args)], *kwargs)
+        for named in zip(names, map(type, values), values, strict=True):
+            name, kind, value = named
+            part = self._parts.get((name, kind))
+            if part is None:
+                return None, roots
+            if part is id:
+                roots.append(value)
+            key += (name, kind, part(value))
+        return tuple(key), roots
+
+    def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:
+        """Keeps the route of a call that went the long way, if it can have one.
+
+        Args:
+            call: the call.
+            program: its program, which has run.
+            leaves: what it was given.
+        """
+        if call.rules is None:
+            return  # a program depends on where its state lies
+        if program.change or program.nested or program.returns_objects:
+            return  # a change of structure comes once
+        config: Any = jax.config
+        if not program.cacheable or config.jax_debug_nans or config.jax_debug_infs:
+            return  # `jit` has to tell JAX of these two at each call
+        places = dict(zip(self._names, range(len(call.args)), strict=False))
+        parts: dict[tuple[str, type], Any]
+        parts = {(slot.name, type(value)): _itself for slot, value in call.slots}
+        variables: dict[int, nnx.Variable[Any]] = {}
+        fetches: dict[Slot, _Fetch] = {}
+        arguments = call.arguments
+        for argument, span in zip(arguments, spans(arguments), strict=True):
+            slot, own = argument.slot, leaves[span.start : span.stop]
+            if slot.key is not None or not _has_route(argument, own):
+                return
+            if argument.has_objects:
+                variables.update(zip(span, variables_of(argument.value), strict=True))
+            else:
+                at = places.get(slot.name, slot.name)
+                fetches[slot] = _Fetch(at, _moved(argument, own))
+            parts[slot.name, type(argument.value)] = _part_of(argument)
+        self._parts.update(parts)
+        key, roots = self._look(call.args, call.kwargs, call.rules)
+        if key is None or any(part is _UNKNOWN for part in key):
+            return
+        watch = Watch(roots, lambda _: self._keep(key, []))
+        if not watch.exact or watch.ids != set(map(id, variables.values())):
+            return
+        route = _Route(program, call.rules, watch, variables, fetches)
+        # Others of that program are of Variables that are there no more, and so are
+        # those that know other Variables: they would keep them alive.
+        others = [
+            other
+            for other in self._routes.pop(key, ())
+            if other.program is not program and other.watch.ids == watch.ids
+        ]
+        self._keep(key, [route, *others][:_STATES])
+        if len(self._routes) > _KINDS:
+            del self._routes[next(iter(self._routes))]
+
+    def forget(self, program: Program) -> None:
+        """Drops the routes to a program."""
+        for key, known in list(self._routes.items()):
+            self._keep(key, [route for route in known if route.program is not program])
+
+    def _keep(self, key: Any, routes: Sequence["_Route"]) -> None:
+        """Makes these the routes of a kind of call."""
+        if routes:
+            self._routes[key] = routes
+        else:
+            self._routes.pop(key, None)
+
+
+# --------------------------------------------------------- what calls are told by
+
+
+def _has_route(argument: Argument, leaves: Sequence[Any]) -> bool:
+    """Whether a later argument like this one can be recognised.
+
+    A pure state must need no change; of an NNX object the Variables must hold the
+    leaves, one each.
+    """
+    if any(isinstance(leaf, Tracer) for leaf in argument.raw):
+        return False
+    if argument.has_objects:
+        if not is_nnx_object(argument.value):
+            return False
+        values = list(map(read_value, variables_of(argument.value)))
+        are_arrays = all(isinstance(value, jax.Array) for value in values)
+        return are_arrays and len(values) == len(leaves)
+    return not argument.is_state or all(map(operator.is_, argument.raw, leaves))
+
+
+def _moved(argument: Argument, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Where we put the leaves of data; None if all stayed."""
+    shardings = tuple(
+        None if new is old else new.sharding
+        for old, new in zip(argument.raw, leaves, strict=True)
+    )
+    return None if all(sharding is None for sharding in shardings) else shardings
+
+
+def _part_of(argument: Argument) -> Callable[[Any], Any]:
+    """What gives the part of the key for an argument of this kind."""
+    if argument.has_objects:
+        return id
+    if argument.is_state:
+        return type
+    return _part_of_leaf(type(argument.value)) or _part_of_container
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+_part_of_array = operator.attrgetter("shape", "dtype", "sharding", "committed")
+_part_of_host_array = operator.attrgetter("shape", "dtype")
+
+
+@functools.lru_cache(maxsize=256)
+def _part_of_leaf(kind: type) -> Any:
+    """What gives the part of the key for a leaf of a type; None for a container."""
+    if issubclass(kind, Tracer):
+        return None
+    if issubclass(kind, jax.Array):
+        return _part_of_array
+    if issubclass(kind, np.ndarray | np.generic):
+        return _part_of_host_array
+    return type if issubclass(kind, bool | int | float | complex) else None
+
+
+def _part_of_container(value: Any) -> Any:
+    leaves, treedef = jax.tree.flatten(value)
+    kinds = tuple(map(type, leaves))
+    parts = tuple(map(_part_of_leaf, kinds))
+    if None in parts:
+        return _UNKNOWN
+    return treedef, kinds, *(part(x) for part, x in zip(parts, leaves, strict=True))
+
+
+# ------------------------------------------------------------------------ routes
+
+
+class _Fetch(NamedTuple):
+    """Where a pure tree is found in a call, and where its leaves are put.
+
+    Attributes:
+        at: position, or name.
+        shardings: one per leaf, None for leaves that stay; None if all do.
+    """
+
+    at: int | str
+    shardings: tuple[Any, ...] | None
+
+    def tree(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The tree, placed."""
+        tree = args[self.at] if isinstance(self.at, int) else kwargs[self.at]
+        if self.shardings is None:
+            return tree
+        leaves, treedef = jax.tree.flatten(tree)
+        placed = [
+            leaf if sharding is None else put(leaf, sharding)
+            for leaf, sharding in zip(leaves, self.shardings, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, placed)
+
+
+class _Route:
+    """The way of one kind of call to its program."""
+
+    # The last few of all functions that have run.
+    _recent: ClassVar[tuple["weakref.ref[_Route]", ...]] = ()
+
+    def __init__(
+        self,
+        program: Program,
+        rules: RuleSet,
+        watch: Watch,
+        variables: Mapping[int, nnx.Variable[Any]],
+        fetches: Mapping[Slot, _Fetch],
+    ) -> None:
+        """Keeps what a call needs.
+
+        Args:
+            program: the program.
+            rules: the rule set, which the key holds by identity.
+            watch: tells whether the objects are still the same.
+            variables: position, over all leaves → the Variable.
+            fetches: where the pure trees are.
+        """
+        self.program, self.rules, self.watch = program, rules, watch
+        self._mesh = mesh_needed(rules)
+        places = program.places
+        positions = (*places.donated, *places.kept)
+        # Those that the program changes come first.
+        self._variables = [variables[at] for at in positions]
+        self._wanted = [program.wanted[at] for at in positions]
+        self._changed = self._variables[: len(program.changed)]
+        self._donates = len(places.donated)
+
+        def found(trees: Sequence[Tree]) -> list[_Fetch]:
+            return [fetches[tree.slot] for tree in trees]
+
+        treedefs = [tree.treedef for tree in places.given]
+        self._given = list(zip(found(places.given), treedefs, strict=True))
+        self._rest = found(places.rest)
+        self._rest_is_flat = all(
+            jax.tree_util.treedef_is_leaf(tree.treedef) for tree in places.rest
+        )
+        # Ids of the values that the last call left in the Variables, and of those that
+        # its program wrote.
+        self._ids: list[int] = []
+        self._written: list[int] = []
+
+    def fits(self, roots: Sequence[Any]) -> bool:
+        """Whether the objects of a call are those of this route."""
+        if not roots:
+            return True
+        if not self.watch.fits(roots):
+            return False
+        return not self._variables or can_write(self._variables[0])
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        """Runs the program and writes back.
+
+        Returns:
+            Whether it ran, and the function's result. If not, nothing has happened.
+
+        Raises:
+            OtherArgumentsError: the program is not for these; nothing has happened.
+        """
+        inputs = self._inputs(args, kwargs)
+        if inputs is None:
+            return False, None
+        outputs: dict[int, list[Any]] = {}
+        try:
+            if self._mesh is None:
+                result = self._run(inputs, outputs)
+            else:
+                with jax.sharding.use_abstract_mesh(self._mesh):
+                    result = self._run(inputs, outputs)
+        except OtherArgumentsError:
+            raise
+        except (RuntimeError, TypeError, ValueError) as error:
+            # Either the arguments were refused, or the program failed while it ran.
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                raise
+            if self._are_as_wanted(inputs):
+                raise
+            return False, None
+        if self._changed:
+            self._note(list(map(id, outputs[0][:-1])))
+        return True, result
+
+    def _run(self, inputs: Any, outputs: dict[int, list[Any]]) -> Any:
+        """The function's result; what the program gave is kept in `outputs`.
+
+        One expression in C runs the step and writes every value back: an interrupt
+        comes between two steps of Python, so it cannot fall in between.
+        """
+        if not self._changed:
+            return self.program.jitted(*inputs)[-1]
+        results = itertools.chain.from_iterable(
+            map(
+                functools.partial(outputs.setdefault, 0),
+                itertools.starmap(self.program.jitted, (inputs,)),
+            )
+        )
+        drain(map(write_value, self._changed, results))
+        return next(results)
+
+    def _inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """The inputs of the program; None if they are not as it wants them.
+
+        An array that was given away, or one that is donated and comes twice, may be the
+        end of the process (jax 0.10, several devices). JAX refuses other layouts.
+        """
+        given: list[Any] = []
+        for fetch, treedef in self._given:
+            leaves, own = jax.tree.flatten(fetch.tree(args, kwargs))
+            if own != treedef:
+                return None
+            given.append(leaves)
+        rest = tuple([fetch.tree(args, kwargs) for fetch in self._rest])
+        count = self._donates
+        values = list(map(read_value, self._variables))
+        ids = list(map(id, values))
+        if are_deleted(values):
+            return None
+        if ids != self._ids:
+            # Somebody else has put values there.
+            if not self._knows(ids):
+                if not all(map(_is_placed, values, self._wanted)):
+                    return None
+                if count and not _are_apart(values, count):
+                    return None
+            self._ids = ids
+        if given or count:
+            pure = list(itertools.chain.from_iterable(given))
+            # Most data is a single array.
+            others = rest if self._rest_is_flat else jax.tree.leaves(rest)
+            if are_deleted(pure) or are_deleted(others):
+                return None
+            own_ids = set(map(id, pure))
+            if len(own_ids) < len(pure) or not own_ids.isdisjoint(ids):
+                return None
+            if not set(map(id, others)).isdisjoint(own_ids.union(ids)):
+                return None
+        return values[:count], values[count:], given, rest
+
+    # What a program has written shares memory with nothing; what it left as it was has
+    # been compared once, where the route donates it. So values that are known to one of
+    # the last few routes need no look.
+
+    def _knows(self, ids: list[int]) -> bool:
+        """Whether values were written by programs, or are those of the last call."""
+        recent = [route for ref in _Route._recent if (route := ref()) is not None]
+        count, own = self._donates, set(ids)
+        # As after the same step in another mode; less work than what follows.
+        if any(other._donates == count and other._ids == ids for other in recent):
+            return True
+        written = {at for other in recent for at in other._written}
+        return (
+            len(own) == len(ids)
+            and own.issubset(written.union(self._ids))
+            and written.union(self._ids[:count]).issuperset(ids[:count])
+        )
+
+    def _note(self, written: list[int]) -> None:
+        """Notes what a call has written; the other values are what they were."""
+        self._ids = [*written, *self._ids[len(written) :]]
+        self._written = written
+        own: weakref.ref[_Route] = weakref.ref(self)
+        recent = _Route._recent
+        if not recent or recent[0] is not own:
+            others = [ref for ref in recent if ref is not own]
+            _Route._recent = (own, *others[: _STATES - 1])
+
+    def _are_as_wanted(self, inputs: tuple[Any, ...]) -> bool:
+        """Whether inputs have the structures and layouts of the program."""
+        program = self.program
+        order, structure = jax.tree.flatten(program.inputs(range(len(program.wanted))))
+        leaves, own = jax.tree.flatten(inputs)
+        if own != structure:
+            return False
+        if are_deleted(leaves):
+            # By the program itself, which is told as a loss, or else before the call.
+            return bool(program.gives_away)
+        wanted = (program.wanted[at] for at in order)
+        return all(
+            where is None or getattr(leaf, "sharding", None) == where
+            for leaf, where in zip(leaves, wanted, strict=True)
+        )
+
+
+def are_deleted(leaves: Sequence[Any]) -> bool:
+    """Whether one of these is a deleted array."""
+    if not leaves:
+        return False
+    try:
+        # The method of the type: far less work than one attribute after the other.
+        return any(map(type(leaves[0]).is_deleted, leaves))
+    except (AttributeError, TypeError):  # other things among them
+        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+
+
+def _are_apart(values: Sequence[Any], count: int) -> bool:
+    """Whether the first of these arrays share no memory with others of them."""
+    seen = collections.Counter(part for value in values for part in buffers_of(value))
+    return all(seen[part] == 1 for v in values[:count] for part in buffers_of(v))
+
+
+def _is_placed(value: Any, wanted: Any) -> bool:
+    """Whether it is an array that lies where it should."""
+    if not isinstance(value, jax.Array):
+        return False
+    return wanted is None or (value.committed and value.sharding == wanted)

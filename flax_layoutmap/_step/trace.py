@@ -1,0 +1,330 @@
+"""The user's function, traced once on the leaves of its arguments."""
+
+import contextlib
+import dataclasses
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import AxisType
+
+from flax_layoutmap._core.errors import StructureError, warn
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.scope import call_with_rules, trace_key
+from flax_layoutmap._step.activations import call_activated, forget_path
+from flax_layoutmap._step.arguments import (
+    Argument,
+    Call,
+    Slot,
+    call_with,
+    check_apart,
+    named_parts,
+    no_array,
+    refuse_integers,
+    spans,
+    strong,
+)
+from flax_layoutmap._step.closures import Closures
+from flax_layoutmap._tree.flax_internals import check_can_write, is_nnx_object
+from flax_layoutmap._tree.graph import (
+    Change,
+    Graph,
+    change_of,
+    is_value,
+    without_objects,
+)
+from flax_layoutmap._tree.jaxprs import with_own_arrays
+from flax_layoutmap._tree.paths import join_keys
+
+# JAX settings that change what a trace gives.
+_settings = operator.attrgetter(
+    "jax_debug_infs",
+    "jax_debug_nans",
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_disable_jit",
+    "jax_enable_x64",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_threefry_partitionable",
+)
+
+
+def surroundings() -> tuple[Any, ...]:
+    """What a trace depends on besides the arguments: contexts and settings."""
+    return jax.sharding.get_abstract_mesh(), _settings(jax.config), trace_key()
+
+
+def mesh_needed(rules: RuleSet | None) -> Any:
+    """The abstract mesh that tracing and running need as context; None if none.
+
+    Explicit axes need their mesh in context; and with rules on one mesh, another one
+    that happens to be in context must not count.
+    """
+    mesh = None if rules is None else rules.mesh
+    if mesh is None:
+        return None
+    context: Any = jax.sharding.get_abstract_mesh()
+    own: Any = mesh.jax_mesh.abstract_mesh
+    needed = bool(context.axis_names) or AxisType.Explicit in mesh.axis_types
+    return None if not needed or context == own else own
+
+
+def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
+    """That mesh as context; inside of an outer trace, that of its tracers."""
+    mesh = mesh_needed(rules)
+    if mesh is None or any(isinstance(x, Tracer) for x in leaves):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What to compile, whatever the arguments.
+
+    Attributes:
+        fun: the user's function.
+        signature: its signature.
+        in_shardings: argument name → prefix tree of layouts, over the rules.
+        out_shardings: prefix tree of layouts for the result, or None.
+        runs: whether its programs run; if not, no value in them can become stale.
+    """
+
+    fun: Callable[..., Any]
+    signature: inspect.Signature
+    in_shardings: Mapping[str, Any]
+    out_shardings: Any
+    runs: bool = True
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages and programs."""
+        return getattr(self.fun, "__name__", "a_function")
+
+    def in_sharding(self, slot: Slot) -> Any:
+        """What `in_shardings` says of an argument; None where it says nothing."""
+        by_parameter = self.in_shardings.get(slot.parameter)
+        return self.in_shardings.get(slot.name, by_parameter)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a function did to its NNX objects, and what it returned. Holds no tracer.
+
+    Attributes:
+        changed: positions of the values that it changed; those of donated arguments
+            come first.
+        nested: positions of what else it changed.
+        change: what else it did to NNX objects, or None.
+        returned: where in its result the new NNX objects are.
+        count: how many outputs come before its result.
+        out_tree: the structure of its result.
+        returns_objects: whether NNX objects or their Variables are in it.
+        keeps_constants: whether it set and edited no constant that cannot be hashed.
+    """
+
+    changed: tuple[int, ...]
+    nested: tuple[int, ...]
+    change: Change | None
+    returned: tuple[str, ...]
+    count: int
+    out_tree: Any
+    returns_objects: bool
+    keeps_constants: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """A function, traced on leaves.
+
+    Attributes:
+        closed: all leaves in order → what it changed, and the leaves of its result.
+        shapes: abstract values of both.
+        outcome: what these are.
+        remarks: what to warn of: in a trace, a warning would point at JAX's code.
+    """
+
+    closed: ClosedJaxpr
+    shapes: tuple[list[Any], list[Any]]
+    outcome: Outcome
+    remarks: Sequence[str]
+
+
+def trace_job(
+    job: Job, call: Call, avals: Sequence[Any], parameters: Iterable[str]
+) -> Traced:
+    """Traces the user's function.
+
+    Args:
+        job: the function.
+        call: its arguments.
+        avals: abstract values of all leaves.
+        parameters: paths of the parameters among the arguments, in all their forms.
+
+    Raises:
+        StructureError: the function uses NNX objects as `flm.jit` does not allow.
+    """
+    remarks: list[str] = []
+    outcomes: list[Outcome] = []
+    given = [(slot.name, value) for slot, value in call.slots]
+    closures = Closures(job.fun, job.name, given)
+
+    def flat(leaves: list[Any]) -> Any:
+        def on_leaves() -> tuple[list[Any], list[Any]]:
+            new, results, outcome = _on_leaves(
+                job, call, leaves, parameters, remarks.append
+            )
+            outcomes.append(outcome)
+            return new, results
+
+        return closures.call(on_leaves) if job.runs else on_leaves()
+
+    def traced() -> Any:
+        with mesh_context(call.rules, call.leaves):
+            return jax.make_jaxpr(flat, return_shape=True)(avals)
+
+    try:
+        closed, shapes = call_with_rules(call.rules, traced)
+    except TypeError as error:
+        refuse_integers(call.arguments, job.name, error)
+        raise
+    closures.check(closed.jaxpr)
+    return Traced(with_own_arrays(closed), shapes, outcomes[-1], remarks)
+
+
+def call_job(
+    job: Job,
+    given: Sequence[tuple[Slot, Any]],
+    rules: RuleSet | None,
+    parameters: Iterable[str],
+    tell: Callable[[str], None] = warn,
+) -> Any:
+    """Calls the user's function; the layers lay out what they return.
+
+    Args:
+        job: the function.
+        given: the arguments in the order of the signature.
+        rules: the rule set, or None.
+        parameters: paths of the parameters among the arguments, in all their forms,
+            for rules `…/output`.
+        tell: is told of activation rules that never fired.
+    """
+
+    def call() -> Any:
+        result = call_with(job.fun, job.signature, given)
+        for _, node in _roots(result):
+            forget_path(node)
+        return result
+
+    roots = [root for _, value in given for root in _roots(value)]
+    return call_activated(call, rules, roots, parameters, tell)
+
+
+def _roots(value: Any) -> list[tuple[str, Any]]:
+    """The NNX objects in an argument, each with what its paths begin with there."""
+    try:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_nnx_object)
+    except (TypeError, ValueError):  # a constant that JAX cannot flatten
+        return []
+    found = [(join_keys(keys), leaf) for keys, leaf in leaves if is_nnx_object(leaf)]
+    return [(f"{path}/" if path else "", leaf) for path, leaf in found]
+
+
+def _on_leaves(
+    job: Job,
+    call: Call,
+    leaves: Sequence[Any],
+    parameters: Iterable[str],
+    tell: Callable[[str], None],
+) -> tuple[list[Any], list[Any], Outcome]:
+    """Calls the function on leaves: what it changed, its result, and what these are."""
+    values: dict[Slot, Any] = dict(call.static)
+    copies: list[list[Any]] = []  # of the NNX objects of each argument
+    positions: list[int] = []  # of the leaves in them
+    donated: set[int] = set()
+    for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
+        own = leaves[span.start : span.stop]
+        values[argument.slot], objects = argument.rebuild(own)
+        copies.append(objects)
+        is_pure = zip(span, argument.pure_leaves(), strict=True)
+        positions += [at for at, pure in is_pure if not pure]
+        donated.update(span if argument.is_donated else ())
+    nodes = [node for own in copies for node in own]
+    before = Graph(nodes)
+    given = [(slot, values[slot]) for slot, _ in call.slots]
+    result = call_job(job, given, call.rules, parameters, tell)
+    after = Graph(nodes)
+    known = set(map(id, after.objects))
+    made = [(path, node) for path, node in _roots(result) if id(node) not in known]
+    simple: list[int] = []
+    nested: list[int] = []
+    change, keeps_constants = None, True
+    if not made and after.is_like(before):
+        simple, nested = _changed(before, after)
+        simple.sort(key=lambda at: positions[at] not in donated)
+        new = [after.leaves[at] for at in (*simple, *nested)]
+    else:
+        returned = [node for _, node in made]
+        check_apart(call.arguments, copies, nnx.Variable)
+        _check_new(call.arguments, copies, returned, before)
+        after = Graph([*nodes, *returned])
+        change, new = change_of(before, after, positions, leaves)
+        keeps_constants = before.keeps_constants(after)
+    plain, returns_objects = without_objects(result, after.objects)
+    results, out_tree = jax.tree.flatten(plain)
+    outcome = Outcome(
+        changed=tuple(positions[at] for at in simple),
+        nested=tuple(positions[at] for at in nested),
+        change=change,
+        returned=tuple(path for path, _ in made),
+        count=len(new),
+        out_tree=out_tree,
+        returns_objects=returns_objects,
+        keeps_constants=keeps_constants,
+    )
+    return list(map(strong, new)), results, outcome
+
+
+def _changed(before: Graph, after: Graph) -> tuple[list[int], list[int]]:
+    """Numbers of the leaves that are new: whole values of Variables, and others."""
+    pairs = enumerate(zip(before.leaves, after.leaves, strict=True))
+    changed = [at for at, (old, new) in pairs if old is not new]
+    is_whole = [is_value(after.leaves[at], after.holders[at]) for at in changed]
+    pairs = list(zip(changed, is_whole, strict=True))
+    return [at for at, whole in pairs if whole], [at for at, w in pairs if not w]
+
+
+def _check_new(
+    arguments: Sequence[Argument],
+    copies: Sequence[Sequence[Any]],
+    returned: Sequence[Any],
+    before: Graph,
+) -> None:
+    """Raises StructureError where objects come from elsewhere, or hold no arrays."""
+    known = set(map(id, before.objects))
+    named = [("the result", node) for node in returned]
+    for argument, own in zip(arguments, copies, strict=True):
+        named += [(argument.name, node) for node in own]
+    for where, part in named_parts(named):
+        if id(part) not in known:
+            try:
+                check_can_write([part])
+            except TraceContextError as error:
+                raise StructureError(
+                    f"{where} comes from outside of the function: pass it as an "
+                    "argument, or as part of one, so that it stays the same object"
+                ) from error
+        if isinstance(part, nnx.Variable):
+            for problem in map(no_array, jax.tree.leaves(part.get_raw_value())):
+                if problem:
+                    raise StructureError(
+                        f"{where} holds the {problem}, which is no array: make it "
+                        "a static attribute"
+                    )
