@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 import flax_layoutmap as flm
+from flax_layoutmap._rules.records import ResolvedLeaf
 
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 
@@ -37,7 +38,7 @@ def mapped(
     return made
 
 
-def axes_of(leaf: flm.ResolvedLeaf) -> tuple[Any, ...]:
+def axes_of(leaf: ResolvedLeaf) -> tuple[Any, ...]:
     """One entry per dim of a leaf."""
     dims = leaf.layout.dims(len(leaf.shape))
     return tuple(dim[0] if len(dim) == 1 else dim or None for dim in dims)
