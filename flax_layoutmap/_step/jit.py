@@ -89,7 +89,7 @@ def jit(
     replicated).
 
     A changed static attribute is seen, and the function traced again; also a change in
-    place of one that cannot be hashed (a list, a dataclass). README.md has a table of
+    place of one that cannot be hashed (a list, a dataclass). docs/jit.md has a table of
     what is compared.
 
     The function may also add, remove, replace or swap Variables and modules of NNX
