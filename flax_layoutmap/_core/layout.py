@@ -236,6 +236,14 @@ class TensorLayout:
         self._check_complete()
         return tuple(dim_axes(dim) for dim in self._written_out(ndim))
 
+    def _some_mesh(self) -> DeviceMesh:
+        if self.device_mesh is None:
+            raise MeshError(
+                f"the layout {self} has no mesh, which this needs; give one, "
+                "layout.on(mesh) or flm.TensorLayout(axes, mesh)"
+            )
+        return self.device_mesh
+
     def _check_complete(self) -> None:
         if self.has_match:
             raise LayoutError(
@@ -294,12 +302,7 @@ class TensorLayout:
             LayoutError: the layout has another rank, or holds `MATCH`.
             MeshError: the layout has no mesh.
         """
-        if self.device_mesh is None:
-            raise MeshError(
-                f"the layout {self} has no mesh; give one, layout.on(mesh) or "
-                "flm.TensorLayout(axes, mesh)"
-            )
-        return named_sharding(self.device_mesh, self.spec(ndim), self.memory_kind)
+        return named_sharding(self._some_mesh(), self.spec(ndim), self.memory_kind)
 
     @property
     def backend_layout(self) -> NamedSharding:
@@ -318,9 +321,7 @@ class TensorLayout:
             LayoutError: another rank, `MATCH`, or a dim that does not divide.
             MeshError: the layout has no mesh.
         """
-        if self.device_mesh is None:
-            raise MeshError(f"the layout {self} has no mesh, so no shard shape")
-        sizes = self.device_mesh.axis_sizes
+        sizes = self._some_mesh().axis_sizes
         result = []
         for dim, (size, names) in enumerate(
             zip(shape, self.dims(len(shape)), strict=True)
@@ -633,14 +634,6 @@ class TensorLayout:
             LayoutError: the bytes cannot be read.
         """
         return cls.from_proto(proto_str, strict=strict)
-
-    def _some_mesh(self) -> DeviceMesh:
-        if self.device_mesh is None:
-            raise MeshError(
-                f"the layout {self} has no mesh, which this needs; give one, "
-                "layout.on(mesh)"
-            )
-        return self.device_mesh
 
     def _every_dim(self) -> tuple[Dim, ...]:
         if ... in self.axes:
