@@ -35,7 +35,7 @@ _SETTINGS = (
     "jax_default_matmul_precision",
 )
 
-Word = dict[str, Any]
+Message = dict[str, Any]
 Parts = Mapping[str, str | Sequence[str]]
 
 
@@ -91,24 +91,24 @@ class Agreement:
         mesh = self._mesh
         if mesh is None or jax.process_count() == 1 or _tracing():
             return
-        speakers = _speakers(mesh)
-        if len(speakers) == 1:
+        members = _device_of_each(mesh)
+        if len(members) == 1:
             return
         if error is None:
             every = [*self._parts, _settings]
             parts = {name: text for part in every for name, text in part().items()}
-            word = _word(self._what, mesh, parts)
-            words = _exchange(word, speakers, self._what, patience=self._patience)
-            problems = differences(words)
+            message = _message(self._what, mesh, parts)
+            messages = _exchange(message, members, self._what, patience=self._patience)
+            problems = differences(messages)
             if problems:
-                name = _listed(words)
-                where = _first_line(parts, name, words, speakers, self._what)
-                raise _disagreement(problems, words, self._what, where)
+                name = _listed(messages)
+                where = _first_line(parts, name, messages, members, self._what)
+                raise _disagreement(problems, messages, self._what, where)
         elif isinstance(error, Exception):
-            word = _word(self._what, mesh, {})
-            word["error"] = f"{type(error).__name__}: {error}"[:1000]
+            message = _message(self._what, mesh, {})
+            message["error"] = f"{type(error).__name__}: {error}"[:1000]
             patience = self._patience or PATIENCE_SECONDS
-            _exchange(word, speakers, self._what, gives_up_after=patience)
+            _exchange(message, members, self._what, gives_up_after=patience)
 
 
 def tell_of_others(
@@ -119,7 +119,7 @@ def tell_of_others(
 
     Args:
         error: what was raised; other kinds are passed over.
-        go_on: what to go on from, in words.
+        go_on: how to continue, in words.
     """
     count = jax.process_count()
     failed_running = isinstance(error, jax.errors.JaxRuntimeError)
@@ -152,56 +152,56 @@ def digest_of_value(leaf: Any) -> str:
     return f"{np.shape(leaf)} {value.dtype} {check:08x}"
 
 
-def differences(words: Mapping[int, Word]) -> list[str]:
+def differences(messages: Mapping[int, Message]) -> list[str]:
     """Lists the processes whose message is not that of most of them.
 
     Args:
-        words: the message of each process.
+        messages: the message of each process.
 
     Returns:
         One text per process that failed or differs.
     """
     problems = [
-        f"process {process} failed: {word['error']}"
-        for process, word in words.items()
-        if word["error"]
+        f"process {process} failed: {message['error']}"
+        for process, message in messages.items()
+        if message["error"]
     ]
-    well = {p: w for p, w in words.items() if not w["error"]}
+    well = {p: m for p, m in messages.items() if not m["error"]}
     if not well:
         return problems
-    texts = collections.Counter(json.dumps(word) for word in well.values())
+    texts = collections.Counter(json.dumps(message) for message in well.values())
     # Of equally many, the first to come is that of the lowest process.
     usual = json.loads(texts.most_common(1)[0][0])
-    for process, word in well.items():
-        if word["what"] != usual["what"]:
+    for process, message in well.items():
+        if message["what"] != usual["what"]:
             problems.append(
-                f"process {process} is at {word['what']}, not at {usual['what']}"
+                f"process {process} is at {message['what']}, not at {usual['what']}"
             )
             continue
         parts = [
             name
-            for name in {**usual["parts"], **word["parts"]}
-            if word["parts"].get(name) != usual["parts"].get(name)
+            for name in {**usual["parts"], **message["parts"]}
+            if message["parts"].get(name) != usual["parts"].get(name)
         ]
-        if word["mesh"] != usual["mesh"]:
-            parts.insert(0, _mesh_part(word, usual))
+        if message["mesh"] != usual["mesh"]:
+            parts.insert(0, _mesh_part(message, usual))
         if parts:
             problems.append(f"process {process} differs in its {', '.join(parts)}")
     return problems
 
 
-def _mesh_part(word: Word, usual: Word) -> str:
-    mine, theirs = word["mesh"][0], usual["mesh"][0]
+def _mesh_part(message: Message, usual: Message) -> str:
+    mine, theirs = message["mesh"][0], usual["mesh"][0]
     if mine == theirs:
         return f"mesh (other devices, or another order of them, in {mine})"
     return f"mesh ({mine} instead of {theirs})"
 
 
 def _disagreement(
-    problems: Sequence[str], words: Mapping[int, Word], what: str, where: str
+    problems: Sequence[str], messages: Mapping[int, Message], what: str, where: str
 ) -> ProcessError:
     said = "; ".join(problems)
-    if len(problems) == sum(bool(word["error"]) for word in words.values()):
+    if len(problems) == sum(bool(message["error"]) for message in messages.values()):
         return ProcessError(f"not all processes are ready for {what}: {said}")
     return ProcessError(
         f"the processes disagree before {what}: {said}{where}. Build mesh, rules, "
@@ -209,22 +209,22 @@ def _disagreement(
     )
 
 
-def _listed(words: Mapping[int, Word]) -> str | None:
+def _listed(messages: Mapping[int, Message]) -> str | None:
     """The last part that differs and is made of lines in all processes, if any.
 
     The last one says what the others come to: the table, where the rules differ too.
     """
-    if any(word["error"] for word in words.values()):
+    if any(message["error"] for message in messages.values()):
         return None
-    if len({json.dumps([word["what"], word["mesh"]]) for word in words.values()}) > 1:
+    if len({json.dumps([m["what"], m["mesh"]]) for m in messages.values()}) > 1:
         return None  # which says it all
-    first, *others = words.values()
+    first, *others = messages.values()
     return next(
         (
             name
             for name in reversed(first["parts"])
-            if all(name in word["lines"] for word in words.values())
-            and any(word["parts"][name] != first["parts"][name] for word in others)
+            if all(name in message["lines"] for message in messages.values())
+            and any(other["parts"][name] != first["parts"][name] for other in others)
         ),
         None,
     )
@@ -233,26 +233,27 @@ def _listed(words: Mapping[int, Word]) -> str | None:
 def _first_line(
     parts: Parts,
     name: str | None,
-    words: Mapping[int, Word],
-    speakers: Mapping[int, Any],
+    messages: Mapping[int, Message],
+    members: Mapping[int, Any],
     what: str,
 ) -> str:
     """Finds, with all processes, the first line of a part in which they differ."""
     if name is None:
         return ""
     lines = parts[name]
-    most = max(word["lines"][name] for word in words.values())
+    most = max(message["lines"][name] for message in messages.values())
     low, high = 0, most  # the first `low` lines agree, the first `high` do not
     while high - low > 1:
         middle = (low + high) // 2
         prefix = _short_hash("\n".join(lines[:middle]))
-        heard = _exchange({"prefix": prefix}, speakers, what)
-        if len({word["prefix"] for word in heard.values()}) == 1:
+        received = _exchange({"prefix": prefix}, members, what)
+        if len({message["prefix"] for message in received.values()}) == 1:
             low = middle
         else:
             high = middle
     own = lines[low][:_LINE_CHARACTERS] if low < len(lines) else "nothing"
-    texts = {p: w["line"] for p, w in _exchange({"line": own}, speakers, what).items()}
+    received = _exchange({"line": own}, members, what)
+    texts = {process: message["line"] for process, message in received.items()}
     usual = collections.Counter(texts.values()).most_common(1)[0][0]
     odd = next((p for p, text in texts.items() if text != usual), None)
     if odd is None:  # they differ beyond what is told of a line
@@ -264,7 +265,7 @@ def _first_line(
     )
 
 
-def _word(what: str, mesh: DeviceMesh, parts: Parts) -> Word:
+def _message(what: str, mesh: DeviceMesh, parts: Parts) -> Message:
     order = [device.id for device in mesh.devices.flat]
     return {
         "what": what[:200],
@@ -288,7 +289,7 @@ def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _speakers(mesh: DeviceMesh) -> dict[int, Any]:
+def _device_of_each(mesh: DeviceMesh) -> dict[int, Any]:
     """One device for each process of a mesh, the same ones in every process.
 
     Not the first ones of the mesh, whose order may be what the processes differ in.
@@ -302,29 +303,29 @@ def _speakers(mesh: DeviceMesh) -> dict[int, Any]:
 
 
 def _exchange(
-    word: Word,
-    speakers: Mapping[int, Any],
+    message: Message,
+    members: Mapping[int, Any],
     what: str,
     *,
     gives_up_after: float | None = None,
     patience: float | None = None,
-) -> dict[int, Word]:
+) -> dict[int, Message]:
     """The message of each process; waits for all, or for some seconds."""
-    sent = json.dumps(word, ensure_ascii=False).encode()
+    sent = json.dumps(message, ensure_ascii=False).encode()
     assert len(sent) <= _BYTES, f"{len(sent)} bytes do not fit in {_BYTES}"
     row = np.frombuffer(sent.ljust(_BYTES), np.uint8)
-    heard: list[np.ndarray] = []
+    received: list[np.ndarray] = []
     failed: list[Exception] = []
 
-    def talk() -> None:
+    def gather() -> None:
         try:
-            heard.append(_gather(row, list(speakers.values())))
+            received.append(_gather(row, list(members.values())))
         except Exception as error:  # broad: those of the runtime have no common kind
             failed.append(error)
 
     # A thread of its own is out of reach of the caller's mesh, transfer guard and other
     # settings, and can be left behind when nobody answers.
-    thread = threading.Thread(target=talk, daemon=True)
+    thread = threading.Thread(target=gather, daemon=True)
     thread.start()
     patience = patience or PATIENCE_SECONDS
     limit = max(LIMIT_SECONDS, 4 * patience)
@@ -332,19 +333,19 @@ def _exchange(
     if thread.is_alive() and gives_up_after is None:
         warn(
             f"process {jax.process_index()} has waited {patience:.0f} s before "
-            f"{what} and goes on waiting: the processes {list(speakers)} of the mesh "
+            f"{what} and goes on waiting: the processes {list(members)} of the mesh "
             "must all come here, and at least one has not"
         )
         thread.join(limit - patience)
         if thread.is_alive():
             raise ProcessError(
                 f"process {jax.process_index()} has waited {limit:.0f} s "
-                f"before {what}, and gives up: of the processes {list(speakers)} at "
+                f"before {what}, and gives up: of the processes {list(members)} at "
                 "least one has not come; look at what each one printed last"
             )
-    if heard:
-        rows = (json.loads(bytes(row).decode(errors="replace")) for row in heard[0])
-        return dict(zip(speakers, rows, strict=True))
+    if received:
+        rows = (json.loads(bytes(row).decode(errors="replace")) for row in received[0])
+        return dict(zip(members, rows, strict=True))
     if gives_up_after is not None:
         return {}
     raise ProcessError(

@@ -1,13 +1,10 @@
 """TPU slices by name: what exists, what each is made of, and what is refused."""
 
-import ast
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flax_layoutmap._core import topologies as _topologies
 from flax_layoutmap._core.errors import MeshError
 from flax_layoutmap._core.topologies import (
     ALIASES,
@@ -50,18 +47,10 @@ def test_known_slices(name: str) -> None:
     assert found.devices == found.hosts * found.devices_per_host
 
 
-@pytest.mark.parametrize(
-    "written",
-    [
-        "v5litepod-16",
-        "V5E:4X4",
-        "v5e=4x4",
-        "v5e_4x4",
-        "TPU v5 lite:4x4",
-        "v5lite-16",
-        " v5e-16 ",
-    ],
-)
+SPELLINGS = ["v5litepod-16", "V5E:4X4", "v5e=4x4", "v5e_4x4", "TPU v5 lite:4x4"]
+
+
+@pytest.mark.parametrize("written", [*SPELLINGS, "v5lite-16", " v5e-16 "])
 def test_spellings(written: str) -> None:
     assert topology(written) == topology("v5e:4x4")
 
@@ -181,86 +170,76 @@ def test_values_are_frozen_and_hashable() -> None:
 # ------------------------------------------------------------------------ bad input
 
 NEAREST_TO_LARGE = "The nearest: v5e:16x16, v5e:8x16, v5e:8x8"
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+REFUSED: list[tuple[Any, str]] = [
     (
         "v5p",
-        {},
         "not a topology: 'v5p'; write \"v5p:4x4x4\" (chips along each dim) or an "
         'accelerator type, "v5p-128"',
     ),
     (
         64,
-        {},
         'not a topology: 64; write "v5p:4x4x4" (chips along each dim) or an '
         'accelerator type, "v5p-128"',
     ),
     (
         "v5litepood-16",
-        {},
         "there is no TPU generation 'v5litepood'; did you mean 'v5litepod'?; known "
         "are v2, v3, v4, v5e, v5p, v6e, tpu7x",
     ),
     (
         "v5p:4x4x5",
-        {},
         "there is no slice v5p:4x4x5: each dim is a multiple of 4, unless the slice "
         "is smaller than 4x4x4. The nearest: v5p:4x4x4, v5p:4x4x8, v5p:4x4x12",
     ),
     (
         "v5e:32x32",
-        {},
         "there is no slice v5e:32x32: 1,024 chips are more than the 256 of the "
         f"largest slice; take several, slices=…. {NEAREST_TO_LARGE}",
     ),
     (
         "v5e:4x4x4",
-        {},
         "there is no slice v5e:4x4x4: v5e has 2 dims, not 3. The nearest: v5e:8x8, "
         "v5e:4x8, v5e:8x16",
     ),
     (
         "v5p:8x4x4",
-        {},
         "there is no slice v5p:8x4x4: the short dims come first. The nearest: "
         "v5p:4x4x8, v5p:4x4x12, v5p:4x4x4",
     ),
     (
         "v6e:3x3",
-        {},
         "there is no slice v6e:3x3: slices of two dims come in few shapes. The "
         "nearest: v6e:2x4, v6e:4x4, v6e:2x2",
     ),
     (
         "v5p-100",
-        {},
         "there is no slice v5p-100: the number counts TensorCores, two to a chip. "
         "The nearest: v5p-32, v5p-64, v5p-128",
     ),
     (
         "v6e-500",
-        {},
         "there is no slice v6e-500: 500 chips are more than the 256 of the largest "
         "slice; take several, slices=…. The nearest: v6e-64, v6e-128, v6e-256",
     ),
     (
         "v6e-100",
-        {},
         "there is no slice v6e-100: the number counts chips. The nearest: v6e-32, "
         "v6e-64, v6e-128",
     ),
     (
         "v5p-16384",
-        {},
         "there is no slice v5p-16384: 8,192 chips are more than the 6,144 of the "
         "largest slice; take several, slices=…. The nearest: v5p-12032, v5p-12160, "
         "v5p-12288",
     ),
     (
         "v5p:4x4x4_twisted",
-        {},
         "v5p:4x4x4 cannot be twisted: only n x n x 2n and n x 2n x 2n with n a "
         "multiple of 4 can, such as 4x4x8; leave out _twisted",
     ),
+]
+REFUSED_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
+    *((name, {}, text) for name, text in REFUSED),
     (
         "v5p:4x4x4",
         {"slices": 0},
@@ -275,20 +254,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "text"), REFUSED)
+@pytest.mark.parametrize(("name", "options", "text"), REFUSED_OPTIONS)
 def test_refused(name: Any, options: dict[str, Any], text: str) -> None:
     with pytest.raises(MeshError) as caught:
         topology(name, **options)
     assert str(caught.value) == text
-
-
-def test_every_message_has_a_case() -> None:
-    source = Path(_topologies.__file__).read_text(encoding="utf-8")
-    raised = [node for node in ast.walk(ast.parse(source)) if type(node) is ast.Raise]
-    reached = set()
-    for name, options, _ in REFUSED:
-        with pytest.raises(MeshError) as caught:
-            topology(name, **options)
-        reached.add(caught.traceback[-1].lineno + 1)
-    lines = {node.lineno for node in raised}
-    assert lines == reached

@@ -478,11 +478,6 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         "the layout ('data', None) has dims -2 to 1, got dim 'x'",
     ),
-    "layout: no mesh for shards": Case(
-        lambda: TensorLayout(("data",)).offset_to_shard(),
-        flm.errors.MeshError,
-        "the layout ('data',) has no mesh, which this needs; give one, layout.on(mesh)",
-    ),
     "layout: no such shard": Case(
         lambda: TensorLayout(("data",), ABSTRACT).offset_tuple_to_global_index((2,)),
         flm.LayoutError,
@@ -607,13 +602,8 @@ CASES: dict[str, Case] = {
     "layout: no mesh": Case(
         lambda: TensorLayout(("data",)).sharding(),
         flm.errors.MeshError,
-        "the layout ('data',) has no mesh; give one, layout.on(mesh) or "
-        "flm.TensorLayout(axes, mesh)",
-    ),
-    "layout: no mesh for a shard": Case(
-        lambda: TensorLayout(("data",)).shard_shape((4,)),
-        flm.errors.MeshError,
-        "the layout ('data',) has no mesh, so no shard shape",
+        "the layout ('data',) has no mesh, which this needs; give one, "
+        "layout.on(mesh) or flm.TensorLayout(axes, mesh)",
     ),
     "layout: indivisible": Case(
         lambda: TensorLayout((("data", "model"),), ABSTRACT).shard_shape((12,)),

@@ -279,6 +279,17 @@ def test_pickled_rules_resolve_as_before() -> None:
     assert flm.resolve(tree, again).specs == flm.resolve(tree, rules).specs
 
 
+def test_what_only_results_have_pickles_too() -> None:
+    """Values without a name at the top: a leaf, a difference and its changes."""
+    tree = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+    before = flm.resolve(tree, frozen_rules())
+    other = flm.DeviceMesh.abstract((4, 2), ("data", "model"))
+    after = flm.resolve(tree, flm.LayoutMap.from_rule_set(frozen_rules()).on(other))
+    difference = before.diff(after)
+    for value in (before["kernel"], difference, *difference.changes):
+        assert pickle.loads(pickle.dumps(value)) == value
+
+
 def test_errors_keep_their_problems_when_pickled() -> None:
     error = flm.errors.ResolveError("two problems", ("a: wrong", "b: wrong"))
     again = pickle.loads(pickle.dumps(error))
