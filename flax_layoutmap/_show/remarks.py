@@ -21,14 +21,15 @@ _LARGE_HELD = 0.1
 # paths.
 _HINTS = 10
 _MOST_PATHS = 2000
-# Below this likeness a path is none that the pattern was to match; of what no rule
-# matches, below the second; above the third it is misspelt rather than renamed.
+# Similarity of a path and a pattern: below the first the path is not what was meant;
+# for an unmatched path, below the second; above the third the pattern is misspelt, and
+# the path was not renamed.
 _ALIKE, _RENAMED, _MISSPELT = 0.4, 0.6, 0.85
 
 # So many lines with the same text are merged.
 _MANY = 4
 
-# Reasons that nobody asked for.
+# Reasons of leaves that no rule and no metadata places.
 UNMATCHED = {
     "no rule": "is matched by no rule",
     "unknown optimizer state": "is optimizer state of an unknown kind",
@@ -256,7 +257,7 @@ def _most_alike(
     best = least, ""
     for bound, ending in sorted(bounds, reverse=True):
         if bound < best[0]:
-            break  # the others can be no better
+            break  # no other can be more similar
         matcher.set_seq1(ending)
         best = max(best, (matcher.ratio(), ending))
     return (best[1], best[0]) if best[1] else None

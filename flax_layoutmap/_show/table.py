@@ -24,8 +24,8 @@ class Line(NamedTuple):
 
     Attributes:
         cells: one text per column; a heading has one text, which spans all of them.
-        mark: what is to be said of it by colour: `""`, `"warning"`, `"heading"`, or
-            a word that the reader of the Grid knows.
+        mark: what its colour shows: `""`, `"warning"`, `"heading"`, or the kind of a
+            change.
     """
 
     cells: tuple[str, ...]
@@ -39,7 +39,7 @@ class Grid:
     Attributes:
         names: the header, one per column.
         right: whether a column is aligned to the right.
-        lines: the lines below the header; what a terminal would obey is escaped.
+        lines: the lines below the header; control characters are escaped.
     """
 
     names: tuple[str, ...]
@@ -163,7 +163,7 @@ def human_bytes(count: int | float) -> str:
 
 
 def human_share(share: float) -> str:
-    """`0.0312` → `'3.1%'`; what is something is never shown as nothing."""
+    """`0.0312` → `'3.1%'`; a small share is never shown as 0."""
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
@@ -191,7 +191,7 @@ def total_width(widths: Collection[int]) -> int:
 
 
 def _is_narrow(text: str) -> bool:
-    """Whether each character takes one cell; those that we add are looked at here."""
+    """Whether each character takes one cell, as `…` and `×` do."""
     return text.isascii() or text.replace("…", "").replace("×", "").isascii()
 
 
@@ -257,7 +257,7 @@ def path_cell(fold: Fold, start: int = 0) -> str:
 
 
 def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
-    """The beginning of each path as a heading, or `""`, and the cell for the rest.
+    """Splits paths into headings for what they share (or `""`), and cells.
 
     Neighbours that begin alike up to their last index share a heading; so do those
     whose paths are too long for the width.

@@ -1,4 +1,4 @@
-"""A Grid and the lines below it in the colours of a terminal; knows no rules."""
+"""Grids and lines of text in the colours of a terminal, and printing them."""
 
 import os
 import re
@@ -11,8 +11,8 @@ from flax_layoutmap._show.table import Grid, text_width
 if TYPE_CHECKING:
     from rich.text import Text
 
-# By the position of an axis in its mesh. The first two are told apart by everybody who
-# can read a terminal; red is kept for what deserves a look.
+# By the position of an axis in its mesh. The first two can be told apart by anybody who
+# can read a terminal; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
 _MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
@@ -21,7 +21,7 @@ _LINES = {"  - ": "red", "  + ": "green"}
 _WARNINGS = ("unused", "unmatched", "fallback")
 _NARROWEST = 20
 _WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
-_FOLDED = re.compile(r"\{[\d.,…]+\}| ×\d+")
+_FOLDED = r"\{[\d.,…]+\}| ×\d+"
 
 
 def axis_styles(axes: Sequence[str]) -> dict[str, str]:
@@ -30,7 +30,7 @@ def axis_styles(axes: Sequence[str]) -> dict[str, str]:
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
-    """Lines no longer than `width`, where words allow it; None for any length."""
+    """Wraps lines between words at `width`; None for any length."""
     lines = list(map(visible, lines))
     if width is None:
         return lines
@@ -41,7 +41,7 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """One line as several, as `textwrap` has them, in a tenth of the time.
+    """Wraps one line as `textwrap` does, in a tenth of the time.
 
     Those after the first are indented; a longer word stays whole.
     """
@@ -68,8 +68,7 @@ def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
     styles = axis_styles(axes)
     for cells, mark in grid.padded():
         if mark in _MARKS:
-            text = "  ".join(cells).rstrip()
-            yield _folded(Text(text, style=_MARKS[mark]), mark == "heading")
+            yield _folded(Text("  ".join(cells).rstrip(), style=_MARKS[mark]))
             continue
         row = dict(zip(grid.names, cells, strict=True))
         parts = [_cell(name, row, mark, styles) for name in grid.names]
@@ -91,7 +90,7 @@ def coloured_lines(lines: Sequence[str], axes: Sequence[str]) -> "Iterator[Text]
             text.stylize("bold red" if is_warning else "bold", 0, word.end())
         for name, style in styles.items():
             text.highlight_regex(rf"(?<![\w'/]){re.escape(name)}(?==\d)", style)
-        yield _folded(text, True)
+        yield _folded(text)
 
 
 def show(
@@ -129,7 +128,7 @@ def _cell(
 
     text = Text(row[name])
     if name == "path":
-        return _folded(text, True)
+        return _folded(text)
     if name == "spec":
         return _spec(text, styles)
     if name in ("shape", "array"):
@@ -163,7 +162,6 @@ def _dims(text: "Text", spec: str, styles: Mapping[str, str]) -> "Text":
     return text
 
 
-def _folded(text: "Text", wanted: bool) -> "Text":
-    if wanted:
-        text.highlight_regex(_FOLDED.pattern, "dim")
+def _folded(text: "Text") -> "Text":
+    text.highlight_regex(_FOLDED, "dim")
     return text

@@ -12,7 +12,7 @@ from flax_layoutmap.draw._scene import Box, Grid, Label, Picture
 _SHOWN = 16
 _PANELS = 8
 
-# What stands for rows and columns that are left out.
+# In place of rows and columns that are left out.
 GAP = "…"
 
 _LINE = 18.0  # height of a line of labels

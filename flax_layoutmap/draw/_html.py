@@ -1,4 +1,4 @@
-"""Scenes as HTML: one file that holds everything and asks nothing of the network.
+"""Scenes as HTML: one file that loads nothing else.
 
 A mesh or an array is drawn as SVG, in any page; a whole model is a page with a script.
 """
@@ -29,7 +29,7 @@ _FRAME = 860
 
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
 
-# For more boxes than these, words would be a wall of text.
+# Most boxes that are listed in words.
 _TOLD = 64
 
 

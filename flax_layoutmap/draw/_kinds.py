@@ -1,4 +1,4 @@
-"""What many leaves have in common: shape, layout, rule, and what is said of them."""
+"""Kinds of leaves: those of one shape, layout, rule and explanation."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ _ASKED = 100
 # Width of the outline of an array, in points.
 _OUTLINE = 170.0
 
-# What stands before the path of an owner.
+# What precedes the path of an owner in an explanation.
 _FOLLOWS = ("  because: follows ", "  because: from the layout of ")
 
 
@@ -111,7 +111,7 @@ def _rule(row: Decision, rules: RuleSet) -> str:
 
 
 def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
-    """An array as it would look, were its sides not too unlike to be drawn."""
+    """Sides of an array and of one shard, in points, of a ratio that can be drawn."""
     if not shape or 0 in shape:
         return ()
     tall, wide = shape[-2:] if len(shape) > 1 else (1, 5)
@@ -128,7 +128,7 @@ def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
 
 
 def _owner_pieces(path: str, owner: str | None) -> tuple[str | int, ...]:
-    """What a leaf follows, said by parts of its own path, as in `Kind.explain`.
+    """The path that a leaf follows, by parts of its own path, as in `Kind.explain`.
 
     >>> _owner_pieces("mu/0/up/kernel", "0/up/kernel")
     (3,)
@@ -151,7 +151,7 @@ def _owner_pieces(path: str, owner: str | None) -> tuple[str | int, ...]:
 
 
 def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
-    """What `explain` says of a leaf, with its path taken out where it stands.
+    """The explanation of a leaf, with numbers in place of its path.
 
     Args:
         text: the words.
