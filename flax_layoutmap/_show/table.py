@@ -57,9 +57,13 @@ class Grid:
         rows = (line.cells for line in self.lines if line.mark != "heading")
         return list(zip(self.names, *rows, strict=True))
 
+    def widths(self) -> list[int]:
+        """Width of each column, in cells of a terminal."""
+        return list(map(widest, self._columns()))
+
     def width(self) -> int:
         """Width of the whole table, in cells of a terminal."""
-        return total_width(list(map(widest, self._columns())))
+        return total_width(self.widths())
 
     def padded(self) -> Iterator[tuple[list[str], str]]:
         """The cells of each line, filled to the width of their columns, and its mark.
