@@ -28,9 +28,6 @@ _ASKED = 100
 # Width of the outline of an array, in points.
 _OUTLINE = 170.0
 
-# What precedes the path of an owner in an explanation.
-_FOLLOWS = ("  because: follows ", "  because: from the layout of ")
-
 
 class Kinds:
     """The kinds of leaves, found one leaf after the other.
@@ -164,34 +161,14 @@ def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
     >>> pieces("a/b (8,)\\n  because: follows b", "a/b", "b")
     (0, ' (8,)\\n  because: follows ', 1)
     """
-    found: list[str | int] = [0]
-    pending = ""
-    named = _owner_pieces(path, owner)
-    for at, line in enumerate(text.removeprefix(path).split("\n")):
-        pending += "\n" if at else ""
-        start = next((s for s in _FOLLOWS if line.startswith(f"{s}{owner}")), None)
-        if start is not None:
-            found += [pending + start, *named]
-            pending = line.removeprefix(f"{start}{owner}")
-            continue
-        count = _quoted(line, path)
-        if count is not None:
-            quote, rest = line[2], line[3 + len(_last(path, count)) :]
-            found += [f"{pending}  {quote}", count]
-            pending = rest
-            continue
-        pending += line
-    return (*found, pending) if pending else tuple(found)
-
-
-def _last(path: str, count: int) -> str:
-    return "/".join(path.split("/")[-count:]) if count else path
-
-
-def _quoted(line: str, path: str) -> int | None:
-    """How many last parts of the path a line starts with, as no rule's path."""
-    for count in range(path.count("/") + 1):
-        name = repr(_last(path, count))
-        if name[1:-1] == _last(path, count) and line.startswith(f"  {name} is matched"):
-            return count
-    return None
+    rest, named = text.removeprefix(path), _owner_pieces(path, owner)
+    for start, name, said in (
+        ("\n  because: follows ", owner, named),
+        ("\n  because: from the layout of ", owner, named),
+        (f"\n  {repr(path)[0]}", path, (0,)),  # "… is matched by no rule"
+    ):
+        before, found, after = rest.partition(f"{start}{name}")
+        if found and name is not None:
+            parts = (0, before + start, *said, after)
+            return tuple(part for part in parts if part != "")
+    return (0, rest)
