@@ -238,26 +238,10 @@ def nearest(
         ending = "/".join(path.split("/")[-parts:])
         endings[ending] = endings.get(ending, False) or is_free
     free = [ending for ending, is_free in endings.items() if is_free]
-    found = _most_alike(pattern, free, _RENAMED)
-    if found is not None or free_only:
-        return found and Near(*found, True)
-    found = _most_alike(pattern, endings, _ALIKE)
-    return found and Near(*found, endings[found[0]])
-
-
-def _most_alike(
-    pattern: str, endings: Iterable[str], least: float
-) -> tuple[str, float] | None:
-    """What `difflib.get_close_matches` finds first, with fewer of its comparisons."""
-    matcher = difflib.SequenceMatcher(b=pattern)
-    bounds = []
-    for ending in endings:
-        matcher.set_seq1(ending)
-        bounds.append((min(matcher.real_quick_ratio(), matcher.quick_ratio()), ending))
-    best = least, ""
-    for bound, ending in sorted(bounds, reverse=True):
-        if bound < best[0]:
-            break  # no other can be more similar
-        matcher.set_seq1(ending)
-        best = max(best, (matcher.ratio(), ending))
-    return (best[1], best[0]) if best[1] else None
+    found = difflib.get_close_matches(pattern, free, 1, _RENAMED)
+    if not found and not free_only:
+        found = difflib.get_close_matches(pattern, endings, 1, _ALIKE)
+    if not found:
+        return None
+    likeness = difflib.SequenceMatcher(None, found[0], pattern).ratio()
+    return Near(found[0], likeness, endings[found[0]])

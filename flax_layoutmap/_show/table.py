@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._tree.fold import Fold
 
@@ -171,22 +173,9 @@ def human_share(share: float) -> str:
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
 
 
-def text_width(text: str) -> int:
-    """Cells of a terminal that a text takes.
-
-    >>> text_width("kernel"), text_width("核")
-    (6, 2)
-    """
-    if _is_narrow(text):
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
 def widest(texts: Sequence[str]) -> int:
     """Cells of a terminal that the widest of some texts takes."""
-    return max(map(len if _is_narrow("".join(texts)) else text_width, texts))
+    return max(map(len if _is_narrow("".join(texts)) else cell_len, texts))
 
 
 def total_width(widths: Collection[int]) -> int:
@@ -203,12 +192,12 @@ def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
     fill = str.rjust if right else str.ljust
     if _is_narrow("".join(texts)):
         return map(fill, texts, itertools.repeat(width))
-    return (fill(text, width - text_width(text) + len(text)) for text in texts)
+    return (fill(text, width - cell_len(text) + len(text)) for text in texts)
 
 
 def _characters(text: str, width: int) -> int:
     """About how many characters of a text take so many cells."""
-    return width * len(text) // max(text_width(text), 1)
+    return width * len(text) // max(cell_len(text), 1)
 
 
 def cut(text: str, width: int) -> str:
@@ -217,7 +206,7 @@ def cut(text: str, width: int) -> str:
     >>> cut("4 attention/(query|key|value)/kernel", 20)
     '4 atten…alue)/kernel'
     """
-    if text_width(text) <= width:
+    if cell_len(text) <= width:
         return text
     width = _characters(text, width)
     end = (2 * (width - 1)) // 3
@@ -230,7 +219,7 @@ def cut_path(path: str, width: int) -> str:
     >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
     'opt_state/…/query/kernel'
     """
-    if text_width(path) <= width:
+    if cell_len(path) <= width:
         return path
     width = _characters(path, width)
     first = path.find("/") + 1

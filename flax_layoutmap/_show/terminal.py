@@ -5,8 +5,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
+from rich.cells import cell_len
+
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._show.table import Grid, text_width
+from flax_layoutmap._show.table import Grid
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -36,7 +38,7 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
         return lines
     found: list[str] = []
     for line in lines:
-        found += _wrapped(line, max(width - (text_width(line) - len(line)), _NARROWEST))
+        found += _wrapped(line, max(width - (cell_len(line) - len(line)), _NARROWEST))
     return found
 
 
