@@ -46,12 +46,12 @@ class ResolutionDiff:
     Attributes:
         mesh: the mesh before and after, as text.
         rules: rules and options that differ: `"- …"` before, `"+ …"` after.
-        changes: the leaves that are not as they were, sorted by path.
-        unchanged: how many leaves are as they were.
+        changes: the leaves that differ, sorted by path.
+        unchanged: how many leaves do not.
         bytes_per_device: role → bytes per device before and after.
         received_bytes: per device of the mesh after, row by row, the bytes that it
             has to be sent for the leaves that moved; empty without a mesh.
-        assumption: what the count of these bytes takes for granted.
+        assumption: what the count of these bytes assumes.
         axes: names of the mesh axes, those of before first.
     """
 
@@ -66,7 +66,7 @@ class ResolutionDiff:
 
     @property
     def is_empty(self) -> bool:
-        """Whether mesh, rules and all leaves are as they were."""
+        """Whether mesh, rules and all leaves are the same."""
         return not self.changes and not self.rules and self.mesh[0] == self.mesh[1]
 
     def of(self, change: Change) -> tuple[LeafChange, ...]:
@@ -152,8 +152,7 @@ class ResolutionDiff:
         return f"ResolutionDiff({', '.join(found) or 'no leaf changed'}{cost})"
 
 
-# A path in fewer characters says too little; with fewer than these, columns are left
-# out for it.
+# Least width of a path; below the second, columns are left out for it.
 _PATH, _ROOM = 16, 26
 
 _WIDE = ["change", "path", "array", "spec", "shard", "rule", "bytes/device", "to send"]
@@ -302,7 +301,7 @@ def _text(one: LeafChange) -> str:
 
 
 def _both(one: LeafChange, text: Callable[[LeafRecord], str]) -> str:
-    """What is so before and after; once, where it is the same."""
+    """A text before and after; once, where it is the same."""
     texts = [text(leaf) for leaf in (one.before, one.after) if leaf is not None]
     return " → ".join(dict.fromkeys(texts))
 

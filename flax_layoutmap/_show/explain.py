@@ -1,4 +1,4 @@
-"""One leaf of a Resolution in words: why it lies so, and the line that is compared."""
+"""Why a leaf has its layout, in words; and the lines that processes compare."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def _near_miss(path: str, rules: RuleSet) -> str:
 def rule_lines(rules: RuleSet) -> dict[str, list[str]]:
     """The lines by which processes compare their rules, and their meshes."""
     values = rules_to_json(rules)
-    # The mesh is a part of its own, so that a difference is told once.
+    # The mesh is a part of its own, so that a difference is reported once.
     del values["mesh"]
     mesh = "no mesh" if rules.mesh is None else f"{rules.mesh} {rules.mesh.axis_types}"
     lines = []
@@ -76,6 +76,6 @@ def rule_lines(rules: RuleSet) -> dict[str, list[str]]:
 
 
 def leaf_line(path: str, shape: Shape, dtype: Any, row: Decision) -> str:
-    """The line by which processes compare what they decided of a leaf."""
+    """The line by which processes compare the decision about a leaf."""
     kind = f", {row.memory_kind}" if row.memory_kind else ""
     return f"{path} {show_shape(shape)} {dtype}, {show_spec(row.spec)}{kind}"

@@ -21,14 +21,15 @@ _LARGE_HELD = 0.1
 # paths.
 _HINTS = 10
 _MOST_PATHS = 2000
-# Below this likeness a path is none that the pattern was to match; of what no rule
-# matches, below the second; above the third it is misspelt rather than renamed.
+# Similarity of a path and a pattern: below the first the path is not what was meant;
+# for an unmatched path, below the second; above the third the pattern is misspelt, and
+# the path was not renamed.
 _ALIKE, _RENAMED, _MISSPELT = 0.4, 0.6, 0.85
 
 # So many lines with the same text are merged.
 _MANY = 4
 
-# Reasons that nobody asked for.
+# Reasons of leaves that no rule and no metadata places.
 UNMATCHED = {
     "no rule": "is matched by no rule",
     "unknown optimizer state": "is optimizer state of an unknown kind",
@@ -237,26 +238,10 @@ def nearest(
         ending = "/".join(path.split("/")[-parts:])
         endings[ending] = endings.get(ending, False) or is_free
     free = [ending for ending, is_free in endings.items() if is_free]
-    found = _most_alike(pattern, free, _RENAMED)
-    if found is not None or free_only:
-        return found and Near(*found, True)
-    found = _most_alike(pattern, endings, _ALIKE)
-    return found and Near(*found, endings[found[0]])
-
-
-def _most_alike(
-    pattern: str, endings: Iterable[str], least: float
-) -> tuple[str, float] | None:
-    """What `difflib.get_close_matches` finds first, with fewer of its comparisons."""
-    matcher = difflib.SequenceMatcher(b=pattern)
-    bounds = []
-    for ending in endings:
-        matcher.set_seq1(ending)
-        bounds.append((min(matcher.real_quick_ratio(), matcher.quick_ratio()), ending))
-    best = least, ""
-    for bound, ending in sorted(bounds, reverse=True):
-        if bound < best[0]:
-            break  # the others can be no better
-        matcher.set_seq1(ending)
-        best = max(best, (matcher.ratio(), ending))
-    return (best[1], best[0]) if best[1] else None
+    found = difflib.get_close_matches(pattern, free, 1, _RENAMED)
+    if not found and not free_only:
+        found = difflib.get_close_matches(pattern, endings, 1, _ALIKE)
+    if not found:
+        return None
+    likeness = difflib.SequenceMatcher(None, found[0], pattern).ratio()
+    return Near(found[0], likeness, endings[found[0]])

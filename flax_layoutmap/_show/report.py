@@ -62,8 +62,8 @@ _CODES = {
     "unknown optimizer state": "unknown",
 }
 
-# Below these widths a column says too little to be worth its place. Rules are given
-# more of it than shards, and less than it takes to repeat the beginnings of paths.
+# Least widths of columns. Rules get more room than shards, and less than repeating the
+# beginnings of paths takes.
 _RULE, _SHORT_RULE, _PATH = 26, 16, 16
 
 # The columns of a table, from the widest choice to the narrowest.
@@ -194,7 +194,7 @@ def _fitted(cells: Cells, folds: Sequence[Fold], width: int) -> Grid:
     rules = cells.columns["rule"]
 
     def cut_rules(names: Sequence[str], least: int) -> bool:
-        """Gives the rules the place that is left, if that is enough."""
+        """Cuts the rules to the room that is left, if that is enough."""
         room = cells.room(names, width, "rule")
         if room < min(least, max(map(len, rules))):
             return False
@@ -304,7 +304,7 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
             f"{human_bytes(sums.total_bytes)}, "
             f"{human_bytes(sums.bytes_per_device)} per device"
         )
-        # Of one role alone, the last line says it; counters are never sharded.
+        # With one role alone, the last line says it; counters are never sharded.
         several = len(roles) > 1 and role != "other"
         if several and sums.total_bytes and table.replicated_share:
             share = human_share(sums.replicated_bytes / sums.total_bytes)

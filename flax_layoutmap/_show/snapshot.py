@@ -1,4 +1,4 @@
-"""A Resolution as it is written down: plain records, from JSON of schema 1."""
+"""A Resolution as plain records, read from JSON of schema 1, and written for review."""
 
 import dataclasses
 import itertools
@@ -14,9 +14,10 @@ Change = Literal["added", "removed", "reshaped", "moved", "decided"]
 CHANGES: tuple[Change, ...] = get_args(Change)
 SECTIONS = ("rules", "activations", "names", "optimizer")
 
-# What a file for review leaves out of a leaf: the number of its rule changes with any
-# rule before it, and the rest can be read from what is kept.
+# Left out of a leaf in a file for review: the number of its rule changes with any rule
+# before it, and the note follows from the rest.
 _NUMBERED = ("rule", "note")
+_TEXTS = ("path", "role", "reason")
 _TEXTS_OR_NONE = ("dtype", "pattern", "owner", "fallback", "memory_kind")
 _ALWAYS = ("path", "shape", "dtype", "spec", "shard_shape", "bytes_per_device")
 
@@ -48,16 +49,16 @@ class LeafRecord:
         path: path of the leaf within the whole tree.
         shape: global shape.
         dtype: name of the dtype; None for a leaf that is no array.
-        dims: per dim, the mesh axes that it lies on.
+        dims: per dim, the mesh axes that shard it.
         shard_shape: shape of one device's part; None without a mesh.
         bytes_per_device: bytes of one device's part.
         role: `"parameter"`, `"optimizer"` or `"other"`.
-        reason: why it lies so, in a few words.
+        reason: what decided its layout, in a few words.
         pattern: the pattern of the rule that decided; None where none did.
         owner: the parameter that it follows, if it does.
         fallback: what happened instead, where a rule matched but could not apply.
-        memory_kind: the memory it lies in; None for the device's default.
-        mesh: the mesh it lies on; None without one.
+        memory_kind: the kind of memory; None for the device's default.
+        mesh: its mesh; None without one.
     """
 
     path: str
@@ -93,12 +94,12 @@ class LeafRecord:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafChange:
-    """One leaf that is not as it was.
+    """One leaf that differs between two Resolutions.
 
     Attributes:
         path: path of the leaf.
         change: `"added"`; `"removed"`; `"reshaped"` (of another shape or dtype);
-            `"moved"` (it lies otherwise); `"decided"` (it lies as before, for another
+            `"moved"` (of another layout); `"decided"` (of the same layout, for another
             reason, such as another rule).
         before: the leaf before; None for one that was added. It has, in plain values,
             what `ResolvedLeaf` has, and `spec` as text.
@@ -155,7 +156,7 @@ def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
         leaves = [_leaf(entry, mesh) for entry in data["leaves"]]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise LayoutError(f"the layouts are damaged: {error!r}") from error
-    if mesh is None:  # the layouts may have brought one
+    if mesh is None:  # the leaves may have one
         mesh = next((leaf.mesh for leaf in leaves if leaf.mesh is not None), None)
     return Snapshot(rules, mesh, {leaf.path: leaf for leaf in leaves}, devices)
 
@@ -173,7 +174,7 @@ def golden_text(data: Mapping[str, Any]) -> str:
     kept = {
         "schema": data["schema"],
         "rules": data["rules"],
-        "totals": {role: sums for role, sums in data["totals"].items()},
+        "totals": data["totals"],
         "leaves": leaves,
     }
     return f"{_lines(kept, 2)}\n"
@@ -241,10 +242,10 @@ def _leaf(entry: Mapping[str, Any], mesh: MeshShape | None) -> LeafRecord:
         () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
         for axes in entry["spec"]
     )
-    texts = ("path", "role", "reason", *_TEXTS_OR_NONE)
-    for name in texts:
-        value = entry.get(name)
-        if not isinstance(value, str) and (value is not None or name in texts[:3]):
+    texts = {name: entry[name] for name in (*_TEXTS, "dtype")}
+    texts |= {name: entry.get(name) for name in _TEXTS_OR_NONE}
+    for name, value in texts.items():
+        if not isinstance(value, str) and (value is not None or name in _TEXTS):
             raise TypeError(f"{name} of {entry['path']!r} is {value!r}")
     known = mesh.axes if own is None and mesh is not None else None
     if known is not None and not set(itertools.chain(*dims)) <= set(known):
@@ -252,18 +253,11 @@ def _leaf(entry: Mapping[str, Any], mesh: MeshShape | None) -> LeafRecord:
     if len(dims) != len(entry["shape"]):
         raise ValueError(f"{entry['path']!r} has a spec of {len(dims)} dims")
     return LeafRecord(
-        path=entry["path"],
+        **texts,
         shape=tuple(entry["shape"]),
-        dtype=entry["dtype"],
         dims=dims,
         shard_shape=None if shard is None else tuple(shard),
         bytes_per_device=int(entry["bytes_per_device"]),
-        role=entry["role"],
-        reason=entry["reason"],
-        pattern=entry.get("pattern"),
-        owner=entry.get("owner"),
-        fallback=entry.get("fallback"),
-        memory_kind=entry.get("memory_kind"),
         mesh=mesh if own is None else _mesh(own),
     )
 

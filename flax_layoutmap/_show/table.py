@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from rich.cells import cell_len
+
 from flax_layoutmap._core.errors import visible
 from flax_layoutmap._tree.fold import Fold
 
@@ -24,8 +26,8 @@ class Line(NamedTuple):
 
     Attributes:
         cells: one text per column; a heading has one text, which spans all of them.
-        mark: what is to be said of it by colour: `""`, `"warning"`, `"heading"`, or
-            a word that the reader of the Grid knows.
+        mark: what its colour shows: `""`, `"warning"`, `"heading"`, or the kind of a
+            change.
     """
 
     cells: tuple[str, ...]
@@ -39,7 +41,7 @@ class Grid:
     Attributes:
         names: the header, one per column.
         right: whether a column is aligned to the right.
-        lines: the lines below the header; what a terminal would obey is escaped.
+        lines: the lines below the header; control characters are escaped.
     """
 
     names: tuple[str, ...]
@@ -167,26 +169,13 @@ def human_bytes(count: int | float) -> str:
 
 
 def human_share(share: float) -> str:
-    """`0.0312` → `'3.1%'`; what is something is never shown as nothing."""
+    """`0.0312` → `'3.1%'`; a small share is never shown as 0."""
     return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
-
-
-def text_width(text: str) -> int:
-    """Cells of a terminal that a text takes.
-
-    >>> text_width("kernel"), text_width("核")
-    (6, 2)
-    """
-    if _is_narrow(text):
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
 
 
 def widest(texts: Sequence[str]) -> int:
     """Cells of a terminal that the widest of some texts takes."""
-    return max(map(len if _is_narrow("".join(texts)) else text_width, texts))
+    return max(map(len if _is_narrow("".join(texts)) else cell_len, texts))
 
 
 def total_width(widths: Collection[int]) -> int:
@@ -195,7 +184,7 @@ def total_width(widths: Collection[int]) -> int:
 
 
 def _is_narrow(text: str) -> bool:
-    """Whether each character takes one cell; those that we add are looked at here."""
+    """Whether each character takes one cell, as `…` and `×` do."""
     return text.isascii() or text.replace("…", "").replace("×", "").isascii()
 
 
@@ -203,12 +192,12 @@ def _filled(texts: Sequence[str], width: int, right: bool) -> Iterator[str]:
     fill = str.rjust if right else str.ljust
     if _is_narrow("".join(texts)):
         return map(fill, texts, itertools.repeat(width))
-    return (fill(text, width - text_width(text) + len(text)) for text in texts)
+    return (fill(text, width - cell_len(text) + len(text)) for text in texts)
 
 
 def _characters(text: str, width: int) -> int:
     """About how many characters of a text take so many cells."""
-    return width * len(text) // max(text_width(text), 1)
+    return width * len(text) // max(cell_len(text), 1)
 
 
 def cut(text: str, width: int) -> str:
@@ -217,7 +206,7 @@ def cut(text: str, width: int) -> str:
     >>> cut("4 attention/(query|key|value)/kernel", 20)
     '4 atten…alue)/kernel'
     """
-    if text_width(text) <= width:
+    if cell_len(text) <= width:
         return text
     width = _characters(text, width)
     end = (2 * (width - 1)) // 3
@@ -230,7 +219,7 @@ def cut_path(path: str, width: int) -> str:
     >>> cut_path("opt_state/0/mu/layers/7/attention/query/kernel", 30)
     'opt_state/…/query/kernel'
     """
-    if text_width(path) <= width:
+    if cell_len(path) <= width:
         return path
     width = _characters(path, width)
     first = path.find("/") + 1
@@ -261,7 +250,7 @@ def path_cell(fold: Fold, start: int = 0) -> str:
 
 
 def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
-    """The beginning of each path as a heading, or `""`, and the cell for the rest.
+    """Splits paths into headings for what they share (or `""`), and cells.
 
     Neighbours that begin alike up to their last index share a heading; so do those
     whose paths are too long for the width.

@@ -1,18 +1,20 @@
-"""A Grid and the lines below it in the colours of a terminal; knows no rules."""
+"""Grids and lines of text in the colours of a terminal, and printing them."""
 
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
+from rich.cells import cell_len
+
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._show.table import Grid, text_width
+from flax_layoutmap._show.table import Grid
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-# By the position of an axis in its mesh. The first two are told apart by everybody who
-# can read a terminal; red is kept for what deserves a look.
+# By the position of an axis in its mesh. The first two can be told apart by anybody who
+# can read a terminal; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
 _MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
@@ -21,7 +23,7 @@ _LINES = {"  - ": "red", "  + ": "green"}
 _WARNINGS = ("unused", "unmatched", "fallback")
 _NARROWEST = 20
 _WORD = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}(?=:(?: |$))")
-_FOLDED = re.compile(r"\{[\d.,…]+\}| ×\d+")
+_FOLDED = r"\{[\d.,…]+\}| ×\d+"
 
 
 def axis_styles(axes: Sequence[str]) -> dict[str, str]:
@@ -30,18 +32,18 @@ def axis_styles(axes: Sequence[str]) -> dict[str, str]:
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
-    """Lines no longer than `width`, where words allow it; None for any length."""
+    """Wraps lines between words at `width`; None for any length."""
     lines = list(map(visible, lines))
     if width is None:
         return lines
     found: list[str] = []
     for line in lines:
-        found += _wrapped(line, max(width - (text_width(line) - len(line)), _NARROWEST))
+        found += _wrapped(line, max(width - (cell_len(line) - len(line)), _NARROWEST))
     return found
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """One line as several, as `textwrap` has them, in a tenth of the time.
+    """Wraps one line as `textwrap` does, in a tenth of the time.
 
     Those after the first are indented; a longer word stays whole.
     """
@@ -68,8 +70,7 @@ def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
     styles = axis_styles(axes)
     for cells, mark in grid.padded():
         if mark in _MARKS:
-            text = "  ".join(cells).rstrip()
-            yield _folded(Text(text, style=_MARKS[mark]), mark == "heading")
+            yield _folded(Text("  ".join(cells).rstrip(), style=_MARKS[mark]))
             continue
         row = dict(zip(grid.names, cells, strict=True))
         parts = [_cell(name, row, mark, styles) for name in grid.names]
@@ -91,7 +92,7 @@ def coloured_lines(lines: Sequence[str], axes: Sequence[str]) -> "Iterator[Text]
             text.stylize("bold red" if is_warning else "bold", 0, word.end())
         for name, style in styles.items():
             text.highlight_regex(rf"(?<![\w'/]){re.escape(name)}(?==\d)", style)
-        yield _folded(text, True)
+        yield _folded(text)
 
 
 def show(
@@ -129,7 +130,7 @@ def _cell(
 
     text = Text(row[name])
     if name == "path":
-        return _folded(text, True)
+        return _folded(text)
     if name == "spec":
         return _spec(text, styles)
     if name in ("shape", "array"):
@@ -163,7 +164,6 @@ def _dims(text: "Text", spec: str, styles: Mapping[str, str]) -> "Text":
     return text
 
 
-def _folded(text: "Text", wanted: bool) -> "Text":
-    if wanted:
-        text.highlight_regex(_FOLDED.pattern, "dim")
+def _folded(text: "Text") -> "Text":
+    text.highlight_regex(_FOLDED, "dim")
     return text

@@ -11,7 +11,7 @@ from flax_layoutmap.draw._scene import Bar, BarScene, Forest, Kind, Shade, View
 
 Size = tuple[str, int, int]  # path of a leaf, position of its shade, bytes per device
 
-# More bars than these are not read; what is left over is one bar.
+# Most bars; the last one is all that is left over.
 _BARS = 12
 
 # A module is worth a bar of its own when it holds so much of the whole.

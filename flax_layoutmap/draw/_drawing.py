@@ -56,7 +56,7 @@ class Drawing:
         return _terminal.plain(self.scene, width or _terminal.WIDTH)
 
     def html(self) -> str:
-        """The picture as one page, which asks nothing of the network."""
+        """The picture as one page, which loads nothing else."""
         if isinstance(self.scene, ModelScene):
             return _html.model_page(self.scene)
         return _html.grid_page(self.scene.title, self._fragment())

@@ -69,7 +69,7 @@ def _in_order(children: list[Node]) -> list[Node]:
         found = _indexed(child.name)
         stem, index = found or ("", 0)
         keys[id(child)] = (starts.setdefault(stem, at) if found else at, index)
-    return sorted(children, key=lambda child: keys[id(child)])
+    return sorted(children, key=lambda child: keys[id(child)]) if starts else children
 
 
 def _indexed(name: str) -> tuple[str, int] | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from flax_layoutmap._core.grid import coords_of
@@ -12,7 +12,7 @@ from flax_layoutmap.draw._scene import Box, Grid, Label, Picture
 _SHOWN = 16
 _PANELS = 8
 
-# What stands for rows and columns that are left out.
+# In place of rows and columns that are left out.
 GAP = "…"
 
 _LINE = 18.0  # height of a line of labels
@@ -70,71 +70,90 @@ def picture(
     """
     rank = len(sides)
     *outer, down, across = (*(_NO_SIDE,) * (2 - rank), *sides)
-    rows, columns = _shown(down.count, _SHOWN), _shown(across.count, _SHOWN)
-    row_labels, column_labels = _labels(down, rows), _labels(across, columns)
     counts = tuple(side.count for side in outer)
     leads = [
         coords_of(at, counts)
         for at in _shown(math.prod(counts), _PANELS)
         if at is not None
     ]
-    width, height = size(len(rows), len(columns), len(leads))
-    width = max(width, _longest(column_labels) * _LETTER + 8)
-    names = max(_longest(row_labels) * _LETTER, len(down.title) * _STRONG)
-    indent = names + 10 if names else 2.0
-    above = (bool(outer), bool(across.title), any(column_labels))
-    head = sum(above) * _LINE + 4
-    inner, tall = len(columns) * width, head + len(rows) * height + 2
-
+    frame = _Frame(down, across, size, len(leads), has_names=bool(outer))
     boxes: list[Box] = []
     labels: list[Label] = []
     grids: list[Grid] = []
     left = top = right = bottom = 0.0
     for lead in leads:
-        name = ", ".join(
-            f"{side.name} {side.label(at)}"
-            for side, at in zip(outer, lead, strict=True)
-        )
-        heading = max(len(name), len(across.title)) * _STRONG
-        wide = indent + max(inner, heading) + 2
+        pairs = zip(outer, lead, strict=True)
+        name = ", ".join(f"{side.name} {side.label(at)}" for side, at in pairs)
+        wide = frame.indent + max(frame.inner, len(name) * _STRONG) + 2
         if left and left + wide > _WIDE:
             left, top = 0.0, bottom + _SPACE
-        x, y, line = left + indent, top + head, top + _LINE / 2
-        if name:
-            labels.append(Label(left, line, name, "start", True))
-            line += _LINE
-        if across.title:
-            labels.append(Label(x + inner / 2, line, across.title, "middle", True))
-            line += _LINE
-        if down.title:
-            labels.append(Label(x - 8, y - _LINE / 2 - 4, down.title, "end", True))
-        labels += [
-            Label(x + (at + 0.5) * width, line, text)
-            for at, text in enumerate(column_labels)
-            if text
-        ]
-        labels += [
-            Label(x - 8, y + (at + 0.5) * height, text, "end")
-            for at, text in enumerate(row_labels)
-            if text
-        ]
+        labels += frame.labels(name, left, top)
         positions: list[tuple[int | None, ...]] = []
-        for at, row in enumerate(rows):
+        for y, row in zip(frame.tops, frame.rows, strict=True):
             own: list[int | None] = []
-            for place, column in enumerate(columns):
+            for x, column in zip(frame.lefts, frame.columns, strict=True):
                 if row is None or column is None:
                     own.append(None)
                     continue
                 own.append(len(boxes))
                 index = (*lead, row, column)[max(0, 2 - rank) :]
-                corner = x + place * width + 1.5, y + at * height + 1.5
+                corner, (width, height) = (left + x + 1.5, top + y + 1.5), frame.cell
                 boxes.append(Box(*corner, width - 3, height - 3, *cell(index)))
             positions.append(tuple(own))
-        texts = (name, row_labels, column_labels, down.title, across.title)
-        grids.append(Grid(*texts, tuple(positions)))
-        right, bottom = max(right, left + wide), max(bottom, top + tall)
+        texts = (frame.row_labels, frame.column_labels, down.title, across.title)
+        grids.append(Grid(name, *texts, tuple(positions)))
+        right, bottom = max(right, left + wide), max(bottom, top + frame.height)
         left += wide + _SPACE
     return Picture(title, right, bottom, tuple(boxes), tuple(labels), tuple(grids))
+
+
+class _Frame:
+    """Where rows, columns and labels are within each panel."""
+
+    def __init__(
+        self,
+        down: Side,
+        across: Side,
+        size: Callable[[int, int, int], tuple[float, float]],
+        panels: int,
+        has_names: bool,
+    ) -> None:
+        self.down, self.across = down, across
+        self.rows, self.columns = (_shown(s.count, _SHOWN) for s in (down, across))
+        self.row_labels = _labels(down, self.rows)
+        self.column_labels = _labels(across, self.columns)
+        width, height = size(len(self.rows), len(self.columns), panels)
+        width = max(width, _longest(self.column_labels) * _LETTER + 8)
+        names = max(_longest(self.row_labels) * _LETTER, len(down.title) * _STRONG)
+        above = (has_names, bool(across.title), any(self.column_labels))
+        self.indent = names + 10 if names else 2.0
+        self.head = sum(above) * _LINE + 4
+        self.cell = width, height
+        self.lefts = [self.indent + at * width for at in range(len(self.columns))]
+        self.tops = [self.head + at * height for at in range(len(self.rows))]
+        self.middle = self.indent + len(self.columns) * width / 2
+        self.inner = max(len(self.columns) * width, len(across.title) * _STRONG)
+        self.height = self.head + len(self.rows) * height + 2
+
+    def labels(self, name: str, left: float, top: float) -> Iterator[Label]:
+        """The labels of the panel with this name and corner."""
+        edge, line = left + self.indent - 8, top + _LINE / 2
+        if name:
+            yield Label(left, line, name, "start", True)
+            line += _LINE
+        if self.across.title:
+            yield Label(left + self.middle, line, self.across.title, "middle", True)
+            line += _LINE
+        if self.down.title:
+            y = top + self.head - _LINE / 2 - 4
+            yield Label(edge, y, self.down.title, "end", True)
+        width, height = self.cell
+        for x, text in zip(self.lefts, self.column_labels, strict=True):
+            if text:
+                yield Label(left + x + width / 2, line, text)
+        for y, text in zip(self.tops, self.row_labels, strict=True):
+            if text:
+                yield Label(edge, top + y + height / 2, text, "end")
 
 
 def _shown(count: int, limit: int) -> list[int | None]:

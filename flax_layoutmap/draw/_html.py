@@ -1,4 +1,4 @@
-"""Scenes as HTML: one file that holds everything and asks nothing of the network.
+"""Scenes as HTML: one file that loads nothing else.
 
 A mesh or an array is drawn as SVG, in any page; a whole model is a page with a script.
 """
@@ -7,6 +7,7 @@ import base64
 import hashlib
 import html
 import json
+import operator
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,13 @@ _FRAME = 860
 
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
 
-# For more boxes than these, words would be a wall of text.
+# What the script reads of a kind, in its order.
+_COLUMNS = operator.attrgetter(
+    *("shape", "dtype", "shade", "rule", "shard"),
+    *("total_bytes", "bytes_per_device", "mark", "explain", "outline"),
+)
+
+# Most boxes that are listed in words.
 _TOLD = 64
 
 
@@ -113,21 +120,7 @@ def _model_data(scene: ModelScene) -> dict[str, Any]:
         "mesh": scene.mesh,
         "devices": scene.devices,
         "shades": [[shade.text, shade.colour] for shade in scene.shades],
-        "kinds": [
-            [
-                kind.shape,
-                kind.dtype,
-                kind.shade,
-                kind.rule,
-                kind.shard,
-                kind.total_bytes,
-                kind.bytes_per_device,
-                kind.mark,
-                kind.explain,
-                kind.outline,
-            ]
-            for kind in scene.kinds
-        ],
+        "kinds": list(map(_COLUMNS, scene.kinds)),
         "views": [
             {
                 "title": view.title,

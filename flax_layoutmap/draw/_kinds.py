@@ -1,4 +1,4 @@
-"""What many leaves have in common: shape, layout, rule, and what is said of them."""
+"""Kinds of leaves: those of one shape, layout, rule and explanation."""
 
 import dataclasses
 import re
@@ -27,9 +27,6 @@ _ASKED = 100
 
 # Width of the outline of an array, in points.
 _OUTLINE = 170.0
-
-# What stands before the path of an owner.
-_FOLLOWS = ("  because: follows ", "  because: from the layout of ")
 
 
 class Kinds:
@@ -111,7 +108,7 @@ def _rule(row: Decision, rules: RuleSet) -> str:
 
 
 def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
-    """An array as it would look, were its sides not too unlike to be drawn."""
+    """Sides of an array and of one shard, in points, of a ratio that can be drawn."""
     if not shape or 0 in shape:
         return ()
     tall, wide = shape[-2:] if len(shape) > 1 else (1, 5)
@@ -128,7 +125,7 @@ def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
 
 
 def _owner_pieces(path: str, owner: str | None) -> tuple[str | int, ...]:
-    """What a leaf follows, said by parts of its own path, as in `Kind.explain`.
+    """The path that a leaf follows, by parts of its own path, as in `Kind.explain`.
 
     >>> _owner_pieces("mu/0/up/kernel", "0/up/kernel")
     (3,)
@@ -151,7 +148,7 @@ def _owner_pieces(path: str, owner: str | None) -> tuple[str | int, ...]:
 
 
 def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
-    """What `explain` says of a leaf, with its path taken out where it stands.
+    """The explanation of a leaf, with numbers in place of its path.
 
     Args:
         text: the words.
@@ -164,34 +161,14 @@ def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
     >>> pieces("a/b (8,)\\n  because: follows b", "a/b", "b")
     (0, ' (8,)\\n  because: follows ', 1)
     """
-    found: list[str | int] = [0]
-    pending = ""
-    named = _owner_pieces(path, owner)
-    for at, line in enumerate(text.removeprefix(path).split("\n")):
-        pending += "\n" if at else ""
-        start = next((s for s in _FOLLOWS if line.startswith(f"{s}{owner}")), None)
-        if start is not None:
-            found += [pending + start, *named]
-            pending = line.removeprefix(f"{start}{owner}")
-            continue
-        count = _quoted(line, path)
-        if count is not None:
-            quote, rest = line[2], line[3 + len(_last(path, count)) :]
-            found += [f"{pending}  {quote}", count]
-            pending = rest
-            continue
-        pending += line
-    return (*found, pending) if pending else tuple(found)
-
-
-def _last(path: str, count: int) -> str:
-    return "/".join(path.split("/")[-count:]) if count else path
-
-
-def _quoted(line: str, path: str) -> int | None:
-    """How many last parts of the path a line starts with, as no rule's path."""
-    for count in range(path.count("/") + 1):
-        name = repr(_last(path, count))
-        if name[1:-1] == _last(path, count) and line.startswith(f"  {name} is matched"):
-            return count
-    return None
+    rest, named = text.removeprefix(path), _owner_pieces(path, owner)
+    for start, name, said in (
+        ("\n  because: follows ", owner, named),
+        ("\n  because: from the layout of ", owner, named),
+        (f"\n  {repr(path)[0]}", path, (0,)),  # "… is matched by no rule"
+    ):
+        before, found, after = rest.partition(f"{start}{name}")
+        if found and name is not None:
+            parts = (0, before + start, *said, after)
+            return tuple(part for part in parts if part != "")
+    return (0, rest)

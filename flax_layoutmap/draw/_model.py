@@ -81,7 +81,7 @@ def _leaves(table: ResolvedTable) -> Iterator[tuple[int, Leaf]]:
 def _ranked(
     kinds: Kinds, of_leaf: Sequence[int]
 ) -> tuple[tuple[Shade, ...], list[Kind]]:
-    """The specs by the bytes that lie so, and the kinds with their new positions."""
+    """The specs by their bytes, and the kinds with the new positions of their specs."""
     sums: collections.Counter[int] = collections.Counter()
     for kind, many in collections.Counter(of_leaf).items():
         found = kinds.kinds[kind]
@@ -113,7 +113,7 @@ def _view(
     alike: Sequence[int],
 ) -> View:
     root = _forest.grow(paths, of_leaf)
-    # First, since it finds what is alike.
+    # Folding comes first: it finds which modules are alike.
     fewer = _forest.folded(root, alike)
     folded = _forest.forest(_forest.joined(fewer), kinds)
     flat = _forest.forest(_forest.joined(root), kinds)

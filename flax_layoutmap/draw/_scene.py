@@ -13,10 +13,10 @@ which a renderer turns into those of one palette.
 import dataclasses
 from typing import Literal
 
-# What the side of a tree-map counts.
+# Length of the side of a tree-map.
 UNIT = 65535
 
-# What a leaf is marked with, where it is not laid out as a rule says.
+# Mark of a leaf that no rule places, or not fully.
 Mark = Literal["", "unmatched", "fallback"]
 
 # The colour of what every device holds in full.
@@ -145,7 +145,7 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GridScene:
-    """A mesh, or an array and the mesh that it lies on.
+    """A mesh, or an array and its mesh.
 
     Attributes:
         title: what it is.
@@ -165,7 +165,7 @@ class Shade:
     Attributes:
         text: the spec, in words.
         colour: number of its colour; from `COLOURS` on they come again, with a pattern.
-        bytes_per_device: what lies so, in bytes of one device.
+        bytes_per_device: of all leaves with this spec, in bytes of one device.
     """
 
     text: str
@@ -175,7 +175,7 @@ class Shade:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """What many leaves have in common.
+    """Leaves that differ in their paths alone.
 
     Attributes:
         shape: global shape, as text.

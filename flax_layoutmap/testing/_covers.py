@@ -12,7 +12,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
 
-# What else there is to say of leaves that a ResolveError names: the sizes that fit.
+# Codes of lint that name the sizes that would fit, for leaves of a ResolveError.
 _HINTS = ("LM103", "LM104", "LM108")
 
 
@@ -24,7 +24,7 @@ def assert_covers(
     max_replicated: float = 0.02,
     ignore: str | Iterable[str] = (),
 ) -> None:
-    """Asserts that rules fit a model on every mesh, and leave no matrix to chance.
+    """Asserts that rules fit a model on every mesh, and place every matrix.
 
     On each mesh: all leaves fit; `flm.lint` finds no error and no warning, so that each
     rule matches something; each parameter of two dims or more is matched by a rule (a

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pictures import MESH, draw, resolved, rules, struct, transformer
 
 import flax_layoutmap as flm
-from flax_layoutmap.draw import _arrays, _forest, _scene, _treemap
+from flax_layoutmap.draw import _forest, _scene, _treemap
 from flax_layoutmap.draw._scene import UNIT
 
 P = PartitionSpec
@@ -344,39 +344,57 @@ def test_sums_are_those_of_the_resolution(make: Any) -> None:
     )
 
 
-def test_layers_are_folded_where_they_are_alike() -> None:
+def with_an_extra_leaf() -> flm.Resolution:
     params = transformer(6)
     params["layers"]["4"] = {**params["layers"]["4"], "extra": struct(8)}
-    scene = draw.model(rules().resolve(params)).scene
-    paths = paths_of(scene.views[0].folded)
-    assert "layers/{0..3,5}/mlp/up/kernel" in paths
-    assert "layers/4/extra" in paths
-    counts = dict(zip(paths, scene.views[0].folded.counts, strict=True))
-    assert counts["layers/{0..3,5}"] == 5
+    return rules().resolve(params)
 
 
-def test_layers_with_lora_are_folded() -> None:
-    scene = draw.model(nnx_model()).scene
-    paths = paths_of(scene.views[0].folded)
-    assert "adapted/{0..2}/lora/lora_a" in paths
-    assert len(scene.kinds) < len(nnx_model())
-
-
-def test_layers_that_lie_otherwise_are_not_folded() -> None:
+def with_another_layout() -> flm.Resolution:
     layout_map = rules()
     layout_map["layers/2/norm/scale"] = ("model",)
-    scene = draw.model(layout_map.resolve(transformer(4))).scene
-    paths = paths_of(scene.views[0].folded)
-    assert {"layers/{0,1,3}/norm/scale", "layers/2/norm/scale"} <= set(paths)
+    return layout_map.resolve(transformer(4))
 
 
-def test_folds_in_folds_and_linen_names() -> None:
+def folds_in_folds() -> flm.Resolution:
     inner = {str(at): {"w": struct(8)} for at in range(3)}
-    tree = {f"stage_{at}": {"blocks": inner} for at in range(4)}
-    scene = draw.model(rules().resolve(tree)).scene
-    view = scene.views[0]
-    assert paths_of(view.folded)[1:] == ["stage_{0..3}/blocks/{0..2}/w"]
-    assert (view.folded.counts[1], view.leaves) == (12, 12)
+    layout_map = rules()
+    layout_map["w"] = None
+    return layout_map.resolve({f"stage_{at}": {"blocks": inner} for at in range(4)})
+
+
+def many_layers() -> flm.Resolution:
+    return rules().resolve(transformer(300))
+
+
+@pytest.mark.parametrize(
+    ("make", "folded"),
+    [
+        (with_an_extra_leaf, {"layers/{0..3,5}/mlp/up/kernel": 5, "layers/4/extra": 1}),
+        (
+            with_another_layout,
+            {"layers/{0,1,3}/norm/scale": 3, "layers/2/norm/scale": 1},
+        ),
+        (folds_in_folds, {"stage_{0..3}/blocks/{0..2}/w": 12}),
+        (nnx_model, {"adapted/{0..2}/lora/lora_a": 3}),
+        (
+            lambda: rules().resolve(transformer(300)),
+            {"layers/{0..299}/norm/scale": 300},
+        ),
+    ],
+)
+def test_layers_are_folded_where_they_are_alike(
+    make: Any, folded: dict[str, int]
+) -> None:
+    scene = draw.model(make()).scene
+    forest = scene.views[0].folded
+    times = [1]
+    for parent, count in list(zip(forest.parents, forest.counts, strict=True))[1:]:
+        times.append(times[parent] * count)
+    found = dict(zip(paths_of(forest), times, strict=True))
+    assert folded.items() <= found.items()
+    # The closest rule is slow to find, so it is not looked for in every layer.
+    assert len(scene.kinds) < min(120, scene.views[0].leaves)
 
 
 def test_an_optimizer_that_was_resolved_alone() -> None:
@@ -429,14 +447,6 @@ def check_areas(parents: list[int], weights: list[int], found: Any) -> None:
             assert top[node] >= top[parent] - 1 and bottom[node] <= bottom[parent] + 1
 
 
-@given(tree=Tree, aspect=st.floats(0.3, 4))
-def test_areas_are_in_proportion(tree: Any, aspect: float) -> None:
-    parents, weights = columns_of(tree)
-    nothing_known = [-1] * len(parents)
-    found = _treemap.layout(parents, weights, nothing_known, aspect)
-    check_areas(parents, weights, found)
-
-
 def likes_of(tree: Any) -> list[int]:
     """Equal numbers for equal subtrees."""
     known: dict[str, int] = {}
@@ -451,12 +461,16 @@ def likes_of(tree: Any) -> list[int]:
     return likes
 
 
-@given(tree=Tree, times=st.integers(1, 9), aspect=st.floats(0.3, 4))
-def test_equal_layers_are_cut_alike(tree: Any, times: int, aspect: float) -> None:
+@given(
+    tree=Tree, times=st.integers(1, 9), aspect=st.floats(0.3, 4), known=st.booleans()
+)
+def test_areas_are_in_proportion(
+    tree: Any, times: int, aspect: float, known: bool
+) -> None:
     layers = [tree] * times
     parents, weights = columns_of(layers)
-    found = _treemap.layout(parents, weights, likes_of(layers), aspect)
-    check_areas(parents, weights, found)
+    likes = likes_of(layers) if known else [-1] * len(parents)
+    check_areas(parents, weights, _treemap.layout(parents, weights, likes, aspect))
 
 
 def test_equal_layers_look_alike() -> None:
@@ -490,31 +504,7 @@ def test_squares_are_preferred() -> None:
     assert {(r - left, b - top) for left, top, r, b in found} == {(1.0, 1.0)}
 
 
-def test_a_deep_tree() -> None:
-    tree: Any = struct(8)
-    for _ in range(150):
-        tree = {"a": tree, "b": struct(8)}
-    scene = draw.model(rules().resolve(tree)).scene
-    assert scene.views[0].leaves == 151
-
-
-def test_many_leaves_without_a_rule_share_words() -> None:
-    """Looking for the closest rule is slow, so not every layer is asked about."""
-    resolution = rules().resolve(transformer(300))
-    scene = draw.model(resolution).scene
-    assert len(scene.kinds) < 120
-    view = scene.views[0]
-    assert paths_of(view.folded).count("layers/{0..299}/norm/scale") == 1
-
-
 # ------------------------------------------------------------------ bars
-
-
-def test_bars_of_one() -> None:
-    scene = draw.model(resolved()).scene.bars
-    labels = [bar.label for bar in scene.bars]
-    assert "params/layers/*/mlp/up/kernel" in labels or "params/layers/*/mlp" in labels
-    assert len(labels) == len(set(labels)) <= 12
 
 
 def test_both_moments_are_taken_apart_alike() -> None:
@@ -686,22 +676,6 @@ def test_pages_allow_nothing_but_themselves(name: str) -> None:
     assert urls <= {"http://www.w3.org/2000/svg"}
 
 
-def test_words_of_a_user_are_escaped() -> None:
-    bad = '<img src=x onerror=alert(1)>"&'
-    mesh = flm.DeviceMesh.abstract({bad: 2})
-    layout = flm.TensorLayout((bad,), mesh)
-    drawings = [
-        draw.mesh(mesh),
-        draw.array(layout, (8,)),
-        draw.model(rules().resolve({bad: struct(8)})),
-        draw.compare(*[rules().resolve({bad: struct(8)})] * 2),
-    ]
-    for drawing in drawings:
-        for text in (drawing.html(), drawing._repr_html_()):
-            assert bad not in text
-            assert not [tag for tag, _ in Reader(text).tags if tag == "img"]
-
-
 def test_notebooks(mesh: flm.DeviceMesh) -> None:
     assert "<svg" in DRAWINGS["array"]()._repr_html_()
     assert "<script" not in DRAWINGS["array"]()._repr_html_()
@@ -862,12 +836,6 @@ def test_an_array_without_elements() -> None:
     layout = flm.TensorLayout(("model", None), MESH)
     texts = slices_of(draw.array(layout, (0, 4)))
     assert set(texts.values()) == {"x[0:0, :]"}
-
-
-def test_letters() -> None:
-    names = [_arrays.letters(at) for at in range(26 * 27 + 1)]
-    assert len(set(names)) == len(names)
-    assert (names[25], names[26], names[-1]) == ("Z", "AA", "AAA")
 
 
 def test_sorted_by_index() -> None:

@@ -215,6 +215,8 @@ HTML: dict[str, Callable[[str], str]] = {
     )._repr_html_(),
     "array": lambda name: drawn(name).html(),
     "array in a notebook": lambda name: drawn(name)._repr_html_(),
+    "mesh": lambda name: flm.draw.mesh(resolved(name).mesh).html(),
+    "compare": lambda name: flm.draw.compare(resolved(name), resolved("w")).html(),
 }
 
 

@@ -1,9 +1,7 @@
 """Two Resolutions compared: what moved, and what it costs."""
 
-import io
 import json
 import pickle
-import re
 from typing import Any
 
 import jax
@@ -11,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from rich.console import Console
 
 import flax_layoutmap as flm
 
@@ -314,13 +311,6 @@ def test_markdown() -> None:
     assert before.diff(before).report("markdown").startswith("- no difference: ")
 
 
-def test_an_unknown_format() -> None:
-    form: Any = "html"
-    one = rules().resolve(tree())
-    with pytest.raises(flm.LayoutError, match='must be "text", "markdown" or "json"'):
-        one.diff(one).report(form)
-
-
 @pytest.mark.parametrize("width", [64, 80, 120, 200])
 @pytest.mark.parametrize("fold", [True, False])
 def test_no_line_is_too_long(width: int, fold: bool) -> None:
@@ -340,26 +330,6 @@ def test_what_is_long_is_cut() -> None:
     shape = {"a_long_folder": {"a_longer_folder": {"w": struct(8, 8)}}}
     text = before.resolve(shape).diff(after.resolve(shape)).report(width=80)
     assert [line for line in text.splitlines()[4:8] if len(line) > 80] == []
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_rich_prints_the_text(width: int) -> None:
-    before = rules().resolve(tree(12))
-    found = before.diff(rules("data=4,model=2", norm=("data",)).resolve(tree(13)))
-    file = io.StringIO()
-    Console(file=file, width=width, force_terminal=True).print(found)
-    assert "\x1b[" in file.getvalue()
-    plain = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
-    assert plain == f"{found.report(width=width)}\n"
-
-
-def test_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    file = io.StringIO()
-    found = rules().resolve(tree(12)).diff(rules(norm=("data",)).resolve(tree(13)))
-    found.show(file, fold=False)
-    assert file.getvalue() == f"{found.report(fold=False)}\n"
 
 
 def test_it_is_a_value() -> None:

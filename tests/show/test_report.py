@@ -241,10 +241,17 @@ def test_rules_that_are_cut_are_listed_below() -> None:
 def test_memory_kinds_and_other_meshes_are_shown() -> None:
     layout_map = rules()
     layout_map["w"] = flm.TensorLayout(("model",), memory_kind="pinned_host")
-    assert " P(model) pinned_host " in layout_map.resolve({"w": struct(8)}).report()
+    resolution = layout_map.resolve({"w": struct(8)})
+    assert " P(model) pinned_host " in resolution.report()
+    (leaf,) = resolution.to_json()["leaves"]
+    assert (leaf["mesh"], leaf["memory_kind"]) == (None, "pinned_host")
     layout_map = flm.LayoutMap()
     layout_map["v"] = flm.TensorLayout(("x",), flm.DeviceMesh.abstract("x=2"))
-    assert " P(x) on x=2 " in layout_map.resolve({"v": struct(8)}).report()
+    resolution = layout_map.resolve({"v": struct(8)})
+    assert " P(x) on x=2 " in resolution.report()
+    (leaf,) = resolution.to_json()["leaves"]
+    assert leaf["mesh"] == {"axis_names": ["x"], "shape": [2], "axis_types": ["auto"]}
+    assert leaf["memory_kind"] is None
 
 
 def test_what_is_said_of_many_leaves_is_said_once() -> None:
@@ -300,32 +307,11 @@ def test_replicated_bytes_are_told_by_role() -> None:
     ]
 
 
-def test_hostile_paths_stay_on_their_line() -> None:
-    tree = {"a\nb\x1b[31m": struct(8), "c|*d*`": struct(8)}
-    resolution = rules(strict=False).resolve(tree)
-    text = resolution.report()
-    assert "a%0Ab%1B[31m" in text and "\x1b" not in text
-    assert len(text.split("\n\n")[0].splitlines()) == 4
-    assert r"| `` c\|*d*` `` |" in resolution.report("markdown")
-
-
 def test_json_is_never_folded() -> None:
     resolution = rules().resolve(decoder(3))
     assert resolution.report("json", fold=True) == resolution.report("json", fold=False)
     data = json.loads(resolution.report("json"))
     assert [leaf["path"] for leaf in data["leaves"]] == list(resolution.paths)
-
-
-def test_json_has_what_a_layout_may_have() -> None:
-    layout_map = rules()
-    layout_map["w"] = flm.TensorLayout(("model",), memory_kind="pinned_host")
-    (leaf,) = layout_map.resolve({"w": struct(8)}).to_json()["leaves"]
-    assert (leaf["mesh"], leaf["memory_kind"]) == (None, "pinned_host")
-    layout_map = flm.LayoutMap()
-    layout_map["v"] = flm.TensorLayout(("x",), flm.DeviceMesh.abstract("x=2"))
-    (leaf,) = layout_map.resolve({"v": struct(8)}).to_json()["leaves"]
-    assert leaf["mesh"] == {"axis_names": ["x"], "shape": [2], "axis_types": ["auto"]}
-    assert leaf["memory_kind"] is None
 
 
 NAMES = st.sampled_from(["a", "layers_0", "layers_1", "0", "1", "2", "a\n", "x" * 30])
@@ -366,13 +352,21 @@ def printed(value: Any, width: int = 80, **options: Any) -> str:
     return file.getvalue()
 
 
-@pytest.mark.parametrize("name", TREES)
+def difference() -> flm.ResolutionDiff:
+    """Of two meshes, with leaves that were added."""
+    after = rules(strict=False).on(flm.DeviceMesh.abstract("data=4,model=2"))
+    return rules(strict=False).resolve(decoder(12)).diff(after.resolve(decoder(13)))
+
+
+@pytest.mark.parametrize("name", [*TREES, "difference"])
 @pytest.mark.parametrize("width", [80, 200])
 def test_rich_prints_the_text(name: str, width: int) -> None:
-    resolution = rules(strict=False).resolve(TREES[name])
-    text = printed(resolution, width, color_system=None)
-    assert text == f"{resolution.report(width=width)}\n"
-    colours = printed(resolution, width, force_terminal=True, color_system="standard")
+    value = difference()
+    if name in TREES:
+        value = rules(strict=False).resolve(TREES[name])
+    text = printed(value, width, color_system=None)
+    assert text == f"{value.report(width=width)}\n"
+    colours = printed(value, width, force_terminal=True, color_system="standard")
     assert colours != text and re.sub(r"\x1b\[[\d;]*m", "", colours) == text
 
 
@@ -418,34 +412,26 @@ def test_no_colour_where_none_is_wanted(
     assert not ansi(text).get("model", "").startswith(("35", "36"))
 
 
-def test_show_on_what_is_no_terminal_leaves_nothing_out(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("make", [difference, lambda: rules().resolve(decoder())])
+def test_show_fits_a_terminal_and_leaves_nothing_out_elsewhere(
+    make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    resolution = rules().resolve(decoder())
-    file = io.StringIO()
-    assert resolution.show(file) is None
-    assert file.getvalue() == f"{resolution.report()}\n"
-    file = io.StringIO()
-    resolution.show(file, fold=False)
-    assert file.getvalue() == f"{resolution.report(fold=False)}\n"
+    value = make()
+
+    def shown(**options: Any) -> str:
+        file = io.StringIO()
+        assert value.show(file, **options) is None
+        return file.getvalue()
+
+    for name in ("COLUMNS", "FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    assert shown() == f"{value.report()}\n"
+    assert shown(fold=False) == f"{value.report(fold=False)}\n"
     monkeypatch.setenv("COLUMNS", "90")
-    file = io.StringIO()
-    resolution.show(file)
-    assert file.getvalue() == f"{resolution.report(width=90)}\n"
-
-
-def test_show_on_a_terminal_is_as_wide_as_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown() == f"{value.report(width=90)}\n"
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    resolution = rules().resolve(decoder())
-    file = io.StringIO()
-    resolution.show(file)
-    assert "\x1b[" in file.getvalue()
-    plain = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
-    assert plain == f"{resolution.report(width=80)}\n"
+    assert "\x1b[" in shown()
+    assert re.sub(r"\x1b\[[\d;]*m", "", shown()) == f"{value.report(width=90)}\n"
 
 
 def test_a_pipe_gets_no_colours() -> None:

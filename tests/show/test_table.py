@@ -2,6 +2,7 @@
 
 import random
 import textwrap
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -31,6 +32,12 @@ def test_text() -> None:
         "a            1",
         "long|er    100",
     ]
+    assert text_table(HEADER, [], (False, True)).splitlines() == [
+        "name  bytes",
+        "────  ─────",
+    ]
+    table = text_table(("a", "b"), [("long", ""), ("", "x")], (False, False))
+    assert table.splitlines()[2] == "long"  # no trailing blanks
 
 
 def test_text_in_characters_of_two_cells() -> None:
@@ -39,11 +46,6 @@ def test_text_in_characters_of_two_cells() -> None:
     assert lines[2:] == ["模型      1", "bbbb     10"]
     assert cell_len(cut("日本語モデル" * 3, 9)) <= 9
     assert cell_len(cut_path("模型/模型/模型/模型", 9)) <= 9
-
-
-def test_text_has_no_trailing_blanks() -> None:
-    table = text_table(("a", "b"), [("long", ""), ("", "x")], (False, False))
-    assert table.splitlines()[2] == "long"
 
 
 def test_headings_span_the_columns() -> None:
@@ -91,34 +93,24 @@ def test_markdown_keeps_stars_and_underscores() -> None:
     ]
 
 
-def test_no_rows() -> None:
-    assert text_table(HEADER, [], (False, True)).splitlines() == [
-        "name  bytes",
-        "────  ─────",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("count", "text"),
+    ("call", "value", "text"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (3 * 2**30, "3.0 GiB"),
-        (2**60, "1024.0 PiB"),
+        (human_bytes, 0, "0 B"),
+        (human_bytes, 1023, "1023 B"),
+        (human_bytes, 1024, "1.0 KiB"),
+        (human_bytes, 1536, "1.5 KiB"),
+        (human_bytes, 3 * 2**30, "3.0 GiB"),
+        (human_bytes, 2**60, "1024.0 PiB"),
+        (human_share, 0, "0.0%"),
+        (human_share, 1e-9, "<0.1%"),
+        (human_share, 0.0005, "0.1%"),
+        (human_share, 0.125, "12.5%"),
+        (human_share, 1, "100.0%"),
     ],
 )
-def test_human_bytes(count: int, text: str) -> None:
-    assert human_bytes(count) == text
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(0, "0.0%"), (1e-9, "<0.1%"), (0.0005, "0.1%"), (0.125, "12.5%"), (1, "100.0%")],
-)
-def test_human_share(share: float, text: str) -> None:
-    assert human_share(share) == text
+def test_numbers_for_people(call: Any, value: float, text: str) -> None:
+    assert call(value) == text
 
 
 @pytest.mark.parametrize("width", range(1, 40))
