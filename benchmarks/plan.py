@@ -136,7 +136,7 @@ def main() -> int:
             f"{row['compile']} |"
         )
     print()
-    return 0 if all(map(_check, _targets(rows))) else 1
+    return 0 if all([*map(_check, _targets(rows))]) else 1
 
 
 def _targets(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:

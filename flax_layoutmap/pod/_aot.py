@@ -26,7 +26,6 @@ from typing import Any
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.mesh_shape import over_slices
 from flax_layoutmap._core.topologies import Topology
-from flax_layoutmap.pod._hlo_source import Frames
 
 _CHILD = Path(__file__).with_name("_child.py")
 _PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
@@ -44,12 +43,8 @@ _ENVIRONMENT = {
 _SIZE = r"([\d.]+)([KMGT]?)"
 _TOO_LARGE = (
     re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
-    # libtpu 0.0.30, with a list of what is large.
+    # libtpu 0.0.30.
     re.compile(rf"Used {_SIZE} of {_SIZE} hbm\. Exceeded hbm capacity"),
-)
-_ALLOCATION = re.compile(
-    r"Size: (\S+)\n\s*Operator: op_name=\"([^\"]*)\"(?: (source_file.*))?\n"
-    r"\s*Shape: ([a-z]\w*\[[\d,]*\])"
 )
 _ROOM = "make room, or set TMPDIR to a folder with more"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -247,7 +242,7 @@ class _Child:
         if error is not None and too_large is None:
             raise LayoutError(self.why_it_failed(error, answer["stage"]))
         text = folder / "program.txt"
-        notes = [*([self.warning] if self.warning else []), *_largest(error or "")]
+        notes = [self.warning] if self.warning else []
         if "mesh_note" in answer:
             notes.append(
                 "the devices are in the order of their numbers, because JAX finds no "
@@ -469,17 +464,6 @@ def _too_large(error: str) -> tuple[int, int] | None:
             there = float(found[3]) * _UNITS[found[4]]
             return round(needed), round(there)
     return None
-
-
-def _largest(error: str) -> list[str]:
-    """The largest arrays of a program that does not fit, where the compiler lists."""
-    lines = []
-    for size, name, where, shape in _ALLOCATION.findall(error)[:3]:
-        source = Frames("").source(where)
-        at = f" at {source}" if source else ""
-        written = f"{size[:-1]} {size[-1]}iB" if size[-1] in "KMGT" else size
-        lines.append(f"large: {shape}, {written}, made by {name}{at}")
-    return lines
 
 
 def _with_last_words(text: str, said: str, warning: str | None) -> str:

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from flax_layoutmap._core.errors import visible
@@ -20,7 +20,14 @@ from flax_layoutmap._show.table import (
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
 from flax_layoutmap._tree.fold import fold
-from flax_layoutmap.pod._records import Collective, Drift, Findings, Host, Reshard
+from flax_layoutmap.pod._records import (
+    Collective,
+    Drift,
+    Findings,
+    Host,
+    Memory,
+    Reshard,
+)
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -67,50 +74,38 @@ def coloured(report: Findings, width: int) -> "Iterator[Text]":
 
 def as_json(report: Findings) -> dict[str, Any]:
     """Plain JSON values."""
-    memory = report.memory
-    topology = report.topology
+    memory, topology = report.memory, report.topology
+    names = [field.name for field in dataclasses.fields(Findings)]
+    left_out = ("replan", "values", "paths")
     return {
-        "engine": report.engine,
-        "platform": report.platform,
-        "step": report.step,
+        **{
+            name: _plain(getattr(report, name))
+            for name in names
+            if name not in left_out
+        },
         "mesh": mesh_to_json(report.mesh),
         "topology": None if topology is None else str(topology),
-        "fits": report.fits,
         "memory": {
-            **dataclasses.asdict(memory),
-            "at_rest": dict(memory.at_rest),
+            **_plain(memory),
             "at_rest_bytes": memory.at_rest_bytes,
             "headroom_bytes": memory.headroom_bytes,
         },
-        "collectives": [
-            {
-                **dataclasses.asdict(one),
-                "axes": list(one.axes),
-                "shape": [*one.shape],
-                "joined": [*one.joined],
-            }
-            for one in report.collectives
-        ],
-        "reshards": [
-            {**dataclasses.asdict(one), "shape": [*one.shape]}
-            for one in report.reshards
-        ],
-        "hosts": [
-            {**dataclasses.asdict(one), "devices": [*one.devices]}
-            for one in report.hosts
-        ],
-        "flops_per_device": report.flops_per_device,
-        "flops_total": report.flops_total,
-        "compute_seconds": report.compute_seconds,
-        "seconds_bound": dict(report.seconds_bound),
-        "drift": [dataclasses.asdict(one) for one in report.drift],
-        "unrecognised": dict(report.unrecognised),
-        "unrecognised_at": {
-            what: [*lines] for what, lines in report.unrecognised_at.items()
-        },
-        "warnings": list(report.warnings),
-        "took_seconds": report.took_seconds,
     }
+
+
+def _plain(value: Any) -> Any:
+    """Records as dicts, and what they hold."""
+    if isinstance(value, tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if type(value) in _RECORDS:
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    return value
+
+
+_RECORDS = (Collective, Drift, Host, Memory, Reshard)
 
 
 def title(report: Findings) -> str:

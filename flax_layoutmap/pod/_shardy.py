@@ -15,7 +15,6 @@ from typing import Any
 from flax_layoutmap.pod._mlir import Array, Attributes, AxisRef, functions, parts
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._shardy_ops import (
-    BARRIER,
     COPIES,
     MOVES,
     OWN,
@@ -244,19 +243,6 @@ class _Walk:
             else:
                 return None
 
-    def copy(self, value: Any) -> tuple[Any, ...]:
-        """Equal for copies of one value that are made alike.
-
-        Nothing is shared across a barrier: so jax.checkpoint does not keep it.
-        """
-        steps = []
-        value = self.root(value)
-        while (op := maker_of(value)) is not None and op.name in COPIES - {BARRIER}:
-            given = tuple(op.attributes[key] for key in op.attributes if key in _TELLS)
-            steps += [op.name, self.array(value), given, *op.operands[1:]]
-            value = self.root(op.operands[0])
-        return (value, *steps)
-
     def sums_in(self, value: Any) -> tuple[int, ...]:
         """The sums that a value is, where it is used once, and so is each copy."""
         while not is_shared(value):
@@ -293,15 +279,8 @@ class _Walk:
                 todo += self.sources[one]
             elif op is not None and one in self.same:
                 todo.append(self.same[one])
-            elif op is not None and (op.name in UPDATES or self.is_reshape(op)):
+            elif op is not None and op.name in UPDATES:
                 todo += op.operands
-
-    def is_reshape(self, op: Any) -> bool:
-        """Whether a broadcast only adds dims of size 1."""
-        if op.name != "stablehlo.broadcast_in_dim":
-            return False
-        before, after = (self.array(one) for one in (op.operands[0], op.results[0]))
-        return math.prod(before.shape) == math.prod(after.shape)
 
     # -------------------------------------------------------------- collectives
 
@@ -361,7 +340,7 @@ class _Walk:
         """A value that gets another layout."""
         operand, result = op.operands[0], op.results[0]
         before, after = self.array(operand), self.array(result)
-        key = place.scope, op.name, after.dims, self.copy(operand)
+        key = place.scope, op.name, after.dims, self.root(operand)
         first = self.first.setdefault(key, result)
         axes = changed_axes(op.name, before.dims, after.dims)
         if first != result:
@@ -500,10 +479,6 @@ class _Walk:
             self.product(op, place)
         elif place.cuts and hides_work(op):
             self.say(f"{name} in a shard_map, not counted", op)
-
-
-# Attributes that tell two copies apart.
-_TELLS = ("permutation", "start_indices", "limit_indices", "strides")
 
 
 def _alike(one: Found, other: Found) -> bool:

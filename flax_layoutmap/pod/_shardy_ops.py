@@ -95,31 +95,13 @@ def scattered(
             if user.name == "sdy.all_slice":
                 sliced = attributes.axes_in(user.attributes["slicing_axes"])
                 left = tuple(axis for axis in left if axis in sliced)
-            elif user.name in _LOOKED_THROUGH and _keeps_dims(user, left, attributes):
+            elif user.name in _LOOKED_THROUGH:
                 todo.append(user.results[0])
             else:
                 return ()
         if not users:
             return ()
     return left
-
-
-def _keeps_dims(op: Any, axes: Sequence[AxisRef], attributes: Attributes) -> bool:
-    """Whether the dims that are sliced after an operation are dims before it, too."""
-    if op.name != "stablehlo.reshape":
-        return True
-    ends = op.operands[0], op.results[0]
-    before, after = (attributes.type_of(one)[0] for one in ends)
-    same = {(prod(before[:dim]), size) for dim, size in enumerate(before)}
-    for use in op.results[0].uses:
-        user = use.owner.operation
-        if user.name != "sdy.all_slice":
-            return False
-        for dim, own in enumerate(attributes.of(user.attributes["out_sharding"])):
-            if not set(axes).isdisjoint(own):
-                if (prod(after[:dim]), after[dim]) not in same:
-                    return False
-    return True
 
 
 def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:

@@ -369,33 +369,14 @@ OUT_OF_MEMORY = (
 LISTED = """JaxRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran \
 out of memory in memory space hbm. Used 32.00G of 15.75G hbm. Exceeded hbm capacity by \
 16.25G.
-
-  Largest program allocations in hbm:
-
-  1. Size: 16.00G
-     Operator: op_name="jit(step)/dot_general" source_file="a/train.py" source_line=37 x
-     Shape: bf16[33554432,256]{1,0:T(8,128)(2,1)}
-     Unpadded size: 16.00G
-     ==========================
-
-  2. Size: 512B
-     Shape: s32[16]{0:T(128)}
 """
-LARGE = (
-    "large: bf16[33554432,256], 16.00 GiB, made by jit(step)/dot_general at train.py:37"
-)
 
 
-@pytest.mark.parametrize(
-    ("error", "needed", "warnings"),
-    [(OUT_OF_MEMORY, 49.73, ()), (LISTED, 32, (LARGE,))],
-)
-def test_what_does_not_fit(
-    error: str, needed: float, warnings: tuple[str, ...], child: Put
-) -> None:
+@pytest.mark.parametrize(("error", "needed"), [(OUT_OF_MEMORY, 49.73), (LISTED, 32)])
+def test_what_does_not_fit(error: str, needed: float, child: Put) -> None:
     child(f"answer(stage='compile', error={error!r}, slice_of=[0] * 4)")
     found = compiled()
-    assert found.text is None and found.warnings == warnings
+    assert found.text is None and found.warnings == ()
     assert found.too_large == (round(needed * 2**30), round(15.75 * 2**30))
 
 
