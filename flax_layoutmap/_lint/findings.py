@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._lint.report import Severity
 from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Decision, leaf_bytes, show_shape
-from flax_layoutmap._rules.rules import Rule
 
 NUMBER = re.compile(r"\d+")
 _KINDS = {"rules": "rule", "optimizer": "optimizer rule", "names": "name"}

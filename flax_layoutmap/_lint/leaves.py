@@ -22,6 +22,7 @@ from flax_layoutmap._lint.findings import (
 from flax_layoutmap._lint.rules import axis_users
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.automata import difference
+from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import (
     Decision,
     closest_rule,
@@ -29,7 +30,6 @@ from flax_layoutmap._rules.records import (
     section_of,
     show_shape,
 )
-from flax_layoutmap._rules.rules import Rule
 from flax_layoutmap._show.report import LARGE_SHARE, is_large
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.paths import parameter_keys

@@ -11,7 +11,8 @@ from flax_layoutmap._lint.findings import Finding, Model
 from flax_layoutmap._lint.report import LintIssue, LintReport, Severity
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.rules import Matcher, Rule, RuleSet
+from flax_layoutmap._rules.matching import Matcher, Rule
+from flax_layoutmap._rules.rules import RuleSet
 
 # Code → what it is about. `docs/lint.md` has a section for each.
 CODES = {

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from flax_layoutmap._lint.findings import NUMBER, Finding, Model, Numbered
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.rules import (
+from flax_layoutmap._rules.matching import (
     Match,
     Matcher,
     Rule,

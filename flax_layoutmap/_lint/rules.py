@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 from flax_layoutmap._core.errors import RuleError, closest
 from flax_layoutmap._lint.findings import Finding, Numbered, Refused
 from flax_layoutmap._rules.automata import difference, is_literal, sample, witness
-from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
-from flax_layoutmap._rules.rules import (
+from flax_layoutmap._rules.matching import (
     Match,
     Matcher,
     Rule,
-    RuleSet,
     first_match,
     is_for_outputs,
 )
-
-SECTIONS = ("rules", "activations", "names", "optimizer")
+from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
+from flax_layoutmap._rules.rules import SECTIONS, RuleSet
 
 # What was written for `search`, where it means "begins a part"; at the start of a path
 # there is no slash.

@@ -8,7 +8,7 @@ import pytest
 import flax_layoutmap as flm
 from flax_layoutmap._rules import pattern_cost as _pattern_cost
 from flax_layoutmap._rules import rules_file as _rules_file
-from flax_layoutmap._rules import rules_values as _rules_values
+from flax_layoutmap._rules import serialise as _serialise
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rule_files.md").read_text("utf-8")
 BLOCKS = re.findall(r"```(toml|json|python)(?: file=(\S+))?\n(.*?)```", PAGE, re.DOTALL)
@@ -33,7 +33,7 @@ def test_the_page_from_top_to_bottom(
 def test_every_key_is_on_the_page() -> None:
     for key in _rules_file._FILE_KEYS | _rules_file._VARIANT_KEYS:
         assert re.search(rf"`\[?{key}\b|\b{key}\b.* = |`\[variants", PAGE), key
-    for key in _rules_values._ENTRY_KEYS:
+    for key in _serialise._ENTRY_KEYS:
         assert f"{key} = " in PAGE
 
 

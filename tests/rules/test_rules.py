@@ -31,7 +31,7 @@ def test_a_rule_is_a_pattern_and_a_layout(mesh: flm.DeviceMesh) -> None:
 
 
 def test_a_rule_is_immutable() -> None:
-    with pytest.raises(AttributeError, match="Rule is immutable"):
+    with pytest.raises(AttributeError, match="cannot assign to field 'pattern'"):
         flm.Rule("a", None).pattern = "b"  # type: ignore[misc]
 
 
@@ -94,8 +94,6 @@ def test_a_rule_set_is_frozen_and_hashable(mesh: flm.DeviceMesh) -> None:
     assert first != "a"
     with pytest.raises(AttributeError):
         first.match = "match"  # type: ignore[misc]
-    with pytest.raises(AttributeError, match="RuleSet has no attribute 'nothing'"):
-        _ = first.nothing
 
 
 def test_a_rule_set_takes_lists_and_any_mesh(mesh: flm.DeviceMesh) -> None:
