@@ -71,9 +71,20 @@ class Rule:
             )
         self._put(pattern, layout, rank, compiled, view_of(pattern))
 
-    def _put(self, *values: Any) -> "Rule":
-        for field, value in zip(dataclasses.fields(self), values, strict=True):
-            object.__setattr__(self, field.name, value)
+    def _put(
+        self,
+        pattern: str,
+        layout: TensorLayout,
+        rank: RankPolicy,
+        compiled: re.Pattern[str],
+        view: View,
+    ) -> "Rule":
+        put = object.__setattr__
+        put(self, "pattern", pattern)
+        put(self, "layout", layout)
+        put(self, "rank", rank)
+        put(self, "_compiled", compiled)
+        put(self, "view", view)
         return self
 
     def on(self, mesh: Any) -> "Rule":
