@@ -118,7 +118,7 @@ class Matcher:
     tries those of its own layer.
 
     Attributes:
-        fold_part: folds one part of a path, as `fold` expects it.
+        fold_part: folds one part of a path, as `fold_forms` expects it.
     """
 
     def __init__(self, rules: Sequence[Rule], match: Match) -> None:
@@ -160,77 +160,53 @@ class Matcher:
 
     def matching(self, path: str) -> tuple[int, ...]:
         """Positions of the rules that match this very path."""
-        return self.refine(path, *self.fold(path))
-
-    def fold(self, folded: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Asks about all paths whose parts fold to `folded`.
-
-        Returns:
-            Positions that match all of them, and positions that may match some: those
-            are to be asked path by path, with `refine`.
-        """
-        if folded in self._exact:
-            return (self._exact[folded],), ()
-        tests = self._tests
-        sure = {
-            at
-            for part in ("", *folded.split("/"))
-            for at, first, rest in self._tried(part)
-            if first in folded
-            and (not rest or all(text in folded for text in rest))
-            and tests[at](folded)
-        }
-        own = self._optional.get(folded)
-        if own is None:
-            return tuple(sorted(sure)), self._others
-        others = tuple(at for at in self._others if at != own)
-        return tuple(sorted({*sure, own})), others
-
-    def refine(
-        self, path: str, sure: tuple[int, ...], maybe: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Positions that match this path, after `fold` answered for its kind."""
-        found = [at for at in maybe if self._tests[at](path)]
-        return tuple(sorted((*sure, *found))) if found else sure
-
-    def fold_path(self, path: str) -> str:
-        """A path with each of its parts folded."""
-        return "/".join(map(self.fold_part, path.split("/")))
+        return self.matching_forms((path,))
 
     # A leaf below a section has its path in several forms (see `paths.forms`). A rule
     # is for the leaf if it matches one of them; of exact keys, the longest wins alone.
 
     def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
         """Positions of the rules that match a path in one of its forms."""
-        if len(forms) == 1:
-            return self.matching(forms[0])
-        for form in forms:
-            if form in self._exact:
-                return (self._exact[form],)
-        return tuple(sorted({at for form in forms for at in self.matching(form)}))
+        return self.refine_forms(forms, *self.fold_forms(forms))
 
     def fold_forms(
         self, folded: Sequence[str]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """As `fold`, of all paths whose forms fold to these."""
-        if len(folded) == 1:
-            return self.fold(folded[0])
+        """Asks about all paths whose forms fold to these.
+
+        Returns:
+            Positions that match all of them, and positions that may match some: those
+            are to be asked path by path, with `refine_forms`.
+        """
         for form in folded:
             if form in self._exact:
                 return (self._exact[form],), ()
-        answers = [self.fold(form) for form in folded]
-        sure = {at for answer, _ in answers for at in answer}
-        maybe = {at for _, answer in answers for at in answer} - sure
-        return tuple(sorted(sure)), tuple(sorted(maybe))
+        tests, others = self._tests, self._others
+        sure = {
+            at
+            for form in folded
+            for part in ("", *form.split("/"))
+            for at, first, rest in self._tried(part)
+            if first in form
+            and (not rest or all(text in form for text in rest))
+            and tests[at](form)
+        }
+        if self._optional:
+            sure.update(self._optional[f] for f in folded if f in self._optional)
+            others = tuple(at for at in others if at not in sure)
+        return tuple(sorted(sure)), others
 
     def refine_forms(
         self, forms: Sequence[str], sure: tuple[int, ...], maybe: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """As `refine`, after `fold_forms`."""
-        if len(forms) == 1:
-            return self.refine(forms[0], sure, maybe)
-        found = {at for form in forms for at in self.refine(form, (), maybe)}
-        return tuple(sorted({*sure, *found})) if found else sure
+        """Positions that match this path, after `fold_forms` answered for its kind."""
+        tests = self._tests
+        found = [at for at in maybe if any(tests[at](form) for form in forms)]
+        return tuple(sorted((*sure, *found))) if found else sure
+
+    def fold_path(self, path: str) -> str:
+        """A path with each of its parts folded."""
+        return "/".join(map(self.fold_part, path.split("/")))
 
 
 def is_for_outputs(rule: Rule) -> bool:

@@ -270,7 +270,7 @@ _UNKNOWN, _NONE = View(False), frozenset[str]()
 def view_of(pattern: str) -> View:
     """The View of a pattern that compiles."""
     try:
-        tree = read(pattern)
+        tree = read.__wrapped__(pattern)  # not kept: of a Rule it is asked once
     except NotUnderstood:
         return _UNKNOWN
     if not tree.is_foldable:

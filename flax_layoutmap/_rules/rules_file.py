@@ -98,17 +98,27 @@ class _Entry(NamedTuple):
         return self.source.line(self.name)
 
 
-def load(path: str) -> Source:
-    """Reads and parses one file.
+def suffix_of(path: str) -> str:
+    """`".toml"` or `".json"`.
 
     Raises:
-        RuleError: it is no file of rules, too large, or damaged.
+        RuleError: it is neither.
     """
     kind = os.path.splitext(path)[1].lower()
     if kind not in SUFFIXES:
         raise RuleError(
             f"{path}: a file of rules ends in .toml or .json, this one in {kind!r}"
         )
+    return kind
+
+
+def load(path: str) -> Source:
+    """Reads and parses one file.
+
+    Raises:
+        RuleError: it is no file of rules, too large, or damaged.
+    """
+    kind = suffix_of(path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise RuleError(f"{path}: is no file")  # reading a pipe would never end
     try:

@@ -13,10 +13,10 @@ from flax_layoutmap._rules.pattern_cost import slow_because
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
 from flax_layoutmap._rules.rules_file import (
     MOST_RULES,
-    SUFFIXES,
     Source,
     load,
     slow_together,
+    suffix_of,
 )
 from flax_layoutmap._rules.serialise import (
     ANY_DIMS,
@@ -37,11 +37,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 def write_rules(rules: RuleSet, path: Any) -> None:
     """Writes a file of rules; see `LayoutMap.to_file`."""
     path = os.fspath(path)
-    kind = os.path.splitext(path)[1].lower()
-    if kind not in SUFFIXES:
-        raise RuleError(
-            f"{path}: a file of rules ends in .toml or .json, this one in {kind!r}"
-        )
+    kind = suffix_of(path)
     _check_that_it_reads(rules, path)
     if kind == ".json":
         text = readable_json(rules_to_json(rules), indent=1) + "\n"

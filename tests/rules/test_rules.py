@@ -203,8 +203,8 @@ def test_an_exact_key_that_may_be_skipped_hides_no_pattern() -> None:
         assert made.matching(own.pattern) == (0, 2, 3)
         matcher = made.matcher
         folded = "/".join(map(matcher.fold_part, own.pattern.split("/")))
-        sure, maybe = matcher.fold(folded)
-        assert matcher.refine(own.pattern, sure, maybe) == (0, 2, 3)
+        sure, maybe = matcher.fold_forms((folded,))
+        assert matcher.refine_forms((own.pattern,), sure, maybe) == (0, 2, 3)
 
 
 def test_an_exact_key_may_hold_special_characters() -> None:
@@ -334,7 +334,7 @@ def test_a_path_is_asked_by_the_rules_of_its_own_layer(pattern: str, path: str) 
     matcher = Matcher(rules(*(pattern.format(at) for at in range(1000))), "search")
     Counted.asked = 0
     folded = "/".join(matcher.fold_part(Counted(part)) for part in path.split("/"))
-    assert matcher.fold(Counted(folded)) == ((123,), ())
+    assert matcher.fold_forms((Counted(folded),)) == ((123,), ())
     assert folded == path and 0 < Counted.asked < 10
 
 
@@ -349,8 +349,8 @@ def test_the_matcher_answers_for_a_kind_of_path() -> None:
 
     def answer(path: str) -> tuple[int, ...]:
         folded = "/".join(map(matcher.fold_part, path.split("/")))
-        sure, maybe = matcher.fold(folded)
-        return matcher.refine(path, sure, maybe)
+        sure, maybe = matcher.fold_forms((folded,))
+        return matcher.refine_forms((path,), sure, maybe)
 
     for path in ["layers/7/kernel", "layers/8/kernel", "layers/7/bias", "w2", "w4"]:
         assert answer(path) == matcher.matching(path)
