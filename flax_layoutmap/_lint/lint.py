@@ -137,7 +137,7 @@ OF_MATCHES = (
         "{winner} (overlap={overlap!r})",
         "put {rule.pattern!r} {where} {winner.pattern!r}, or del {rule.key}"),
     Check("LM113", "info", matches.inside_of_names,
-        "{rule} matches {good!r}, and {inside!r} too, in the middle of a {what}",
+        "{rule} matches {good!r}, and {path!r} too, in the middle of a {what}",
         "{mend}"),
     Check("LM114", "error", leaves.unfit,
         "{leaf}: {clash}",
@@ -186,7 +186,7 @@ OF_DEVICES = (
         "shard another dim, or over fewer devices, so that two dims of a shard are "
         "multiples of {rows} and {columns}"),
     Check("LM110", "warning", siblings.swapped,
-        "{where}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
+        "{path} {shape}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
         'layout_map.replace("{rule.pattern}", {axes})'),
     Check("LM112", "warning", leaves.mesh_axes,
         "mesh axis {axis!r} of size {size} shards nothing and is no batch axis, so "
@@ -316,7 +316,7 @@ def _run(table: Iterable[Check], subject: Any) -> Iterator[LintIssue]:
 def _issue(finding: Finding) -> LintIssue:
     """The issue that a row of the table makes of a finding."""
     row, rule, leaf = _ROWS[finding.row], finding.rule, finding.leaf
-    words = {"rule": rule, "leaf": leaf, **finding.words}
+    words = {"rule": rule, "leaf": leaf, "path": finding.path, **finding.words}
     return LintIssue(
         row.code[:5],
         finding.severity or row.severity,

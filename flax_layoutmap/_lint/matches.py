@@ -4,7 +4,7 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from flax_layoutmap._lint.findings import NUMBER, Finding, Model, Numbered
 from flax_layoutmap._resolve.resolution import Resolution
@@ -50,8 +50,7 @@ def unused(model: Model) -> Iterator[Finding]:
         hint, fix = "", f"del {one.key}"
         if at < hints:
             hint, fix = _meant(one, resolution, paths())
-        words = {"hint": hint, "mend": fix}
-        yield Finding("LM101", one, severity=severity, words=words)
+        yield Finding("LM101", one, severity=severity, hint=hint, mend=fix)
 
 
 def _paths(resolution: Resolution) -> list[str]:
@@ -144,10 +143,10 @@ def never_decides(model: Model) -> Iterator[Finding]:
     overlap = resolution.rules.overlap
     for at, winner in over.items():
         if at not in decided:
-            words: dict[str, Any] = {"overlap": overlap}
-            words["where"] = "before" if overlap == "first" else "behind"
-            words["winner"] = Numbered("rules", winner + 1, rules[winner])
-            yield Finding("LM111", Numbered("rules", at + 1, rules[at]), words=words)
+            one = Numbered("rules", at + 1, rules[at])
+            wins = Numbered("rules", winner + 1, rules[winner])
+            where = "before" if overlap == "first" else "behind"
+            yield Finding("LM111", one, winner=wins, overlap=overlap, where=where)
 
 
 def goes_on(model: Model) -> Iterator[Finding]:
@@ -174,8 +173,7 @@ def goes_on(model: Model) -> Iterator[Finding]:
             untold.discard(row.rule)
             one = Numbered("rules", row.rule + 1, rule)
             path, end = resolution.paths[at], one.key_of(f"{rule.pattern}$")
-            words = {"path": path, "end": end}
-            yield Finding("LM010, model", one, path=path, leaves=1, words=words)
+            yield Finding("LM010, model", one, path=path, leaves=1, end=end)
 
 
 # --------------------------------------------------------- in the middle of a name
@@ -214,14 +212,16 @@ def inside_of_names(model: Model) -> Iterator[Finding]:
         good = next(path for path in found if clean.matching(path))
         one = Numbered("rules", at + 1, rule)
         narrow = _narrower(rule, match, good, inside[0])
-        words = {"good": good, "inside": inside[0]}
-        words["what"] = "number" if kind == "0-9" else "name"
-        words["mend"] = "write '/', '^' or '$' where a name begins or ends"
-        if narrow:
-            words["mend"] = f"{one.key_of(narrow)} = {one.axes}"
-        severity = "warning" if kind == "0-9" else "info"
+        mend = "write '/', '^' or '$' where a name begins or ends"
         yield Finding(
-            "LM113", one, None, severity, inside[0], leaves=len(inside), words=words
+            "LM113",
+            one,
+            severity="warning" if kind == "0-9" else "info",
+            path=inside[0],
+            leaves=len(inside),
+            good=good,
+            what="number" if kind == "0-9" else "name",
+            mend=f"{one.key_of(narrow)} = {one.axes}" if narrow else mend,
         )
 
 
