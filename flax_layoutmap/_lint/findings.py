@@ -163,6 +163,18 @@ class Model:
         self.max_replicated, self.is_spared = max_replicated, is_spared
 
     @functools.cached_property
+    def unused(self) -> list[Numbered]:
+        """The rules that match no leaf."""
+        rules = self.resolution.rules
+        unused = set(map(id, self.resolution.unused_rules))
+        return [
+            Numbered(section, number, rule)
+            for section in ("rules", "optimizer")
+            for number, rule in enumerate(getattr(rules, section), start=1)
+            if id(rule) in unused
+        ]
+
+    @functools.cached_property
     def sizes(self) -> dict[int, int]:
         """Bytes of all leaves of each decision, by its id."""
         rows, dtypes = self.resolution._rows, self.resolution.dtypes

@@ -282,8 +282,7 @@ def _of_rules(rule_set: RuleSet) -> tuple[LintIssue, ...]:
 
 def _of_model(model: Model) -> Iterator[LintIssue]:
     resolution = model.resolution
-    unused = matches.unused_rules(resolution)
-    idle = {(one.section, one.number) for one in unused}
+    idle = {(one.section, one.number) for one in model.unused}
     # What only looks wrong is told of rules that do nothing here; LM111 and LM113 say
     # of the others what they really do.
     found = [

@@ -28,21 +28,9 @@ _GOES_ON = {"a-z": re.compile("[A-Za-z][a-z]"), "0-9": re.compile("[0-9][0-9]")}
 _SURELY_MEANT = 0.8
 
 
-def unused_rules(resolution: Resolution) -> list[Numbered]:
-    """The rules that match no leaf."""
-    unused = set(map(id, resolution.unused_rules))
-    return [
-        Numbered(section, number, rule)
-        for section in ("rules", "optimizer")
-        for number, rule in enumerate(getattr(resolution.rules, section), start=1)
-        if id(rule) in unused
-    ]
-
-
 def unused(model: Model) -> Iterator[Finding]:
     """Rules that match nothing, the first of them with what they may have meant."""
-    resolution = model.resolution
-    found = unused_rules(resolution)
+    resolution, found = model.resolution, model.unused
     severity = "info" if resolution.rules.strict is False else None
     hints = _HINTS if len(found) <= _MANY else 1
     paths = functools.cache(lambda: _paths(resolution))
