@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ from typing import Any, NamedTuple
 from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._lint.report import Severity
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.records import Decision, leaf_bytes, show_shape
-from flax_layoutmap._rules.rules import Rule
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.records import Decision, leaf_bytes, section_of, show_shape
 
 NUMBER = re.compile(r"\d+")
 _KINDS = {"rules": "rule", "optimizer": "optimizer rule", "names": "name"}
@@ -66,22 +67,6 @@ class Refused(NamedTuple):
         return re.escape(self.pattern or "")
 
 
-class Model(NamedTuple):
-    """A Resolution that is checked.
-
-    Attributes:
-        resolution: the Resolution.
-        tile: rows and columns; `"tpu"`; or None: a TPU's where the mesh has TPUs.
-        max_replicated: the share of the bytes that every device may hold in full.
-        is_spared: whether a leaf does not count, by its path.
-    """
-
-    resolution: Resolution
-    tile: Any
-    max_replicated: float | None
-    is_spared: Callable[[str], bool]
-
-
 @dataclasses.dataclass(slots=True)
 class Group:
     """Leaves with one decision whose paths differ in numbers only.
@@ -114,11 +99,10 @@ class Group:
         return "it" if self.leaves == 1 else f"all {self.leaves}"
 
 
-@dataclasses.dataclass(slots=True)
 class Finding:
     """What a check found: the name of its row in the table, and what fills its texts.
 
-    Attributes:
+    Args:
         row: the name: a code, and what tells several rows of one code apart.
         rule: the rule that it is about, `{rule}` in a text.
         leaf: the leaves that it is about, `{leaf}` in a text.
@@ -126,17 +110,99 @@ class Finding:
         path: the path of one leaf, where there is no `leaf`.
         leaves: how many there are.
         section: the section, where there is no `rule`.
-        words: what else the texts name.
+        **words: what else the texts name.
     """
 
-    row: str
-    rule: Numbered | Refused | None = None
-    leaf: Group | None = None
-    severity: Severity | None = None
-    path: str | None = None
-    leaves: int = 0
-    section: str = "rules"
-    words: dict[str, Any] = dataclasses.field(default_factory=dict)
+    __slots__ = (
+        "row",
+        "rule",
+        "leaf",
+        "severity",
+        "path",
+        "leaves",
+        "section",
+        "words",
+    )
+
+    def __init__(
+        self,
+        row: str,
+        rule: Numbered | Refused | None = None,
+        leaf: Group | None = None,
+        *,
+        severity: Severity | None = None,
+        path: str | None = None,
+        leaves: int = 0,
+        section: str = "rules",
+        **words: Any,
+    ) -> None:
+        self.row, self.rule, self.leaf = row, rule, leaf
+        self.severity: Severity | None = severity
+        self.path, self.leaves, self.section = path, leaves, section
+        self.words = words
+
+
+class Model:
+    """A Resolution that is checked.
+
+    Attributes:
+        resolution: the Resolution.
+        tile: rows and columns; `"tpu"`; or None: a TPU's where the mesh has TPUs.
+        max_replicated: the share of the bytes that every device may hold in full.
+        is_spared: whether a leaf does not count, by its path.
+    """
+
+    def __init__(
+        self,
+        resolution: Resolution,
+        tile: Any,
+        max_replicated: float | None,
+        is_spared: Callable[[str], bool],
+    ) -> None:
+        self.resolution, self.tile = resolution, tile
+        self.max_replicated, self.is_spared = max_replicated, is_spared
+
+    @functools.cached_property
+    def unused(self) -> list[Numbered]:
+        """The rules that match no leaf."""
+        rules = self.resolution.rules
+        unused = set(map(id, self.resolution.unused_rules))
+        return [
+            Numbered(section, number, rule)
+            for section in ("rules", "optimizer")
+            for number, rule in enumerate(getattr(rules, section), start=1)
+            if id(rule) in unused
+        ]
+
+    @functools.cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of all leaves of each decision, by its id."""
+        rows, dtypes = self.resolution._rows, self.resolution.dtypes
+        # Leaves of one decision have one shape.
+        first = dict(zip(map(id, rows), self.resolution.shapes, strict=True))
+        found = dict.fromkeys(first, 0)
+        for dtype in set(dtypes):
+            own = [id(row) for row, at in zip(rows, dtypes, strict=True) if at == dtype]
+            for key, count in collections.Counter(own).items():
+                found[key] += leaf_bytes(first[key], dtype) * count
+        return found
+
+    @functools.cached_property
+    def total(self) -> int:
+        """Bytes of all leaves; 1 where there are none."""
+        return sum(self.sizes.values()) or 1
+
+    def rule_of(self, row: Decision) -> Numbered | None:
+        """The rule that decided."""
+        if row.rule is None:
+            return None
+        section = "optimizer" if row.reason == "optimizer rule" else "rules"
+        rule = section_of(row, self.resolution.rules)[row.rule]
+        return Numbered(section, row.rule + 1, rule)
+
+    def suggested(self, leaf: Group) -> str:
+        """A rule for leaves, as code."""
+        return suggested(self.resolution, leaf.path, leaf.shape)
 
 
 def groups(
@@ -179,16 +245,3 @@ def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
             axes = tuple(axis if dim == best else None for dim in range(len(shape)))
             return f"{key} = {axes}  # or None: replicated, on purpose"
     return f"{key} = None  # replicated, on purpose"
-
-
-def bytes_of_decisions(resolution: Resolution) -> dict[int, int]:
-    """Bytes of all leaves of each decision, by its id."""
-    rows, dtypes = resolution._rows, resolution.dtypes
-    # Leaves of one decision have one shape.
-    first = dict(zip(map(id, rows), resolution.shapes, strict=True))
-    found = dict.fromkeys(first, 0)
-    for dtype in set(dtypes):
-        own = [id(row) for row, at in zip(rows, dtypes, strict=True) if at == dtype]
-        for key, count in collections.Counter(own).items():
-            found[key] += leaf_bytes(first[key], dtype) * count
-    return found

@@ -1,8 +1,9 @@
 """Checks of the leaves of a model: what is replicated, padded or does not fit, and why.
 
-Each function takes a Resolution and yields findings, the largest leaves among them.
+Each function takes a `Model` and yields findings; the table in `lint` has their texts.
 """
 
+import dataclasses
 import itertools
 import math
 import re
@@ -14,22 +15,16 @@ from flax_layoutmap._lint.findings import (
     Finding,
     Group,
     Model,
-    Numbered,
-    bytes_of_decisions,
     groups,
-    suggested,
 )
 from flax_layoutmap._lint.rules import axis_users
-from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.automata import difference
+from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import (
-    Decision,
     closest_rule,
     leaf_bytes,
-    section_of,
     show_shape,
 )
-from flax_layoutmap._rules.rules import Rule
 from flax_layoutmap._show.remarks import LARGE_SHARE, is_large
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.paths import parameter_keys
@@ -52,93 +47,70 @@ _LARGEST = 5
 
 def unfit(model: Model) -> Iterator[Finding]:
     """Leaves for which resolving raised; see `ResolveError.resolution`."""
-    resolution = model.resolution
-    for group in groups(resolution, lambda row: row.problem is not None):
-        clash, _, fix = (group.row.problem or "").rpartition("; ")
-        words = {"clash": clash or fix, "mend": fix}
-        if not clash:
-            words["mend"] = "change the rule, or the leaf"
-        yield Finding("LM114", None, group, words=words)
-
-
-def _total(resolution: Resolution) -> int:
-    """Bytes of all leaves; 1 where there are none."""
-    return sum(bytes_of_decisions(resolution).values()) or 1
-
-
-def _rule_of(row: Decision, resolution: Resolution) -> Numbered | None:
-    """The rule that decided."""
-    if row.rule is None:
-        return None
-    section = "optimizer" if row.reason == "optimizer rule" else "rules"
-    return Numbered(section, row.rule + 1, section_of(row, resolution.rules)[row.rule])
-
-
-def _mend(resolution: Resolution, group: Group) -> str:
-    return suggested(resolution, group.path, group.shape)
+    for leaf in groups(model.resolution, lambda row: row.problem is not None):
+        clash, _, fix = (leaf.row.problem or "").rpartition("; ")
+        mend = fix if clash else "change the rule, or the leaf"
+        yield Finding("LM114", leaf=leaf, clash=clash or fix, mend=mend)
 
 
 def unmatched(model: Model) -> Iterator[Finding]:
     """Large parameters that no rule matches."""
-    resolution = model.resolution
-    rules = resolution.rules.rules
+    rules, total = model.resolution.rules.rules, model.total
+    held = model.resolution.bytes_per_device or 1
     found = groups(
-        resolution,
+        model.resolution,
         lambda row: row.reason == "no rule" and row.problem is None,
         "parameter",
     )
-    total = _total(resolution) if found else 1
     if not rules and found:
-        first = found[0]
-        leaves, size = sum(g.leaves for g in found), sum(g.bytes for g in found)
-        every = Group(first.row, first.at, first.path, first.shape, leaves, size)
+        size, leaves = sum(g.bytes for g in found), sum(g.leaves for g in found)
+        every = dataclasses.replace(found[0], leaves=leaves, bytes=size)
         are = "1 leaf is" if leaves == 1 else f"{leaves} leaves are"
-        words = {"are": are, "share": size / total, "mend": _mend(resolution, first)}
-        yield Finding("LM102, no rules", None, every, words=words)
+        mend = model.suggested(every)
+        yield Finding(
+            "LM102, no rules", leaf=every, are=are, share=size / total, mend=mend
+        )
         return
-    held = resolution.bytes_per_device or 1
-    for group in found:
-        if not is_large(group.bytes, total, held):
+    for leaf in found:
+        if not is_large(leaf.bytes, total, held):
             continue
-        share = f"{group.bytes / total:.1%} of the bytes"
-        if group.bytes <= LARGE_SHARE * total:  # but much on each of many devices
-            share += f", {group.bytes / held:.1%} of what each device holds"
-        near = closest_rule(group.path, rules)
+        share = f"{leaf.bytes / total:.1%} of the bytes"
+        if leaf.bytes <= LARGE_SHARE * total:  # but much on each of many devices
+            share += f", {leaf.bytes / held:.1%} of what each device holds"
+        near = closest_rule(leaf.path, rules)
         hint = f"; the closest is rule {near[0]} {near[1].pattern!r}" if near else ""
-        words = {"share": share, "hint": hint, "mend": _mend(resolution, group)}
-        yield Finding("LM102", None, group, words=words)
+        mend = model.suggested(leaf)
+        yield Finding("LM102", leaf=leaf, share=share, hint=hint, mend=mend)
 
 
 def indivisible(model: Model) -> Iterator[Finding]:
     """Dims that do not divide by their axes."""
-    resolution = model.resolution
-    found = groups(resolution, lambda row: bool(row.fallback) and row.rule is not None)
-    total = _total(resolution) if found else 1
-    for group in found:
-        row = group.row
-        if row.reason == "optimizer rule":
+    for leaf in groups(
+        model.resolution, lambda row: bool(row.fallback) and row.rule is not None
+    ):
+        if leaf.row.reason == "optimizer rule":
             continue  # about the dims of its parameter; the fallback says it all
-        one = _rule_of(row, resolution)
+        one = model.rule_of(leaf.row)
         assert one is not None
-        severity = "warning" if group.bytes >= LARGE_SHARE * total else "info"
-        for dim, axes in enumerate(one.rule.layout.dims(len(group.shape))):
-            if axes and not row.dims[dim]:
-                code, words = _clash(group, one.rule, dim, axes)
-                yield Finding(code, one, group, severity, words=words)
+        severity = "warning" if leaf.bytes >= LARGE_SHARE * model.total else "info"
+        for dim, axes in enumerate(one.rule.layout.dims(len(leaf.shape))):
+            if axes and not leaf.row.dims[dim]:
+                code, words = _clash(leaf, one.rule, dim, axes)
+                yield Finding(code, one, leaf, severity=severity, **words)
 
 
 def _clash(
-    group: Group, rule: Rule, dim: int, axes: tuple[str, ...]
+    leaf: Group, rule: Rule, dim: int, axes: tuple[str, ...]
 ) -> tuple[str, dict[str, Any]]:
-    assert group.row.mesh is not None
-    shape, sizes = group.shape, group.row.mesh.axis_sizes
+    assert leaf.row.mesh is not None
+    shape, sizes = leaf.shape, leaf.row.mesh.axis_sizes
     size, ways = shape[dim], math.prod(sizes[axis] for axis in axes)
     padded, tiled = -(-size // ways) * ways, 128 * ways
     without = tuple(
         None if at == dim else names[0] if len(names) == 1 else names or None
         for at, names in enumerate(rule.layout.dims(len(shape)))
     )
-    key = "/".join(group.path.split("/")[-2:])
+    key = "/".join(leaf.path.split("/")[-2:])
     words = {
         "dim": dim,
         "size": size,
@@ -148,53 +120,51 @@ def _clash(
         "more": padded - size,
         "wide": -(-size // tiled) * tiled,
     }
-    if size < ways and _HEADS.search(group.path):
+    if size < ways and _HEADS.search(leaf.path):
         return "LM108", words
-    if size > ways and size == max(shape) and _VOCABULARY.search(group.path):
+    if size > ways and size == max(shape) and _VOCABULARY.search(leaf.path):
         return "LM104", words
     return "LM103", words
 
 
 def replicated(model: Model) -> Iterator[Finding]:
     """Large parameters that a rule or an annotation replicates."""
-    resolution = model.resolution
-    rules = resolution.rules
+    rules, large = model.resolution.rules, LARGE_SHARE * model.total
     shards = any(not rule.layout.is_replicated for rule in rules.rules)
-    sizes = bytes_of_decisions(resolution)
-    total = sum(sizes.values()) or 1
-    found = groups(
-        resolution,
+    for leaf in groups(
+        model.resolution,
         lambda row: (
             row.reason in ("rule", "exact key", "flax metadata")
             and not any(row.dims)
-            and sizes[id(row)] >= LARGE_SHARE * total
+            and model.sizes[id(row)] >= large
         ),
         "parameter",
-    )
-    for group in found:
-        row, share = group.row, group.bytes / total
-        if share < LARGE_SHARE or (row.fallback and row.rule is not None):
-            continue
-        words = {"share": share, "mend": _mend(resolution, group), "why": row.fallback}
-        one = _rule_of(row, resolution)
+    ):
+        share, why, one = (
+            leaf.bytes / model.total,
+            leaf.row.fallback,
+            model.rule_of(leaf.row),
+        )
+        if share < LARGE_SHARE or (one is None) != bool(why):
+            continue  # a rule that does not divide is LM103; its absence, LM102
+        mend = model.suggested(leaf)
         if one is None:
-            if row.fallback:
-                yield Finding("LM105, annotation", None, group, words=words)
+            code = "LM105, annotation"
+        elif not one.rule.layout.is_replicated or not shards:
             continue
-        rule = one.rule
-        everything = difference(".*", "search", rule.pattern, rules.match) == ""
-        if not rule.layout.is_replicated or not shards:
+        elif difference(".*", "search", one.pattern, rules.match) == "":
+            code = "LM105"
+        elif share >= _LARGE_ON_PURPOSE:
+            code = "LM105, on purpose"
+        else:
             continue
-        if everything or share >= _LARGE_ON_PURPOSE:
-            code = "LM105" if everything else "LM105, on purpose"
-            yield Finding(code, one, group, words=words)
+        yield Finding(code, one, leaf, share=share, why=why, mend=mend)
 
 
 def replicated_state(model: Model) -> Iterator[Finding]:
     """Optimizer state that is replicated, of sharded parameters."""
-    resolution = model.resolution
     found = groups(
-        resolution,
+        model.resolution,
         lambda row: (
             row.reason in ("unknown optimizer state", "optimizer rule")
             and not any(row.dims)
@@ -204,46 +174,51 @@ def replicated_state(model: Model) -> Iterator[Finding]:
     )
     if not found:
         return
-    total, rows = _total(resolution), resolution._rows
-    keys = parameter_keys(resolution._flat).items()
-    sharded = {key for at, key in keys if any(rows[at].dims)}
-    for group in found:
-        row = group.row
+    rows, keys = model.resolution._rows, parameter_keys(model.resolution._flat)
+    sharded = {key for at, key in keys.items() if any(rows[at].dims)}
+    for leaf in found:
+        row, share = leaf.row, leaf.bytes / model.total
         owned = row.owner in sharded if row.owner else bool(sharded)
-        if group.bytes < LARGE_SHARE * total or not owned:
+        if share < LARGE_SHARE or not owned:
             continue
-        of = f" of the sharded parameter {row.owner!r}" if row.owner else ""
-        words: dict[str, Any] = {"of": of, "share": group.bytes / total}
-        words["why"] = f" ({row.fallback})" if row.fallback else ""
-        code = "LM106, unknown" if row.rule is None else "LM106"
-        one = _rule_of(row, resolution)
-        yield Finding(code, one, group, section="optimizer", words=words)
+        yield Finding(
+            "LM106, unknown" if row.rule is None else "LM106",
+            model.rule_of(row),
+            leaf,
+            section="optimizer",
+            of=f" of the sharded parameter {row.owner!r}" if row.owner else "",
+            why=f" ({row.fallback})" if row.fallback else "",
+            share=share,
+        )
 
 
 def too_much_replicated(model: Model) -> Iterator[Finding]:
     """More bytes in full on every device than are allowed."""
-    resolution, most = model.resolution, model.max_replicated
+    most = model.max_replicated
     if most is None:
         return
-    total = resolution.total_bytes
     found = [
-        group
-        for group in groups(resolution, lambda row: True)
-        if group.row.shard_shape in (None, group.shape)
-        if not model.is_spared(group.path)
+        leaf
+        for leaf in groups(model.resolution, lambda row: True)
+        if leaf.row.shard_shape in (None, leaf.shape)
+        if not model.is_spared(leaf.path)
     ]
-    share = sum(group.bytes for group in found) / (total or 1)
-    if share <= most:
-        return
-    largest = sorted(found, key=lambda group: -group.bytes)[:_LARGEST]
-    lines = [
-        f"\n    {group}: {group.bytes / total:.1%}, {group.row.reason}"
-        for group in largest
-        if group.bytes
-    ]
-    words = {"mesh": resolution.mesh, "share": share, "most": most}
-    words |= {"lines": "".join(lines), "mend": _mend(resolution, largest[0])}
-    yield Finding("LM115", words=words)
+    share = sum(leaf.bytes for leaf in found) / model.total
+    if share > most:
+        largest = sorted(found, key=lambda leaf: -leaf.bytes)[:_LARGEST]
+        lines = [
+            f"\n    {leaf}: {leaf.bytes / model.total:.1%}, {leaf.row.reason}"
+            for leaf in largest
+            if leaf.bytes
+        ]
+        yield Finding(
+            "LM115",
+            mesh=model.resolution.mesh,
+            share=share,
+            most=most,
+            lines="".join(lines),
+            mend=model.suggested(largest[0]),
+        )
 
 
 # -------------------------------------------------------------- the mesh, the hardware
@@ -262,55 +237,74 @@ def mesh_axes(model: Model) -> Iterator[Finding]:
         if size == 1 and axis in users:
             first, more = users[axis][0], len(users[axis]) - 1
             who = f"{first} and {more} more shard" if more else f"{first} shards"
-            yield Finding("LM107", words={"axis": axis, "who": who})
+            yield Finding("LM107", axis=axis, who=who)
         elif size > 1 and axis not in used and tells:
             if "parameter" in resolution._roles():
-                words = {"axis": axis, "size": size, "batch": (*rules.batch, axis)}
-                words["held"] = human_bytes(resolution.bytes_per_device)
-                yield Finding("LM112", words=words)
+                held = human_bytes(resolution.bytes_per_device)
+                batch = (*rules.batch, axis)
+                yield Finding("LM112", axis=axis, size=size, batch=batch, held=held)
 
 
 def padded(model: Model) -> Iterator[Finding]:
     """Leaves that sharding cuts below the tile, so that memory goes into padding."""
-    resolution, tile = model.resolution, model.tile
-    if tile is None and not _has_tpus(resolution):
+    resolution, tile = model.resolution, _tile(model)
+    if tile is None:
         return
-    if tile not in (None, "tpu") and not (
-        isinstance(tile, tuple)
-        and len(tile) == 2
-        and all(isinstance(size, int) and size > 0 for size in tile)
-    ):
-        raise LayoutError(
-            f'tile must be (rows, columns), such as (8, 128), or "tpu", got {tile!r}'
-        )
     found: dict[int, list[int]] = {}
     for at, row in enumerate(resolution._rows):
         if any(row.dims) and len(row.dims) > 1:
             found.setdefault(id(row), []).append(at)
-    total = resolution.bytes_per_device or 1
     for positions in found.values():
         at = positions[0]
         row, dtype = resolution._rows[at], resolution.dtypes[at]
         shape, count = resolution.shapes[at], len(positions)
-        packed = max(1, 4 // int(getattr(dtype, "itemsize", 4) or 4))
-        rows, columns = (
-            tile if tile not in (None, "tpu") else (_TPU_ROWS * packed, _TPU_LANES)
-        )
+        rows, columns = tile
+        if model.tile in (None, "tpu"):
+            rows *= max(1, 4 // int(getattr(dtype, "itemsize", 4) or 4))
         shard = row.shard_shape or shape
-        held = leaf_bytes(shard, dtype) * count
         factor = _padding(shard, rows, columns)
-        wasted = held * (factor - 1)
+        wasted = leaf_bytes(shard, dtype) * count * (factor - 1)
         if factor < _WORSE * _padding(shape, rows, columns):
             continue
-        if wasted < LARGE_SHARE * total:
+        if wasted < LARGE_SHARE * (resolution.bytes_per_device or 1):
             continue
         size = sum(leaf_bytes(shape, resolution.dtypes[p]) for p in positions)
-        group = Group(row, at, resolution.paths[at], shape, count, size)
-        one = _rule_of(row, resolution)
-        because = f" (rule {one.number} {one.rule.pattern!r})" if one else ""
-        words = {"shard": show_shape(shard), "because": because, "rows": rows}
-        words |= {"columns": columns, "factor": factor, "wasted": human_bytes(wasted)}
-        yield Finding("LM109", one, group, words=words)
+        one = model.rule_of(row)
+        yield Finding(
+            "LM109",
+            one,
+            Group(row, at, resolution.paths[at], shape, count, size),
+            shard=show_shape(shard),
+            because=f" (rule {one.number} {one.pattern!r})" if one else "",
+            rows=rows,
+            columns=columns,
+            factor=factor,
+            wasted=human_bytes(wasted),
+        )
+
+
+def _tile(model: Model) -> tuple[int, int] | None:
+    """Rows and columns of the tile for types of 4 bytes; None where there is none.
+
+    Raises:
+        LayoutError: `tile` is none.
+    """
+    tile, mesh = model.tile, model.resolution.mesh
+    if tile is None:
+        assert mesh is not None
+        device: Any = None if mesh.is_abstract else mesh.devices.flat[0]
+        tile = "tpu" if device is not None and device.platform == "tpu" else None
+    if tile is None or tile == "tpu":
+        return tile and (_TPU_ROWS, _TPU_LANES)
+    if (
+        isinstance(tile, tuple)
+        and len(tile) == 2
+        and all(isinstance(size, int) and size > 0 for size in tile)
+    ):
+        return tile
+    raise LayoutError(
+        f'tile must be (rows, columns), such as (8, 128), or "tpu", got {tile!r}'
+    )
 
 
 def _padding(shape: tuple[int, ...], rows: int, columns: int) -> float:
@@ -326,11 +320,3 @@ def _padding(shape: tuple[int, ...], rows: int, columns: int) -> float:
         )
         for pair in itertools.permutations(shape, 2)
     )
-
-
-def _has_tpus(resolution: Resolution) -> bool:
-    mesh = resolution.mesh
-    if mesh is None or mesh.is_abstract:
-        return False
-    device: Any = mesh.devices.flat[0]
-    return device.platform == "tpu"

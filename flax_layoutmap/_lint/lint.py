@@ -11,7 +11,8 @@ from flax_layoutmap._lint.findings import Finding, Model
 from flax_layoutmap._lint.report import LintIssue, LintReport, Severity
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.rules import Matcher, Rule, RuleSet
+from flax_layoutmap._rules.matching import Matcher, Rule
+from flax_layoutmap._rules.rules import RuleSet
 
 # Code → what it is about. `docs/lint.md` has a section for each.
 CODES = {
@@ -136,7 +137,7 @@ OF_MATCHES = (
         "{winner} (overlap={overlap!r})",
         "put {rule.pattern!r} {where} {winner.pattern!r}, or del {rule.key}"),
     Check("LM113", "info", matches.inside_of_names,
-        "{rule} matches {good!r}, and {inside!r} too, in the middle of a {what}",
+        "{rule} matches {good!r}, and {path!r} too, in the middle of a {what}",
         "{mend}"),
     Check("LM114", "error", leaves.unfit,
         "{leaf}: {clash}",
@@ -185,7 +186,7 @@ OF_DEVICES = (
         "shard another dim, or over fewer devices, so that two dims of a shard are "
         "multiples of {rows} and {columns}"),
     Check("LM110", "warning", siblings.swapped,
-        "{where}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
+        "{path} {shape}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
         'layout_map.replace("{rule.pattern}", {axes})'),
     Check("LM112", "warning", leaves.mesh_axes,
         "mesh axis {axis!r} of size {size} shards nothing and is no batch axis, so "
@@ -281,8 +282,7 @@ def _of_rules(rule_set: RuleSet) -> tuple[LintIssue, ...]:
 
 def _of_model(model: Model) -> Iterator[LintIssue]:
     resolution = model.resolution
-    unused = matches.unused_rules(resolution)
-    idle = {(one.section, one.number) for one in unused}
+    idle = {(one.section, one.number) for one in model.unused}
     # What only looks wrong is told of rules that do nothing here; LM111 and LM113 say
     # of the others what they really do.
     found = [
@@ -315,7 +315,7 @@ def _run(table: Iterable[Check], subject: Any) -> Iterator[LintIssue]:
 def _issue(finding: Finding) -> LintIssue:
     """The issue that a row of the table makes of a finding."""
     row, rule, leaf = _ROWS[finding.row], finding.rule, finding.leaf
-    words = {"rule": rule, "leaf": leaf, **finding.words}
+    words = {"rule": rule, "leaf": leaf, "path": finding.path, **finding.words}
     return LintIssue(
         row.code[:5],
         finding.severity or row.severity,

@@ -4,11 +4,11 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from flax_layoutmap._lint.findings import NUMBER, Finding, Model, Numbered
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.rules import (
+from flax_layoutmap._rules.matching import (
     Match,
     Matcher,
     Rule,
@@ -28,21 +28,9 @@ _GOES_ON = {"a-z": re.compile("[A-Za-z][a-z]"), "0-9": re.compile("[0-9][0-9]")}
 _SURELY_MEANT = 0.8
 
 
-def unused_rules(resolution: Resolution) -> list[Numbered]:
-    """The rules that match no leaf."""
-    unused = set(map(id, resolution.unused_rules))
-    return [
-        Numbered(section, number, rule)
-        for section in ("rules", "optimizer")
-        for number, rule in enumerate(getattr(resolution.rules, section), start=1)
-        if id(rule) in unused
-    ]
-
-
 def unused(model: Model) -> Iterator[Finding]:
     """Rules that match nothing, the first of them with what they may have meant."""
-    resolution = model.resolution
-    found = unused_rules(resolution)
+    resolution, found = model.resolution, model.unused
     severity = "info" if resolution.rules.strict is False else None
     hints = _HINTS if len(found) <= _MANY else 1
     paths = functools.cache(lambda: _paths(resolution))
@@ -50,8 +38,7 @@ def unused(model: Model) -> Iterator[Finding]:
         hint, fix = "", f"del {one.key}"
         if at < hints:
             hint, fix = _meant(one, resolution, paths())
-        words = {"hint": hint, "mend": fix}
-        yield Finding("LM101", one, severity=severity, words=words)
+        yield Finding("LM101", one, severity=severity, hint=hint, mend=fix)
 
 
 def _paths(resolution: Resolution) -> list[str]:
@@ -144,10 +131,10 @@ def never_decides(model: Model) -> Iterator[Finding]:
     overlap = resolution.rules.overlap
     for at, winner in over.items():
         if at not in decided:
-            words: dict[str, Any] = {"overlap": overlap}
-            words["where"] = "before" if overlap == "first" else "behind"
-            words["winner"] = Numbered("rules", winner + 1, rules[winner])
-            yield Finding("LM111", Numbered("rules", at + 1, rules[at]), words=words)
+            one = Numbered("rules", at + 1, rules[at])
+            wins = Numbered("rules", winner + 1, rules[winner])
+            where = "before" if overlap == "first" else "behind"
+            yield Finding("LM111", one, winner=wins, overlap=overlap, where=where)
 
 
 def goes_on(model: Model) -> Iterator[Finding]:
@@ -174,8 +161,7 @@ def goes_on(model: Model) -> Iterator[Finding]:
             untold.discard(row.rule)
             one = Numbered("rules", row.rule + 1, rule)
             path, end = resolution.paths[at], one.key_of(f"{rule.pattern}$")
-            words = {"path": path, "end": end}
-            yield Finding("LM010, model", one, path=path, leaves=1, words=words)
+            yield Finding("LM010, model", one, path=path, leaves=1, end=end)
 
 
 # --------------------------------------------------------- in the middle of a name
@@ -214,14 +200,16 @@ def inside_of_names(model: Model) -> Iterator[Finding]:
         good = next(path for path in found if clean.matching(path))
         one = Numbered("rules", at + 1, rule)
         narrow = _narrower(rule, match, good, inside[0])
-        words = {"good": good, "inside": inside[0]}
-        words["what"] = "number" if kind == "0-9" else "name"
-        words["mend"] = "write '/', '^' or '$' where a name begins or ends"
-        if narrow:
-            words["mend"] = f"{one.key_of(narrow)} = {one.axes}"
-        severity = "warning" if kind == "0-9" else "info"
+        mend = "write '/', '^' or '$' where a name begins or ends"
         yield Finding(
-            "LM113", one, None, severity, inside[0], leaves=len(inside), words=words
+            "LM113",
+            one,
+            severity="warning" if kind == "0-9" else "info",
+            path=inside[0],
+            leaves=len(inside),
+            good=good,
+            what="number" if kind == "0-9" else "name",
+            mend=f"{one.key_of(narrow)} = {one.axes}" if narrow else mend,
         )
 
 

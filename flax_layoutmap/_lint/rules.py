@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 from flax_layoutmap._core.errors import RuleError, closest
 from flax_layoutmap._lint.findings import Finding, Numbered, Refused
 from flax_layoutmap._rules.automata import difference, is_literal, sample, witness
-from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
-from flax_layoutmap._rules.rules import (
+from flax_layoutmap._rules.matching import (
     Match,
     Matcher,
     Rule,
-    RuleSet,
     first_match,
     is_for_outputs,
 )
-
-SECTIONS = ("rules", "activations", "names", "optimizer")
+from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
+from flax_layoutmap._rules.rules import SECTIONS, RuleSet
 
 # What was written for `search`, where it means "begins a part"; at the start of a path
 # there is no slash.
@@ -140,19 +138,17 @@ def unknown_axes(rules: Rules) -> Iterator[Finding]:
         return
     known = mesh.axis_names
 
-    def words(axis: str) -> dict[str, Any]:
-        near = (closest(axis, known) or known)[0]
-        return {"mesh": str(mesh), "axis": axis, "near": near}
-
     for axis, users in axis_users(rules.all).items():
+        near = (closest(axis, known) or known)[0]
         for one in users if axis not in known else ():
-            layout, own = one.rule.layout, words(axis)
+            layout = one.rule.layout
             if layout.device_mesh is None or layout.device_mesh == mesh:
-                own["axes"] = str(layout).replace(repr(axis), repr(own["near"]))
-                yield Finding("LM003", one, words=own)
+                axes = str(layout).replace(repr(axis), repr(near))
+                yield Finding("LM003", one, mesh=str(mesh), axis=axis, axes=axes)
     for axis in rules.all.batch:
         if axis not in known:
-            yield Finding("LM003, batch", words=words(axis))
+            near = (closest(axis, known) or known)[0]
+            yield Finding("LM003, batch", mesh=str(mesh), axis=axis, near=near)
 
 
 def misspelt_axes(rules: Rules) -> Iterator[Finding]:
@@ -166,8 +162,10 @@ def misspelt_axes(rules: Rules) -> Iterator[Finding]:
             same_word = re.sub(r"\d", "", axis) == re.sub(r"\d", "", other)
             if len(others) > 1 and alike >= 0.8 and not same_word:
                 axes = str(one.rule.layout).replace(repr(axis), repr(other))
-                words = {"axis": axis, "other": other, "axes": axes}
-                yield Finding("LM004", one, words={**words, "count": len(others)})
+                count = len(others)
+                yield Finding(
+                    "LM004", one, axis=axis, other=other, axes=axes, count=count
+                )
 
 
 # -------------------------------------------------------------------------- patterns
@@ -178,7 +176,7 @@ def slow_patterns(rules: Rules) -> Iterator[Finding]:
     for one in rules.numbered():
         slow = slow_because(one.pattern)
         if slow is not None:
-            yield Finding("LM011", one, words={"slow": slow, "quicker": QUICKER})
+            yield Finding("LM011", one, slow=slow, quicker=QUICKER)
 
 
 def dead_patterns(rules: Rules) -> Iterator[Finding]:
@@ -205,9 +203,7 @@ def dead_patterns(rules: Rules) -> Iterator[Finding]:
         if begins and match != "search":
             free = f".*/{free}"
         row = "LM006" if is_anchored or begins else "LM005"
-        yield Finding(
-            row, one, words={"match": match, "why": why, "free": one.key_of(free)}
-        )
+        yield Finding(row, one, match=match, why=why, free=one.key_of(free))
 
 
 def for_another_match(rules: Rules) -> Iterator[Finding]:
@@ -219,14 +215,13 @@ def for_another_match(rules: Rules) -> Iterator[Finding]:
             continue
         if match != "search" and _PART_START.match(rule.pattern):
             free = _PART_START.sub("(.*/)?", rule.pattern, count=1)
-            words = {"match": match, "free": one.key_of(free)}
-            yield Finding("LM010", one, words=words)
+            yield Finding("LM010", one, match=match, free=one.key_of(free))
         # A leading ".*" does nothing in search; fullmatch needs it, and ends with it.
         if match == "search" and rule.pattern.startswith(".*"):
             longer = None if rule.layout.is_replicated else _going_on(rule, example)
             if longer:
-                words = {"longer": longer, "end": one.key_of(f"{rule.pattern}$")}
-                yield Finding("LM010, search", one, words=words)
+                end = one.key_of(f"{rule.pattern}$")
+                yield Finding("LM010, search", one, longer=longer, end=end)
 
 
 def _going_on(rule: Rule, example: str | None) -> str | None:
@@ -288,15 +283,19 @@ def _clash(
         return None  # it may pass over the leaves of this one
     if rules.overlap == "error" and one.rule.rank == "skip" and apart:
         return None
-    words: dict[str, Any] = {"other": other, "ranks": ranks, "overlap": rules.overlap}
     if rules.overlap == "error" and not apart:
-        return Finding("LM008", one, words=words)
-    words["where"] = "behind" if rules.overlap == "last" else "in front of"
-    words["but"] = (
-        f", but for a leaf whose whole path is {one.pattern!r}" if literal else ""
+        return Finding("LM008", one, other=other)
+    but = f", but for a leaf whose whole path is {one.pattern!r}" if literal else ""
+    return Finding(
+        "LM009" if apart else "LM007",
+        one,
+        severity="info" if literal else None,
+        other=other,
+        ranks=ranks,
+        overlap=rules.overlap,
+        where="behind" if rules.overlap == "last" else "in front of",
+        but=but,
     )
-    row = "LM009" if apart else "LM007"
-    return Finding(row, one, severity="info" if literal else None, words=words)
 
 
 def ranks_of_state(rules: Rules) -> Iterator[Finding]:
@@ -315,5 +314,5 @@ def ranks_of_state(rules: Rules) -> Iterator[Finding]:
             if _is_within(own.rule, rule, rules.all.match):
                 told.add(at)
                 state = Numbered("optimizer", at + 1, rule)
-                words = {"own": own, "ranks": (rule.layout.rank, rank)}
-                yield Finding("LM009, state", state, words=words)
+                ranks = rule.layout.rank, rank
+                yield Finding("LM009, state", state, own=own, ranks=ranks)

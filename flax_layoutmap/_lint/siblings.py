@@ -165,12 +165,14 @@ def _found(
     dims = (*resolution._rows[leaf.at].dims[: leaf.stacked], *dims)
     axes = tuple(names[0] if len(names) == 1 else names or None for names in dims)
     path, shape = paths[leaf.at], show_shape(resolution.shapes[leaf.at])
-    words = {
-        "where": f"{path} {shape}",
-        "beside": paths[other.at],
-        "theirs": Numbered("rules", other.rule + 1, rules[other.rule]),
-        "why": why,
-        "axes": axes,
-    }
-    one = Numbered("rules", leaf.rule + 1, rules[leaf.rule])
-    return Finding("LM110", one, path=path, leaves=1, words=words)
+    return Finding(
+        "LM110",
+        Numbered("rules", leaf.rule + 1, rules[leaf.rule]),
+        path=path,
+        leaves=1,
+        shape=shape,
+        beside=paths[other.at],
+        theirs=Numbered("rules", other.rule + 1, rules[other.rule]),
+        why=why,
+        axes=axes,
+    )

@@ -1,4 +1,4 @@
-"""What would otherwise be silent, told once."""
+"""Emit each warning once for a rule set and the leaves that it is about."""
 
 import functools
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
     Asked again, there are none: a rule set, and the same rules on another mesh, keep
     what was told.
     """
-    told: dict[frozenset[str], set[str]] = rules._told
+    told = rules._caches.told
     before = tuple(told.items())
 
     @functools.cache

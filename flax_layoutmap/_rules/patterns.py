@@ -4,10 +4,10 @@
 holds and which digits matter; `automata` and `pattern_cost` build on the tree.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 # Every set of characters is a bit mask over these. `é` and `٣` stand for the letters
 # and digits of other scripts, the last ones for what no path is written with.
@@ -47,8 +47,7 @@ class NotUnderstood(Exception):
         super().__init__(reason)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tree:
+class Tree(NamedTuple):
     """A pattern taken apart.
 
     Attributes:
@@ -72,6 +71,8 @@ def read(pattern: str) -> Tree:
         NotUnderstood: it has comments, conditions, verbose flags, look-behind with
             choices, or too many groups within each other.
     """
+    if _TEXT.fullmatch(pattern):
+        return Tree(("text", pattern), True, True)
     reader = _Reader(pattern)
     root = reader.alternatives()
     if reader.at != len(pattern):
@@ -246,8 +247,7 @@ _DIGIT = re.compile(r"\d")
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """What is known of the paths that a pattern matches.
 
     Attributes:
@@ -270,7 +270,7 @@ _UNKNOWN, _NONE = View(False), frozenset[str]()
 def view_of(pattern: str) -> View:
     """The View of a pattern that compiles."""
     try:
-        tree = read(pattern)
+        tree = read.__wrapped__(pattern)  # not kept: of a Rule it is asked once
     except NotUnderstood:
         return _UNKNOWN
     if not tree.is_foldable:
@@ -311,8 +311,7 @@ def words_of(path: str) -> list[str]:
 
 def _whole_words(text: str) -> list[str]:
     """The words of each path that holds a text: not what may go on beyond its ends."""
-    first, last = _WORD.match(text[:1]), _WORD.match(text[-1:])
-    return _WORD.findall(text)[first is not None : -1 if last else None]
+    return _WORD.findall(text)[text[0].isalnum() : -1 if text[-1].isalnum() else None]
 
 
 class Folding:

@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_layoutmap._core.errors import (
     LayoutError,
@@ -22,11 +22,14 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
 )
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._rules.rules import RuleSet, check_options
-from flax_layoutmap._rules.rules_values import mesh_of, rule_of, short, slow_together
-
-SECTIONS = ("rules", "activations", "names", "optimizer")
-OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.pattern_cost import (
+    MOST_STEPS_TOGETHER,
+    USUAL_PATH,
+    steps_of,
+)
+from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet, check_options
+from flax_layoutmap._rules.serialise import mesh_of, rule_of, short
 
 MOST_BYTES = 1 << 20
 MOST_RULES = 10_000
@@ -36,7 +39,7 @@ MOST_DOTS = 32  # in a line
 PATIENCE_SECONDS = 10.0
 
 _COMMON = {"mesh", "batch", *OPTIONS, *SECTIONS}
-_SUFFIXES = (".toml", ".json")
+SUFFIXES = (".toml", ".json")
 _FILE_KEYS = {"schema", "extends", "variants", *_COMMON}
 _VARIANT_KEYS = {"mesh_axes", *_COMMON}
 
@@ -83,8 +86,7 @@ def _unquoted(text: str) -> str:
         return text  # an escape of TOML alone
 
 
-@dataclasses.dataclass(slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One value as written, and where."""
 
     value: Any
@@ -96,43 +98,18 @@ class _Entry:
         return self.source.line(self.name)
 
 
-@dataclasses.dataclass(slots=True)
-class _Document:
-    """What files say together."""
+def suffix_of(path: str) -> str:
+    """`".toml"` or `".json"`.
 
-    options: dict[str, _Entry] = dataclasses.field(default_factory=dict)
-    sections: dict[str, dict[str, _Entry]] = dataclasses.field(
-        default_factory=lambda: {name: {} for name in SECTIONS}
-    )
-    variants: dict[str, list[tuple[Source, dict[str, Any]]]] = dataclasses.field(
-        default_factory=dict
-    )
-
-
-def read_rules(
-    path: Any, *, mesh: Any = None, variant: str | None = None, within: Any = None
-) -> RuleSet:
-    """Reads a file of rules; see `LayoutMap.from_file`."""
-    document, problems = _Document(), list[str]()
-    path = os.fspath(path)
-    folder = os.path.dirname(path) if within is None else os.fspath(within)
-    folder = os.path.realpath(folder or os.curdir)
-    _gather(path, document, problems, [], [], folder)
-    target = as_mesh(mesh)
-    if target is None:
-        target = _mesh_of(document, problems, variant)
-    for name in _chosen(document, target, variant, problems, path):
-        for source, data in document.variants[name]:
-            _merge(source, data, document, problems)
-    rules = _built(document, target, mesh is not None, problems)
-    if problems:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise RuleError(f"{count} in {path}:\n{bullet_list(problems)}")
-    assert rules is not None
-    return rules
-
-
-# ------------------------------------------------------------------------ files
+    Raises:
+        RuleError: it is neither.
+    """
+    kind = os.path.splitext(path)[1].lower()
+    if kind not in SUFFIXES:
+        raise RuleError(
+            f"{path}: a file of rules ends in .toml or .json, this one in {kind!r}"
+        )
+    return kind
 
 
 def load(path: str) -> Source:
@@ -141,11 +118,7 @@ def load(path: str) -> Source:
     Raises:
         RuleError: it is no file of rules, too large, or damaged.
     """
-    kind = os.path.splitext(path)[1].lower()
-    if kind not in _SUFFIXES:
-        raise RuleError(
-            f"{path}: a file of rules ends in .toml or .json, this one in {kind!r}"
-        )
+    kind = suffix_of(path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise RuleError(f"{path}: is no file")  # reading a pipe would never end
     try:
@@ -189,259 +162,278 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _gather(
-    path: str,
-    document: _Document,
-    problems: list[str],
-    above: Sequence[str],
-    seen: list[str],
-    folder: str,
-) -> None:
-    """Reads a file after those that it extends, which have to be in a folder."""
-    real = os.path.realpath(path)
-    if real in above:
-        chain = " → ".join([*above[above.index(real) :], real])
-        raise RuleError(f"{path}: extends itself: {chain}")
-    seen.append(real)
-    if len(seen) > MOST_FILES:
-        raise RuleError(f"{path}: more than {MOST_FILES} files extend each other")
-    source = load(path)
-    if source.data.get("schema") != 1 or source.data["schema"] is True:
-        given = source.data.get("schema")
-        raise RuleError(
-            f"{path}: rules of schema {given!r} cannot be read; this is schema 1"
-            + ("; write schema = 1 in the first line" if given is None else "")
-        )
-    _check_keys(source, source.data, _FILE_KEYS, "", problems)
-    extends = source.data.get("extends", [])
-    bases = [extends] if isinstance(extends, str) else extends
-    if not isinstance(bases, list) or not all(isinstance(b, str) for b in bases):
-        problems.append(
-            f"{source.line('extends')}: extends must be a file or a list of files, got "
-            f"{extends!r}"
-        )
-        bases = []
-    for base in bases:
-        beside = os.path.join(os.path.dirname(path), base)
-        if not Path(os.path.realpath(beside)).is_relative_to(folder):
-            raise RuleError(
-                f"{source.line('extends')}: extends {base!r}, which is not in "
-                f"{folder}: put it there, or pass a folder that holds both files, "
-                "LayoutMap.from_file(path, within=folder)"
-            )
-        if base.endswith(_SUFFIXES) and not os.path.exists(beside):
-            raise RuleError(
-                f"{source.line('extends')}: extends {base!r}, but there is no {beside}"
-            )
-        _gather(beside, document, problems, [*above, real], seen, folder)
-    _merge(source, source.data, document, problems)
-    variants = source.data.get("variants", {})
-    if not isinstance(variants, dict):
-        problems.append(f"{source.line('variants')}: variants must be tables")
-        return
-    for name, data in variants.items():
-        if not isinstance(data, dict):
-            problems.append(f"{source.line(name)}: the variant {name!r} is no table")
-            continue
-        place = f" in variant {name!r}"
-        _check_keys(source, data, _VARIANT_KEYS, place, problems)
-        document.variants.setdefault(name, []).append((source, data))
+# ---------------------------------------------------------------------- reading
 
 
-def _check_keys(
-    source: Source,
-    data: Mapping[str, Any],
-    known: set[str],
-    place: str,
-    problems: list[str],
-) -> None:
-    for key in data:
-        if key not in known:
-            problems.append(
-                f"{source.line(key)}: unknown key {key!r}{place}"
-                f"{did_you_mean(key, sorted(known))}"
-            )
+def read_rules(
+    path: Any, *, mesh: Any = None, variant: str | None = None, within: Any = None
+) -> RuleSet:
+    """Reads a file of rules; see `LayoutMap.from_file`."""
+    path = os.fspath(path)
+    folder = os.path.dirname(path) if within is None else os.fspath(within)
+    reading = _Reading(os.path.realpath(folder or os.curdir))
+    reading.gather(path)
+    target = as_mesh(mesh)
+    if target is None:
+        target = reading.own_mesh(variant)
+    for name in reading.chosen(target, variant, path):
+        for source, data in reading.variants[name]:
+            reading.merge(source, data)
+    rules = reading.built(target, moved=mesh is not None)
+    if rules is None:
+        problems = reading.problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise RuleError(f"{count} in {path}:\n{bullet_list(problems)}")
+    return rules
 
 
-# ---------------------------------------------------------------------- merging
+class _Reading:
+    """What files say together, and what is wrong with it.
 
-
-def _merge(
-    source: Source, data: Mapping[str, Any], document: _Document, problems: list[str]
-) -> None:
-    """What this says wins over what was said before.
-
-    A pattern that is there keeps its place; a new one goes where it wins: in front
-    with `overlap="first"`, else behind.
+    Attributes:
+        folder: where all files have to be.
+        options: name → the value that wins.
+        sections: section → pattern → the value that wins, in order.
+        variants: name → the tables of this variant, each with its file.
+        problems: what does not stop the reading, in the order of discovery.
     """
-    for name in ("mesh", "batch", *OPTIONS):
-        if name in data:
-            document.options[name] = _Entry(data[name], source, name)
-    overlap = document.options.get("overlap")
-    in_front = overlap is not None and overlap.value == "first"
-    for name in SECTIONS:
-        known, new = document.sections[name], dict[str, _Entry]()
-        given = set[str]()
-        for pattern, value in _entries(source, data, name, problems):
-            entry = _Entry(value, source, pattern)
-            if pattern in given:
-                problems.append(
-                    f"{entry.where}: the pattern {pattern!r} is there twice"
-                )
-            elif value is False:
-                if known.pop(pattern, None) is None:
-                    near = did_you_mean(pattern, known)
-                    problems.append(
-                        f"{entry.where}: there is no rule {pattern!r} to drop{near}"
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.options: dict[str, _Entry] = {}
+        self.sections: dict[str, dict[str, _Entry]] = {name: {} for name in SECTIONS}
+        self.variants: dict[str, list[tuple[Source, dict[str, Any]]]] = {}
+        self.problems: list[str] = []
+        self._files = 0
+
+    def gather(self, path: str, above: Sequence[str] = ()) -> None:
+        """Reads a file after those that it extends."""
+        real = os.path.realpath(path)
+        if real in above:
+            chain = " → ".join([*above[above.index(real) :], real])
+            raise RuleError(f"{path}: extends itself: {chain}")
+        self._files += 1
+        if self._files > MOST_FILES:
+            raise RuleError(f"{path}: more than {MOST_FILES} files extend each other")
+        source = load(path)
+        given = source.data.get("schema")
+        if given != 1 or given is True:
+            raise RuleError(
+                f"{path}: rules of schema {given!r} cannot be read; this is schema 1"
+                + ("; write schema = 1 in the first line" if given is None else "")
+            )
+        self._check_keys(source, source.data, _FILE_KEYS, "")
+        for base in self._bases(source):
+            self.gather(self._beside(source, base), [*above, real])
+        self.merge(source, source.data)
+        variants = source.data.get("variants", {})
+        if not isinstance(variants, dict):
+            where = source.line("variants")
+            self.problems.append(f"{where}: variants must be tables")
+            return
+        for name, data in variants.items():
+            if not isinstance(data, dict):
+                where = source.line(name)
+                self.problems.append(f"{where}: the variant {name!r} is no table")
+                continue
+            self._check_keys(source, data, _VARIANT_KEYS, f" in variant {name!r}")
+            self.variants.setdefault(name, []).append((source, data))
+
+    def _bases(self, source: Source) -> list[str]:
+        """The files that a file extends."""
+        given = source.data.get("extends", [])
+        bases = [given] if isinstance(given, str) else given
+        if isinstance(bases, list) and all(isinstance(base, str) for base in bases):
+            return bases
+        self.problems.append(
+            f"{source.line('extends')}: extends must be a file or a list of files, got "
+            f"{given!r}"
+        )
+        return []
+
+    def _beside(self, source: Source, base: str) -> str:
+        """The path of a file that another one extends; it has to be in the folder."""
+        path = os.path.join(os.path.dirname(source.path), base)
+        where = f"{source.line('extends')}: extends {base!r}"
+        if not Path(os.path.realpath(path)).is_relative_to(self.folder):
+            raise RuleError(
+                f"{where}, which is not in {self.folder}: put it there, or pass a "
+                "folder that holds both files, LayoutMap.from_file(path, within=folder)"
+            )
+        if base.endswith(SUFFIXES) and not os.path.exists(path):
+            raise RuleError(f"{where}, but there is no {path}")
+        return path
+
+    def _check_keys(
+        self, source: Source, data: Mapping[str, Any], known: set[str], place: str
+    ) -> None:
+        self.problems += [
+            f"{source.line(key)}: unknown key {key!r}{place}"
+            f"{did_you_mean(key, sorted(known))}"
+            for key in data
+            if key not in known
+        ]
+
+    def merge(self, source: Source, data: Mapping[str, Any]) -> None:
+        """What this says wins over what was said before.
+
+        A pattern that is there keeps its place; a new one goes where it wins: in front
+        with `overlap="first"`, else behind.
+        """
+        for name in ("mesh", "batch", *OPTIONS):
+            if name in data:
+                self.options[name] = _Entry(data[name], source, name)
+        overlap = self.options.get("overlap")
+        in_front = overlap is not None and overlap.value == "first"
+        for name in SECTIONS:
+            known, new = self.sections[name], dict[str, _Entry]()
+            given = set[str]()
+            for entry in self._entries(source, data, name):
+                pattern = entry.name
+                if pattern in given:
+                    self.problems.append(
+                        f"{entry.where}: the pattern {pattern!r} is there twice"
                     )
-            else:
-                (known if pattern in known else new)[pattern] = entry
-            given.add(pattern)
-        merged = {**new, **known} if in_front else {**known, **new}
-        document.sections[name] = merged
-        if sum(map(len, document.sections.values())) > MOST_RULES:
-            raise RuleError(f"{source.path}: more than {MOST_RULES} rules")
+                elif entry.value is False:
+                    if known.pop(pattern, None) is None:
+                        near = did_you_mean(pattern, known)
+                        self.problems.append(
+                            f"{entry.where}: there is no rule {pattern!r} to drop{near}"
+                        )
+                else:
+                    (known if pattern in known else new)[pattern] = entry
+                given.add(pattern)
+            self.sections[name] = {**new, **known} if in_front else {**known, **new}
+            if sum(map(len, self.sections.values())) > MOST_RULES:
+                raise RuleError(f"{source.path}: more than {MOST_RULES} rules")
 
-
-def _entries(
-    source: Source, data: Mapping[str, Any], section: str, problems: list[str]
-) -> Iterator[tuple[str, Any]]:
-    """Pattern and value of each rule; a table, or a list as `to_json` has it."""
-    given = data.get(section, {})
-    if isinstance(given, dict):
-        yield from given.items()
-    elif isinstance(given, list):
+    def _entries(
+        self, source: Source, data: Mapping[str, Any], section: str
+    ) -> Iterator[_Entry]:
+        """The rules of a section; a table, or a list as `to_json` has it."""
+        given = data.get(section, {})
+        if isinstance(given, dict):
+            for pattern, value in given.items():
+                yield _Entry(value, source, pattern)
+            return
+        if not isinstance(given, list):
+            self.problems.append(
+                f"{source.line(section)}: {section} must be a table of patterns, got "
+                f"{short(given)}"
+            )
+            return
         for number, entry in enumerate(given, start=1):
-            if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
-                problems.append(
+            if isinstance(entry, dict) and isinstance(entry.get("pattern"), str):
+                value = {key: entry[key] for key in entry if key != "pattern"}
+                yield _Entry(value, source, entry["pattern"])
+            else:
+                self.problems.append(
                     f"{source.path}: {section}, entry {number}: it needs a pattern and "
                     f"axes, got {short(entry)}"
                 )
-                continue
-            value = {key: entry[key] for key in entry if key != "pattern"}
-            yield entry["pattern"], value
-    else:
-        problems.append(
-            f"{source.line(section)}: {section} must be a table of patterns, got "
-            f"{short(given)}"
-        )
 
+    def own_mesh(self, variant: str | None) -> DeviceMesh | None:
+        """The mesh of the files, or of the variant that was asked for."""
+        entry = self.options.get("mesh")
+        for source, data in self.variants.get(variant or "", ()):
+            if "mesh" in data:
+                entry = _Entry(data["mesh"], source, "mesh")
+        if entry is None:
+            return None
+        return self._caught(entry, "mesh", lambda: mesh_of(entry.value))
 
-def _chosen(
-    document: _Document,
-    mesh: DeviceMesh | None,
-    variant: str | None,
-    problems: list[str],
-    path: str,
-) -> list[str]:
-    """The variants that apply: those for the axes of the mesh, then the named one."""
-    chosen = []
-    for name, parts in document.variants.items():
-        for source, data in parts:
-            axes = data.get("mesh_axes")
-            if axes is None or name == variant or name in chosen:
-                continue
-            if not isinstance(axes, list) or not all(isinstance(a, str) for a in axes):
-                problems.append(
-                    f"{source.line('mesh_axes')}: mesh_axes must be a list of axis "
-                    f"names, got {short(axes)}"
-                )
-            elif mesh is not None and set(axes) <= set(mesh.axis_names):
-                chosen.append(name)
-    if variant is not None:
-        if variant not in document.variants:
-            known = ", ".join(map(repr, document.variants)) or "none"
-            raise RuleError(
-                f"{path}: there is no variant {variant!r}"
-                f"{did_you_mean(variant, document.variants)}; it has {known}"
-            )
-        chosen.append(variant)
-    return chosen
-
-
-# --------------------------------------------------------------------- building
-
-
-def _mesh_of(
-    document: _Document, problems: list[str], variant: str | None = None
-) -> DeviceMesh | None:
-    """The mesh of the files, or of the variant that was asked for."""
-    entry = document.options.get("mesh")
-    for source, data in document.variants.get(variant or "", ()):
-        if "mesh" in data:
-            entry = _Entry(data["mesh"], source, "mesh")
-    if entry is None:
-        return None
-    made = _caught(entry.where, "mesh", problems, lambda: mesh_of(entry.value))
-    return made if isinstance(made, DeviceMesh) else None
-
-
-def _built(
-    document: _Document, mesh: DeviceMesh | None, moved: bool, problems: list[str]
-) -> RuleSet | None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    sections: dict[str, Any] = {}
-    for name in SECTIONS:
-        made = []
-        for pattern, entry in document.sections[name].items():
-            if time.monotonic() > deadline:
+    def chosen(
+        self, mesh: DeviceMesh | None, variant: str | None, path: str
+    ) -> list[str]:
+        """The variants that apply: those for the mesh's axes, then the named one."""
+        chosen = []
+        for name, parts in self.variants.items():
+            for source, data in parts:
+                axes = data.get("mesh_axes")
+                if axes is None or name == variant or name in chosen:
+                    continue
+                if not _are_names(axes):
+                    self.problems.append(
+                        f"{source.line('mesh_axes')}: mesh_axes must be a list of axis "
+                        f"names, got {short(axes)}"
+                    )
+                elif mesh is not None and set(axes) <= set(mesh.axis_names):
+                    chosen.append(name)
+        if variant is not None:
+            if variant not in self.variants:
+                known = ", ".join(map(repr, self.variants)) or "none"
                 raise RuleError(
-                    f"{entry.where}: to judge the patterns up to here took more than "
-                    f"{PATIENCE_SECONDS:.0f} s; write simpler ones"
+                    f"{path}: there is no variant {variant!r}"
+                    f"{did_you_mean(variant, self.variants)}; it has {known}"
                 )
-            made.append(
-                _caught(
-                    entry.where,
-                    f"{name}, {pattern!r}",
-                    problems,
-                    lambda p=pattern, e=entry: rule_of(p, e.value, mesh, moved),
-                )
-            )
-        sections[name] = tuple(made)
-    options: dict[str, Any] = {}
-    for name in OPTIONS:
-        option = document.options.get(name)
-        if option is not None:
-            options[name] = option.value
-            given = {name: option.value}
-            _caught(option.where, name, problems, lambda g=given: check_options(**g))
-    entry = document.options.get("batch")
-    where = "" if entry is None else entry.where
-    batch = _caught(where, "batch", problems, lambda: _batch(document, mesh, moved))
-    if problems:
-        return None
-    too_slow = slow_together(sections)
-    if too_slow is not None:
-        problems.append(too_slow)
-        return None
-    return RuleSet(mesh=mesh, batch=batch, **options, **sections)
+            chosen.append(variant)
+        return chosen
+
+    def built(self, mesh: DeviceMesh | None, *, moved: bool) -> RuleSet | None:
+        """The rule set; None if there are problems.
+
+        Args:
+            mesh: the mesh of the rules.
+            moved: whether it is another one than the files say.
+        """
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        sections: dict[str, list[Rule]] = {name: [] for name in SECTIONS}
+        for name, entries in self.sections.items():
+            for pattern, entry in entries.items():
+                if time.monotonic() > deadline:
+                    raise RuleError(
+                        f"{entry.where}: to judge the patterns up to here took more "
+                        f"than {PATIENCE_SECONDS:.0f} s; write simpler ones"
+                    )
+                make = functools.partial(rule_of, pattern, entry.value, mesh, moved)
+                rule = self._caught(entry, f"{name}, {pattern!r}", make)
+                if rule is not None:
+                    sections[name].append(rule)
+        given = {name: self.options[name] for name in OPTIONS if name in self.options}
+        options: Any = {name: entry.value for name, entry in given.items()}
+        for name, entry in given.items():
+            check = functools.partial(check_options, **{name: entry.value})
+            self._caught(entry, name, check)
+        batch = self._batch(mesh, moved)
+        too_slow = None if self.problems else slow_together(sections)
+        if too_slow is not None:
+            self.problems.append(too_slow)
+        if self.problems:
+            return None
+        made: Any = {name: tuple(rules) for name, rules in sections.items()}
+        return RuleSet(mesh=mesh, batch=batch, **options, **made)
+
+    def _batch(self, mesh: DeviceMesh | None, moved: bool) -> tuple[str, ...]:
+        entry = self.options.get("batch")
+        first = () if mesh is None else mesh.axis_names[:1]
+        if entry is None:
+            return first
+        make = functools.partial(_batch_axes, entry.value, mesh, moved)
+        return self._caught(entry, "batch", make) or ()
+
+    def _caught(self, entry: _Entry, what: str, make: Callable[[], Any]) -> Any:
+        """What `make` makes; None, with a problem noted, where it refuses."""
+        try:
+            return make()
+        except (LayoutError, TypeError, KeyError) as error:
+            text = f"{error!r}" if isinstance(error, KeyError) else str(error)
+            self.problems.append(f"{entry.where}: {what}: {text}")
+            return None
 
 
-def _caught(where: str, what: str, problems: list[str], make: Callable[[], Any]) -> Any:
-    """What `make` makes; None, with a problem noted, where it refuses."""
-    try:
-        return make()
-    except (LayoutError, TypeError, KeyError) as error:
-        text = f"{error!r}" if isinstance(error, KeyError) else str(error)
-        problems.append(f"{where}: {what}: {text}")
-        return None
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _batch(
-    document: _Document, mesh: DeviceMesh | None, moved: bool
-) -> tuple[str, ...]:
-    entry = document.options.get("batch")
-    first = () if mesh is None else mesh.axis_names[:1]
-    if entry is None:
-        return first
-    given = [entry.value] if isinstance(entry.value, str) else entry.value
-    if not isinstance(given, list) or not all(isinstance(a, str) for a in given):
+def _batch_axes(value: Any, mesh: DeviceMesh | None, moved: bool) -> tuple[str, ...]:
+    given = [value] if isinstance(value, str) else value
+    if not _are_names(given):
         raise RuleError(f"batch must be a list of axis names, got {short(given)}")
     if mesh is None:
         return tuple(given)
     known = tuple(axis for axis in given if axis in mesh.axis_names)
     if moved:  # as `RuleSet.on` does
-        return known or (first if given else ())
+        return known or (mesh.axis_names[:1] if given else ())
     for axis in given:
         if axis not in mesh.axis_names:
             raise RuleError(
@@ -449,3 +441,17 @@ def _batch(
                 f"{did_you_mean(axis, mesh.axis_names)}"
             )
     return known
+
+
+def slow_together(sections: Mapping[str, Sequence[Rule]]) -> str | None:
+    """Says that all patterns together may take too long, and which take the most."""
+    patterns = {rule.pattern for rules in sections.values() for rule in rules}
+    steps = {pattern: steps_of(pattern) for pattern in patterns}
+    if sum(steps.values()) <= MOST_STEPS_TOGETHER:
+        return None
+    worst = sorted(steps, key=lambda pattern: (-steps[pattern], pattern))[:5]
+    return (
+        f"together the patterns may take {sum(steps.values()):.1e} steps on a path of "
+        f"{USUAL_PATH} characters, more than {MOST_STEPS_TOGETHER:.0e}; the slowest "
+        f'are {worst}: write [^/]+ in place of ".*", and drop ".*" at the ends'
+    )

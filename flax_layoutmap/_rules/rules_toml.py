@@ -8,16 +8,24 @@ from typing import Any
 from flax_layoutmap._core.errors import RuleError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.whole_file import readable_json, write_whole
+from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.pattern_cost import slow_because
-from flax_layoutmap._rules.rules import Rule, RuleSet
-from flax_layoutmap._rules.rules_file import MOST_RULES, OPTIONS, SECTIONS, Source, load
-from flax_layoutmap._rules.rules_values import (
+from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
+from flax_layoutmap._rules.rules_file import (
+    MOST_RULES,
+    Source,
+    load,
+    slow_together,
+    suffix_of,
+)
+from flax_layoutmap._rules.serialise import (
     ANY_DIMS,
     NOTHING,
     REPLICATED,
-    slow_together,
+    mesh_to_json,
+    rule_to_json,
+    rules_to_json,
 )
-from flax_layoutmap._rules.serialise import mesh_to_json, rules_to_json
 
 # What a LayoutMap has where a file says nothing. The way of matching is always written.
 _DEFAULTS = {"unmatched": "replicate", "indivisible": "error", "strict": None}
@@ -29,11 +37,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 def write_rules(rules: RuleSet, path: Any) -> None:
     """Writes a file of rules; see `LayoutMap.to_file`."""
     path = os.fspath(path)
-    kind = os.path.splitext(path)[1].lower()
-    if kind not in (".toml", ".json"):
-        raise RuleError(
-            f"{path}: a file of rules ends in .toml or .json, this one in {kind!r}"
-        )
+    kind = suffix_of(path)
     _check_that_it_reads(rules, path)
     if kind == ".json":
         text = readable_json(rules_to_json(rules), indent=1) + "\n"
@@ -110,27 +114,15 @@ def _mesh_value(mesh: DeviceMesh) -> Any:
 
 
 def _rule_value(rule: Rule, mesh: DeviceMesh | None) -> Any:
-    layout = rule.layout
-    axes: Any = REPLICATED
-    if layout.axes != (...,):
-        axes = [
-            NOTHING
-            if dim is None
-            else ANY_DIMS
-            if dim is ...
-            else list(dim)
-            if isinstance(dim, tuple)
-            else dim
-            for dim in layout.axes
-        ]
-    more: dict[str, Any] = {}
-    if rule.rank != "error":
-        more["rank"] = rule.rank
-    if layout.memory_kind is not None:
-        more["memory_kind"] = layout.memory_kind
-    if layout.device_mesh is not None and layout.device_mesh != mesh:
-        more["mesh"] = _mesh_value(layout.device_mesh)
-    return {"axes": axes, **more} if more else axes
+    entry = rule_to_json(rule, mesh)
+    del entry["pattern"]
+    if entry["axes"] == [ANY_DIMS]:
+        entry["axes"] = REPLICATED
+    else:
+        entry["axes"] = [NOTHING if dim is None else dim for dim in entry["axes"]]
+    if "mesh" in entry:
+        entry["mesh"] = _mesh_value(rule.layout.device_mesh)
+    return entry if len(entry) > 1 else entry["axes"]
 
 
 # --------------------------------------------------------------------- as text

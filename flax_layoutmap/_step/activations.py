@@ -23,13 +23,8 @@ from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.announce import Remark, news
-from flax_layoutmap._rules.rules import (
-    Matcher,
-    Rule,
-    RuleSet,
-    is_for_outputs,
-    reaching_the_end,
-)
+from flax_layoutmap._rules.matching import is_for_outputs, reaching_the_end
+from flax_layoutmap._rules.rules import Matcher, Rule, RuleSet
 from flax_layoutmap._rules.scope import keyed, using_rules
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
@@ -306,7 +301,7 @@ class Active:
         found = [rules[at] for at in reaching_the_end(rules, self._rules.match, own)]
         if not found:
             return None
-        self._rules._fired.update(map(id, found))
+        self._rules._caches.fired.update(map(id, found))
         overlap = self._rules.overlap
         if overlap == "error" and len({rule.layout for rule in found}) > 1:
             listed = ", ".join(f"{rule.pattern!r} → {rule.layout}" for rule in found)
@@ -340,7 +335,7 @@ class Active:
         unused = [
             rule.pattern
             for rule in (*rules.activations, *self._outputs)
-            if id(rule) not in rules._fired and not self._is_for_known(rule)
+            if id(rule) not in rules._caches.fired and not self._is_for_known(rule)
         ]
         if not unused or not self._called or rules.strict is False:
             return

@@ -29,7 +29,7 @@ from flax_layoutmap._core.topologies import GENERATIONS
 from flax_layoutmap._lint.lint import CODES
 from flax_layoutmap._rules import pattern_cost as _pattern_cost
 from flax_layoutmap._rules import rules_file as _rules_file
-from flax_layoutmap._rules import rules_values as _rules_values
+from flax_layoutmap._rules import serialise as _serialise
 
 DOCS = ROOT / "docs"
 FILES = {path.stem: path for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md")))}
@@ -325,7 +325,7 @@ def test_every_key_of_rule_files_is_on_the_page() -> None:
     page = PAGES["rule_files"]
     for key in _rules_file._FILE_KEYS | _rules_file._VARIANT_KEYS:
         assert re.search(rf"`\[?{key}\b|\b{key}\b.* = |`\[variants", page), key
-    for key in _rules_values._ENTRY_KEYS:
+    for key in _serialise._ENTRY_KEYS:
         assert f"{key} = " in page
 
 

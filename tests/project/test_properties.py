@@ -64,8 +64,8 @@ def akin(pattern: str) -> list[str]:
 def by_the_matcher(matcher: Matcher, path: str) -> tuple[int, ...]:
     """Asks as resolving does: once for all paths that fold to one."""
     folded = "/".join(map(matcher.fold_part, path.split("/")))
-    sure, maybe = matcher.fold(folded)
-    return matcher.refine(path, sure, maybe)
+    sure, maybe = matcher.fold_forms((folded,))
+    return matcher.refine_forms((path,), sure, maybe)
 
 
 @pytest.mark.slow

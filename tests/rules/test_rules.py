@@ -31,7 +31,7 @@ def test_a_rule_is_a_pattern_and_a_layout(mesh: flm.DeviceMesh) -> None:
 
 
 def test_a_rule_is_immutable() -> None:
-    with pytest.raises(AttributeError, match="Rule is immutable"):
+    with pytest.raises(AttributeError, match="cannot assign to field 'pattern'"):
         flm.Rule("a", None).pattern = "b"  # type: ignore[misc]
 
 
@@ -98,8 +98,6 @@ def test_a_rule_set_is_frozen_and_hashable(mesh: flm.DeviceMesh) -> None:
     assert first != "a"
     with pytest.raises(AttributeError):
         first.match = "match"  # type: ignore[misc]
-    with pytest.raises(AttributeError, match="RuleSet has no attribute 'nothing'"):
-        _ = first.nothing
 
 
 def test_a_rule_set_takes_lists_and_any_mesh(mesh: flm.DeviceMesh) -> None:
@@ -211,8 +209,8 @@ def test_an_exact_key_that_may_be_skipped_hides_no_pattern() -> None:
         assert made.matching(own.pattern) == (0, 2, 3)
         matcher = made.matcher
         folded = "/".join(map(matcher.fold_part, own.pattern.split("/")))
-        sure, maybe = matcher.fold(folded)
-        assert matcher.refine(own.pattern, sure, maybe) == (0, 2, 3)
+        sure, maybe = matcher.fold_forms((folded,))
+        assert matcher.refine_forms((own.pattern,), sure, maybe) == (0, 2, 3)
 
 
 def test_an_exact_key_may_hold_special_characters() -> None:
@@ -342,7 +340,7 @@ def test_a_path_is_asked_by_the_rules_of_its_own_layer(pattern: str, path: str) 
     matcher = Matcher(rules(*(pattern.format(at) for at in range(1000))), "search")
     Counted.asked = 0
     folded = "/".join(matcher.fold_part(Counted(part)) for part in path.split("/"))
-    assert matcher.fold(Counted(folded)) == ((123,), ())
+    assert matcher.fold_forms((Counted(folded),)) == ((123,), ())
     assert folded == path and 0 < Counted.asked < 10
 
 
@@ -357,8 +355,8 @@ def test_the_matcher_answers_for_a_kind_of_path() -> None:
 
     def answer(path: str) -> tuple[int, ...]:
         folded = "/".join(map(matcher.fold_part, path.split("/")))
-        sure, maybe = matcher.fold(folded)
-        return matcher.refine(path, sure, maybe)
+        sure, maybe = matcher.fold_forms((folded,))
+        return matcher.refine_forms((path,), sure, maybe)
 
     for path in ["layers/7/kernel", "layers/8/kernel", "layers/7/bias", "w2", "w4"]:
         assert answer(path) == matcher.matching(path)
