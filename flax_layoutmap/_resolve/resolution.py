@@ -406,8 +406,9 @@ def _problems_text(found: Mapping[str, str], mesh: Any) -> str:
     on_mesh = "" if mesh is None else f" on mesh {mesh}"
     texts, lines = list(found.values()), []
     for alike in fold(list(found), texts):
-        times = f" ×{len(alike.members)}" if len(alike.members) > 1 else ""
-        lines.append(f"{alike.text}{times} {texts[alike.members[0]]}")
+        first, count_alike = alike.members[0], len(alike.members)
+        times = f" ×{count_alike}" if count_alike > 1 else ""
+        lines.append(f"{alike.text}{times} {texts[first]}")
     return f"{count} not fit the rules{on_mesh}:\n{bullet_list(lines)}"
 
 
