@@ -56,9 +56,11 @@ class Resolution(ResolvedTable):
 
     def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
         leaves = matches.origins.leaves
-        own = slice(leaves.start, None)  # not the parameters that were given beside it
-        shapes, dtypes = leaves.shapes[own], leaves.dtypes[own]
-        super().__init__(rules, leaves.own, shapes, dtypes, rows[own])
+        shapes, dtypes = leaves.shapes, leaves.dtypes
+        if leaves.state is not None:  # without the parameters given beside it
+            own = slice(leaves.start, None)
+            shapes, dtypes, rows = shapes[own], dtypes[own], rows[own]
+        super().__init__(rules, leaves.own, shapes, dtypes, rows)
         put = object.__setattr__
         put(self, "_matches", matches)
         put(self, "_announced", False)
@@ -384,7 +386,8 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
     rows = decide(matches, rules)
     resolution = Resolution(rules, matches, rows)
     leaves = matches.origins.leaves
-    if any(row.problem for row in {id(row): row for row in rows}.values()):
+    distinct = rows if leaves.state is not None else resolution._distinct.values()
+    if any(row.problem for row in distinct):
         found = {
             path or "the leaf": f"{show_shape(shape)}: {row.problem}"
             for path, shape, row in zip(
