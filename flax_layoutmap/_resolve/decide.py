@@ -93,7 +93,7 @@ def _by_rules(layer: Layer, matches: Matches) -> list[Decision]:
 
 
 def _given(layout: TensorLayout, shape: Shape) -> Decision:
-    """The layout of a parameter that is there already, whatever the rules say."""
+    """The decision for a parameter that has its layout already."""
     dims = layout.dims(len(shape))
     return Decision(
         dims,
@@ -120,7 +120,7 @@ def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
 
 
 def _annotated(layer: Layer, mark: Mark, row: Decision, shape: Shape) -> Decision:
-    """Layout metadata on a Variable or box against what the rules say."""
+    """Applies layout metadata of a Variable or box, where it has precedence."""
     if row.owner is not None or row.reason in ("unknown optimizer state", "own layout"):
         return row  # a copy of the parameter's metadata, for another shape maybe
     if mark.problem is not None:

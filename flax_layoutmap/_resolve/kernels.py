@@ -240,7 +240,7 @@ def _unclear(leaves: Leaves, kernels: Sequence[int]) -> str:
 def _follow_kernel(
     layer: Layer, at: int, kernel: int, axes: tuple[tuple[str, ...], ...], note: str
 ) -> Decision:
-    """The decision for a leaf that has these axes of a kernel; the note says why."""
+    """The decision for a leaf with these axes of a kernel, and why (the note)."""
     path, base = layer.leaves.flat.paths[kernel], layer.rows[kernel]
     shape, matched = layer.leaves.shapes[at], layer.rows[at].matched
     layout = TensorLayout(axes, base.mesh, memory_kind=base.memory_kind)

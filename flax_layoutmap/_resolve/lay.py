@@ -24,7 +24,7 @@ _INDIVISIBLE_FIX = (
 
 
 class _Laid(NamedTuple):
-    """A layout on a leaf of some shape; texts go on after whose layout it is."""
+    """A checked layout; messages are the layout's name followed by these texts."""
 
     dims: tuple[tuple[str, ...], ...] = ()
     spec: PartitionSpec = PartitionSpec()
@@ -105,7 +105,7 @@ class Layer:
         reason: Reason,
         **more: Any,
     ) -> Decision:
-        """Lays a leaf out, or says why that is impossible.
+        """Checks a layout for a leaf; the decision has the problem, if there is one.
 
         Args:
             layout: the layout wanted.

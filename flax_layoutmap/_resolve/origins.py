@@ -89,24 +89,24 @@ def known_origins(leaves: Leaves, found: Sequence[Origin | None] | None) -> Orig
         return _with_adapters(leaves, None, {})
     owners = parameter_keys(leaves.flat)
     keys = set(owners.values())
-
-    def renamed(path: str) -> str:
-        """A checkpoint says `dense/kernel` of what is `model/dense/kernel` here."""
-        if path in keys:
-            return path
-        ends = [key for key in keys if key.endswith(f"/{path}")]
-        return ends[0] if len(ends) == 1 else path
-
-    state = [
-        origin
-        and dataclasses.replace(
-            origin,
-            owner=None if origin.owner is None else renamed(origin.owner),
-            others=tuple(map(renamed, origin.others)),
-        )
-        for origin in found
-    ]
-    return _with_adapters(leaves, state, owners)
+    names = {name for o in found if o is not None for name in (o.owner, *o.others)}
+    # A checkpoint has `dense/kernel` for what is `model/dense/kernel` here.
+    ends = {
+        name: [key for key in keys if key.endswith(f"/{name}")]
+        for name in names - keys - {None}
+    }
+    renamed = {name: one[0] for name, one in ends.items() if len(one) == 1}
+    if renamed:
+        found = [
+            origin
+            and dataclasses.replace(
+                origin,
+                owner=renamed.get(origin.owner, origin.owner),
+                others=tuple(renamed.get(name) or name for name in origin.others),
+            )
+            for origin in found
+        ]
+    return _with_adapters(leaves, found, owners)
 
 
 def _with_adapters(

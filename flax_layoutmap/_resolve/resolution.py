@@ -1,4 +1,4 @@
-"""Resolution: the one value in the middle; everything else is a function of it."""
+"""Resolution: the layout of every leaf of a tree, which every consumer reads."""
 
 import hashlib
 import html
@@ -221,7 +221,7 @@ class Resolution(ResolvedTable):
     def fingerprint_lines(self) -> dict[str, list[str]]:
         """What the hashes are of: a line for each rule and option, and for each leaf.
 
-        Processes that differ are told the first line in which they do.
+        An error on processes that differ names the first line in which they do.
         """
         return {
             **rule_lines(self.rules),
@@ -340,7 +340,7 @@ class Resolution(ResolvedTable):
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
         """Warns about unused rules and large unmatched leaves; for consumers.
 
-        Each is told once for a rule set, also where the tree is part of another one.
+        Emits each once for a rule set, also where the tree is part of another one.
 
         Args:
             besides: others of the same rules: what they use is not unused.
@@ -404,7 +404,7 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
 
 
 def _problems_text(found: Mapping[str, str], mesh: Any) -> str:
-    """One line for each problem; the same in every layer is told once."""
+    """One line for each problem; equal ones of repeated layers share a line."""
     count = f"{len(found)} leaves do" if len(found) > 1 else "1 leaf does"
     on_mesh = "" if mesh is None else f" on mesh {mesh}"
     texts, lines = list(found.values()), []
