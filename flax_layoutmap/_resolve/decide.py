@@ -24,6 +24,7 @@ from flax_layoutmap._resolve.lay import (
     fits,
     listing,
     naming,
+    picked,
     rank_fix,
     show_rank,
 )
@@ -49,37 +50,36 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
         rules: the rules that were asked, maybe on another mesh.
     """
     leaves, origins = matches.origins.leaves, matches.origins
-    layer, state = Layer(rules), origins.state or ()
-    rows = _by_rules(layer, matches)
+    shapes, marks = leaves.shapes, leaves.flat.annotations
+    layer = Layer(rules, leaves)
+    rows = layer.rows
+    rows += _by_rules(layer, matches)
     for at, match in matches.plain.items():
-        row = layer.by_match(match, leaves.shapes[at])
         note = f"without the LoRA module around it, its path is {origins.plain[at]!r}"
-        rows[at] = dataclasses.replace(row, note=note)
-    for at, mark in leaves.flat.annotations.items():
-        rows[at] = _annotated(layer, mark, rows[at], leaves.shapes[at])
+        rows[at] = dataclasses.replace(layer.by_match(match, shapes[at]), note=note)
+    for at, mark in marks.items():
+        rows[at] = _annotated(layer, mark, rows[at], shapes[at])
     for at in origins.adapters:
-        rows[at] = lay_adapter(layer, matches, rows, at)
-    lay_scales(layer, leaves, rows)
+        rows[at] = lay_adapter(layer, matches, at)
+    lay_scales(layer)
     for at, layout in leaves.layouts.items():
-        rows[at] = _given(layout, leaves.shapes[at])
+        rows[at] = _given(layout, shapes[at])
     live = _on_the_grid(leaves.live, rules)
-    for at, origin in enumerate(state):
+    for at, origin in enumerate(origins.state or ()):
         if origin is not None:
-            row = _state(layer, matches, rows, origin, at, live.get(at))
-            mark = leaves.flat.annotations.get(at)
-            if mark is not None:
-                row = _annotated(layer, mark, row, leaves.shapes[at])
-            rows[at] = row
+            row = rows[at] = _state(layer, matches, origin, at, live.get(at))
+            if at in marks:
+                rows[at] = _annotated(layer, marks[at], row, shapes[at])
     for at in _not_sharded(leaves.flat.fixed, leaves.dtypes):
         is_array = leaves.dtypes[at] is not None
         reason: Reason = "random state" if is_array else "not an array"
-        rows[at] = layer.replicated(reason, leaves.shapes[at], rows[at].matched)
+        rows[at] = layer.replicated(reason, shapes[at], rows[at].matched)
     return rows
 
 
 def _by_rules(layer: Layer, matches: Matches) -> list[Decision]:
     """The decisions of the parameter rules alone; equal runs are decided once."""
-    shapes = matches.origins.leaves.shapes
+    shapes = layer.leaves.shapes
     decided: dict[int, tuple[Sequence[Shape], list[Decision]]] = {}
     rows: list[Decision] = []
     for start, found in matches.runs:
@@ -93,7 +93,7 @@ def _by_rules(layer: Layer, matches: Matches) -> list[Decision]:
 
 
 def _given(layout: TensorLayout, shape: Shape) -> Decision:
-    """The layout of a parameter that is there already, whatever the rules say."""
+    """The decision for a parameter that has its layout already."""
     dims = layout.dims(len(shape))
     return Decision(
         dims,
@@ -120,7 +120,7 @@ def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
 
 
 def _annotated(layer: Layer, mark: Mark, row: Decision, shape: Shape) -> Decision:
-    """Layout metadata on a Variable or box against what the rules say."""
+    """Applies layout metadata of a Variable or box, where it has precedence."""
     if row.owner is not None or row.reason in ("unknown optimizer state", "own layout"):
         return row  # a copy of the parameter's metadata, for another shape maybe
     if mark.problem is not None:
@@ -202,99 +202,71 @@ def _on_the_grid(
 def _state(
     layer: Layer,
     matches: Matches,
-    rows: Sequence[Decision],
     origin: Origin,
     at: int,
     live: TensorLayout | None,
 ) -> Decision:
     """The decision for a leaf of optimizer state, after those for the parameters."""
-    origins = matches.origins
-    shape = origins.leaves.shapes[at]
+    shape, owners = layer.leaves.shapes[at], matches.origins.owners
     if not shape:
-        return layer.once(("scalar",), lambda: layer.replicated("scalar", shape))
-    if not origins.owners and origin.owner is None:
-        if at in matches.alone:
-            return _alone(layer, *matches.alone[at], shape)
-        return _unknown(layer, _NO_PARAMETERS, None, shape, live)
-    key, problem = _owner(rows, origins.owners, origin, live)
-    if key is None or origin.dims is None:
-        return _unknown(layer, problem or origin.how, origin.owner, shape, live)
-    dims, owner = origin.dims, origins.owners[key]
-    return layer.once(
-        ("state", key, dims, shape),
-        lambda: _follow(
-            layer,
-            matches.state.get(key, Match()),
-            rows[owner],
-            key,
-            origins.leaves.shapes[owner],
-            dims,
-            shape,
-        ),
-    )
+        return layer.by_match(Match(), shape)
+    if at in matches.alone:
+        return _alone(layer, *matches.alone[at], shape)
+    key, why = None, _NO_PARAMETERS
+    if owners or origin.owner is not None:
+        key, why = _owner(layer, owners, origin, live)
+    if key is not None and origin.dims is not None:
+        match = matches.state.get(key, Match())
+        return layer.once(
+            ("state", key, origin.dims, shape),
+            lambda: _follow(layer, match, key, owners[key], origin.dims or (), shape),
+        )
+    if live is not None and not live.is_replicated:
+        name = "the layout that it has"
+        return layer.lay(live, shape, name, "own layout", owner=origin.owner)
+    reason: Reason = "unknown optimizer state"
+    return layer.replicated(reason, shape, fallback=why, owner=origin.owner)
 
 
 def _owner(
-    rows: Sequence[Decision],
-    parameters: Mapping[str, int],
+    layer: Layer,
+    owners: Mapping[str, int],
     origin: Origin,
     live: TensorLayout | None,
-) -> tuple[str | None, str | None]:
-    """The parameter that a leaf follows, or what stands against it.
+) -> tuple[str | None, str]:
+    """The parameter that a leaf follows, or None and why it follows none.
 
     Where it may belong to several with different layouts, the layout that it has
     already tells which, if it has one.
     """
-    layouts = {
+    found = {
         name: (row.dims, row.mesh, row.memory_kind)
         for name in (origin.owner, *origin.others)
-        if name in parameters
-        for row in [rows[parameters[name]]]
+        if name is not None and name in owners
+        for row in [layer.rows[owners[name]]]
     }
-    if not layouts:
-        return None, None
-    if len(set(layouts.values())) == 1:
-        return next(iter(layouts)), None
-    fitting = {
-        name: layout
-        for name, layout in layouts.items()
-        if live is not None
-        and origin.dims is not None
-        and live.dims(len(origin.dims)) == _picked(origin.dims, layout[0])
-    }
+    fitting = found
+    if len(set(found.values())) > 1:
+        dims = origin.dims
+        fitting = {
+            name: layout
+            for name, layout in found.items()
+            if live is not None and dims is not None
+            if live.dims(len(dims)) == picked(dims, layout[0])
+        }
     if len(set(fitting.values())) == 1:
-        return next(iter(fitting)), None
-    listed = " or ".join(map(repr, layouts))
+        return next(iter(fitting)), origin.how
+    if not found:
+        return None, origin.how
+    listed = " or ".join(map(repr, found))
     return None, f"may belong to {listed}, which have different layouts"
-
-
-def _picked(
-    dims: Sequence[int | None], axes: Sequence[tuple[str, ...]]
-) -> tuple[tuple[str, ...], ...]:
-    """The axes of a leaf that has these dims of its parameter."""
-    return tuple(() if dim is None else axes[dim] for dim in dims)
-
-
-def _unknown(
-    layer: Layer,
-    why: str | None,
-    owner: str | None,
-    shape: Shape,
-    live: TensorLayout | None,
-) -> Decision:
-    """Optimizer state of an unknown kind: it stays as it is, or is replicated."""
-    if live is not None and not live.is_replicated:
-        name = "the layout that it has"
-        return layer.lay(live, shape, name, "own layout", owner=owner)
-    return layer.replicated("unknown optimizer state", shape, fallback=why, owner=owner)
 
 
 def _follow(
     layer: Layer,
     match: Match,
-    owner: Decision,
     key: str,
-    owner_shape: Shape,
+    owner: int,
     dims: tuple[int | None, ...],
     shape: Shape,
 ) -> Decision:
@@ -303,22 +275,23 @@ def _follow(
     Args:
         layer: lays it out.
         match: the optimizer rules that match the parameter.
-        owner: the decision for the parameter.
         key: how the parameter is called.
-        owner_shape: its shape.
+        owner: its position.
         dims: per dim of the leaf, the dim of the parameter.
         shape: shape of the leaf.
     """
-    rules, ndim = layer.rules.optimizer, len(owner_shape)
+    rules, row = layer.rules.optimizer, layer.rows[owner]
+    of = layer.leaves.shapes[owner]
     # No rule lays out a scalar, nor what belongs to one.
-    matched = applicable(rules, match.rules, ndim) if owner_shape else ()
-    matched = (match.key,) if match.key in matched else matched
-    axes, mesh, memory_kind = owner.dims, owner.mesh, owner.memory_kind
+    matched = applicable(rules, match.rules, len(of)) if of else ()
+    if match.key is not None and match.key in matched:
+        matched = (match.key,)
+    axes, mesh, memory_kind = row.dims, row.mesh, row.memory_kind
     name = f"the layout of its parameter {key!r}"
     reason: Reason = "follows parameter"
     more: dict[str, Any] = {}
     if matched:
-        winner = layer.winner(matched, optimizer=True)
+        winner = layer.winner(rules, matched)
         if winner is None:
             return layer.trouble(
                 "optimizer rules with different layouts match its parameter "
@@ -327,17 +300,17 @@ def _follow(
             )
         layout = rules[winner].layout
         name = f"optimizer rule {naming(rules, winner)}"
-        if not fits(layout, ndim):
+        if not fits(layout, len(of)):
             return layer.trouble(
                 f"{name} has {show_rank(layout)} dims, its parameter {key!r} "
-                f"has {ndim}; {rank_fix(layout, owner_shape)}",
+                f"has {len(of)}; {rank_fix(layout, of)}",
                 shape,
             )
-        axes, reason = layout.dims(ndim), "optimizer rule"
+        axes, reason = layout.dims(len(of)), "optimizer rule"
         mesh = layout.device_mesh or mesh
         memory_kind = layout.memory_kind or memory_kind
         more = {"rule": winner, "matched": matched}
-    layout = TensorLayout(_picked(dims, axes), mesh, memory_kind=memory_kind)
+    layout = TensorLayout(picked(dims, axes), mesh, memory_kind=memory_kind)
     return layer.lay(layout, shape, name, reason, owner=key, owner_dims=dims, **more)
 
 
@@ -345,9 +318,9 @@ def _alone(
     layer: Layer, is_optimizer: bool, matched: tuple[int, ...], shape: Shape
 ) -> Decision:
     """State without its parameters, by the rules that match an ending of its path."""
-    winner = layer.winner(matched, optimizer=is_optimizer)
-    assert winner is not None  # the stage before sees to it
     rules = layer.rules.optimizer if is_optimizer else layer.rules.rules
+    winner = layer.winner(rules, matched)
+    assert winner is not None  # the stage before sees to it
     reason: Reason = "optimizer rule" if is_optimizer else "rule"
     name = f"{'optimizer ' * is_optimizer}rule {naming(rules, winner)}"
     layout = rules[winner].layout

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.lay import Layer, fits
+from flax_layoutmap._resolve.lay import Layer, fits, picked
 from flax_layoutmap._resolve.stages import Adapter, Leaves, Matches
 from flax_layoutmap._rules.records import Decision, Shape, show_shape
 from flax_layoutmap._tree.lora import (
@@ -191,41 +191,31 @@ def _without(wrapped: set[str], index: Index) -> dict[int, str]:
 # ----------------------------------------------------------------- LoRA matrices
 
 
-def lay_adapter(
-    layer: Layer, matches: Matches, rows: Sequence[Decision], at: int
-) -> Decision:
-    """The decision for a LoRA matrix, after those for the kernels.
-
-    Args:
-        layer: lays it out.
-        matches: the rules of every leaf.
-        rows: what was decided for every leaf, for this one by the rules alone.
-        at: its position.
-    """
-    origins, row = matches.origins, rows[at]
-    leaves, adapter = origins.leaves, origins.adapters[at]
+def lay_adapter(layer: Layer, matches: Matches, at: int) -> Decision:
+    """The decision for a LoRA matrix, after those for the kernels."""
+    adapter, row = matches.origins.adapters[at], layer.rows[at]
     if row.reason not in ("rule", "no rule"):  # an exact key, or written on it
         return row
     if not adapter.kernels:
         return _explained(row, _NO_KERNEL)
-    own = layer.by_match(matches.adapters[at], leaves.shapes[at])
+    own = layer.by_match(matches.adapters[at], layer.leaves.shapes[at])
     if own.matched:
         return own
     kernel = adapter.kernels[0][0]
-    base = rows[kernel]
+    base = layer.rows[kernel]
     if base.reason == "no rule" and not base.problem:
         return row
-    axes = {_axes(rows[which], dims) for which, dims in adapter.kernels}
+    axes = {picked(dims, layer.rows[other].dims) for other, dims in adapter.kernels}
     if len(axes) > 1:
-        why = _unclear(leaves, [which for which, _ in adapter.kernels])
+        why = _unclear(layer.leaves, [other for other, _ in adapter.kernels])
         if row.problem or row.reason == "no rule":
             return _explained(row, why)
-        return layer.trouble(why, leaves.shapes[at], row.matched)
+        return layer.trouble(why, layer.leaves.shapes[at], row.matched)
     dims = "in-dims" if adapter.role == "A" else "out-dims"
     if sum(dim is not None for dim in adapter.kernels[0][1]) == 1:
         dims = dims[:-1]
     note = f"LoRA {adapter.role} has its {dims}"
-    return follow_kernel(layer, leaves, rows, at, axes.pop(), kernel, note)
+    return _follow_kernel(layer, at, kernel, axes.pop(), note)
 
 
 def _explained(row: Decision, why: str) -> Decision:
@@ -247,44 +237,19 @@ def _unclear(leaves: Leaves, kernels: Sequence[int]) -> str:
     )
 
 
-def follow_kernel(
-    layer: Layer,
-    leaves: Leaves,
-    rows: Sequence[Decision],
-    at: int,
-    axes: tuple[tuple[str, ...], ...],
-    kernel: int,
-    note: str,
+def _follow_kernel(
+    layer: Layer, at: int, kernel: int, axes: tuple[tuple[str, ...], ...], note: str
 ) -> Decision:
-    """The decision for a leaf that has dims of a kernel.
-
-    Args:
-        layer: lays it out.
-        leaves: all leaves.
-        rows: what was decided for them.
-        at: position of the leaf.
-        axes: per dim of the leaf, the mesh axes.
-        kernel: position of the kernel.
-        note: which dims of it these are.
-    """
-    path, base, matched = leaves.flat.paths[kernel], rows[kernel], rows[at].matched
-    shape = leaves.shapes[at]
+    """The decision for a leaf with these axes of a kernel, and why (the note)."""
+    path, base = layer.leaves.flat.paths[kernel], layer.rows[kernel]
+    shape, matched = layer.leaves.shapes[at], layer.rows[at].matched
     layout = TensorLayout(axes, base.mesh, memory_kind=base.memory_kind)
+    name = f"the layout of its kernel {path!r}"
     row = layer.once(
         ("kernel", layout, shape, matched),
-        lambda: layer.lay(
-            layout,
-            shape,
-            f"the layout of its kernel {path!r}",
-            "follows kernel",
-            matched=matched,
-        ),
+        lambda: layer.lay(layout, shape, name, "follows kernel", matched=matched),
     )
     return dataclasses.replace(row, owner=path, note=note)
-
-
-def _axes(base: Decision, dims: KernelDims) -> tuple[tuple[str, ...], ...]:
-    return tuple(() if dim is None else base.dims[dim] for dim in dims)
 
 
 # ------------------------------------------------------------------------ scales
@@ -292,33 +257,33 @@ def _axes(base: Decision, dims: KernelDims) -> tuple[tuple[str, ...], ...]:
 _SCALE = re.compile(r"scale|zero|offset|absmax|step_size", re.IGNORECASE)
 
 
-def lay_scales(layer: Layer, leaves: Leaves, rows: list[Decision]) -> None:
+def lay_scales(layer: Layer) -> None:
     """Lays out the scales among the leaves that their rule does not fit."""
     if not any(row.problem or row.fallback for row in layer.made.values()):
         return
+    leaves, rows = layer.leaves, layer.rows
     full, index = leaves.flat.full_paths(), None
     for at, row in enumerate(rows):
         if not row.matched or not (row.problem or row.fallback):
             continue
-        winner = layer.winner(row.matched)
+        winner = layer.winner(layer.rules.rules, row.matched)
         if winner is None or row.reason not in ("rule", "exact key", "no rule"):
             continue
-        if index is None:
-            index = Index(
-                {
-                    full[other]: other
-                    for section in leaves.flat.sections
-                    if section.role == "parameter"
-                    for other in range(section.start, section.stop)
-                }
-            )
+        index = index or Index(
+            {
+                full[other]: other
+                for section in leaves.flat.sections
+                if section.role == "parameter"
+                for other in range(section.start, section.stop)
+            }
+        )
+        is_named = any(map(_SCALE.search, full[at].split("/")[-2:]))
         for kernel in _beside(index, full[at]):
             base = rows[kernel]
             if kernel == at or base.rule != winner or base.problem:
                 continue
-            is_named = any(map(_SCALE.search, full[at].split("/")[-2:]))
             if is_named or getattr(leaves.dtypes[kernel], "itemsize", 8) == 1:
-                found = _as_scale(layer, leaves, rows, at, kernel, winner)
+                found = _as_scale(layer, at, kernel, winner)
                 if found is not None:
                     rows[at] = found
                     break
@@ -333,41 +298,31 @@ def _beside(index: Index, path: str) -> Iterator[int]:
                 yield other
 
 
-def _as_scale(
-    layer: Layer,
-    leaves: Leaves,
-    rows: Sequence[Decision],
-    at: int,
-    kernel: int,
-    winner: int,
-) -> Decision | None:
+def _as_scale(layer: Layer, at: int, kernel: int, winner: int) -> Decision | None:
     """The decision for the scale of a kernel; None where the shapes do not fit."""
-    shape, of, base = leaves.shapes[at], leaves.shapes[kernel], rows[kernel]
-    rule = layer.rules.rules[winner]
+    shapes, base = layer.leaves.shapes, layer.rows[kernel]
+    shape, of, rule = shapes[at], shapes[kernel], layer.rules.rules[winner]
+    layout = rule.layout
     if len(shape) == len(of):
         ones = [dim for dim, size in enumerate(shape) if size == 1 and base.dims[dim]]
         if not ones or any(whole % size for whole, size in zip(of, shape, strict=True)):
             return None
-        axes = [
-            () if dim in ones else axes
-            for dim, axes in enumerate(rule.layout.dims(len(shape)))
-        ]
-        of_kernel = f"{leaves.flat.paths[kernel]} {show_shape(of)}"
+        own = layout.dims(len(shape))
+        axes = [() if dim in ones else own[dim] for dim in range(len(shape))]
+        of_kernel = f"{layer.leaves.flat.paths[kernel]} {show_shape(of)}"
         return layer.lay(
-            TensorLayout(
-                axes, rule.layout.device_mesh, memory_kind=rule.layout.memory_kind
-            ),
+            TensorLayout(axes, layout.device_mesh, memory_kind=layout.memory_kind),
             shape,
             f"rule {winner + 1} {rule.pattern!r}",
             "rule",
             rule=winner,
-            matched=rows[at].matched,
+            matched=layer.rows[at].matched,
             note=f"{_dims(ones)} of size 1 replicated: it is the scale of {of_kernel}",
         )
-    if fits(rule.layout, len(shape)):
+    if fits(layout, len(shape)):
         return None
     choices = {
-        tuple(base.dims[dim] for dim in dims): dims
+        picked(dims, base.dims): dims
         for dims in itertools.combinations(range(len(of)), len(shape))
         if tuple(of[dim] for dim in dims) == shape
     }
@@ -375,7 +330,7 @@ def _as_scale(
         return None
     ((axes, dims),) = choices.items()
     note = f"as its scale, it has its {_dims(dims)}"
-    return follow_kernel(layer, leaves, rows, at, axes, kernel, note)
+    return _follow_kernel(layer, at, kernel, axes, note)
 
 
 def _dims(dims: Sequence[int]) -> str:

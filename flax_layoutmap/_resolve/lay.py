@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from flax_layoutmap._core.layout import TensorLayout, clash, normal_spec
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
-from flax_layoutmap._resolve.stages import Match
+from flax_layoutmap._resolve.stages import Leaves, Match
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import Rule, RuleSet
 
@@ -24,7 +24,7 @@ _INDIVISIBLE_FIX = (
 
 
 class _Laid(NamedTuple):
-    """A layout on a leaf of some shape; texts go on after whose layout it is."""
+    """A checked layout; messages are the layout's name followed by these texts."""
 
     dims: tuple[tuple[str, ...], ...] = ()
     spec: PartitionSpec = PartitionSpec()
@@ -36,14 +36,18 @@ class _Laid(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Layer:
-    """Lays leaves out under one rule set, and remembers every answer.
+    """Lays the leaves of a tree out under one rule set; remembers every answer.
 
     Attributes:
         rules: the rule set.
+        leaves: the leaves.
+        rows: what has been decided for each of them so far.
         made: what was decided, by what the decision depends on.
     """
 
     rules: RuleSet
+    leaves: Leaves
+    rows: list[Decision] = dataclasses.field(default_factory=list)
     made: dict[Any, Decision] = dataclasses.field(default_factory=dict)
     _laid: dict[tuple[TensorLayout, Shape], _Laid] = dataclasses.field(
         default_factory=dict
@@ -78,7 +82,7 @@ class Layer:
                     shape,
                 )
             return self.replicated("no rule", shape)
-        winner = self.winner(fitting)
+        winner = self.winner(rules, fitting)
         if winner is None:
             listed = f"rules with different layouts match it: {listing(rules, fitting)}"
             return self.trouble(f"{listed}; {CONFLICT_FIX}", shape, fitting)
@@ -86,9 +90,8 @@ class Layer:
         layout = rules[winner].layout
         return self.lay(layout, shape, None, reason, rule=winner, matched=fitting)
 
-    def winner(self, matched: Sequence[int], *, optimizer: bool = False) -> int | None:
+    def winner(self, rules: Sequence[Rule], matched: Sequence[int]) -> int | None:
         """Which of the rules that match a leaf applies; None: they conflict."""
-        rules = self.rules.optimizer if optimizer else self.rules.rules
         if self.rules.overlap == "error":
             if len({rules[at].layout for at in matched}) > 1:
                 return None
@@ -102,7 +105,7 @@ class Layer:
         reason: Reason,
         **more: Any,
     ) -> Decision:
-        """Lays a leaf out, or says why that is impossible.
+        """Checks a layout for a leaf; the decision has the problem, if there is one.
 
         Args:
             layout: the layout wanted.
@@ -197,6 +200,13 @@ def _divisible(
 def fits(layout: TensorLayout, ndim: int) -> bool:
     """Whether a layout can be that of an array with so many dims."""
     return layout.rank == ndim or (layout.rank is None and ndim >= len(layout.axes) - 1)
+
+
+def picked(
+    dims: Sequence[int | None], axes: Sequence[tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
+    """The axes of a leaf that has these dims of another one, which has `axes`."""
+    return tuple(() if dim is None else axes[dim] for dim in dims)
 
 
 def applicable(

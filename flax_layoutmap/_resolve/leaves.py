@@ -69,7 +69,7 @@ def without_arrays(flat: Flat) -> Flat:
 
 
 def as_one_state(flat: Flat) -> Flat:
-    """The whole tree as one optimizer state, whatever it looks like."""
+    """The tree as one section of optimizer state."""
     section = Section(0, len(flat.paths), "", "optimizer")
     return dataclasses.replace(flat, sections=[section], paths=flat.full_paths())
 

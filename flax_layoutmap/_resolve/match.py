@@ -193,7 +193,7 @@ def _by_endings(
 
 
 def _names_every_dim(layout: TensorLayout, ndim: int) -> bool:
-    """Whether a layout says of each of `ndim` dims how it is sharded.
+    """Whether a layout determines the sharding of each of `ndim` dims.
 
     A spec such as `P(None, "model")` does so for a matrix; of a vector nobody knows
     which dim of a matrix it was.

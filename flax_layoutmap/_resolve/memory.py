@@ -1,6 +1,6 @@
 """What is remembered between calls: resolved trees, and the rules of a model.
 
-Both are bounded, or forget what nobody holds any more; no arrays are kept.
+The first is bounded, the second holds weak references; neither keeps arrays alive.
 """
 
 import dataclasses
@@ -22,8 +22,7 @@ from flax_layoutmap._tree.structure import Structure
 # ------------------------------------------------------------------ resolved trees
 
 _MOST_TREES = 16
-# The last ones, the newest first. By the rule set itself: two equal ones announce what
-# they find apart from each other.
+# The newest first, by the identity of the rule set: equal ones warn separately.
 _TREES: list[tuple[RuleSet, Structure, Resolution]] = []
 
 

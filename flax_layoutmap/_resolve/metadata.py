@@ -1,4 +1,4 @@
-"""What a Variable or a Linen box says about its own layout."""
+"""Layout metadata of NNX Variables and Linen boxes."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ Kind = Literal["nnx", "linen", "mesh"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """What is written on one Variable or box.
+    """The layout metadata of one Variable or box.
 
     Attributes:
         layout: the explicit layout, whose axes win over every rule, or None.
-        problem: why the explicit layout is none, or None.
+        problem: why the explicit layout is invalid, or None.
         names: Flax's axis names, or None.
         rules: the logical rules that it brings: (name, mesh axes) pairs.
         kind: how names become mesh axes: `"nnx"` (a rule renames them), `"linen"` (only
@@ -115,14 +115,14 @@ def mesh_of_box(box: Any) -> Any:
 def settled_names(
     mark: Mark, dims: Sequence[tuple[str, ...]], axes: Sequence[str]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, None], ...]]:
-    """The names that say how a leaf lies, and rules for those that are no mesh axes.
+    """Axis names for the layout of a leaf, and rules for those that are no mesh axes.
 
-    A name of a whole dim that stands for no axis stays, with a rule that says so:
+    The name of a dim that stands for no mesh axis is kept, with a rule to that effect:
     `nnx.scan` looks for the name that it gave the dim of the layers.
 
     Args:
-        mark: what the leaf is annotated with.
-        dims: the mesh axes of each dim, as it is.
+        mark: the annotation of the leaf.
+        dims: the mesh axes of each dim.
         axes: all axes of the mesh.
     """
     try:

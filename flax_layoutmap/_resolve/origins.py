@@ -89,24 +89,24 @@ def known_origins(leaves: Leaves, found: Sequence[Origin | None] | None) -> Orig
         return _with_adapters(leaves, None, {})
     owners = parameter_keys(leaves.flat)
     keys = set(owners.values())
-
-    def renamed(path: str) -> str:
-        """A checkpoint says `dense/kernel` of what is `model/dense/kernel` here."""
-        if path in keys:
-            return path
-        ends = [key for key in keys if key.endswith(f"/{path}")]
-        return ends[0] if len(ends) == 1 else path
-
-    state = [
-        origin
-        and dataclasses.replace(
-            origin,
-            owner=None if origin.owner is None else renamed(origin.owner),
-            others=tuple(map(renamed, origin.others)),
-        )
-        for origin in found
-    ]
-    return _with_adapters(leaves, state, owners)
+    names = {name for o in found if o is not None for name in (o.owner, *o.others)}
+    # A checkpoint has `dense/kernel` for what is `model/dense/kernel` here.
+    ends = {
+        name: [key for key in keys if key.endswith(f"/{name}")]
+        for name in names - keys - {None}
+    }
+    renamed = {name: one[0] for name, one in ends.items() if len(one) == 1}
+    if renamed:
+        found = [
+            origin
+            and dataclasses.replace(
+                origin,
+                owner=renamed.get(origin.owner, origin.owner),
+                others=tuple(renamed.get(name) or name for name in origin.others),
+            )
+            for origin in found
+        ]
+    return _with_adapters(leaves, found, owners)
 
 
 def _with_adapters(
@@ -285,7 +285,7 @@ def best_origins(
     best_score = 0
     for owners in _views(state, groups):
         found = [
-            _origin(path, shape, owners, *tags.get(path.removeprefix("opt_state/"), ()))
+            _origin(path, shape, owners, tags.get(path.removeprefix("opt_state/")))
             for path, shape in state.items()
         ]
         score = _explained(found)
@@ -356,8 +356,7 @@ def _origin(
     path: str,
     shape: Shape,
     owners: Owners,
-    traced_shape: Shape | None = None,
-    traced: Dims | None = None,
+    traced: tuple[Shape, Dims | None] | None,
 ) -> Origin:
     """The origin of a leaf where the optimizer knew its parameters by these paths."""
     found = owner_of(path, owners)
@@ -366,12 +365,13 @@ def _origin(
         return Origin(owner, (), "scalar")
     if owner is None:
         return Origin(None, None, "belongs to no parameter")
-    if traced is not None and traced_shape == shape and tells(traced):
+    tag_shape, tag = traced or (None, None)
+    if tag is not None and tag_shape == shape and tells(tag):
         if all(
             dim is None or (dim < len(of) and of[dim] == size)
-            for dim, size in zip(traced, shape, strict=True)
+            for dim, size in zip(tag, shape, strict=True)
         ):
-            return Origin(owner, traced, "dims traced")
+            return Origin(owner, tag, "dims traced")
     if shape == of:
         return Origin(owner, tuple(range(len(of))), "same shape")
     extra = len(shape) - len(of)

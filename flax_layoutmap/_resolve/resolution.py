@@ -1,4 +1,4 @@
-"""Resolution: the one value in the middle; everything else is a function of it."""
+"""Resolution: the layout of every leaf of a tree, which every consumer reads."""
 
 import hashlib
 import html
@@ -58,9 +58,11 @@ class Resolution(ResolvedTable):
 
     def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
         leaves = matches.origins.leaves
-        own = slice(leaves.start, None)  # not the parameters that were given beside it
-        shapes, dtypes = leaves.shapes[own], leaves.dtypes[own]
-        super().__init__(rules, leaves.own, shapes, dtypes, rows[own])
+        shapes, dtypes = leaves.shapes, leaves.dtypes
+        if leaves.state is not None:  # without the parameters given beside it
+            own = slice(leaves.start, None)
+            shapes, dtypes, rows = shapes[own], dtypes[own], rows[own]
+        super().__init__(rules, leaves.own, shapes, dtypes, rows)
         put = object.__setattr__
         put(self, "_matches", matches)
         put(self, "_announced", False)
@@ -221,7 +223,7 @@ class Resolution(ResolvedTable):
     def fingerprint_lines(self) -> dict[str, list[str]]:
         """What the hashes are of: a line for each rule and option, and for each leaf.
 
-        Processes that differ are told the first line in which they do.
+        An error on processes that differ names the first line in which they do.
         """
         return {
             **rule_lines(self.rules),
@@ -340,7 +342,7 @@ class Resolution(ResolvedTable):
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
         """Warns about unused rules and large unmatched leaves; for consumers.
 
-        Each is told once for a rule set, also where the tree is part of another one.
+        Emits each once for a rule set, also where the tree is part of another one.
 
         Args:
             besides: others of the same rules: what they use is not unused.
@@ -386,7 +388,8 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
     rows = decide(matches, rules)
     resolution = Resolution(rules, matches, rows)
     leaves = matches.origins.leaves
-    if any(row.problem for row in {id(row): row for row in rows}.values()):
+    distinct = rows if leaves.state is not None else resolution._distinct.values()
+    if any(row.problem for row in distinct):
         found = {
             path or "the leaf": f"{show_shape(shape)}: {row.problem}"
             for path, shape, row in zip(
@@ -403,13 +406,14 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
 
 
 def _problems_text(found: Mapping[str, str], mesh: Any) -> str:
-    """One line for each problem; the same in every layer is told once."""
+    """One line for each problem; equal ones of repeated layers share a line."""
     count = f"{len(found)} leaves do" if len(found) > 1 else "1 leaf does"
     on_mesh = "" if mesh is None else f" on mesh {mesh}"
     texts, lines = list(found.values()), []
     for alike in fold(list(found), texts):
-        times = f" ×{len(alike.members)}" if len(alike.members) > 1 else ""
-        lines.append(f"{alike.text}{times} {texts[alike.members[0]]}")
+        first, count_alike = alike.members[0], len(alike.members)
+        times = f" ×{count_alike}" if count_alike > 1 else ""
+        lines.append(f"{alike.text}{times} {texts[first]}")
     return f"{count} not fit the rules{on_mesh}:\n{bullet_list(lines)}"
 
 
