@@ -20,6 +20,7 @@ half of a word) takes two to three times as long. It is no protection against ma
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -39,8 +40,6 @@ _MODULUS = 1 << 64
 _SPLIT = 14
 _LOW = 1 << _SPLIT
 
-# Rows of more words are summed one by one, so that the table of a row stays small.
-_LONG = 1 << 17
 # Fewer words than these in a row make a pass over rows slow.
 _SHORT = 32
 # Arrays are cut into pieces of this size for the threads.
@@ -166,38 +165,24 @@ def _low(dim: int) -> np.ndarray:
     return _mixed(np.arange(_LOW, dtype=np.uint64), _seeds(dim)[0])
 
 
-@functools.lru_cache(maxsize=1024)
-def _high(dim: int, start: int, stop: int) -> np.ndarray:
-    return _mixed(np.arange(start, stop, dtype=np.uint64), _seeds(dim)[1])
+@functools.lru_cache(maxsize=4096)
+def _high(dim: int, number: int) -> int:
+    return int(_mixed(np.array([number], np.uint64), _seeds(dim)[1])[0])
 
 
-def _span(dim: int, start: int, stop: int) -> np.ndarray:
-    """The multipliers of a range of indices."""
-    low, parts = _low(dim), []
-    begin, end = start >> _SPLIT, ((stop - 1) >> _SPLIT) + 1
-    for number, high in enumerate(_high(dim, begin, end), begin):
-        first = number << _SPLIT
-        parts.append(low[max(start - first, 0) : min(stop - first, _LOW)] * high)
-    return np.concatenate(parts)
+# Of the many leaves and pieces of a model, most have one of a few shapes.
+@functools.lru_cache(maxsize=128)
+def _table(shape: tuple[int, ...], start: tuple[int, ...], dim: int) -> np.ndarray:
+    """The low multipliers of the words of a block, in one line.
 
-
-def _table(shape: tuple[int, ...], start: tuple[int, ...]) -> np.ndarray:
-    """The multipliers of the words of a small block, in one line."""
-    if math.prod(shape) <= _LOW:
-        return _small_table(shape, start)
-    return _outer(shape, start)
-
-
-# Of the many small leaves of a model, most have one of a few shapes.
-@functools.lru_cache(maxsize=256)
-def _small_table(shape: tuple[int, ...], start: tuple[int, ...]) -> np.ndarray:
-    return _outer(shape, start)
-
-
-def _outer(shape: tuple[int, ...], start: tuple[int, ...]) -> np.ndarray:
+    Args:
+        shape: how many words it has in each of some dims.
+        start: the last bits of the index of its first word.
+        dim: the last of these dims, counted from the last one of the array.
+    """
     table = np.ones(1, np.uint64)
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
-        own = _span(len(shape) - 1 - axis, first, first + size)
+        own = _low(dim + len(shape) - 1 - axis)[first : first + size]
         table = np.multiply.outer(table, own).reshape(-1)
     return table
 
@@ -235,46 +220,42 @@ def _packed_bits(dtype: Any) -> int:
 
 
 def _block(words: np.ndarray, start: tuple[int, ...]) -> int:
-    """The sum over a block of words; not reduced."""
-    if words.size <= _LOW:
-        table = _small_table(words.shape, start)
-        return int(np.dot(words.reshape(-1), table))
-    row = words[0].size
-    if row < _SHORT:
-        return _narrow(words, start)
-    own = _span(words.ndim - 1, start[0], start[0] + len(words))
-    if row > _LONG:
-        rows = [_block(part, start[1:]) % _MODULUS for part in words]
-        return sum(int(m) * total for m, total in zip(own, rows, strict=True))
-    inner = _table(words.shape[1:], start[1:])
-    return _weighted(words.reshape(len(words), row), inner, own)
+    """The sum over a block of words; not reduced.
 
-
-def _narrow(words: np.ndarray, start: tuple[int, ...]) -> int:
-    """The sum over a block with short rows, or of one dim: it is cut where tables end.
-
-    Between the first and the last such place, each cut is a row of its own.
+    It is cut where the tables of low multipliers end, so that in each part the high
+    ones are one factor.
     """
-    dim, first, stop = words.ndim - 1, start[0], start[0] + len(words)
-    inner = _table(words.shape[1:], start[1:])
-    begin = min(stop, -(-first // _LOW) * _LOW)
-    end = max(begin, stop // _LOW * _LOW)
+    cuts = [
+        [0, *range(_LOW - first % _LOW, size, _LOW), size]
+        for size, first in zip(words.shape, start, strict=True)
+    ]
     total = 0
-    for lower, upper in ((first, begin), (begin, end), (end, stop)):
-        if lower == upper:
-            continue
-        low = _low(dim)[lower % _LOW : (upper - 1) % _LOW + 1]
-        table = np.multiply.outer(low, inner).reshape(-1)
-        matrix = words[lower - first : upper - first].reshape(-1, table.size)
-        high = _high(dim, lower >> _SPLIT, ((upper - 1) >> _SPLIT) + 1)
-        total += _weighted(matrix, table, high)
+    for part in itertools.product(*map(itertools.pairwise, cuts)):
+        at = [first + low for first, (low, _) in zip(start, part, strict=True)]
+        factor = math.prod(
+            _high(words.ndim - 1 - axis, index >> _SPLIT)
+            for axis, index in enumerate(at)
+        )
+        low = tuple(index & (_LOW - 1) for index in at)
+        box = tuple(slice(*ends) for ends in part)
+        total += factor * _low_sum(words[box], low, 0)
     return total
 
 
-def _weighted(matrix: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> int:
-    """The sum of words, each times the multipliers of its column and of its row."""
+def _low_sum(words: np.ndarray, start: tuple[int, ...], dim: int) -> int:
+    """The sum of words, each times its low multipliers; `dim` is their last dim."""
+    axis, row = words.ndim, 1
+    while axis and (row < _SHORT or row * words.shape[axis - 1] <= _LOW):
+        axis -= 1
+        row *= words.shape[axis]
+    table = _table(words.shape[axis:], start[axis:], dim)
+    if not axis:
+        return int(np.dot(words.reshape(-1), table))
     # For integers einsum is faster than dot, and it lets other threads run.
-    return int(np.dot(np.einsum("ij,j->i", matrix, inner), outer))
+    sums = np.einsum("ij,j->i", words.reshape(-1, row), table)
+    return _low_sum(
+        sums.reshape(words.shape[:axis]), start[:axis], dim + words.ndim - axis
+    )
 
 
 def _on_host(
