@@ -49,7 +49,7 @@ _THREADS = min(16, os.cpu_count() or 1)
 # Devices in the host's own memory, where compiling takes longer than it saves.
 _HOST_PLATFORMS = ("cpu",)
 
-# Bits of an element of which NumPy's byte holds more.
+# Bits per element of dtypes that are narrower than the byte that holds them.
 _PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
@@ -78,7 +78,7 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
     on_devices = {path: run for path, run in programs.items() if run is not None}
     on_host = {path: own[path] for path, run in programs.items() if run is None}
     with ThreadPoolExecutor(_THREADS) as pool:
-        # In a thread of the pool, out of reach of the caller's mesh and transfer guard.
+        # In a thread, where the caller's mesh and transfer guard do not apply.
         started = pool.submit(_start_on_devices, on_devices, own)
         for path, total in _on_host(on_host, pool):
             sums[path] += total
@@ -109,7 +109,7 @@ def mismatches(values: Mapping[str, Any], recorded: Mapping[str, str]) -> list[s
 
 
 def json_digest(value: Any) -> str:
-    """A digest of JSON values, 16 hexadecimal digits; the order of names is nothing."""
+    """A digest of JSON values, 16 hexadecimal digits; the order of keys is ignored."""
     return f"{_hash(json.dumps(value, sort_keys=True)):016x}"
 
 
@@ -130,7 +130,7 @@ def _label(dtype: Any, shape: tuple[int, ...]) -> int:
 
 
 def block_sum(block: np.ndarray, start: Sequence[int]) -> int:
-    """What a block adds to the sum of the array that it is of.
+    """The contribution of a block to the sum of its array.
 
     Args:
         block: the block, in the host's memory.
@@ -156,7 +156,7 @@ def _mixed(at: Any, seed: int) -> Any:
 
 
 def _seeds(dim: int) -> tuple[int, int]:
-    """Of the low and the high part of the indices of a dim, counted from the last."""
+    """Seeds for the low and high part of the indices of a dim, counted from the last."""
     return (2 * dim + 1) << 48, (2 * dim + 2) << 48
 
 
@@ -205,7 +205,7 @@ def _words(
     length = block.shape[-1]
     before, after = first % per, -(first + length) % per
     if before or after:
-        # The words at the edges are shared with other blocks: theirs is 0 here.
+        # Words at the edges are shared with other blocks, whose elements are 0 here.
         sizes = (*block.shape[:-1], before + length + after)
         padded = np.zeros(sizes, f"u{size}")
         padded[..., before : before + length] = block.view(f"u{size}")
@@ -215,7 +215,7 @@ def _words(
 
 @functools.lru_cache(maxsize=64)
 def _packed_bits(dtype: Any) -> int:
-    """Bits of an element of which a byte holds more; else 0."""
+    """Bits per element of a dtype narrower than a byte; else 0."""
     return _PACKED.get(dtype.name, 0)
 
 
@@ -261,7 +261,7 @@ def _low_sum(words: np.ndarray, start: tuple[int, ...], dim: int) -> int:
 def _on_host(
     values: Mapping[str, Any], pool: ThreadPoolExecutor
 ) -> Iterator[tuple[str, int]]:
-    """(path, part of its sum) of what is not summed on devices."""
+    """(path, part of its sum) of the values that are summed on the host."""
     batches: list[Future[list[tuple[str, int]]]] = []
     batch: list[tuple[str, np.ndarray, tuple[int, ...]]] = []
     held = 0
@@ -299,7 +299,7 @@ def _host_blocks(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
 def _first_holders(
     sharding: Any, shape: tuple[int, ...]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Which shards of this process count, so that each part of an array counts once.
+    """The shards of this process to sum, so that each part of an array is summed once.
 
     Returns:
         The number of each among the addressable ones, and the index where it starts.
@@ -398,14 +398,14 @@ def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
     weights = _mixed(word & np.uint64(_LOW - 1), low)
     weights = weights * _mixed(word >> np.uint64(_SPLIT), high)
     weights = weights << (inside * np.uint64(bits % 64))
-    # Kept, so that they are not made again for every row.
+    # Otherwise XLA would compute them again for every row.
     return jax.lax.optimization_barrier(weights) if size <= _LOW else weights
 
 
 def _start_on_devices(
     programs: Mapping[str, _Program], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Starts all programs, and the way of their results to the host."""
+    """Starts all programs, and the transfers of their results to the host."""
     with jax.enable_x64(True):
         started = {path: run(values[path]) for path, run in programs.items()}
     for result in started.values():
@@ -417,7 +417,7 @@ def _start_on_devices(
 def _of_devices(
     results: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
-    """(path, part of its sum) of what was summed on the devices of this process."""
+    """(path, part of its sum) from the programs on the devices of this process."""
     return [
         (path, int(np.asarray(result.addressable_data(number))[0]))
         for path, result in results.items()
