@@ -20,6 +20,7 @@ half of a word) takes two to three times as long. It is no protection against ma
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -39,8 +40,6 @@ _MODULUS = 1 << 64
 _SPLIT = 14
 _LOW = 1 << _SPLIT
 
-# Rows of more words are summed one by one, so that the table of a row stays small.
-_LONG = 1 << 17
 # Fewer words than these in a row make a pass over rows slow.
 _SHORT = 32
 # Arrays are cut into pieces of this size for the threads.
@@ -50,7 +49,7 @@ _THREADS = min(16, os.cpu_count() or 1)
 # Devices in the host's own memory, where compiling takes longer than it saves.
 _HOST_PLATFORMS = ("cpu",)
 
-# Bits of an element of which NumPy's byte holds more.
+# Bits per element of dtypes that are narrower than the byte that holds them.
 _PACKED = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
@@ -79,7 +78,7 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
     on_devices = {path: run for path, run in programs.items() if run is not None}
     on_host = {path: own[path] for path, run in programs.items() if run is None}
     with ThreadPoolExecutor(_THREADS) as pool:
-        # In a thread of the pool, out of reach of the caller's mesh and transfer guard.
+        # In a thread, where the caller's mesh and transfer guard do not apply.
         started = pool.submit(_start_on_devices, on_devices, own)
         for path, total in _on_host(on_host, pool):
             sums[path] += total
@@ -110,7 +109,7 @@ def mismatches(values: Mapping[str, Any], recorded: Mapping[str, str]) -> list[s
 
 
 def json_digest(value: Any) -> str:
-    """A digest of JSON values, 16 hexadecimal digits; the order of names is nothing."""
+    """A digest of JSON values, 16 hexadecimal digits; the order of keys is ignored."""
     return f"{_hash(json.dumps(value, sort_keys=True)):016x}"
 
 
@@ -131,7 +130,7 @@ def _label(dtype: Any, shape: tuple[int, ...]) -> int:
 
 
 def block_sum(block: np.ndarray, start: Sequence[int]) -> int:
-    """What a block adds to the sum of the array that it is of.
+    """The contribution of a block to the sum of its array.
 
     Args:
         block: the block, in the host's memory.
@@ -157,7 +156,7 @@ def _mixed(at: Any, seed: int) -> Any:
 
 
 def _seeds(dim: int) -> tuple[int, int]:
-    """Of the low and the high part of the indices of a dim, counted from the last."""
+    """Seeds for the low and high part of the indices of a dim, counted from the last."""
     return (2 * dim + 1) << 48, (2 * dim + 2) << 48
 
 
@@ -166,38 +165,24 @@ def _low(dim: int) -> np.ndarray:
     return _mixed(np.arange(_LOW, dtype=np.uint64), _seeds(dim)[0])
 
 
-@functools.lru_cache(maxsize=1024)
-def _high(dim: int, start: int, stop: int) -> np.ndarray:
-    return _mixed(np.arange(start, stop, dtype=np.uint64), _seeds(dim)[1])
+@functools.lru_cache(maxsize=4096)
+def _high(dim: int, number: int) -> int:
+    return int(_mixed(np.array([number], np.uint64), _seeds(dim)[1])[0])
 
 
-def _span(dim: int, start: int, stop: int) -> np.ndarray:
-    """The multipliers of a range of indices."""
-    low, parts = _low(dim), []
-    begin, end = start >> _SPLIT, ((stop - 1) >> _SPLIT) + 1
-    for number, high in enumerate(_high(dim, begin, end), begin):
-        first = number << _SPLIT
-        parts.append(low[max(start - first, 0) : min(stop - first, _LOW)] * high)
-    return np.concatenate(parts)
+# Of the many leaves and pieces of a model, most have one of a few shapes.
+@functools.lru_cache(maxsize=128)
+def _table(shape: tuple[int, ...], start: tuple[int, ...], dim: int) -> np.ndarray:
+    """The low multipliers of the words of a block, in one line.
 
-
-def _table(shape: tuple[int, ...], start: tuple[int, ...]) -> np.ndarray:
-    """The multipliers of the words of a small block, in one line."""
-    if math.prod(shape) <= _LOW:
-        return _small_table(shape, start)
-    return _outer(shape, start)
-
-
-# Of the many small leaves of a model, most have one of a few shapes.
-@functools.lru_cache(maxsize=256)
-def _small_table(shape: tuple[int, ...], start: tuple[int, ...]) -> np.ndarray:
-    return _outer(shape, start)
-
-
-def _outer(shape: tuple[int, ...], start: tuple[int, ...]) -> np.ndarray:
+    Args:
+        shape: how many words it has in each of some dims.
+        start: the last bits of the index of its first word.
+        dim: the last of these dims, counted from the last one of the array.
+    """
     table = np.ones(1, np.uint64)
     for axis, (size, first) in enumerate(zip(shape, start, strict=True)):
-        own = _span(len(shape) - 1 - axis, first, first + size)
+        own = _low(dim + len(shape) - 1 - axis)[first : first + size]
         table = np.multiply.outer(table, own).reshape(-1)
     return table
 
@@ -220,7 +205,7 @@ def _words(
     length = block.shape[-1]
     before, after = first % per, -(first + length) % per
     if before or after:
-        # The words at the edges are shared with other blocks: theirs is 0 here.
+        # Words at the edges are shared with other blocks, whose elements are 0 here.
         sizes = (*block.shape[:-1], before + length + after)
         padded = np.zeros(sizes, f"u{size}")
         padded[..., before : before + length] = block.view(f"u{size}")
@@ -230,57 +215,53 @@ def _words(
 
 @functools.lru_cache(maxsize=64)
 def _packed_bits(dtype: Any) -> int:
-    """Bits of an element of which a byte holds more; else 0."""
+    """Bits per element of a dtype narrower than a byte; else 0."""
     return _PACKED.get(dtype.name, 0)
 
 
 def _block(words: np.ndarray, start: tuple[int, ...]) -> int:
-    """The sum over a block of words; not reduced."""
-    if words.size <= _LOW:
-        table = _small_table(words.shape, start)
-        return int(np.dot(words.reshape(-1), table))
-    row = words[0].size
-    if row < _SHORT:
-        return _narrow(words, start)
-    own = _span(words.ndim - 1, start[0], start[0] + len(words))
-    if row > _LONG:
-        rows = [_block(part, start[1:]) % _MODULUS for part in words]
-        return sum(int(m) * total for m, total in zip(own, rows, strict=True))
-    inner = _table(words.shape[1:], start[1:])
-    return _weighted(words.reshape(len(words), row), inner, own)
+    """The sum over a block of words; not reduced.
 
-
-def _narrow(words: np.ndarray, start: tuple[int, ...]) -> int:
-    """The sum over a block with short rows, or of one dim: it is cut where tables end.
-
-    Between the first and the last such place, each cut is a row of its own.
+    It is cut where the tables of low multipliers end, so that in each part the high
+    ones are one factor.
     """
-    dim, first, stop = words.ndim - 1, start[0], start[0] + len(words)
-    inner = _table(words.shape[1:], start[1:])
-    begin = min(stop, -(-first // _LOW) * _LOW)
-    end = max(begin, stop // _LOW * _LOW)
+    cuts = [
+        [0, *range(_LOW - first % _LOW, size, _LOW), size]
+        for size, first in zip(words.shape, start, strict=True)
+    ]
     total = 0
-    for lower, upper in ((first, begin), (begin, end), (end, stop)):
-        if lower == upper:
-            continue
-        low = _low(dim)[lower % _LOW : (upper - 1) % _LOW + 1]
-        table = np.multiply.outer(low, inner).reshape(-1)
-        matrix = words[lower - first : upper - first].reshape(-1, table.size)
-        high = _high(dim, lower >> _SPLIT, ((upper - 1) >> _SPLIT) + 1)
-        total += _weighted(matrix, table, high)
+    for part in itertools.product(*map(itertools.pairwise, cuts)):
+        at = [first + low for first, (low, _) in zip(start, part, strict=True)]
+        factor = math.prod(
+            _high(words.ndim - 1 - axis, index >> _SPLIT)
+            for axis, index in enumerate(at)
+        )
+        low = tuple(index & (_LOW - 1) for index in at)
+        box = tuple(slice(*ends) for ends in part)
+        total += factor * _low_sum(words[box], low, 0)
     return total
 
 
-def _weighted(matrix: np.ndarray, inner: np.ndarray, outer: np.ndarray) -> int:
-    """The sum of words, each times the multipliers of its column and of its row."""
+def _low_sum(words: np.ndarray, start: tuple[int, ...], dim: int) -> int:
+    """The sum of words, each times its low multipliers; `dim` is their last dim."""
+    axis, row = words.ndim, 1
+    while axis and (row < _SHORT or row * words.shape[axis - 1] <= _LOW):
+        axis -= 1
+        row *= words.shape[axis]
+    table = _table(words.shape[axis:], start[axis:], dim)
+    if not axis:
+        return int(np.dot(words.reshape(-1), table))
     # For integers einsum is faster than dot, and it lets other threads run.
-    return int(np.dot(np.einsum("ij,j->i", matrix, inner), outer))
+    sums = np.einsum("ij,j->i", words.reshape(-1, row), table)
+    return _low_sum(
+        sums.reshape(words.shape[:axis]), start[:axis], dim + words.ndim - axis
+    )
 
 
 def _on_host(
     values: Mapping[str, Any], pool: ThreadPoolExecutor
 ) -> Iterator[tuple[str, int]]:
-    """(path, part of its sum) of what is not summed on devices."""
+    """(path, part of its sum) of the values that are summed on the host."""
     batches: list[Future[list[tuple[str, int]]]] = []
     batch: list[tuple[str, np.ndarray, tuple[int, ...]]] = []
     held = 0
@@ -318,7 +299,7 @@ def _host_blocks(value: Any) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
 def _first_holders(
     sharding: Any, shape: tuple[int, ...]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """Which shards of this process count, so that each part of an array counts once.
+    """The shards of this process to sum, so that each part of an array is summed once.
 
     Returns:
         The number of each among the addressable ones, and the index where it starts.
@@ -417,14 +398,14 @@ def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
     weights = _mixed(word & np.uint64(_LOW - 1), low)
     weights = weights * _mixed(word >> np.uint64(_SPLIT), high)
     weights = weights << (inside * np.uint64(bits % 64))
-    # Kept, so that they are not made again for every row.
+    # Otherwise XLA would compute them again for every row.
     return jax.lax.optimization_barrier(weights) if size <= _LOW else weights
 
 
 def _start_on_devices(
     programs: Mapping[str, _Program], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Starts all programs, and the way of their results to the host."""
+    """Starts all programs, and the transfers of their results to the host."""
     with jax.enable_x64(True):
         started = {path: run(values[path]) for path, run in programs.items()}
     for result in started.values():
@@ -436,7 +417,7 @@ def _start_on_devices(
 def _of_devices(
     results: Mapping[str, Any], values: Mapping[str, Any]
 ) -> list[tuple[str, int]]:
-    """(path, part of its sum) of what was summed on the devices of this process."""
+    """(path, part of its sum) from the programs on the devices of this process."""
     return [
         (path, int(np.asarray(result.addressable_data(number))[0]))
         for path, result in results.items()

@@ -22,7 +22,7 @@ _BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__array__"
 
 
 def text_of(data: Any) -> str:
-    """The states of what `save(data=…)` was given, of this process.
+    """Encodes the state of what `save(data=…)` was given, for this process.
 
     Raises:
         CheckpointError: a state holds what is neither a JSON value, bytes, a tuple nor
@@ -34,7 +34,7 @@ def text_of(data: Any) -> str:
 
 
 def states_of(texts: Mapping[int, str], path: str) -> list[Any]:
-    """The states in texts, for those processes that were read.
+    """Decodes the states of the processes that were read.
 
     Raises:
         CheckpointError: texts are missing or damaged.
@@ -57,7 +57,7 @@ def states_of(texts: Mapping[int, str], path: str) -> list[Any]:
 
 
 def _intact(read: dict[str, Any]) -> dict[str, Any]:
-    """What one process wrote, if it is that; older versions wrote no digest."""
+    """Compares what one process wrote with its digest; older versions wrote none."""
     held = {"processes": read["processes"], "state": read["state"]}
     if read.keys() > held.keys() and read.get("digest") != json_digest(held):
         raise ValueError("it is not what was saved")
@@ -83,7 +83,7 @@ def own_state(states: Sequence[Any], path: str) -> Any:
 
 
 def check(data: Any, state: Any, where: str = "data") -> None:
-    """Looks whether a state can be given back to the objects that it came from.
+    """Checks that a state can be given back to the objects that it came from.
 
     Raises:
         CheckpointError: `data` is of another structure than what was saved.
@@ -151,7 +151,7 @@ def _state_of(data: Any) -> Any:
 
 
 def _encoded(value: Any, where: str) -> Any:
-    """A value as JSON values, with marks where JSON has no word for it."""
+    """A value as JSON values, with tags for kinds that JSON lacks."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -221,7 +221,7 @@ class StateFiles:
         return write()
 
     async def load(self, directory: Any) -> Any:
-        """Reads the file of the wanted process, or all; of another number, all."""
+        """Reads the file of the wanted process; all files for another process count."""
 
         async def read() -> None:
             names = {
@@ -244,7 +244,7 @@ def has_data(path: str) -> bool:
 
 
 def read_data(path: str, process: int | None = None) -> dict[int, str]:
-    """Process → text that it wrote; only that of one, if as many wrote as there are."""
+    """Process → text that it wrote; only `process`, if as many wrote as there are."""
     from orbax.checkpoint import v1
 
     files = StateFiles(wanted=process)

@@ -1,4 +1,4 @@
-"""What one leaf is, in a checkpoint or in a tree, and whether one fits the other."""
+"""One leaf of a checkpoint or a tree, and the checks that one fits the other."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -87,7 +87,7 @@ def leaf_of(path: str, value: Any) -> Leaf | None:
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             return Leaf(path, "key", value.shape, dtype)
         is_numpy = isinstance(value, np.ndarray | np.generic)
-        # Of which byte order the host's numbers are is no part of the value.
+        # The byte order of a host array is no part of its value.
         native = dtype.newbyteorder("=") if is_numpy else dtype
         return Leaf(path, "array", value.shape, native, is_numpy=is_numpy)
     for python, kind in _PYTHON:
@@ -126,7 +126,7 @@ def fits_jax(dtype: Any) -> bool:
 
 
 def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf | str:
-    """What restoring a leaf gives, or why it cannot be restored.
+    """The leaf that a restore makes, or why it cannot be restored.
 
     Args:
         stored: the leaf in the checkpoint.
@@ -163,7 +163,7 @@ def _other_shape(stored: Leaf, target: Leaf) -> str:
 
 
 def _scalar(stored: Leaf, target: Leaf) -> Leaf | str:
-    """A Python number and an array without dims stand for each other."""
+    """Converts between a Python number and an array without dims."""
     python, array = (stored, target) if stored.is_python else (target, stored)
     if array.shape == () and python.kind == _number_kind(array.dtype):
         return target if target.is_python else _held(target)
@@ -228,6 +228,6 @@ def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:
 
 
 def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:
-    """The one error that lists all problems."""
+    """An error that lists all problems."""
     count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
     return CheckpointError(f"{failing}: {count}\n{bullet_list(problems)}", problems)

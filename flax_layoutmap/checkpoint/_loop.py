@@ -21,12 +21,12 @@ if sys.platform != "win32":
 
 _LOCK_FILE = ".flax_layoutmap.lock"
 
-# What this program itself has locked: the system's locks do not count within one.
+# Directories that this process has locked; `lockf` does not exclude its own locks.
 _HELD: set[str] = set()
 
 
 def check_numbers(every: Any, keep: Any, keep_every: Any) -> None:
-    """Raises CheckpointError for policies that make no sense."""
+    """Raises CheckpointError for invalid `every`, `keep` or `keep_every`."""
     if not hasattr(every, "should_save") and not _is_count(every):
         raise CheckpointError(
             f"every={every!r}: give a number of steps, such as 1000, or one of "
@@ -50,7 +50,7 @@ def _is_count(value: Any) -> bool:
 
 
 def check_directory(directory: str) -> None:
-    """Raises CheckpointError where no steps can be."""
+    """Raises CheckpointError for a directory that cannot hold steps."""
     unnamed = cannot_name(directory)
     if unnamed:
         raise CheckpointError(f"cannot save to {directory}: {unnamed}")
@@ -87,7 +87,7 @@ def _kind(leaf: Leaf | None, value: Any) -> str:
 
 
 def difference(before: dict[str, str], now: dict[str, str]) -> str:
-    """How two trees differ, where they do."""
+    """The message that two trees differ, with the first differences."""
     texts = [
         f"{path} was {before[path]}, and is {now[path]}"
         for path in before
@@ -109,7 +109,7 @@ def listed(steps: list[int]) -> str:
 
 
 def add_context(failure: BaseException, error: BaseException) -> None:
-    """Has a failure's traceback show what was going on when it came."""
+    """Chains a failure to the error that was being handled when it was raised."""
     first: BaseException = failure
     while first.__cause__ is not None:
         first = first.__cause__
@@ -147,7 +147,7 @@ def next_step(step: Any, last: int, directory: str) -> int:
 
 
 def existing_step(step: int | None, steps: list[int], directory: str) -> int:
-    """The step that is meant, of those that are there; None is the latest.
+    """The step to restore, of those that exist; None is the latest.
 
     Raises:
         CheckpointError: it is not there.
@@ -163,7 +163,7 @@ def existing_step(step: int | None, steps: list[int], directory: str) -> int:
 
 
 def way_back(step: int, steps: list[int], directory: str) -> str:
-    """What to do where a step cannot be restored."""
+    """The advice to add when a step cannot be restored."""
     earlier = [other for other in steps if other < step]
     if not earlier:
         return f"(step {step} is the first one in {directory})"
@@ -175,7 +175,7 @@ def way_back(step: int, steps: list[int], directory: str) -> str:
 
 
 class WriteLock:
-    """The right to write below a local directory.
+    """A file lock on a local directory, for one writer at a time.
 
     The system takes it back when the process ends, however it ends. (A lock of
     `fcntl.lockf` belongs to the process, so workers that were forked from it do not
@@ -189,7 +189,7 @@ class WriteLock:
         self.is_held = False
 
     def take(self) -> str | None:
-        """Takes it; says who has it if that is somebody else."""
+        """Takes the lock; returns its owner if that is somebody else."""
         if self.is_held:
             return None
         if self._key in _HELD:
@@ -202,7 +202,7 @@ class WriteLock:
         return owner
 
     def release(self) -> None:
-        """Gives it back."""
+        """Releases the lock."""
         if not self.is_held:
             return
         self.is_held = False
@@ -214,7 +214,7 @@ class WriteLock:
     def _locked(self) -> str | None:
         if sys.platform == "win32":
             return None
-        # The file stays: whoever removed it might remove a newer one of another.
+        # The file is never removed, as another process may have locked it since.
         file = os.open(
             os.path.join(self._directory, _LOCK_FILE), os.O_RDWR | os.O_CREAT
         )
@@ -234,7 +234,7 @@ class WriteLock:
 
 
 class Preemption:
-    """Notices that the program is asked to end.
+    """Detects SIGTERM, by which a preempted job is asked to end.
 
     Several processes agree on a step by JAX's own service, for which
     `jax.distributed.initialize` catches the signal. In a process of its own this
@@ -248,20 +248,20 @@ class Preemption:
         self.is_reached = False
 
     def watch(self) -> None:
-        """Begins to catch SIGTERM, where nobody else does."""
+        """Installs a handler for SIGTERM, unless JAX or another language handles it."""
         if jax.distributed.is_initialized():
             return
         # Python runs handlers in the main thread, and only there they can be set.
         if threading.current_thread() is not threading.main_thread():
             return
         self._before = signal.getsignal(signal.SIGTERM)
-        # None: set by another language. Neither that nor "ignore" is ours to change.
+        # None: a handler of another language. Leave that, and "ignore", as they are.
         if self._before not in (None, signal.SIG_IGN):
             signal.signal(signal.SIGTERM, self._notice)
             self._is_watching = True
 
     def reached(self, step: int) -> bool:
-        """Whether this step is the one to save and to end at."""
+        """Whether to save this step and end, on all processes."""
         if self._was_asked:
             self.is_reached = True
         elif jax.distributed.is_initialized():
@@ -275,7 +275,7 @@ class Preemption:
         return self.is_reached
 
     def stop(self, *, deliver: bool) -> None:
-        """Ends watching.
+        """Restores the previous handler.
 
         Args:
             deliver: whether a signal that no step was saved for is sent once more.

@@ -38,7 +38,7 @@ class Recipe:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dims of the leaf, as they lie in the file: outermost first."""
+        """The dims of the leaf in the order of the file, outermost first."""
         if not self.blocks:
             return ()
         dims = self.blocks[0].dims
@@ -76,7 +76,7 @@ class Source:
 def _blocks(
     name: str, steps: tuple[Step, ...], shape: Shape, shapes: dict[str, Shape]
 ) -> Iterable[Block]:
-    """The blocks of what the steps make; notes the shapes of the tensors."""
+    """The blocks of a leaf; fills in `shapes`, the shapes of its tensors."""
     if not steps:
         open_field = _FIELD.search(name)
         if open_field is not None:
@@ -143,7 +143,7 @@ class NameMapping:
                 self._entries.append(found)
 
     def source(self, path: str, full_path: str) -> Source | None:
-        """Where a leaf comes from: by the first entry that matches.
+        """The source of a leaf, by the first entry that matches.
 
         Args:
             path: its path, as rules see it.

@@ -1,4 +1,4 @@
-"""A leaf as blocks of tensors: which element lies where, whatever was done to it.
+"""A leaf as blocks of tensors: the position of each element in the files.
 
 A dim of a block is a tuple of factors `(size, stride)`, outermost first: one for an
 ordinary dim, several where dims were flattened, none where a new dim was made. So
@@ -42,7 +42,7 @@ class Block:
         return tuple(_size(dim) for dim in self.dims)
 
     def cut(self, index: Sequence[Range]) -> Iterator["Block"]:
-        """What lies within a box of the leaf; in several parts, where it has to be."""
+        """The part within a box of the leaf, as one block or several."""
         parts = []
         for start, dim, (low, high) in zip(self.start, self.dims, index, strict=True):
             low, high = max(low, start), min(high, start + _size(dim))
@@ -63,7 +63,7 @@ class Block:
             )
 
     def piece(self, index: Sequence[Range], out: np.ndarray) -> Piece:
-        """What to read for it.
+        """The piece of the tensor to read for the block.
 
         Args:
             index: a box of the leaf that it lies within.
@@ -212,7 +212,7 @@ def _split(
 
 
 def _factored(dim: Factors, sizes: Sequence[int]) -> list[Factors]:
-    """Cuts the factors of one dim where the sizes of its axes are."""
+    """Splits the factors of one dim at the boundaries of its axes."""
     rest = [factor for factor in dim if factor[0] != 1]
     axes: list[Factors] = []
     for size in reversed(sizes):
@@ -242,7 +242,7 @@ def _join(axes: list[_Axis], sizes: list[int]) -> list[tuple[int, int, Factors]]
     strides = [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
     begin = sum(first * s for (first, _), s in zip(axes, strides, strict=True))
     found = []
-    # Before the last one that is not whole, each index begins a part of its own.
+    # Each index before the last partial axis begins a part of its own.
     for index in itertools.product(*(range(count) for count in counts[:last])):
         where = begin + sum(at * s for at, s in zip(index, strides, strict=False))
         offset, factors = 0, ()
@@ -256,7 +256,7 @@ def _join(axes: list[_Axis], sizes: list[int]) -> list[tuple[int, int, Factors]]
 
 
 def _collapsed(dim: Factors) -> Factors:
-    """Fewer factors, where two follow one another without a gap."""
+    """Merges adjacent factors that are contiguous."""
     found: list[tuple[int, int]] = []
     for size, stride in dim:
         if size == 1:

@@ -318,7 +318,7 @@ class Split:
         return [Input({}, (*shape[:axis], sum(sizes), *shape[axis + 1 :]))]
 
     def place(self, block: Block, at: int, shape: Shape) -> Iterator[Block]:
-        """What of a block of it is in the result."""
+        """The part of a block of it that is in the result."""
         axis = _axis(self.axis, shape)
         sizes = self._sizes(shape[axis])
         index = list(full_index((*shape[:axis], sum(sizes), *shape[axis + 1 :])))

@@ -1,4 +1,4 @@
-"""The database that Orbax keeps arrays in (TensorStore's OCDBT), seen from outside.
+"""The index of TensorStore's OCDBT, the database in which Orbax keeps arrays.
 
 A tree of arrays is a folder with `manifest.ocdbt`, which leads to the nodes of a
 B+tree in files below `d`, whose entries lead to chunks in files below `d` too, of this
@@ -16,7 +16,7 @@ from typing import Any
 from flax_layoutmap.checkpoint._places import is_url
 
 _TREE_FILE, _MANIFEST = "_METADATA", "manifest.ocdbt"
-# Keys of a database above which they are not asked for one by one.
+# Databases with more keys are not listed.
 _MOST_KEYS = 200_000
 
 
@@ -28,7 +28,7 @@ def stored_bytes(folder: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for name, location in _entries(folder):
         leaf = name.split("/", 1)[0]
-        # Small values are with the metadata, not in a read of their own.
+        # Small values are stored in the index itself.
         sizes[leaf] = sizes.get(leaf, 0) + (_part(location)[2] if location else 0)
     return sizes
 

@@ -35,16 +35,15 @@ _MIN_SLICE_BYTES = 1 << 20
 # one wrote. (Orbax's `shard_axes` would cut a dim down to single elements.)
 _CHUNK_BYTES = 16 << 20
 
-# What only the v1 API writes, and what every tree of arrays has.
+# A file that only the v1 API writes, and one that every tree of arrays has.
 _V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
-# What TensorStore counts of the files it reads.
+# The metric by which TensorStore counts the bytes that it reads from files.
 _COUNTER = "/tensorstore/kvstore/file/bytes_read"
 
 
-# Threads take turns. Orbax numbers what it does by one counter of the process, which
-# saves and loads move on: a save during whose beginning another thread does so loses
-# track of its own directories, and fails or waits for ever. Once a save goes on in the
-# background, others may begin.
+# Threads take turns. Orbax numbers its operations by one counter of the process: a save
+# during whose start another thread saves or loads loses track of its own directories,
+# and fails or waits for ever. Once a save runs in the background, others may start.
 TURN = threading.RLock()
 
 
@@ -184,7 +183,7 @@ def read_metadata(path: str, item: str | None = None) -> Metadata:
             f"the checkpoint {path} is a single array, which has no path for rules to "
             "match; read it with orbax.checkpoint.v1.load, and save it under a name"
         )
-    # Orbax logs what is wrong with a file, and answers None.
+    # For a damaged file Orbax logs the reason and returns None.
     if not isinstance(read.metadata, dict | list):
         unknown = "Orbax cannot read it, and has logged why (it writes Python bools, "
         unknown += "which it cannot read)"
@@ -207,7 +206,7 @@ def folder_of(path: str, item: str | None) -> str:
 
 
 def _check_readable(path: str) -> None:
-    """Raises where Orbax would take a damaged file for one that says nothing."""
+    """Raises for a damaged metadata file, which Orbax would treat as an empty one."""
     name = os.path.join(path, METADATA_FILE)
     try:
         with open(name, encoding="utf-8") as file:
@@ -225,7 +224,7 @@ def _check_readable(path: str) -> None:
 
 
 def _item(path: str, item: str | None) -> str | None:
-    """The tree that is meant, by the names of the folders; None leaves it to Orbax."""
+    """The folder of the tree to read; None leaves the choice to Orbax."""
     items = items_in(path)
     if item is not None:
         if item not in items:
@@ -254,7 +253,7 @@ def items_in(path: str) -> list[str]:
 
 
 def leaves_of(tree: Any, *, escaped: bool) -> dict[str, Any]:
-    """Path → leaf of what Orbax gives: dicts and lists; None is no leaf.
+    """Path → leaf of a tree of Orbax: dicts and lists; None is no leaf.
 
     Args:
         tree: the tree.
@@ -322,7 +321,7 @@ def chunk_of(held: Any) -> Shape | None:
 
 
 def layout_of(held: Any) -> tuple[dict[str, int], PartitionSpec] | None:
-    """The mesh (axis → size) and the spec that Orbax noted, if any."""
+    """The mesh (axis → size) and the spec that Orbax recorded, if any."""
     saved = getattr(held, "sharding_metadata", None)
     if hasattr(saved, "device_str"):
         return {}, PartitionSpec()  # whole, on one device
@@ -373,7 +372,7 @@ def translated(failing: str) -> Iterator[None]:
 def _root_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
-    # TensorStore adds its whole configuration, and places in its own source.
+    # TensorStore appends its configuration, and locations in its own source.
     text = re.split(r" \[(?:tensorstore_spec|source locations)", str(error))[0]
     text = text if len(text) <= 600 else f"{text[:600]} …"
     stored = re.search(r'"([^"]+?)/(?:c/[^"]*|c|zarr\.json)"', text)

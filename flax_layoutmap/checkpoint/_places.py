@@ -51,7 +51,7 @@ class Place:
 
 
 def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
-    """Finds the checkpoint that is meant.
+    """Finds a checkpoint, or one step of a directory of steps.
 
     Args:
         path: a checkpoint, or a directory of steps.
@@ -130,7 +130,7 @@ def is_safetensors(path: str) -> bool:
 
 
 def cannot_name(path: str) -> str | None:
-    """Why nothing is to be saved to a path of this name, or None.
+    """Why a path of this name cannot be saved to, or None.
 
     Orbax looks with `glob` for what it has just written. Where the path itself is a
     pattern, it finds nothing, or what another save has written.
@@ -145,7 +145,7 @@ def cannot_name(path: str) -> str | None:
 
 
 def check_place(path: str) -> None:
-    """Says in plain words what is wrong with a path, where that can be seen."""
+    """Raises CheckpointError for a path without a checkpoint, with the likely fix."""
     place = Path(path)
     if _UNFINISHED in place.name:
         raise CheckpointError(
@@ -180,7 +180,7 @@ def check_place(path: str) -> None:
 
 
 def _near(place: Path) -> str:
-    """What lies beside a path that does not exist."""
+    """A hint from the files beside a path that does not exist."""
     kept = [f"{place}{end}" for end in (OLD, NEW) if os.path.exists(f"{place}{end}")]
     if kept:
         return (
@@ -198,7 +198,7 @@ def _near(place: Path) -> str:
 
 
 def check_shared(path: str) -> None:
-    """Writes a file beside a path on process 0, and looks for it on all others.
+    """Checks that all processes see the same storage, by a file that process 0 writes.
 
     All processes have to call it. One process, and URLs, are passed over.
 
@@ -216,13 +216,13 @@ def check_shared(path: str) -> None:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     own = np.frombuffer(os.urandom(16), np.uint8)
-    # A name that nobody has asked for yet, so that no cache says that it is not there.
+    # A new name, which no cache of the file system can know as missing.
     name = bytes(multihost_utils.broadcast_one_to_all(own)).hex()
     file = folder / f".flax_layoutmap-{name}"
     first = jax.process_index() == 0
     try:
         if first:
-            with contextlib.suppress(OSError):  # seen by nobody, then
+            with contextlib.suppress(OSError):  # then no process sees it
                 file.touch()
         multihost_utils.sync_global_devices(f"flax_layoutmap {name} written")
         seen = multihost_utils.process_allgather(np.bool_(file.exists()))

@@ -78,7 +78,7 @@ def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> 
 
 
 def _layouts_of(stored: Stored) -> str:
-    """How to say where leaves go, without a target."""
+    """The ways to say where leaves go without a target, for the message."""
     record, saved = stored.record, ""
     if record.mesh:
         sizes = ",".join(f"{name}={n}" for name, n in record.mesh.axis_sizes.items())
@@ -129,7 +129,7 @@ def _with_target(
 
 
 def _resolved(stored: Stored, tree: Any, rules: RuleSet) -> Resolution:
-    """Resolves the target; the checkpoint knows what an optimizer without tx does not.
+    """Resolves the target, with the origins in the checkpoint for unknown optimizers.
 
     (A State of one, or one that a traced function makes.)
     """
@@ -143,7 +143,7 @@ def _resolved(stored: Stored, tree: Any, rules: RuleSet) -> Resolution:
 
 
 def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The leaves of the checkpoint, by the names that the target has for them.
+    """The leaves of the checkpoint, by their names in the target.
 
     In a checkpoint without a record, a parameter that is called `value` looks like the
     content of a Variable.
@@ -160,7 +160,7 @@ def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
 
 
 def _as_keys(stored: Leaf, value: Any) -> Leaf:
-    """Numbers that Orbax noted of PRNG keys, as the keys that the target has there."""
+    """The uint32 data of PRNG keys as keys, where the target has keys."""
     target = leaf_of("", value)
     if target is None or target.kind != "key" or stored.dtype != np.uint32:
         return stored
@@ -215,7 +215,7 @@ def _one_sided(
 
 
 def _moved(target: list[str], stored: list[str]) -> str | None:
-    """Whether one tree is the other under a key: the usual mistake."""
+    """The problem that one tree is the other below a key, a common mistake; or None."""
     prefix = _prefix(target, stored)
     if prefix is not None:
         key = prefix.removesuffix("/")

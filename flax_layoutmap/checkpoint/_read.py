@@ -132,12 +132,12 @@ def _orbax_target(read: Read, held: Any, way: Way | None, as_stored: bool) -> An
 
 def _is_to_be_cast(value: Any, read: Read) -> bool:
     is_array = isinstance(value, jax.Array) and read.result.kind == "array"
-    # What Orbax has cut to 32 bits is no array to cast.
+    # An array that Orbax has cut to 32 bits must not be cast further.
     return is_array and value.dtype == read.stored.dtype != read.result.dtype
 
 
 def _laid_out(value: jax.Array, sharding: Any, dtype: Any) -> jax.Array:
-    """An array in its final sharding and dtype; what was read is given up for it."""
+    """An array in its final sharding and dtype; the one that was read is deleted."""
     with no_mesh(), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Some donated buffers were not usable"
@@ -207,7 +207,7 @@ def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
 
 
 def _keys(read: Read, value: Any) -> Any:
-    """Typed PRNG keys; Orbax gives their numbers where it has lost their kind."""
+    """Typed PRNG keys; Orbax returns their data if it has lost their kind."""
     if isinstance(value, jax.Array) and value.dtype == read.stored.dtype:
         return value
     wrap = functools.partial(jax.random.wrap_key_data, impl=read.stored.implementation)

@@ -20,12 +20,12 @@ from flax_layoutmap._rules.records import Shape
 
 AnyMesh = Mesh | AbstractMesh
 
-# Chunks of an array above which shards of irregular form are counted roughly.
+# For arrays of more chunks, irregular sets of shards get an upper bound.
 _DENSE_CHUNKS = 1 << 20
 
 
 class PerProcess(Mapping[int, float]):
-    """`process_index` → a number of bytes; thousands of leaves have one each.
+    """`process_index` → a number of bytes, compactly: there is one for each leaf.
 
     Attributes:
         names: the `process_index` of each process.

@@ -41,7 +41,7 @@ from flax_layoutmap.checkpoint._places import METADATA_FILE
 
 KEY = "flax_layoutmap"
 
-# What a record has had in every version, before there was a digest beside it.
+# The entries of records of versions that wrote no digest.
 _ENTRIES = {
     *("schema", "versions", "mesh", "rules", "sections", "leaves"),
     *("random", "layouts", "checksums"),
@@ -52,7 +52,7 @@ _LIBRARIES = ("flax-layoutmap", "jax", "flax", "orbax-checkpoint")
 
 @functools.lru_cache(maxsize=4)
 def _recorded(text: str) -> RuleSet:
-    """The rules of a record: one object, which knows what was told of them."""
+    """The rules of a record: one object for each text, so that warnings come once."""
     return rules_from_json(json.loads(text))
 
 
@@ -95,14 +95,14 @@ def to_json(
 
 
 def sealed(custom: Mapping[str, Any]) -> dict[str, Any]:
-    """Custom metadata, with a digest of all of them in our record."""
+    """Custom metadata, with a digest of all of it in our record."""
     record = {name: v for name, v in custom[KEY].items() if name != "digest"}
     digest = json_digest({**custom, KEY: record})
     return {**custom, KEY: {**record, "digest": digest}}
 
 
 def check_intact(custom: Mapping[str, Any], where: str) -> None:
-    """Compares custom metadata with their digest.
+    """Compares custom metadata with its digest.
 
     Older versions wrote none; then only what none of them wrote is a sign of damage.
 
@@ -129,7 +129,7 @@ def check_intact(custom: Mapping[str, Any], where: str) -> None:
 
 
 def _holds_record(value: Any) -> bool:
-    """Whether it is our record, or holds it, under a name that was damaged."""
+    """Whether a value is, or holds, our record under a damaged name."""
     return isinstance(value, dict) and (
         KEY in value or value.keys() >= {"schema", "sections", "leaves"}
     )
@@ -215,7 +215,7 @@ class Record:
         rules: RuleSet,
         selected: Collection[str] | None = None,
     ) -> Resolution:
-        """Resolves the saved tree as it would have been when it was live.
+        """Resolves the saved tree as the live tree would be resolved.
 
         Args:
             leaves: path → leaf, all of them.
@@ -338,7 +338,7 @@ def _version(name: str) -> str | None:
 
 
 def _leaf_json(leaf: Leaf) -> dict[str, Any]:
-    """What Orbax would lose of a leaf; nothing for an ordinary array."""
+    """The properties of a leaf that Orbax does not keep; none for an ordinary array."""
     entry: dict[str, Any] = {}
     if leaf.kind != "array":
         entry["kind"] = leaf.kind
@@ -354,7 +354,7 @@ def _leaf_json(leaf: Leaf) -> dict[str, Any]:
 
 
 def _mark_json(mark: Mark) -> dict[str, Any]:
-    """What a Variable or Linen box says about its own layout."""
+    """The layout metadata of a Variable or Linen box."""
     if mark.layout is not None:
         axes = ["..." if dim is ... else dim for dim in mark.layout.axes]
         return {"axes": axes, "memory_kind": mark.layout.memory_kind}
@@ -364,7 +364,7 @@ def _mark_json(mark: Mark) -> dict[str, Any]:
 
 
 def _box(entry: dict[str, Any]) -> Any:
-    """A Variable or box without a value that says the same."""
+    """A Variable or Linen box without a value, with this layout metadata."""
     if "names" not in entry:
         axes = [... if dim == "..." else _dim(dim) for dim in entry["axes"]]
         layout = TensorLayout(axes, memory_kind=entry["memory_kind"])

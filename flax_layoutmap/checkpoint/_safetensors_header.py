@@ -1,4 +1,4 @@
-"""What safetensors files hold: their headers, read and checked before any data.
+"""The headers of safetensors files, read and checked before any data.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name →
 dtype, shape, first and last byte), and the numbers, without holes. Large checkpoints
@@ -342,7 +342,7 @@ def _entry_problem(entry: Any, size: int) -> str | None:
 
 
 def _are_counts(values: Any) -> bool:
-    """Whether it is a list of numbers from 0 to the largest."""
+    """Whether it is a list of integers that fit into 64 bits and are not negative."""
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value <= _MOST_BYTES for value in values
     )
@@ -351,7 +351,7 @@ def _are_counts(values: Any) -> bool:
 def _span_problems(
     spans: list[tuple[int, int, Tensor]], file: str, size: int
 ) -> list[str]:
-    """Overlaps of tensors, and bytes that belong to none."""
+    """Problems of overlapping tensors, and of bytes that belong to none."""
     problems, end, before = [], 0, "the header"
     for first, last, tensor in spans:
         if first != end:

@@ -1,4 +1,4 @@
-"""Reading parts of tensors: which bytes, in how many reads, and into what.
+"""Reading parts of tensors: plans the reads of bytes, and runs them.
 
 A part is a strided view of a tensor. Bytes that lie closer together than `GAP_BYTES`
 are read in one go, with what is between them; where the gap is longer it is skipped.
@@ -18,9 +18,9 @@ import numpy as np
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap.checkpoint._safetensors_header import Tensor
 
-# To read on past a gap of this size takes about as long as to begin another read.
+# Reading a gap of this size takes about as long as starting another read.
 GAP_BYTES = 32 << 10
-# What is not read straight to its place goes through a buffer of this size.
+# Size of the buffer for reads that do not go straight into the result.
 BLOCK_BYTES = 8 << 20
 MOST_OPEN = 16
 
@@ -60,7 +60,7 @@ class Piece:
         return Piece(offset, self.strides, self.out[start:stop])
 
     def row(self, at: int) -> "Piece":
-        """One row of the first dim, which is then gone."""
+        """One row of the first dim, without that dim."""
         offset = self.offset + at * self.strides[0]
         return Piece(offset, self.strides[1:], self.out[at, ...])
 
@@ -137,7 +137,7 @@ def _is_direct(piece: Piece, dtype: np.dtype[Any]) -> bool:
 
 
 def _joined(fetches: Iterable[Fetch], dtype: np.dtype[Any]) -> list[Fetch]:
-    """Makes one read of neighbours that fit into a block."""
+    """Merges neighbouring reads that fit into a block."""
     gap, block = GAP_BYTES // dtype.itemsize, BLOCK_BYTES // dtype.itemsize
     joined: list[Fetch] = []
     for fetch in sorted(fetches, key=lambda fetch: fetch.start):
@@ -214,7 +214,7 @@ class Files:
         return self._buffer[:nbytes]
 
     def _fill(self, tensor: Tensor, fetch: Fetch, buffer: Any) -> None:
-        """Reads bytes of a tensor; the system may give them in several portions."""
+        """Reads bytes of a tensor, in as many calls as the system takes."""
         at = tensor.offset + fetch.start * tensor.dtype.itemsize
         view = memoryview(buffer)
         try:
@@ -245,7 +245,7 @@ class Files:
 
 
 def _check_bools(tensor: Tensor, fetch: Fetch, buffer: np.ndarray) -> None:
-    """Raises CheckpointError for bytes that are no bools; NumPy would keep them."""
+    """Raises CheckpointError for bytes that are no bools, which NumPy would accept."""
     if tensor.dtype != np.bool_ or buffer.max(initial=0) <= 1:
         return
     first = int(np.argmax(buffer > 1))

@@ -180,7 +180,7 @@ def _read(
     shown = False if callable(progress) else progress
     total = 0
     if tell is not None or is_shown(shown):
-        # Memory that is never touched takes none.
+        # The arrays are never touched, so they take no memory.
         total = sum(_bytes_of(stored, _buffers(planned, group)) for group in groups)
     with Files() as files:
         what = f"restoring {stored.where}"
@@ -188,7 +188,7 @@ def _read(
             before: dict[str, Any] = {}
             for group in groups:
                 new = _read_group(files, planned, group)
-                # Transfers are not waited for at once, but there are never many.
+                # Transfers overlap with the reads of the next group.
                 jax.block_until_ready([*before.values()])
                 made |= new
                 before = new
@@ -319,7 +319,7 @@ def _made(read: Read, buffers: Mapping[Index, np.ndarray]) -> Any:
         for index, devices in _boxes(sharding, result.shape).items()
         for device in devices
     ]
-    # The dtype is for a process that has no device of this mesh, and so no arrays.
+    # A process without a device of this mesh has no arrays, so pass the dtype.
     return jax.make_array_from_single_device_arrays(
         result.shape, sharding, arrays, dtype=result.dtype
     )

@@ -283,7 +283,7 @@ def _add(tensor: Made, parts: Sequence[np.ndarray], writer: Writer) -> None:
 
 
 def _made(tensor: Made, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The bytes of a tensor, of what the leaves give to it."""
+    """The bytes of a tensor, assembled from the parts that the leaves give to it."""
     made: Any = np.empty(tensor.nbytes, np.uint8)
     size = tensor.dtype.itemsize
     for part, value in zip(tensor.parts, parts, strict=True):
@@ -329,7 +329,7 @@ def _slicer(sizes: Shape, sharding: Any) -> Callable[..., jax.Array]:
 
 
 def _on_auto_axes(leaf: jax.Array) -> jax.Array:
-    """The same array on Auto axes; on Explicit ones JAX cuts no sharded dim."""
+    """The same array on Auto axes; on Explicit axes JAX does not slice sharded dims."""
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return leaf

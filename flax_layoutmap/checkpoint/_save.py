@@ -198,7 +198,7 @@ def _problem(leaf: Leaf, value: Any) -> str | None:
 
 
 def _dotted_twice(paths: Sequence[str]) -> list[str]:
-    """Orbax joins keys by `.`: of two paths with one such name it keeps one leaf."""
+    """Problems of paths that Orbax, which joins keys by `.`, stores under one name."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         by_name[path.replace("/", ".")].append(path)
@@ -211,21 +211,21 @@ def _dotted_twice(paths: Sequence[str]) -> list[str]:
 
 
 def _storable(leaf: Leaf, value: Any) -> Any:
-    """The value in a form that Orbax gives back unchanged."""
+    """The value in a form that Orbax restores unchanged."""
     if leaf.kind in ("bool", "complex"):
         # Orbax cannot read a Python bool's metadata, nor write a complex.
         return np.asarray(value)
     if leaf.is_numpy:
         return np.asarray(value, dtype=leaf.dtype)
     if leaf.is_python:
-        # Subclasses (an IntEnum) are stored as what they are at heart.
+        # Subclasses (an IntEnum) are stored as the built-in type.
         return {"int": int, "float": float, "string": str}[leaf.kind](value)
     return value
 
 
 # -------------------------------------------------------------------- reshard
 
-# What of a record tells of the live tree, whatever its layouts.
+# The entries of a record that describe the live tree, not its layouts.
 _OF_THE_TREE = ("sections", "leaves", "random", "layouts")
 
 
@@ -306,7 +306,7 @@ def reshard(
 
 
 def _kept(stored: Stored, record: dict[str, Any]) -> dict[str, Any]:
-    """The new record, which tells of the live tree what the old one told."""
+    """The new record, with the old one's description of the live tree."""
     old = stored.custom.get(_record.KEY)
     if old is None:
         return record

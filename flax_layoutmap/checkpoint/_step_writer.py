@@ -18,10 +18,10 @@ _STATE = "state"
 
 # How long a save may go on after the end of the main thread.
 _LAST_SECONDS = 20.0
-# How often it is asked whether that has come.
+# How often the end of the main thread is polled.
 _LOOK_SECONDS = 0.25
 
-# Saves that have not ended well, and that nobody was told of; and who watches them.
+# Saves that run, or whose failure was not raised yet; and the thread that guards them.
 _UNTOLD: set["_Pending"] = set()
 _guard: threading.Thread | None = None
 
@@ -34,7 +34,7 @@ def steps_in(directory: str) -> list[int]:
     if is_url(directory):
         from orbax.checkpoint import v1
 
-        # There a file in it says that a step is finished.
+        # On storage services a file marks a finished step.
         found = v1.path.step.standard_name_format().find_all(directory)
         return sorted(metadata.step for metadata in found)
     try:
@@ -51,7 +51,7 @@ def steps_in(directory: str) -> list[int]:
 
 
 def _takes_work(pool: ThreadPoolExecutor) -> bool:
-    """Whether the program is not at its end, where executors refuse new work."""
+    """Whether executors still accept work; they do not once the program is ending."""
     try:
         pool.submit(int)
     except RuntimeError:
@@ -60,7 +60,7 @@ def _takes_work(pool: ThreadPoolExecutor) -> bool:
 
 
 class _Pending(threading.Thread):
-    """Waits for a save, and remembers its failure until somebody is told of it."""
+    """Waits for a save, and keeps its failure until that is raised."""
 
     def __init__(self, what: str, response: Any) -> None:
         super().__init__(name=what, daemon=True)
@@ -69,7 +69,7 @@ class _Pending(threading.Thread):
         self.ended = threading.Event()
 
     def start(self) -> None:
-        """Starts to wait, under the eyes of the guard."""
+        """Starts to wait, and the guard if need be."""
         _guard_the_end()
         _UNTOLD.add(self)
         super().start()
@@ -79,7 +79,7 @@ class _Pending(threading.Thread):
         try:
             self._response.result()
         except BaseException as error:
-            # Whatever it is: it must reach the program's own thread.
+            # Of any kind: it is raised again in the thread that saves.
             self.error = error
         else:
             _UNTOLD.discard(self)
@@ -87,7 +87,7 @@ class _Pending(threading.Thread):
 
 
 def _guard_the_end() -> None:
-    """Sees to it, once, that no program ends with exit code 0 and a save lost.
+    """Starts the guard once: a program must not exit with code 0 and a save lost.
 
     Orbax cannot go on when the main thread has ended: a save that is under way then is
     lost, after five minutes and with exit code 0. `atexit` comes too late for that; a
@@ -210,7 +210,7 @@ class StepWriter:
                 raise pending.error
 
     def close(self) -> None:
-        """Waits for the save that is under way, and lets go of everything.
+        """Waits for the save that is under way, and closes Orbax's Checkpointer.
 
         Raises:
             CheckpointError: it failed.

@@ -199,7 +199,7 @@ def leaf_of_held(path: str, held: Any) -> Leaf | None:
     """The leaf that Orbax's metadata describes; None if it is of no known kind."""
     if hasattr(held, "shape"):
         dtype = np.dtype(held.dtype)
-        # Only arrays of JAX have a sharding to note.
+        # Only arrays of JAX have a recorded sharding.
         is_numpy = not hasattr(held, "sharding_metadata")
         return Leaf(path, "array", tuple(held.shape), dtype, is_numpy=is_numpy)
     if isinstance(held, bool):
@@ -278,11 +278,11 @@ def _section(name: str, optimizers: Container[str]) -> tuple[str, Role]:
     return "", "parameter"
 
 
-# ----------------------------------------------------- what is said of its damage
+# ----------------------------------------------------- messages about checksums
 
 
 def no_checksums(stored: Stored) -> str:
-    """What is said of a checkpoint that nothing can be compared with."""
+    """The problem of a checkpoint without checksums."""
     by = "with checksums=False, or by an older version"
     return (
         f"cannot verify {stored.where}: it has no checksums, as it was saved "
@@ -292,7 +292,7 @@ def no_checksums(stored: Stored) -> str:
 
 
 def not_as_saved(leaf: Leaf) -> str:
-    """What is said of a leaf that has another checksum than the one recorded."""
+    """The problem of a leaf whose checksum is not the recorded one."""
     return (
         f"{leaf.name}: its data are not those that were saved; restore another "
         f"checkpoint, or the rest of this one: exclude={f'^{re.escape(leaf.path)}$'!r}"
@@ -300,7 +300,7 @@ def not_as_saved(leaf: Leaf) -> str:
 
 
 def unrecorded(leaf: Leaf) -> str:
-    """What is said of a leaf without a checksum, where others have one."""
+    """The problem of a leaf without a checksum, where others have one."""
     return (
         f"{leaf.name}: there is no checksum of it in the metadata, which is damaged; "
         "restore another checkpoint, or this one with verify=False"

@@ -26,7 +26,7 @@ from flax_layoutmap.checkpoint._stored import Stored, no_checksums
 
 Strategy = Literal["direct", "aligned", "broadcast"]
 
-# Below this many bytes a leaf is read directly: a collective takes longer.
+# Smaller leaves are read directly, as a collective takes longer.
 _SMALL_BYTES = 1 << 20
 # Another strategy is taken when it reads this many times less.
 _WORTH = 1.25
@@ -112,7 +112,7 @@ class Reads:
 
 
 def _line(path: str, read: Read) -> str:
-    """What is to come of a leaf, in a line that must be equal in all processes."""
+    """How a leaf is restored, as a line that must be equal in all processes."""
     where = read.sharding
     if isinstance(where, NamedSharding):
         where = f"{show_spec(where.spec)} {where.memory_kind or ''}"
@@ -192,7 +192,7 @@ def _too_large(plan: Plan, ways: Mapping[str, Way], limit: int) -> list[str]:
 def _way(
     stored: Stored, read: Read, options: Options, sizes: Mapping[str, int]
 ) -> Way | None:
-    """How a leaf is read; None where nothing has to be."""
+    """How a leaf is read; None if there is no array to read."""
     held = stored.held.get(read.stored.path)
     if held is None or not hasattr(held, "shape"):
         return None

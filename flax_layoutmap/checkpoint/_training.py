@@ -197,7 +197,7 @@ class Checkpointer:
             self._passed = step
             return False
         try:
-            # Its failure is told before anything is said of this step.
+            # Raises the failure of an earlier save before any problem of this step.
             self.wait()
             self._start(step, state, data, metadata)
             self._last, self._passed = step, None
@@ -363,7 +363,7 @@ class Checkpointer:
         custom: dict[str, Any] = {}
         text: str | None = None
 
-        # What may go wrong in one process has to do so where the others are told.
+        # Runs within the Agreement, so that all processes learn of an error in one.
         def obstacle() -> str | None:
             nonlocal text
             tree.update(described(state))
@@ -424,7 +424,7 @@ class Checkpointer:
         return [state]
 
     def _end(self, *, deliver: bool) -> None:
-        # Of a generator that nobody closed; the save is finished, or told as lost.
+        # At exit, from a generator that was never closed: the guard finishes the save.
         if self._is_closed or sys.is_finalizing():
             return
         self._is_closed, finished = True, False
@@ -438,7 +438,7 @@ class Checkpointer:
         try:
             wait()
         except CheckpointError:
-            self._last = None  # what was thought to be saved is not
+            self._last = None  # the step was not saved after all
             raise
 
     def _let_go(self) -> None:

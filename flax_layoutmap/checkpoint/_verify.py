@@ -113,7 +113,7 @@ def verify(
 def _problems(
     stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
 ) -> list[str]:
-    """Reads leaves and says what is wrong with them."""
+    """Reads leaves and lists what is wrong with them."""
     wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for leaf in leaves:
         is_value = leaf.kind in ("int", "float", "string")
@@ -125,7 +125,7 @@ def _problems(
     except CheckpointError as error:
         if len(leaves) == 1:
             return [f"{leaves[0].name}: {error}"]
-        # One of them; halving finds it with few reads, however many there are.
+        # Bisect to find the unreadable ones with few reads.
         middle = len(leaves) // 2
         first = _problems(stored, leaves[:middle], recorded)
         return first + _problems(stored, leaves[middle:], recorded)

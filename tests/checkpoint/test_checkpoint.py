@@ -1,6 +1,5 @@
 """Saving, and restoring onto other meshes, targets and dtypes; every error's text."""
 
-import contextlib
 import os
 import re
 import warnings
@@ -18,9 +17,9 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from same import assert_placed, assert_same, bits, by_path, refused
 
 import flax_layoutmap as flm
-from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap.checkpoint import _orbax
 
 # Orbax's own annotations speak of no pathlib.Path and of any JSON value.
@@ -74,65 +73,6 @@ def plain_rules(spec: str = "data=8", **options: Any) -> flm.LayoutMap:
     layout_map = flm.LayoutMap(flm.DeviceMesh(spec), strict=False, **options)
     layout_map[r"(^|/)w$"] = ("data", ...)
     return layout_map
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    flat = flatten(tree)
-    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
-
-
-def bits(value: Any) -> Any:
-    """What two equal leaves have in common, down to the bit."""
-    if isinstance(value, str | bool | int | float | complex):
-        return type(value), value
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(value))
-        return str(value.dtype), data.shape, data.tobytes()
-    array = np.asarray(value)
-    return str(array.dtype), array.shape, array.tobytes()
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    """Equal paths, and bit-equal leaves."""
-    left, right = by_path(got), by_path(expected)
-    assert sorted(left) == sorted(right)
-    for path in left:
-        assert bits(left[path]) == bits(right[path]), path
-
-
-def assert_placed(tree: Any, resolution: flm.Resolution) -> None:
-    """Every array lies as a Resolution says: the right part on the right device."""
-    leaves = by_path(tree)
-    assert sorted(leaves) == sorted(resolution.paths)
-    wanted = dict(zip(resolution.paths, resolution.sharding_list(), strict=True))
-    sharded = 0
-    for path, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array):
-            continue
-        sharding = wanted[path]
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), path
-        assert leaf.sharding.mesh == sharding.mesh, path  # pyright: ignore
-        sharded += not leaf.sharding.is_fully_replicated
-        places = sharding.devices_indices_map(leaf.shape)
-        assert {s.device for s in leaf.addressable_shards} == set(places)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            continue
-        whole = np.asarray(leaf)
-        for shard in leaf.addressable_shards:
-            assert shard.index == places[shard.device], path
-            part = np.asarray(shard.data)
-            assert part.shape == sharding.shard_shape(leaf.shape), path
-            assert part.tobytes() == whole[shard.index].tobytes(), path
-    assert sharded or resolution.mesh is None or resolution.mesh.size == 1
-
-
-@contextlib.contextmanager
-def refused(*phrases: str) -> Iterator[None]:
-    """Expects one CheckpointError whose text has all the phrases."""
-    with pytest.raises(flm.errors.CheckpointError) as caught:
-        yield
-    for phrase in phrases:
-        assert phrase in str(caught.value), str(caught.value)
 
 
 def trained() -> dict[str, Any]:
@@ -301,18 +241,28 @@ FORMS = ["module", "State", "pure dict", "strings for ints", "lists for ints"]
 
 
 @pytest.mark.parametrize("target_form", FORMS)
-@pytest.mark.parametrize("saved_form", ["module", "pure dict", "lists for ints"])
+@pytest.mark.parametrize(
+    ("writer", "saved_form"),
+    [
+        (flm.checkpoint.save, "module"),
+        (flm.checkpoint.save, "pure dict"),
+        (flm.checkpoint.save, "lists for ints"),
+        (v1.save, "State"),
+        (v1.save, "pure dict"),
+    ],
+)
 def test_forms_of_a_model_are_joined_by_path(
-    saved_form: str, target_form: str, tmp_path: Path
+    writer: Any, saved_form: str, target_form: str, tmp_path: Path
 ) -> None:
     model = make()
-    flm.checkpoint.save(tmp_path / "a", {"model": same_model(saved_form, model)})
+    writer(tmp_path / "a", {"model": same_model(saved_form, model)})
     target = {"model": same_model(target_form, nnx.eval_shape(make))}
     layout_map = rules(MESHES["another shape"]())
     restored = flm.checkpoint.restore(tmp_path / "a", target, layout_map=layout_map)
     structure = jax.tree.structure(restored["model"])
     assert structure == jax.tree.structure(target["model"])
     assert_same(restored["model"], model)
+    assert_placed(restored["model"], layout_map.resolve(model))
 
 
 class Dense(nn.Module):
@@ -817,7 +767,8 @@ def test_a_rule_that_does_not_fit_is_named(saved: Path) -> None:
 def test_names_that_are_near(small: Path) -> None:
     target = {"w": jnp.ones((8, 4)), "b": {"bais": jnp.ones(4), "count": 1}, "step": 0}
     with refused(
-        "b/bais (4,): is in the target, not in the checkpoint; did you mean 'b/bias'?",
+        "b/bais (4,): is in the target, not in the checkpoint; did you mean 'b/bias'? "
+        "then pass rename={'^b/bias$': 'b/bais'}",
         "b/bias (4,): is in the checkpoint, not in the target",
     ):
         flm.checkpoint.restore(small, target, layout_map=plain_rules())
@@ -849,6 +800,10 @@ def test_a_tree_saved_under_a_key(saved: Path, tmp_path: Path) -> None:
     ("stored", "target", "text"),
     [
         (jnp.ones((2, 3)), jnp.ones((2, 3, 1)), "another rank: the checkpoint has"),
+        (jnp.ones(()), jnp.ones(2), "another rank: the checkpoint has (), the target"),
+        (jnp.ones((2, 3)), np.ones((2, 2)), "has (2,3), the target (2,2); nothing is "),
+        (jnp.ones(2), jnp.ones(2, bool), "the target bool; restore it as it is"),
+        (jnp.ones(2), jnp.ones(2, jnp.complex64), "the target complex64; restore it"),
         (jnp.ones(2), jnp.ones(2, jnp.int32), "restore it as it is and convert it"),
         (jnp.ones(2, jnp.int8), jnp.ones(2, jnp.int32), "another dtype"),
         (jnp.ones(2), jnp.ones(2, jnp.bfloat16), 'pass dtype="target"'),

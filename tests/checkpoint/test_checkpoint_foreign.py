@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from same import assert_same, by_path
 from shards import assert_lies
 
 import flax_layoutmap as flm
@@ -53,25 +54,6 @@ def rules(mesh: Any) -> flm.LayoutMap:
     return layout_map
 
 
-def by_path(tree: Any) -> dict[str, Any]:
-    from flax_layoutmap._tree.flatten import flatten
-
-    flat = flatten(tree)
-    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
-
-
-def assert_same(tree: Any, other: Any) -> None:
-    ours, theirs = by_path(tree), by_path(other)
-    assert list(ours) == list(theirs)
-    for path, leaf in ours.items():
-        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            assert np.array_equal(
-                jax.random.key_data(leaf), jax.random.key_data(theirs[path])
-            ), path
-        else:
-            assert np.array_equal(leaf, theirs[path]), path
-
-
 @pytest.fixture(scope="module")
 def mesh() -> flm.DeviceMesh:
     return flm.DeviceMesh((2, 4), ("data", "model"))
@@ -102,32 +84,8 @@ def written(path: Path, tree: Any) -> Path:
 # ---------------------------------------------------------------------- grafting
 
 
-def state_of(node: Any) -> Any:
-    return nnx.state(node)
-
-
 def pure(node: Any) -> Any:
     return nnx.to_pure_dict(nnx.state(node))
-
-
-@pytest.mark.parametrize("saved", [state_of, pure], ids=["State", "pure dict"])
-@pytest.mark.parametrize("target", ["module", "State", "pure dict", "function"])
-def test_the_form_of_an_nnx_model_does_not_matter(
-    saved: Any, target: str, mesh: flm.DeviceMesh, tmp_path: Path
-) -> None:
-    model = make()
-    path = written(tmp_path / "a", saved(model))
-    other = Net(nnx.Rngs(1))
-    targets: dict[str, Any] = {
-        "module": other,
-        "State": nnx.state(other),
-        "pure dict": pure(other),
-        "function": lambda: Net(nnx.Rngs(1)),
-    }
-    result = restore(path, targets[target], layout_map=rules(mesh))
-    assert_same(result, pure(model) if target == "pure dict" else model)
-    kernel = by_path(result)["layers/1/kernel"]
-    assert_lies(kernel, ((), ("model",)), mesh)
 
 
 @pytest.mark.parametrize("boxed", [True, False])
@@ -139,7 +97,8 @@ def test_a_train_state_of_linen_boxed_and_unboxed(
     for target in (state, nn.meta.unbox(state), train_state):
         result = restore(path, target, layout_map=rules(mesh))
         assert type(result) is TrainState
-        assert_same(nn.meta.unbox(result), nn.meta.unbox(state))
+        assert int(result.step) == 0
+        assert_same((result.params, result.opt_state), (state.params, state.opt_state))
         mu = by_path(result)["opt_state/0/mu/up/kernel"]
         assert_lies(mu, ((), ("model",)), mesh)
 
@@ -695,21 +654,6 @@ def test_a_rank_that_does_not_fit_is_told_by_the_plan(
     layout_map["up/kernel"] = ("data", None, "model")
     with pytest.raises(flm.errors.CheckpointError, match="model/up/kernel"):
         plan(saved, layout_map=layout_map)
-
-
-def test_damage_is_told_by_inspect(saved: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "a"
-    for file in ("_CHECKPOINT_METADATA", "state/_METADATA"):
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(saved, copy)
-        (copy / file).write_text("{")
-        with pytest.raises(flm.errors.CheckpointError, match=Path(file).name):
-            inspect(copy)
-    (tmp_path / "b.orbax-checkpoint-tmp").mkdir()
-    with pytest.raises(flm.errors.CheckpointError, match="unfinished"):
-        inspect(tmp_path / "b.orbax-checkpoint-tmp")
-    text = (saved / "_CHECKPOINT_METADATA").read_text()
-    assert json.loads(text)["custom_metadata"]["flax_layoutmap"]["schema"] == 1
 
 
 @pytest.mark.parametrize("where", ["1", "tx", "a/b", ""])

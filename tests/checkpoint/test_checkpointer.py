@@ -20,12 +20,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import same
 from flax import nnx
 from helpers import run_python
 from jax.core import Tracer
+from same import refused
 
 import flax_layoutmap as flm
-from flax_layoutmap._tree.flatten import flatten
 
 v1: Any = ocp.v1
 policies = v1.training.save_decision_policies
@@ -134,25 +135,7 @@ def train(
 
 def bits(tree: Any) -> dict[str, Any]:
     """Path → dtype, shape and bytes of each leaf."""
-    flat = flatten(tree)
-    found = {}
-    for path, leaf in zip(flat.full_paths(), flat.leaves, strict=True):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(
-            leaf.dtype, jax.dtypes.prng_key
-        ):
-            leaf = jax.random.key_data(leaf)
-        array = np.asarray(leaf)
-        found[path] = (str(array.dtype), array.shape, array.tobytes())
-    return found
-
-
-@contextlib.contextmanager
-def refused(*phrases: str) -> Iterator[None]:
-    """Expects one CheckpointError whose text has all the phrases."""
-    with pytest.raises(flm.errors.CheckpointError) as caught:
-        yield
-    for phrase in phrases:
-        assert phrase in str(caught.value), str(caught.value)
+    return {path: same.bits(leaf) for path, leaf in same.by_path(tree).items()}
 
 
 def plain_load(path: Path) -> Any:
