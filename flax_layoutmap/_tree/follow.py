@@ -27,26 +27,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 # of them in the context keeps them apart.
 _NUMBERS = itertools.count()
 
-# What JAX calls the bodies of loops.
-_LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
-
-
-def is_in_a_loop(x: Any) -> bool:
-    """Whether a traced value is traced for the body of a loop, `scan` or `while_loop`.
-
-    No public name of JAX tells. These private attributes of tracers did from 0.8.1 to
-    0.10.2: `_trace`, its `parent_trace`, and its `frame.debug_info.traced_for`. Where
-    they are gone, no value counts as one in a loop; `tests/place/test_relayout.py`
-    fails then.
-    """
-    trace = getattr(x, "_trace", None)
-    while trace is not None:
-        info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(info, "traced_for", None) in _LOOPS:
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
-
 
 def constrained(x: Any, sharding: NamedSharding) -> Any:
     """A sharding constraint whose cotangent lies as `x` does, not as the result.
