@@ -180,7 +180,7 @@ def arrays_as_data(node: Any, kind: type) -> None:
     """Makes static attributes data where an array would be.
 
     Args:
-        node: an NNX object, which is searched as a whole.
+        node: an NNX object, with all that it holds.
         kind: what stands for an array.
     """
     for owner in objects_of(node):
