@@ -70,8 +70,8 @@ def _on_the_mesh(
 ) -> tuple[Jaxpr, dict[Any, Any], Mesh | None]:
     """The jaxpr, the values of its inputs and constants, and the mesh to compute on.
 
-    They are on Auto axes: on Explicit axes JAX would ask how a product of them lies,
-    which a constructor does not say. The results have the user's own axis types.
+    They are on Auto axes: on Explicit axes JAX would ask for the sharding of a product
+    of them, which a constructor does not say. The results have the user's axis types.
     """
     closed = traced.closed
     jaxpr, values = calls_in_line(closed.jaxpr)

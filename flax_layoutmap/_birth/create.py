@@ -59,8 +59,8 @@ def create(
             of Flax, where each element is random or the same number. Where one is
             computed from many (a norm, a product of matrices), sums in shards may
             round otherwise (1e-5, relative), and so may a table of sines; with `exact`
-            such an array has the bits of `jax.jit` of what makes it: each device
-            computes it whole, one array at a time, and keeps its shard.
+            such an array has the bits of `jax.jit` of what makes it: it is initialized
+            replicated, one array at a time, then sliced.
         **kwargs: keyword arguments of `make`, likewise.
 
     Returns:
@@ -130,7 +130,7 @@ def create_optimizer(
 ) -> Any:
     """Makes the optimizer of a sharded model; its state follows the model's layouts.
 
-    Each dim of the state lies as the dim of the parameter that it was made from:
+    Each dim of the state is sharded as the dim of the parameter that it was made from:
     moments as the parameter, Adafactor's row and column statistics as its rows and
     columns. Counters are replicated on the mesh.
 

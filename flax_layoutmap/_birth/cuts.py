@@ -23,7 +23,7 @@ from flax_layoutmap._tree.jaxprs import SMALL, size_of
 
 _LOG = logging.getLogger(__name__)
 
-# An output that nobody wants.
+# An output that is not wanted.
 SKIP = object()
 
 # So many elements may have keys, and what raw ones are made of: all the keys of a
@@ -265,7 +265,7 @@ class _Small:
         if on_host is not None:
             return {eqn.outvars[0]: on_host}
         cut, given = _with_numbers_as_inputs(self._jaxpr, eqn, known)
-        # A number lies as what is computed does, so that both share a program.
+        # A literal gets the sharding of a computed number: both share a program.
         place = self._place or _place_among(given)
         places, shardings = (place,) * len(given), (place,) * len(eqn.outvars)
         self.steps.append(Step(cut, given, places, shardings, tuple(eqn.outvars)))

@@ -60,8 +60,8 @@ def layout_map_scope(layout_map: Any) -> Block:
     shape and a dtype: calls of the model, and copies of it (`nnx.clone`), come after
     the block.
 
-    An `nnx.Optimizer` made in the block is filled after its model: its state lies as
-    that of `flm.create_optimizer(model, tx, layout_map=layout_map)`.
+    An `nnx.Optimizer` made in the block is filled after its model: its state has the
+    layouts of that of `flm.create_optimizer(model, tx, layout_map=layout_map)`.
 
     Linen modules hold no variables: `init` of one that is made in the block, called in
     it or later, makes them sharded, as `flm.create` does; under `jax.jit` it constrains

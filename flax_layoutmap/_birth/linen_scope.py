@@ -116,7 +116,7 @@ def _made(
 ) -> Any:
     """What the `init` of a module gives, sharded; one that reads values runs at once.
 
-    That is then whole on one device, for a moment.
+    Its variables are then on one device, for a moment.
     """
     try:
         return create(make, rules, *args, **kwargs)

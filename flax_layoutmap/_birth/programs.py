@@ -266,7 +266,7 @@ def run(
 
 
 def temporary_bytes(step: Step, programs: Mapping[Any, Any]) -> int:
-    """What a device needs beside inputs and results; 0 where nobody says."""
+    """What a device needs beside inputs and results; 0 where that is unknown."""
     if step.key not in programs:
         return 0
     found = programs[step.key].memory_analysis()
@@ -313,7 +313,7 @@ def _jitted(step: Step) -> Any:
 
 
 def _template(value: Any, place: Any) -> Any:
-    """What a program is lowered for: a value, or one that lies nowhere yet, there."""
+    """What a program is lowered for: a value, or its shape where it will be moved."""
     if place is None or sharding_of(value) is not None:
         return value
     aval: Any = jax.typeof(value)

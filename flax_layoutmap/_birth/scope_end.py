@@ -162,7 +162,7 @@ def _warn_of_lost(made: Made, nodes: Iterable[Any]) -> None:
         warn(
             f"layout_map_scope: {', '.join(lost)} was made inside of a "
             "transformation (nnx.vmap, jax.jit) and is part of no model of the "
-            "block, so it lies where it was made, unless it is abstract "
+            "block, so it stays where it was made, unless it is abstract "
             "(nnx.eval_shape): make it in the __init__ of a module, or with "
             "flm.create(make, layout_map)"
         )

@@ -59,7 +59,7 @@ class Follower:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; None if nobody keeps it."""
+        """The optimizer; None if it was collected."""
         return self._optimizer()
 
     def owns(self, part: Any) -> bool:
@@ -69,11 +69,11 @@ class Follower:
     def resolve(
         self, rules: RuleSet, shardings: dict[int, Any]
     ) -> tuple[Any, Resolution] | None:
-        """Its own state, and how that lies; None where the model is on no mesh.
+        """Its own state with its Resolution; None where the model is on no mesh.
 
         Args:
             rules: the rules of the block, of which the section `optimizer` counts.
-            shardings: id of a leaf of a model → how it will lie. What else is needed
+            shardings: id of a leaf of a model → its sharding. What else is needed
                 to make the state is added.
 
         Raises:
@@ -130,7 +130,7 @@ class Follower:
 
         Args:
             state: its own state, and
-            resolution: how it lies, both from `resolve`.
+            resolution: its Resolution, both from `resolve`.
             values: id of a leaf → the array in its place; the new ones are added.
 
         Returns:
@@ -175,7 +175,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _placed(leaf: Any, shardings: Mapping[int, Any]) -> Any:
-    """A parameter as it will lie: without a sharding where that is on no mesh."""
+    """A parameter in its final sharding; in none where that is on no mesh."""
     own = shardings.get(id(leaf))
     if own is None:
         if isinstance(leaf, AfterTheScope):

@@ -32,8 +32,8 @@ from flax_layoutmap._place.place import (
     move,
     wanted_layout,
 )
-from flax_layoutmap._tree.flax_internals import is_nnx_object
-from flax_layoutmap._tree.follow import alike, constrained, is_in_a_loop
+from flax_layoutmap._tree.flax_internals import is_in_a_loop, is_nnx_object
+from flax_layoutmap._tree.follow import alike, constrained
 
 _MESHES = DeviceMesh | Mesh | AbstractMesh
 

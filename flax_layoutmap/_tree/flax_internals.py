@@ -1,4 +1,6 @@
-"""The few names of Flax in use that are private or that moved between versions.
+"""The few names of Flax and JAX in use that are private or have moved.
+
+Flax:
 
 - `Variable._var_metadata` (flax 0.12.4 to 0.12.8): read without a copy, 30,000 times in
   a large model. Fallback: `Variable.get_metadata()`.
@@ -31,6 +33,13 @@
 - `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
   that shared Variables are wanted once, as the default may change. Before: left out.
 
+JAX:
+
+- `Tracer.sharding` (0.8.1 to 0.10.2): replaced while a constructor is traced. Fallback:
+  the time of a trace grows with the square of its length.
+- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is (0.8.1
+  to 0.10.2): tell the body of a loop. Fallback: no value counts as one in a loop.
+
 `tests/tree/test_flax_internals.py` fails when one of them moves.
 """
 
@@ -47,6 +56,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.core import Tracer
 
 _GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters else {}
 
@@ -394,3 +404,40 @@ def intercept_calls(wrap: Callable[[type, Any], Any]) -> Iterator[None]:
 def _with_subclasses(cls: type) -> set[type]:
     below = {own for child in cls.__subclasses__() for own in _with_subclasses(child)}
     return below | {cls}
+
+
+@contextlib.contextmanager
+def tracers_without_sharding() -> Iterator[None]:
+    """Inside, a tracer says at once that it has no sharding.
+
+    Flax asks it for every key that an `nnx.Rngs` gives. JAX (0.10.2) then looks through
+    the whole program for the words of its AttributeError, which nobody reads.
+    """
+    if "sharding" not in vars(Tracer):
+        yield
+        return
+    none: Any = property(_no_sharding)
+    with patched(Tracer, "sharding", lambda _: none):
+        yield
+
+
+def _no_sharding(tracer: Tracer) -> Any:
+    raise AttributeError(f"a traced value has no sharding: {tracer.aval}")
+
+
+# What JAX calls the bodies of loops.
+_LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
+
+
+def is_in_a_loop(x: Any) -> bool:
+    """Whether a traced value is traced for the body of a loop, `scan` or `while_loop`.
+
+    No public name of JAX tells.
+    """
+    trace = getattr(x, "_trace", None)
+    while trace is not None:
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(info, "traced_for", None) in _LOOPS:
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False

@@ -1,7 +1,7 @@
 """Constraints on Auto axes that follow another array, there or back.
 
 Under `jit` with Auto axes a traced value has no sharding to read: the compiler chooses
-it, later. What can be said is that two values are to lie alike,
+it, later. What can be said is that two values have the same sharding,
 `jax.experimental.shard_alike`. Here that is said of a cotangent and the input of the
 forward pass, or of two arrays.
 
@@ -27,29 +27,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 # of them in the context keeps them apart.
 _NUMBERS = itertools.count()
 
-# What JAX calls the bodies of loops.
-_LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
-
-
-def is_in_a_loop(x: Any) -> bool:
-    """Whether a traced value is traced for the body of a loop, `scan` or `while_loop`.
-
-    No public name of JAX tells. These private attributes of tracers did from 0.8.1 to
-    0.10.2: `_trace`, its `parent_trace`, and its `frame.debug_info.traced_for`. Where
-    they are gone, no value counts as one in a loop; `tests/place/test_relayout.py`
-    fails then.
-    """
-    trace = getattr(x, "_trace", None)
-    while trace is not None:
-        info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(info, "traced_for", None) in _LOOPS:
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
-
 
 def constrained(x: Any, sharding: NamedSharding) -> Any:
-    """A sharding constraint whose cotangent lies as `x` does, not as the result.
+    """A sharding constraint whose cotangent has the sharding of `x`.
 
     `x` itself is what says how, so it is kept until the backward pass; and the
     cotangent is gathered on its way.
@@ -58,8 +38,8 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
         x: a traced value; of floating point, or there is nothing to send back.
         sharding: on Auto axes only; dims may be `PartitionSpec.UNCONSTRAINED`.
 
-    Plain JAX: `jax.lax.with_sharding_constraint(x, sharding)`, whose cotangent lies as
-    the result does.
+    Plain JAX: `jax.lax.with_sharding_constraint(x, sharding)`, whose cotangent has
+    the sharding of the result.
     """
     if jnp.issubdtype(x.dtype, jnp.inexact):
         x = _relayout.bind(x, x, there=sharding, back=None, mesh=sharding.mesh)
@@ -69,14 +49,14 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
 
 
 def alike(x: Any, like: Any, mesh: Any) -> Any:
-    """`x`, lying on Auto axes as `like` does, of the same shape; back as `x` does."""
+    """`x` in the sharding of `like` on Auto axes; its cotangent in that of `x`."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return _follow(x, like, mesh)
     return _relayout.bind(x, like, x, there=None, back=None, mesh=mesh)
 
 
 def _follow(x: Any, like: Any, mesh: Any) -> Any:
-    # shard_alike is symmetric: an x that may lie anyhow must come first. The barrier
+    # shard_alike is symmetric: an x in any sharding must come first. The barrier
     # keeps that constraint from spreading to `like`.
     x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
     x = jax.lax.optimization_barrier(x)
@@ -85,7 +65,7 @@ def _follow(x: Any, like: Any, mesh: Any) -> Any:
 
 
 def _value(x: Any, *leaders: Any, there: Any, back: Any, mesh: Any) -> Any:
-    """What the primitive does: x, constrained to `there` or as its leader lies."""
+    """What the primitive does: constrain x to `there`, or as its leader is."""
     if there is None:
         return _follow(x, leaders[0], mesh)
     return jax.lax.with_sharding_constraint(x, there)
@@ -112,7 +92,7 @@ def _transpose(
 ) -> list[Any]:
     nothing = [None] * len(leaders)
     if any(ad.is_undefined_primal(leader) for leader in leaders):
-        # jax.linear_transpose of a bare relayout: there is no value to lie like.
+        # jax.linear_transpose of a bare relayout: there is no value to follow.
         return [cotangent, *nothing]
     back_again = _relayout.bind(
         cotangent, *reversed(leaders), there=back, back=there, mesh=mesh
@@ -121,7 +101,7 @@ def _transpose(
 
 
 def _batch(args: Any, at: Any, *, there: Any, back: Any, mesh: Any) -> tuple[Any, int]:
-    """The new dim goes first and may lie as it likes."""
+    """The new dim goes first and is left open."""
     size = next(a.shape[d] for a, d in zip(args, at, strict=True) if d is not None)
     args = [
         jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)

@@ -11,9 +11,10 @@ when an attribute is set, and a traced array is no `jax.Array` for some versions
 
 import collections
 import functools
+import gc
 import re
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +49,9 @@ _ALONE = (
     complex,
     type,
     types.ModuleType,
+    types.FrameType,
+    types.GeneratorType,
+    types.CoroutineType,
     np.ndarray,
     jax.Array,
 )
@@ -176,7 +180,7 @@ def arrays_as_data(node: Any, kind: type) -> None:
     """Makes static attributes data where an array would be.
 
     Args:
-        node: an NNX object, which is searched as a whole.
+        node: an NNX object, with all that it holds.
         kind: what stands for an array.
     """
     for owner in objects_of(node):
@@ -295,48 +299,12 @@ def _is_function(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a function, a container, or any other object of Python holds."""
+    """What a function, a container, or any other object of Python refers to."""
     if isinstance(value, _ALONE):
         return ()
-    if isinstance(value, types.MethodType):
-        return value.__self__, value.__func__
-    parts = list(_attributes(value))
-    if isinstance(value, dict | types.MappingProxyType):
-        parts += value.values()
-    if isinstance(value, tuple | list | set | frozenset | collections.deque):
-        parts += value
-    if isinstance(value, functools.partial):
-        parts += value.func, *value.args, *value.keywords.values()
-    if isinstance(value, types.FunctionType):
-        parts += *_closure(value), *(value.__defaults__ or ())
-        parts += (value.__kwdefaults__ or {}).values()
+    if isinstance(value, types.FunctionType):  # but its module
+        defaults = value.__defaults__, value.__kwdefaults__
+        return (*(value.__closure__ or ()), *defaults, value.__dict__)
     # What jax.jit, nnx.jit and functools.wraps have made of a function.
     wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
-    return parts if wrapped is None else [*parts, wrapped]
-
-
-def _attributes(value: Any) -> Iterator[Any]:
-    """What an object keeps in its `__dict__` and its slots; runs no code of its own."""
-    try:
-        yield from object.__getattribute__(value, "__dict__").values()
-    except AttributeError:
-        pass
-    for kind in type(value).__mro__:
-        if "__slots__" not in vars(kind):
-            continue
-        for slot in vars(kind).values():
-            if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    yield slot.__get__(value)
-                except AttributeError:  # not set
-                    continue
-
-
-def _closure(function: types.FunctionType) -> list[Any]:
-    cells: list[Any] = []
-    for cell in function.__closure__ or ():
-        try:
-            cells.append(cell.cell_contents)
-        except ValueError:  # not set yet
-            continue
-    return cells
+    return (*gc.get_referents(value), wrapped)

@@ -36,13 +36,10 @@ class Structure:
 
 
 def structure_of(tree: Any) -> Structure | None:
-    """The structure of a tree; None if it has leaves that are no arrays."""
+    """The structure of a tree of dicts, lists and States of arrays; else None."""
     try:
         return Structure(Memory().of(tree))
-    except UnknownNodeError:
-        root = _ByTreedef.of(tree)
-        return None if root is None else Structure(root)
-    except (TypeError, ValueError, RecursionError):
+    except (UnknownNodeError, TypeError, ValueError, RecursionError):
         return None  # metadata that cannot be compared, or a very deep tree
 
 
@@ -116,28 +113,6 @@ class _Variable:
             and self.content == read_value(other)
             and self.metadata == read_metadata(other)
         )
-
-
-class _ByTreedef:
-    """Any other tree, by JAX's own structure of it."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, treedef: Any, leaves: list[_Array]) -> None:
-        self.treedef, self.leaves = treedef, leaves
-
-    @classmethod
-    def of(cls, tree: Any) -> "_ByTreedef | None":
-        leaves, treedef = jax.tree.flatten(tree)
-        memory = Memory()
-        try:
-            return cls(treedef, [memory.of(leaf) for leaf in leaves])
-        except UnknownNodeError:
-            return None
-
-    def __eq__(self, other: Any) -> bool:
-        leaves, treedef = jax.tree.flatten(other)
-        return treedef == self.treedef and self.leaves == leaves
 
 
 class Memory:

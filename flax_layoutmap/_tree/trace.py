@@ -26,8 +26,8 @@ from flax_layoutmap._tree.flax_internals import (
     nnx_state,
     no_mesh,
     objects_of,
-    patched,
     restore_eager_flag,
+    tracers_without_sharding,
     variables_of,
     was_made_elsewhere,
     without_eager_sharding,
@@ -97,33 +97,16 @@ def in_constructor() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quickly() -> Iterator[None]:
-    """Inside, a tracer says at once that it has no sharding.
+def _tracing() -> Iterator[None]:
+    """The contexts that a constructor is traced in.
 
-    Flax asks it for every key that an `nnx.Rngs` gives. JAX (0.10.2) then looks through
-    the whole program for the words of its AttributeError, which nobody reads: the time
-    of a trace would grow with the square of its length.
+    JAX traces in spite of `jax.disable_jit`, and looks for no leaks: the objects that a
+    constructor makes keep what is traced, until they get values.
     """
-    if "sharding" not in vars(Tracer):
-        yield
-        return
-    none: Any = property(_no_sharding)
-    with patched(Tracer, "sharding", lambda _: none):
-        yield
-
-
-@contextlib.contextmanager
-def _plainly() -> Iterator[None]:
-    """Inside, JAX traces in spite of `jax.disable_jit`, and looks for no leaks.
-
-    The objects that a constructor makes keep what is traced, until they get values.
-    """
-    with jax.disable_jit(False), jax.check_tracer_leaks(False):
-        yield
-
-
-def _no_sharding(tracer: Tracer) -> Any:
-    raise AttributeError(f"a traced value has no sharding: {tracer.aval}")
+    with no_mesh(), without_eager_sharding(), in_constructor():
+        with tracers_without_sharding():
+            with jax.disable_jit(False), jax.check_tracer_leaks(False):
+                yield
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +239,7 @@ def trace(
         seen["leaves"] = leaves
         return [*(leaf for leaf in leaves if _is_value(leaf)), *after]
 
-    with no_mesh(), without_eager_sharding(), in_constructor(), _quickly(), _plainly():
+    with _tracing():
         try:
             closed, shapes = jax.make_jaxpr(program, return_shape=True)(
                 *[_shape_of(value) for value in given.values]

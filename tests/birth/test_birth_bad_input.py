@@ -119,18 +119,6 @@ def test_an_error_that_is_caught_in_the_block(mesh: flm.DeviceMesh) -> None:
     assert_lies(model.layer.kernel[...], COLUMN, mesh)
 
 
-def test_a_scope_left_by_an_exception(mesh: flm.DeviceMesh) -> None:
-    kept: list[Any] = []
-    with pytest.raises(Stop):
-        with flm.layout_map_scope(rules(mesh)):
-            kept.append(Model())
-            raise Stop
-    with pytest.raises(
-        flm.errors.StructureError, match="block failed: make the model again"
-    ):
-        kept[0].layer(jnp.ones((1, 8)))
-
-
 def test_a_module_that_is_never_used(mesh: flm.DeviceMesh) -> None:
     """Neither made, nor kept, nor asked whether it fits."""
     seen: list[Any] = []
@@ -343,18 +331,6 @@ def kept() -> Iterator[list[Any]]:
     KEPT.clear()
     yield KEPT
     KEPT.clear()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_registry_of_modules(mesh: flm.DeviceMesh, way: str, kept: Any) -> None:
-    """What is in it is the model that is made."""
-
-    def also(model: Any, rngs: Any) -> None:
-        kept.extend([model, model.layer])
-
-    model = WAYS[way](lambda: Model(also), rules(mesh))
-    assert kept[0] is model and kept[1] is model.layer and len(kept) == 2
-    assert_lies(kept[1].kernel[...], COLUMN, mesh)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -19,8 +19,6 @@ import flax_layoutmap as flm
 from flax_layoutmap._birth import arrays as _arrays
 from flax_layoutmap._birth import create as _create
 from flax_layoutmap._birth import programs as _programs
-from flax_layoutmap._resolve import memory as _memory
-from flax_layoutmap._rules.scope import current_rules
 from flax_layoutmap._tree import trace as _trace
 from flax_layoutmap._tree.flatten import flatten
 
@@ -67,10 +65,7 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     """Blocks, tied weights, statistics, counters, an int, a key, nothing at all."""
 
-    built = 0
-
     def __init__(self, rngs: nnx.Rngs, initialise: Any = counting) -> None:
-        type(self).built += 1
         self.embed = nnx.Embed(16, 8, embedding_init=initialise, rngs=rngs)
         self.blocks = nnx.List([Block(rngs, initialise) for _ in range(2)])
         self.norm = nnx.BatchNorm(8, rngs=rngs)
@@ -176,73 +171,6 @@ def test_several_axes_on_one_dim(any_mesh: flm.DeviceMesh, axes: Any) -> None:
     assert_lies(model.bias[...], ((),), any_mesh)
 
 
-INITIALIZERS: dict[str, Callable[..., Any]] = {
-    "normal": nnx.initializers.normal(),
-    "truncated_normal": nnx.initializers.truncated_normal(),
-    "uniform": nnx.initializers.uniform(),
-    "lecun_normal": nnx.initializers.lecun_normal(),
-    "he_uniform": nnx.initializers.he_uniform(),
-    "xavier_normal": nnx.initializers.xavier_normal(),
-    "variance_scaling": nnx.initializers.variance_scaling(2.0, "fan_avg", "uniform"),
-    "constant": nnx.initializers.constant(0.3),
-    "zeros": nnx.initializers.zeros,
-    "ones": nnx.initializers.ones,
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_initializers_are_bit_equal(mesh: flm.DeviceMesh, dtype: str) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["."] = ("model", "data")
-
-    def all_of_them() -> Any:
-        return {
-            name: initialise(jax.random.key(at), (16, 8), jnp.dtype(dtype))
-            for at, (name, initialise) in enumerate(INITIALIZERS.items())
-        }
-
-    made = flm.create(all_of_them, layout_map)
-    for leaf in made.values():
-        assert_lies(leaf, (("model",), ("data",)), mesh)
-    assert_same_bits(made, jax.jit(all_of_them)())
-
-
-def test_key_implementations(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["w"] = ("model", "data")
-
-    def one() -> Any:
-        found = {}
-        for impl in ("threefry2x32", "rbg", "unsafe_rbg"):
-            key = jax.random.key(3, impl=impl)
-            found[impl] = {"w": jax.random.normal(key, (16, 8)), "key": key}
-        return found
-
-    made = flm.create(one, layout_map)
-    for impl, part in made.items():
-        assert str(jax.random.key_impl(part["key"])) == impl
-        assert_lies(part["w"], (("model",), ("data",)), mesh)
-    whole = jax.jit(one, out_shardings=layout_map.shardings(one))()
-    assert_same_bits(made, whole)
-    if jax.__version_info__ < (0, 10):
-        # There, on some CPUs, jit itself rounds rbg's normals otherwise in shards.
-        made = {"threefry2x32": made["threefry2x32"]}
-    plain = jax.jit(one)()
-    assert_same_bits(made, {impl: plain[impl] for impl in made})
-
-
-def test_an_initializer_over_the_whole_matrix_is_close(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["w"] = ("model", None)
-
-    def one() -> Any:
-        return {"w": nnx.initializers.orthogonal()(jax.random.key(3), (16, 16))}
-
-    made = flm.create(one, layout_map)
-    assert_lies(made["w"], ROW, mesh)
-    np.testing.assert_allclose(made["w"], one()["w"], rtol=1e-5, atol=1e-6)
-
-
 # ------------------------------------------------------------------ objects of NNX
 
 
@@ -257,24 +185,12 @@ def test_the_graphdef_is_that_of_the_eager_model(
     assert model.embed.embedding.get_metadata()["eager_sharding"] is eager
 
 
-def test_tied_weights_stay_tied(mesh: flm.DeviceMesh) -> None:
-    model = flm.create(make, rules(mesh))
-    assert model.head is model.embed
-    assert model.head.embedding is model.embed.embedding
-
-
 def test_the_model_can_be_changed_afterwards(mesh: flm.DeviceMesh) -> None:
     model = flm.create(make, rules(mesh))
     model.blocks[0].up.bias[...] = jnp.ones(16)
     model.extra = nnx.Param(jnp.ones(3))
     model.drop(jnp.ones(8))
     assert model.drop.rngs.count.get_value() == make().drop.rngs.count.get_value() + 1
-
-
-def test_the_constructor_runs_once(mesh: flm.DeviceMesh) -> None:
-    before = Model.built
-    flm.create(make, rules(mesh))
-    assert Model.built == before + 1
 
 
 def test_counters_are_those_of_the_eager_run(mesh: flm.DeviceMesh) -> None:
@@ -309,28 +225,6 @@ def test_arguments_keep_their_metadata(mesh: flm.DeviceMesh) -> None:
     assert jax.tree.structure(state) == jax.tree.structure(nnx.split(make())[1])
 
 
-def test_an_argument_whose_structure_changes(mesh: flm.DeviceMesh) -> None:
-    def grow(block: Any) -> Any:
-        block.extra = nnx.Param(jnp.ones(3))
-        return {"w": jnp.ones(8)}
-
-    block = Block(nnx.Rngs(0))
-    with pytest.raises(flm.errors.StructureError) as caught:
-        flm.create(grow, rules(mesh), block)
-    assert str(caught.value) == (
-        "the function changes the structure of its argument, a Block, not only its "
-        "values: change it outside, or return it"
-    )
-    assert not hasattr(block, "extra")
-
-
-def test_counters_of_an_outer_object_are_refused(mesh: flm.DeviceMesh) -> None:
-    rngs = nnx.Rngs(0)
-    with pytest.raises(flm.errors.StructureError, match="pass it as an argument"):
-        flm.create(lambda: Model(rngs), rules(mesh))
-    assert rngs.default.count.get_value() == 0
-
-
 def test_a_module_as_argument_of_another(mesh: flm.DeviceMesh) -> None:
     class Wrap(nnx.Module):
         def __init__(self, inner: Block) -> None:
@@ -340,19 +234,6 @@ def test_a_module_as_argument_of_another(mesh: flm.DeviceMesh) -> None:
     inner = Block(nnx.Rngs(1))
     model = flm.create(Wrap, rules(mesh), inner)
     assert_lies(model.inner.up.kernel[...], COLUMN, mesh, inner.up.kernel[...])
-
-
-def test_two_objects_that_share_a_variable(mesh: flm.DeviceMesh) -> None:
-    def two() -> Any:
-        model = make()
-        return {"model": model, "head": model.head}
-
-    with pytest.raises(flm.errors.StructureError) as caught:
-        flm.create(two, rules(mesh))
-    assert str(caught.value) == (
-        "two objects of the result, a Embed and a Model, share a Param: return one "
-        "object that holds both, so that they stay shared"
-    )
 
 
 def test_model_and_optimizer_in_one_constructor(mesh: flm.DeviceMesh) -> None:
@@ -624,36 +505,6 @@ def test_a_context_of_another_mesh(mesh: flm.DeviceMesh) -> None:
     assert_model_lies(model, mesh)
 
 
-def contexts() -> tuple[Any, ...]:
-    return (
-        jax.sharding.get_mesh(),
-        jax.sharding.get_abstract_mesh(),
-        nnx.using_eager_sharding(),
-        current_rules(),
-    )
-
-
-@pytest.mark.parametrize("around", [nothing, jax.set_mesh], ids=["bare", "set_mesh"])
-def test_a_constructor_that_raises_leaves_contexts_as_they_were(
-    mesh: flm.DeviceMesh, around: Any
-) -> None:
-    class Broken(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.up = nnx.Linear(8, 8, rngs=rngs)
-            raise RuntimeError("no such weights")
-
-    with around(bare(mesh)):
-        before = contexts()
-        with pytest.raises(RuntimeError, match="no such weights"):
-            flm.create(lambda: Broken(nnx.Rngs(0)), rules(mesh))
-        rngs = nnx.Rngs(0)
-        with pytest.raises(RuntimeError, match="no such weights"):
-            flm.create(Broken, rules(mesh), rngs)
-        assert contexts() == before
-        assert rngs.default.count.get_value() == 0
-        assert_model_lies(flm.create(make, rules(mesh)), mesh)
-
-
 # ------------------------------------------------------------------------- memory
 
 
@@ -832,13 +683,6 @@ def test_indivisible_may_replicate(mesh: flm.DeviceMesh) -> None:
     assert_lies(model.kernel[...], ((), ("data",)), mesh)
 
 
-def test_rank_is_an_error(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["kernel"] = ("model",)
-    with pytest.raises(flm.errors.ResolveError, match="has 1 dims, the leaf has 2"):
-        flm.create(lambda: linear(8, 8), layout_map)
-
-
 def test_a_map_without_devices(
     abstract_mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -855,14 +699,6 @@ def test_a_map_without_devices(
         "create needs a mesh of devices, the rules have DeviceMesh('data=2,model=4', "
         "abstract); use layout_map.on(flm.DeviceMesh(...))"
     )
-
-
-def test_a_result_that_jax_cannot_flatten(mesh: flm.DeviceMesh) -> None:
-    with pytest.raises(flm.errors.StructureError) as caught:
-        flm.create(lambda: {1: jnp.ones(3), "1": jnp.ones(3)}, rules(mesh))
-    text = str(caught.value)
-    assert text.startswith("JAX cannot flatten what the function returns: ")
-    assert text.endswith("; a dict needs keys of one type")
 
 
 def test_empty_results(mesh: flm.DeviceMesh) -> None:

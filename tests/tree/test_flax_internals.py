@@ -305,3 +305,21 @@ def test_calls_are_intercepted_in_the_block_alone() -> None:
     assert seen == [Heads, nnx.Linear]
     heads(jnp.ones((1, 2)))
     assert seen == [Heads, nnx.Linear]
+
+
+def test_values_of_a_loop_are_told() -> None:
+    found: list[bool] = []
+
+    def body(carry: Any, _: Any = None) -> Any:
+        found.append(internals.is_in_a_loop(carry))
+        return carry
+
+    def in_loops(x: Any) -> Any:
+        found.append(internals.is_in_a_loop(x))
+        x = jax.lax.scan(lambda c, _: (body(c), None), x, None, length=2)[0]
+        x = jax.lax.fori_loop(0, 2, lambda _, c: body(c), x)
+        return jax.lax.while_loop(lambda c: body(c) < 3, jax.jit(body), x)
+
+    jax.make_jaxpr(in_loops)(1.0)
+    assert found[0] is False and len(found) >= 5 and all(found[1:])
+    assert not internals.is_in_a_loop(jnp.ones(2))

@@ -80,16 +80,6 @@ def test_a_module() -> None:
     assert nnx.split(model)[0] == nnx.split(Model(nnx.Rngs(0)))[0]
 
 
-def test_the_model_can_be_used_and_changed() -> None:
-    model = born(trace(lambda: Model(nnx.Rngs(0))))
-    dropout: Any = model.dropout
-    count = int(dropout.rngs.count[...])
-    dropout(jnp.ones(4))
-    assert int(dropout.rngs.count[...]) == count + 1
-    model.embed.embedding[...] = jnp.zeros((3, 4))
-    assert not model.head.embedding[...].any()
-
-
 def test_trees_numbers_and_what_is_no_array() -> None:
     def make() -> Any:
         return {
@@ -132,17 +122,6 @@ def test_static_arguments_stay_static() -> None:
 
     traced = trace(make, (nnx.Rngs(0), 8), {"deep": True})
     assert traced.abstract["embed"]["embedding"].get_value().shape == (3, 8)
-
-
-def test_arguments_that_count_go_on_counting() -> None:
-    traced_rngs, eager_rngs = nnx.Rngs(0), nnx.Rngs(0)
-    traced = trace(lambda rngs: Model(rngs), (traced_rngs,))
-    assert int(traced_rngs.default.count[...]) == 0
-    model = born(traced)
-    Model(eager_rngs)
-    assert int(eager_rngs.default.count[...]) > 0
-    assert leaves(nnx.state(traced_rngs))[0] == leaves(nnx.state(eager_rngs))[0]
-    assert isinstance(model, Model)
 
 
 def test_one_object_given_twice_stays_one() -> None:
@@ -393,14 +372,6 @@ HARMLESS: dict[str, Any] = {
 def test_what_does_not(kind: str) -> None:
     model = born(trace(lambda: Kept(lambda module, x: HARMLESS[kind])))
     assert model.attribute == HARMLESS[kind]
-
-
-def test_arguments_that_jax_cannot_flatten_are_static() -> None:
-    def make(config: Any, x: Any) -> Any:
-        return {"w": x * config["scale"]}
-
-    traced = trace(make, ({"scale": 2, 1: "one"}, jnp.ones(2)))
-    np.testing.assert_array_equal(born(traced)["w"], [2, 2])
 
 
 # ----------------------------------------------------------------- contexts
