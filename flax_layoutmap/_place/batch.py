@@ -205,16 +205,12 @@ def has_rows(leaf: Any) -> bool:
 
 def leaf_sharding(leaf: Any, rules: RuleSet) -> NamedSharding:
     """Where a leaf of a batch belongs; whether it divides is not asked."""
-    return batch_sharding(rules, rows=has_rows(leaf))
-
-
-def batch_sharding(rules: RuleSet, *, rows: bool) -> NamedSharding:
-    """The sharding of an array with rows; or that of one without, replicated."""
-    return _sharding(rules.batch if rows else (), rules.mesh)
+    return rows_sharding(rules.batch if has_rows(leaf) else (), rules.mesh)
 
 
 @functools.lru_cache(maxsize=64)
-def _sharding(axes: tuple[str, ...], mesh: DeviceMesh) -> NamedSharding:
+def rows_sharding(axes: tuple[str, ...], mesh: DeviceMesh) -> NamedSharding:
+    """Dim 0 over some axes; replicated without any."""
     return TensorLayout((axes, ...), mesh).sharding()
 
 

@@ -21,6 +21,7 @@ from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.place import distribute_tensor
+from flax_layoutmap._resolve.decide import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.announce import Remark, news
 from flax_layoutmap._rules.matching import is_for_outputs, reaching_the_end
@@ -253,7 +254,7 @@ class Active:
 
         def laid(keys: Any, x: Any) -> Any:
             name = join_keys(keys)
-            own = [forms(prefix, _joined(path, name))] if name else []
+            own = [forms(prefix, f"{path}/{name}".lstrip("/"))] if name else []
             return self._leaf([*own, forms(prefix, path)], x, several)
 
         return jax.tree.unflatten(treedef, [laid(keys, x) for keys, x in leaves])
@@ -267,7 +268,9 @@ class Active:
             rule = self._rule(*paths[-1])
             if several and not x.shape:
                 return x  # a loss beside the activations
-        if rule is None or (rule.rank == "skip" and not _has_rank(rule, len(x.shape))):
+        if rule is None or (
+            rule.rank == "skip" and not fits(rule.layout, len(x.shape))
+        ):
             return x
         try:
             return distribute_tensor(x, self._layout(rule, x.shape))
@@ -340,11 +343,12 @@ class Active:
         if not unused or not self._called or rules.strict is False:
             return
         lines = []
-        known = [own[0] for own in self._called]
         for pattern in unused:
+            known = [own[0] for own in self._called]
             near = closest(pattern.removesuffix("/output"), known)
-            hint = f"; the closest is {near[0]!r}" if near else ""
-            lines.append(f"{pattern!r}{hint}")
+            lines.append(
+                f"{pattern!r}; the closest is {near[0]!r}" if near else repr(pattern)
+            )
         text = (
             f"activation rules that match the output of no module: {', '.join(lines)}"
         )
@@ -406,12 +410,3 @@ def _modules_of(root: Any) -> list[tuple[Any, Any]]:
 def _outputs_of(own: Sequence[str]) -> tuple[str, ...]:
     """The forms of a path of a module as Keras's spelling has them."""
     return tuple(f"{form}/output" for form in own)
-
-
-def _joined(*parts: str) -> str:
-    return "/".join(part for part in parts if part)
-
-
-def _has_rank(rule: Rule, ndim: int) -> bool:
-    rank = rule.layout.rank
-    return rank is None or rank == ndim

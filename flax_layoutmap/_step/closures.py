@@ -8,6 +8,7 @@ it computes with that, it is told which module to take as an argument.
 import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from jax.core import Tracer
 
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._step.arguments import first_four
 from flax_layoutmap._tree.flax_internals import (
     call_reading_as,
     constants_of,
@@ -137,19 +139,13 @@ class Closures:
             _objects_within([("", self._fun)]), _objects_within(self._given)
         )
         found = _paths(objects, dict(wanted))
-        paths = _listed(path for path, _ in found)
-        owners = _listed({owner for _, owner in found if owner})
+        paths = first_four(sorted(path for path, _ in found))
+        owners = first_four(sorted({owner for _, owner in found if owner}))
         return StructureError(
             f"{self._name} {verb} {paths} outside of its arguments: compiled, it would "
             f"go on with the values that are there now; pass {owners or 'the module'} "
             f"as an argument of {self._name} and use that"
         )
-
-
-def _listed(names: Iterable[str]) -> str:
-    every = sorted(names)
-    more = f" and {len(every) - 4} more" if len(every) > 4 else ""
-    return ", ".join(every[:4]) + more
 
 
 def _self_of(error: Exception) -> Any:
@@ -239,7 +235,8 @@ def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     ):
         with contextlib.suppress(ValueError):  # not set yet
             yield name, cell.cell_contents
-    yield from _defaults_of(function)
+    parameters = inspect.signature(function, follow_wrapped=False).parameters
+    yield from ((name, one.default) for name, one in parameters.items())
     names = list(dict.fromkeys(_names_in(function.__code__)))
     for name in filter(function.__globals__.__contains__, names):
         value = function.__globals__[name]
@@ -248,14 +245,6 @@ def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             # Of what holds this much, what the function says.
             for other in filter(vars(value).__contains__, names):
                 yield f"{name}.{other}", vars(value)[other]
-
-
-def _defaults_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    values = function.__defaults__ or ()
-    names = code.co_varnames[: code.co_argcount]
-    yield from zip(names[len(names) - len(values) :], values, strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

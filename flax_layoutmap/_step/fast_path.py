@@ -120,7 +120,8 @@ class FastPath:
         """
         if call.rules is None:
             return  # a program depends on where its state lies
-        if program.change or program.nested or program.returns_objects:
+        outcome = program.outcome
+        if outcome.change or outcome.nested or outcome.returns_objects:
             return  # a change of structure comes once
         config: Any = jax.config
         if not program.cacheable or config.jax_debug_nans or config.jax_debug_infs:
@@ -297,7 +298,7 @@ class _Route:
         # Those that the program changes come first.
         self._variables = [variables[at] for at in positions]
         self._wanted = [program.wanted[at] for at in positions]
-        self._changed = self._variables[: len(program.changed)]
+        self._changed = self._variables[: len(program.outcome.changed)]
         self._donates = len(places.donated)
 
         def found(trees: Sequence[Tree]) -> list[_Fetch]:

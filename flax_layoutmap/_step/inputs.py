@@ -23,7 +23,7 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.fetch import normal_sharding, own_sharding
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
-from flax_layoutmap._place.batch import batch_sharding, clash_of_rows, has_rows
+from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._rules.announce import Remark, announce
@@ -175,7 +175,7 @@ def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
             "pad it, batch, mask = flm.pad_batch(batch, layout_map), drop the rest, or "
             "place it yourself with flm.distribute_tensor"
         )
-    sharding = batch_sharding(rules, rows=rows)
+    sharding = rows_sharding(rules.batch if rows else (), rules.mesh)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
     return put(leaf, sharding)

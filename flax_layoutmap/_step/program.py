@@ -29,13 +29,13 @@ from flax_layoutmap._step.shardings import (
     wanted_after,
     wanted_before,
 )
-from flax_layoutmap._step.trace import Job, Traced, mesh_context, trace_job
+from flax_layoutmap._step.trace import Job, Outcome, Traced, mesh_context, trace_job
 from flax_layoutmap._tree.flax_internals import (
     check_can_write,
     objects_of,
     write_value,
 )
-from flax_layoutmap._tree.graph import Change, drain, with_objects
+from flax_layoutmap._tree.graph import drain, with_objects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,15 +90,10 @@ class Program:
             result as last entry.
         wanted: one sharding (or None: as it is) per leaf of all arguments.
         places: where the leaves are among its inputs.
-        changed: positions of what the function changed in NNX objects; each of them is
-            the value of a Variable.
-        nested: positions of what else it changed: in a value that is a tree, or outside
-            of Variables. Not donated, as they are not written in one step.
-        change: what else it did to them, if it did; `changed` is empty then.
-        out_tree: structure of the function's result.
-        out_shapes: its abstract leaves.
-        changed_shapes: the outputs before it, abstract.
-        returns_objects: whether NNX objects or their Variables are in the result.
+        outcome: what its outputs are. What is `nested` in a value or outside of
+            Variables is not donated, as it is not written in one step.
+        shapes: abstract outputs: what the function changed, and the leaves of its
+            result.
         cacheable: whether nothing of an outer trace is inside, and the function sets
             or edits no constant that cannot be hashed, for the next call's.
         fingerprints: lines of rules, mesh and table; empty where there is one process,
@@ -109,13 +104,8 @@ class Program:
     jitted: Any
     wanted: Sequence[Any]
     places: Places
-    changed: tuple[int, ...]
-    nested: tuple[int, ...]
-    change: Change | None
-    out_tree: Any
-    out_shapes: Sequence[Any]
-    changed_shapes: Sequence[Any]
-    returns_objects: bool
+    outcome: Outcome
+    shapes: tuple[Sequence[Any], Sequence[Any]]
     cacheable: bool
     fingerprints: Mapping[str, Sequence[str]]
     agreed: bool = False
@@ -184,21 +174,14 @@ def make_program(job: Job, call: Call) -> Program:
         out_shardings=[*layouts, result],
         donate_argnums=(0, 2),
     )
+    shapes, out_shapes = traced.shapes
     holds_tracers = any(isinstance(const, Tracer) for const in traced.closed.consts)
     return Program(
         jitted=jitted,
         wanted=wanted,
         places=places,
-        changed=outcome.changed,
-        nested=outcome.nested,
-        change=change,
-        out_tree=outcome.out_tree,
-        out_shapes=traced.shapes[1],
-        changed_shapes=[
-            *traced.shapes[0],
-            *(abstract(leaves[at], None) for at in moved),
-        ],
-        returns_objects=outcome.returns_objects,
+        outcome=dataclasses.replace(outcome, change=change),
+        shapes=([*shapes, *(abstract(leaves[at], None) for at in moved)], out_shapes),
         cacheable=outcome.keeps_constants and not holds_tracers,
         fingerprints=fingerprints,
     )
@@ -303,16 +286,17 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
     Returns:
         The function's result.
     """
-    change, arguments = program.change, call.arguments
+    outcome, arguments = program.outcome, call.arguments
+    change = outcome.change
     objects: list[Any] = []
-    if change is not None or program.returns_objects:
+    if change is not None or outcome.returns_objects:
         objects = objects_of([node for one in arguments for node in one.objects])
     if change is not None:
         check_apart(arguments, [one.objects for one in arguments], object)
     changed: list[Any] = []
-    if program.changed:
+    if outcome.changed:
         holders = [holder for argument in arguments for holder in argument.holders()]
-        changed = [holder[0] for at in program.changed if (holder := holders[at])]
+        changed = [holder[0] for at in outcome.changed if (holder := holders[at])]
         check_can_write(changed)
     with mesh_context(call.rules, leaves):
         results = itertools.chain.from_iterable(
@@ -327,9 +311,9 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
         raw = (leaf for argument in arguments for leaf in argument.raw)
         pairs = enumerate(zip(raw, leaves, strict=True))
         new = {at: leaf for at, (was, leaf) in pairs if was is not leaf}
-        new.update(zip(program.nested, outputs, strict=True))
-        _write_back(arguments, {at: new[at] for at in new.keys() - {*program.changed}})
-    return with_objects(result, objects) if program.returns_objects else result
+        new.update(zip(outcome.nested, outputs, strict=True))
+        _write_back(arguments, {at: new[at] for at in new.keys() - {*outcome.changed}})
+    return with_objects(result, objects) if outcome.returns_objects else result
 
 
 def _write_back(arguments: Sequence[Argument], new: Mapping[int, Any]) -> None:
@@ -342,14 +326,19 @@ def _write_back(arguments: Sequence[Argument], new: Mapping[int, Any]) -> None:
 
 def abstract_result(program: Program, call: Call) -> Any:
     """The function's result without arrays; no object is changed."""
-    result = jax.tree.unflatten(program.out_tree, program.out_shapes)
-    if not program.returns_objects:
+    outcome, (changed, results) = program.outcome, program.shapes
+    result = jax.tree.unflatten(outcome.out_tree, results)
+    if not outcome.returns_objects:
         return result
     given = [abstract(leaf, None) for leaf in call.leaves]
-    if program.change is not None:
-        leaves = program.change.leaves(given, program.changed_shapes)
-        return with_objects(result, objects_of(program.change.merged(leaves)))
-    merged: list[Any] = []
-    for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
-        merged += argument.rebuild(given[span.start : span.stop])[1]
+    if outcome.change is not None:
+        merged = outcome.change.merged(outcome.change.leaves(given, changed))
+    else:
+        merged = [
+            node
+            for argument, span in zip(
+                call.arguments, spans(call.arguments), strict=True
+            )
+            for node in argument.rebuild(given[span.start : span.stop])[1]
+        ]
     return with_objects(result, objects_of(merged))

@@ -327,12 +327,13 @@ def _lower_program(
     kept = [order[at] for at in kept_by(lowered, ["inputs"], variadic=True)]
     place = {leaf: at for at, leaf in enumerate(kept)}
     known: dict[int, int] = {}
-    if program.change is None:
-        known = dict(enumerate((*program.changed, *program.nested)))
-    start = len(program.changed_shapes)
-    plain = jax.tree.unflatten(program.out_tree, program.out_shapes)
+    outcome, (changed, out_shapes) = program.outcome, program.shapes
+    if outcome.change is None:
+        known = dict(enumerate((*outcome.changed, *outcome.nested)))
+    start = len(changed)
+    plain = jax.tree.unflatten(outcome.out_tree, out_shapes)
     results = look_at(traced, order, plain, start, arguments)
-    shapes = [*program.changed_shapes, *program.out_shapes]
+    shapes = [*changed, *out_shapes]
     found, gradients = pairs_of(results, arguments, shapes, known)
     fixed = [one.name for one in arguments if job.in_sharding(one.slot) is not None]
     gives_away = set(program.gives_away)

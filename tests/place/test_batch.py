@@ -20,7 +20,6 @@ from flax_layoutmap._place.batch import (
     Split,
     clash_of_rows,
     has_rows,
-    leaf_sharding,
     split_of,
 )
 
@@ -203,20 +202,6 @@ def test_refused_inside_jit(layout_map: flm.LayoutMap) -> None:
     step = jax.jit(lambda x: flm.distribute_batch({"x": x}, layout_map))
     with pytest.raises(flm.LayoutError, match=r"x: a traced value \(4,\)"):
         step(np.ones(4))
-
-
-def test_what_jit_may_ask(mesh: flm.DeviceMesh, wide: flm.LayoutMap) -> None:
-    """The parts that others of the package use."""
-    rules = wide.freeze()
-    rows = leaf_sharding(np.ones((8, 2)), rules)
-    assert rows == NamedSharding(bare(mesh), PartitionSpec(("model", "data")))
-    for leaf in (3, jax.random.key(0), jax.random.PRNGKey(0)):
-        assert leaf_sharding(leaf, rules).spec == PartitionSpec()
-    assert clash_of_rows(16, rules) == ""
-    assert clash_of_rows(4, rules) == (
-        "dim 0 of size 4 does not divide by mesh axes 'model' (4) × 'data' (2), "
-        "8 together"
-    )
 
 
 # -------------------------------------------- which rows of which process

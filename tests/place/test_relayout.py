@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
+from jax.experimental.shard_alike import shard_alike
 from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
@@ -141,15 +143,6 @@ def test_copies_between_meshes_of_any_dtype(dtype: str) -> None:
     moved = flm.dtensor.copy_to_mesh(x, lay(PLACES[2], OTHER))
     assert moved.dtype == dtype
     assert_lies(moved, PLACES[2], OTHER, X.astype(dtype))
-
-
-def test_to_memory_of_the_host_and_back() -> None:
-    layout = flm.TensorLayout(("x", None), MESH, memory_kind="pinned_host")
-    moved = flm.dtensor.copy_to_mesh(put(PLACES[1]), layout)
-    assert moved.sharding.memory_kind == "pinned_host"
-    back = flm.relayout(moved, lay(PLACES[1]))
-    assert back.sharding.memory_kind == "device"
-    assert_lies(back, PLACES[1], MESH, X)
 
 
 def test_explicit_axes_keep_their_dims_on_another_mesh_when_traced() -> None:
@@ -418,8 +411,6 @@ def test_like_of_several_arrays_of_one_shape_under_jit() -> None:
 
 
 def test_control_shard_alike_alone_takes_the_union() -> None:
-    from jax.experimental.shard_alike import shard_alike
-
     x, like = put(PLACES[1]), put(PLACES[4])
     y = jax.jit(lambda x, like: shard_alike(like, x)[1])(x, like)
     assert not lies(y, PLACES[4], MESH)
@@ -482,15 +473,6 @@ def test_like_of_another_dtype_under_jit() -> None:
     numbers = put(PLACES[1], value=X.astype(np.int32))
     moved = jax.jit(flm.relayout_like)(numbers, put(PLACES[4]))
     assert_lies(moved, PLACES[4], MESH, X.astype(np.int32))
-
-
-def test_like_variables_and_boxes() -> None:
-    from flax import linen, nnx
-
-    param = nnx.Param(put(PLACES[1]))
-    box: Any = linen.Partitioned(put(PLACES[1]), names=("a", "b"))
-    for like in (param, box):
-        assert_lies(flm.relayout_like(X, like), PLACES[1], MESH, X)
 
 
 def test_like_keys() -> None:
@@ -582,8 +564,6 @@ def test_like_in_a_loop_is_refused(loop: str) -> None:
 
 def test_inside_flm_jit() -> None:
     """Names, bare axes, the Variables of a model, and its gradient."""
-    from flax import nnx
-
     layout_map = flm.LayoutMap(MESH, strict=False)
     layout_map["kernel"] = (None, "y")
     layout_map.names["hidden"] = ("x", None)
@@ -620,27 +600,6 @@ def test_without_a_gradient_nothing_is_added_to_the_program() -> None:
     plain = operations(lambda x: jax.lax.with_sharding_constraint(x * 2, sharding))
     assert operations(lambda x: flm.relayout(x * 2, lay(PLACES[4]))) == plain
     assert "all-gather" in plain or "all-to-all" in plain
-
-
-def test_variables_stay_variables() -> None:
-    from flax import nnx
-
-    moved = flm.relayout(nnx.Param(put(PLACES[1])), lay(PLACES[4]))
-    assert isinstance(moved, nnx.Param)
-    assert_lies(moved[...], PLACES[4], MESH, X)
-
-
-def test_like_keeps_variables_and_boxes_as_relayout_does() -> None:
-    from flax import linen, nnx
-
-    box: Any = linen.Partitioned
-    x, like = put(PLACES[1]), put(PLACES[4])
-    param = flm.relayout_like(nnx.Param(x), like)
-    assert isinstance(param, nnx.Param)
-    assert_lies(param.get_value(), PLACES[4], MESH, X)
-    boxed = flm.relayout_like(box(x, names=("a", "b")), nnx.Param(like))
-    assert isinstance(boxed, linen.Partitioned)
-    assert_lies(boxed.value, PLACES[4], MESH, X)
 
 
 # ------------------------------------------------- axes of another type, other devices
@@ -790,3 +749,18 @@ def test_a_gradient_that_is_no_layout(
     if text == "use a tuple":
         with pytest.raises(kind, match=text):
             flm.relayout([], lay(PLACES[4]), gradient=gradient)
+
+
+def test_variables_and_boxes_stay_what_they_are() -> None:
+    """And stand for what they hold, where they are followed."""
+    box: Any = linen.Partitioned
+    x, like = put(PLACES[1]), put(PLACES[4])
+    for made, wanted in (
+        (flm.relayout(nnx.Param(x), lay(PLACES[4])), nnx.Param),
+        (flm.relayout_like(nnx.Param(x), like), nnx.Param),
+        (flm.relayout_like(box(x, names=("a", "b")), nnx.Param(like)), box),
+        (flm.relayout_like(x, box(like, names=("a", "b"))), jax.Array),
+    ):
+        assert isinstance(made, wanted)
+        (array,) = jax.tree.leaves(made)
+        assert_lies(array, PLACES[4], MESH, X)

@@ -18,13 +18,12 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
+from steps import DIMS, X, Y, counting, make, rules
 
 import flax_layoutmap as flm
 from flax_layoutmap._tree.flatten import flatten
 
 P = PartitionSpec
-X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
-Y = np.linspace(1.0, -1.0, 64, dtype=np.float32).reshape(8, 8)
 BATCHES = [(X * scale, Y) for scale in (1.0, 0.5, -0.8, 0.3, 0.9, -0.2, 0.7)]
 
 # Its large epsilon keeps rounding errors small where gradients are.
@@ -32,42 +31,6 @@ TX = optax.adam(1e-2, eps=1e-2)
 
 # Orbax's own annotations speak of no pathlib.Path and of any JSON value.
 v1: Any = ocp.v1
-
-
-def counting(key: Any, shape: Any, dtype: Any = jnp.float32, *_: Any) -> Any:
-    """An initialiser that compiles in no time."""
-    del key
-    values = np.sin(np.arange(np.prod(shape), dtype=np.float32)).reshape(shape) / 3
-    return jnp.asarray(values, dtype)
-
-
-class Model(nnx.Module):
-    """Two sharded kernels, BatchNorm statistics, and a Dropout that counts."""
-
-    def __init__(self) -> None:
-        rngs = nnx.Rngs(0)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-        self.up = nnx.Linear(8, 16, kernel_init=counting, rngs=rngs)
-        self.drop = nnx.Dropout(0.25, rngs=rngs)
-        self.down = nnx.Linear(16, 8, kernel_init=counting, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.down(self.drop(nnx.relu(self.up(self.norm(x)))))
-
-
-DIMS: dict[str, Dims] = {
-    "up/kernel": ((), ("model",)),
-    "up/bias": (("model",),),
-    "down/kernel": (("model",), ()),
-}
-
-
-def rules(mesh: flm.DeviceMesh) -> flm.LayoutMap:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["up/kernel"] = (None, "model")
-    layout_map["up/bias"] = ("model",)
-    layout_map["down/kernel"] = ("model", None)
-    return layout_map
 
 
 def loss_of(model: Any, x: Any, y: Any) -> Any:
@@ -83,9 +46,9 @@ def train(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
 def pair(layout_map: Any = None) -> tuple[Any, Any]:
     """A model and its optimizer; sharded if there is a map."""
     if layout_map is None:
-        model = Model()
+        model = make()
         return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
-    model = flm.create(Model, layout_map)
+    model = flm.create(make, layout_map)
     return model, flm.create_optimizer(model, TX, wrt=nnx.Param)
 
 
@@ -611,7 +574,7 @@ def test_nothing_drifts_in_a_hundred_steps(
     layout_map = rules(mesh)
     schedule = optax.linear_schedule(1e-2, 1e-3, 100)
     tx = optax.inject_hyperparams(optax.adam)(learning_rate=schedule)
-    model = flm.create(Model, layout_map)
+    model = flm.create(make, layout_map)
     optimizer = flm.create_optimizer(model, tx, wrt=nnx.Param)
     step = flm.jit(
         scaled, layout_map=layout_map, donate_argnames=("model", "optimizer")
