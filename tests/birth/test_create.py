@@ -19,6 +19,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._birth import arrays as _arrays
 from flax_layoutmap._birth import create as _create
 from flax_layoutmap._birth import programs as _programs
+from flax_layoutmap._resolve import memory as _memory
 from flax_layoutmap._tree import trace as _trace
 from flax_layoutmap._tree.flatten import flatten
 

@@ -20,6 +20,7 @@ from rich.console import Console
 
 import flax_layoutmap as flm
 from flax_layoutmap._show import resolved_table as _resolved_table
+from flax_layoutmap._show.diff import ResolutionDiff
 
 Tree = dict[str, Any]
 
@@ -352,7 +353,7 @@ def printed(value: Any, width: int = 80, **options: Any) -> str:
     return file.getvalue()
 
 
-def difference() -> flm.ResolutionDiff:
+def difference() -> ResolutionDiff:
     """Of two meshes, with leaves that were added."""
     after = rules(strict=False).on(flm.DeviceMesh.abstract("data=4,model=2"))
     return rules(strict=False).resolve(decoder(12)).diff(after.resolve(decoder(13)))
