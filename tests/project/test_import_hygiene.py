@@ -81,6 +81,12 @@ def test_import_alone_loads_nothing_else(use: str) -> None:
     assert modules_loaded_by(code) == {"flax_layoutmap"}
 
 
+def test_errors_need_neither_jax_nor_flax() -> None:
+    loaded = modules_loaded_by("import flax_layoutmap as flm; flm.errors.MeshError")
+    assert "flax_layoutmap.errors" in loaded
+    assert top_level(loaded) == {"flax_layoutmap"}
+
+
 def test_control_first_use_is_seen() -> None:
     loaded = modules_loaded_by("import flax_layoutmap as flm; flm.DeviceMesh")
     assert {"flax_layoutmap._core.mesh", "jax", "numpy"} <= loaded

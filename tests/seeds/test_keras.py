@@ -337,15 +337,10 @@ def on(name: str, *kinds: str) -> Callable[[Vector], bool]:
 
 TWO = ("(None, 'model')", 1)
 INSERTION_DIFFERENCES = {
-    "outcome:list on a mesh": Difference(
-        "a list is as good as a tuple, as Keras's page says",
-        on("mesh", "list", "spec"),
-        lambda _: [*TWO, True, False],
-    ),
     "outcome:list": Difference(
         "a list is as good as a tuple, as Keras's page says",
-        on("no mesh", "list", "spec"),
-        lambda _: [*TWO, False, False],
+        lambda vector: vector["kind"] in ("list", "spec"),
+        lambda vector: [*TWO, vector["on"] == "mesh", False],
     ),
     "outcome:sharding": Difference(
         "a NamedSharding is a layout, with its mesh",
@@ -493,30 +488,20 @@ MESH_DIFFERENCES: dict[str, Difference] = {
         "a text is no list of names; Keras takes its letters, and fails later",
     ),
     **in_every(
-        "one letter",
-        mesh_given([8], "a"),
-        {**GONE, "ids": None, "auto": None},
-        "a text is no list of names",
-    ),
-    **in_every(
-        "one name twice",
-        mesh_given([2, 4], ["a", "a"]),
-        {**GONE, "ids": None, "auto": None},
-        "axis names differ",
-    ),
-    **in_every(
-        "one device twice",
-        mesh_given([2], ["a"], ["cpu:0", "cpu:0"]),
-        {**GONE, "ids": None, "auto": None},
-        "a device is in a mesh once",
-    ),
-    **in_every(
         "DTensor's spelling",
         mesh_given([2], ["a"], ["CPU:1", "cpu:0"]),
         {"ids": [1, 0], "auto": True},
         "DTensor writes the platform in capitals; Keras fails later",
     ),
 }
+for _arguments, _reason in (
+    (([8], "a"), "a text is no list of names"),
+    (([2, 4], ["a", "a"]), "axis names differ"),
+    (([2], ["a"], ["cpu:0", "cpu:0"]), "a device is in a mesh once"),
+):
+    MESH_DIFFERENCES |= in_every(
+        _reason, mesh_given(*_arguments), {**GONE, "ids": None, "auto": None}, _reason
+    )
 for _names in (["cpu:99", "cpu:1"], ["gpu:0", "gpu:1"], ["nonsense", "cpu:0"]):
     MESH_DIFFERENCES |= in_every(
         str(_names),
@@ -678,17 +663,16 @@ def indivisible(vector: Vector) -> bool:
     return ranks_agree and vector["eager"] is None and vector["jit"] is not None
 
 
+EVERY_DIM = "a layout names every dim; Keras takes it as one of the first dims"
 TENSOR_DIFFERENCES = {
-    "eager:lower rank": Difference(
-        "a layout names every dim; Keras takes it as one of the first dims",
-        lambda vector: of_lower_rank(vector) and vector["eager"] is not None,
-        refused,
-    ),
-    "jit:lower rank": Difference(
-        "a layout names every dim; Keras takes it as one of the first dims",
-        lambda vector: of_lower_rank(vector) and vector["jit"] is not None,
-        refused,
-    ),
+    **{
+        f"{how}:lower rank": Difference(
+            EVERY_DIM,
+            lambda vector, how=how: of_lower_rank(vector) and vector[how] is not None,
+            refused,
+        )
+        for how in ("eager", "jit")
+    },
     "jit:indivisible": Difference(
         "inside of jit too; Keras drops the layout in silence", indivisible, refused
     ),
@@ -814,11 +798,7 @@ def variable_layouts(_: Any, vector: Vector) -> Any:
 
 
 MODEL_DIFFERENCES = {
-    "variables:prefix": Difference(
-        "a layout names every dim; Keras takes it as one of the first dims",
-        with_prefix_rules,
-        refused,
-    )
+    "variables:prefix": Difference(EVERY_DIM, with_prefix_rules, refused)
 }
 
 
@@ -972,9 +952,7 @@ OUTPUT_DIFFERENCES = {
         with_output(1, (8, 4), 1),
     ),
     "outputs:lower rank": Difference(
-        "a layout names every dim; Keras takes it as one of the first dims",
-        output_rules(("d1/output", ("data",))),
-        refused,
+        EVERY_DIM, output_rules(("d1/output", ("data",))), refused
     ),
     "outputs:weights": Difference(
         "a layout names every dim of a kernel; Keras lays out the output by it, too",
