@@ -1,4 +1,4 @@
-"""Compiling for TPUs that are not there, in a process that may die.
+"""XLA's partitioner and compiler, run in a child process.
 
 The TPU compiler ends its process on some shapes, faults with another JAX, and hangs
 where it asks the cloud for metadata. It is therefore never loaded here.
@@ -60,7 +60,7 @@ _LEAST_SPACE = 64 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the compiler said.
+    """What the child found.
 
     Attributes:
         text: the program after all optimisations; None where it does not fit.
@@ -69,7 +69,6 @@ class Compiled:
         too_large: bytes that it needs and bytes there are, where it does not fit.
         slice_of: slice of each place of the mesh, row by row; empty where the compiler
             did not come so far.
-        seconds: time that it took to compile.
         rematerialised: name and type of what the compiler makes whole on every device
             to change its sharding, because it knows no better way.
         warnings: what the user should know.
@@ -79,7 +78,6 @@ class Compiled:
     memory: Mapping[str, int]
     too_large: tuple[int, int] | None
     slice_of: tuple[int, ...]
-    seconds: float
     rematerialised: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
 
@@ -148,7 +146,7 @@ def compile_for(
     }
     ends = time.monotonic() + timeout
     compiler = _Child("the compiler", str(topology), timeout, warning, alone=True)
-    with compiler.asked(request, code, ends) as answer:
+    with compiler.run(request, code, ends) as answer:
         return answer()
 
 
@@ -172,7 +170,7 @@ def partition_for(
     """
     partitioner = _Child("XLA's partitioner", f"{devices:,} devices", timeout)
     request = {"topology": None, "devices": devices}
-    return partitioner.asked(request, code, time.monotonic() + timeout)
+    return partitioner.run(request, code, time.monotonic() + timeout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ class _Child:
     alone: bool = False
 
     @contextlib.contextmanager
-    def asked(
+    def run(
         self, request: Mapping[str, Any], code: Code, ends: float
     ) -> Iterator[Answer]:
         """Runs the process while the context is open.
@@ -218,16 +216,16 @@ class _Child:
             ):
                 path = Path(folder)
                 (path / "module.mlirbc").write_bytes(code.bytecode)
-                asked = json.dumps({**request, **own})
-                (path / "request.json").write_text(asked, encoding="utf-8")
+                written = json.dumps({**request, **own})
+                (path / "request.json").write_text(written, encoding="utf-8")
                 with _running(path) as child:
-                    yield lambda: self.understood(path, *_end_of(child, path, ends))
+                    yield lambda: self.answer_of(path, *_end_of(child, path, ends))
         except OSError as error:
             raise LayoutError(
                 f"{self.who} cannot work in the temporary folder: {error}; {_ROOM}"
             ) from error
 
-    def understood(self, folder: Path, code: int | None, said: str) -> Compiled:
+    def answer_of(self, folder: Path, code: int | None, said: str) -> Compiled:
         """What a child that ended has found; raises where it found nothing."""
         result = folder / "result.json"
         if not result.is_file():
@@ -253,7 +251,6 @@ class _Child:
             memory=answer.get("memory", {}),
             too_large=too_large,
             slice_of=tuple(answer.get("slice_of", ())),
-            seconds=float(answer.get("seconds", 0.0)),
             rematerialised=tuple(rematerialised(said)),
             warnings=tuple(notes),
         )
@@ -275,7 +272,7 @@ class _Child:
                 text += " (out of memory, if nobody killed it)"
         else:
             text = f"{who} ended for {where}, with exit code {code}"
-        return _with_last_words(text, said, self.warning)
+        return _with_last_lines(text, said, self.warning)
 
     def why_it_failed(self, error: str, stage: str) -> str:
         texts = {
@@ -466,7 +463,7 @@ def _too_large(error: str) -> tuple[int, int] | None:
     return None
 
 
-def _with_last_words(text: str, said: str, warning: str | None) -> str:
+def _with_last_lines(text: str, said: str, warning: str | None) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     fatal = [
         line for line in lines if re.match(r"(F\d{4} |.*Error\b|.*Check fail)", line)

@@ -1,4 +1,4 @@
-"""The child process of `flm.pod.plan` and `compile`: one program in, XLA's word out.
+"""The child process of `flm.pod.plan` and `compile`, which runs XLA on one program.
 
 It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package:
 only jaxlib or, to compile for TPUs, JAX and the TPU library, which may end the process
@@ -26,10 +26,7 @@ from typing import Any
 
 _FIGURES = {
     "arguments": "argument_size_in_bytes",
-    "outputs": "output_size_in_bytes",
-    "donated": "alias_size_in_bytes",
     "temporary": "temp_size_in_bytes",
-    "code": "generated_code_size_in_bytes",
     "peak": "peak_memory_in_bytes",
 }
 # The compiler writes these one after the other; the last one begins when the others
@@ -104,17 +101,13 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
     answer["stage"] = "mesh"
     devices = _grid(found.devices, request, answer)
     flat = list(np.asarray(devices, dtype=object).flat)
-    answer["libtpu"] = str(getattr(flat[0].client, "platform_version", ""))
     answer["slice_of"] = [getattr(device, "slice_index", 0) for device in flat]
-    answer["process_of"] = [device.process_index for device in flat]
     answer["stage"] = "compile"
-    started = time.perf_counter()
     code = (folder / "module.mlirbc").read_bytes()
     options = request["compiler_options"] | _dump_to(folder)
     early = None if request["exact_memory"] else _assigned
     with _answering_early(folder, dict(answer), early):
         executable = _compiled(code, flat, options, request)
-    answer["seconds"] = time.perf_counter() - started
     answer["stage"] = "memory"
     stats = executable.get_compiled_memory_stats()
     answer["memory"] = {
@@ -168,7 +161,6 @@ def _answer_early(
     found: Callable[[Path], dict[str, Any] | None],
     is_compiled: threading.Event,
 ) -> None:
-    started = time.perf_counter()
     try:
         while True:
             ended = is_compiled.is_set()
@@ -182,7 +174,6 @@ def _answer_early(
         answer |= more | {"stage": "done"}
     except _FAILURES as error:
         answer |= {"stage": "text", "error": f"{type(error).__name__}: {error}"}
-    answer["seconds"] = time.perf_counter() - started
     _end(folder, answer)
 
 

@@ -1,4 +1,4 @@
-"""compile: the TPU compiler's own word on a step, for slices that are not there."""
+"""compile: what the TPU compiler makes of a step on slices that are not there."""
 
 import collections
 import dataclasses
@@ -167,7 +167,7 @@ def _too_large(planned: PodReport, done: Compiled) -> PodReport:
         "much); shard more, take a smaller batch per device, or rematerialise. The "
         "collectives are the plan's"
     )
-    warnings = (said, *planned.warnings, *done.warnings, *_whole(done))
+    warnings = (said, *planned.warnings, *done.warnings, *_rematerialised(done))
     return dataclasses.replace(planned, fits=False, memory=memory, warnings=warnings)
 
 
@@ -188,7 +188,7 @@ def _compiled(
         warnings=(
             *planned.warnings,
             *done.warnings,
-            *_whole(done),
+            *_rematerialised(done),
             *program.notes,
         ),
     )
@@ -213,7 +213,7 @@ def _memory(planned: Memory, done: Compiled) -> Memory:
     )
 
 
-def _whole(done: Compiled) -> list[str]:
+def _rematerialised(done: Compiled) -> list[str]:
     """A warning for each array that is made whole on the way to another sharding."""
     text = done.text or ""
     frames = Frames(text)

@@ -30,7 +30,7 @@ from flax_layoutmap.pod._mlir import (
 from flax_layoutmap.pod._passes import Prepared, Specs
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
-from flax_layoutmap.pod._shardy import Found, Spread, read
+from flax_layoutmap.pod._shardy import Found, LaidOut, read
 from flax_layoutmap.pod._tpu_sums import within_and_between
 
 
@@ -70,9 +70,9 @@ class Planner:
     def estimate(
         self, start: float, specs: Specs | None = None, notes: tuple[str, ...] = ()
     ) -> PodReport:
-        """The report by Shardy's passes; see `Prepared.spread` for the specs."""
+        """The report by Shardy's passes; see `Prepared.lay_out` for the specs."""
         leaves, sizes = self.lowered.leaves, self.mesh.axis_sizes
-        module = self.prepared.spread(specs, self.lowered.pairs)
+        module = self.prepared.lay_out(specs, self.lowered.pairs)
         found = read(module, self.prepared.attributes, self.lowered.state())
         collectives = tuple(
             record
@@ -154,7 +154,7 @@ def _record(
     return within_and_between(whole, sizes, topology)
 
 
-def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:
+def _reshards(found: LaidOut, lowered: Lowered) -> tuple[Reshard, ...]:
     """What changes its sharding, without parameters that are gathered to be used."""
     records = []
     for move in found.moves:
@@ -179,7 +179,7 @@ def _reshards(found: Spread, lowered: Lowered) -> tuple[Reshard, ...]:
     return tuple(sorted(records, key=lambda one: -one.bytes * one.executions))
 
 
-def _drift(found: Spread, lowered: Lowered) -> tuple[Drift, ...]:
+def _drift(found: LaidOut, lowered: Lowered) -> tuple[Drift, ...]:
     records = []
     for result, argument in sorted(lowered.updates.items()):
         leaf = lowered.leaves[argument]

@@ -23,7 +23,7 @@ from flax_layoutmap.pod._mlir import (
     source_line,
     spec_text,
 )
-from flax_layoutmap.pod._shardy import Spread
+from flax_layoutmap.pod._shardy import LaidOut
 
 # Arrays in a closure below this are tables of constants.
 _CLOSED_OVER = 1 << 20
@@ -37,7 +37,7 @@ _INDEX = re.compile(r"(?<=[A-Za-z_./-])\d+(?=/|$)")
 
 
 def warnings_of(
-    found: Spread, lowered: Lowered, mesh: DeviceMesh, topology: Topology | None = None
+    found: LaidOut, lowered: Lowered, mesh: DeviceMesh, topology: Topology | None = None
 ) -> Iterator[str]:
     """One text per finding.
 
@@ -71,7 +71,7 @@ def warnings_of(
         )
 
 
-def _unsharded(found: Spread, mesh: DeviceMesh) -> Iterator[str]:
+def _unsharded(found: LaidOut, mesh: DeviceMesh) -> Iterator[str]:
     values = found.arguments
     if mesh.size == 1 or not values or found.collectives:
         return
@@ -82,7 +82,7 @@ def _unsharded(found: Spread, mesh: DeviceMesh) -> Iterator[str]:
         )
 
 
-def _overruled(found: Spread, lowered: Lowered, mesh: DeviceMesh) -> Iterator[str]:
+def _overruled(found: LaidOut, lowered: Lowered, mesh: DeviceMesh) -> Iterator[str]:
     """Where in_shardings of jax.jit say another layout than the rules."""
     gone = []
     for at, spec in lowered.wanted.items():
@@ -117,7 +117,7 @@ def _closed_over(lowered: Lowered) -> Iterator[str]:
         )
 
 
-def _undonated(found: Spread, lowered: Lowered) -> Iterator[str]:
+def _undonated(found: LaidOut, lowered: Lowered) -> Iterator[str]:
     kept = [
         at
         for at in lowered.updates.values()
@@ -136,7 +136,7 @@ def _leaves(some: Sequence[object]) -> str:
     return "1 leaf" if len(some) == 1 else f"{len(some)} leaves"
 
 
-def _layers(found: Spread, lowered: Lowered) -> int:
+def _layers(found: LaidOut, lowered: Lowered) -> int:
     """How many equal layers the parameters are numbered by."""
     indices: dict[Any, set[str]] = {}
     for leaf, value in zip(lowered.leaves, found.arguments, strict=True):

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
 from flax_layoutmap.pod._hlo_loops import trips
-from flax_layoutmap.pod._hlo_source import Whence
+from flax_layoutmap.pod._hlo_source import Sources
 from flax_layoutmap.pod._hlo_text import (
     Array,
     Instruction,
@@ -111,8 +111,8 @@ def read_program(
     if slices and partitions != count and partitions * len(set(slices)) != count:
         partitions = count
     grid = Grid(tuple(names), sizes, slices, partitions)
-    whence = Whence(module, paths, results or {}, parameters, new_parameters)
-    return _Reader(module, grid, whence).read()
+    sources = Sources(module, paths, results or {}, parameters, new_parameters)
+    return _Reader(module, grid, sources).read()
 
 
 @dataclasses.dataclass(slots=True)
@@ -127,10 +127,10 @@ class _Found:
 
 
 class _Reader:
-    def __init__(self, module: Module, grid: Grid, whence: Whence) -> None:
+    def __init__(self, module: Module, grid: Grid, sources: Sources) -> None:
         self.module = module
         self.grid = grid
-        self.whence = whence
+        self.sources_of = sources
         self.seen: dict[int, Line] = {}
         self.found: list[_Found] = []
         self.trouble: dict[int, str] = {}
@@ -309,7 +309,7 @@ class _Reader:
     ) -> list[Collective]:
         """One record for each leaf that the operation moves, most often one."""
         own = found.instruction
-        paths, source = self.whence(found.home, own, found.calls)
+        paths, source = self.sources_of(found.home, own, found.calls)
         parts = {paths[0]: arrays}
         if len(set(paths)) > 1 and len(paths) == len(arrays):
             parts = collections.defaultdict(list)

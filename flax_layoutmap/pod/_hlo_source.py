@@ -93,7 +93,7 @@ def _numbers(text: str, table: str) -> Mapping[int, Mapping[str, int]]:
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
-class Whence:
+class Sources:
     """Paths and lines of the collectives of one program."""
 
     def __init__(

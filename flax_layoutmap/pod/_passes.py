@@ -44,7 +44,7 @@ class Prepared:
     sizes: dict[str, int]
     attributes: Attributes
 
-    def spread(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
+    def lay_out(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
         """Lays a copy of the program out.
 
         Args:

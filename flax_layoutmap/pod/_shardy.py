@@ -109,7 +109,7 @@ class Move:
 
 
 @dataclasses.dataclass(slots=True)
-class Spread:
+class LaidOut:
     """What was read from a module.
 
     Attributes:
@@ -141,8 +141,8 @@ class Spread:
 
 def read(
     module: Any, attributes: Attributes, state: Sequence[tuple[int, int]] = ()
-) -> Spread:
-    """Walks through a module that `Prepared.spread` made.
+) -> LaidOut:
+    """Walks through a module that `Prepared.lay_out` made.
 
     Args:
         module: the module.
@@ -161,7 +161,7 @@ class _Walk:
 
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
-        self.found = Spread()
+        self.found = LaidOut()
         self.loops = 0
         self.arrays: dict[Any, Array] = {}
         self.leaves: dict[Any, int] = {}
@@ -243,7 +243,7 @@ class _Walk:
             else:
                 return None
 
-    def sums_in(self, value: Any) -> tuple[int, ...]:
+    def sums_of(self, value: Any) -> tuple[int, ...]:
         """The sums that a value is, where it is used once, and so is each copy."""
         while not is_shared(value):
             op = maker_of(value)
@@ -258,11 +258,11 @@ class _Walk:
         """Gives the sums that are on the way to new state the leaf that it becomes."""
         seen: set[Any] = set()
         for result, leaf in state:
-            for at in self.on_the_way(self.ends[result], seen):
+            for at in self.sums_behind(self.ends[result], seen):
                 one = self.found.collectives[at]
                 one.leaf = leaf if one.leaf is None else one.leaf
 
-    def on_the_way(self, value: Any, seen: set[Any]) -> Iterator[int]:
+    def sums_behind(self, value: Any, seen: set[Any]) -> Iterator[int]:
         """The sums that a value is made from element by element, and their gathers."""
         todo = [value]
         while todo:
@@ -284,7 +284,7 @@ class _Walk:
 
     # -------------------------------------------------------------- collectives
 
-    def say(self, what: str, op: Any) -> None:
+    def note(self, what: str, op: Any) -> None:
         """Something that could not be counted, or not as XLA moves it."""
         self.found.unrecognised[what].append(self.attributes.location(op))
 
@@ -325,7 +325,7 @@ class _Walk:
 
     def add(self, op: Any, place: Place) -> None:
         """A sum of all-reduces is one all-reduce of a sum."""
-        first, second = (self.sums_in(one) for one in op.operands)
+        first, second = (self.sums_of(one) for one in op.operands)
         if not first or not second:
             return  # with something else between them, the compiler adds them apart
         self.sums[op.results[0]] = first
@@ -372,13 +372,13 @@ class _Walk:
         name = target_of(op)
         kind, axes = manual_collective(name, op, self.attributes.sizes)
         if kind is None:
-            self.say(f"{name} over devices that are no mesh axes, not counted", op)
+            self.note(f"{name} over devices that are no mesh axes, not counted", op)
             return
         if parts(axes) == 1:
             return
         if name == RAGGED:
             what = f"{name} of rows that the data says, counted as if all were sent"
-            self.say(what, op)
+            self.note(what, op)
         gives = kind in ("all-gather", "all-to-all") and name != RAGGED
         for result, operand in zip(op.results, op.operands, strict=False):
             shape = self.array(result if gives else operand).local_shape
@@ -403,7 +403,7 @@ class _Walk:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
-            self.say(_ONE_ROUND, op)
+            self.note(_ONE_ROUND, op)
         self.loops += 1
         ends = list(last_of(body).operands)
         given = zip(
@@ -472,13 +472,13 @@ class _Walk:
             parts(axes) > 1 for one in op.operands for axes in self.array(one).dims
         ):
             what = f"{name} of sharded arrays, not counted"
-            self.say(what, op)
+            self.note(what, op)
             if name == RAGGED_DOT:
                 self.found.more_flops[what] = None
         elif name == RAGGED_DOT:
             self.product(op, place)
         elif place.cuts and hides_work(op):
-            self.say(f"{name} in a shard_map, not counted", op)
+            self.note(f"{name} in a shard_map, not counted", op)
 
 
 def _alike(one: Found, other: Found) -> bool:

@@ -184,7 +184,8 @@ def test_without_a_plan(
 ) -> None:
     """The compiler's word stands alone, where jaxlib lacks Shardy's passes."""
     says(PROGRAM, arguments=300_000)
-    monkeypatch.setattr("flax_layoutmap.pod._passes._PROPAGATE", "no-such-pass")
+    passes = "builtin.module(no-such-pass)"
+    monkeypatch.setattr("flax_layoutmap.pod._passes._PASSES", passes)
     report = compiled()
     assert report.fits is True and len(report.collectives) == 2
     assert report.warnings[0].startswith("without a plan: flm.pod.plan needs Shardy's")
