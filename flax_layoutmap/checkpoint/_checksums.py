@@ -156,7 +156,7 @@ def _mixed(at: Any, seed: int) -> Any:
 
 
 def _seeds(dim: int) -> tuple[int, int]:
-    """Seeds for the low and high part of the indices of a dim, from the last one on."""
+    """Seeds for the low and high part of indices of a dim, counted from the last."""
     return (2 * dim + 1) << 48, (2 * dim + 2) << 48
 
 

@@ -1,7 +1,7 @@
 """What a checkpoint has, joined with what is wanted: the plan of a restore."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._birth.arrays import arrays_of
+from flax_layoutmap._core.errors import ResolveError
 from flax_layoutmap._place.place import settle_metadata, with_leaves
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.records import show_shape
@@ -144,7 +145,7 @@ def join(
     held: Held,
     target: Target | None,
     rules: RuleSet | None,
-    resolution: Resolution | None,
+    resolve: Callable[[], Resolution],
     options: Options,
 ) -> Plan:
     """Plans to restore what a checkpoint has, leaf by leaf.
@@ -153,14 +154,21 @@ def join(
         held: what it has.
         target: what to restore into; None: a nested dict of all that is selected.
         rules: the rules; None takes the shardings that the leaves of the target have.
-        resolution: what the rules say; None also where they do not fit.
+        resolve: resolves the tree to restore by the rules, where there are some.
         options: what was asked for.
     """
-    draft = _Draft(held, rules, resolution, options)
+    wanted = {} if target is None else target.leaves
+    problems, resolution = options.selection.useless([*held.leaves, *wanted]), None
+    if rules is not None:
+        try:
+            resolution = resolve()
+        except ResolveError as error:
+            problems += error.problems or [str(error)]
+    draft = _Draft(held, problems, rules, resolution, options)
     if target is None:
         for path in filter(options.selection.__contains__, held.leaves):
             draft.read(path, None, draft.shardings.get(path))
-    for path, value in {} if target is None else target.leaves.items():
+    for path, value in wanted.items():
         if path not in options.selection:
             draft.keep(path, value, "include or exclude leaves it out")
         elif path in held.leaves:
@@ -186,6 +194,7 @@ class _Draft:
     def __init__(
         self,
         held: Held,
+        problems: list[str],
         rules: RuleSet | None,
         resolution: Resolution | None,
         options: Options,
@@ -193,7 +202,7 @@ class _Draft:
         self.reads: dict[str, Read] = {}
         self.kept: list[str] = []
         self.made: dict[str, Any] = {}
-        self.problems = list(held.problems)
+        self.problems = [*problems, *held.problems]
         self.shardings: dict[str, Any] = {}
         if resolution is not None:
             pairs = zip(resolution.paths, resolution.sharding_list(), strict=True)

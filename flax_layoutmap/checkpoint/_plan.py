@@ -1,5 +1,6 @@
 """The plan of a restore from Orbax: the metadata of a checkpoint, joined by path."""
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -57,24 +58,21 @@ def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> 
         raise CheckpointError(
             f"cannot restore {stored.where} without layouts: {_layouts_of(stored)}"
         )
-    selection = options.selection
-    selected = [path for path in stored.leaves if path in selection]
-    resolution, problems = None, selection.useless(stored.leaves)
-    try:
-        resolution = stored.record.resolve(stored.leaves, rules)
-    except ResolveError as error:
-        unfit = error
+    selection, leaves = options.selection, stored.leaves
+    ignored = tuple(path for path in leaves if path not in selection)
+
+    def resolve_saved() -> Resolution:
+        try:
+            return stored.record.resolve(leaves, rules)
+        except ResolveError:
+            if selection.is_everything:
+                raise
         # Rules may fail to fit just the leaves that are left out.
-        if not selection.is_everything:
-            try:
-                resolution = stored.record.resolve(stored.leaves, rules, selected)
-            except ResolveError as again:
-                unfit = again
-        if resolution is None:
-            problems += unfit.problems or [str(unfit)]
-    ignored = tuple(path for path in stored.leaves if path not in selection)
-    held = Held(stored.leaves, ignored=ignored, problems=tuple(problems))
-    return join(held, None, rules, resolution, options)
+        selected = [path for path in leaves if path in selection]
+        return stored.record.resolve(leaves, rules, selected)
+
+    held = Held(leaves, ignored=ignored)
+    return join(held, None, rules, resolve_saved, options)
 
 
 def _layouts_of(stored: Stored) -> str:
@@ -107,13 +105,6 @@ def _with_target(
     if functions:
         raise problem_list(f"cannot restore {stored.where}", functions)
     leaves = _as_in_target(stored, wanted)
-    problems = selection.useless([*leaves, *wanted])
-    resolution = None
-    if rules is not None:
-        try:
-            resolution = _resolved(stored, target.tree, rules)
-        except ResolveError as error:
-            problems += error.problems or [str(error)]
     missing = [path for path in wanted if path in selection and path not in leaves]
     extra = [path for path in leaves if path not in wanted]
     is_ignored = options.unexpected == "ignore"
@@ -123,12 +114,13 @@ def _with_target(
     if options.missing != "error":
         absent = dict.fromkeys(missing, "it is not in the checkpoint")
         missing = []
-    problems += _one_sided(missing, unexpected, wanted, leaves)
+    problems = _one_sided(missing, unexpected, wanted, leaves)
     held = Held(leaves, absent, ignored=tuple(ignored), problems=tuple(problems))
-    return join(held, target, rules, resolution, options)
+    resolve_target = functools.partial(_resolved, stored, target.tree, rules)
+    return join(held, target, rules, resolve_target, options)
 
 
-def _resolved(stored: Stored, tree: Any, rules: RuleSet) -> Resolution:
+def _resolved(stored: Stored, tree: Any, rules: Any) -> Resolution:
     """Resolves the target, with the origins in the checkpoint for unknown optimizers.
 
     (A State of one, or one that a traced function makes.)

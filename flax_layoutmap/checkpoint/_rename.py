@@ -36,7 +36,7 @@ def checked_rename(given: Any) -> Rename:
             raise CheckpointError(
                 f"rename={pattern!r} may take very long: {slow}; {QUICKER}"
             )
-    return [(str(pattern), template) for pattern, template in pairs]
+    return tuple((str(pattern), template) for pattern, template in pairs)
 
 
 def _check_template(pattern: re.Pattern[str], template: str) -> None:

@@ -3,6 +3,10 @@
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name →
 dtype, shape, first and last byte), and the numbers, without holes. Large checkpoints
 are several files and `model.safetensors.index.json`, which says who holds what.
+
+Not read by the package `safetensors`: it does not tell where the bytes of a tensor are,
+which planned reads need; few of its errors name a tensor; and a restore would need one
+more package. The tests compare with it.
 """
 
 import collections

@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._core.errors import CheckpointError, ResolveError, did_you_mean
+from flax_layoutmap._core.errors import CheckpointError, did_you_mean
+from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._tree.paths import escape, unescape
@@ -63,16 +64,6 @@ def _without_target(stored: Stored, options: Options) -> TensorPlan:
         for name, tensor in stored.tensors.items()
     }
     _check_nesting(stored, list(tensors))
-    abstract = {
-        path: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
-        for path, tensor in tensors.items()
-        if path in selection
-    }
-    resolution, problems = None, selection.useless(tensors)
-    try:
-        resolution = resolve(nested(abstract, unescape), rules)
-    except ResolveError as error:
-        problems += error.problems or [str(error)]
     recipes = {
         path: Recipe((whole(t.name, t.shape),), {t.name: t.shape})
         for path, t in tensors.items()
@@ -80,9 +71,18 @@ def _without_target(stored: Stored, options: Options) -> TensorPlan:
     held = Held(
         {path: Leaf(path, "array", t.shape, t.dtype) for path, t in tensors.items()},
         sources={path: f" ({tensor})" for path, tensor in tensors.items()},
-        problems=tuple(problems),
     )
-    return TensorPlan(stored, join(held, None, rules, resolution, options), recipes)
+
+    def resolve_selected() -> Resolution:
+        abstract = {
+            path: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+            for path, tensor in tensors.items()
+            if path in selection
+        }
+        return resolve(nested(abstract, unescape), rules)
+
+    plan = join(held, None, rules, resolve_selected, options)
+    return TensorPlan(stored, plan, recipes)
 
 
 def _check_nesting(stored: Stored, paths: Sequence[str]) -> None:
@@ -104,12 +104,7 @@ def _with_target(
 ) -> TensorPlan:
     """Plans to restore the leaves of a target."""
     wanted, selection = target.leaves, options.selection
-    resolution, problems = None, selection.useless(wanted)
-    if options.rules is not None:
-        try:
-            resolution = resolve(target.tree, options.rules)
-        except ResolveError as error:
-            problems += error.problems or [str(error)]
+    problems: list[str] = []
     used: set[str] = set()
     absent: dict[str, str] = {}
     recipes: dict[str, Recipe] = {}
@@ -148,7 +143,8 @@ def _with_target(
         {path: f" ({_first(r, stored)})" for path, r in recipes.items()},
         problems=tuple(problems),
     )
-    plan = join(held, target, options.rules, resolution, options)
+    rules = options.rules
+    plan = join(held, target, rules, lambda: resolve(target.tree, rules), options)
     return TensorPlan(stored, plan, recipes)
 
 

@@ -4,6 +4,9 @@ A part is a strided view of a tensor. Bytes that lie closer together than `GAP_B
 are read in one go, with what is between them; where the gap is longer it is skipped.
 So rows are read exactly; narrow columns are cut from blocks of whole rows, instead of
 in thousands of tiny reads. What will be read is known before (`bytes_to_read`).
+
+Not read by the package `safetensors`, which maps files into memory: there a file that
+is cut ends the process, and a column of a matrix brings all of it from the disk.
 """
 
 import dataclasses

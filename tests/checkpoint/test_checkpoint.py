@@ -153,15 +153,6 @@ def test_into_what_exists(name: str, saved: Path, training: dict[str, Any]) -> N
     assert_placed(restored, layout_map.resolve(training))
 
 
-def test_saved_on_one_device_restored_on_eight(tmp_path: Path) -> None:
-    model = make()
-    flm.checkpoint.save(tmp_path / "a", model)
-    layout_map = rules(flm.DeviceMesh("data=2,model=4"))
-    restored = flm.checkpoint.restore(tmp_path / "a", make, layout_map=layout_map)
-    assert_same(restored, model)
-    assert_placed(restored, layout_map.resolve(model))
-
-
 def test_inside_a_mesh_context_of_another_mesh(saved: Path) -> None:
     other = flm.DeviceMesh("a=8", axis_types="explicit")
     layout_map = rules(MESHES["another shape"]())
