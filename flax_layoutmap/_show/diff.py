@@ -20,15 +20,13 @@ from flax_layoutmap._show.table import (
     Grid,
     as_markdown,
     cut,
-    cut_cell,
-    headed,
+    cut_under_headings,
     human_bytes,
     markdown_list,
     path_cell,
-    with_headings,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, show, wrapped
-from flax_layoutmap._tree.fold import apart, fold, relation
+from flax_layoutmap._tree.fold import Fold, apart, fold, relation
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -159,9 +157,6 @@ _WIDE = ["change", "path", "array", "spec", "shard", "rule", "bytes/device", "to
 _NARROW = ["", "path", "change", "bytes/device", "to send"]
 
 
-Part = str | Grid
-
-
 def _markdown(diff: ResolutionDiff, folded: bool) -> str:
     parts = []
     if diff.mesh[0] != diff.mesh[1]:
@@ -182,7 +177,9 @@ def _coloured(diff: ResolutionDiff, folded: bool, width: int) -> "Iterator[Text]
             yield from coloured_lines([part], diff.axes)
 
 
-def _parts(diff: ResolutionDiff, folded: bool, width: int | None) -> Iterator[Part]:
+def _parts(
+    diff: ResolutionDiff, folded: bool, width: int | None
+) -> Iterator[str | Grid]:
     """The lines above the table, the table, and the lines below it."""
     above = [] if diff.mesh[0] == diff.mesh[1] else [_mesh(diff)]
     if diff.rules:
@@ -236,13 +233,12 @@ def _change(before: int, after: int) -> str:
 def _grid(
     changes: Sequence[LeafChange], folded: bool, width: int | None
 ) -> Grid | None:
-    """As much as fits: everything; no shards; one column for all but the path."""
+    """The table of the leaves that changed; None where there are none."""
     if not changes:
         return None
     paths = [one.path for one in changes]
     folds = fold(paths, list(map(_key, changes))) if folded else apart(paths)
     some = [(changes[fold.members[0]], len(fold.members)) for fold in folds]
-    rules = [_rule(one) for one, _ in some]
     cells = Cells([one.change for one, _ in some], ("bytes/device", "to send"))
     cells.put("change", [one.change for one, _ in some])
     cells.put("", [_SIGNS[one.change] for one, _ in some])
@@ -250,15 +246,21 @@ def _grid(
     cells.put("array", [_both(one, _array) for one, _ in some])
     cells.put("spec", [_both(one, lambda leaf: leaf.spec) for one, _ in some])
     cells.put("shard", [_both(one, _shard) for one, _ in some])
-    cells.put("rule", rules)
+    cells.put("rule", [_rule(one) for one, _ in some])
     cells.put("bytes/device", [_bytes(one, count) for one, count in some])
     cells.put("to send", [_to_send(one, count) for one, count in some])
+    return _fitted(cells, folds, [_text(one) for one, _ in some], width)
 
-    wide = [name for name in _WIDE if name != "rule" or any(rules)]
+
+def _fitted(
+    cells: Cells, folds: Sequence[Fold], texts: Sequence[str], width: int | None
+) -> Grid:
+    """As much as fits: everything; no shards; one column for all but the path."""
+    has_rules = any(cells.columns["rule"])
+    wide = [name for name in _WIDE if name != "rule" or has_rules]
     for names in (wide, [name for name in wide if name != "shard"]):
         if width is None or cells.room(names, width) >= 0:
             return cells.grid(names)
-    texts = [_text(one) for one, _ in some]
     cells.put("change", texts)
     names, room = _NARROW, cells.room(_NARROW, width, "path")
     if room < _ROOM:
@@ -270,9 +272,7 @@ def _grid(
         room = max(cells.room(names, width, "path"), _PATH)
     if cells.widths["path"] <= room:
         return cells.grid(names)
-    heads, paths = headed(folds, room)
-    cells.put("path", [cut_cell(path, room) for path in paths])
-    return with_headings(cells.grid(names), heads)
+    return cut_under_headings(cells, names, folds, room)
 
 
 def _key(one: LeafChange) -> Hashable:

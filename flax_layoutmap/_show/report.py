@@ -26,8 +26,8 @@ from flax_layoutmap._show.table import (
     Cells,
     Grid,
     as_markdown,
-    cut_cell,
     cut_path,
+    cut_under_headings,
     headed,
     human_bytes,
     human_share,
@@ -215,10 +215,7 @@ def _fitted(cells: Cells, folds: Sequence[Fold], width: int) -> Grid:
     names, room = _FULL[-1], cells.room(_FULL[-1], width, "path")
     if room < _PATH:
         names, room = _SHORTEST, cells.room(_SHORTEST, width, "path")
-    room = max(room, _PATH)
-    heads, paths = headed(folds, room)
-    cells.put("path", [cut_cell(path, room) for path in paths])
-    return with_headings(cells.grid(names), heads)
+    return cut_under_headings(cells, names, folds, max(room, _PATH))
 
 
 def _with_folded_owner(fold: Fold, path: str, row: Decision) -> Decision:

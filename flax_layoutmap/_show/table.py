@@ -314,7 +314,16 @@ def with_headings(grid: Grid, heads: Sequence[str]) -> Grid:
     return dataclasses.replace(grid, lines=tuple(lines))
 
 
-def cut_cell(cell: str, width: int) -> str:
+def cut_under_headings(
+    cells: Cells, names: Sequence[str], folds: Sequence[Fold], width: int
+) -> Grid:
+    """The table of some columns, with its paths cut to a width, below headings."""
+    heads, paths = headed(folds, width)
+    cells.put("path", [_cut_cell(path, width) for path in paths])
+    return with_headings(cells.grid(names), heads)
+
+
+def _cut_cell(cell: str, width: int) -> str:
     """A cell of paths, cut; what is indented stays so, and the count stays."""
     found = _PATH_CELL.fullmatch(cell)
     assert found is not None

@@ -142,12 +142,10 @@ def _draw_bars(figure: "Figure", scene: BarScene) -> None:
 def _bars(axes: "Axes", scene: BarScene) -> int:
     """Draws the bars; returns the longest."""
     several = len(scene.names) > 1
+    shifts = (-0.2, 0.2) if several else (0.0,)
     longest = 0
     for at, bar in enumerate(scene.bars):
-        rows = [(bar.parts, 0.0, scene.names[-1])]
-        if several:
-            rows = [(bar.before, -0.2, scene.names[0]), (bar.parts, 0.2, rows[0][2])]
-        for parts, shift, name in rows:
+        for (name, parts, _), shift in zip(scene.rows(bar), shifts, strict=True):
             total = sum(size for _, size in parts)
             longest = max(longest, total)
             _stack(axes, scene, parts, at + shift, 0.34 if several else 0.62)

@@ -288,6 +288,13 @@ class BarScene:
     total: int
     total_before: int | None = None
 
+    def rows(self, bar: Bar) -> list[tuple[str, tuple[tuple[int, int], ...], int]]:
+        """Name, parts and total of the rows of a bar: before and after, or one."""
+        after = (self.names[-1], bar.parts, self.total)
+        if len(self.names) == 1:
+            return [after]
+        return [(self.names[0], bar.before, self.total_before or 0), after]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelScene:

@@ -141,17 +141,15 @@ def _columns(count: int, room: int) -> list[int | None]:
 
 def _bars(scene: BarScene, width: int) -> Iterator[Text]:
     several = len(scene.names) > 1
-    sums = [sum(size for _, size in p) for b in scene.bars for p in (b.parts, b.before)]
+    rows = (row for bar in scene.bars for row in scene.rows(bar))
+    sums = [sum(size for _, size in parts) for _, parts, _ in rows]
     largest = max(sums, default=0)
     labels = [_shortened(bar.label, width * 2 // 5) for bar in scene.bars]
     left = max(map(len, labels), default=0)
     names = max(map(len, scene.names)) + 2 if several else 0
     room = max(_SHORTEST, width - left - names - 2 - 20)
     for label, bar in zip(labels, scene.bars, strict=True):
-        rows = [(scene.names[-1], bar.parts, scene.total)]
-        if several:
-            rows.insert(0, (scene.names[0], bar.before, scene.total_before or 0))
-        for at, (name, parts, total) in enumerate(rows):
+        for at, (name, parts, total) in enumerate(scene.rows(bar)):
             start = (label if at == 0 else "").ljust(left + 2)
             start += name.ljust(names) if several else ""
             size = sum(count for _, count in parts)

@@ -4,6 +4,7 @@ A name comes from a checkpoint, a file of rules, or a tree of the user's: a key,
 of the mesh, a pattern. Each is hostile here, and each public text is one exit.
 """
 
+import functools
 import io
 import json
 import os
@@ -103,6 +104,7 @@ def shown(thing: Any, *, is_terminal: bool) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
 
 
+@functools.cache
 def compared(name: str) -> Any:
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract((2, 4), ("data", name)))
     layout_map["kernel"] = ("data", name)
@@ -120,6 +122,7 @@ def linted(name: str) -> str:
     return str(issues)
 
 
+@functools.cache
 def planned(name: str) -> Any:
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
     layout_map["kernel"] = (None, "model")
