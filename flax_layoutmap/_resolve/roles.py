@@ -15,8 +15,7 @@ from typing import Any
 
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.decide import Decider, fits, winner_of
-from flax_layoutmap._rules.records import Decision, Shape, show_shape
-from flax_layoutmap._tree.lora import (
+from flax_layoutmap._resolve.lora import (
     KernelDims,
     Matrix,
     is_about_lora,
@@ -24,6 +23,7 @@ from flax_layoutmap._tree.lora import (
     matrix_of,
     places_of,
 )
+from flax_layoutmap._rules.records import Decision, Shape, show_shape
 from flax_layoutmap._tree.paths import Flat, Section
 
 # Names of kernels, which count first where several arrays have a fitting shape.

@@ -14,7 +14,7 @@ from flax import nnx
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._tree.lora import kernel_dims, matrix_of, places_of
+from flax_layoutmap._resolve.lora import kernel_dims, matrix_of, places_of
 
 ABSTRACT = flm.DeviceMesh.abstract((2, 4), ("data", "model"))
 RULES = {"up/kernel": ("data", "model"), "down/kernel": ("model", None), "bias": None}
