@@ -154,18 +154,18 @@ def _large_step(
     """
     asked = tuple(map(_replicated, shardings)) if whole else shardings
     given = tuple(values[var] for var in cut.inputs)
-    places: tuple[Any, ...] = (None,) * len(given)
-    if is_split(asked[0]) and cut.keeps_shape() and cut.is_elementwise():
+    pairs = zip(cut.inputs, given, strict=True)
+    free = [size_of(var) > SMALL and _is_unplaced(value) for var, value in pairs]
+    where = None
+    fits = any(free) and is_split(asked[0])
+    if fits and cut.keeps_shape() and cut.is_elementwise():
         where = NamedSharding(retyped(asked[0].mesh, AxisType.Auto), asked[0].spec)
-        places = tuple(
-            where if size_of(var) > SMALL and _lies_nowhere(value) else None
-            for var, value in zip(cut.inputs, given, strict=True)
-        )
+    places = tuple(where if is_free else None for is_free in free)
     wanted = shardings if whole else None
     return Step(cut, given, places, asked, group, names, wanted)
 
 
-def _lies_nowhere(value: Any) -> bool:
+def _is_unplaced(value: Any) -> bool:
     is_to_come = isinstance(value, jax.ShapeDtypeStruct)
     return not is_to_come and not getattr(value, "committed", False)
 

@@ -21,6 +21,7 @@ from flax_layoutmap._core.fetch import (
 )
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._place.follow import alike, constrained
 from flax_layoutmap._place.place import (
     as_array,
     check_same_devices,
@@ -33,7 +34,6 @@ from flax_layoutmap._place.place import (
     wanted_layout,
 )
 from flax_layoutmap._tree.flax_internals import is_in_a_loop, is_nnx_object
-from flax_layoutmap._tree.follow import alike, constrained
 
 _MESHES = DeviceMesh | Mesh | AbstractMesh
 

@@ -19,9 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.lay import Layer, fits, picked
-from flax_layoutmap._resolve.stages import Adapter, Leaves, Matches
-from flax_layoutmap._rules.records import Decision, Shape, show_shape
-from flax_layoutmap._tree.lora import (
+from flax_layoutmap._resolve.lora import (
     KernelDims,
     Matrix,
     is_about_lora,
@@ -29,6 +27,8 @@ from flax_layoutmap._tree.lora import (
     matrix_of,
     places_of,
 )
+from flax_layoutmap._resolve.stages import Adapter, Leaves, Matches
+from flax_layoutmap._rules.records import Decision, Shape, show_shape
 from flax_layoutmap._tree.paths import Section
 
 # Names of kernels, which count first where several arrays have a fitting shape.

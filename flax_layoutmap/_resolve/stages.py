@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._resolve.lora import KernelDims
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap._tree.lora import KernelDims
 from flax_layoutmap._tree.paths import Flat
 
 # Per dim of a state leaf: the dim of its parameter, or None.

@@ -89,27 +89,41 @@ class Walk:
             self.role = "optimizer"
             self.walk(tree, "", "")
         elif isinstance(tree, nnx.State) and self.is_optimizer_with_model(tree):
-            self.optimizer_with_model(tree)
+            self.split(tree, _is_model)
         elif self.role == "parameter" and isinstance(tree, Mapping):
             if not isinstance(tree, nnx.State) and "params" in tree:
-                self.variables(tree)
+                # Linen variables: parameters are named within `params/`.
+                self.split(tree, self.is_params)
             elif self.holds_optimizer(tree):
-                self.model_and_optimizer(tree)
+                # States of several NNX objects, one an optimizer.
+                self.split(tree, lambda _, child: isinstance(child, Mapping))
             elif is_whole and self.holds_variables(tree):
-                self.holder_of_variables(tree)
+                # `{"model": variables, "step": 3}`.
+                self.split(tree, lambda _, child: self.is_variables(child))
             else:
                 self.walk(tree, "", "")
         else:
             self.walk(tree, "", "")
 
-    def variables(self, tree: Mapping[str, Any]) -> None:
-        """Linen variables: parameters are named within `params/`."""
+    def split(
+        self, tree: Mapping[Any, Any], is_tree: Callable[[Any, Any], bool]
+    ) -> None:
+        """Walks a mapping of which some children are trees by themselves.
+
+        Args:
+            tree: the mapping.
+            is_tree: whether the child with a key is a tree by itself.
+        """
         for key in self.ordered(tree, ""):
-            child = tree[key]
-            if key == "params" and self.kind(child) != _LEAF:
-                self.section("params/", "parameter", None, child)
+            child, name = tree[key], self.names[key]
+            if is_tree(key, child):
+                self.section(f"{name[0]}/", "parameter", None, child)
             else:
-                self.child(child, self.names[key], "", "")
+                self.child(child, name, "", "")
+
+    def is_params(self, key: Any, child: Any) -> bool:
+        """Whether a child of Linen variables is its parameters."""
+        return key == "params" and self.kind(child) != _LEAF
 
     def is_variables(self, node: Any) -> bool:
         """Whether a node is Linen variables (or a dict of `params` and others)."""
@@ -123,15 +137,6 @@ class Walk:
             return False
         return any(map(self.is_variables, tree.values()))
 
-    def holder_of_variables(self, tree: Mapping[Any, Any]) -> None:
-        """`{"model": variables, "step": 3}`: the variables are a tree by themselves."""
-        for key in self.ordered(tree, ""):
-            child, name = tree[key], self.names[key]
-            if self.is_variables(child):
-                self.section(f"{name[0]}/", "parameter", None, child)
-            else:
-                self.child(child, name, "", "")
-
     def holds_optimizer(self, tree: Mapping[Any, Any]) -> bool:
         """Whether a child is the state of an `nnx.Optimizer` (or a TrainState's)."""
         children = tree.raw_mapping if isinstance(tree, nnx.State) else tree
@@ -140,15 +145,6 @@ class Walk:
             and ("opt_state" in child or isinstance(child.get("step"), OptState))
             for child in children.values()
         )
-
-    def model_and_optimizer(self, tree: Mapping[Any, Any]) -> None:
-        """States of several NNX objects, one an optimizer: each is a tree by itself."""
-        for key in self.ordered(tree, ""):
-            child, name = tree[key], self.names[key]
-            if isinstance(child, Mapping):
-                self.section(f"{name[0]}/", "parameter", None, child)
-            else:
-                self.child(child, name, "", "")
 
     def is_optimizer_with_model(self, tree: nnx.State) -> bool:
         """Whether a State is that of an `nnx.ModelAndOptimizer`."""
@@ -159,20 +155,11 @@ class Walk:
         # Without opt_state where the optimizer keeps nothing.
         return set(tree) <= {"model", "opt_state", "step"}
 
-    def optimizer_with_model(self, tree: nnx.State) -> None:
-        """The model is a tree by itself; the rest belongs to it."""
-        for key in self.ordered(tree, ""):
-            child, name = tree[key], self.names[key]
-            if key == "model" and isinstance(child, nnx.State):
-                self.section("model/", "parameter", None, child)
-            else:
-                self.child(child, name, "", "")
-
     def train_state(self, state: Any) -> None:
         """Parameters are named within `params/`; `opt_state` belongs to them."""
         for entry, child in self.one_level(state, ""):
             key = key_of(entry)
-            if key == "params" and self.kind(child) != _LEAF:
+            if self.is_params(key, child):
                 self.section("params/", "parameter", None, child)
             elif key == "opt_state":
                 self.section("opt_state/", "optimizer", state, child)
@@ -338,7 +325,7 @@ class Walk:
                 self._close()
                 self.role, self.node = "optimizer", node
                 if not prefix and self.is_optimizer_with_model(state):
-                    self.optimizer_with_model(state)
+                    self.split(state, _is_model)
                     return
             self.walk(state, prefix, folded)
             return
@@ -361,6 +348,11 @@ class Walk:
             where = (self.base + prefix).removesuffix("/") or "the tree"
             raise StructureError(f"{where} cannot be flattened: {error}") from error
         return [(key[0] if key else "", child) for key, child in children]
+
+
+def _is_model(key: Any, child: Any) -> bool:
+    """Whether a child of the State of an `nnx.ModelAndOptimizer` is the model."""
+    return key == "model" and isinstance(child, nnx.State)
 
 
 def _is_of_flax(node: Any) -> bool:

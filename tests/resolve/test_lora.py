@@ -16,7 +16,7 @@ from shapes import mapped as map_of
 from shards import assert_lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._tree.lora import kernel_dims, matrix_of, places_of
+from flax_layoutmap._resolve.lora import kernel_dims, matrix_of, places_of
 
 RULES = {"up/kernel": ("data", "model"), "down/kernel": ("model", None), "bias": None}
 
