@@ -9,13 +9,13 @@ from flax_layoutmap._core.errors import RuleError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.whole_file import readable_json, write_whole
 from flax_layoutmap._rules.matching import Rule
-from flax_layoutmap._rules.pattern_cost import slow_because
+from flax_layoutmap._rules.pattern_cost import slow_because, slow_together
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
 from flax_layoutmap._rules.rules_file import (
     MOST_RULES,
+    PATIENCE_SECONDS,
     Source,
     load,
-    slow_together,
     suffix_of,
 )
 from flax_layoutmap._rules.serialise import (
@@ -70,11 +70,12 @@ def _check_that_it_reads(rules: RuleSet, path: str) -> None:
             for axis in rule.layout.axis_names:
                 if axis in (NOTHING, ANY_DIMS):
                     problems.append(f"{where}: an axis {axis!r} has a meaning in files")
-    sections = {section: getattr(rules, section) for section in SECTIONS}
-    if not problems:
-        problems += filter(None, [slow_together(sections)])
-    if sum(map(len, sections.values())) > MOST_RULES:
+    every = [rule.pattern for section in SECTIONS for rule in getattr(rules, section)]
+    if len(every) > MOST_RULES:
         problems.append(f"more than {MOST_RULES} rules")
+    if not problems:
+        too_slow = slow_together(sorted(set(every)), PATIENCE_SECONDS)
+        problems += [too_slow] if too_slow else []
     if problems:
         raise RuleError(
             f"{path}: these rules cannot be in a file:\n{bullet_list(problems)}"
