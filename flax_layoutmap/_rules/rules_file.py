@@ -184,7 +184,7 @@ def read_rules(
 
 
 class _Reading:
-    """What files say together, and what is wrong with it.
+    """The merged content of a file and those that it extends, and its problems.
 
     Attributes:
         folder: where all files have to be.
@@ -271,7 +271,7 @@ class _Reading:
         ]
 
     def merge(self, source: Source, data: Mapping[str, Any]) -> None:
-        """What this says wins over what was said before.
+        """Merges a table; its values win over earlier ones.
 
         A pattern that is there keeps its place; a new one goes where it wins: in front
         with `overlap="first"`, else behind.

@@ -1,4 +1,4 @@
-"""Writing rule sets into files: TOML as a person would, JSON as `to_json` has it."""
+"""Rule sets written into files: TOML as people write it, JSON as `to_json` does."""
 
 import importlib.util
 import os
@@ -27,7 +27,7 @@ from flax_layoutmap._rules.serialise import (
     rules_to_json,
 )
 
-# What a LayoutMap has where a file says nothing. The way of matching is always written.
+# Defaults that are not written; `match` and `overlap` always are.
 _DEFAULTS = {"unmatched": "replicate", "indivisible": "error", "strict": None}
 # What a mesh line cannot hold.
 _UNPLAIN = re.compile(r"[=,]|^\s|\s$")
@@ -59,7 +59,7 @@ def write_rules(rules: RuleSet, path: Any) -> None:
 
 
 def _check_that_it_reads(rules: RuleSet, path: str) -> None:
-    """Raises for what `read_rules` would refuse, or read otherwise."""
+    """Raises for rules that `read_rules` would refuse or read differently."""
     problems: list[str] = []
     for section in SECTIONS:
         for number, rule in enumerate(getattr(rules, section), start=1):
@@ -121,8 +121,9 @@ def _rule_value(rule: Rule, mesh: DeviceMesh | None) -> Any:
         entry["axes"] = REPLICATED
     else:
         entry["axes"] = [NOTHING if dim is None else dim for dim in entry["axes"]]
-    if "mesh" in entry:
-        entry["mesh"] = _mesh_value(rule.layout.device_mesh)
+    own = rule.layout.device_mesh
+    if own is not None and "mesh" in entry:
+        entry["mesh"] = _mesh_value(own)
     return entry if len(entry) > 1 else entry["axes"]
 
 
@@ -171,7 +172,7 @@ def _quoted(text: str, *, literal: bool = True) -> str:
 
 
 def _refuse_to_flatten(path: str) -> Source | None:
-    """The file that is there, if it holds nothing that a RuleSet does not."""
+    """The existing file; raises where it holds more than a RuleSet can."""
     if not os.path.exists(path):
         return None
     source = load(path)
