@@ -72,7 +72,6 @@ def forget() -> None:
     for cached in (
         _patterns.read,
         _patterns._mask,
-        _pattern_cost._at_most,
         _pattern_cost._counted,
         _automata.automaton,
         _automata.difference,

@@ -1,4 +1,4 @@
-"""Checks of the leaves of a model: what is replicated, padded or does not fit, and why.
+"""Checks of the leaves of a model: replicated, padded, or unfit for their rule.
 
 Each function takes a `Model` and yields findings; the table in `lint` has their texts.
 """
@@ -29,7 +29,7 @@ from flax_layoutmap._show.remarks import LARGE_SHARE, is_large
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._tree.paths import parameter_keys
 
-# A rule that says None to less than this share of the bytes is taken at its word.
+# A rule None for less than this share of the bytes is taken to be on purpose.
 _LARGE_ON_PURPOSE = 0.1
 
 _VOCABULARY = re.compile(r"embed|vocab|wte|lm_head|unembed|logits|output_proj", re.I)
@@ -41,7 +41,7 @@ _TPU_ROWS, _TPU_LANES = 8, 128
 # Padding below this factor is what the array has without sharding, or next to nothing.
 _WORSE = 1.25
 
-# The largest leaves that are told of where too much is replicated.
+# Leaves that are listed where too much is replicated.
 _LARGEST = 5
 
 

@@ -276,15 +276,15 @@ def _is_share(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=32)
 def _of_rules(rule_set: RuleSet) -> tuple[LintIssue, ...]:
-    """What is found of rules alone: asked again for each model, and on each mesh."""
+    """The issues of rules alone, kept for other models and meshes."""
     return tuple(_run(OF_RULES, rules.Rules(rule_set)))
 
 
 def _of_model(model: Model) -> Iterator[LintIssue]:
     resolution = model.resolution
     idle = {(one.section, one.number) for one in model.unused}
-    # What only looks wrong is told of rules that do nothing here; LM111 and LM113 say
-    # of the others what they really do.
+    # What may be wrong is reported of rules that match no leaf here; LM111 and LM113
+    # report what the others really do.
     found = [
         issue
         for issue in _of_rules(resolution.rules)
@@ -293,7 +293,7 @@ def _of_model(model: Model) -> Iterator[LintIssue]:
         or (issue.code != "LM007" and (issue.section, issue.rule_number) in idle)
     ]
     yield from found
-    # Why a rule can match nothing tells more than that it does not.
+    # LM101 says less than why a rule can match nothing.
     why = {
         (issue.section, issue.rule_number)
         for issue in found

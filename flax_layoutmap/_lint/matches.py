@@ -1,4 +1,4 @@
-"""Checks of what rules match in a model: nothing, nothing of their own, or too much."""
+"""Checks of what rules match in a model: no leaf, only those of others, or too many."""
 
 import functools
 import itertools
@@ -17,9 +17,9 @@ from flax_layoutmap._rules.matching import (
 )
 from flax_layoutmap._show.remarks import nearest
 
-# Rules that match nothing for which another spelling is looked for, and where.
+# For so many unused rules another spelling is looked for, in so many paths.
 _HINTS = 5
-# More than these are rules for other models: no spelling mends that.
+# More unused rules than these are for other models: no spelling helps.
 _MANY = 40
 _MOST_PATHS = 2000
 # Two neighbours of which the second goes on with what the first is part of.

@@ -300,7 +300,7 @@ def _clash(
 
 def ranks_of_state(rules: Rules) -> Iterator[Finding]:
     """Optimizer rules are about the dims of the parameter, as its own rule is."""
-    told: set[int] = set()
+    known: set[int] = set()
     for own, example in rules.examples if rules.all.optimizer else ():
         rank = own.rule.layout.rank
         if own.section != "rules" or rank is None or own.rule.rank == "skip":
@@ -309,10 +309,10 @@ def ranks_of_state(rules: Rules) -> Iterator[Finding]:
             continue
         for at in rules.matchers["optimizer"].matching(example.path):
             rule = rules.all.optimizer[at]
-            if at in told or rule.rank == "skip" or rule.layout.rank in (None, rank):
+            if at in known or rule.rank == "skip" or rule.layout.rank in (None, rank):
                 continue
             if _is_within(own.rule, rule, rules.all.match):
-                told.add(at)
+                known.add(at)
                 state = Numbered("optimizer", at + 1, rule)
                 ranks = rule.layout.rank, rank
                 yield Finding("LM009, state", state, own=own, ranks=ranks)

@@ -47,19 +47,19 @@ def swapped(model: Model) -> Iterator[Finding]:
     parents: dict[str, list[_Leaf]] = {}
     for leaf in leaves:
         parents.setdefault(leaf.parent, []).append(leaf)
-    told: set[int] = set()
+    reported: set[int] = set()
     for together in parents.values():
         siblings = _of_one_layer(together)
         column = [leaf for leaf in siblings if _COLUMN.fullmatch(leaf.module)]
         odd = _odd_one(column, resolution.rules.batch)
-        if odd is not None and odd[0].rule not in told:
-            told.add(odd[0].rule)
+        if odd is not None and odd[0].rule not in reported:
+            reported.add(odd[0].rule)
             yield _found(resolution, *odd)
         for leaf in siblings:
-            if leaf.rule not in told and _ROW.fullmatch(leaf.module):
+            if leaf.rule not in reported and _ROW.fullmatch(leaf.module):
                 other = _column_beside(resolution, leaf, column)
                 if other is not None:
-                    told.add(leaf.rule)
+                    reported.add(leaf.rule)
                     yield _found(resolution, leaf, other, row=True)
 
 
@@ -105,7 +105,7 @@ def _of_one_layer(siblings: Sequence[_Leaf]) -> list[_Leaf]:
 def _odd_one(
     column: Sequence[_Leaf], batch: Sequence[str]
 ) -> tuple[_Leaf, _Leaf] | None:
-    """The one that lies otherwise than its siblings, and one of these."""
+    """The leaf whose layout differs from its siblings', and one of these."""
     kinds: dict[Dims, list[_Leaf]] = {}
     for leaf in column:
         kinds.setdefault(leaf.dims, []).append(leaf)

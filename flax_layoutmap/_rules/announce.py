@@ -12,11 +12,11 @@ from flax_layoutmap._rules.rules import RuleSet
 
 
 class Remark(NamedTuple):
-    """Something to be told once of the same leaves.
+    """A warning to emit once for the same leaves.
 
     Attributes:
-        text: what is told.
-        about: what it says of them, or of which rule.
+        text: the text of the warning.
+        about: its kind, or the rule that it is about: two with one are the same.
         paths: the leaves, by their paths within their sections: `down/kernel` for
             `model/down/kernel`, as another function may call the model otherwise.
     """
@@ -27,11 +27,11 @@ class Remark(NamedTuple):
 
 
 def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
-    """Warns of remarks, of each once for a rule set, and in one process of a job.
+    """Emits warnings, each once for a rule set, and in one process of a job.
 
     Args:
         rules: whose `strict` says whether they are errors, or nothing.
-        remarks: what there is to say.
+        remarks: the warnings.
 
     Raises:
         ResolveError: the rule set is strict, and there are some.
@@ -43,7 +43,7 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
         texts = [one.text for one in remarks]
         raise ResolveError(f"strict: {count}\n{bullet_list(texts)}", texts)
     found = news(rules, remarks)
-    if found and _speaks(rules.mesh):
+    if found and _is_first(rules.mesh):
         warn(
             f"{bullet_list(found, limit=10)}\n  (a rule None says that a leaf is "
             "to be replicated; strict=False is quiet, strict=True raises)"
@@ -51,13 +51,12 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
-    """The texts of what has not been told yet, neither of these leaves nor of more.
+    """The texts of remarks that are new: none like it for these leaves, or for more.
 
-    Asked again, there are none: a rule set, and the same rules on another mesh, keep
-    what was told.
+    They are remembered, by the rule set and the same rules on other meshes.
     """
-    told = rules._caches.told
-    before = tuple(told.items())
+    announced = rules._caches.announced
+    before = tuple(announced.items())
 
     @functools.cache
     def known(paths: frozenset[str]) -> set[str]:
@@ -65,12 +64,12 @@ def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
 
     found = [one for one in remarks if one.about not in known(one.paths)]
     for one in found:
-        told.setdefault(one.paths, set()).add(one.about)
+        announced.setdefault(one.paths, set()).add(one.about)
     return [one.text for one in found]
 
 
-def _speaks(mesh: DeviceMesh | None) -> bool:
-    """Whether this process is the first of those that the mesh lies on."""
+def _is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this process has the first device of the mesh."""
     if mesh is None or mesh.is_abstract:
         return True
     return mesh.devices.flat[0].process_index == jax.process_index()

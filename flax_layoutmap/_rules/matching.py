@@ -1,4 +1,4 @@
-"""A rule, and which of several rules match a path: where patterns are tried."""
+"""Rule, and the Matcher, which finds the rules that match a path."""
 
 import dataclasses
 import functools
@@ -110,7 +110,7 @@ _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 
 
 class Matcher:
-    """Which rules match which paths: the only place where patterns are tried.
+    """Finds the rules that match a path: the only place where patterns are tried.
 
     A question is asked once for all paths that fold to one (see `Folding`); patterns
     that are not understood are tried path by path. A pattern is tried where the path

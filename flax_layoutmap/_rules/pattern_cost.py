@@ -9,7 +9,11 @@ which most ways go on. What `re` knows to leave out is counted too: it never tri
 
 import functools
 import math
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Iterable, Iterator
+
+import numpy as np
 
 from flax_layoutmap._rules.automata import Automaton
 from flax_layoutmap._rules.patterns import ANY, Node, NotUnderstood, is_plain, read
@@ -24,9 +28,8 @@ LONGEST_PATTERN = 2_000
 # Those that take no more need not be counted to the last one.
 _FEW_STEPS = MOST_STEPS // 100
 _MOST_CHOICES = 100_000
-# Those of which a file may hold the most rules need not be counted at all.
-_FEW_OF_MANY = MOST_STEPS_TOGETHER // 10_000
 _MOST_NODES = 1_000
+_WORDS = re.compile(r"[^\W_]\w*|(?:_|\W)+")
 # States that are counted as one group, and groups.
 _MOST_BEGUN = 4
 _MOST_GROUPS = 500
@@ -50,28 +53,54 @@ def slow_because(pattern: str, length: int = USUAL_PATH) -> str | None:
     "Cannot": at most `MOST_STEPS` steps on a path of this length, and a polynomial in
     the length of longer ones.
     """
-    most = _at_most(pattern, length)
+    if len(pattern) > LONGEST_PATTERN:
+        return f"it is {len(pattern)} characters long, more than {LONGEST_PATTERN}"
+    try:
+        root = read(pattern).root
+    except NotUnderstood as error:
+        return str(error)
+    most = _at_most(root, length)
     if most is not None and most <= MOST_STEPS:
         return None
-    return _counted(pattern, length)[0]
+    return _counted(root, length)[0]
 
 
-def steps_of(pattern: str) -> int:
-    """How many steps it takes at most, on a path of `USUAL_PATH` characters."""
-    most = _at_most(pattern, USUAL_PATH)
-    if most is not None and most <= _FEW_OF_MANY:
-        return most
-    return _counted(pattern, USUAL_PATH)[1]
+def slow_together(patterns: Iterable[str], seconds: float) -> str | None:
+    """Says that all patterns together may take too long, and which take the most.
+
+    Args:
+        patterns: patterns of which none is slow alone.
+        seconds: how long counting them may take.
+    """
+    deadline = time.monotonic() + seconds
+    steps = dict.fromkeys(patterns, MOST_STEPS)
+    for pattern in steps:
+        most = _at_most(read(pattern).root, USUAL_PATH)
+        steps[pattern] = MOST_STEPS if most is None else most
+    total = sum(steps.values())
+    for pattern in sorted(steps, key=lambda pattern: -steps[pattern]):
+        if total <= MOST_STEPS_TOGETHER:
+            return None
+        if time.monotonic() > deadline:
+            return f"to count the steps of all patterns takes more than {seconds:.0f} s"
+        counted = _steps(read(pattern).root)
+        total += counted - steps[pattern]
+        steps[pattern] = counted
+    if total <= MOST_STEPS_TOGETHER:
+        return None
+    worst = sorted(steps, key=lambda pattern: -steps[pattern])[:5]
+    return (
+        f"together the patterns may take {total:.1e} steps on a path of {USUAL_PATH} "
+        f"characters, more than {MOST_STEPS_TOGETHER:.0e}; the slowest are {worst}: "
+        'write [^/]+ in place of ".*", and drop ".*" at the ends'
+    )
 
 
-@functools.lru_cache(maxsize=4096)
-def _counted(pattern: str, length: int) -> tuple[str | None, int]:
+@functools.lru_cache(maxsize=1024)
+def _counted(root: Node, length: int) -> tuple[str | None, int]:
     """Why it is slow, or how many steps it takes."""
-    if len(pattern) > LONGEST_PATTERN:
-        text = f"it is {len(pattern)} characters long, more than {LONGEST_PATTERN}"
-        return text, 0
     try:
-        tries = _Tries(read(pattern).root)
+        tries = _Tries(root)
     except NotUnderstood as error:
         return str(error), 0
     if tries.turns:
@@ -92,20 +121,46 @@ def _counted(pattern: str, length: int) -> tuple[str | None, int]:
     return None, steps
 
 
+def _steps(root: Node) -> int:
+    """How many steps it takes at most; counted once for patterns that are alike.
+
+    Those that differ in their words alone take no more than twice the steps of what
+    they have in common: dots, as many for a word as a power of two allows for.
+    """
+    why, steps = _counted(_dotted(root), USUAL_PATH)
+    if why is None and 2 * steps <= _FEW_STEPS:
+        return 2 * steps
+    return _counted(root, USUAL_PATH)[1]
+
+
+def _dots(text: str) -> Node:
+    if not text[0].isalnum():
+        return ("text", text)
+    count = 1 << len(text).bit_length() - 1
+    return ("rep", ("set", ANY), count, count)
+
+
+def _dotted(node: Node) -> Node:
+    if node[0] == "text":
+        return ("cat", tuple(map(_dots, _WORDS.findall(node[1]))))
+    if node[0] in ("cat", "alt"):
+        return (node[0], tuple(map(_dotted, node[1])))
+    if node[0] in ("rep", "ahead"):
+        return (node[0], _dotted(node[1]), *node[2:])
+    return node
+
+
 # ------------------------------------------------------------------- a quick bound
 
 
-@functools.lru_cache(maxsize=4096)
-def _at_most(pattern: str, length: int) -> int | None:
+def _at_most(root: Node, length: int) -> int | None:
     """A bound that needs no automaton: most patterns are far below what is allowed.
 
     None where there is none: a repetition of something that has choices itself.
     """
-    if len(pattern) > LONGEST_PATTERN:
-        return None
     try:
         bound = _Bound(length)
-        bound.add(1, *bound.go(read(pattern).root, 1, 0))
+        bound.add(1, *bound.go(root, 1, 0))
     except NotUnderstood:
         return None
     return bound.steps
@@ -247,34 +302,30 @@ class _Tries(Automaton):
 
     def most_steps(self, length: int) -> int:
         """The steps on a path of this length, at most; it stops at too many."""
-        alone = {
-            (place,): (tried, [_alone(counts) for _, counts in kinds])
-            for place, (tried, kinds) in self.after.items()
-        }
-        steps = self._most_steps(alone, length)
-        if steps <= _FEW_STEPS:
-            return steps
-        return self._most_steps(self._groups(), length)
-
-    def _most_steps(self, groups: _Groups, length: int) -> int:
-        total = 0
-        worst = dict.fromkeys(groups, 0)
+        groups = self._groups()
+        number = {group: at for at, group in enumerate(groups)}
+        tried = np.array([tried for tried, _ in groups.values()], float)
+        # All kinds in a row, and in each the groups behind it: their numbers, how
+        # often each, and where a kind begins, and where a group's kinds.
+        behind, often, kind_starts, group_starts = [], list[int](), [], []
+        for _, kinds in groups.values():
+            group_starts.append(len(kind_starts))
+            for kind in kinds or [{}]:
+                kind_starts.append(len(behind))
+                behind += [*(number[group] for group in kind), 0]
+                often += [*kind.values(), 0]
+        counts, total = np.array(often, float), 0.0
+        worst = np.zeros(len(groups))
         for _ in range(length + 1):  # so many characters are left to read
-            worst = {
-                group: tried
-                + max(
-                    (sum(n * worst[to] for to, n in kind.items()) for kind in kinds),
-                    default=0,
-                )
-                for group, (tried, kinds) in groups.items()
-            }
-            total += worst[self.first,]
+            ways = np.add.reduceat(counts * worst[behind], kind_starts)
+            worst = tried + np.maximum.reduceat(ways, group_starts)
+            total += worst[number[self.first,]]
             if total > MOST_STEPS:
-                break
-        return total
+                return MOST_STEPS + 1
+        return int(total)
 
     def _groups(self) -> _Groups:
-        """As `after`, of groups of states that read the same characters.
+        """As `after`, for groups of states that read the same characters.
 
         In `.*encoder.*layers` the first `.*` goes on while a word is read behind it.
         Alone, each state would be given the character that is worst for it, as if a

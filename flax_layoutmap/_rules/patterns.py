@@ -93,7 +93,7 @@ class _Reader:
         while self.pattern.startswith("|", self.at):
             self.at += 1
             branches.append(self.sequence())
-        return branches[0] if len(branches) == 1 else ("alt", branches)
+        return branches[0] if len(branches) == 1 else ("alt", tuple(branches))
 
     def sequence(self) -> Node:
         pattern, nodes = self.pattern, list[Node]()
@@ -109,7 +109,7 @@ class _Reader:
             else:
                 nodes.append(node)
             follows_text = is_text
-        return nodes[0] if len(nodes) == 1 else ("cat", nodes)
+        return nodes[0] if len(nodes) == 1 else ("cat", tuple(nodes))
 
     def text(self) -> Node | None:
         """Plain characters; one that is repeated is not among them."""
@@ -150,7 +150,7 @@ class _Reader:
         if empty is not None:
             self.at, self.is_exact = empty.end(), False
             self.is_foldable &= empty.group() in (r"\b", r"\B")
-            return ("cat", [])
+            return ("cat", ())
         if char == "(":
             return self.group()
         if char == "\\":

@@ -1,4 +1,4 @@
-"""What a Resolution is made of: decisions, leaves, totals, and how they are shown."""
+"""Records of a Resolution: decisions, leaves and totals, and their texts."""
 
 import dataclasses
 import difflib

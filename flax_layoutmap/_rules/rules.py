@@ -19,16 +19,17 @@ OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
 
 @dataclasses.dataclass(slots=True)
 class Caches:
-    """What is kept beside a rule set, and is no part of its value.
+    """The caches of a rule set, which are no part of its value.
 
     Attributes:
-        matcher: asks the parameter rules, once it is made.
-        told: leaves → what was told of them; the same rules on other meshes share it.
+        matcher: matches paths with the parameter rules, once it is made.
+        announced: leaves → the warnings about them so far; the same rules on other
+            meshes share it.
         fired: ids of the activation rules that matched the output of a module.
     """
 
     matcher: Matcher | None = None
-    told: dict[frozenset[str], set[str]] = dataclasses.field(default_factory=dict)
+    announced: dict[frozenset[str], set[str]] = dataclasses.field(default_factory=dict)
     fired: set[int] = dataclasses.field(default_factory=set)
 
 
@@ -111,15 +112,15 @@ class RuleSet:
 
     @property
     def matcher(self) -> Matcher:
-        """Asks the parameter rules (made on first use)."""
+        """Matches paths with the parameter rules (made on first use)."""
         if self._caches.matcher is None:
             self._caches.matcher = Matcher(self.rules, self.match)
         return self._caches.matcher
 
     def with_changes(self, **changes: Any) -> "RuleSet":
-        """The rules of this set, used otherwise: what was told of them is known."""
+        """The rules of this set with other options; no warning comes twice."""
         changed = dataclasses.replace(self, **changes)
-        changed._caches.told = self._caches.told
+        changed._caches.announced = self._caches.announced
         return changed
 
     def on(self, mesh: Any) -> "RuleSet":

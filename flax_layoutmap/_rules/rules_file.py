@@ -23,11 +23,7 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.matching import Rule
-from flax_layoutmap._rules.pattern_cost import (
-    MOST_STEPS_TOGETHER,
-    USUAL_PATH,
-    steps_of,
-)
+from flax_layoutmap._rules.pattern_cost import slow_together
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet, check_options
 from flax_layoutmap._rules.serialise import mesh_of, rule_of, short
 
@@ -188,7 +184,7 @@ def read_rules(
 
 
 class _Reading:
-    """What files say together, and what is wrong with it.
+    """The merged content of a file and those that it extends, and its problems.
 
     Attributes:
         folder: where all files have to be.
@@ -275,7 +271,7 @@ class _Reading:
         ]
 
     def merge(self, source: Source, data: Mapping[str, Any]) -> None:
-        """What this says wins over what was said before.
+        """Merges a table; its values win over earlier ones.
 
         A pattern that is there keeps its place; a new one goes where it wins: in front
         with `overlap="first"`, else behind.
@@ -395,9 +391,10 @@ class _Reading:
             check = functools.partial(check_options, **{name: entry.value})
             self._caught(entry, name, check)
         batch = self._batch(mesh, moved)
-        too_slow = None if self.problems else slow_together(sections)
-        if too_slow is not None:
-            self.problems.append(too_slow)
+        if not self.problems:
+            patterns = {rule.pattern for made in sections.values() for rule in made}
+            too_slow = slow_together(sorted(patterns), PATIENCE_SECONDS)
+            self.problems += [too_slow] if too_slow else []
         if self.problems:
             return None
         made: Any = {name: tuple(rules) for name, rules in sections.items()}
@@ -441,17 +438,3 @@ def _batch_axes(value: Any, mesh: DeviceMesh | None, moved: bool) -> tuple[str, 
                 f"{did_you_mean(axis, mesh.axis_names)}"
             )
     return known
-
-
-def slow_together(sections: Mapping[str, Sequence[Rule]]) -> str | None:
-    """Says that all patterns together may take too long, and which take the most."""
-    patterns = {rule.pattern for rules in sections.values() for rule in rules}
-    steps = {pattern: steps_of(pattern) for pattern in patterns}
-    if sum(steps.values()) <= MOST_STEPS_TOGETHER:
-        return None
-    worst = sorted(steps, key=lambda pattern: (-steps[pattern], pattern))[:5]
-    return (
-        f"together the patterns may take {sum(steps.values()):.1e} steps on a path of "
-        f"{USUAL_PATH} characters, more than {MOST_STEPS_TOGETHER:.0e}; the slowest "
-        f'are {worst}: write [^/]+ in place of ".*", and drop ".*" at the ends'
-    )

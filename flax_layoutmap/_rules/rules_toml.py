@@ -1,4 +1,4 @@
-"""Writing rule sets into files: TOML as a person would, JSON as `to_json` has it."""
+"""Rule sets written into files: TOML as people write it, JSON as `to_json` does."""
 
 import importlib.util
 import os
@@ -9,13 +9,13 @@ from flax_layoutmap._core.errors import RuleError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.whole_file import readable_json, write_whole
 from flax_layoutmap._rules.matching import Rule
-from flax_layoutmap._rules.pattern_cost import slow_because
+from flax_layoutmap._rules.pattern_cost import slow_because, slow_together
 from flax_layoutmap._rules.rules import OPTIONS, SECTIONS, RuleSet
 from flax_layoutmap._rules.rules_file import (
     MOST_RULES,
+    PATIENCE_SECONDS,
     Source,
     load,
-    slow_together,
     suffix_of,
 )
 from flax_layoutmap._rules.serialise import (
@@ -27,7 +27,7 @@ from flax_layoutmap._rules.serialise import (
     rules_to_json,
 )
 
-# What a LayoutMap has where a file says nothing. The way of matching is always written.
+# Defaults that are not written; `match` and `overlap` always are.
 _DEFAULTS = {"unmatched": "replicate", "indivisible": "error", "strict": None}
 # What a mesh line cannot hold.
 _UNPLAIN = re.compile(r"[=,]|^\s|\s$")
@@ -59,7 +59,7 @@ def write_rules(rules: RuleSet, path: Any) -> None:
 
 
 def _check_that_it_reads(rules: RuleSet, path: str) -> None:
-    """Raises for what `read_rules` would refuse, or read otherwise."""
+    """Raises for rules that `read_rules` would refuse or read differently."""
     problems: list[str] = []
     for section in SECTIONS:
         for number, rule in enumerate(getattr(rules, section), start=1):
@@ -70,11 +70,12 @@ def _check_that_it_reads(rules: RuleSet, path: str) -> None:
             for axis in rule.layout.axis_names:
                 if axis in (NOTHING, ANY_DIMS):
                     problems.append(f"{where}: an axis {axis!r} has a meaning in files")
-    sections = {section: getattr(rules, section) for section in SECTIONS}
-    if not problems:
-        problems += filter(None, [slow_together(sections)])
-    if sum(map(len, sections.values())) > MOST_RULES:
+    every = [rule.pattern for section in SECTIONS for rule in getattr(rules, section)]
+    if len(every) > MOST_RULES:
         problems.append(f"more than {MOST_RULES} rules")
+    if not problems:
+        too_slow = slow_together(sorted(set(every)), PATIENCE_SECONDS)
+        problems += [too_slow] if too_slow else []
     if problems:
         raise RuleError(
             f"{path}: these rules cannot be in a file:\n{bullet_list(problems)}"
@@ -120,8 +121,9 @@ def _rule_value(rule: Rule, mesh: DeviceMesh | None) -> Any:
         entry["axes"] = REPLICATED
     else:
         entry["axes"] = [NOTHING if dim is None else dim for dim in entry["axes"]]
-    if "mesh" in entry:
-        entry["mesh"] = _mesh_value(rule.layout.device_mesh)
+    own = rule.layout.device_mesh
+    if own is not None and "mesh" in entry:
+        entry["mesh"] = _mesh_value(own)
     return entry if len(entry) > 1 else entry["axes"]
 
 
@@ -170,7 +172,7 @@ def _quoted(text: str, *, literal: bool = True) -> str:
 
 
 def _refuse_to_flatten(path: str) -> Source | None:
-    """The file that is there, if it holds nothing that a RuleSet does not."""
+    """The existing file; raises where it holds more than a RuleSet can."""
     if not os.path.exists(path):
         return None
     source = load(path)
