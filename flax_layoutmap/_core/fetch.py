@@ -1,4 +1,4 @@
-"""What layout an array has, as far as anybody can know it."""
+"""The layout of an array, where it is known."""
 
 import functools
 from typing import Any

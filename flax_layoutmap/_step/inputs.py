@@ -50,7 +50,7 @@ _NUMBERS = (bool, int, float, complex)
 # Places the leaves of an argument that is data.
 Placer = Callable[[Argument, RuleSet | None], Sequence[Any]]
 
-# ------------------------------------------------------------- state, or data
+# ----------------------------------------------------------------------- a call
 
 
 def bind(
@@ -89,6 +89,9 @@ def bind(
         arguments.append(argument)
     check_not_shared(arguments)
     return Call(args, kwargs, rules, slots, static, arguments)
+
+
+# ------------------------------------------------------------- state, or data
 
 
 def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
@@ -195,7 +198,7 @@ def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
 
 
 def _is_put_on(leaf: Any, mesh: DeviceMesh) -> bool:
-    """Whether a leaf is an array that somebody has put on its devices.
+    """Whether a leaf is an array that is committed to its devices.
 
     On a single device, every placement is the same as that of a host array.
     """
