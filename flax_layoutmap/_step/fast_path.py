@@ -100,8 +100,8 @@ class FastPath:
             return None, roots
         values = (*args, *kwargs.values())
         names = (*self._names[: len(args)], *kwargs)
-        for named in zip(names, map(type, values), values, strict=True):
-            name, kind, value = named
+        for name, value in zip(names, values, strict=True):
+            kind = type(value)
             part = self._parts.get((name, kind))
             if part is None:
                 return None, roots

@@ -194,7 +194,6 @@ class Jitted:
         if layout_map is not None:
             rule_set_of(layout_map, "jit(layout_map=)")
         self._layout_map = layout_map
-        self._good_rules: RuleSet | None = None
         self._job = job = Job(
             fun,
             signature,
@@ -339,9 +338,7 @@ class Jitted:
         if self._layout_map is None:
             return None
         rules = rule_set_of(self._layout_map, "jit(layout_map=)")
-        if rules is not self._good_rules:
-            need_devices(rules, "jit")
-            self._good_rules = rules
+        need_devices(rules, "jit")
         return rules
 
     def _program(
