@@ -279,6 +279,7 @@ def test_trees_of_several_structures(
             for leaf in jax.tree.leaves(state):
                 np.testing.assert_allclose(leaf, count * (X + 1).sum(), rtol=1e-5)
         assert two["kernel"].sharding == layout_map.shardings(two)["kernel"]
+    assert long_ways == ["state", "x"] * 3
     del long_ways[:]
     alone = flm.jit(grow, layout_map=layout_map, donate_argnames="state")
     for _ in range(5):
