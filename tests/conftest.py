@@ -20,7 +20,7 @@ from multiprocess import launch
 
 import flax_layoutmap as flm
 from flax_layoutmap._birth import programs as _programs
-from flax_layoutmap._step import jit as _jit
+from flax_layoutmap._step import inputs as _inputs
 from flax_layoutmap.pod import _aot
 
 quick.set_xla_flags()
@@ -80,13 +80,13 @@ def abstract_mesh() -> flm.DeviceMesh:
 def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The arguments that were taken apart so far."""
     seen: list[str] = []
-    plain = _jit.take_apart
+    plain = _inputs.take_apart
 
     def take_apart(slot: Any, value: Any, **options: Any) -> Any:
         seen.append(slot.name)
         return plain(slot, value, **options)
 
-    monkeypatch.setattr(_jit, "take_apart", take_apart)
+    monkeypatch.setattr(_inputs, "take_apart", take_apart)
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Read the layout of an array, or raise where it is not known."""
+"""The layout of an array, where it is known."""
 
 import functools
 from typing import Any

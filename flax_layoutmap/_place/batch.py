@@ -305,6 +305,11 @@ class Split:
     order: tuple[int, ...] = ()
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this process passes all rows."""
+        return self.own == self.parts and self.sharers == 1
+
+    @property
     def multiple(self) -> int:
         """What the number of rows that a process passes must divide by."""
         return self.own // math.gcd(self.own, self.sharers)
@@ -434,7 +439,7 @@ def clash_of_rows(count: int, rules: RuleSet, split: Split | None = None) -> str
     mesh = rules.mesh
     assert mesh is not None
     parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
-    if split is None or (split.own == parts and split.sharers == 1):
+    if split is None or split.is_whole:
         if count % parts:
             return clash(0, count, rules.batch, mesh.axis_sizes)
     elif count % split.multiple:
@@ -450,7 +455,11 @@ def _check_divides(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Non
     problems = [
         f"{path} {show_shape(leaf.shape)}: {trouble}"
         for path, leaf in flat.rows()
-        if (trouble := clash_of_rows(len(leaf), rules, _split_for(leaf, split)))
+        if (
+            trouble := clash_of_rows(
+                len(leaf), rules, None if _is_spread(leaf) else split
+            )
+        )
     ]
     if problems:
         alone = rows == "local" or jax.process_count() == 1
@@ -460,10 +469,6 @@ def _check_divides(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Non
             f"{bullet_list(problems)}\npad it, batch, mask = "
             f"flm.pad_batch(batch, layout_map{more}), or drop the rest"
         )
-
-
-def _split_for(leaf: Any, split: Split) -> Split | None:
-    return None if _is_spread(leaf) else split
 
 
 def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
@@ -505,16 +510,12 @@ def _placed(leaves: Sequence[Any], rules: RuleSet, split: Split) -> list[Any]:
     if jax.process_count() == 1:
         # In one go: many small transfers take longer.
         return jax.device_put(list(leaves), shardings)
-    return [
-        _from_process(leaf, rules, split) if _is_part(leaf, split) else put(leaf, where)
-        for leaf, where in zip(leaves, shardings, strict=True)
-    ]
-
-
-def _is_part(leaf: Any, split: Split) -> bool:
-    """Whether a process passes some rows of a leaf only."""
-    whole = split.own == split.parts and split.sharers == 1
-    return not whole and has_rows(leaf) and not _is_spread(leaf)
+    placed: list[Any] = []
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        is_part = not split.is_whole and has_rows(leaf) and not _is_spread(leaf)
+        made = _from_process(leaf, rules, split) if is_part else put(leaf, sharding)
+        placed.append(made)
+    return placed
 
 
 def _from_process(leaf: Any, rules: RuleSet, split: Split) -> jax.Array:

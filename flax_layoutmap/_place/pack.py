@@ -150,17 +150,17 @@ def _check_replicas(
     shape: tuple[int, ...],
 ) -> None:
     indices = sharding.devices_indices_map(shape)
+    held = [_show(indices[device]) for device in devices]
+    if len(set(held)) == len(held):
+        return
     first: dict[str, tuple[Any, bytes]] = {}
-    alone = len({str(indices[device]) for device in devices}) == len(devices)
-    for part, device in zip(parts, devices, strict=True):
-        if alone:
-            return
+    for part, device, index in zip(parts, devices, held, strict=True):
         data = _bytes(part)
-        other, same = first.setdefault(str(indices[device]), (device, data))
+        other, same = first.setdefault(index, (device, data))
         if data != same:
             raise LayoutError(
                 f"pack: the devices {other} and {device} hold the same part of an "
-                f"array {shape}, {_show(indices[device])}, but were given different "
+                f"array {shape}, {index}, but were given different "
                 "values; make them equal, or use check=False"
             )
 

@@ -1,4 +1,4 @@
-"""Moving arrays to layouts: the one place that picks how.
+"""Move arrays to layouts; the one place that picks the primitive.
 
 `jax.device_put` for arrays that exist, `jax.sharding.reshard` for traced values on
 Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes.
@@ -495,22 +495,17 @@ def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
 
 def explicit_axes(mesh: DeviceMesh) -> set[str]:
     """The names of the Explicit axes."""
-    return {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is AxisType.Explicit
-    }
+    return _axes_of_type(mesh, AxisType.Explicit)
 
 
 def manual_axes(context: Any) -> set[str]:
     """The names of the axes that the surrounding `shard_map` has taken over."""
-    return {
-        name
-        for name, kind in zip(
-            context.axis_names, context.axis_types or (), strict=False
-        )
-        if kind is AxisType.Manual
-    }
+    return _axes_of_type(context, AxisType.Manual)
+
+
+def _axes_of_type(mesh: Any, wanted: AxisType) -> set[str]:
+    pairs = zip(mesh.axis_names, mesh.axis_types or (), strict=False)
+    return {name for name, kind in pairs if kind is wanted}
 
 
 def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
@@ -520,8 +515,14 @@ def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
         LayoutError: another rank, or a dim that does not divide.
     """
     shape, mesh = tuple(x.shape), mesh_of(layout)
+    known = known_layout(x) if layout.has_match else None
     try:
-        dims = _complete(layout, x).dims(len(shape))
+        if known is not None:
+            layout = layout.matched(known.dims(len(shape)))
+        elif layout.has_match and not isinstance(x, Tracer):
+            # On no mesh yet, so that nothing is sharded.
+            layout = layout.matched(((),) * len(shape))
+        dims = layout.dims(len(shape))
     except LayoutError as error:
         raise LayoutError(f"{what} of an array {shape}: {error}") from None
     sizes = mesh.axis_sizes
@@ -532,14 +533,3 @@ def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
                 f"{clash(dim, shape[dim], axes, sizes)}"
             )
     return dims
-
-
-def _complete(layout: TensorLayout, x: Any) -> TensorLayout:
-    """The layout without `MATCH`, where it is known how the array lies."""
-    if not layout.has_match:
-        return layout
-    known = known_layout(x)
-    if known is None and not isinstance(x, Tracer):
-        # On no mesh yet, so that nothing is sharded.
-        return layout.matched(((),) * len(x.shape))
-    return layout if known is None else layout.matched(known.dims(len(x.shape)))

@@ -103,7 +103,7 @@ def call_activated(
     rules: RuleSet | None,
     roots: Sequence[tuple[str, Any]],
     parameters: Iterable[str],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Any:
     """Calls; layers give their outputs the layouts of the activation rules.
 
@@ -115,12 +115,12 @@ def call_activated(
         roots: NNX objects, each with what its own paths begin with: `policy/`.
         parameters: paths of parameters, in all their forms: a rule `…/output` that
             matches one of them is no rule for outputs.
-        tell: is told of rules that never fired; in a trace, a warning would point at
-            JAX's code.
+        report: gets the warnings about rules that matched nothing; in a trace, a
+            warning would point at JAX's code.
     """
     was = _ACTIVE.get()
     try:
-        with _activated(rules, roots, parameters, tell):
+        with _activated(rules, roots, parameters, report):
             return call()
     finally:
         _ACTIVE.set(was)
@@ -131,7 +131,7 @@ def _activated(
     rules: RuleSet | None,
     roots: Sequence[tuple[str, Any]],
     parameters: Iterable[str],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Iterator[None]:
     """Lays out the outputs of layers inside the block."""
     was, active = _ACTIVE.get(), None
@@ -155,7 +155,7 @@ def _activated(
     finally:
         _ACTIVE.set(was)
     if active is not None:
-        active.tell(tell)
+        active.report_unused(report)
 
 
 def forget_path(node: Any) -> None:
@@ -166,7 +166,7 @@ def forget_path(node: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """The note that a module carries; with the rules, so that caches tell maps apart.
+    """The note that a module carries; with the rules, so that caches keep maps apart.
 
     Attributes:
         prefix: the names that lead to the outermost module that it is in.
@@ -328,8 +328,8 @@ class Active:
         ]
         return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
 
-    def tell(self, tell: Callable[[str], None]) -> None:
-        """Tells once of rules that match no module, here and earlier.
+    def report_unused(self, report: Callable[[str], None]) -> None:
+        """Reports once the rules that match no module, here and earlier.
 
         A rule for a module that is there and was not called is none of these. Where
         some were not called, a rule may be for one of their outputs: no error then.
@@ -357,7 +357,7 @@ class Active:
         about = f"no output: {' '.join(unused)}"
         paths = frozenset(own[-1] for own in self._called)
         for new in news(rules, [Remark(text, about, paths)]):
-            tell(new)
+            report(new)
 
     def _is_for_known(self, rule: Rule) -> bool:
         named = _outputs_of if rule in self._outputs else tuple

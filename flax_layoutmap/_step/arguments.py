@@ -16,20 +16,15 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
-from flax_layoutmap._core.constants import Uncomparable, comparable
 from flax_layoutmap._core.errors import (
     LayoutError,
-    StructureError,
     did_you_mean,
 )
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
-    constants_of,
     is_nnx_object,
-    is_plain_variable,
-    named_objects_of,
     nnx_split,
 )
 from flax_layoutmap._tree.graph import holders_of, update
@@ -465,115 +460,6 @@ def static_key(values: Mapping[Slot, Any]) -> tuple[Any, ...]:
             ) from error
     # 1, 1.0 and True are equal, but give different programs.
     return tuple((slot, type(value), value) for slot, value in values.items())
-
-
-# ----------------------------------------------------------- what is refused
-
-
-def named_parts(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The objects and Variables in NNX objects with names, each with its path."""
-    for name, node in named:
-        for path, part in named_objects_of(node):
-            yield "/".join((name, *map(str, path))), part
-
-
-def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
-    """The outermost NNX objects in arguments, each with the argument's name."""
-    return [
-        (argument.name, node) for argument in arguments for node in argument.objects
-    ]
-
-
-def check_not_shared(arguments: Sequence[Argument]) -> None:
-    """Raises StructureError where two NNX objects share a Variable.
-
-    They would come apart, as each is rebuilt on its own.
-    """
-    leaves = [leaf for a in arguments if a.has_objects for leaf in a.raw]
-    # A shared Variable shows as a leaf that comes twice; this is much less work.
-    if len(set(map(id, leaves))) < len(leaves):
-        check_apart(arguments, [a.objects for a in arguments], nnx.Variable)
-
-
-def check_apart(
-    arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
-) -> None:
-    """Raises StructureError where NNX objects have a part in common.
-
-    Args:
-        arguments: the arguments.
-        nodes: of each, its NNX objects, or what the function made of them.
-        kinds: types of the parts that count.
-    """
-    named = [
-        (argument.name + (f" (object {at})" if len(own) > 1 else ""), node)
-        for argument, own in zip(arguments, nodes, strict=True)
-        for at, node in enumerate(own, 1)
-    ]
-    owners: dict[int, tuple[int, str]] = {}
-    for number, one in enumerate(named):
-        for path, part in named_parts([one]):
-            if not isinstance(part, kinds):
-                continue
-            first, other = owners.setdefault(id(part), (number, path))
-            if first != number:
-                raise StructureError(
-                    f"{other} and {path} are one {type(part).__name__}: pass one "
-                    "object that holds both, so that they stay shared"
-                )
-
-
-def check_plain(arguments: Sequence[Argument]) -> None:
-    """Raises StructureError where a Variable holds no value, but a reference to one."""
-    for path, part in named_parts(named_objects(arguments)):
-        if isinstance(part, nnx.Variable) and not is_plain_variable(part):
-            raise StructureError(
-                f"{path} is a {type(part).__name__} with ref or hijax, which "
-                "changes in place by itself: make it without, or use nnx.jit"
-            )
-
-
-def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
-    """Raises StructureError where JAX was asked for gradients of integers.
-
-    Args:
-        arguments: in which Params, and leaves of other states, are looked at.
-        name: the function's name.
-        cause: what JAX has raised.
-    """
-    if "requires real- or complex-valued inputs" not in str(cause):
-        return
-    found = [
-        f"{argument.path(at)} {tuple(np.shape(leaf))} {leaf.dtype}"
-        for argument in arguments
-        if argument.is_state
-        for at, (leaf, holder) in enumerate(
-            zip(argument.leaves, argument.holders(), strict=True)
-        )
-        if (holder is None or isinstance(holder[0], nnx.Param))
-        and not jax.numpy.issubdtype(leaf.dtype, np.inexact)
-    ]
-    if found:
-        raise StructureError(
-            f"{name} differentiates what is no real or complex number: "
-            f"{first_four(found)}; keep it in an nnx.Variable that is no "
-            "nnx.Param, or out of the tree that is differentiated"
-        ) from cause
-
-
-def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
-    """Raises StructureError for a constant in NNX objects that cannot be compared."""
-    for path, part in named_parts(named_objects(arguments)):
-        for name, value in constants_of(part).items():
-            try:
-                comparable(value)
-            except Uncomparable as error:
-                kind = type(error.args[0]).__name__
-                raise StructureError(
-                    f"{path}/{name} is or holds a {kind}, which Python can neither "
-                    "hash nor copy, so no call could tell whether it changed: "
-                    f"give {kind} a __hash__, or keep it outside of the model"
-                ) from cause
 
 
 def first_four(names: Sequence[str]) -> str:

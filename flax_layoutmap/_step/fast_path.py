@@ -4,7 +4,7 @@ What was found out about a call is kept as a route: which program it has, which
 Variables go in, which come out. The next call that looks the same takes no argument
 apart. What a route does not compare (the leaves of a pure tree, the values of
 Variables) the program does when JAX traces it for them: it then raises, the route is
-dropped, and the call goes the long way.
+dropped, and the call takes the slow path.
 """
 
 import collections
@@ -24,8 +24,8 @@ from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument, Call, Slot, spans
 from flax_layoutmap._step.inputs import buffers_of
-from flax_layoutmap._step.program import OtherArgumentsError, Program, Tree
-from flax_layoutmap._step.trace import mesh_needed, surroundings
+from flax_layoutmap._step.program import Program, StaleProgramError, Tree
+from flax_layoutmap._step.trace import context_key, mesh_needed
 from flax_layoutmap._tree.flax_internals import (
     can_write,
     is_nnx_object,
@@ -41,7 +41,7 @@ from flax_layoutmap._tree.watch import Watch
 _KINDS = 64
 _STATES = 8
 
-# Stands for an argument of which nothing can be told; no kept key has it.
+# The part of a key for an argument that cannot be recognised; no kept key has it.
 _UNKNOWN = object()
 
 
@@ -77,7 +77,7 @@ class FastPath:
                 continue
             try:
                 ran, result = route.run(args, kwargs)
-            except OtherArgumentsError:  # leaves of other shapes, in a pure tree
+            except StaleProgramError:  # leaves of other shapes, in a pure tree
                 self._keep(key, [other for other in known if other is not route])
                 continue
             if ran:
@@ -94,14 +94,14 @@ class FastPath:
             no kind that was seen. Routes keep the rule set alive, so that its id is no
             other's.
         """
-        key: list[Any] = [id(rules), len(args), *surroundings()]
+        key: list[Any] = [id(rules), len(args), *context_key()]
         roots: list[Any] = []
         if len(args) > len(self._names):
             return None, roots
         values = (*args, *kwargs.values())
         names = (*self._names[: len(args)], *kwargs)
-        for named in zip(names, map(type, values), values, strict=True):
-            name, kind, value = named
+        for name, value in zip(names, values, strict=True):
+            kind = type(value)
             part = self._parts.get((name, kind))
             if part is None:
                 return None, roots
@@ -111,7 +111,7 @@ class FastPath:
         return tuple(key), roots
 
     def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:
-        """Keeps the route of a call that went the long way, if it can have one.
+        """Keeps the route of a call that took the slow path, if it can have one.
 
         Args:
             call: the call.
@@ -125,7 +125,7 @@ class FastPath:
             return  # a change of structure comes once
         config: Any = jax.config
         if not program.cacheable or config.jax_debug_nans or config.jax_debug_infs:
-            return  # `jit` has to tell JAX of these two at each call
+            return  # `jit` sets these two again for each call
         places = dict(zip(self._names, range(len(call.args)), strict=False))
         parts: dict[tuple[str, type], Any]
         parts = {(slot.name, type(value)): _itself for slot, value in call.slots}
@@ -174,7 +174,7 @@ class FastPath:
             self._routes.pop(key, None)
 
 
-# --------------------------------------------------------- what calls are told by
+# ------------------------------------------------------------- keys of calls
 
 
 def _has_route(argument: Argument, leaves: Sequence[Any]) -> bool:
@@ -287,7 +287,7 @@ class _Route:
         Args:
             program: the program.
             rules: the rule set, which the key holds by identity.
-            watch: tells whether the objects are still the same.
+            watch: compares the objects with what they were.
             variables: position, over all leaves → the Variable.
             fetches: where the pure trees are.
         """
@@ -330,7 +330,7 @@ class _Route:
             Whether it ran, and the function's result. If not, nothing has happened.
 
         Raises:
-            OtherArgumentsError: the program is not for these; nothing has happened.
+            StaleProgramError: the program is not for these; nothing has happened.
         """
         inputs = self._inputs(args, kwargs)
         if inputs is None:
@@ -342,7 +342,7 @@ class _Route:
             else:
                 with jax.sharding.use_abstract_mesh(self._mesh):
                     result = self._run(inputs, outputs)
-        except OtherArgumentsError:
+        except StaleProgramError:
             raise
         except (RuntimeError, TypeError, ValueError) as error:
             # Either the arguments were refused, or the program failed while it ran.
@@ -449,7 +449,7 @@ class _Route:
         if own != structure:
             return False
         if are_deleted(leaves):
-            # By the program itself, which is told as a loss, or else before the call.
+            # By the program itself, which loses them, or else before the call.
             return bool(program.gives_away)
         wanted = (program.wanted[at] for at in order)
         return all(

@@ -7,7 +7,7 @@ batch axes. One spelling for equal placements keeps one compiled program for the
 import collections
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,16 +31,65 @@ from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import (
     Argument,
+    Call,
     first_four,
     is_on_mesh,
     leaves_with_owners,
+    slots_of,
+    take_apart,
 )
+from flax_layoutmap._step.refusals import check_not_shared
+from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Roots
 
 # What Flax calls the matrices of its layers; a batch has none that is called so.
 _PARAMETER = re.compile(r"(?:^|/)(?:kernel|embedding)$")
 _NUMBERS = (bool, int, float, complex)
+
+# Places the leaves of an argument that is data.
+Placer = Callable[[Argument, RuleSet | None], Sequence[Any]]
+
+# ----------------------------------------------------------------------- a call
+
+
+def bind(
+    job: Job,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rules: RuleSet | None,
+    place: Placer | None = None,
+) -> Call:
+    """Takes the arguments of a call apart; data is put where it belongs.
+
+    Args:
+        job: the function.
+        args: positional arguments.
+        kwargs: those by name.
+        rules: the rule set, or None.
+        place: in place of `place_data`.
+
+    Raises:
+        LayoutError: an argument is no tree of arrays, or data does not fit the mesh.
+    """
+    slots = slots_of(job.signature.bind(*args, **kwargs))
+    static = {slot: value for slot, value in slots if slot.is_among(job.static)}
+    arguments: list[Argument] = []
+    for slot, value in slots:
+        if slot in static:
+            continue
+        donated = slot.is_among(job.donated)
+        argument = take_apart(slot, value, is_state=donated, is_donated=donated)
+        if not argument.is_state:
+            if rules is not None and holds_parameters(argument, rules):
+                argument = argument.as_state()
+            elif job.in_sharding(slot) is None:
+                leaves = (place or place_data)(argument, rules)
+                argument = argument.with_leaves(leaves)
+        arguments.append(argument)
+    check_not_shared(arguments)
+    return Call(args, kwargs, rules, slots, static, arguments)
+
 
 # ------------------------------------------------------------- state, or data
 
@@ -61,11 +110,11 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
         for at, leaf in enumerate(flat.leaves)
     )
     if not found:
-        _tell_of_parameters(argument.name, flat, rules)
+        _warn_of_parameters(argument.name, flat, rules)
     return found
 
 
-def _tell_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
+def _warn_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
     """Warns once where an argument looks like parameters and no rule matches any.
 
     As after a renaming: it would silently be split like a batch.
@@ -149,7 +198,7 @@ def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
 
 
 def _is_put_on(leaf: Any, mesh: DeviceMesh) -> bool:
-    """Whether a leaf is an array that somebody has put on its devices.
+    """Whether a leaf is an array that is committed to its devices.
 
     On a single device, every placement is the same as that of a host array.
     """
@@ -208,7 +257,7 @@ def _respelled(leaf: Any) -> Any:
     return leaf
 
 
-def tell_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
+def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
     """Warns where data of the host meets a mesh, and no rules say how to split it.
 
     Returns:
@@ -352,7 +401,7 @@ def buffers_of(leaf: Any) -> set[Any]:
     try:
         return {(*part.devices(), part.unsafe_buffer_pointer()) for part in parts}
     except (NotImplementedError, jax.errors.JaxRuntimeError):
-        return {id(leaf)}  # a backend that does not tell
+        return {id(leaf)}  # a backend that does not say
 
 
 def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:

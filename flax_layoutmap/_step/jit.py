@@ -8,6 +8,7 @@ structure and set of shapes; what it changed in NNX objects is written back into
 caller's own objects.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,34 +34,31 @@ from flax_layoutmap._rules.scope import call_with_rules
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,
-    Slot,
-    check_not_shared,
     first_four,
     names_of,
     positional_names,
-    refuse_constants,
     signature_of,
     slots_of,
     static_key,
-    take_apart,
 )
 from flax_layoutmap._step.fast_path import FastPath
 from flax_layoutmap._step.inputs import (
+    Placer,
+    bind,
     deleted_paths,
     fit,
-    holds_parameters,
-    place_data,
-    tell_of_whole_batches,
+    warn_of_whole_batches,
 )
 from flax_layoutmap._step.program import (
-    OtherArgumentsError,
     Program,
+    StaleProgramError,
     abstract_result,
     make_program,
     run_program,
 )
+from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import abstract
-from flax_layoutmap._step.trace import Job, call_job, mesh_context, surroundings
+from flax_layoutmap._step.trace import Job, call_job, context_key, mesh_context
 from flax_layoutmap._tree.paths import join_keys
 
 # Compiled programs that one function keeps; the oldest is dropped.
@@ -176,10 +174,6 @@ def jit(
 class Jitted:
     """The function that `jit` returns."""
 
-    # Places the leaves of data; replaced where nothing will run.
-    _place_data: Callable[[Argument, RuleSet | None], Sequence[Any]]
-    _place_data = staticmethod(place_data)
-
     def __init__(
         self,
         fun: Callable[..., Any],
@@ -197,35 +191,41 @@ class Jitted:
                 f"sharding, {{'batch': sharding}}; got {in_shardings!r}"
             )
         given = dict(in_shardings or {})
-        self._job = Job(fun, signature, given, out_shardings)
         if layout_map is not None:
             rule_set_of(layout_map, "jit(layout_map=)")
         self._layout_map = layout_map
-        self._good_rules: RuleSet | None = None
-        self._static = names_of(signature, *static, "static_argnames")
-        self._donated = names_of(signature, *donated, "donate_argnames")
+        self._job = job = Job(
+            fun,
+            signature,
+            given,
+            out_shardings,
+            names_of(signature, *static, "static_argnames"),
+            names_of(signature, *donated, "donate_argnames"),
+        )
         names_of(signature, given, (), "in_shardings")
-        both = sorted(self._static & (self._donated | set(given)))
+        both = sorted(job.static & (job.donated | set(given)))
         if both:
             raise LayoutError(f"static arguments have no buffers or shardings: {both}")
         self._fast_path = FastPath(positional_names(signature))
         self._programs: dict[Any, Program] = {}
-        self._told = False
+        self._warned = False
+
+    # ----------------------------------------------------------------------- a call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rules = self._rules()
         try:
             ran, result = self._fast_path.call(args, kwargs, rules)
-            return result if ran else self._long_way(args, kwargs, rules)
+            return result if ran else self._slow_path(args, kwargs, rules)
         except LayoutError:
             raise
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             # Where JAX's own fast path runs a program, its failure is a ValueError.
             tell_of_others(error)
-            self._tell_losses(args, kwargs, error)
+            self._raise_if_lost(args, kwargs, error)
             raise
 
-    def _long_way(
+    def _slow_path(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
     ) -> Any:
         """A call that is new: taken apart, its program found or made, and run."""
@@ -234,26 +234,31 @@ class Jitted:
             given = slots_of(self._job.signature.bind(*args, **kwargs))
             return call_with_rules(rules, lambda: call_job(self._job, given, rules, ()))
         # Once an operation has turned these off for itself (jnp.var does), JAX checks
-        # no results of compiled programs in this thread, unless told so again.
+        # no results of compiled programs in this thread, unless they are set again.
         nans, infs = config.jax_debug_nans, config.jax_debug_infs
-        if nans or infs:
-            with jax.debug_nans(nans), jax.debug_infs(infs):
-                return self._with_program(args, kwargs, rules, self._run, runs=True)
-        return self._with_program(args, kwargs, rules, self._run, runs=True)
+        with contextlib.ExitStack() as stack:
+            if nans or infs:
+                stack.enter_context(jax.debug_nans(nans))
+                stack.enter_context(jax.debug_infs(infs))
+            return self._run(bind(self._job, args, kwargs, rules))
 
-    def _run(self, call: Call, program: Program) -> Any:
+    def _run(self, call: Call, stale: Program | None = None) -> Any:
+        program = self._program(call, runs=True, stale=stale)
         leaves = fit(call.arguments, program.wanted, program.gives_away, call.rules)
-        result = run_program(program, call, leaves)
+        try:
+            result = run_program(program, call, leaves)
+        except StaleProgramError:  # while JAX traces it: nothing has run
+            return self._run(call, program)
         self._fast_path.remember(call, program, leaves)
         return result
 
-    def _tell_losses(
+    def _raise_if_lost(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> None:
         """Raises LayoutError if the state is gone with a program that failed."""
         slots = slots_of(self._job.signature.bind(*args, **kwargs))
         lost = deleted_paths(
-            {slot.name: x for slot, x in slots if slot.is_among(self._donated)}
+            {slot.name: x for slot, x in slots if slot.is_among(self._job.donated)}
         )
         if lost:
             raise LayoutError(
@@ -263,41 +268,41 @@ class Jitted:
                 "donate nothing while you look for the cause"
             ) from error
 
-    # ------------------------------------------------------------- without a run
+    # ------------------------------------------------------------- without running
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).trace`, of the program on leaves."""
-        return self._stage("trace", args, kwargs)
+        return self._stage("trace", bind(self._job, args, kwargs, self._rules()))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(...).lower`, of the program on leaves."""
-        return self._stage("lower", args, kwargs)
+        return self._stage("lower", bind(self._job, args, kwargs, self._rules()))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result as `jax.ShapeDtypeStruct`s; no object is changed."""
-        call = self._taken_apart(args, kwargs, self._rules())
+        call = bind(self._job, args, kwargs, self._rules())
         return abstract_result(self._program(call), call)
 
-    def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
-        def use(call: Call, program: Program) -> Any:
-            avals = [
-                abstract(leaf, wanted or own_sharding(leaf))
-                for leaf, wanted in zip(call.leaves, program.wanted, strict=True)
-            ]
+    def _stage(self, stage: str, call: Call, stale: Program | None = None) -> Any:
+        program = self._program(call, stale=stale)
+        avals = [
+            abstract(leaf, wanted or own_sharding(leaf))
+            for leaf, wanted in zip(call.leaves, program.wanted, strict=True)
+        ]
+        try:
             with mesh_context(call.rules, call.leaves):
                 return getattr(program.jitted, stage)(*program.inputs(avals))
-
-        return self._with_program(args, kwargs, self._rules(), use)
+        except StaleProgramError:
+            return self._stage(stage, call, program)
 
     def without_running(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         rules: RuleSet,
-        place: Callable[[Argument, RuleSet | None], Sequence[Any]],
-        use: Callable[[Job, Sequence[Argument], Program], Any],
-    ) -> Any:
-        """Makes the program of a call for a mesh that need not be there, and uses it.
+        place: Placer,
+    ) -> tuple[Job, Sequence[Argument], Program]:
+        """Makes the program of a call for a mesh that need not be there.
 
         The seam for `flm.pod`: the same function, options and treatment of arguments as
         in a call, and nothing of it is kept here.
@@ -307,22 +312,13 @@ class Jitted:
             kwargs: those by name.
             rules: instead of this function's own; their mesh may be abstract.
             place: gives the leaves of an argument that is data their shardings.
-            use: takes what was compiled for, the arguments and the program.
+
+        Returns:
+            What was compiled for, the arguments, and the program.
         """
-        job = self._job
-        made = Jitted(
-            job.fun,
-            rules,
-            job.in_shardings,
-            job.out_shardings,
-            (self._static, ()),
-            (self._donated, ()),
-        )
-        made._job = dataclasses.replace(job, runs=False)
-        made._place_data = place
-        return made._with_program(
-            args, kwargs, rules, lambda call, program: use(job, call.arguments, program)
-        )
+        job = dataclasses.replace(self._job, runs=False)
+        call = bind(job, args, kwargs, rules, place)
+        return job, call.arguments, make_program(job, call)
 
     @property
     def layout_map(self) -> Any:
@@ -336,54 +332,14 @@ class Jitted:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    # ---------------------------------------------------- from a call to its program
+    # ------------------------------------------------------------ rules and programs
 
     def _rules(self) -> RuleSet | None:
         if self._layout_map is None:
             return None
         rules = rule_set_of(self._layout_map, "jit(layout_map=)")
-        if rules is not self._good_rules:
-            need_devices(rules, "jit")
-            self._good_rules = rules
+        need_devices(rules, "jit")
         return rules
-
-    def _with_program(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        rules: RuleSet | None,
-        use: Callable[[Call, Program], Any],
-        *,
-        runs: bool = False,
-    ) -> Any:
-        """Uses the program of a call; a new one where JAX wants to trace it again."""
-        call = self._taken_apart(args, kwargs, rules)
-        program = self._program(call, runs=runs)
-        try:
-            return use(call, program)
-        except OtherArgumentsError:  # raised in the trace: nothing has run
-            return use(call, self._program(call, runs=runs, stale=program))
-
-    def _taken_apart(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
-    ) -> Call:
-        """The arguments of a call; data is where it belongs."""
-        slots = slots_of(self._job.signature.bind(*args, **kwargs))
-        static = {slot: x for slot, x in slots if slot.is_among(self._static)}
-        arguments = [self._argument(s, x, rules) for s, x in slots if s not in static]
-        check_not_shared(arguments)
-        return Call(args, kwargs, rules, slots, static, arguments)
-
-    def _argument(self, slot: Slot, value: Any, rules: RuleSet | None) -> Argument:
-        donated = slot.is_among(self._donated)
-        argument = take_apart(slot, value, is_state=donated, is_donated=donated)
-        if argument.is_state:
-            return argument
-        if rules is not None and holds_parameters(argument, rules):
-            return argument.as_state()
-        if self._job.in_sharding(slot) is not None:
-            return argument
-        return argument.with_leaves(self._place_data(argument, rules))
 
     def _program(
         self, call: Call, *, runs: bool = False, stale: Program | None = None
@@ -393,7 +349,7 @@ class Jitted:
         Args:
             call: the call.
             runs: whether it will run, for which all processes have to agree.
-            stale: one that is not that of the call after all.
+            stale: one that JAX wants to trace again, though it was that of the call.
         """
         key = _key(call)
         program = self._programs.get(key)
@@ -413,18 +369,15 @@ class Jitted:
                 agreement.add(lambda: {**lines, **_data_parts(call.arguments)})
             if runs:
                 program = dataclasses.replace(program, agreed=True, fingerprints={})
-                if call.rules is None and not self._told:
-                    self._told = tell_of_whole_batches(call.arguments, self._job.name)
+                if call.rules is None and not self._warned:
+                    self._warned = warn_of_whole_batches(call.arguments, self._job.name)
         else:
             return program
-        self._keep(key, program)
-        return program
-
-    def _keep(self, key: Any, program: Program) -> None:
         if program.cacheable:
             self._programs[key] = program
             if len(self._programs) > _PROGRAMS:
                 self._fast_path.forget(self._programs.pop(next(iter(self._programs))))
+        return program
 
 
 def _key(call: Call) -> Any:
@@ -440,7 +393,7 @@ def _key(call: Call) -> Any:
     keys = [argument.key() for argument in call.arguments]
     try:
         return comparable(
-            (call.rules, static_key(call.static), places, surroundings(), *keys)
+            (call.rules, static_key(call.static), places, context_key(), *keys)
         )
     except Uncomparable as error:
         refuse_constants(call.arguments, error)

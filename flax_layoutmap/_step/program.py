@@ -17,11 +17,10 @@ from flax_layoutmap._step.arguments import (
     Argument,
     Call,
     Slot,
-    check_apart,
-    check_plain,
     spans,
     strong,
 )
+from flax_layoutmap._step.refusals import check_apart, check_plain
 from flax_layoutmap._step.shardings import (
     Pin,
     abstract,
@@ -121,7 +120,7 @@ class Program:
         return [*self.places.donated, *trees]
 
 
-class OtherArgumentsError(Exception):
+class StaleProgramError(Exception):
     """A program is not that of its arguments: they, or what is around, have changed."""
 
 
@@ -133,12 +132,12 @@ def make_program(job: Job, call: Call) -> Program:
     """
     arguments, rules, leaves = call.arguments, call.rules, call.leaves
     check_plain(arguments)
-    wanted, asked = wanted_before(arguments, job.in_sharding, rules)
+    wanted, resolved = wanted_before(arguments, job.in_sharding, rules)
     avals = [
         leaf if sharding is None else abstract(leaf, sharding)
         for leaf, sharding in zip(leaves, wanted, strict=True)
     ]
-    made = asked.resolution
+    made = resolved.resolution
     parameters = () if made is None else tuple(made._flat.every_form())
     traced = trace_job(job, call, avals, parameters)
     outcome, change = traced.outcome, traced.outcome.change
@@ -148,7 +147,7 @@ def make_program(job: Job, call: Call) -> Program:
     moved: list[int] = []  # leaves that are as they were, and come out elsewhere
     if change is not None:
         new = outcome.returned, types[: outcome.count]
-        after, asked = wanted_after(
+        after, resolved = wanted_after(
             arguments, wanted, change, *new, job.in_sharding, rules
         )
         stays = {at: wanted[at] != where for at, where in change.at(after, stays=True)}
@@ -156,14 +155,16 @@ def make_program(job: Job, call: Call) -> Program:
         change = change.moving(moved)
         layouts = [where for _, where in sorted(change.at(after, stays=False))]
     out = (outcome.out_tree, types[outcome.count :])
-    pinned, asked = pin_results(arguments, wanted, out, job.out_shardings, rules, asked)
+    pinned, resolved = pin_results(
+        arguments, wanted, out, job.out_shardings, rules, resolved
+    )
     for text in traced.remarks:
         warn(text)
     fingerprints: Mapping[str, Sequence[str]] = {}
-    if asked.resolution is not None:
-        asked.resolution.announce()
+    if resolved.resolution is not None:
+        resolved.resolution.announce()
         if jax.process_count() > 1:
-            fingerprints = asked.resolution.fingerprint_lines()
+            fingerprints = resolved.resolution.fingerprint_lines()
     places = _places(arguments, set(outcome.changed))
     fun = _on_inputs(traced, moved, pinned, places)
     fun.__name__ = job.name
@@ -229,7 +230,7 @@ def _on_inputs(
         # JAX knows of is another one, such as the size of a mapped axis.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
             if was_traced:
-                raise OtherArgumentsError
+                raise StaleProgramError
             was_traced.append(True)
         values: list[Any] = [None] * len(closed.in_avals)
         lists = [
@@ -239,13 +240,13 @@ def _on_inputs(
         for tree, own in zip(places.rest, rest, strict=True):
             leaves, treedef = jax.tree.flatten(own)
             if treedef != tree.treedef:
-                raise OtherArgumentsError
+                raise StaleProgramError
             lists.append((tree.positions, leaves))
         for positions, leaves in lists:
             for at, leaf in zip(positions, leaves, strict=True):
                 values[at] = leaf
         if any(map(_differ, values, closed.in_avals)):
-            raise OtherArgumentsError
+            raise StaleProgramError
         # Not jaxpr_as_fun, after which debug_nans checks nothing any more (jax 0.10.2).
         after = eval_jaxpr(closed.jaxpr, closed.consts, *values)
         new, results = after[: outcome.count], after[outcome.count :]

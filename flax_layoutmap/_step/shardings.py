@@ -30,7 +30,7 @@ from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, jo
 # Of one leaf of the result: whether it is state, and its sharding.
 Pin = tuple[bool, Any]
 
-# Stands for such a sharding until the rules were asked.
+# Stands for such a sharding until the rules are resolved.
 _BY_RULE = object()
 
 # The root of the result in messages; no argument can have this name.
@@ -41,8 +41,8 @@ InSharding = Callable[[Slot], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Asked:
-    """What the rules were asked about.
+class Resolved:
+    """Trees that the rules were resolved for.
 
     Attributes:
         trees: the trees, by name.
@@ -73,7 +73,7 @@ def abstract(leaf: Any, sharding: Any) -> Any:
 
 def wanted_before(
     arguments: Sequence[Argument], in_sharding: InSharding, rules: RuleSet | None
-) -> tuple[list[Any], Asked]:
+) -> tuple[list[Any], Resolved]:
     """One sharding per leaf of all arguments; None leaves it to JAX."""
     trees: dict[str, Any] = {}
     if rules is not None:
@@ -82,8 +82,8 @@ def wanted_before(
             for argument in arguments
             if argument.is_state and in_sharding(argument.slot) is None
         }
-    asked = _ask(trees, rules)
-    by_rule = iter(asked.shardings)
+    resolved = _resolved(trees, rules)
+    by_rule = iter(resolved.shardings)
     found: list[Any] = []
     for argument in arguments:
         prefix, leaves = in_sharding(argument.slot), argument.leaves
@@ -94,14 +94,14 @@ def wanted_before(
             found += [next(by_rule) for _ in leaves]
         else:
             found += [own_sharding(x) if argument.is_state else None for x in leaves]
-    return found, asked
+    return found, resolved
 
 
-def _ask(trees: dict[str, Any], rules: RuleSet | None) -> Asked:
-    """Asks the rules about trees, if there are some."""
+def _resolved(trees: dict[str, Any], rules: RuleSet | None) -> Resolved:
+    """Resolves the rules for trees, if there are some."""
     if rules is None or not trees:
-        return Asked(trees, None)
-    return Asked(trees, resolve(Roots(trees), rules))
+        return Resolved(trees, None)
+    return Resolved(trees, resolve(Roots(trees), rules))
 
 
 def _mesh_of(rules: RuleSet | None) -> DeviceMesh | None:
@@ -109,7 +109,7 @@ def _mesh_of(rules: RuleSet | None) -> DeviceMesh | None:
 
 
 def _without_arrays(argument: Argument) -> Any:
-    """What the rules are asked about; a Resolution may be kept, arrays must not."""
+    """What the rules are resolved for; a Resolution may be kept, arrays must not."""
     if argument.has_objects:
         return argument.value
     return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
@@ -123,7 +123,7 @@ def wanted_after(
     avals: Sequence[Any],
     in_sharding: InSharding,
     rules: RuleSet | None,
-) -> tuple[list[Any], Asked]:
+) -> tuple[list[Any], Resolved]:
     """One sharding per leaf of the graph that a function left; None leaves it to JAX.
 
     Args:
@@ -163,12 +163,12 @@ def wanted_after(
     trees.update(zip(names, nodes, strict=True))
     if rules is None:
         own = [getattr(leaf, "sharding", None) for leaf in leaves]
-        return list(map(found.get, map(id, leaves), own)), Asked({}, None)
-    asked = _ask(trees, rules)
+        return list(map(found.get, map(id, leaves), own)), Resolved({}, None)
+    resolved = _resolved(trees, rules)
     ids = map(id, jax.tree.leaves(plain_tree(Roots(trees))))
-    for key, sharding in zip(ids, asked.shardings, strict=True):
+    for key, sharding in zip(ids, resolved.shardings, strict=True):
         found.setdefault(key, sharding)
-    return [found[id(leaf)] for leaf in leaves], asked
+    return [found[id(leaf)] for leaf in leaves], resolved
 
 
 def _array(leaf: jax.ShapeDtypeStruct) -> Any:
@@ -184,8 +184,8 @@ def pin_results(
     out: tuple[Any, Sequence[Any]],
     out_shardings: Any,
     rules: RuleSet | None,
-    asked: Asked,
-) -> tuple[list[Pin], Asked]:
+    resolved: Resolved,
+) -> tuple[list[Pin], Resolved]:
     """Per result: whether it is state, and its sharding (None: the compiler's).
 
     A part of the result with the structure of an argument keeps its layouts. What else
@@ -197,7 +197,7 @@ def pin_results(
         out: the structure of the result, and the types of its leaves.
         out_shardings: what the user says of it.
         rules: the rule set, or None.
-        asked: what the rules were asked about so far.
+        resolved: what the rules were resolved for so far.
     """
     known: dict[Any, list[list[Pin]]] = {}
     data: dict[Any, list[list[Pin]]] = {}
@@ -218,14 +218,14 @@ def pin_results(
     found = _pin_tree(result, {**data, **known}, made if asks else None, RESULT)
     if made:
         # With the arguments: optimizer state follows parameters among them.
-        asked = _ask({**made, **asked.trees}, rules)
-        every = iter(asked.shardings)
+        resolved = _resolved({**made, **resolved.trees}, rules)
+        every = iter(resolved.shardings)
         found = [(s, next(every) if at is _BY_RULE else at) for s, at in found]
     typed = [_typed(aval, rules) for aval in out[1]]
     return [
         (state, given or sharding or own)
         for (state, sharding), given, own in zip(found, said, typed, strict=True)
-    ], asked
+    ], resolved
 
 
 def _typed(aval: Any, rules: RuleSet | None) -> NamedSharding | None:

@@ -23,14 +23,16 @@ from flax_layoutmap._step.arguments import (
     Call,
     Slot,
     call_with,
-    check_apart,
-    named_parts,
     no_array,
-    refuse_integers,
     spans,
     strong,
 )
-from flax_layoutmap._step.closures import Closures
+from flax_layoutmap._step.refusals import (
+    Closures,
+    check_apart,
+    named_parts,
+    refuse_integers,
+)
 from flax_layoutmap._tree.flax_internals import check_can_write, is_nnx_object
 from flax_layoutmap._tree.graph import (
     Change,
@@ -57,7 +59,7 @@ _settings = operator.attrgetter(
 )
 
 
-def surroundings() -> tuple[Any, ...]:
+def context_key() -> tuple[Any, ...]:
     """What a trace depends on besides the arguments: contexts and settings."""
     return jax.sharding.get_abstract_mesh(), _settings(jax.config), trace_key()
 
@@ -94,6 +96,8 @@ class Job:
         signature: its signature.
         in_shardings: argument name → prefix tree of layouts, over the rules.
         out_shardings: prefix tree of layouts for the result, or None.
+        static: the arguments that are constants.
+        donated: the arguments whose buffers may be reused.
         runs: whether its programs run; if not, no value in them can become stale.
     """
 
@@ -101,6 +105,8 @@ class Job:
     signature: inspect.Signature
     in_shardings: Mapping[str, Any]
     out_shardings: Any
+    static: frozenset[str]
+    donated: frozenset[str]
     runs: bool = True
 
     @property
@@ -204,7 +210,7 @@ def call_job(
     given: Sequence[tuple[Slot, Any]],
     rules: RuleSet | None,
     parameters: Iterable[str],
-    tell: Callable[[str], None] = warn,
+    report: Callable[[str], None] = warn,
 ) -> Any:
     """Calls the user's function; the layers lay out what they return.
 
@@ -214,7 +220,7 @@ def call_job(
         rules: the rule set, or None.
         parameters: paths of the parameters among the arguments, in all their forms,
             for rules `…/output`.
-        tell: is told of activation rules that never fired.
+        report: gets the warnings about activation rules that matched nothing.
     """
 
     def call() -> Any:
@@ -224,7 +230,7 @@ def call_job(
         return result
 
     roots = [root for _, value in given for root in _roots(value)]
-    return call_activated(call, rules, roots, parameters, tell)
+    return call_activated(call, rules, roots, parameters, report)
 
 
 def _roots(value: Any) -> list[tuple[str, Any]]:
@@ -242,7 +248,7 @@ def _on_leaves(
     call: Call,
     leaves: Sequence[Any],
     parameters: Iterable[str],
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> tuple[list[Any], list[Any], Outcome]:
     """Calls the function on leaves: what it changed, its result, and what these are."""
     values: dict[Slot, Any] = dict(call.static)
@@ -259,7 +265,7 @@ def _on_leaves(
     nodes = [node for own in copies for node in own]
     before = Graph(nodes)
     given = [(slot, values[slot]) for slot, _ in call.slots]
-    result = call_job(job, given, call.rules, parameters, tell)
+    result = call_job(job, given, call.rules, parameters, report)
     after = Graph(nodes)
     known = set(map(id, after.objects))
     made = [(path, node) for path, node in _roots(result) if id(node) not in known]

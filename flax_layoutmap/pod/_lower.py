@@ -292,8 +292,8 @@ def _lower_step(
             "plan needs rules for a step that is no function of jax.jit; pass "
             "layout_map=layout_map"
         )
-    use = functools.partial(_lower_program, rules, platform)
-    return step.without_running(args, kwargs, rules, split_data, use)
+    job, arguments, program = step.without_running(args, kwargs, rules, split_data)
+    return _lower_program(rules, platform, job, arguments, program)
 
 
 def _check_step(step: Any) -> None:

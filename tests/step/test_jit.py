@@ -26,6 +26,7 @@ from steps import BATCH, COLUMN, DIMS, ROW, X, Y, counting, make, rules
 import flax_layoutmap as flm
 from flax_layoutmap._rules.scope import current_rules
 from flax_layoutmap._step import jit as _jit
+from flax_layoutmap._step.inputs import bind
 from flax_layoutmap._tree.flatten import flatten
 
 P = PartitionSpec
@@ -361,7 +362,7 @@ def test_what_counts_as_state(mesh: flm.DeviceMesh) -> None:
     }
     for name, (value, is_state) in kinds.items():
         step = flm.jit(lambda x: 0, layout_map=layout_map)
-        (argument,) = step._taken_apart((value,), {}, step._rules()).arguments
+        (argument,) = bind(step._job, (value,), {}, step._rules()).arguments
         assert argument.is_state is is_state, name
 
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
+from flax_layoutmap._step.inputs import bind
 
 P = PartitionSpec
 X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
@@ -120,7 +121,7 @@ def test_which_containers_are_state() -> None:
             listed, mesh, overlap=overlap, strict=False
         )
         step = flm.jit(lambda x: 0, layout_map=layout_map)
-        (argument,) = step._taken_apart((given,), {}, step._rules()).arguments
+        (argument,) = bind(step._job, (given,), {}, step._rules()).arguments
         assert argument.is_state is expected, (listed, overlap, given)
     # What JAX cannot name uniquely is data, not an error.
     step = flm.jit(lambda batch: batch, layout_map=rules(mesh, strict=False))

@@ -1,8 +1,10 @@
-"""Variables that a traced function reads though no argument holds them.
+"""What `flm.jit` refuses, with the path of the Variable or the constant.
 
-Their values would be constants of the program, whatever becomes of the Variables. So,
-while a function is traced, what it reads of them is a stand-in of the same shape; where
-it computes with that, it is told which module to take as an argument.
+Variables that two arguments share, or that are references; constants that nobody can
+compare; gradients of integers; and Variables that a function reads though no argument
+holds them. The values of these would be constants of the program, whatever becomes of
+the Variables. So, while a function is traced, what it reads of them is a stand-in of
+the same shape; where it computes with that, an error names the module to pass.
 """
 
 import collections
@@ -20,13 +22,15 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
+from flax_layoutmap._core.constants import Uncomparable, comparable
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._rules.records import show_shape
-from flax_layoutmap._step.arguments import first_four
+from flax_layoutmap._step.arguments import Argument, first_four
 from flax_layoutmap._tree.flax_internals import (
     call_reading_as,
     constants_of,
     is_nnx_object,
+    is_plain_variable,
     named_objects_of,
     read_value,
     reader,
@@ -55,6 +59,118 @@ _ASKS_FOR_NUMBERS = (
 
 # How many objects are searched for a Variable at most, to name its path.
 _LOOKED_AT = 10_000
+
+
+# -------------------------------------------------------------------- arguments
+
+
+def named_parts(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The objects and Variables in NNX objects with names, each with its path."""
+    for name, node in named:
+        for path, part in named_objects_of(node):
+            yield "/".join((name, *map(str, path))), part
+
+
+def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
+    """The outermost NNX objects in arguments, each with the argument's name."""
+    return [
+        (argument.name, node) for argument in arguments for node in argument.objects
+    ]
+
+
+def check_not_shared(arguments: Sequence[Argument]) -> None:
+    """Raises StructureError where two NNX objects share a Variable.
+
+    They would come apart, as each is rebuilt on its own.
+    """
+    leaves = [leaf for a in arguments if a.has_objects for leaf in a.raw]
+    # A shared Variable shows as a leaf that comes twice; this is much less work.
+    if len(set(map(id, leaves))) < len(leaves):
+        check_apart(arguments, [a.objects for a in arguments], nnx.Variable)
+
+
+def check_apart(
+    arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
+) -> None:
+    """Raises StructureError where NNX objects have a part in common.
+
+    Args:
+        arguments: the arguments.
+        nodes: of each, its NNX objects, or what the function made of them.
+        kinds: types of the parts that count.
+    """
+    named = [
+        (argument.name + (f" (object {at})" if len(own) > 1 else ""), node)
+        for argument, own in zip(arguments, nodes, strict=True)
+        for at, node in enumerate(own, 1)
+    ]
+    owners: dict[int, tuple[int, str]] = {}
+    for number, one in enumerate(named):
+        for path, part in named_parts([one]):
+            if not isinstance(part, kinds):
+                continue
+            first, other = owners.setdefault(id(part), (number, path))
+            if first != number:
+                raise StructureError(
+                    f"{other} and {path} are one {type(part).__name__}: pass one "
+                    "object that holds both, so that they stay shared"
+                )
+
+
+def check_plain(arguments: Sequence[Argument]) -> None:
+    """Raises StructureError where a Variable holds no value, but a reference to one."""
+    for path, part in named_parts(named_objects(arguments)):
+        if isinstance(part, nnx.Variable) and not is_plain_variable(part):
+            raise StructureError(
+                f"{path} is a {type(part).__name__} with ref or hijax, which "
+                "changes in place by itself: make it without, or use nnx.jit"
+            )
+
+
+def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
+    """Raises StructureError where JAX was asked for gradients of integers.
+
+    Args:
+        arguments: in which Params, and leaves of other states, are looked at.
+        name: the function's name.
+        cause: what JAX has raised.
+    """
+    if "requires real- or complex-valued inputs" not in str(cause):
+        return
+    found = [
+        f"{argument.path(at)} {tuple(np.shape(leaf))} {leaf.dtype}"
+        for argument in arguments
+        if argument.is_state
+        for at, (leaf, holder) in enumerate(
+            zip(argument.leaves, argument.holders(), strict=True)
+        )
+        if (holder is None or isinstance(holder[0], nnx.Param))
+        and not jax.numpy.issubdtype(leaf.dtype, np.inexact)
+    ]
+    if found:
+        raise StructureError(
+            f"{name} differentiates what is no real or complex number: "
+            f"{first_four(found)}; keep it in an nnx.Variable that is no "
+            "nnx.Param, or out of the tree that is differentiated"
+        ) from cause
+
+
+def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
+    """Raises StructureError for a constant in NNX objects that cannot be compared."""
+    for path, part in named_parts(named_objects(arguments)):
+        for name, value in constants_of(part).items():
+            try:
+                comparable(value)
+            except Uncomparable as error:
+                kind = type(error.args[0]).__name__
+                raise StructureError(
+                    f"{path}/{name} is or holds a {kind}, which Python can neither "
+                    "hash nor copy, so no call could tell whether it changed: "
+                    f"give {kind} a __hash__, or keep it outside of the model"
+                ) from cause
+
+
+# -------------------------------------------------------------------- closures
 
 
 class Closures:
