@@ -436,8 +436,10 @@ def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:
         sharding = getattr(leaf, "sharding", None)
         shape = tuple(leaf.shape)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            mesh = mesh or DeviceMesh(sharding.mesh)
-            layouts.append(TensorLayout(sharding))
+            own = DeviceMesh(sharding.mesh)
+            mesh = mesh or own
+            kind = sharding.memory_kind
+            layouts.append(TensorLayout(sharding.spec, own, memory_kind=kind))
         else:
             problems.append(f"{path} {show_shape(shape)}: {sharding}")
     if problems or mesh is None:
