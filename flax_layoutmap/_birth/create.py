@@ -23,7 +23,7 @@ from flax_layoutmap._core.mesh import DeviceMesh, retyped, spread
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.place import manual_axes, need_devices, put, settle_metadata
 from flax_layoutmap._resolve.memory import known_rules
-from flax_layoutmap._resolve.resolve import resolve, resolve_state, rule_set_of
+from flax_layoutmap._resolve.resolve import resolve, resolve_tree, rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
@@ -199,7 +199,7 @@ def create_optimizer(
             )
         else:
             traced = trace(tx.init, (params,), keep_inputs=False)
-        resolution = resolve_state(traced.abstract, rules, params, tx, layouts)
+        resolution = resolve_tree(traced.abstract, rules, params, tx, layouts)
         resolution.announce()
         names = traced.values_of(resolution.paths)
         agreement.add(lambda: made_from(names, hashes_of(traced)))
