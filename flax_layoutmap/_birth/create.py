@@ -23,7 +23,7 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.place import manual_axes, need_devices, settle_metadata
 from flax_layoutmap._resolve.memory import known_rules
-from flax_layoutmap._resolve.resolve import resolve, resolve_state, rule_set_of
+from flax_layoutmap._resolve.resolve import resolve, resolve_tree, rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
@@ -199,7 +199,7 @@ def create_optimizer(
             )
         else:
             traced = trace(tx.init, (params,), keep_inputs=False)
-        resolution = resolve_state(traced.abstract, rules, params, tx, layouts)
+        resolution = resolve_tree(traced.abstract, rules, params, tx, layouts)
         resolution.announce()
         names = traced.values_of(resolution.paths)
         agreement.add(lambda: made_from(names, hashes_of(traced)))
@@ -360,8 +360,10 @@ def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:
         sharding = getattr(leaf, "sharding", None)
         shape = tuple(leaf.shape)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            mesh = mesh or DeviceMesh(sharding.mesh)
-            layouts.append(TensorLayout(sharding))
+            own = DeviceMesh(sharding.mesh)
+            mesh = mesh or own
+            kind = sharding.memory_kind
+            layouts.append(TensorLayout(sharding.spec, own, memory_kind=kind))
         else:
             problems.append(f"{path} {show_shape(shape)}: {sharding}")
     if problems or mesh is None:

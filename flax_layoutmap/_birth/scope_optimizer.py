@@ -18,7 +18,7 @@ from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve, resolve_state
+from flax_layoutmap._resolve.resolve import resolve, resolve_tree
 from flax_layoutmap._resolve.state_dims import owner_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
@@ -98,7 +98,7 @@ class Follower:
             layouts, mesh = layouts_of(placed) if known else ([], rules.mesh)
             self._add_inputs(shardings, _leaves(placed))
             own = rules.with_changes(rules=(), names=(), activations=())
-            resolution = resolve_state(
+            resolution = resolve_tree(
                 state, own.on(mesh), params, optimizer.tx, layouts
             )
         leaves = flatten(state).leaves

@@ -66,7 +66,7 @@ def resolve(
     if strict is not None and strict != rule_set.strict:
         rule_set = rule_set.with_changes(strict=strict)
     if params is not None or tx is not None:
-        resolution = resolve_state(tree, rule_set, params, tx)
+        resolution = resolve_tree(tree, rule_set, params, tx)
     else:
         resolution = _resolve_or_recall(tree, rule_set)
     if strict:
@@ -74,14 +74,14 @@ def resolve(
     return resolution
 
 
-def resolve_state(
+def resolve_tree(
     tree: Any,
     rules: RuleSet,
     params: Any,
     tx: Any,
     layouts: Sequence[TensorLayout] | None = None,
 ) -> Resolution:
-    """Resolves a tree, maybe optimizer state whose parameters are not in it.
+    """Resolves a tree, or optimizer state whose parameters are not in it.
 
     Args:
         tree: the tree.
@@ -97,12 +97,14 @@ def resolve_state(
     else:
         own = leaves_of(flatten(params, fold), params)
         leaves = beside(own, leaves_of(as_one_state(flat), tree), params, layouts)
-    return resolve_origins(find_origins(leaves, tx), rules)
+    origins = find_origins(leaves, tx)
+    return resolve_origins(origins, rules)
 
 
 def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
     """Resolves leaves of which it is known whose they are: the last three stages."""
-    return decided(match(origins, rules), rules)
+    matches = match(origins, rules)
+    return decided(matches, rules)  # decide → Resolution
 
 
 def resolve_with_origins(
@@ -121,7 +123,7 @@ def _resolve_or_recall(tree: Any, rules: RuleSet) -> Resolution:
     known = recall(tree, rules)
     if known is not None:
         return known
-    resolution = resolve_state(tree, rules, None, None)
+    resolution = resolve_tree(tree, rules, None, None)
     flat = resolution._flat
     # Annotations depend on Flax's logical rules in context, and state of an unknown
     # kind on the layouts that the arrays have: no structure tells these.

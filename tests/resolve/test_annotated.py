@@ -53,58 +53,31 @@ def linear(**options: Any) -> Callable[[], nnx.Module]:
     return lambda: nnx.Linear(8, 16, use_bias=False, rngs=nnx.Rngs(0), **options)
 
 
-def jax_mesh() -> Any:
-    return bare(flm.DeviceMesh(*MESH))
-
-
-def spellings() -> dict[str, Callable[[], nnx.Module]]:
-    mesh = jax_mesh()
-    spec = P("data", "model")
-    names = ("data", "model")
-    found = {
-        "out_sharding": param(out_sharding=names),
-        "P": param(out_sharding=spec),
-        "sharding": param(sharding=names),
-        "sharding_names": param(sharding_names=names),
-        "mesh": param(out_sharding=names, mesh=mesh),
-        "rules": param(out_sharding=("embed", "mlp"), sharding_rules=LOGICAL),
-        "with_partitioning": linear(kernel_init=nnx.with_partitioning(INIT, names)),
-        "with_partitioning, mesh": linear(
-            kernel_init=nnx.with_partitioning(INIT, names, mesh)
-        ),
-        "with_metadata": linear(
-            kernel_init=nnx.with_metadata(INIT, out_sharding=names)
-        ),
-    }
-    found["kernel_metadata"] = linear(kernel_metadata={"out_sharding": names})
-    if READS_SHARDINGS:
-        found["NamedSharding"] = param(out_sharding=NamedSharding(mesh, spec))
-    return found
-
-
-# Flax 0.12.4 takes no NamedSharding there.
-READS_SHARDINGS = hasattr(flax.core.spmd, "map_sharding")
-
-
-SPELLINGS = [
-    "out_sharding",
-    "P",
-    "sharding",
-    "sharding_names",
-    "mesh",
-    "rules",
-    "with_partitioning",
-    "with_partitioning, mesh",
-    "with_metadata",
-    "kernel_metadata",
-    pytest.param(
-        "NamedSharding",
-        marks=pytest.mark.skipif(
-            not READS_SHARDINGS,
-            reason="This version of Flax takes no NamedSharding as metadata.",
-        ),
+NAMES = ("data", "model")
+WITH = nnx.with_partitioning
+# How a kernel is annotated → its model, by the mesh.
+SPELLINGS: dict[str, Callable[[Any], Callable[[], nnx.Module]]] = {
+    "out_sharding": lambda _: param(out_sharding=NAMES),
+    "P": lambda _: param(out_sharding=P(*NAMES)),
+    "sharding": lambda _: param(sharding=NAMES),
+    "sharding_names": lambda _: param(sharding_names=NAMES),
+    "mesh": lambda mesh: param(out_sharding=NAMES, mesh=mesh),
+    "rules": lambda _: param(out_sharding=("embed", "mlp"), sharding_rules=LOGICAL),
+    "with_partitioning": lambda _: linear(kernel_init=WITH(INIT, NAMES)),
+    "with_partitioning, mesh": lambda mesh: linear(kernel_init=WITH(INIT, NAMES, mesh)),
+    "with_metadata": lambda _: linear(
+        kernel_init=nnx.with_metadata(INIT, out_sharding=NAMES)
     ),
-]
+    "kernel_metadata": lambda _: linear(kernel_metadata={"out_sharding": NAMES}),
+}
+if hasattr(flax.core.spmd, "map_sharding"):  # Flax 0.12.4 takes no NamedSharding there
+    SPELLINGS["NamedSharding"] = lambda mesh: param(
+        out_sharding=NamedSharding(mesh, P(*NAMES))
+    )
+
+
+def spelled(name: str) -> Callable[[], nnx.Module]:
+    return SPELLINGS[name](bare(flm.DeviceMesh(*MESH)))
 
 
 def spec_of(dims: Dims) -> PartitionSpec:
@@ -183,7 +156,7 @@ def test_spellings(
     layout_map = flm.LayoutMap(mesh, unmatched="error")
     if rule is not None:
         layout_map["kernel"] = rule
-    model = flm.create(spellings()[spelling], layout_map)
+    model = flm.create(spelled(spelling), layout_map)
     check_nnx(model, RULED if rule else ANNOTATED, mesh)
 
 
@@ -195,7 +168,7 @@ def test_ways_of_birth(
     layout_map = flm.LayoutMap(mesh)
     if rule is not None:
         layout_map["kernel"] = rule
-    model = born(how, spellings()["with_partitioning"], layout_map)
+    model = born(how, spelled("with_partitioning"), layout_map)
     check_nnx(model, RULED if rule else ANNOTATED, mesh, in_jit=True)
 
 
@@ -203,7 +176,7 @@ def test_metadata_that_is_right_is_left_alone(
     mesh: flm.DeviceMesh, quiet_flax: Any
 ) -> None:
     """So that trees of shardings made before fit the model."""
-    make = spellings()["rules"]
+    make = spelled("rules")
     layout_map = flm.LayoutMap(mesh)
     shardings = layout_map.shardings(make)
     state = nnx.state(flm.create(make, layout_map))
@@ -265,7 +238,7 @@ def test_the_metadata_of_moments_follows(
     layout_map["kernel"] = (None, "data")
     if moments is not None:
         layout_map.optimizer["kernel"] = moments
-    make = spellings()["with_partitioning"]
+    make = spelled("with_partitioning")
     with jax.set_mesh(bare(mesh)):
         model: Any = make()
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -363,7 +336,7 @@ def test_stacked_layers_whose_metadata_does_not_know(mesh: flm.DeviceMesh) -> No
 
 
 def test_saved_and_restored(mesh: flm.DeviceMesh, tmp_path: Any) -> None:
-    make = spellings()["with_partitioning"]
+    make = spelled("with_partitioning")
     path = str(tmp_path / "checkpoint")
     flm.checkpoint.save(path, flm.create(make, flm.LayoutMap(mesh)))
     other = flm.DeviceMesh((4, 2), ("data", "model"))
@@ -422,33 +395,24 @@ def boxed(init: Any, *rest: Any) -> Any:
     return nn.with_partitioning(init, ("data", "model"), *rest)
 
 
-def nets() -> dict[str, tuple[Any, Dims]]:
-    whole: tuple[str, ...] = ()
-    logical = nn.with_logical_partitioning
-    stack = (whole, *ANNOTATED)
-    return {
-        "Partitioned": (Net(boxed(INIT)), ANNOTATED),
-        "Partitioned, mesh": (Net(boxed(INIT, jax_mesh())), ANNOTATED),
-        "logical": (Net(logical(INIT, ("embed", "mlp"))), ANNOTATED),
-        "logical, rules": (
-            Net(logical(INIT, ("embed", "mlp"), None, LOGICAL)),
-            ANNOTATED,
-        ),
-        "scan": (Scanned(boxed(INIT)), stack),
-        "scan, layers": (Scanned(boxed(INIT), "layers"), stack),
-        "scan, logical": (Scanned(logical(INIT, ("embed", "mlp")), "layers"), stack),
-    }
-
-
-NETS = [
-    "Partitioned",
-    "Partitioned, mesh",
-    "logical",
-    "logical, rules",
-    "scan",
-    "scan, layers",
-    "scan, logical",
-]
+LOGICALLY = nn.with_logical_partitioning
+STACK: Dims = ((), *ANNOTATED)
+# How a kernel is annotated → its module, by the mesh, and its layout.
+NETS: dict[str, tuple[Callable[[Any], Any], Dims]] = {
+    "Partitioned": (lambda _: Net(boxed(INIT)), ANNOTATED),
+    "Partitioned, mesh": (lambda mesh: Net(boxed(INIT, mesh)), ANNOTATED),
+    "logical": (lambda _: Net(LOGICALLY(INIT, ("embed", "mlp"))), ANNOTATED),
+    "logical, rules": (
+        lambda _: Net(LOGICALLY(INIT, ("embed", "mlp"), None, LOGICAL)),
+        ANNOTATED,
+    ),
+    "scan": (lambda _: Scanned(boxed(INIT)), STACK),
+    "scan, layers": (lambda _: Scanned(boxed(INIT), "layers"), STACK),
+    "scan, logical": (
+        lambda _: Scanned(LOGICALLY(INIT, ("embed", "mlp")), "layers"),
+        STACK,
+    ),
+}
 
 
 def check_linen(net: Any, variables: Any, dims: Dims, mesh: flm.DeviceMesh) -> None:
@@ -479,7 +443,8 @@ def check_linen(net: Any, variables: Any, dims: Dims, mesh: flm.DeviceMesh) -> N
 @pytest.mark.parametrize("rule", [None, (..., "data")])
 @pytest.mark.parametrize("name", NETS)
 def test_linen_spellings(name: str, rule: Any, mesh: flm.DeviceMesh) -> None:
-    net, dims = nets()[name]
+    make, dims = NETS[name]
+    net = make(bare(mesh))
     layout_map = flm.LayoutMap(mesh, strict=name != "scan, layers")
     if rule is not None:
         layout_map["kernel"] = rule

@@ -31,11 +31,7 @@ class Net(nnx.Module):
         return self.down(jax.nn.relu(self.up(x)))
 
 
-TREES = {
-    "gan": ("generator", "discriminator"),
-    "dpo": ("policy", "reference"),
-    "actor-critic": ("actor", "critic"),
-}
+NAMES = ("policy", "reference")
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +42,9 @@ def no_warnings() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=TREES)
-def names(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return TREES[request.param]
-
-
-def rules(names: tuple[str, str], **options: Any) -> flm.LayoutMap:
+def rules(**options: Any) -> flm.LayoutMap:
     """The first is split over the model axis, the second over the data axis."""
-    first, second = names
+    first, second = NAMES
     layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), **options)
     layout_map[f"{first}/up/kernel"] = (None, "model")
     layout_map[f"^{first}/down/kernel$"] = ("model", None)
@@ -61,21 +52,16 @@ def rules(names: tuple[str, str], **options: Any) -> flm.LayoutMap:
     return layout_map
 
 
-WANTED = {
-    "0/up/kernel": (None, "model"),
-    "0/down/kernel": ("model",),
-    "1/up/kernel": ("data",),
-    "1/down/kernel": ("data",),
+WANTED: dict[str, tuple[Any, ...]] = {
+    "policy/up/kernel": (None, "model"),
+    "policy/down/kernel": ("model",),
+    "reference/up/kernel": ("data",),
+    "reference/down/kernel": ("data",),
 }
 
 
-def wanted(names: tuple[str, str]) -> dict[str, tuple[Any, ...]]:
-    """Path → spec."""
-    return {f"{names[int(p[0])]}{p[1:]}": spec for p, spec in WANTED.items()}
-
-
-def make(names: tuple[str, str]) -> dict[str, Net]:
-    return {name: Net(nnx.Rngs(at)) for at, name in enumerate(names)}
+def make() -> dict[str, Net]:
+    return {name: Net(nnx.Rngs(at)) for at, name in enumerate(NAMES)}
 
 
 def specs(resolution: flm.Resolution, below: str = "") -> dict[str, tuple[Any, ...]]:
@@ -106,9 +92,9 @@ def lies(tree: Any) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def wrapped(names: tuple[str, str]) -> dict[str, Any]:
+def wrapped() -> dict[str, Any]:
     """The same members in other containers."""
-    models = make(names)
+    models = make()
     states = {name: nnx.state(model) for name, model in models.items()}
     pure = {name: nnx.to_pure_dict(state) for name, state in states.items()}
     return {
@@ -121,24 +107,24 @@ def wrapped(names: tuple[str, str]) -> dict[str, Any]:
     }
 
 
-def test_every_wrapping_gets_the_same_layouts(names: tuple[str, str]) -> None:
-    for kind, tree in wrapped(names).items():
+def test_every_wrapping_gets_the_same_layouts() -> None:
+    for kind, tree in wrapped().items():
         for match in ("search", "match"):
-            layout_map = rules(names, match=match)
-            assert specs(layout_map.resolve(tree)) == wanted(names), kind
+            layout_map = rules(match=match)
+            assert specs(layout_map.resolve(tree)) == WANTED, kind
             if kind in ("modules", "nnx.Dict", "states"):
                 deeper = layout_map.resolve({"agents": tree})
-                assert specs(deeper, "agents/") == wanted(names), kind
+                assert specs(deeper, "agents/") == WANTED, kind
 
 
-def test_fullmatch_and_exact_keys(names: tuple[str, str]) -> None:
-    first, second = names
+def test_fullmatch_and_exact_keys() -> None:
+    first, second = NAMES
     layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"), match="fullmatch")
     layout_map[f"{first}/up/kernel"] = ("data", "model")
     layout_map["up/kernel"] = (None, "model")
     layout_map[f"{second}/down/.*"] = ("data", None)
     layout_map[".*/down/kernel|down/kernel"] = ("data", None)
-    found = layout_map.resolve(make(names))
+    found = layout_map.resolve(make())
     # Of two exact keys the one of the whole path wins alone.
     assert found[f"{first}/up/kernel"].rule_number == 1
     assert found[f"{first}/up/kernel"].reason == "exact key"
@@ -168,13 +154,11 @@ def test_what_holds_within_a_section_still_does(match: Any) -> None:
         assert anchored.resolve(tree).unmatched == ()
 
 
-def test_a_model_from_birth_to_a_checkpoint(
-    names: tuple[str, str], tmp_path: Path
-) -> None:
-    layout_map = rules(names)
-    first, second = names
-    models = flm.create(lambda: make(names), layout_map)
-    assert lies(models) == wanted(names)
+def test_a_model_from_birth_to_a_checkpoint(tmp_path: Path) -> None:
+    layout_map = rules()
+    first, second = NAMES
+    models = flm.create(make, layout_map)
+    assert lies(models) == WANTED
     optimizer = flm.create_optimizer(models[first], optax.adam(1e-2), wrt=nnx.Param)
 
     def update(trained: Net, fixed: Net, optimizer: nnx.Optimizer, x: Any) -> Any:
@@ -187,7 +171,7 @@ def test_a_model_from_birth_to_a_checkpoint(
 
     before = np.asarray(models[first].up.kernel)
     step(models, optimizer, X)
-    assert lies(models) == wanted(names)
+    assert lies(models) == WANTED
     assert np.any(np.asarray(models[first].up.kernel) != before)
     # Each member as an argument that has its name.
     separate: dict[str, Any] = {}
@@ -199,25 +183,25 @@ def test_a_model_from_birth_to_a_checkpoint(
     )
     jitted = flm.jit(separate["step"], layout_map=layout_map)
     jitted(models[first], models[second], optimizer, X)
-    assert lies(models) == wanted(names)
+    assert lies(models) == WANTED
 
     tree = {"models": models, "optimizer": optimizer}
     report = layout_map.resolve(tree).report()
     assert "unused" not in report and "unmatched" not in report
     flm.checkpoint.save(tmp_path / "ours", models, layout_map=layout_map)
     mesh = flm.DeviceMesh("data=4,model=2")
-    for target in (None, models, lambda: make(names)):
+    for target in (None, models, make):
         found = flm.checkpoint.restore(
             tmp_path / "ours", target, layout_map=layout_map, mesh=mesh
         )
-        assert lies(found) == wanted(names)
+        assert lies(found) == WANTED
     # With the rules that it was saved with.
-    assert lies(flm.checkpoint.restore(tmp_path / "ours", mesh=mesh)) == wanted(names)
+    assert lies(flm.checkpoint.restore(tmp_path / "ours", mesh=mesh)) == WANTED
     for include in (f"^{first}/", f"^{first}/(up|down)/kernel$"):
         part = flm.checkpoint.restore(
             tmp_path / "ours", layout_map=layout_map, include=include
         )
-        assert lies(part) == {p: s for p, s in wanted(names).items() if first in p}
+        assert lies(part) == {p: s for p, s in WANTED.items() if first in p}
     within = flm.checkpoint.restore(
         tmp_path / "ours", layout_map=layout_map, include="^up/"
     )
@@ -228,34 +212,30 @@ def test_a_model_from_birth_to_a_checkpoint(
             tmp_path / "ours", target, layout_map=layout_map, dtype=dtype
         )
         kernels = (
-            [found[name]["up"]["kernel"] for name in names]
+            [found[name]["up"]["kernel"] for name in NAMES]
             if target is None
-            else [found[name].up.kernel for name in names]
+            else [found[name].up.kernel for name in NAMES]
         )
         assert [kernel.dtype.name for kernel in kernels] == ["float16", "bfloat16"]
 
 
-def test_leaves_to_ignore_are_named_in_any_form(names: tuple[str, str]) -> None:
+def test_leaves_to_ignore_are_named_in_any_form() -> None:
     layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
     layout_map["down/kernel"] = (None, "model")
-    resolution = layout_map.resolve(make(names))
+    resolution = layout_map.resolve(make())
     with pytest.raises(flm.errors.ResolveError):
         flm.lint(resolution).raise_if_any("warning")
-    for ignore in (["^up/kernel"], [f"^{name}/up/kernel" for name in names]):
+    for ignore in (["^up/kernel"], [f"^{name}/up/kernel" for name in NAMES]):
         report = flm.lint(resolution, max_replicated=0.02, ignore=ignore)
         report.raise_if_any("warning")
-        flm.testing.assert_covers(
-            make(names), layout_map, ["data=2,model=4"], ignore=ignore
-        )
+        flm.testing.assert_covers(make(), layout_map, ["data=2,model=4"], ignore=ignore)
 
 
-def test_all_members_and_their_optimizers_from_one_create(
-    names: tuple[str, str], tmp_path: Path
-) -> None:
-    layout_map = rules(names)
+def test_all_members_and_their_optimizers_from_one_create(tmp_path: Path) -> None:
+    layout_map = rules()
 
     def whole() -> dict[str, Any]:
-        models = make(names)
+        models = make()
         return models | {
             f"{name}_opt": nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
             for name, model in models.items()
@@ -264,57 +244,57 @@ def test_all_members_and_their_optimizers_from_one_create(
     def moments(tree: Any) -> dict[str, Any]:
         own = {
             name: nnx.state(tree[f"{name}_opt"], nnx.optimizer.OptState)
-            for name in names
+            for name in NAMES
         }
         mu = {name: state["opt_state"][0]["mu"] for name, state in own.items()}
         return {
             f"{name}/{layer}/kernel": tuple(mu[name][layer]["kernel"].sharding.spec)
-            for name in names
+            for name in NAMES
             for layer in ("up", "down")
         }
 
     tree = flm.create(whole, layout_map)
-    assert moments(tree) == wanted(names)
+    assert moments(tree) == WANTED
 
     @flm.jit(layout_map=layout_map)
     def step(tree: Any, x: Any) -> None:
-        for name in names:
+        for name in NAMES:
             grads = nnx.grad(lambda net: (net(x) ** 2).mean())(tree[name])
             tree[f"{name}_opt"].update(tree[name], grads)
 
     step(tree, X)
-    assert moments(tree) == wanted(names)
+    assert moments(tree) == WANTED
     flm.checkpoint.save(tmp_path / "whole", tree, layout_map=layout_map)
     mesh = flm.DeviceMesh("data=4,model=2")
     assert moments(flm.checkpoint.restore(tmp_path / "whole", whole, mesh=mesh)) == (
-        wanted(names)
+        WANTED
     )
     found = flm.checkpoint.resolve(tmp_path / "whole", mesh=mesh)
-    for path, spec in wanted(names).items():
+    for path, spec in WANTED.items():
         name, _, rest = path.partition("/")
         assert spec_of(found[f"{name}_opt/opt_state/0/mu/{rest}"]) == spec
 
 
-def test_what_plain_orbax_wrote(names: tuple[str, str], tmp_path: Path) -> None:
-    models = make(names)
+def test_what_plain_orbax_wrote(tmp_path: Path) -> None:
+    models = make()
     states = {name: nnx.state(model) for name, model in models.items()}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "plain", states)
-    layout_map = rules(names)
+    layout_map = rules()
     metadata = ocp.StandardCheckpointer().metadata(tmp_path / "plain")
     tree = metadata.item_metadata.tree  # type: ignore[union-attr]
-    assert specs(layout_map.resolve(tree)) == wanted(names)
+    assert specs(layout_map.resolve(tree)) == WANTED
     found = flm.checkpoint.restore(tmp_path / "plain", layout_map=layout_map)
-    assert lies(found) == wanted(names)
+    assert lies(found) == WANTED
     found = flm.checkpoint.restore(tmp_path / "plain", models, layout_map=layout_map)
-    assert lies(found) == wanted(names)
+    assert lies(found) == WANTED
 
 
-def test_rules_of_optimizer_state_see_members(names: tuple[str, str]) -> None:
-    layout_map = rules(names)
-    first, second = names
+def test_rules_of_optimizer_state_see_members() -> None:
+    layout_map = rules()
+    first, second = NAMES
     layout_map.optimizer[f"^{first}/up/kernel"] = ("data", "model")
-    models = flm.create(lambda: make(names), layout_map)
+    models = flm.create(make, layout_map)
     tx = optax.adam(1e-2)
     state = flm.create_optimizer(models, tx, layout_map=layout_map)
     found = layout_map.resolve({"models": models, "optimizer": state})
@@ -330,21 +310,19 @@ def test_rules_of_optimizer_state_see_members(names: tuple[str, str]) -> None:
     assert found.unused_rules == ()
 
 
-def test_lint_and_explain_speak_of_members(names: tuple[str, str]) -> None:
-    layout_map = rules(names)
-    first, second = names
-    resolution = layout_map.resolve(make(names))
+def test_lint_and_explain_speak_of_members() -> None:
+    layout_map = rules()
+    first, second = NAMES
+    resolution = layout_map.resolve(make())
     assert not [i for i in flm.lint(resolution) if i.code in ("LM101", "LM102")]
-    testing.assert_covers(make(names), layout_map, ["data=2,model=4"])
+    testing.assert_covers(make(), layout_map, ["data=2,model=4"])
     told = resolution.explain(f"{first}/up/kernel")
     assert f"its path is the key of rule 1 '{first}/up/kernel'" in told
     del layout_map[f"{second}/.*kernel"]
     layout_map[f"{second}/up/kernle"] = ("data", None)
-    found = {
-        issue.code: str(issue) for issue in flm.lint(layout_map.resolve(make(names)))
-    }
+    found = {issue.code: str(issue) for issue in flm.lint(layout_map.resolve(make()))}
     assert f"the closest path ends in '{second}/up/kernel'" in found["LM101"]
-    told = layout_map.resolve(make(names)).explain(f"{second}/up/kernel")
+    told = layout_map.resolve(make()).explain(f"{second}/up/kernel")
     assert f"rule 3 '{second}/up/kernle' is closest" in told
 
 
@@ -383,9 +361,8 @@ def test_names_of_arguments_count_for_objects_of_flax() -> None:
 
 
 def test_a_member_that_is_passed_under_another_name() -> None:
-    names = TREES["dpo"]
-    layout_map = rules(names, strict=False)
-    models = flm.create(lambda: {n: Net(nnx.Rngs(0)) for n in names}, layout_map)
+    layout_map = rules(strict=False)
+    models = flm.create(lambda: {n: Net(nnx.Rngs(0)) for n in NAMES}, layout_map)
     predict = flm.jit(lambda model, x: model(x), layout_map=layout_map)
     with pytest.raises(flm.LayoutError) as caught:
         predict(models["policy"], X)
@@ -400,15 +377,14 @@ def test_a_member_that_is_passed_under_another_name() -> None:
 
 
 def test_members_that_a_jitted_function_makes() -> None:
-    names = TREES["dpo"]
-    layout_map = rules(names)
-    made = flm.jit(lambda: make(names), layout_map=layout_map)()
-    assert lies(made) == wanted(names)
+    layout_map = rules()
+    made = flm.jit(make, layout_map=layout_map)()
+    assert lies(made) == WANTED
     made = flm.jit(
-        lambda: {name: nnx.state(model) for name, model in make(names).items()},
+        lambda: {name: nnx.state(model) for name, model in make().items()},
         layout_map=layout_map,
     )()
-    assert lies(made) == wanted(names)
+    assert lies(made) == WANTED
 
 
 def test_the_hint_for_a_layer_with_a_number() -> None:
@@ -430,7 +406,7 @@ def test_outputs_of_members(pattern: str) -> None:
     def forward(models: Any, x: Any) -> Any:
         return {name: (net.up(x), net.down(net.up(x))) for name, net in models.items()}
 
-    models = flm.create(lambda: make(TREES["dpo"]), layout_map)
+    models = flm.create(lambda: make(), layout_map)
     found = forward(models, jnp.asarray(X))
     assert tuple(found["policy"][0].sharding.spec) == (None, "model")
     # Within its own module, a path begins with the name of the layer.

@@ -22,6 +22,7 @@ from shapes import ABSTRACT, all_axes, mapped, struct
 import flax_layoutmap as flm
 from flax_layoutmap._resolve.resolve import resolve_with_origins
 from flax_layoutmap._resolve.stages import Origin
+from flax_layoutmap._rules.rules import Matcher
 
 P = PartitionSpec
 
@@ -728,6 +729,20 @@ def test_on_a_mesh_of_another_shape() -> None:
         planned.on(flm.DeviceMesh.abstract("data=3,model=1"))
     with pytest.raises(flm.errors.MeshError, match="needs a mesh"):
         planned.on(None)
+
+
+def test_no_pattern_is_asked_again_on_another_mesh(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned = mapped(MLP_RULES).resolve(make_mlp)
+
+    def ask(*_: Any) -> Any:
+        raise AssertionError("a pattern was asked")
+
+    monkeypatch.setattr(Matcher, "fold", ask)
+    assert all_axes(planned.on("data=4,model=2")) == all_axes(planned)
+    with pytest.raises(AssertionError, match="a pattern was asked"):
+        mapped(MLP_RULES).resolve(make_mlp)
 
 
 def test_optimizer_state_given_with_its_parameters_moves_too(
