@@ -226,6 +226,29 @@ def test_arguments_keep_their_metadata(mesh: flm.DeviceMesh) -> None:
     assert jax.tree.structure(state) == jax.tree.structure(nnx.split(make())[1])
 
 
+def grow(block: Any, rngs: nnx.Rngs) -> Any:
+    rngs()
+    block.extra = nnx.Param(jnp.ones(3))
+    return {"w": jnp.ones(8)}
+
+
+def broken(block: Any, rngs: nnx.Rngs) -> Any:
+    block.extra = nnx.Param(jnp.ones(rngs().shape))
+    raise RuntimeError("no such weights")
+
+
+@pytest.mark.parametrize(
+    ("function", "error"), [(grow, flm.errors.StructureError), (broken, RuntimeError)]
+)
+def test_what_fails_leaves_its_arguments_as_they_were(
+    function: Any, error: Any, mesh: flm.DeviceMesh
+) -> None:
+    block, rngs = Block(nnx.Rngs(0)), nnx.Rngs(0)
+    with pytest.raises(error, match="structure of its argument|no such weights"):
+        flm.create(function, rules(mesh), block, rngs)
+    assert not hasattr(block, "extra") and rngs.default.count[...] == 0
+
+
 def test_a_module_as_argument_of_another(mesh: flm.DeviceMesh) -> None:
     class Wrap(nnx.Module):
         def __init__(self, inner: Block) -> None:
@@ -342,6 +365,7 @@ def test_numbers_keys_text_and_none(any_mesh: flm.DeviceMesh) -> None:
             "rate": 0.5,
             "flag": True,
             "keys": jax.random.split(jax.random.key(0), 8),
+            "rbg": jax.random.key(3, impl="rbg"),
             "empty": jnp.zeros((0, 4)),
             "none": None,
             "text": "kept",
@@ -356,6 +380,8 @@ def test_numbers_keys_text_and_none(any_mesh: flm.DeviceMesh) -> None:
     assert_lies(made["rate"], (), any_mesh, np.float32(0.5))
     assert_lies(made["flag"], (), any_mesh, np.bool_(True))
     assert_lies(made["keys"], ((),), any_mesh)
+    assert_lies(made["rbg"], (), any_mesh, jax.random.key_data(one()["rbg"]))
+    assert str(jax.random.key_impl(made["rbg"])) == "rbg"
     assert_lies(made["empty"], ROW, any_mesh)
     assert_lies(made["host"], (("model",),), any_mesh, np.arange(8.0, dtype="f4"))
     assert made["none"] is None and made["text"] == "kept"

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 import logging
+import math
 import operator
 import pickle
 import threading
@@ -745,6 +746,29 @@ def test_every_use_of_a_value_says_when_there_is_one(
         USES[use](model)
 
 
+def test_every_operator_says_so_too(mesh: flm.DeviceMesh) -> None:
+    binary = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
+    calls: list[Any] = [divmod, lambda one, other: divmod(other, one)]
+    for name in f"{binary} lt le gt ge eq ne".split():
+        call = getattr(operator, name)
+        calls += [call, lambda one, other, call=call: call(other, one)]
+    for unary in (
+        *(operator.neg, operator.pos, operator.abs, operator.inv, operator.index),
+        *(int, complex, reversed, math.trunc, math.floor, math.ceil),
+        lambda one: operator.delitem(one, 0),
+    ):
+        calls.append(lambda one, _, unary=unary: unary(one))
+    with flm.layout_map_scope(rules(mesh)):
+        value: Any = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).kernel.get_value()
+        for at, call in enumerate(calls):
+            for other in (2, np.ones(4)):
+                with pytest.raises(
+                    flm.errors.StructureError, match="exists only after the block"
+                ):
+                    call(value, other)
+                    pytest.fail(f"call {at} with {other!r}")
+
+
 def test_what_is_known_of_a_value(mesh: flm.DeviceMesh) -> None:
     with flm.layout_map_scope(rules(mesh)):
         value: Any = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).kernel.get_value()
@@ -875,6 +899,7 @@ def test_what_an_init_keeps_of_its_module(mesh: flm.DeviceMesh, way: str) -> Non
     assert_lies(model.linear.kernel[...], ((), ("model",)))
     kept = REGISTRY.copy()
     REGISTRY.clear()
+    assert len(kept) == 3  # the constructor ran once
     assert kept[0] is model and kept[1] is model.linear
     assert kept[2] is model.parts["first"]
     for call in (model.method, model.closure, model.partial[0]):

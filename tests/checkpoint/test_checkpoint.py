@@ -763,6 +763,9 @@ def test_names_that_are_near(small: Path) -> None:
         "b/bias (4,): is in the checkpoint, not in the target",
     ):
         flm.checkpoint.restore(small, target, layout_map=plain_rules())
+    # A leaf where the checkpoint has a dict.
+    with refused("b (): is in the target, not in the checkpoint", "b/ (2 leaves): is "):
+        flm.checkpoint.restore(small, target | {"b": 3}, layout_map=plain_rules())
     with refused("b/ (2 leaves): is in the checkpoint", "exclude='^b/'"):
         flm.checkpoint.restore(
             small, {"w": jnp.ones((8, 4)), "step": 0}, layout_map=plain_rules()
@@ -790,7 +793,7 @@ def test_a_tree_saved_under_a_key(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stored", "target", "text"),
     [
-        (jnp.ones((2, 3)), jnp.ones((2, 3, 1)), "another rank: the checkpoint has"),
+        (jnp.ones((2, 3)), jnp.ones((2, 3, 1)), "nothing is padded, cut or reshaped"),
         (jnp.ones(()), jnp.ones(2), "another rank: the checkpoint has (), the target"),
         (jnp.ones((2, 3)), np.ones((2, 2)), "has (2,3), the target (2,2); nothing is "),
         (jnp.ones(2), jnp.ones(2, bool), "the target bool; restore it as it is"),

@@ -148,7 +148,8 @@ def test_damaged_file(pattern: str, damage: str, intact: Path, tmp_path: Path) -
     else:
         assert outcomes <= {expected}
     refused = len(inspected) - inspected.count(None)
-    if pattern in ("state/_METADATA", "state/manifest.ocdbt", "state/d/*"):
+    whole = ("state/_METADATA", "state/manifest.ocdbt", "state/d/*")
+    if pattern in ("_CHECKPOINT_METADATA", *whole):
         assert refused == len(inspected)
     elif pattern == "state/ocdbt.process_0/d/*":
         # One file has the arrays; that it is zeroed, only `verify` finds.
@@ -173,13 +174,14 @@ def text_of_error(path: Path, **options: Any) -> str:
 
 
 def test_messages_name_the_leaf_or_the_files(intact: Path, tmp_path: Path) -> None:
-    arrays = tmp_path / "arrays"
-    shutil.copytree(intact, arrays)
-    for name in files_of(intact, "state/ocdbt.process_0/d/*"):
-        (arrays / name).write_bytes(b"")
-    text = text_of_error(arrays)
-    assert text.startswith(f"cannot read the checkpoint {arrays}: leaf 'large/w': ")
-    assert "tensorstore_spec" not in text and len(text) < 900
+    for damage, damaged in DAMAGES.items():
+        arrays = tmp_path / damage
+        shutil.copytree(intact, arrays)
+        for name in files_of(intact, "state/ocdbt.process_0/d/*"):
+            damaged(arrays / name)
+        text = text_of_error(arrays)
+        assert text.startswith(f"cannot read the checkpoint {arrays}: leaf 'large/w': ")
+        assert "tensorstore_spec" not in text and len(text) < 900
 
     index = tmp_path / "index"
     shutil.copytree(intact, index)
@@ -492,6 +494,7 @@ def test_unfinished(intact: Path, tmp_path: Path) -> None:
     shutil.copytree(intact, unfinished)
     said = text_of_error(unfinished)
     assert f"{unfinished} is an unfinished checkpoint" in said
+    assert "restore an earlier one" in said and said_by_inspect(unfinished) == said
     said = text_of_error(tmp_path / "a")
     assert f"its save did not finish ({unfinished} is there)" in said
 

@@ -379,6 +379,7 @@ def test_dtypes_by_rule(saved: Path, mesh: flm.DeviceMesh) -> None:
         ({"missing": "keep"}, "needs a target, which says what could be missing"),
         ({"strategy": "fast"}, "strategy='fast' is none of the choices"),
         ({"host_memory": 100}, "more than host_memory=100"),
+        ({"host_memory": 100}, "raise the limit, or shard the leaf further"),
         ({"item": "params"}, "has no tree 'params'; it has state"),
         ({"step": 3}, "is one checkpoint and no directory of steps"),
     ],

@@ -83,6 +83,7 @@ DAMAGED: dict[str, tuple[bytes, tuple[str, ...]]] = {
         ("'a'", "is not known"),
     ),
     "negative size": (written(good(a=entry([-3, 4], 0, 48)), DATA), ("the shape",)),
+    "fractional size": (written(good(a=entry([3.0, 4], 0, 48)), DATA), ("the shape",)),
     "true as a size": (written(good(a=entry([True, 4], 0, 16)), DATA), ("shape",)),
     "infinite size": (
         written(b'{"a": {"dtype":"F32","shape":[Infinity],"data_offsets":[0,4]}}', b""),

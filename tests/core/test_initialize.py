@@ -315,8 +315,9 @@ def test_too_late(free: str, monkeypatch: pytest.MonkeyPatch) -> None:
     jax.devices()
     tried: list[Any] = []
     monkeypatch.setattr(_initialize, "try_address", lambda *args: tried.append(args))
-    with pytest.raises(flm.errors.ProcessError, match=r"jax.devices\(\) is too late"):
-        flm.keras.initialize(free, 2, 1)
+    for count, number in ((2, 1), (1, 0)):
+        with pytest.raises(flm.errors.ProcessError, match=r"devices\(\) is too late"):
+            flm.keras.initialize(free, count, number)
     assert not tried
 
 

@@ -145,6 +145,15 @@ def test_copies_between_meshes_of_any_dtype(dtype: str) -> None:
     assert_lies(moved, PLACES[2], OTHER, X.astype(dtype))
 
 
+def test_to_memory_of_the_host_and_back() -> None:
+    layout = flm.TensorLayout(("x", None), MESH, memory_kind="pinned_host")
+    moved = flm.dtensor.copy_to_mesh(put(PLACES[1]), layout)
+    assert moved.sharding.memory_kind == "pinned_host"
+    back = flm.relayout(moved, lay(PLACES[1]))
+    assert back.sharding.memory_kind == "device"
+    assert_lies(back, PLACES[1], MESH, X)
+
+
 def test_explicit_axes_keep_their_dims_on_another_mesh_when_traced() -> None:
     mesh = grid("explicit")
     with jax.set_mesh(bare(mesh)):

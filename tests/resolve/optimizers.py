@@ -28,10 +28,11 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "gate/kernel": (8, 16),
     "scale": (),
     "square": (8, 8),
-    "stack/kernel": (2, 8, 16),
+    "stack/kernel": (2, 8, 8),
     "up/kernel": (8, 16),
 }
-# Two kernels of one shape with different layouts, so that shapes alone cannot tell.
+# Two kernels of one shape with different layouts, and squares, of which one is stacked,
+# so that shapes alone cannot tell.
 AXES: dict[str, Axes] = {
     "bias": ("model",),
     "gate/kernel": ("model", "data"),

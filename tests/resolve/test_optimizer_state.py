@@ -39,10 +39,13 @@ def wrapped(inner: Any) -> Any:
     return optax.GradientTransformation(init, inner.update)
 
 
-SOME = {
-    name: TABLE[name]
-    for name in ("adam", "adafactor", "sm3", "lbfgs without line search", "partition")
-}
+# One of each kind of state: moments, factors, a tree for each parameter, new dims,
+# masked parts, dicts, hyperparameters, and an object that is no GradientTransformation.
+KINDS = (
+    *("adam", "adafactor", "sm3", "lbfgs without line search", "partition", "masked"),
+    *("named_chain", "inject_hyperparams", "MultiSteps"),
+)
+SOME = {name: TABLE[name] for name in KINDS}
 SOME["wrapper of one's own"] = Case(
     lambda: wrapped(adam()), same("copy inner/0/mu inner/0/nu")
 )
@@ -151,8 +154,11 @@ def test_moments_are_known_without_the_optimizer(
     for path, axes in case.state.items():
         if path not in unknown:
             assert axes_of(resolution[f"opt_state/{path}"]) == axes, path
-    factors = {"0/v_row/square", "0/v_col/square", "0/mu/square/0", "0/mu/square/1"}
-    assert unknown <= {*factors, "0/weights_memory"}
+    # Dims of one size, which shapes do not tell apart.
+    squares = ("square", "stack/kernel")
+    factors = [f"{part}/{name}" for part in ("v_row", "v_col") for name in squares]
+    per_dim = ("mu/square/0", "mu/square/1", "mu/stack/kernel/1", "mu/stack/kernel/2")
+    assert unknown <= {f"0/{path}" for path in (*factors, *per_dim, "weights_memory")}
 
 
 # ------------------------------------------------------- state without params
