@@ -1,4 +1,4 @@
-"""What checksums cost: bytes per second, their share of a save and of a restore.
+"""Benchmark checksums: throughput, and their share of a save and a restore.
 
     python benchmarks/checksums.py --mebibytes 256 --rounds 9
 

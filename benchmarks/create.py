@@ -1,4 +1,4 @@
-"""What it costs to make a sharded model, beside what one would write by hand.
+"""Benchmark the creation of a sharded model against handwritten JAX.
 
     python benchmarks/create.py --layers 8 32
 

@@ -1,4 +1,4 @@
-"""What a page of a whole model costs: to make, in bytes, and in a browser.
+"""Benchmark the HTML page of a model: time to make, size, and browser latency.
 
     python benchmarks/draw.py
 

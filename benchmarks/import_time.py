@@ -1,4 +1,4 @@
-"""What `import flax_layoutmap` loads, and what its own code costs.
+"""Measure what `import flax_layoutmap` loads and how long it takes.
 
     python benchmarks/import_time.py
 

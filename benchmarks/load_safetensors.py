@@ -1,4 +1,4 @@
-"""Loading safetensors into shards, beside what one would write by hand.
+"""Benchmark loading safetensors into shards against handwritten code.
 
     python benchmarks/load_safetensors.py
 

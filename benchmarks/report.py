@@ -1,4 +1,4 @@
-"""What it costs to look: reports, differences and golden files of a resolved model.
+"""Benchmark reports, diffs and golden files of a resolved model.
 
     python benchmarks/report.py --leaves 3000 30000
 

@@ -1,4 +1,4 @@
-"""What it costs to go from rules to shardings, beside the floor and other libraries.
+"""Benchmark rules → shardings against a lower bound and other libraries.
 
     python benchmarks/resolve.py --sizes 300 3000 --rules 10 100
 

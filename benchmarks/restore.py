@@ -1,4 +1,4 @@
-"""What it costs to restore a checkpoint, beside what one would write by hand.
+"""Benchmark restoring a checkpoint against handwritten Orbax code.
 
     python benchmarks/restore.py --megabytes 512 --pairs 10
 

@@ -1,4 +1,4 @@
-"""Kills training at random moments, and looks whether a saved step was ever lost.
+"""Kill training at random moments and check that no saved step is lost.
 
     python benchmarks/soak.py --rounds 20
 

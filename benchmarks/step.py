@@ -1,4 +1,4 @@
-"""What a training step costs in Python, beside `jax.jit` and the modes of `nnx.jit`.
+"""Benchmark the Python overhead of a step against `jax.jit` and `nnx.jit`.
 
     python benchmarks/step.py --variables 30 120 --devices 8
 
