@@ -1,4 +1,4 @@
-"""A tour of DTensor's pages, with the calls of flax_layoutmap and what they print.
+"""The examples of DTensor's documentation, written with flax_layoutmap.
 
     python examples/dtensor_tour.py
 

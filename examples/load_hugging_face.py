@@ -1,10 +1,10 @@
-"""A checkpoint of Hugging Face (Llama's kind), read straight into shards by rules.
+"""Load a Hugging Face checkpoint (Llama) into shards by rules.
 
     python examples/load_hugging_face.py            # makes a small one first; seconds
     python examples/load_hugging_face.py --checkpoint path/to/Llama-3.2-1B
 
 It runs on all accelerators that JAX finds, else on 8 virtual CPU devices, and needs no
-network. It prints where each array lies and how many bytes were read for that, and
+network. It prints the sharding of each array and how many bytes were read, and
 shows that the sharded model computes what one device does.
 """
 
