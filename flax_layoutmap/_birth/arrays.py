@@ -1,4 +1,4 @@
-"""From a traced constructor to its arrays: trace → cuts → programs → arrays.
+"""Compute the arrays of a traced constructor: trace → cuts → programs → arrays.
 
 Each stage is called once: `trace` gives the jaxpr of the constructor, `cuts_of` plans
 what is computed by which program, `compiled` compiles these programs, and here they are

@@ -1,8 +1,8 @@
-"""create and create_optimizer: sharded from birth.
+"""create and create_optimizer: models and optimizers initialized in their shards.
 
 The constructor is traced once, abstractly; then every leaf is computed in its shards.
-No device holds a full copy of a parameter that a rule shards, but while one is made by
-what XLA does not compute in parts (QR, a sort): such are named in the log, at INFO.
+No device holds a full copy of a parameter that a rule shards, except while one is made
+by what XLA does not partition (QR, a sort): these are logged by name, at INFO.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Stage "cuts": what is computed by which program, and in which order.
+"""Stage "cuts": split the jaxpr of a constructor into programs, in order.
 
 What makes one large array is cut out of the jaxpr of a constructor. Cuts that are the
 same but for their inputs (the layers of a model, each with its own key) share a

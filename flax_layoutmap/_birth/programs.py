@@ -1,4 +1,4 @@
-"""Stage "programs": the steps of a plan, compiled several at a time, kept, and run."""
+"""Stage "programs": compile the steps of a plan in parallel, cache and run them."""
 
 import collections
 import dataclasses

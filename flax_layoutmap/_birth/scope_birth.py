@@ -1,4 +1,4 @@
-"""Constructors traced in a `layout_map_scope`, and the placeholders of their values."""
+"""Constructors traced in a `layout_map_scope`, and placeholders for their values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The end of a `layout_map_scope` block: what was made → models → layouts → arrays."""
+"""The end of a `layout_map_scope` block: objects → models → layouts → arrays."""
 
 import collections
 import dataclasses

@@ -1,6 +1,6 @@
 """`nnx.Optimizer`s made in a `layout_map_scope`: their state follows the parameters.
 
-What one is made of may have no values yet. It is traced then, as a model is, and its
+Its model may have no values yet. Then the optimizer is traced, as a model is, and its
 state is computed at the end of the block, after the model.
 """
 
