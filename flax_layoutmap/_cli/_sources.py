@@ -1,4 +1,4 @@
-"""From arguments of the command line to rules, meshes, models and Resolutions."""
+"""Rules, meshes, models and Resolutions from command-line arguments."""
 
 import ast
 import functools
