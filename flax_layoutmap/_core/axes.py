@@ -1,4 +1,4 @@
-"""The dims of a layout, from what a user writes: axes, a spec, DTensor's words."""
+"""The dims of a layout, read from axes, a spec, or DTensor's words."""
 
 import math
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""Devices by name: those that are here, Keras's `cpu:0`, DTensor's long names."""
+"""Devices by name: Keras's `cpu:0` and DTensor's long names."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The layout of an array, where it is known."""
+"""Read the layout of an array."""
 
 import functools
 from typing import Any

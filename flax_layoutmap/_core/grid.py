@@ -1,4 +1,4 @@
-"""Whole-number arithmetic of grids: coordinates, shards, what moves between layouts."""
+"""Integer arithmetic of grids: coordinates, shards, elements moved between layouts."""
 
 import dataclasses
 import math

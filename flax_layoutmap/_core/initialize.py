@@ -1,4 +1,4 @@
-"""Make this process one of a job of several: Keras's `initialize`."""
+"""Join a job of several processes: Keras's `initialize`."""
 
 import contextlib
 import os

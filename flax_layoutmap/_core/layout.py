@@ -1,4 +1,4 @@
-"""TensorLayout: how the dims of one array lie on the axes of a mesh."""
+"""TensorLayout: how the dims of an array are sharded over the axes of a mesh."""
 
 import math
 from collections.abc import Sequence
