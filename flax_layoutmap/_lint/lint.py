@@ -1,4 +1,4 @@
-"""`lint`: what is wrong with a layout, before it runs; one table of all checks."""
+"""`lint`: find mistakes in a layout before it runs; one table of all checks."""
 
 import functools
 import re

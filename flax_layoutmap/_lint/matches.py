@@ -1,4 +1,4 @@
-"""Checks of what rules match in a model: no leaf, only those of others, or too many."""
+"""Checks of what rules match: no leaf, only leaves of other rules, or too many."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""What lint returns: the issues that it found, in a report."""
+"""LintReport and LintIssue: the issues that lint found."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
