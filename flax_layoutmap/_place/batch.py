@@ -1,4 +1,4 @@
-"""Batches on the host: padded, and made global arrays over the batch axes."""
+"""Pad host batches, and make global arrays of them over the batch axes."""
 
 import dataclasses
 import functools

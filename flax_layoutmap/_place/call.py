@@ -1,4 +1,4 @@
-"""Calling a function so that its results are made in a layout."""
+"""Call a function so that its results are computed in a layout."""
 
 import contextlib
 from collections.abc import Callable

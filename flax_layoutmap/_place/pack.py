@@ -1,4 +1,4 @@
-"""Arrays from the parts that single devices hold, and back: DTensor's pack, unpack."""
+"""Convert between arrays and their per-device parts: DTensor's pack and unpack."""
 
 import math
 from collections.abc import Sequence

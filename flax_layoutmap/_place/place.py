@@ -1,4 +1,4 @@
-"""Move arrays to layouts; the one place that picks the primitive.
+"""Move arrays to layouts; the only place that chooses the JAX primitive.
 
 `jax.device_put` for arrays that exist, `jax.sharding.reshard` for traced values on
 Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes.

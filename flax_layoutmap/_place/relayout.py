@@ -1,4 +1,4 @@
-"""Changing the layout of arrays, with gradients that come back in the old one.
+"""Change the layout of arrays; gradients return in the original layout.
 
 DTensor's `relayout`, `relayout_like` and `copy_to_mesh`.
 """
