@@ -1,9 +1,9 @@
-"""Deciding: the rules that match and what a leaf belongs to → one Decision per leaf.
+"""Stage "decide": matching rules and origins → one Decision per leaf.
 
 Precedence, for a parameter: an explicit layout on the variable, a rule, Flax metadata,
 the kernel that it belongs to, replicated. For optimizer state: an optimizer rule, the
-layout of its parameter, the layout that it has, replicated. Random state and what is no
-array are replicated.
+layout of its parameter, its current layout, replicated. Random state and whatever is
+not an array are replicated.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""What belongs to a kernel and follows it: LoRA matrices, scales of quantised kernels.
+"""Leaves that follow a kernel: LoRA matrices, and scales of quantised kernels.
 
 A LoRA matrix has some dims of a kernel. A rule is written for the kernel. So a rule
 that matches the kernel too is not about the matrix, which then follows the kernel, dim
 by dim; a rule that matches a matrix and not its kernel is about the matrix, and wins.
 
 A scale has the dims of its kernel at size 1 or in blocks, or some of them. A dim of
-size 1 cannot be split. Where a leaf is the scale of another one (its name says so, or
+size 1 cannot be split. Where a leaf is the scale of another one (by its name, or
 the other has 8 bits or fewer) which the same rule lays out, that is no mistake: such
 dims are replicated, and the note of the leaf says so. Any other leaf with a dim of size
 1 is an error as with any size: the rule is not about it.

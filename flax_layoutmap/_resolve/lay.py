@@ -1,4 +1,4 @@
-"""Laying out: one layout on one shape, checked for rank, mesh and divisibility."""
+"""Apply a layout to a shape, checking rank, mesh and divisibility."""
 
 import dataclasses
 import math

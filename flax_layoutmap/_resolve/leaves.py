@@ -1,4 +1,4 @@
-"""Reading: a flattened tree → the columns of its leaves, without its arrays."""
+"""Stage "leaves": a flattened tree → columns of its leaves, without the arrays."""
 
 import dataclasses
 import operator

@@ -1,7 +1,7 @@
-"""Names and shapes of LoRA matrices: which of them belong together, and to what.
+"""Find LoRA matrices and their kernels by names and shapes.
 
 A LoRA adapter adds `A @ B` to a kernel: A has the kernel's in-dims and a rank, B the
-rank and the kernel's out-dims. What the libraries call them:
+rank and the kernel's out-dims. Their names in the libraries:
 
 - `lora_a`, `lora_b` (Flax's `nn.LoRA`, below `lora/` in `LoRALinear`), `lora_A`,
   `lora_B`, `lora_down`, `lora_up`; also as modules, `lora_a/kernel`;

@@ -1,4 +1,4 @@
-"""Matching: which rules match which leaf; the only stage that asks patterns."""
+"""Stage "match": which rules match which leaf; the only stage that uses patterns."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What is remembered between calls: resolved trees, and the rules of a model.
+"""Caches between calls: resolved trees, and the rules of a model.
 
 The first is bounded, the second holds weak references; neither keeps arrays alive.
 """

@@ -1,8 +1,8 @@
-"""Origins: which parameter each leaf of optimizer state belongs to, and LoRA's kernels.
+"""Stage "origins": the parameter of each optimizer-state leaf, and LoRA's kernels.
 
 An optimizer knows its parameters by the paths of the tree it was given. The whole tree
 may hold several models with the same paths, or its parameters below a prefix. Shapes
-tell such models apart, then where the optimizer is and what it is called.
+distinguish such models, then the optimizer's position and name.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""resolve(tree, rules) → Resolution: the one place where rules meet leaves.
+"""resolve(tree, rules) → Resolution: the only place where rules are applied to leaves.
 
 Five stages, each a function from one frozen value to the next:
 
-    tree → flatten → find_origins (whose leaf is it?) → match → decide → Resolution
+    tree → flatten → find_origins → match → decide → Resolution
 """
 
 from collections.abc import Mapping, Sequence

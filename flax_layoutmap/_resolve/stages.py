@@ -1,6 +1,6 @@
 """The frozen values between the stages of resolving, in order.
 
-`Leaves` (what a tree holds) → `Origins` (whose leaf each one is) → `Matches` (which
+`Leaves` (of a tree) → `Origins` (the parameter of each leaf) → `Matches` (which
 rules match) → one `Decision` per leaf, in a Resolution.
 """
 

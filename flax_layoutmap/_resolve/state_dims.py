@@ -1,4 +1,4 @@
-"""Which dims of its parameter each leaf of an optimizer state has, by tracing.
+"""Trace which dims of its parameter each leaf of an optimizer state has.
 
 `tx.init` is traced once, abstractly, on a made-up mesh whose axes all have size 1 and
 are named by dim number. JAX's sharding-in-types then writes on every state leaf the
