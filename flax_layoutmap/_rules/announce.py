@@ -1,4 +1,4 @@
-"""Emit each warning once for a rule set and the leaves that it is about."""
+"""Emit each warning once per rule set and set of leaves."""
 
 import functools
 from collections.abc import Sequence

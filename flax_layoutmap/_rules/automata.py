@@ -1,4 +1,4 @@
-"""Patterns as automata: what a regular expression can match, over all paths.
+"""Patterns as automata, to find what a regular expression can match over all paths.
 
 For questions that no single path answers: can a pattern match any path, does it match
 every path that another one matches, which path tells them apart. Where a pattern is not

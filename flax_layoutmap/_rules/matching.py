@@ -1,4 +1,4 @@
-"""Rule, and the Matcher, which finds the rules that match a path."""
+"""Rule, and Matcher, which finds the rules that match a path."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""How long `re` may take to try a pattern on a path, found by reading the pattern.
+"""Upper bound of the time that `re` takes to try a pattern on a path.
 
 `re` tries every way to match before it gives up. Where the number of ways doubles with
 each character, as in `(a+)+`, a path of 40 characters takes days. Here each character

@@ -1,7 +1,7 @@
-"""The reader of regular expressions: a pattern as a tree, and what it needs of a path.
+"""Parse regular expressions: a pattern as a tree, and what it requires of a path.
 
-`read` takes a pattern apart once. `view_of` tells a `Matcher` which texts a match
-holds and which digits matter; `automata` and `pattern_cost` build on the tree.
+`read` parses a pattern once. `view_of` gives a `Matcher` the texts that a match
+holds and the digits that matter; `automata` and `pattern_cost` build on the tree.
 """
 
 import functools

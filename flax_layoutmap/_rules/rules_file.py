@@ -1,4 +1,4 @@
-"""Rule sets from files that people write: TOML or JSON, schema 1.
+"""Read rule sets from TOML or JSON files, schema 1.
 
 `docs/rule_files.md` describes the format. A file is data: nothing in it is run, and
 what reading and matching it may cost is bounded.

@@ -1,4 +1,4 @@
-"""Rule sets written into files: TOML as people write it, JSON as `to_json` does."""
+"""Write rule sets to files: readable TOML, or JSON as `to_json` returns it."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Rules as plain values and back, schema 1: JSON, and what people write in files."""
+"""Convert rules to and from plain values, schema 1: JSON and rule files."""
 
 import difflib
 from typing import Any, get_args
