@@ -1,4 +1,4 @@
-"""ResolutionDiff: what changes from one Resolution to another, and its report."""
+"""ResolutionDiff: the changes from one Resolution to another, and their report."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What changes from one Resolution to another, and the bytes that devices are sent."""
+"""Compare two Resolutions: the changes, and the bytes that devices receive."""
 
 import difflib
 import itertools

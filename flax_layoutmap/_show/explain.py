@@ -1,4 +1,4 @@
-"""Why a leaf has its layout, in words; and the lines that processes compare."""
+"""Explain why a leaf has its layout; write the lines that processes compare."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The report of a Resolution: a table that fits a width, totals, remarks; and JSON."""
+"""The report of a Resolution: a table fitted to a width, totals, remarks; JSON."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The leaves of a Resolution by position, what was decided for each, and sums."""
+"""The leaves of a Resolution by position, with their decisions and totals."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""A Resolution as plain records, read from JSON of schema 1, and written for review."""
+"""A Resolution as plain records, read from JSON schema 1 or written for review."""
 
 import dataclasses
 import itertools

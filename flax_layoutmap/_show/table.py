@@ -1,4 +1,4 @@
-"""Columns of plain values as text or Markdown, and the column of paths."""
+"""Format columns of plain values as text or Markdown."""
 
 import dataclasses
 import functools

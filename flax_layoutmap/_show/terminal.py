@@ -1,4 +1,4 @@
-"""Grids and lines of text in the colours of a terminal, and printing them."""
+"""Print grids and lines of text in the colours of a terminal."""
 
 import os
 import re
