@@ -2,8 +2,8 @@
 
 Nothing is changed in the model: while a function is traced, the calls of modules are
 intercepted (by `linen.intercept_methods`, and `intercept_calls` for NNX) to fix the
-layout of what they return. Modules of NNX do not know their paths, so each carries its
-own as a note meanwhile, which goes through `nnx.grad`, `scan`, `remat` and `merge`.
+layout of what they return. NNX modules do not know their paths, so each carries its
+path as a note meanwhile, which passes through `nnx.grad`, `scan`, `remat` and `merge`.
 """
 
 import contextlib

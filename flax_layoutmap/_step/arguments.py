@@ -1,4 +1,4 @@
-"""The arguments of a function, taken apart into arrays and put together again.
+"""Split the arguments of a function into arrays, and merge them again.
 
 NNX objects are split into GraphDef and State; everything else is a pytree.
 """

@@ -1,7 +1,7 @@
-"""The inputs of a jitted function, where the rules want them.
+"""Place the inputs of a jitted function as the rules require.
 
-State must be where the rules say, or is an error; data on the host is split over the
-batch axes. One spelling for equal placements keeps one compiled program for them.
+State must have the sharding of its rules, or is an error; host data is split over the
+batch axes. Equal placements get one spelling, so that they share a compiled program.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""One structure of arguments, traced once and compiled: what `jit` keeps.
+"""The compiled program for one structure of arguments, cached by `jit`.
 
 State has the layouts of the rules on both sides; what the function changed in NNX
 objects comes out beside its results, and is written into the caller's own.

@@ -1,4 +1,4 @@
-"""What `flm.jit` refuses, with the path of the Variable or the constant.
+"""Checks of what `flm.jit` does not accept; errors name the Variable or constant.
 
 Variables that two arguments share, or that are references; constants that nobody can
 compare; gradients of integers; and Variables that a function reads though no argument

@@ -1,7 +1,7 @@
-"""The in and out shardings of a program, decided before it is compiled.
+"""The in and out shardings of a program, chosen before it is compiled.
 
 State has the layouts of the rules on both sides. In the result, what is like an
-argument lies as that; what else is state is laid out by the rules.
+argument has its sharding; other state is laid out by the rules.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The user's function, traced once on the leaves of its arguments."""
+"""Trace the user's function once on the leaves of its arguments."""
 
 import contextlib
 import dataclasses
