@@ -1,8 +1,7 @@
-"""Flattening any tree with its paths.
+"""Flatten any tree with its paths.
 
-Trees that repeat themselves, as stacks of layers do, have a short way: JAX flattens
-them (in C++), and equal sub-structures are named once. What that does not understand
-is walked node by node (`walk`).
+Trees with repeated structure, such as stacks of layers, are flattened by JAX (in C++),
+and equal sub-structures are named once. Other trees are walked node by node (`walk`).
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The few names of Flax and JAX in use that are private or have moved.
+"""Private or moved names of Flax and JAX that this package uses.
 
 Flax:
 

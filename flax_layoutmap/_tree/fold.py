@@ -1,4 +1,4 @@
-"""Paths that differ in their indices alone, as one: `layers/{0..79}/mlp/up/kernel`."""
+"""Fold paths that differ only in indices: `layers/{0..79}/mlp/up/kernel`."""
 
 import itertools
 import re

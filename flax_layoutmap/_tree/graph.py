@@ -1,4 +1,4 @@
-"""New values and new structures for NNX objects, written back as a whole.
+"""Write new values and new structures back to NNX objects.
 
 A function may add, remove, replace or swap Variables and modules, and return them. It
 does so to copies, inside of a trace. Here the graph after it is compared with the one

@@ -1,4 +1,4 @@
-"""Jaxprs: their equations, calls in line, equal structure, and hashes of outputs."""
+"""Jaxpr analysis: equations, inlined calls, equal structure, hashes of outputs."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""NNX objects: found in arguments, and taken out of the trace they were made in.
+"""Find NNX objects in arguments, and move them out of the trace that made them.
 
 What comes out of a trace is a copy. But an `__init__` may have kept `self`: in a
 registry, in a method that is bound to it, in a closure; or a Variable in an object of

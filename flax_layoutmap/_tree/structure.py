@@ -1,4 +1,4 @@
-"""Recognising a tree: the same structure, shapes, dtypes and metadata as before.
+"""Recognise a tree with the same structure, shapes, dtypes and metadata as before.
 
 The memory of a tree is a tree of the same form, whose nodes know what they are equal
 to; so Python's own comparison of dicts and lists does the work, in less time than

@@ -1,4 +1,4 @@
-"""A constructor traced once: what it would make, and how to make it.
+"""Trace a constructor once: its abstract result, and the program that computes it.
 
 The trace runs without any mesh in context and with Flax's eager sharding off, so that
 a constructor that was written for one device, or annotated for another mesh, gives

@@ -1,4 +1,4 @@
-"""The long way to flatten a tree: node by node, for every kind of node there is."""
+"""Flatten a tree node by node, for every kind of node."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping

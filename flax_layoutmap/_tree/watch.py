@@ -1,4 +1,4 @@
-"""Whether NNX objects are still the graph that they were, without flattening them.
+"""Detect changes to a graph of NNX objects without flattening it.
 
 A graph is what it was if its objects and Variables are the very ones they were, and all
 constants equal: a comparison done in C, which takes a few per cent of the time of
