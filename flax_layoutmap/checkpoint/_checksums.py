@@ -9,13 +9,13 @@ it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one 
 each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
 
 A sum of integers does not depend on its order, so that each shard adds its part on the
-device or host where it lies. A change that is not 0 modulo 2^64 stays so when it is
+device or host that holds it. A change that is not 0 modulo 2^64 stays so when it is
 multiplied by an odd number: any change within one word, a flipped bit above all,
-changes the checksum for sure. Changes of several words escape with a chance of 2^-64
+always changes the checksum. Changes of several words escape with a chance of 2^-64
 if they are like random numbers, and of about 2^-(63 - b) if bit `b` of a word is the
 lowest that any of them changes: the weak place is two flips of the last bit of words,
 the sign of every second float32, which cancel. What closes it (a multiplier for each
-half of a word) takes two to three times as long. It is no protection against malice.
+half of a word) takes two to three times as long. It does not protect against attacks.
 """
 
 import functools

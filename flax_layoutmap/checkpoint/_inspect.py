@@ -1,4 +1,4 @@
-"""flm.checkpoint.inspect and .resolve: a checkpoint, by its metadata alone."""
+"""flm.checkpoint.inspect and .resolve: read only the metadata of a checkpoint."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""What a checkpoint has, joined with what is wanted: the plan of a restore."""
+"""Plan a restore: join the leaves of a checkpoint with those of the target."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

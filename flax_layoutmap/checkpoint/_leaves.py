@@ -1,4 +1,4 @@
-"""One leaf of a checkpoint or a tree, and the checks that one fits the other."""
+"""Leaves of checkpoints and trees, and checks that they are compatible."""
 
 import dataclasses
 from collections.abc import Sequence

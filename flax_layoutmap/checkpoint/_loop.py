@@ -1,4 +1,4 @@
-"""What a training loop needs besides Orbax: checks, the lock, and SIGTERM."""
+"""Checks, the write lock and SIGTERM handling for training loops."""
 
 import operator
 import os

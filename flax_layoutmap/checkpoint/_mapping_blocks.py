@@ -1,4 +1,4 @@
-"""A leaf as blocks of tensors: the position of each element in the files.
+"""Leaves as blocks of tensors: the position of each element in the files.
 
 A dim of a block is a tuple of factors `(size, stride)`, outermost first: one for an
 ordinary dim, several where dims were flattened, none where a new dim was made. So

@@ -1,4 +1,4 @@
-"""Regular expressions whose time is bounded, whatever they are."""
+"""Regular expressions with bounded matching time."""
 
 import re
 from typing import Any

@@ -1,7 +1,7 @@
-"""The steps of a mapping: what is done to tensors to make a leaf of them.
+"""The steps of a mapping: operations that turn tensors into a leaf.
 
-A step works both ways: from the shape of its result it says which inputs it needs, and
-where a block of an input lies in the result. The shape of the leaf gives all sizes, so
+A step works both ways: from the shape of its result it gives the inputs it needs, and
+the place of an input's block in the result. The shape of the leaf gives all sizes, so
 that a mapping holds no numbers of a model, and the same steps save as well.
 """
 

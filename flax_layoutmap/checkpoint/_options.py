@@ -1,4 +1,4 @@
-"""What a restore was asked for: one frozen value, checked."""
+"""The options of a restore: one frozen, validated value."""
 
 import dataclasses
 import os

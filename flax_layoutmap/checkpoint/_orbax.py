@@ -1,4 +1,4 @@
-"""The one place that calls Orbax, by the public names of its v1 API."""
+"""All calls to Orbax, by the public names of its v1 API."""
 
 import contextlib
 import dataclasses

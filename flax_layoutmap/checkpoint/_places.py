@@ -1,4 +1,4 @@
-"""Where checkpoints are: paths, directories of steps, and storage."""
+"""Checkpoint locations: paths, directories of steps, and storage."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The plan of a restore from Orbax: the metadata of a checkpoint, joined by path."""
+"""Plan a restore from Orbax: join the metadata of a checkpoint by path."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""What a restore will do, described for people."""
+"""RestorePlan: a readable description of what a restore will do."""
 
 import dataclasses
 import math

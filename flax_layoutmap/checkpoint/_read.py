@@ -1,4 +1,4 @@
-"""Reads the leaves of a plan, and checks what was read."""
+"""Read the leaves of a plan, and check them."""
 
 import functools
 import warnings

@@ -1,9 +1,9 @@
-"""How many elements each process needs of an array, and how many it has to read.
+"""Count the elements of an array that each process needs and has to read.
 
 A checkpoint holds arrays in chunks, and a process reads whole chunks: every one that a
 shard on one of its devices touches, each once. Where the shards are cut along another
 dim than the chunks, all processes read almost everything. So an array can be read in a
-sharding whose shards are whole chunks, and be laid out anew on the devices.
+sharding whose shards are whole chunks, and be resharded on the devices.
 
 Nothing here reads anything: it is arithmetic on shapes.
 """

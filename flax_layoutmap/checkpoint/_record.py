@@ -1,9 +1,9 @@
-"""What Orbax does not keep: the custom metadata of a checkpoint, schema 1.
+"""The custom metadata of a checkpoint, schema 1: what Orbax does not store.
 
-It holds what resolving needs to know of the tree that was saved (sections, origins of
-optimizer state, random state, layouts on the variables themselves), so that rules meet
-the leaves of a checkpoint exactly as they meet the live tree; and the leaves that
-Orbax would not give back as they were (Python numbers, PRNG keys, empty arrays).
+It holds what resolving needs of the saved tree (sections, origins of
+optimizer state, random state, layouts on the variables themselves), so that rules apply
+to a checkpoint exactly as to the live tree; and the leaves that
+Orbax would not return unchanged (Python numbers, PRNG keys, empty arrays).
 """
 
 import dataclasses

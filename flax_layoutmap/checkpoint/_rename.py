@@ -1,4 +1,4 @@
-"""Other names for the leaves of a checkpoint."""
+"""Rename the leaves of a checkpoint."""
 
 import re
 from collections.abc import Mapping, Sequence

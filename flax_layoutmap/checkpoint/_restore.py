@@ -1,4 +1,4 @@
-"""flm.checkpoint.restore and flm.checkpoint.plan: the way of a restore, in stages.
+"""flm.checkpoint.restore and flm.checkpoint.plan: the stages of a restore.
 
 path → metadata → plan → reads → tree
 """

@@ -1,10 +1,10 @@
-"""The headers of safetensors files, read and checked before any data.
+"""Read and check the headers of safetensors files before any data.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name →
 dtype, shape, first and last byte), and the numbers, without holes. Large checkpoints
-are several files and `model.safetensors.index.json`, which says who holds what.
+are several files and `model.safetensors.index.json`, which lists each file's tensors.
 
-Not read by the package `safetensors`: it does not tell where the bytes of a tensor are,
+Not read by the package `safetensors`: it does not expose the byte offsets of a tensor,
 which planned reads need; few of its errors name a tensor; and a restore would need one
 more package. The tests compare with it.
 """

@@ -1,4 +1,4 @@
-"""The plan of a restore from safetensors: tensors, joined by a mapping of names."""
+"""Plan a restore from safetensors: join tensors by a mapping of names."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

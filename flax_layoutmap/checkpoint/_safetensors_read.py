@@ -1,12 +1,12 @@
-"""Reading parts of tensors: plans the reads of bytes, and runs them.
+"""Plan and run the byte reads for parts of tensors.
 
-A part is a strided view of a tensor. Bytes that lie closer together than `GAP_BYTES`
+A part is a strided view of a tensor. Bytes that are closer together than `GAP_BYTES`
 are read in one go, with what is between them; where the gap is longer it is skipped.
 So rows are read exactly; narrow columns are cut from blocks of whole rows, instead of
-in thousands of tiny reads. What will be read is known before (`bytes_to_read`).
+in thousands of tiny reads. The amount is known in advance (`bytes_to_read`).
 
-Not read by the package `safetensors`, which maps files into memory: there a file that
-is cut ends the process, and a column of a matrix brings all of it from the disk.
+Not read by the package `safetensors`, which maps files into memory: there a truncated
+file ends the process, and a column of a matrix loads all of it from the disk.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""flm.checkpoint.save_safetensors, and its plan: which leaf gives what to a tensor."""
+"""flm.checkpoint.save_safetensors, and the plan of which leaves make each tensor."""
 
 import hashlib
 import json

@@ -1,7 +1,7 @@
-"""Writing safetensors files, which appear under their names when all is written.
+"""Write safetensors files atomically.
 
-Not by the package `safetensors`, which takes a whole file's tensors at once: here a
-file is written tensor by tensor, as they arrive from the devices.
+Not written by the package `safetensors`, which takes all tensors of a file at once:
+here a file is written tensor by tensor, as they arrive from the devices.
 """
 
 import dataclasses

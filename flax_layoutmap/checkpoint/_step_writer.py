@@ -1,4 +1,4 @@
-"""Writing the steps of a training loop with Orbax, in the background."""
+"""Write the steps of a training loop with Orbax in the background."""
 
 import os
 import sys

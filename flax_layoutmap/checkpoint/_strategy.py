@@ -1,4 +1,4 @@
-"""How each leaf is read: straight into its shards, or another way that reads less."""
+"""Choose how to read each leaf: directly into its shards, or in a way that reads less."""
 
 import dataclasses
 import functools

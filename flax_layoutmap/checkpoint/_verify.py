@@ -1,4 +1,4 @@
-"""flm.checkpoint.verify: are the leaves of a checkpoint those that were saved?"""
+"""flm.checkpoint.verify: compare a checkpoint with its recorded checksums."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-r"""What leaves of a Flax model are made of: mappings for Hugging Face's checkpoints.
+r"""Mappings from the leaves of Flax models to tensors of Hugging Face checkpoints.
 
 A mapping is a list of entries `(path of a leaf, name of a tensor, steps)`; see
 `restore_safetensors`. Those here are plain lists: put entries of your own before
