@@ -1,8 +1,8 @@
 """Pictures of meshes, of arrays on them, and of whole models.
 
-Each function makes one scene of plain numbers, and a `Drawing` shows it: as text, in
+Each function returns a `Drawing`, which shows a scene of plain numbers: as text, in
 colours in a terminal, as one HTML file, as PNG, in a notebook. Abstract meshes are
-enough: a picture of 4,096 chips needs none of them.
+enough: a picture of 4,096 chips needs no devices.
 
 Example:
     >>> import flax_layoutmap as flm

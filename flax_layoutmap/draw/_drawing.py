@@ -1,4 +1,4 @@
-"""Drawing: a scene, and the ways to look at it."""
+"""Drawing: a scene, and the formats that it can be shown in."""
 
 import dataclasses
 import html

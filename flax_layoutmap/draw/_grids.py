@@ -1,4 +1,4 @@
-"""Cells in rows and columns, with their labels: the geometry of meshes and arrays."""
+"""The geometry of meshes and arrays: cells in rows and columns, with labels."""
 
 import dataclasses
 import math

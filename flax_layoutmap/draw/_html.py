@@ -1,4 +1,4 @@
-"""Scenes as HTML: one file that loads nothing else.
+"""Scenes as self-contained HTML.
 
 A mesh or an array is drawn as SVG, in any page; a whole model is a page with a script.
 """

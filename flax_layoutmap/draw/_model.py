@@ -1,4 +1,4 @@
-"""The scenes of a whole model, and of two compared."""
+"""The scenes of a whole model, and of two models compared."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a picture shows: plain numbers and words.
+"""Scenes: the content of a picture as plain numbers and words.
 
 All geometry is done before a scene is made. A renderer loops over boxes and labels,
 scales them, and chooses type and colours; it adds no geometry of its own. Every scene

@@ -1,4 +1,4 @@
-"""Scenes as lines of text, in the colours of a terminal."""
+"""Scenes as lines of text in the colours of a terminal."""
 
 from collections.abc import Iterator, Sequence
 

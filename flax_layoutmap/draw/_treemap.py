@@ -1,4 +1,4 @@
-"""Rectangles for a tree whose nodes have weights: a squarified tree-map.
+"""Squarified tree-maps: rectangles for a tree whose nodes have weights.
 
 The algorithm is that of M. Bruls, K. Huizing and J. J. van Wijk, "Squarified Treemaps"
 (Data Visualization 2000): children fill their parent row by row, along its shorter
