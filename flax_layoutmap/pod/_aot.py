@@ -1,7 +1,7 @@
-"""XLA's partitioner and compiler, run in a child process.
+"""Run XLA's partitioner and compiler in a child process.
 
-The TPU compiler ends its process on some shapes, faults with another JAX, and hangs
-where it asks the cloud for metadata. It is therefore never loaded here.
+The TPU compiler ends its process on some shapes, crashes with another JAX, and hangs
+where it queries the cloud's metadata server. It is therefore never loaded here.
 """
 
 import contextlib

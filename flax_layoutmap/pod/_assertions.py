@@ -1,4 +1,4 @@
-"""What a test may ask of a report: `expect` and `forbid`."""
+"""Assertions on a report for tests: `expect` and `forbid`."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence

@@ -2,8 +2,8 @@
 
 It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package:
 only jaxlib or, to compile for TPUs, JAX and the TPU library, which may end the process
-at any moment. The folder has `request.json` and `module.mlirbc`; what is found goes to
-`program.txt` and, last and whole, to `result.json`.
+at any moment. The folder has `request.json` and `module.mlirbc`; results go to
+`program.txt` and, last and atomically, to `result.json`.
 
 Nearly all of a compile is code generation. XLA writes its programs to files before
 that, so the process ends when the one that is wanted is there: the partitioned program

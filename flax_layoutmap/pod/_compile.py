@@ -1,4 +1,4 @@
-"""compile: what the TPU compiler makes of a step on slices that are not there."""
+"""compile: ahead-of-time TPU compilation of a step, without devices."""
 
 import collections
 import dataclasses

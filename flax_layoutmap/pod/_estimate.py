@@ -1,4 +1,4 @@
-"""The report of a lowered step by Shardy's passes, for its own rules and for others."""
+"""Estimate the report of a lowered step with Shardy's passes, for any rules."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Warnings on a planned step, and the shardings of its values."""
+"""Warnings about a planned step, and the shardings of its values."""
 
 import collections
 import re

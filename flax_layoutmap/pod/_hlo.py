@@ -1,6 +1,6 @@
-"""Collectives out of the text of a compiled program.
+"""Read the collectives from the text of a compiled program.
 
-Every line that communicates ends in one of three places: it is read, it repeats an
+Every line that communicates is handled in one of three ways: it is read, it repeats an
 operation that was read (the TPU compiler writes one asynchronous gather into several
 fusions), or it is listed as not recognised. None is dropped.
 """

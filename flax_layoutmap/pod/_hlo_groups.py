@@ -1,4 +1,4 @@
-"""Which devices talk to which in a compiled program, as axes of the mesh.
+"""Replica groups of a compiled program, as axes of the mesh.
 
 `replica_groups` comes in four spellings: lists, an iota with a transposition, a mesh
 with anonymous axes, and such a mesh over other device ids. All become lists of places

@@ -1,4 +1,4 @@
-"""How often the loops of a compiled program run."""
+"""Trip counts of the loops of a compiled program."""
 
 import re
 

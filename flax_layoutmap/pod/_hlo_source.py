@@ -1,4 +1,4 @@
-"""The leaf that a collective moves or sums, and the Python line that it comes from."""
+"""Find the leaf that a collective moves or sums, and its Python source line."""
 
 import collections
 import dataclasses

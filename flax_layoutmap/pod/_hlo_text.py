@@ -1,6 +1,6 @@
-"""The text of a compiled program: computations, instructions, types, what communicates.
+"""Parse the text of a compiled program: computations, instructions, types.
 
-What cannot be read gives None, so that the caller counts it instead of losing it.
+What cannot be read returns None, so that the caller can count it.
 """
 
 import collections

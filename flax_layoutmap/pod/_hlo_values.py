@@ -1,4 +1,4 @@
-"""Values of a compiled program, followed backwards: to arguments, and from results.
+"""Follow the values of a compiled program backwards, from results to arguments.
 
 A value goes through fusions, loops, branches, tuples and transfers between slices. What
 a collective moves is followed to the argument that it is a part of, or to the

@@ -1,4 +1,4 @@
-"""The arguments of a step laid out by one rule set after another.
+"""Lay out the arguments of a step under different rule sets.
 
 What does not depend on the rules (paths, shapes, which parameter a moment belongs to)
 is found once.

@@ -1,4 +1,4 @@
-"""Where a mesh is on a topology, and the least time of collectives on its links.
+"""Place a mesh on a topology, and bound the time of collectives on its links.
 
 JAX orders the devices of a mesh along the links of the hardware. It asks the devices
 for their place only, so that stand-ins will do. Times are by bandwidth alone: no

@@ -1,4 +1,4 @@
-"""A step, lowered on an abstract mesh with its arguments as the rules say."""
+"""Lower a step on an abstract mesh, with the arguments sharded by the rules."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""A step of `jax.jit`, lowered as it is, with its arguments where the rules say."""
+"""Lower a `jax.jit` step, with the arguments sharded by the rules."""
 
 import contextlib
 import inspect

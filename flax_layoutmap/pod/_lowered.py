@@ -1,4 +1,4 @@
-"""A step that was lowered without devices, and what its arguments are."""
+"""A step lowered without devices, and its arguments."""
 
 import dataclasses
 import re

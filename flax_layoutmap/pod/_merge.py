@@ -1,4 +1,4 @@
-"""Collectives of a partitioned program, merged as XLA does it on every accelerator.
+"""Merge the collectives of a partitioned program as XLA does on every accelerator.
 
 The partitioner makes a collective for each operation that needs one. What the compiler
 does with these afterwards is little, and is done here: equal operations become one; a

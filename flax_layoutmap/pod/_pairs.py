@@ -1,4 +1,4 @@
-"""Which result of a step is the new value of which argument.
+"""Pair the results of a step with the arguments that they update.
 
 A new value is computed from the old one element by element: `w - rate * gradient` from
 `w`. A gradient is not: products and sums over dims stand between it and every argument.

@@ -1,4 +1,4 @@
-"""The collectives of a step by XLA's SPMD partitioner, without devices.
+"""Find the collectives of a step with XLA's SPMD partitioner, without devices.
 
 The CPU client of jaxlib has the partitioner that every backend has. The compiler for
 TPUs does more around it. What was measured to matter is done here, too: some scatters

@@ -1,4 +1,4 @@
-"""plan: what a step does on a mesh of any size, in seconds, without devices."""
+"""plan: the collectives and memory of a step on any mesh, without devices."""
 
 import collections
 import dataclasses

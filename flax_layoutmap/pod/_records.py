@@ -1,4 +1,4 @@
-"""What a plan and a compile find out: plain records, one kind of thing each."""
+"""Records of the results of a plan or a compile."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""PodReport: what a plan or a compile says, and what a test may ask of it."""
+"""PodReport: the result of a plan or a compile, with assertions for tests."""
 
 import dataclasses
 import json

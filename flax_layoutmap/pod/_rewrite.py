@@ -1,4 +1,4 @@
-"""Rewrites of a StableHLO module before it is laid out.
+"""Rewrite a StableHLO module before it is laid out.
 
 Calls are inlined: a program without them is laid out in less time, and in the same way
 (with jax 0.8.1 Shardy's passes stop at calls).

@@ -1,4 +1,4 @@
-"""Collectives, reshards and operations of a module that Shardy has laid out.
+"""Read collectives, reshards and operations of a module that Shardy has laid out.
 
 Shardy's passes write a collective wherever a value changes its sharding. Here they are
 counted, times the loops around them: an estimate of what runs. A sum of all-reduces is

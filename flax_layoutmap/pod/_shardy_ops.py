@@ -1,4 +1,4 @@
-"""Single operations of a module that Shardy has laid out: what each does by itself."""
+"""Single operations of a module that Shardy has laid out."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence

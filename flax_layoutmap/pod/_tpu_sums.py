@@ -1,4 +1,4 @@
-"""Sums of gradients as the compiler for TPUs makes them: in slices, and over slices.
+"""Gradient sums as the TPU compiler emits them, within and across slices.
 
 Where every device keeps its part of a sum, the compiler makes a reduce-scatter, which
 moves chunks of 4 KiB: 8 rows of 512 bytes. It makes an all-reduce, with twice the
