@@ -1,4 +1,4 @@
-"""`assert_covers`: a layout that fits a model on every mesh, as a unit test."""
+"""`assert_covers`: assert that rules fit a model on every mesh."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Layouts written to a file that is reviewed, and compared with it."""
+"""Write layouts to golden files, and compare with them."""
 
 import json
 import os
