@@ -1,4 +1,4 @@
-"""LayoutMap: the mutable builder that a user holds, a thin shell over a RuleSet."""
+"""LayoutMap: the mutable mapping of rules, a thin wrapper around a RuleSet."""
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any

@@ -1,7 +1,7 @@
 """The pytest plug-in: the fixture `layout_golden` and the flag `--update-layouts`.
 
-pytest loads it in every run where the package is installed, so it imports nothing of
-ours, nor JAX, before the fixture is called.
+pytest loads it in every run where the package is installed, so it imports neither this
+package nor JAX before the fixture is called.
 """
 
 import re
