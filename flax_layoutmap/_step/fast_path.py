@@ -1,10 +1,10 @@
 """The fast path: a call like an earlier one runs the same program directly.
 
-What was found about a call is cached as a route: its program, which
-Variables go in, which come out. The next call that looks the same splits no argument.
-What a route does not compare (the leaves of a pure tree, the values of
-Variables) the program does when JAX traces it for them: it then raises, the route is
-dropped, and the call takes the slow path.
+What was found about a call is cached as a route: its program, which Variables go in,
+which come out. The next call that looks the same splits no argument. What a route does
+not compare (the leaves of a pure tree, the values of Variables) the program compares
+when JAX traces it for them: it then raises, the route is dropped, and the call takes
+the slow path.
 """
 
 import collections

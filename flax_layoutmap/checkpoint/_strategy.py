@@ -1,4 +1,4 @@
-"""Choose how to read each leaf: directly into its shards, or in a way that reads less."""
+"""Choose how to read each leaf: directly into its shards, or with fewer bytes."""
 
 import dataclasses
 import functools
