@@ -44,7 +44,7 @@ def create(
     exact: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Makes a model already in its shards.
+    """Create a model directly in its shards.
 
     Args:
         make: a function that makes what is wanted: an NNX constructor, Linen's
@@ -128,7 +128,7 @@ def create_optimizer(
     wrt: Any = nnx.Param,
     layout_map: Any = None,
 ) -> Any:
-    """Makes the optimizer of a sharded model; its state follows the model's layouts.
+    """Create the optimizer of a sharded model; its state follows the layouts.
 
     Each dim of the state is sharded as the dim of the parameter that it was made from:
     moments as the parameter, Adafactor's row and column statistics as its rows and

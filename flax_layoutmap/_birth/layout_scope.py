@@ -51,7 +51,7 @@ _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default
 
 
 def layout_map_scope(layout_map: Any) -> Block:
-    """Makes every model in the block sharded, by the rules.
+    """Create every model in the block sharded by the rules.
 
     tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
     model that was made in it has the layout of its path in the finished model,
