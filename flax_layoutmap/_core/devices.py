@@ -13,7 +13,7 @@ _NAME = re.compile(r"(?:/(?:job|replica|task):[^/]+)*/?(?:device:)?([A-Za-z]\w*)
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """The devices of all processes, as `"platform:id"`.
+    """Return the devices of all processes, as `"platform:id"`.
 
     Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
 
@@ -34,7 +34,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """How many devices all processes have together.
+    """Return the number of devices of all processes.
 
     Keras's `get_device_count`.
 

@@ -31,7 +31,7 @@ class LayoutError(ValueError):
 
 
 class RuleError(LayoutError):
-    """A rule is wrong by itself: a bad regex, a bad value, a key that is taken."""
+    """A rule is invalid by itself: a bad regex, a bad value, a duplicate key."""
 
     __module__ = "flax_layoutmap.errors"
 
@@ -86,7 +86,7 @@ class CheckpointError(LayoutError):
 
 
 class ProcessError(LayoutError):
-    """The processes of one job disagree, or do not come together."""
+    """The processes of one job disagree, or do not connect."""
 
     __module__ = "flax_layoutmap.errors"
 

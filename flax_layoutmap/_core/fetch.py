@@ -19,7 +19,7 @@ _NUMBERS = bool | int | float | complex
 
 
 def fetch_layout(x: Any) -> TensorLayout | None:
-    """The layout of an array: its mesh, and per dim the axes that it lies on.
+    """Return the layout of an array: its mesh, and the axes of each dim.
 
     Reads what is there and moves nothing.
 
@@ -56,7 +56,7 @@ def fetch_layout(x: Any) -> TensorLayout | None:
 
 
 def is_distributed(x: Any) -> bool:
-    """Whether a value is an array on a mesh, be it of one device.
+    """Return whether a value is an array on a mesh, even of one device.
 
     Args:
         x: anything; an `nnx.Variable` or a Linen box stands for what it holds.
@@ -79,7 +79,7 @@ def is_distributed(x: Any) -> bool:
 
 
 def check_layout(x: Any, layout: Any) -> None:
-    """Raises where an array does not have this layout.
+    """Raise if an array does not have this layout.
 
     Args:
         x: what `fetch_layout` takes, or a tree of arrays.

@@ -29,7 +29,7 @@ def initialize(
     process_id: int | None = None,
     **options: Any,
 ) -> None:
-    """Makes this process one of a job of several; to be called before all else of JAX.
+    """Join a job of several processes; call it before any other use of JAX.
 
     Keras's `initialize`, over `jax.distributed`. What is None is taken from the
     environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
