@@ -208,7 +208,7 @@ def lint(
     max_replicated: float | None = None,
     ignore: str | Iterable[str] = (),
 ) -> LintReport:
-    """Finds what is wrong with rules, and with what they do to a model.
+    """Find mistakes in rules, and in what they do to a model.
 
     `docs/lint.md` tells of each code. Nothing is compiled and no device is asked.
 
