@@ -39,7 +39,7 @@ _NO_NUMBERS = "OSUMm"
 def distribute_batch(
     batch: Any, layout_map: Any, *, rows: Rows = "local", check: bool = True
 ) -> Any:
-    """Makes global arrays of a batch on the host, split over the `batch` axes.
+    """Make global arrays from a host batch, sharded over the `batch` axes.
 
     Dim 0 of every array, its rows, is split over the map's `batch` axes; other dims,
     a sequence too, stay whole. Scalars and PRNG keys are replicated: typed ones, and
@@ -112,7 +112,7 @@ def pad_batch(
     fill: Fill = "repeat",
     rows: Rows = "local",
 ) -> tuple[Any, np.ndarray]:
-    """Adds rows to a batch on the host until it divides, and says which ones are real.
+    """Pad a host batch with rows until it divides; return the mask of real rows.
 
     Give the last batch of an epoch the `size` of the others, and nothing is compiled
     for it. The mask goes along with the batch; what is averaged over rows must use it

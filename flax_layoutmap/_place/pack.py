@@ -17,7 +17,7 @@ from flax_layoutmap._place.place import as_array, mesh_of, wanted_layout
 
 
 def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.Array:
-    """Makes one array of the parts for single devices.
+    """Make one array from per-device parts.
 
     Args:
         components: one array per device of this process, in the order of the mesh
@@ -65,7 +65,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
 
 def unpack(x: Any) -> list[jax.Array]:
-    """The parts of an array that the devices of this process hold.
+    """Return the parts of an array on the devices of this process.
 
     Nothing is copied.
 

@@ -54,7 +54,7 @@ _Pin = Callable[[Any, NamedSharding], Any]
 
 
 def distribute_tensor(x: Any, layout: Any) -> Any:
-    """Gives an array a layout, eagerly or inside a traced function.
+    """Give an array a layout, eagerly or inside a traced function.
 
     Outside of `jit` the array is moved; inside, its layout is fixed: by a sharding
     constraint on Auto axes, by a reshard on Explicit axes (both, on a mesh that mixes

@@ -41,7 +41,7 @@ _MESHES = DeviceMesh | Mesh | AbstractMesh
 def relayout(
     x: Any, layout: Any, *, gradient: Any = "input", name: str | None = None
 ) -> Any:
-    """Gives an array another layout; its gradient comes back in the one it had.
+    """Give an array another layout; its gradient has the original layout.
 
     As `flm.distribute_tensor`, but the cotangent takes the layout of the forward
     input, at every order of differentiation. Outside of `jit`, and on Explicit axes,
@@ -107,7 +107,7 @@ def relayout(
 
 
 def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
-    """Gives an array the mesh and layout of another one; gradients return in its own.
+    """Give an array the mesh and layout of another; gradients keep its own.
 
     Where the layout of `like` is known (an array, one closed over, a value on Explicit
     axes), `like` may have any shape of the same rank and any dtype, and nothing else
@@ -167,7 +167,7 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
 
 
 def copy_to_mesh(x: Any, layout: Any) -> Any:
-    """Copies arrays to another mesh; DTensor's older name for `relayout`.
+    """Copy arrays to another mesh; DTensor's older name for `relayout`.
 
     Args:
         x: an array, or a tree of them.
