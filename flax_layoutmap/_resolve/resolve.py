@@ -34,7 +34,7 @@ def resolve(
     tx: Any = None,
     strict: bool | None = None,
 ) -> Resolution:
-    """Decides the layout of every leaf of a tree. No device is touched.
+    """Resolve the layout of every leaf of a tree, without using devices.
 
     Args:
         tree: a module, a function that makes one (it is only traced), an `nnx.State`,
