@@ -88,7 +88,7 @@ class Rule:
         return self
 
     def on(self, mesh: Any) -> "Rule":
-        """The same rule with its layout on another mesh (an own one is replaced)."""
+        """Return the rule with its layout on another mesh."""
         try:
             layout = self.layout.on(mesh)
         except RuleError as error:

@@ -103,7 +103,7 @@ class RuleSet:
         return RuleSet, self._key
 
     def matching(self, path: str) -> tuple[int, ...]:
-        """Positions (from 0) of the parameter rules that match a path.
+        """Return the positions (from 0) of the parameter rules that match a path.
 
         An exact key wins alone, unless it may be skipped (`rank="skip"`); otherwise
         every pattern that matches is listed.
@@ -112,19 +112,19 @@ class RuleSet:
 
     @property
     def matcher(self) -> Matcher:
-        """Matches paths with the parameter rules (made on first use)."""
+        """The `Matcher` of the parameter rules, made on first use."""
         if self._caches.matcher is None:
             self._caches.matcher = Matcher(self.rules, self.match)
         return self._caches.matcher
 
     def with_changes(self, **changes: Any) -> "RuleSet":
-        """The rules of this set with other options; no warning comes twice."""
+        """Return the rules with other options; warnings are still emitted once."""
         changed = dataclasses.replace(self, **changes)
         changed._caches.announced = self._caches.announced
         return changed
 
     def on(self, mesh: Any) -> "RuleSet":
-        """The same rules on another mesh.
+        """Return the same rules on another mesh.
 
         `batch` keeps the axes that the new mesh has; if it has none, its first axis.
 

@@ -22,7 +22,7 @@ _DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
-    """Gives layouts without a mesh this one, inside a block or a decorated function.
+    """Set the mesh of layouts without one, in a block or a decorated function.
 
     A layout's own mesh wins over it, and so does that of the surrounding
     `flm.jit(layout_map=…)`; it wins over `jax.set_mesh`. Blocks nest, and what was
@@ -62,7 +62,7 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
 
 
 def get_default_mesh() -> DeviceMesh | None:
-    """The mesh of the innermost `default_mesh`, or None outside of all.
+    """Return the mesh of the innermost `default_mesh`, or None.
 
     Example:
         >>> import flax_layoutmap as flm
