@@ -20,7 +20,7 @@ from flax_layoutmap._show.table import human_bytes
 
 
 def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
-    """Tells in a few lines why a leaf got its layout, or why it got none.
+    """Explain in a few lines why a leaf got its layout, or none.
 
     Args:
         leaf: the leaf.

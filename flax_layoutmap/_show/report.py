@@ -108,7 +108,7 @@ def coloured(
 
 
 def to_json(table: ResolvedTable) -> dict[str, Any]:
-    """The table as plain JSON values, schema 1."""
+    """Return the table as plain JSON values, schema 1."""
     leaves = list(table)
     return {
         "schema": 1,
