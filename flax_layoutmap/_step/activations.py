@@ -39,7 +39,7 @@ from flax_layoutmap._tree.paths import escape, forms, join_keys
 
 
 def activation_scope(layout_map: Any, *models: Any) -> Block:
-    """Applies `layout_map.activations` to the layers that are called in the block.
+    """Apply `layout_map.activations` to the layers that are called in the block.
 
     `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]` there.
     `flm.jit(layout_map=…)` does both by itself. With `jax.jit`, `nnx.jit` or without

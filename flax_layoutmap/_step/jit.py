@@ -76,7 +76,7 @@ def jit(
     donate_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
 ) -> Any:
-    """`jax.jit` with in and out shardings from the rules; NNX objects are welcome.
+    """`jax.jit` with in and out shardings from the rules; accepts NNX objects.
 
     State comes in and goes out in the layouts of the rules, so that nothing drifts and
     the second call compiles nothing: arguments that hold an NNX object, an `nnx.State`,
