@@ -62,7 +62,7 @@ def restore(
     verify: bool | None = None,
     progress: bool | None = None,
 ) -> Any:
-    r"""Restores a checkpoint, each leaf straight into its shards.
+    r"""Restore a checkpoint, each leaf directly into its shards.
 
     All is checked before an array byte is read; one error lists every problem. The
     mesh may have another shape, other axis names and another number of devices than
@@ -193,7 +193,7 @@ def plan(
     host_memory: int | None = None,
     devices_per_process: int | None = None,
 ) -> RestorePlan:
-    """Says what `restore` with the same arguments will read, and raises what it would.
+    """Plan what `restore` with the same arguments reads; raise the same errors.
 
     No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
 

@@ -58,7 +58,7 @@ def save_safetensors(
     metadata: Mapping[str, str] | None = None,
     progress: bool | Callable[[int, int], object] | None = None,
 ) -> None:
-    """Saves a tree as safetensors, with the names and layout of Hugging Face.
+    """Save a tree as safetensors, with the names and layout of Hugging Face.
 
     Process 0 writes, one tensor after another, and holds no more of the model than two
     copies of one tensor. Every process of a job calls it with the same arguments.

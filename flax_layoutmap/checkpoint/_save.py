@@ -39,7 +39,7 @@ def save(
     overwrite: bool = False,
     checksums: bool = True,
 ) -> None:
-    """Saves a tree; returns when the checkpoint is complete.
+    """Save a tree; return when the checkpoint is complete.
 
     Every process of a job calls it with the same path, on storage that all of them
     see. What an NNX object holds is saved, not the object: PRNG counters and batch
@@ -241,7 +241,7 @@ def reshard(
     exclude: str | Sequence[str] | None = None,
     progress: bool | None = None,
 ) -> None:
-    """Writes a checkpoint anew, cut into the pieces that other layouts need.
+    """Rewrite a checkpoint in the chunks that other layouts need.
 
     A restore onto these layouts then reads each byte once, and whole files where the
     shards are large. What was saved beside the arrays is kept; of a part (`include`,

@@ -31,7 +31,7 @@ _HOST_MEMORY = 1 << 29
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """A checkpoint in which no damage was found.
+    """The result of `verify` for an undamaged checkpoint.
 
     Attributes:
         path: its directory.
@@ -56,7 +56,7 @@ def verify(
     host_memory: int = _HOST_MEMORY,
     progress: bool | None = None,
 ) -> Verified:
-    """Reads all of a checkpoint and compares it with the checksums in its metadata.
+    """Read a checkpoint and compare it with the checksums in its metadata.
 
     Needs no mesh, no rules and no accelerator. In a job of several processes all of
     them call it, each reads a share of the leaves, and all get the same answer.
