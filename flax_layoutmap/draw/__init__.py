@@ -24,7 +24,7 @@ from flax_layoutmap.draw._drawing import Drawing as Drawing
 
 
 def mesh(mesh: Any) -> Drawing:
-    """Draws the devices of a mesh.
+    """Draw the devices of a mesh.
 
     Args:
         mesh: anything that `DeviceMesh` accepts. A line or a mapping without -1 is
@@ -42,7 +42,7 @@ def mesh(mesh: Any) -> Drawing:
 
 
 def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
-    """Draws which device holds which slice of an array.
+    """Draw which device holds which slice of an array.
 
     The last two dims of the array, and the last two axes of the mesh, are rows and
     columns; the others are drawn side by side. Equal slices have equal letters and
@@ -71,7 +71,7 @@ def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
 
 
 def model(resolution: ResolvedTable, optimizer: ResolvedTable | None = None) -> Drawing:
-    """Draws a whole model: how much of each device every leaf takes, and why.
+    """Draw a whole model: the bytes per device of each leaf, and why.
 
     As HTML it is a tree-map by bytes per device, coloured by spec, with a table that
     can be searched, and what `Resolution.explain` says of each leaf. As text and as PNG
@@ -102,7 +102,7 @@ def compare(
     after: ResolvedTable,
     names: tuple[str, str] = ("before", "after"),
 ) -> Drawing:
-    """Draws bytes per device by module of two Resolutions.
+    """Draw bytes per device by module of two Resolutions.
 
     Args:
         before: the one to compare with.
