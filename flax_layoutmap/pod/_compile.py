@@ -42,7 +42,7 @@ def compile(
     exact_memory: bool = False,
     **kwargs: Any,
 ) -> PodReport:
-    """Compiles a step for TPU slices that are not there, and says what came out.
+    """Compile a step ahead of time for TPU slices without devices.
 
     The step is lowered here, as for `flm.pod.plan`, and compiled by libtpu in another
     process, which may die or hang without harm. What that gives beyond a plan: whether

@@ -44,7 +44,7 @@ def plan(
     timeout: float = 300.0,
     **kwargs: Any,
 ) -> PodReport:
-    """Says which collectives a step runs on a mesh, and what it holds, in seconds.
+    """Plan the collectives and memory of a step on a mesh, in seconds.
 
     The step is traced and lowered for a mesh without devices. Its collectives are those
     that XLA's partitioner makes, which runs in another process, by the CPU client of
