@@ -24,7 +24,7 @@ def assert_covers(
     max_replicated: float = 0.02,
     ignore: str | Iterable[str] = (),
 ) -> None:
-    """Asserts that rules fit a model on every mesh, and place every matrix.
+    """Assert that rules fit a model on every mesh, and cover every matrix.
 
     On each mesh: all leaves fit; `flm.lint` finds no error and no warning, so that each
     rule matches something; each parameter of two dims or more is matched by a rule (a
