@@ -23,7 +23,7 @@ from flax_layoutmap._tree.jaxprs import SMALL, size_of
 
 _LOG = logging.getLogger(__name__)
 
-# An output that is not wanted.
+# An output that is not needed.
 SKIP = object()
 
 # So many elements may have keys, and what raw ones are made of: all the keys of a

@@ -330,7 +330,7 @@ def _is_random(node: Any) -> bool:
 
 
 def _mesh_of(rules: RuleSet) -> Any:
-    assert rules.mesh is not None  # asked by `need_devices`
+    assert rules.mesh is not None  # checked by `need_devices`
     return rules.mesh.jax_mesh
 
 

@@ -48,7 +48,7 @@ _ELEMENTWISE = frozenset(
     """.split()
 )
 
-# Of these, what is rounded by an approximation of its own wherever it is computed.
+# Of these, operations whose approximation may differ by where they are computed.
 _ROUNDED = frozenset(
     """
     cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 integer_pow log log1p logistic pow
@@ -206,7 +206,7 @@ def sharding_of(value: Any) -> Any:
             return None
     own = value.sharding
     if isinstance(own, NamedSharding) and own.is_fully_replicated:
-        # JAX says P() and P(None) by turns of keys.
+        # For keys JAX returns sometimes P(), sometimes P(None).
         return NamedSharding(own.mesh, PartitionSpec(), memory_kind=own.memory_kind)
     return own
 
