@@ -141,7 +141,7 @@ def require_here(keys: Sequence[tuple[str, int]]) -> list[Any]:
 def _on_platform(platform: str) -> list[Any]:
     try:
         return jax.devices(platform)
-    except RuntimeError:  # JAX knows no such platform, or it has no devices.
+    except RuntimeError:  # an unknown platform, or one without devices
         return []
 
 

@@ -19,7 +19,7 @@ _ADDRESS_OF_JAX = "JAX_COORDINATOR_ADDRESS"
 # JAX's own default.
 _TIMEOUT_SECONDS = 300
 
-# After this long, a process says what it waits for.
+# Seconds after which a process warns what it waits for.
 _PATIENCE_SECONDS = 60.0
 
 

@@ -217,7 +217,7 @@ def _listed(messages: Mapping[int, Message]) -> str | None:
     if any(message["error"] for message in messages.values()):
         return None
     if len({json.dumps([m["what"], m["mesh"]]) for m in messages.values()}) > 1:
-        return None  # which says it all
+        return None  # which covers everything
     first, *others = messages.values()
     return next(
         (
@@ -256,7 +256,7 @@ def _first_line(
     texts = {process: message["line"] for process, message in received.items()}
     usual = collections.Counter(texts.values()).most_common(1)[0][0]
     odd = next((p for p, text in texts.items() if text != usual), None)
-    if odd is None:  # they differ beyond what is told of a line
+    if odd is None:  # they differ after the part of a line that is shown
         return f"; the first difference in the {name} is in {usual!r}"
     other = next(p for p, text in texts.items() if text == usual)
     return (
