@@ -293,7 +293,7 @@ def _of_model(model: Model) -> Iterator[LintIssue]:
         or (issue.code != "LM007" and (issue.section, issue.rule_number) in idle)
     ]
     yield from found
-    # LM101 says less than why a rule can match nothing.
+    # LM101 adds nothing to the reason why a rule can match nothing.
     why = {
         (issue.section, issue.rule_number)
         for issue in found
