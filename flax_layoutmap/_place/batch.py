@@ -98,7 +98,7 @@ def distribute_batch(
         _check_same_rows(flat, split)
         _check_divides(flat, rules, split, rows)
         if check and jax.process_count() > 1:
-            # Not when asked for: here, the others would be told of an error.
+            # Compute here, not when called, so that other processes learn of an error.
             parts = _parts(flat, rules, split, rows)
             agreement.add(lambda: parts)
     return jax.tree.unflatten(flat.structure, _placed(flat.leaves, rules, split))

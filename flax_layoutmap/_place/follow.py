@@ -118,7 +118,7 @@ def _with_free_dim(sharding: NamedSharding | None) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, spec)
 
 
-# The leaders are the arrays to follow, there and back, where no sharding says it.
+# The leaders are the arrays to follow, forward and backward, without a sharding.
 _relayout = Primitive("relayout")
 _relayout.def_impl(_eager)
 _relayout.def_abstract_eval(lambda x, *leaders, **params: x)
@@ -128,5 +128,5 @@ batching.primitive_batchers[_relayout] = _batch
 mlir.register_lowering(
     _relayout,
     mlir.lower_fun(_value, multiple_results=False),
-    cacheable=False,  # so that every one has a number of its own
+    cacheable=False,  # so that every one has its own number
 )

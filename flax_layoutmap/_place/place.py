@@ -46,7 +46,7 @@ from flax_layoutmap._tree.graph import update
 from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys, parameter_keys
 
-# Per dim, the mesh axes it lies on.
+# Per dim, the mesh axes that shard it.
 _Dims = tuple[tuple[str, ...], ...]
 
 # Fixes a traced value on Auto axes: `with_sharding_constraint`, or one like it.
@@ -439,7 +439,7 @@ def _constrain(
     explicit = explicit_axes(mesh)
     for dim, axes in enumerate(dims):
         if len({axis in explicit for axis in axes}) > 1:
-            # JAX would drop the Auto axes in silence.
+            # JAX would silently drop the Auto axes.
             raise LayoutError(
                 f"{what} of a traced array {tuple(x.shape)} to {layout}: dim {dim} "
                 f"lies on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "

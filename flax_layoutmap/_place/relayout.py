@@ -232,7 +232,7 @@ def _relayout(
         x, gradient = _relayout(x, given, "output", what), "output"
     array = concrete(x)
     if array is not None and own_mesh(x) != layout.device_mesh and _committed(array):
-        # What `jax.grad` holds outside of jit: device_put knows the way back.
+        # A tracer of `jax.grad` outside of jit: device_put is differentiable.
         return move(x, layout, checked_dims(layout, x, what))
     known = known_layout(x)
     if array is not None and known is not None and gradient == "input":
