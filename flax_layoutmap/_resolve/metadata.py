@@ -53,7 +53,7 @@ def mark_of(box: Any) -> Mark:
     metadata = metadata_of(box)
     layout, problem = _explicit(metadata.get("layout"))
     names = metadata.get("out_sharding")
-    if names is None:  # an empty tuple says: replicated
+    if names is None:  # an empty tuple means replicated
         names = metadata.get("sharding_names")
     return Mark(
         layout=layout,

@@ -327,7 +327,7 @@ def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]
     """
     orphans = (p for p, shape in state.items() if shape and not owner_of(p, owners))
     found: set[str] = set()
-    # The first ones may be of no parameter (a random key), so some more are asked.
+    # The first ones may belong to no parameter (a random key), so try some more.
     for orphan in itertools.islice(orphans, _MOST_PREFIXES):
         whole = orphan.split("/")
         for owner in owners:
