@@ -141,7 +141,7 @@ class Automaton:
 
     def read(self, states: int, char: int) -> int:
         """The states after one more character (a mask of one class)."""
-        key = states, char  # asked again for each pair that a state is in
+        key = states, char  # looked up for each pair that a state is in
         known = self._read.get(key)
         if known is None:
             known = 0

@@ -25,7 +25,7 @@ MOST_STEPS_TOGETHER = 2_000_000_000
 USUAL_PATH = 100
 LONGEST_PATTERN = 2_000
 
-# Those that take no more need not be counted to the last one.
+# Patterns with no more steps than this need no exact count.
 _FEW_STEPS = MOST_STEPS // 100
 _MOST_CHOICES = 100_000
 _MOST_NODES = 1_000

@@ -243,7 +243,7 @@ def _mask(text: str, flags: int = 0) -> int:
 
 
 _DIGIT = re.compile(r"\d")
-# Letters or digits, as many as there are: what is none of both ends a word.
+# Runs of letters or of digits; any other character ends a word.
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
@@ -270,7 +270,7 @@ _UNKNOWN, _NONE = View(False), frozenset[str]()
 def view_of(pattern: str) -> View:
     """The View of a pattern that compiles."""
     try:
-        tree = read.__wrapped__(pattern)  # not kept: of a Rule it is asked once
+        tree = read.__wrapped__(pattern)  # not cached: a Rule calls it once
     except NotUnderstood:
         return _UNKNOWN
     if not tree.is_foldable:

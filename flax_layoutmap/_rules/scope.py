@@ -129,5 +129,5 @@ def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
 
 
 def _names_keyed(rules: RuleSet) -> contextlib.AbstractContextManager[Any]:
-    # What depends on the rules is what asks for their names.
+    # A trace depends on the rules only through their names.
     return keyed(("names", rules)) if rules.names else contextlib.nullcontext()
