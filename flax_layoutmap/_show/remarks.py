@@ -51,7 +51,7 @@ class _Line(NamedTuple):
     """A remark about some leaves."""
 
     text: str
-    about: str  # what it says, without the leaves
+    about: str  # the text without the leaves
     leaf: str  # the leaves alone
     some: _Unplaced
 

@@ -301,7 +301,7 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
             f"{human_bytes(sums.total_bytes)}, "
             f"{human_bytes(sums.bytes_per_device)} per device"
         )
-        # With one role alone, the last line says it; counters are never sharded.
+        # With only one role, the last line has it; counters are never sharded.
         several = len(roles) > 1 and role != "other"
         if several and sums.total_bytes and table.replicated_share:
             share = human_share(sums.replicated_bytes / sums.total_bytes)

@@ -13,8 +13,8 @@ from flax_layoutmap._show.table import Grid
 if TYPE_CHECKING:
     from rich.text import Text
 
-# By the position of an axis in its mesh. The first two can be told apart by anybody who
-# can read a terminal; red is for warnings.
+# By the position of an axis in its mesh. The first two are distinct for all readers
+# of a terminal; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
 _MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
