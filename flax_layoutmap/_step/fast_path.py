@@ -55,7 +55,7 @@ class FastPath:
             names: the positional parameters, in order.
         """
         self._names = tuple(names)
-        # (name, type) of an argument → what gives its part of the key.
+        # (name, type) of an argument → function that returns its part of the key.
         self._parts: dict[tuple[str, type], Any] = {}
         self._routes: dict[Any, Sequence[_Route]] = {}
 

@@ -440,7 +440,7 @@ def _hint(
             "move them first, layout_map.place(model), or make the model with "
             "flm.create(make, layout_map)"
         )
-    # By itself, the state of an optimizer does not show whose parameters it follows.
+    # The state of an optimizer alone does not show which parameters it follows.
     more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
     named = [one.name for one in arguments if one.has_objects or one is argument]
     named = ["model", name] if len(named) == 1 else named

@@ -50,7 +50,7 @@ _EAGER = nnx.Variable(0)
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
-# What JAX raises where Python asks a traced array for its numbers.
+# What JAX raises where Python reads the values of a traced array.
 _ASKS_FOR_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,

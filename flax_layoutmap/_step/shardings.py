@@ -36,7 +36,7 @@ _BY_RULE = object()
 # The root of the result in messages; no argument can have this name.
 RESULT = "the result"
 
-# What the user says of an argument: a prefix tree of layouts, or None.
+# The user's layouts for an argument: a prefix tree of layouts, or None.
 InSharding = Callable[[Slot], Any]
 
 

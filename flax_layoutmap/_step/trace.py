@@ -44,7 +44,7 @@ from flax_layoutmap._tree.graph import (
 from flax_layoutmap._tree.jaxprs import with_own_arrays
 from flax_layoutmap._tree.paths import join_keys
 
-# JAX settings that change what a trace gives.
+# JAX settings that change the result of a trace.
 _settings = operator.attrgetter(
     "jax_debug_infs",
     "jax_debug_nans",
