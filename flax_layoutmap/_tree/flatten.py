@@ -134,7 +134,7 @@ def _without_saved_boxes(tree: Any) -> Any:
 _BLOCK_LEAVES = 64
 # More different ones than this are no repetition.
 _TEMPLATES = 256
-# Sets of shapes that are remembered of equal ones.
+# Sets of shapes that are cached.
 _SHAPES = 8
 
 
@@ -170,7 +170,7 @@ def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
             return None
         return _Repeats(fold, leaves, kinds).flatten(treedef)
     except (_Irregular, TypeError, ValueError):
-        return None  # the long way says what is wrong, if anything is
+        return None  # the walk raises the error, if there is one
 
 
 def _is_special(kind: type) -> bool:

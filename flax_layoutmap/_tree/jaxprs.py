@@ -23,7 +23,7 @@ _NO_VALUES = {
     "custom_vjp_call_jaxpr": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
 }
 
-# Calls that compute what their inner jaxpr says, one for one.
+# Calls that compute exactly their inner jaxpr.
 CALLS = {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call"}
 
 

@@ -56,7 +56,7 @@ _ALONE = (
     jax.Array,
 )
 
-# What JAX's UnexpectedTracerError says of a value, and of where it was made.
+# The text of JAX's UnexpectedTracerError: the value, and where it was made.
 _TYPE_OF_LEAK = re.compile(r"with type (\S+) wrapped")
 _LINE_OF_LEAK = re.compile(r"created on line (.+?:\d+)(?::\d+)? \((.+?)\)")
 

@@ -52,7 +52,7 @@ def container(kind: type, children: Any) -> Any:
     return _State(children) if kind is nnx.State else _Container(kind, children)
 
 
-# Each of these is equal to what it remembers; nothing else is compared or hashed.
+# Each of these equals the node that it describes; nothing else is compared or hashed.
 
 
 class _Array:

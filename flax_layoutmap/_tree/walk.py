@@ -284,7 +284,7 @@ class Walk:
         flat, start = self.flat, len(self.flat.paths)
         if isinstance(node, nnx.Variable):
             metadata = metadata_of(node)
-            # An empty tuple says something too: replicated.
+            # An empty tuple has a meaning too: replicated.
             annotated = any(metadata.get(key) is not None for key in LAYOUT_METADATA)
             content = node.get_raw_value()
         else:
