@@ -454,7 +454,7 @@ def _over_processes(sums: list[int]) -> list[int]:
         return sums
     from jax.experimental import multihost_utils
 
-    # As 32-bit halves, since JAX cuts 64 bits unless told otherwise.
+    # As 32-bit halves, since JAX truncates 64 bits by default.
     own = np.array(sums, np.uint64).view(np.uint32)
     gathered = np.asarray(multihost_utils.process_allgather(own))
     parts = gathered.reshape(jax.process_count(), -1).view(np.uint64)

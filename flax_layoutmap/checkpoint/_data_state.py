@@ -15,7 +15,7 @@ from flax_layoutmap.checkpoint._orbax import TURN, translated
 # The folder of a step that holds the files.
 DATA_FOLDER = "data"
 
-# Name of the method that gives a state → of the one that takes it.
+# Name of the method that returns a state → name of the one that sets it.
 _METHODS = {"get_state": "set_state", "state_dict": "load_state_dict"}
 
 _BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__array__"

@@ -181,7 +181,7 @@ def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
             raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
         return value
     if not is_ours and result.kind == "array" and _is_keys(value):
-        return value  # Orbax knows that they are keys, which its metadata does not say
+        return value  # Orbax knows that they are keys; its metadata does not
     if isinstance(value, np.ndarray | bool | int | float | complex):
         value = _converted(np.asarray(value), result, read.exactly)
         if sharding is not None:

@@ -238,7 +238,7 @@ class Record:
         keep = set(selected)
         owners = {self.origins[path].owner for path in keep if path in self.origins}
         keys = parameter_keys(whole)
-        # All parameters of that name, as the key tells which model has it.
+        # All parameters of that name, as the key identifies the model.
         wanted = {whole.paths[at] for at, key in keys.items() if key in owners}
         part = Flat()
         for section in whole.sections:
