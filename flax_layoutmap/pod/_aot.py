@@ -29,8 +29,8 @@ from flax_layoutmap._core.topologies import Topology
 
 _CHILD = Path(__file__).with_name("_child.py")
 _PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
-# Without these the library asks the cloud for metadata, logs to files, and says
-# nothing of reshards that it makes the hard way.
+# Without these libtpu queries the cloud for metadata, logs to files, and does not
+# report reshards that go through the whole array.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -54,7 +54,7 @@ _REMATERIALISED = re.compile(
 _NO_SPACE = re.compile(
     "no space left on device|disk quota exceeded|file too large", re.IGNORECASE
 )
-# A folder with less than this is full; last words do not get into it either.
+# A folder with less free space is full; it cannot hold the last output either.
 _LEAST_SPACE = 64 * 1024
 
 
@@ -82,7 +82,7 @@ class Compiled:
     warnings: tuple[str, ...]
 
 
-# Waits for a child, and gives what it found.
+# Waits for a child, and returns its result.
 Answer = Callable[[], Compiled]
 
 
@@ -410,7 +410,7 @@ def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            # Its library writes logs where it is told not to: they go with the folder.
+            # libtpu writes logs even if disabled: they are removed with the folder.
             env=_environment() | {"TMPDIR": str(folder)},
             start_new_session=True,
         )

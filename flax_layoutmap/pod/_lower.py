@@ -136,7 +136,7 @@ def _mesh_of_arguments(
     return None
 
 
-# What a step asks for that needs the values of its arguments.
+# Errors of a step that needs the values of its arguments.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,

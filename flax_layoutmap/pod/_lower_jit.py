@@ -97,7 +97,7 @@ def _donated(step: Any) -> list[bool]:
 def _taken(arguments: Sequence[Argument], count: int) -> list[Argument]:
     """The arguments with so many leaves that a step takes."""
     if sum(len(one.leaves) for one in arguments) > count:
-        # Numbers that are static; which they are, only jax.jit knows.
+        # Numbers that are static; only jax.jit knows which.
         return [one for one in arguments if any(map(_is_array, one.raw))]
     return list(arguments)
 

@@ -144,7 +144,7 @@ def _scaled(one: Collective, other: Collective, mesh: Shortened) -> Collective |
 
 
 _MANUAL = "sdy.manual_computation"
-# The CPU client of jaxlib takes no more; it refuses 4,096.
+# Most devices of the CPU client of jaxlib; it rejects 4,096.
 MOST_DEVICES = 2048
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Rows of the second table; the others are in the JSON form.
 _ROWS = 20
-# Narrower than this a cell says nothing any more.
+# Narrower cells are not readable.
 _CELL = 16
 
 

@@ -37,7 +37,7 @@ from flax_layoutmap.pod._shardy_ops import (
 )
 
 _ONE_ROUND = "loop of unknown length, counted as one round"
-# Operations of other compilers, some of which Shardy knows.
+# Operations of other compilers, some of which Shardy supports.
 _NO_RULE = ("stablehlo.custom_call", "chlo.")
 # Of these, an operand that is a sum over devices is one in the result, too.
 _KEEPS_SUMS = (COPIES - {"stablehlo.slice", "stablehlo.dynamic_slice"}) | {

@@ -112,7 +112,7 @@ def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
         return tuple(gone.elements())
     pairs = list(zip(before, after, strict=True))
     if name == "sdy.collective_permute":
-        # Devices that have the same part before and after are told apart by others.
+        # Devices with the same part before and after are distinguished by other axes.
         parts = [_without_equal_start(old, new) for old, new in pairs]
         return tuple(dict.fromkeys(axis for part in parts for axis in part))
     moved = [axis for old, new in pairs for axis in old if axis not in new]
