@@ -233,7 +233,7 @@ def _output(key: Any, values: Mapping[Any, Any], sharding: Any) -> Any:
 
 
 def _respelled(value: Any, sharding: Any) -> Any:
-    """A key whose data has the spec that it has after a first call of `jax.jit`.
+    """A key whose data has the spec that a call of `jax.jit` returns.
 
     A later call says P() where that says P(None), and JAX's caches tell these apart.
     """

@@ -266,7 +266,7 @@ def run(
 
 
 def temporary_bytes(step: Step, programs: Mapping[Any, Any]) -> int:
-    """What a device needs beside inputs and results; 0 where that is unknown."""
+    """Temporary bytes of a program on a device; 0 if unknown."""
     if step.key not in programs:
         return 0
     found = programs[step.key].memory_analysis()

@@ -21,11 +21,11 @@ _NEEDS = re.compile(r"^the mesh \S+ needs (\d+) devices, but there are \d+")
 
 
 class UsageError(Exception):
-    """The arguments do not say what they should; the text tells how they would."""
+    """Invalid arguments; the text says how to fix them."""
 
 
 def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
-    """What the rules say of the model.
+    """The Resolution of the model under the rules.
 
     Args:
         args: the arguments.

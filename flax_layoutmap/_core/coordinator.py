@@ -205,7 +205,7 @@ def _connect_once(host: str, port: int, end: float) -> None:
 
 
 def _one_of(host: str, errors: dict[str, OSError]) -> OSError:
-    """One error for several: each address with its own, as the name does not say it."""
+    """One error for several addresses, each with its own text."""
     if errors.keys() == {host}:
         return errors[host]
     return OSError(", ".join(f"{place}: {error}" for place, error in errors.items()))

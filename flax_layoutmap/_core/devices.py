@@ -70,7 +70,7 @@ def _devices(device_type: str | None) -> list[Any]:
 
 
 def key_of(device: Any) -> tuple[str, int]:
-    """Platform and id: what tells a device from all others of the job."""
+    """Platform and id, which identify a device in the job."""
     return device.platform, device.id
 
 

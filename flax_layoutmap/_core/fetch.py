@@ -129,7 +129,7 @@ def _same(found: TensorLayout, wanted: TensorLayout, ndim: int) -> bool:
 
 
 def known_layout(x: Any) -> TensorLayout | None:
-    """The layout of an array on a mesh; None where it has none, or nobody knows it.
+    """The layout of an array on a mesh; None if it has none or it is unknown.
 
     It is known of arrays; of a traced value on Explicit axes; and of a value that is
     differentiated outside of `jit`, whose tracer holds the array.
@@ -153,7 +153,7 @@ def known_layout(x: Any) -> TensorLayout | None:
 
 
 def own_mesh(x: Any) -> DeviceMesh | None:
-    """The mesh of an array or a traced value; None where it lies on none."""
+    """The mesh of an array or a traced value; None if it has none."""
     known = known_layout(x)
     if known is not None:
         return known.device_mesh

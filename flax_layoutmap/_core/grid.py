@@ -53,7 +53,7 @@ def index_of(coords: Sequence[int], shape: Sequence[int]) -> int:
 def shard_offsets(
     shape: Sequence[int], dims: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Which shard of an array lies at each place of a mesh.
+    """Which shard of an array each place of a mesh holds.
 
     Args:
         shape: sizes of the mesh axes.
@@ -81,7 +81,7 @@ def _offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """How one array lies on a mesh, as plain numbers.
+    """How an array is sharded over a mesh, as plain numbers.
 
     Attributes:
         mesh_shape: sizes of the mesh axes.

@@ -155,7 +155,7 @@ def _check_numbers(
 
 @contextlib.contextmanager
 def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None]:
-    """Warns if the block takes long; JAX itself waits in silence."""
+    """Warns if the block takes long; JAX itself waits silently."""
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
     text = (

@@ -514,7 +514,7 @@ def same_grid(first: DeviceMesh, second: DeviceMesh) -> bool:
 
 
 def same_places(first: DeviceMesh, second: DeviceMesh) -> bool:
-    """Whether arrays lie alike on two meshes; any devices stand for those of none."""
+    """Whether two meshes place arrays alike; abstract meshes match any devices."""
     if not same_grid(first, second) or first.is_abstract or second.is_abstract:
         return same_grid(first, second)
     return list(first.devices.flat) == list(second.devices.flat)

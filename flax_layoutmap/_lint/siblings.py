@@ -41,7 +41,7 @@ class _Leaf:
 
 
 def swapped(model: Model) -> Iterator[Finding]:
-    """Leaves whose axes lie on other dims than those of their siblings."""
+    """Leaves whose axes shard other dims than those of their siblings."""
     resolution = model.resolution
     leaves = list(_leaves(resolution))
     parents: dict[str, list[_Leaf]] = {}

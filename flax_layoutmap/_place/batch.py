@@ -204,7 +204,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def leaf_sharding(leaf: Any, rules: RuleSet) -> NamedSharding:
-    """Where a leaf of a batch belongs; whether it divides is not asked."""
+    """The sharding of a leaf of a batch; divisibility is not checked."""
     return rows_sharding(rules.batch if has_rows(leaf) else (), rules.mesh)
 
 
@@ -281,7 +281,7 @@ def _trouble(leaf: Any, what: str) -> str:
 
 
 def _is_spread(leaf: Any) -> bool:
-    """Whether an array is global already: it lies on other processes' devices too."""
+    """Whether an array is global already: it has shards in other processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
@@ -290,7 +290,7 @@ def _is_spread(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the rows that a process passes lie in the global batch.
+    """How the rows that a process passes map to the global batch.
 
     Attributes:
         parts: the number of parts into which the batch axes split the global batch.

@@ -162,7 +162,7 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
 
 
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
-    """Rewrites Flax's layout metadata where it says something else than is so.
+    """Rewrites Flax's layout metadata where it differs from the actual layout.
 
     And notes the rules, for an optimizer that is made of the tree later.
 
@@ -211,7 +211,7 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
 
 
 def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
-    """Whether a leaf lies elsewhere than the metadata on it says."""
+    """Whether the sharding of a leaf differs from its metadata."""
     if leaf.reason == "flax metadata":
         # Linen itself leaves names that it has no rule for whole.
         return leaf.fallback is not None and mark.kind != "linen"

@@ -226,7 +226,7 @@ def _explained(row: Decision, why: str) -> Decision:
 
 
 def _unclear(leaves: Leaves, kernels: Sequence[int]) -> str:
-    """Said where the shapes do not tell which dims of which kernel a matrix has."""
+    """The note for a matrix whose kernel or dims are ambiguous by the shapes."""
     listed = " or ".join(
         f"{leaves.flat.paths[kernel]} {show_shape(leaves.shapes[kernel])}"
         for kernel in dict.fromkeys(kernels)

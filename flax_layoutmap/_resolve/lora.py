@@ -31,7 +31,7 @@ _WEIGHTS = ("kernel", "weight", "w")
 
 
 class Matrix(NamedTuple):
-    """What the path of a LoRA matrix says.
+    """The parts of the path of a LoRA matrix.
 
     Attributes:
         role: `"A"` (in-dims and rank) or `"B"` (rank and out-dims).

@@ -13,7 +13,7 @@ _NO_MATCH = Match()
 
 
 def match(origins: Origins, rules: RuleSet) -> Matches:
-    """Finds the rules of every leaf, by the paths that its origin asks for."""
+    """Finds the rules of every leaf, by the paths of its origin."""
     origins = _with_blocks(origins, rules.matcher)
     return Matches(
         origins,
@@ -94,7 +94,7 @@ def _match(
 
 
 def _without_lora(origins: Origins, rules: RuleSet) -> dict[int, Match]:
-    """What is inside of a LoRA module is asked by its path without the module.
+    """A leaf inside of a LoRA module is matched by its path without the module.
 
     Unless a rule matches it inside of the module alone.
     """

@@ -40,7 +40,7 @@ Owners = Mapping[str, Owner]
 
 
 def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
-    """Finds whose leaf each one is, from paths, shapes and the optimizer alone.
+    """Finds the origin of each leaf from paths, shapes and the optimizer alone.
 
     Args:
         leaves: the leaves of the tree.

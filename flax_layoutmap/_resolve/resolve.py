@@ -102,7 +102,7 @@ def resolve_tree(
 
 
 def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
-    """Resolves leaves of which it is known whose they are: the last three stages."""
+    """Resolves leaves with known origins: the last three stages."""
     matches = match(origins, rules)
     return decided(matches, rules)  # decide → Resolution
 

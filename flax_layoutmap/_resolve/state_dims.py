@@ -103,7 +103,7 @@ def _dims_by_size(
 def _read_sizes(
     init: Callable[[Any], Any], shapes: Any, order: int, plain: Flat
 ) -> tuple[list[Dims | None], set[int]]:
-    """Dims of each leaf by its sizes, and the leaves for which these say nothing.
+    """Dims of each leaf by its sizes, and the leaves with ambiguous sizes.
 
     Every dim has either the size that it has over `shapes`, or that of a dim of its
     parameter in both. Where one does not, the other sizes led `init` elsewhere, and no

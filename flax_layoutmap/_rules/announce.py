@@ -51,7 +51,7 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
-    """The texts of remarks that are new: none like it for these leaves, or for more.
+    """The texts of new remarks: not emitted yet for these leaves or a superset.
 
     They are remembered, by the rule set and the same rules on other meshes.
     """

@@ -160,7 +160,7 @@ class Automaton:
 
     @property
     def masks(self) -> set[int]:
-        """The sets of characters that it tells apart."""
+        """The sets of characters that it distinguishes."""
         return {step[0] for step in self.steps if step is not None}
 
 
@@ -226,7 +226,7 @@ def _shortest(own: Automaton, other: Automaton) -> str | None:
 
 
 def _classes(masks: set[int]) -> list[tuple[int, str]]:
-    """Characters that no mask tells apart, each class with one to write it by."""
+    """Classes of characters that no mask distinguishes, with a sample of each."""
     classes = [_SLASH, _ALL & ~_SLASH]
     for mask in masks:
         split = [part for own in classes for part in (own & mask, own & ~mask)]

@@ -41,7 +41,7 @@ Node = tuple
 
 
 class NotUnderstood(Exception):
-    """The pattern has something that the reader does not know."""
+    """The pattern has a construct that the parser does not support."""
 
     def __init__(self, reason: str = "it is too complicated to tell") -> None:
         super().__init__(reason)
@@ -315,7 +315,7 @@ def _whole_words(text: str) -> list[str]:
 
 
 class Folding:
-    """Folds the digits of a part of a path, where no pattern can tell them apart.
+    """Folds the digits of a part of a path that no pattern distinguishes.
 
     Where none can, `layers/17/kernel` and `layers/42/kernel` are one question. A part
     that holds one of the chunks is kept; in all others every ASCII digit becomes one

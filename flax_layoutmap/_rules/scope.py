@@ -90,7 +90,7 @@ def trace_key() -> Any:
 
 
 def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, JAX's caches know of this value (hashable)."""
+    """In the block, this hashable value is part of the keys of JAX's caches."""
     return _TRACE_KEY(value)
 
 

@@ -280,7 +280,7 @@ def cut_rule(rule: str, width: int) -> str:
 
 
 def _notes(rules: Sequence[str], grid: Grid, folds: Sequence[Fold]) -> Iterator[str]:
-    """What the table does not say by itself: the rules that were cut, and `×80`."""
+    """Notes on the table: the rules that were cut, and `×80`."""
     at = grid.names.index("rule")
     cells = [line.cells[at] for line in grid.lines if line.mark != "heading"]
     cut = {rule for rule, cell in zip(rules, cells, strict=True) if cell != rule}

@@ -155,7 +155,7 @@ def _spec(text: "Text", styles: Mapping[str, str]) -> "Text":
 
 
 def _dims(text: "Text", spec: str, styles: Mapping[str, str]) -> "Text":
-    """Each size in the colour of the first mesh axis that its dim lies on."""
+    """Each size in the colour of the first mesh axis that shards its dim."""
     inside = re.search(r"P\((.*)\)", spec)
     entries = inside[1].split(", ") if inside and "→" not in spec else []
     sizes = list(re.finditer(r"\d+(?=[,\])])", text.plain))

@@ -203,7 +203,7 @@ class Active:
 
     @contextlib.contextmanager
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
-        """Inside, the modules below some objects know their paths."""
+        """In the block, the modules below some objects carry their paths."""
         before: list[tuple[Any, Any]] = []
         for prefix, root in roots:
             for path, node in _modules_of(root):

@@ -375,7 +375,7 @@ class _Route:
     def _inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...] | None:
-        """The inputs of the program; None if they are not as it wants them.
+        """The inputs of the program; None if they do not fit it.
 
         An array that was given away, or one that is donated and comes twice, may be the
         end of the process (jax 0.10, several devices). JAX refuses other layouts.
@@ -476,7 +476,7 @@ def _are_apart(values: Sequence[Any], count: int) -> bool:
 
 
 def _is_placed(value: Any, wanted: Any) -> bool:
-    """Whether it is an array that lies where it should."""
+    """Whether it is an array with the right sharding."""
     if not isinstance(value, jax.Array):
         return False
     return wanted is None or (value.committed and value.sharding == wanted)

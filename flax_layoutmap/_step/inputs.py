@@ -258,7 +258,7 @@ def _respelled(leaf: Any) -> Any:
 
 
 def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
-    """Warns where data of the host meets a mesh, and no rules say how to split it.
+    """Warns where host data is used with a mesh, and no rules shard it.
 
     Returns:
         Whether it did.

@@ -128,7 +128,7 @@ def check_plain(arguments: Sequence[Argument]) -> None:
 
 
 def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
-    """Raises StructureError where JAX was asked for gradients of integers.
+    """Raises StructureError for gradients of integers.
 
     Args:
         arguments: in which Params, and leaves of other states, are looked at.

@@ -229,7 +229,7 @@ def pin_results(
 
 
 def _typed(aval: Any, rules: RuleSet | None) -> NamedSharding | None:
-    """On Explicit axes the type of a result says where it lies.
+    """The sharding on Explicit axes from the type of a result.
 
     Without this, a program of no arguments would not know its devices.
     """

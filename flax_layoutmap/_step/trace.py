@@ -115,7 +115,7 @@ class Job:
         return getattr(self.fun, "__name__", "a_function")
 
     def in_sharding(self, slot: Slot) -> Any:
-        """What `in_shardings` says of an argument; None where it says nothing."""
+        """The entry of `in_shardings` for an argument; None without one."""
         by_parameter = self.in_shardings.get(slot.parameter)
         return self.in_shardings.get(slot.name, by_parameter)
 

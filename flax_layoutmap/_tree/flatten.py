@@ -340,7 +340,7 @@ class _Repeats:
 
 
 def _is_plain_variable(treedef: Any) -> bool:
-    """Whether a node is a Variable with one leaf and no layout of its own."""
+    """Whether a node is a Variable with one leaf and without layout metadata."""
     kind, static = treedef.node_data()
     if not issubclass(kind, nnx.Variable) or issubclass(kind, OptState):
         return False

@@ -311,7 +311,7 @@ _READ_AS: contextvars.ContextVar[Callable[[Any, Any], Any] | None] = (
 
 
 class _WatchedSlot:
-    """The slot of the value of a Variable; who reads it gets what `_READ_AS` says."""
+    """The slot of the value of a Variable; reading it returns what `_READ_AS` gives."""
 
     def __init__(self, slot: Any) -> None:
         self._slot = slot
@@ -408,7 +408,7 @@ def _with_subclasses(cls: type) -> set[type]:
 
 @contextlib.contextmanager
 def tracers_without_sharding() -> Iterator[None]:
-    """Inside, a tracer says at once that it has no sharding.
+    """In the block, tracers report no sharding, without computing it.
 
     Flax asks it for every key that an `nnx.Rngs` gives. JAX (0.10.2) then looks through
     the whole program for the words of its AttributeError, which nobody reads.

@@ -158,7 +158,7 @@ class Change:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     def apply(self, before: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """Makes the caller's objects what the function has made of its copies.
+        """Applies the changes of the function's copies to the caller's objects.
 
         All at once: an interrupt comes before it or after it.
 
@@ -344,7 +344,7 @@ def _fixed_parts(value: Any) -> Iterator[Any]:
 
 
 def _plain(key: Any) -> Any:
-    """What a key of JAX says, as Flax has it in paths."""
+    """The value of a JAX key, as in Flax's paths."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)

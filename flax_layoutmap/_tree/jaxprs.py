@@ -65,7 +65,7 @@ def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[Ja
 
 
 def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
-    """Of the functions named so that it calls, those of whose results it makes use."""
+    """The called functions of these names whose results are used."""
     found: set[str] = set()
     jaxprs, seen = [jaxpr], {id(jaxpr)}
     for one in jaxprs:

@@ -123,7 +123,7 @@ def unfit(leaf: Any) -> str | None:
 
 
 def originals_of(node: Any) -> list[Any]:
-    """The objects of a graph, in order, for `adopt`; to be asked inside of the trace.
+    """The objects of a graph, in order, for `adopt`; call it inside of the trace.
 
     None for those that were there before the trace.
     """

@@ -404,7 +404,7 @@ def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
 
 
 def _is_read(error: Exception) -> bool:
-    """Whether an error says that a traced value was asked for what only arrays have."""
+    """Whether an error is that of reading from a traced value what only arrays have."""
     if isinstance(error, _READS_VALUES):
         return True
     if isinstance(error, AttributeError):

@@ -232,7 +232,7 @@ class Walk:
                 self.mapping(_inside(node), below, below_folded)
 
     def special(self, node: Any, part: str, prefix: str) -> bool:
-        """Walks a node that starts a section of its own; says whether it did."""
+        """Walks a node if it starts its own section; returns whether it did."""
         below = f"{prefix}{part}/"
         if self.role == "optimizer" and not is_optimizer(node):
             return False  # moments of a module are a module, to optax

@@ -189,7 +189,7 @@ class WriteLock:
         self.is_held = False
 
     def take(self) -> str | None:
-        """Takes the lock; returns its owner if that is somebody else."""
+        """Takes the lock; returns the owner if another process holds it."""
         if self.is_held:
             return None
         if self._key in _HELD:
@@ -234,7 +234,7 @@ class WriteLock:
 
 
 class Preemption:
-    """Detects SIGTERM, by which a preempted job is asked to end.
+    """Detects SIGTERM, which preempts a job.
 
     Several processes agree on a step by JAX's own service, for which
     `jax.distributed.initialize` catches the signal. In a process of its own this

@@ -82,7 +82,7 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """All that `restore`, `plan`, `resolve` or `restore_safetensors` was asked for.
+    """The options of `restore`, `plan`, `resolve` or `restore_safetensors`.
 
     Attributes:
         path: the checkpoint, absolute.

@@ -25,7 +25,7 @@ _SHOWN = 5
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The absolute path, which Orbax asks for; URLs (`gs://…`) stay as they are."""
+    """The absolute path, which Orbax requires; URLs (`gs://…`) are unchanged."""
     text = os.fspath(path).removeprefix("file://")
     return text if is_url(text) else os.path.abspath(os.path.expanduser(text))
 

@@ -76,7 +76,7 @@ def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> 
 
 
 def _layouts_of(stored: Stored) -> str:
-    """The ways to say where leaves go without a target, for the message."""
+    """The ways to place leaves without a target, for the message."""
     record, saved = stored.record, ""
     if record.mesh:
         sizes = ",".join(f"{name}={n}" for name, n in record.mesh.axis_sizes.items())

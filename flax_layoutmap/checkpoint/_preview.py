@@ -203,7 +203,7 @@ def _host_available() -> int:
 
 
 def _device_available() -> int | None:
-    """Bytes free on the fullest local device; None where they do not tell."""
+    """Bytes free on the fullest local device; None if unknown."""
     free = []
     for device in jax.local_devices():
         stats = device.memory_stats() or {}

@@ -83,7 +83,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A checkpoint, as far as its headers tell.
+    """A checkpoint, as described by its headers.
 
     Attributes:
         where: its path.

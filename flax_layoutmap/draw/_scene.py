@@ -55,7 +55,7 @@ def colour(number: int) -> str:
 
 
 def hatch(number: int) -> str | None:
-    """The pattern that tells a colour from others that look like it."""
+    """The pattern that distinguishes a colour from similar ones."""
     if number == NEUTRAL:
         return "////"
     return _HATCHES[min(number // COLOURS, len(_HATCHES) - 1)]

@@ -175,7 +175,7 @@ def partition_for(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that is asked for one program.
+    """A child process for one program.
 
     Attributes:
         who: what runs in it.
@@ -441,7 +441,7 @@ def _kill(child: "subprocess.Popen[bytes]") -> None:
 
 
 def rematerialised(said: str) -> list[tuple[str, str]]:
-    """The reshards that the compiler says it does by way of the whole array."""
+    """The reshards that, by the compiler's log, go through the whole array."""
     found: dict[tuple[str, str], None] = {}
     for line in said.splitlines():
         warned = _REMATERIALISED.search(line)

@@ -117,7 +117,7 @@ def _check_path(report: Findings, path: str | None) -> None:
 
 
 def _check_source(report: Findings, source: str | None) -> None:
-    """Refuses a line that nothing comes from; only a plan knows them all."""
+    """Raises for a line without operations; only a plan has all of them."""
     if not source or report.values is None:
         return
     known = [one.source for one in (*report.collectives, *report.reshards)]

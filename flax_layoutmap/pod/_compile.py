@@ -126,7 +126,7 @@ def _planned(
     start: float,
     timeout: float | None,
 ) -> PodReport:
-    """What the compiler does not say; as much of it as there is where Shardy refuses.
+    """The parts of the report that are not the compiler's; partial if Shardy fails.
 
     Args:
         lowered: the step.

@@ -122,7 +122,7 @@ class Planner:
 
 
 def _traced_before(first: RuleSet | None, given: RuleSet) -> Iterator[str]:
-    """What other rules say of what was traced with the first ones."""
+    """Check other rules against what was traced with the first ones."""
     for section in ("activations", "names"):
         before = () if first is None else getattr(first, section)
         if getattr(given, section) != before:

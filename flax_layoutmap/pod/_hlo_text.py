@@ -62,7 +62,7 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Line:
-    """A line of a program, which is read when something asks for it.
+    """A line of a program, parsed on first use.
 
     Attributes:
         number: its number in the text.
@@ -95,7 +95,7 @@ class Module:
 
     @property
     def partitions(self) -> int | None:
-        """How many devices the program counts with; None where it does not say."""
+        """The number of devices of the program; None if unknown."""
         found = _PARTITIONS.search(self.text[: self.text.find("\n")])
         return int(found[1]) if found else None
 

@@ -27,7 +27,7 @@ from flax_layoutmap._tree.paths import Roots
 
 
 class Layouts:
-    """Where the leaves of all arguments lie, under any rules."""
+    """The shardings of the leaves of all arguments, under any rules."""
 
     def __init__(
         self, arguments: Sequence[Argument], fixed: Sequence[str] = ()
@@ -55,7 +55,7 @@ class Layouts:
         self.origins = find_origins(read)
 
     def under(self, rules: RuleSet) -> list[NamedSharding | None]:
-        """One sharding per leaf; None where the rules have no say.
+        """One sharding per leaf; None where the rules do not apply.
 
         Raises:
             LayoutError: a batch does not divide, or the rules shard what was data.

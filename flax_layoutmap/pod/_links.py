@@ -27,7 +27,7 @@ from flax_layoutmap.pod._report_text import axes_text
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """As much of a TPU device as the order of a mesh asks for."""
+    """The attributes of a TPU device that JAX needs to order a mesh."""
 
     id: int
     process_index: int

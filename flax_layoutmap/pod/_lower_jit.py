@@ -37,7 +37,7 @@ def lower_jitted(
     rules: RuleSet | None,
     platform: str,
 ) -> Lowered:
-    """A function of `jax.jit`: as it is, with its arguments where the rules say."""
+    """Lower a `jax.jit` function, with its arguments sharded by the rules."""
     signature = inspect.signature(step)
     slots = slots_of(signature.bind(*args, **kwargs))
     # What holds something else is static: nothing to lay out.
@@ -107,7 +107,7 @@ def _with_state(
     donated: Sequence[bool],
     results: Results | None = None,
 ) -> list[Argument]:
-    """What is given away is state where no rule says it, and what comes back changed.
+    """Without rules, donated arguments and those that come back changed are state.
 
     Args:
         arguments: the arguments.

@@ -155,7 +155,7 @@ def look_at(
 
 
 def comes_back(results: Results, argument: Argument, positions: range) -> bool:
-    """Whether an argument that nobody calls state is some: it is returned, changed.
+    """Whether an argument is state because it is returned, changed.
 
     A tuple of arrays may be any: `(x, y)` in, and another `(x, y)` out.
     """

@@ -35,7 +35,7 @@ _MIXED = "collectives over parts of axes that cross slices, counted as if all cr
 
 
 class NotScaled(Exception):
-    """Why smaller meshes do not tell the collectives of a mesh."""
+    """The reason why smaller meshes cannot be scaled to a mesh."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

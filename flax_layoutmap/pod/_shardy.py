@@ -464,7 +464,7 @@ class _Walk:
         self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
 
     def without_rule(self, op: Any, place: Place) -> None:
-        """What Shardy may have no rule for: then it is made whole on every device."""
+        """An operation that Shardy may have no rule for, so that it is replicated."""
         name = target_of(op)
         if place.cuts and name == RAGGED:
             self.own(op, place)

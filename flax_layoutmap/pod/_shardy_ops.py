@@ -183,7 +183,7 @@ _CONSTANTS = ("stablehlo.constant", "sdy.constant")
 
 
 def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
-    """The rounds of a `stablehlo.while`; None where the program does not tell.
+    """The trip count of a `stablehlo.while`; None if unknown.
 
     Args:
         condition: the block that says whether to go on; `i < n`, as scan writes it.

@@ -121,7 +121,7 @@ def _sizes_that_fit(tree: Any, rules: RuleSet) -> Iterator[str]:
 def _left_to_chance(
     resolution: Resolution, told: set[str | None], ignored: Ignored
 ) -> Iterator[str]:
-    """Matrices that no rule matches, however small; those told of are left out."""
+    """Matrices that no rule matches, however small, except those reported already."""
     if not resolution.rules.rules or "LM102" in ignored.codes:
         return
     for group in groups(resolution, lambda row: row.reason == "no rule", "parameter"):
