@@ -213,7 +213,7 @@ def create_optimizer(
 
 
 def _check_function(make: Any) -> None:
-    """Raises StructureError where `create` was given no function."""
+    """Raise StructureError where `create` was given no function."""
     if is_nnx_object(make):
         raise StructureError(
             f"create was given a {type(make).__name__} that exists already; pass a "
@@ -233,7 +233,7 @@ def _check_function(make: Any) -> None:
 
 
 def _refuse_manual(axes: Iterable[str], what: str) -> None:
-    """Raises MeshError where `jax.shard_map` around us has taken over an axis."""
+    """Raise MeshError where `jax.shard_map` around us has taken over an axis."""
     manual = manual_axes(jax.sharding.get_abstract_mesh()).intersection(axes)
     if manual:
         raise MeshError(
@@ -258,7 +258,7 @@ def _varying(value: Any) -> Iterable[str]:
 
 
 def _check_result(result: Any, make: Any) -> None:
-    """Raises StructureError where a constructor has made no model."""
+    """Raise StructureError where a constructor has made no model."""
     name = getattr(make, "__name__", make)
     if result is None:
         raise StructureError(
@@ -277,7 +277,7 @@ def _check_result(result: Any, make: Any) -> None:
 def _refuse_abstract(
     traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises StructureError where `make` reads an argument that has no values."""
+    """Raise StructureError where `make` reads an argument that has no values."""
     needed = needed_inputs(traced.closed.jaxpr)
     pairs = zip(traced.inputs, traced.closed.jaxpr.invars, strict=True)
     read = [x for x, v in pairs if type(x) is jax.ShapeDtypeStruct and v in needed]
@@ -301,7 +301,7 @@ def _refuse_abstract(
 
 
 def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None:
-    """Raises where a model has a leaf that cannot become an array as it is.
+    """Raise where a model has a leaf that cannot become an array as it is.
 
     Raises:
         StructureError: the first such leaf.

@@ -247,7 +247,7 @@ def compiled(steps: Sequence[Step]) -> dict[Any, Any]:
 def run(
     step: Step, results: Mapping[Any, Any], programs: Mapping[Any, Any]
 ) -> list[Any]:
-    """Runs one step.
+    """Run one step.
 
     Args:
         step: the step.
@@ -278,7 +278,7 @@ def _has_tracers(values: Iterable[Any]) -> bool:
 
 
 def _compile(steps: Sequence[Step]) -> list[Any]:
-    """Compiles several at a time, each as soon as it is lowered.
+    """Compile several at a time, each as soon as it is lowered.
 
     What makes most takes longest, and comes first, so that nothing waits for it alone.
     """
