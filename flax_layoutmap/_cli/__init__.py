@@ -17,7 +17,7 @@ FAILED, CLOSED = 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         argv: the arguments; None for those of the program.
