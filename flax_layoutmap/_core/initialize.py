@@ -155,7 +155,7 @@ def _check_numbers(
 
 @contextlib.contextmanager
 def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None]:
-    """Warns if the block takes long; JAX itself waits silently."""
+    """Warn if the block takes long; JAX itself waits silently."""
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
     text = (
@@ -173,7 +173,7 @@ def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None
 
 
 def _refuse_if_too_late() -> None:
-    """Raises if JAX was used before: it checks this first, then its arguments."""
+    """Raise if JAX was used before: it checks this first, then its arguments."""
     try:
         jax.distributed.initialize(
             "localhost:1", 1, -1, cluster_detection_method="deactivate"

@@ -711,7 +711,7 @@ def _rebuild(
 def named_sharding(
     mesh: DeviceMesh, spec: PartitionSpec, memory_kind: str | None = None
 ) -> NamedSharding:
-    """Makes the JAX sharding for a spec in normal form."""
+    """Make the JAX sharding for a spec in normal form."""
     return NamedSharding(mesh.jax_mesh, spec, memory_kind=memory_kind)
 
 

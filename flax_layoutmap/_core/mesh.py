@@ -493,7 +493,7 @@ class DeviceMesh:
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
-    """Makes a `DeviceMesh` of anything that a mesh argument accepts; None stays None.
+    """Make a `DeviceMesh` of anything that a mesh argument accepts; None stays None.
 
     Raises:
         MeshError: `mesh` is something else.

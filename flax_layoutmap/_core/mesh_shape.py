@@ -211,7 +211,7 @@ def one_slice_grid(
 
 @contextlib.contextmanager
 def _explained(what: str, links: str, otherwise: str) -> Iterator[None]:
-    """Raises what JAX raises where it finds no order as a MeshError."""
+    """Raise what JAX raises where it finds no order as a MeshError."""
     try:
         yield
     except NotImplementedError as error:

@@ -79,7 +79,7 @@ class Agreement:
         return self
 
     def add(self, parts: Callable[[], Parts]) -> None:
-        """Adds parts; the function is called only where there is a comparison."""
+        """Add parts; the function is called only where there is a comparison."""
         self._parts.append(parts)
 
     def __exit__(
@@ -115,7 +115,7 @@ def tell_of_others(
     error: BaseException | None,
     go_on: Callable[[], str] = lambda: ", from the last checkpoint",
 ) -> None:
-    """Adds to an error of JAX's runtime a note on the other processes of the job.
+    """Add to an error of JAX's runtime a note on the other processes of the job.
 
     Args:
         error: what was raised; other kinds are passed over.
@@ -153,7 +153,7 @@ def digest_of_value(leaf: Any) -> str:
 
 
 def differences(messages: Mapping[int, Message]) -> list[str]:
-    """Lists the processes whose message is not that of most of them.
+    """List the processes whose message is not that of most of them.
 
     Args:
         messages: the message of each process.
@@ -237,7 +237,7 @@ def _first_line(
     members: Mapping[int, Any],
     what: str,
 ) -> str:
-    """Finds, with all processes, the first line of a part in which they differ."""
+    """Find, with all processes, the first line of a part in which they differ."""
     if name is None:
         return ""
     lines = parts[name]

@@ -17,7 +17,7 @@ def readable_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Writes a file atomically: a temporary file beside it is moved to its place.
+    """Write a file atomically: a temporary file beside it is moved to its place.
 
     Several processes that write one file at once leave what one of them wrote.
 
