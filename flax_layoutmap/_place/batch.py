@@ -235,7 +235,7 @@ class _Flat:
 
 
 def _flatten(batch: Any, what: str) -> _Flat:
-    """Flattens a batch; raises LayoutError for leaves that are no data."""
+    """Flatten a batch; raise LayoutError for leaves that are no data."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         batch, is_leaf=is_nnx_object
     )
@@ -323,7 +323,7 @@ _WHOLE = Split(1, 1)
 
 
 def split_of(owners: np.ndarray, process: int, rows: Rows) -> Split:
-    """Finds which rows of a global batch a process passes.
+    """Find which rows of a global batch a process passes.
 
     Args:
         owners: the process of each device, one row per part of the batch, one column
@@ -412,7 +412,7 @@ def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _check_same_rows(flat: _Flat, split: Split) -> None:
-    """Raises LayoutError where arrays of a batch differ in their rows."""
+    """Raise LayoutError where arrays of a batch differ in their rows."""
     counts: set[int] = set()
     shown: list[str] = []
     for path, leaf in flat.rows():
@@ -435,7 +435,7 @@ def _check_same_rows(flat: _Flat, split: Split) -> None:
 
 
 def clash_of_rows(count: int, rules: RuleSet, split: Split | None = None) -> str:
-    """Says why `count` rows do not divide over the batch axes; empty if they do."""
+    """Explain why `count` rows do not divide over the batch axes; empty if they do."""
     mesh = rules.mesh
     assert mesh is not None
     parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)

@@ -107,7 +107,7 @@ def is_eager() -> bool:
 
 
 def place(tree: Any, resolution: Resolution) -> Any:
-    """Moves every leaf of a tree to the layout that a Resolution of it says.
+    """Move every leaf of a tree to the layout that a Resolution of it says.
 
     Everything is moved before anything is written back, so that a failure leaves the
     tree as it was.
@@ -128,7 +128,7 @@ def place(tree: Any, resolution: Resolution) -> Any:
 
 
 def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
-    """Raises LayoutError where a leaf is nothing that can be moved."""
+    """Raise LayoutError where a leaf is nothing that can be moved."""
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             path = resolution.paths[at] or "the leaf"
@@ -162,7 +162,7 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
 
 
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
-    """Rewrites Flax's layout metadata where it differs from the actual layout.
+    """Rewrites Flax's layout metadata where it says something else than is so.
 
     And notes the rules, for an optimizer that is made of the tree later.
 
@@ -219,7 +219,7 @@ def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
 
 
 def need_devices(rules: RuleSet, what: str) -> None:
-    """Raises MeshError where rules have no mesh of devices."""
+    """Raise MeshError where rules have no mesh of devices."""
     if rules.mesh is None or rules.mesh.is_abstract:
         have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
         raise MeshError(
@@ -229,7 +229,7 @@ def need_devices(rules: RuleSet, what: str) -> None:
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """Moves one concrete value to a sharding; no copy where it is there already.
+    """Move one concrete value to a sharding; no copy where it is there already.
 
     What is no array and no number (a string, a function) stays as it is.
     """
@@ -340,7 +340,7 @@ def distribute(
     what: str = "distribute_tensor",
     pin: _Pin = jax.lax.with_sharding_constraint,
 ) -> Any:
-    """Gives one array a layout on a mesh, as `distribute_tensor` does.
+    """Give one array a layout on a mesh, as `distribute_tensor` does.
 
     Args:
         x: the array.
@@ -412,7 +412,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
 
 
 def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
-    """Moves an array to the devices of a mesh; one that `grad` traces too, eagerly.
+    """Move an array to the devices of a mesh; one that `grad` traces too, eagerly.
 
     Raises:
         MeshError: the mesh has no devices.
@@ -474,7 +474,7 @@ def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
 
 
 def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
-    """Raises where a traced value would have to go to other devices.
+    """Raise where a traced value would have to go to other devices.
 
     A trace shows how many devices there are, not which.
 
