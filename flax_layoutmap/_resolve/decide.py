@@ -43,7 +43,7 @@ _NO_PARAMETERS = "its parameters are not in the tree: pass params= and tx= to re
 
 
 def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
-    """Decides every leaf: parameters, then what follows them.
+    """Decide every leaf: parameters, then what follows them.
 
     Args:
         matches: the rules that match each leaf, and whose leaf it is.
@@ -120,7 +120,7 @@ def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
 
 
 def _annotated(layer: Layer, mark: Mark, row: Decision, shape: Shape) -> Decision:
-    """Applies layout metadata of a Variable or box, where it has precedence."""
+    """Apply layout metadata of a Variable or box, where it has precedence."""
     if row.owner is not None or row.reason in ("unknown optimizer state", "own layout"):
         return row  # a copy of the parameter's metadata, for another shape maybe
     if mark.problem is not None:

@@ -49,7 +49,7 @@ _NO_KERNEL = (
 
 
 def find_adapters(leaves: Leaves) -> tuple[dict[int, Adapter], dict[int, str]]:
-    """Finds the LoRA matrices of a tree, from paths and shapes.
+    """Find the LoRA matrices of a tree, from paths and shapes.
 
     Returns:
         Position → matrix, and position → path without the LoRA module around it, as
@@ -258,7 +258,7 @@ _SCALE = re.compile(r"scale|zero|offset|absmax|step_size", re.IGNORECASE)
 
 
 def lay_scales(layer: Layer) -> None:
-    """Lays out the scales among the leaves that their rule does not fit."""
+    """Lay out the scales among the leaves that their rule does not fit."""
     if not any(row.problem or row.fallback for row in layer.made.values()):
         return
     leaves, rows = layer.leaves, layer.rows

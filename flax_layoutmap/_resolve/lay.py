@@ -105,7 +105,7 @@ class Layer:
         reason: Reason,
         **more: Any,
     ) -> Decision:
-        """Checks a layout for a leaf; the decision has the problem, if there is one.
+        """Check a layout for a leaf; the decision has the problem, if there is one.
 
         Args:
             layout: the layout wanted.

@@ -52,7 +52,7 @@ def is_about_lora(path: str) -> bool:
 
 
 def matrix_of(path: str) -> Matrix | None:
-    """Reads the path of a LoRA matrix; None for any other path."""
+    """Read the path of a LoRA matrix; None for any other path."""
     parts = path.split("/")
     at = len(parts) - 1
     if parts[at] in _WEIGHTS and at:

@@ -13,7 +13,7 @@ _NO_MATCH = Match()
 
 
 def match(origins: Origins, rules: RuleSet) -> Matches:
-    """Finds the rules of every leaf, by the paths of its origin."""
+    """Find the rules of every leaf, by the paths of its origin."""
     origins = _with_blocks(origins, rules.matcher)
     return Matches(
         origins,
@@ -26,7 +26,7 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
 
 
 def _with_blocks(origins: Origins, matcher: Matcher) -> Origins:
-    """Adds the folded paths, where the tree was not flattened for these rules."""
+    """Add the folded paths, where the tree was not flattened for these rules."""
     leaves = origins.leaves
     flat = leaves.flat
     if flat.blocks or not flat.paths:
@@ -41,7 +41,7 @@ def _with_blocks(origins: Origins, matcher: Matcher) -> Origins:
 
 
 def _runs(origins: Origins, rules: RuleSet) -> list[Run]:
-    """Asks the parameter rules about each block of leaves, and equal blocks once.
+    """Match the parameter rules with each block of leaves, equal blocks once.
 
     Optimizer state is not asked: it follows its parameters.
     """

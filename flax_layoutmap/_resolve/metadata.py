@@ -40,7 +40,7 @@ class Mark:
 
 
 def mark_of(box: Any) -> Mark:
-    """Reads the mark of an NNX Variable or a Linen box."""
+    """Read the mark of an NNX Variable or a Linen box."""
     if not isinstance(box, nnx.Variable):
         kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"
         if isinstance(box, linen_spmd.LogicallyPartitioned):

@@ -40,7 +40,7 @@ Owners = Mapping[str, Owner]
 
 
 def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
-    """Finds the origin of each leaf from paths, shapes and the optimizer alone.
+    """Find the origin of each leaf from paths, shapes and the optimizer alone.
 
     Args:
         leaves: the leaves of the tree.
@@ -168,7 +168,7 @@ def _section_tags(
     given: Sequence[Any],
     guesses: Iterable[Any],
 ) -> Tags:
-    """Traces the optimizer of one section over the parameters that fit its state.
+    """Trace the optimizer of one section over the parameters that fit its state.
 
     It may refuse guesses; if it refuses what was given as well, that error is raised.
     """

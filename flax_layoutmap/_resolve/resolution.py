@@ -376,7 +376,7 @@ class Resolution(ResolvedTable):
 
 
 def decided(matches: Matches, rules: RuleSet) -> Resolution:
-    """Decides every leaf.
+    """Decide every leaf.
 
     Args:
         matches: the rules that match each leaf, and whose leaf it is.

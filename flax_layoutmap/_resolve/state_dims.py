@@ -25,7 +25,7 @@ from flax_layoutmap._tree.paths import Flat
 def tagged_dims(
     init: Callable[[Any], Any], params: Any
 ) -> dict[str, tuple[Shape, Dims | None]]:
-    """Traces `init(params)`: path of each state leaf → its shape and parameter dims.
+    """Trace `init(params)`: path of each state leaf → its shape and parameter dims.
 
     Args:
         init: `tx.init` of an optax transformation.
@@ -58,7 +58,7 @@ def tagged_dims(
 def _dims_by_sharding(
     init: Callable[[Any], Any], shapes: Any, plain: Flat
 ) -> list[Dims | None]:
-    """Traces on a mesh whose axes are the dim numbers; one entry per leaf of `plain`.
+    """Trace on a mesh whose axes are the dim numbers; one entry per leaf of `plain`.
 
     All None where the trace is impossible: an `init` that contracts parameters, such
     as `p @ p.T`.
@@ -86,7 +86,7 @@ def _dims_by_sharding(
 def _dims_by_size(
     init: Callable[[Any], Any], shapes: Any, plain: Flat
 ) -> list[Dims | None]:
-    """Traces over parameters whose dims all have different sizes, and reads the sizes.
+    """Trace over parameters whose dims all have different sizes, and read the sizes.
 
     For state made of bare shapes, `jnp.zeros(p.shape[:-1])`, which carry no sharding
     (Adafactor up to optax 0.2.6, sm3, GaLore). Equal dims become different in one
