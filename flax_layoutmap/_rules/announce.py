@@ -27,7 +27,7 @@ class Remark(NamedTuple):
 
 
 def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
-    """Emits warnings, each once for a rule set, and in one process of a job.
+    """Emit warnings, each once for a rule set, and in one process of a job.
 
     Args:
         rules: whose `strict` says whether they are errors, or nothing.

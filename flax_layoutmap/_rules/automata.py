@@ -67,7 +67,7 @@ class Automaton:
         return self._build(("rep", ("set", ANY), 0, None), start)
 
     def _build(self, node: Node, start: int) -> int:
-        """Adds the states of a node behind `start`; the state at its end."""
+        """Add the states of a node behind `start`; the state at its end."""
         kind = node[0]
         if kind == "text":
             for char in node[1]:

@@ -172,7 +172,7 @@ class Matcher:
     def fold_forms(
         self, folded: Sequence[str]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Matches all paths whose forms fold to these.
+        """Match all paths whose forms fold to these.
 
         Returns:
             Positions that match all of them, and positions that may match some: those

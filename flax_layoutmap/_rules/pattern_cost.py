@@ -66,7 +66,7 @@ def slow_because(pattern: str, length: int = USUAL_PATH) -> str | None:
 
 
 def slow_together(patterns: Iterable[str], seconds: float) -> str | None:
-    """Says that all patterns together may take too long, and which take the most.
+    """State that all patterns together may take too long, and which take the most.
 
     Args:
         patterns: patterns of which none is slow alone.
@@ -182,7 +182,7 @@ class _Bound:
         self.steps += characters * ways * places
 
     def go(self, node: Node, ways: int, loops: int) -> tuple[int, int]:
-        """Adds a node; in how many ways, and behind how many loops, it is left."""
+        """Add a node; in how many ways, and behind how many loops, it is left."""
         kind = node[0]
         self.nodes += 1
         if self.nodes > _MOST_NODES:

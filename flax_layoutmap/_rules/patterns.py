@@ -65,7 +65,7 @@ class Tree(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def read(pattern: str) -> Tree:
-    """Reads a pattern that compiles.
+    """Read a pattern that compiles.
 
     Raises:
         NotUnderstood: it has comments, conditions, verbose flags, look-behind with

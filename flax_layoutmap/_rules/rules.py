@@ -160,7 +160,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_options(**options: Any) -> None:
-    """Raises RuleError for an option value that is none of its choices."""
+    """Raise RuleError for an option value that is none of its choices."""
     for name, value in options.items():
         # By identity where not a string: 0 == False, but 0 is no choice.
         if not any(
@@ -175,7 +175,7 @@ def check_options(**options: Any) -> None:
 
 
 def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
-    """Makes Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
+    """Make Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
 
     Raises:
         RuleError: an entry is neither.

@@ -96,7 +96,7 @@ def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def using_rules(rules: RuleSet | None) -> Iterator[None]:
-    """Makes a rule set the ambient one inside the block; None leaves it as it is."""
+    """Make a rule set the ambient one inside the block; None leaves it as it is."""
     if rules is None:
         yield
         return
@@ -109,7 +109,7 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
 
 
 def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
-    """Calls with a rule set as the ambient one; None leaves it as it is.
+    """Call with a rule set as the ambient one; None leaves it as it is.
 
     Not with a block: what a block has set stays, if Ctrl-C comes as it begins or ends.
     Python looks for signals where it calls its own functions, and after calls: not
