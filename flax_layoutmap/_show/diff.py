@@ -130,7 +130,7 @@ class ResolutionDiff:
         }
 
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
-        """Prints the report as `Resolution.show` does."""
+        """Print the report as `Resolution.show` does."""
         show(
             lambda width: _coloured(self, fold, width),
             lambda width: self.report(fold=fold, width=width),

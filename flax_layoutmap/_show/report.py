@@ -194,7 +194,7 @@ def _fitted(cells: Cells, folds: Sequence[Fold], width: int) -> Grid:
     rules = cells.columns["rule"]
 
     def cut_rules(names: Sequence[str], least: int) -> bool:
-        """Cuts the rules to the room that is left, if that is enough."""
+        """Cut the rules to the room that is left, if that is enough."""
         room = cells.room(names, width, "rule")
         if room < min(least, max(map(len, rules))):
             return False

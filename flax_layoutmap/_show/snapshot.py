@@ -136,7 +136,7 @@ class Snapshot:
 
 
 def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
-    """Reads what `Resolution.to_json` or `golden_text` wrote.
+    """Read what `Resolution.to_json` or `golden_text` wrote.
 
     Raises:
         LayoutError: it is of another schema, or damaged.

@@ -32,7 +32,7 @@ def axis_styles(axes: Sequence[str]) -> dict[str, str]:
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
-    """Wraps lines between words at `width`; None for any length."""
+    """Wrap lines between words at `width`; None for any length."""
     lines = list(map(visible, lines))
     if width is None:
         return lines
@@ -43,7 +43,7 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Wraps one line as `textwrap` does, in a tenth of the time.
+    """Wrap one line as `textwrap` does, in a tenth of the time.
 
     Those after the first are indented; a longer word stays whole.
     """
@@ -100,7 +100,7 @@ def show(
     text: Callable[[int | None], str],
     file: IO[str] | None,
 ) -> None:
-    """Prints on a terminal in colour and as wide as it; else as plain text.
+    """Print on a terminal in colour and as wide as it; else as plain text.
 
     In a job of several processes, process 0 prints for all.
 
