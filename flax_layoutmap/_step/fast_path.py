@@ -49,7 +49,7 @@ class FastPath:
     """The routes of one function."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Begins without any.
+        """Begin without any.
 
         Args:
             names: the positional parameters, in order.
@@ -62,7 +62,7 @@ class FastPath:
     def call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
     ) -> tuple[bool, Any]:
-        """Calls the program, if there is a route to it.
+        """Call the program, if there is a route to it.
 
         Returns:
             Whether it ran, and the function's result. If not, nothing has happened.
@@ -111,7 +111,7 @@ class FastPath:
         return tuple(key), roots
 
     def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:
-        """Keeps the route of a call that took the slow path, if it can have one.
+        """Keep the route of a call that took the slow path, if it can have one.
 
         Args:
             call: the call.
@@ -162,12 +162,12 @@ class FastPath:
             del self._routes[next(iter(self._routes))]
 
     def forget(self, program: Program) -> None:
-        """Drops the routes to a program."""
+        """Drop the routes to a program."""
         for key, known in list(self._routes.items()):
             self._keep(key, [route for route in known if route.program is not program])
 
     def _keep(self, key: Any, routes: Sequence["_Route"]) -> None:
-        """Makes these the routes of a kind of call."""
+        """Make these the routes of a kind of call."""
         if routes:
             self._routes[key] = routes
         else:
@@ -282,7 +282,7 @@ class _Route:
         variables: Mapping[int, nnx.Variable[Any]],
         fetches: Mapping[Slot, _Fetch],
     ) -> None:
-        """Keeps what a call needs.
+        """Keep what a call needs.
 
         Args:
             program: the program.
@@ -324,7 +324,7 @@ class _Route:
         return not self._variables or can_write(self._variables[0])
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Runs the program and writes back.
+        """Run the program and write back.
 
         Returns:
             Whether it ran, and the function's result. If not, nothing has happened.
@@ -432,7 +432,7 @@ class _Route:
         )
 
     def _note(self, written: list[int]) -> None:
-        """Notes what a call has written; the other values are what they were."""
+        """Note what a call has written; the other values are what they were."""
         self._ids = [*written, *self._ids[len(written) :]]
         self._written = written
         own: weakref.ref[_Route] = weakref.ref(self)

@@ -60,7 +60,7 @@ def bind(
     rules: RuleSet | None,
     place: Placer | None = None,
 ) -> Call:
-    """Takes the arguments of a call apart; data is put where it belongs.
+    """Take the arguments of a call apart; data is put where it belongs.
 
     Args:
         job: the function.
@@ -115,7 +115,7 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
 
 
 def _warn_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
-    """Warns once where an argument looks like parameters and no rule matches any.
+    """Warn once where an argument looks like parameters and no rule matches any.
 
     As after a renaming: it would silently be split like a batch.
 
@@ -258,7 +258,7 @@ def _respelled(leaf: Any) -> Any:
 
 
 def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
-    """Warns where host data is used with a mesh, and no rules shard it.
+    """Warn where host data is used with a mesh, and no rules shard it.
 
     Returns:
         Whether it did.
@@ -357,7 +357,7 @@ def fit(
 def _check_not_donated_twice(
     arguments: Sequence[Argument], leaves: Sequence[Any], donated: Sequence[int]
 ) -> None:
-    """Raises LayoutError where one array is donated and used elsewhere too.
+    """Raise LayoutError where one array is donated and used elsewhere too.
 
     JAX fails on that only while running, and may hang.
     """
@@ -378,7 +378,7 @@ def _check_not_donated_twice(
 
 
 def _copy_shared_memory(leaves: list[Any], donated: Sequence[int]) -> None:
-    """Copies what is donated and shares its memory with another array.
+    """Copy what is donated and shares its memory with another array.
 
     So it is with two arrays that were put on a mesh from one. Donating them may end the
     process (jax 0.10.2).

@@ -255,7 +255,7 @@ class Jitted:
     def _raise_if_lost(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> None:
-        """Raises LayoutError if the state is gone with a program that failed."""
+        """Raise LayoutError if the state is gone with a program that failed."""
         slots = slots_of(self._job.signature.bind(*args, **kwargs))
         lost = deleted_paths(
             {slot.name: x for slot, x in slots if slot.is_among(self._job.donated)}
@@ -302,7 +302,7 @@ class Jitted:
         rules: RuleSet,
         place: Placer,
     ) -> tuple[Job, Sequence[Argument], Program]:
-        """Makes the program of a call for a mesh that need not be there.
+        """Make the program of a call for a mesh that need not be there.
 
         The seam for `flm.pod`: the same function, options and treatment of arguments as
         in a call, and nothing of it is kept here.

@@ -98,7 +98,7 @@ def wanted_before(
 
 
 def _resolved(trees: dict[str, Any], rules: RuleSet | None) -> Resolved:
-    """Resolves the rules for trees, if there are some."""
+    """Resolve the rules for trees, if there are some."""
     if rules is None or not trees:
         return Resolved(trees, None)
     return Resolved(trees, resolve(Roots(trees), rules))
@@ -248,7 +248,7 @@ def _pin_tree(
     made: dict[str, Any] | None,
     path: str,
 ) -> list[Pin]:
-    """Looks for the structures of arguments in a result, from the outside in.
+    """Look for the structures of arguments in a result, from the outside in.
 
     Where several arguments have one structure, they are taken in turn. States of
     another structure are added to `made`, unless that is None.

@@ -166,7 +166,7 @@ class Traced:
 def trace_job(
     job: Job, call: Call, avals: Sequence[Any], parameters: Iterable[str]
 ) -> Traced:
-    """Traces the user's function.
+    """Trace the user's function.
 
     Args:
         job: the function.
@@ -212,7 +212,7 @@ def call_job(
     parameters: Iterable[str],
     report: Callable[[str], None] = warn,
 ) -> Any:
-    """Calls the user's function; the layers lay out what they return.
+    """Call the user's function; the layers lay out what they return.
 
     Args:
         job: the function.
@@ -250,7 +250,7 @@ def _on_leaves(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> tuple[list[Any], list[Any], Outcome]:
-    """Calls the function on leaves: what it changed, its result, and what these are."""
+    """Call the function on leaves: what it changed, its result, and what these are."""
     values: dict[Slot, Any] = dict(call.static)
     copies: list[list[Any]] = []  # of the NNX objects of each argument
     positions: list[int] = []  # of the leaves in them
@@ -313,7 +313,7 @@ def _check_new(
     returned: Sequence[Any],
     before: Graph,
 ) -> None:
-    """Raises StructureError where objects come from elsewhere, or hold no arrays."""
+    """Raise StructureError where objects come from elsewhere, or hold no arrays."""
     known = set(map(id, before.objects))
     named = [("the result", node) for node in returned]
     for argument, own in zip(arguments, copies, strict=True):
