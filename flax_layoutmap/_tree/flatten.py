@@ -38,7 +38,7 @@ def plain_tree(tree: Any) -> Any:
 
 
 def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
-    """Flattens any tree with its paths.
+    """Flatten any tree with its paths.
 
     Args:
         tree: the tree.
@@ -154,7 +154,7 @@ class _Template(NamedTuple):
 
 
 def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
-    """Flattens dicts and lists of arrays, or a State; None for any other tree."""
+    """Flatten dicts and lists of arrays, or a State; None for any other tree."""
     if type(tree) is nnx.State:
         children: Any = tree.raw_mapping
     elif type(tree) is dict:
@@ -231,7 +231,7 @@ class _Repeats:
         return container(dict, made)
 
     def close(self, prefix: str) -> None:
-        """Ends a section, if there is anything in it."""
+        """End a section, if there is anything in it."""
         sections, stop = self.flat.sections, len(self.flat.paths)
         start = sections[-1].stop if sections else 0
         if stop > start:

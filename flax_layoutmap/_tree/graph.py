@@ -158,7 +158,7 @@ class Change:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     def apply(self, before: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """Applies the changes of the function's copies to the caller's objects.
+        """Apply the changes of the function's copies to the caller's objects.
 
         All at once: an interrupt comes before it or after it.
 
@@ -293,7 +293,7 @@ def _translated(value: Any, own: Mapping[int, Any]) -> Any:
 
 
 def update(node: Any, state: Any) -> None:
-    """Gives an NNX object the values of a State.
+    """Give an NNX object the values of a State.
 
     As `nnx.update`, which cannot write an array that a tuple holds, or another
     container that does not change: such an attribute becomes a new container.

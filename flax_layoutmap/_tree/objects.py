@@ -131,7 +131,7 @@ def originals_of(node: Any) -> list[Any]:
 
 
 def adopt(originals: Sequence[Any], copy: Any) -> Any:
-    """Gives the content of a copy to the objects that it is a copy of.
+    """Give the content of a copy to the objects that it is a copy of.
 
     Args:
         originals: from `originals_of`.
@@ -177,7 +177,7 @@ class LeftByTrace(StructureError):
 
 
 def arrays_as_data(node: Any, kind: type) -> None:
-    """Makes static attributes data where an array would be.
+    """Make static attributes data where an array would be.
 
     Args:
         node: an NNX object, with all that it holds.
@@ -191,7 +191,7 @@ def arrays_as_data(node: Any, kind: type) -> None:
 
 
 def refuse_traced(node: Any) -> None:
-    """Raises where an NNX object is tied to the trace that it was made in.
+    """Raise where an NNX object is tied to the trace that it was made in.
 
     Where a static attribute leads to a value of the trace: a function that holds one
     would go on with it. And where a Variable is a reference.
@@ -227,7 +227,7 @@ def refuse_traced(node: Any) -> None:
 
 
 def refuse_left_over(value: Any, what: str) -> None:
-    """Raises where a value is of a trace that has ended.
+    """Raise where a value is of a trace that has ended.
 
     Args:
         value: anything.
@@ -257,7 +257,7 @@ def left_by_trace(error: jax.errors.UnexpectedTracerError, what: str) -> LeftByT
 
 
 def refuse_references(node: Any) -> None:
-    """Raises where a Variable of an NNX object is a reference to its value."""
+    """Raise where a Variable of an NNX object is a reference to its value."""
     for variable in variables_of(node):
         if not is_plain_variable(variable):
             kind = "hijax" if metadata_of(variable).get("hijax") else "ref"

@@ -170,7 +170,7 @@ class Watch:
     # ------------------------------------------------------------------ looking
 
     def _look(self, node: Any, seen: set[int]) -> None:
-        """Looks at a node of the graph; tuples are seen by what holds them."""
+        """Look at a node of the graph; tuples are seen by what holds them."""
         if isinstance(node, tuple):
             for child in node:
                 self._look(child, seen)
