@@ -405,7 +405,7 @@ def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
 def _start_on_devices(
     programs: Mapping[str, _Program], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Starts all programs, and the transfers of their results to the host."""
+    """Start all programs, and the transfers of their results to the host."""
     with jax.enable_x64(True):
         started = {path: run(values[path]) for path, run in programs.items()}
     for result in started.values():

@@ -174,7 +174,7 @@ def inspect(
 
 
 def _safetensors(where: str) -> CheckpointInfo:
-    """Describes files of safetensors, by their headers."""
+    """Describe files of safetensors, by their headers."""
     tensors = open_safetensors(where).tensors.values()
     leaves = tuple(
         LeafInfo(t.name, t.shape, t.dtype.name, "parameter", None, None, None, t.nbytes)

@@ -175,7 +175,7 @@ class NameMapping:
 
 
 def _entry(number: int, entry: Any) -> _Entry:
-    """Checks one entry."""
+    """Check one entry."""
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         raise CheckpointError(
             f"mapping[{number}] is {entry!r}; an entry is (path of a leaf, name of a "

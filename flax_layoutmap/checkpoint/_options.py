@@ -149,7 +149,7 @@ def checked_options(
     dtype: Any = None,
     **others: Any,
 ) -> Options:
-    """Checks the arguments of a function that restores; the rest are `Options`' own.
+    """Check the arguments of a function that restores; the rest are `Options`' own.
 
     Raises:
         CheckpointError: one of them is not valid.
@@ -189,7 +189,7 @@ def rules_of(layout_map: Any) -> RuleSet | None:
 
 
 def checked_selection(include: Any, exclude: Any) -> Selection:
-    """Compiles the patterns of `include=` and `exclude=`.
+    """Compile the patterns of `include=` and `exclude=`.
 
     Raises:
         CheckpointError: a pattern is no regular expression.

@@ -137,7 +137,7 @@ class RestorePlan:
 
 
 def described(reads: Reads, options: Options) -> RestorePlan:
-    """Describes the reads of a restore for people."""
+    """Describe the reads of a restore for people."""
     plan, ways = reads.plan, reads.ways
     rules = _rules_of(plan)
     leaves = tuple(

@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 1800.0
 
 
 def read_leaves(reads: Reads, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Reads every leaf of a plan.
+    """Read every leaf of a plan.
 
     Each process reads by itself, and they agree that all could before the arrays are
     used; but for those that are sent along a mesh axis, which they read together.
@@ -166,7 +166,7 @@ def _empty(leaf: Leaf) -> Any:
 
 
 def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
-    """Makes the result of what Orbax read.
+    """Make the result of what Orbax read.
 
     Raises:
         CheckpointError: a number does not fit the dtype, or Orbax read something else
@@ -215,7 +215,7 @@ def _keys(read: Read, value: Any) -> Any:
 
 
 def _checked(value: Any, read: Read) -> Any:
-    """Checks shape, dtype and sharding of what Orbax returned."""
+    """Check shape, dtype and sharding of what Orbax returned."""
     result, sharding = read.result, read.sharding
     if isinstance(value, jax.Array):
         placed = sharding is not None

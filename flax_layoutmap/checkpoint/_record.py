@@ -102,7 +102,7 @@ def sealed(custom: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_intact(custom: Mapping[str, Any], where: str) -> None:
-    """Compares custom metadata with its digest.
+    """Compare custom metadata with its digest.
 
     Older versions wrote none; then only what none of them wrote is a sign of damage.
 
@@ -215,7 +215,7 @@ class Record:
         rules: RuleSet,
         selected: Collection[str] | None = None,
     ) -> Resolution:
-        """Resolves the saved tree as the live tree would be resolved.
+        """Resolve the saved tree as the live tree would be resolved.
 
         Args:
             leaves: path → leaf, all of them.
@@ -258,7 +258,7 @@ class Record:
 
 
 def from_json(data: Any, where: str) -> Record:
-    """Reads the record of a checkpoint.
+    """Read the record of a checkpoint.
 
     Args:
         data: the JSON values; None where there are none.

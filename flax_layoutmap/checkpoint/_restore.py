@@ -264,7 +264,7 @@ def plan(
 def check_devices(
     function: str, rules: RuleSet | None, mesh: DeviceMesh | None
 ) -> None:
-    """Raises MeshError where the mesh to restore to has no devices.
+    """Raise MeshError where the mesh to restore to has no devices.
 
     Args:
         function: the name of the public function, for the message.
@@ -284,7 +284,7 @@ def check_devices(
 
 
 def _check_processes(mesh: DeviceMesh | None) -> None:
-    """Raises MeshError where a process of the job has no device of the mesh.
+    """Raise MeshError where a process of the job has no device of the mesh.
 
     Orbax waits for all processes of a job.
     """

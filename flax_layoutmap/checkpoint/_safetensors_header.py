@@ -97,7 +97,7 @@ class Stored:
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> Stored:
-    """Reads and checks the headers of a checkpoint, and no data.
+    """Read and check the headers of a checkpoint, and no data.
 
     Args:
         path: a file; a directory with `model.safetensors`, with an index, or with other
@@ -296,7 +296,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensors(
     entries: Mapping[str, Any], file: str, begin: int, size: int
 ) -> dict[str, Tensor]:
-    """Checks the entries of a header against the bytes that follow it."""
+    """Check the entries of a header against the bytes that follow it."""
     spans: list[tuple[int, int, Tensor]] = []
     problems: list[str] = []
     for name, entry in entries.items():

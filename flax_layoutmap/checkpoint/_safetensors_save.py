@@ -144,7 +144,7 @@ def _digest(tensors: Sequence[Made]) -> str:
 def _plan(
     flat: Flat, names: NameMapping, selection: Selection, dtype: Any
 ) -> tuple[list[Made], list[str]]:
-    """Plans which tensors to make of the leaves of a tree.
+    """Plan which tensors to make of the leaves of a tree.
 
     Args:
         flat: the flattened tree.
@@ -228,7 +228,7 @@ def _add(
     recipe: Recipe,
     dtype: Any,
 ) -> list[str]:
-    """Notes what a leaf gives to its tensors; returns what is wrong with it."""
+    """Note what a leaf gives to its tensors; return what is wrong with it."""
     problems = []
     blocks: dict[str, list[Block]] = {name: [] for name in recipe.shapes}
     for block in recipe.blocks:

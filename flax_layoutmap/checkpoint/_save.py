@@ -110,7 +110,7 @@ def prepare(
     cannot_write: Callable[[], str | None],
     checksums: bool = True,
 ) -> Ready:
-    """Checks that a tree can be written, on all processes, before anything is.
+    """Check that a tree can be written, on all processes, before anything is.
 
     Args:
         place: where to, for messages.
@@ -151,7 +151,7 @@ def prepare(
 def _described(
     paths: Sequence[str], values: Sequence[Any]
 ) -> tuple[list[Leaf], list[str]]:
-    """Describes all leaves; lists what cannot be saved."""
+    """Describe all leaves; list what cannot be saved."""
     leaves, problems = [], []
     for path, value in zip(paths, values, strict=True):
         leaf = leaf_of(path, value)

@@ -71,7 +71,7 @@ class Stored:
 def open_checkpoint(
     place: Place, item: str | None = None, rename: Rename = ()
 ) -> Stored:
-    """Reads the metadata of a checkpoint.
+    """Read the metadata of a checkpoint.
 
     Args:
         place: where it is.

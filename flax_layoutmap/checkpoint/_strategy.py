@@ -124,7 +124,7 @@ def _line(path: str, read: Read) -> str:
 def choose_reads(
     stored: Stored, plan: Plan, options: Options, *, measure: bool
 ) -> Reads:
-    """Chooses how each leaf of a plan is read, and what is read at a time.
+    """Choose how each leaf of a plan is read, and what is read at a time.
 
     Args:
         stored: the checkpoint.

@@ -113,7 +113,7 @@ def verify(
 def _problems(
     stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
 ) -> list[str]:
-    """Reads leaves and lists what is wrong with them."""
+    """Read leaves and list what is wrong with them."""
     wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for leaf in leaves:
         is_value = leaf.kind in ("int", "float", "string")
