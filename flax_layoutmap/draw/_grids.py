@@ -59,7 +59,7 @@ def picture(
     cell: Callable[[Index], Cell],
     size: Callable[[int, int, int], tuple[float, float]],
 ) -> Picture:
-    """Draws cells of any rank: the last two sides are rows and columns.
+    """Draw cells of any rank: the last two sides are rows and columns.
 
     Args:
         title: what they are of.
