@@ -112,7 +112,7 @@ def compile_for(
     options: Mapping[str, Any] | None = None,
     exact_memory: bool = False,
 ) -> Compiled:
-    """Compiles a lowered module for a topology, in a child process.
+    """Compile a lowered module for a topology, in a child process.
 
     Args:
         code: the module, lowered for a mesh of these sizes.
@@ -153,7 +153,7 @@ def compile_for(
 def partition_for(
     code: Code, devices: int, *, timeout: float
 ) -> contextlib.AbstractContextManager[Answer]:
-    """Partitions a lowered module by the CPU client of jaxlib, in a child process.
+    """Partition a lowered module by the CPU client of jaxlib, in a child process.
 
     The child runs while the context is open, and is ended with it.
 
@@ -195,7 +195,7 @@ class _Child:
     def run(
         self, request: Mapping[str, Any], code: Code, ends: float
     ) -> Iterator[Answer]:
-        """Runs the process while the context is open.
+        """Run the process while the context is open.
 
         Args:
             request: what it reads from `request.json`.
@@ -356,7 +356,7 @@ def wanted_libtpu() -> str | None:
 
 @contextlib.contextmanager
 def only_one(ends: float, timeout: float) -> Iterator[None]:
-    """Keeps other compiles of this user on this machine waiting.
+    """Keep other compiles of this user on this machine waiting.
 
     One takes 1 to 11 GB and both of two cores. The lock is given back by the system
     when a process ends, however it ends.
@@ -403,7 +403,7 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the child, and ends it with the context."""
+    """Run the child, and end it with the context."""
     with (folder / "stderr.txt").open("wb") as said:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(folder)],
@@ -433,7 +433,7 @@ def _end_of(
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
-    """Ends a child that is still there, and what it has started."""
+    """End a child that is still there, and what it has started."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

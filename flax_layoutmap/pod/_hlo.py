@@ -90,7 +90,7 @@ def read_program(
     parameters: Collection[int] = (),
     new_parameters: Collection[int] = (),
 ) -> Program:
-    """Reads the collectives of a compiled program, by mesh axis.
+    """Read the collectives of a compiled program, by mesh axis.
 
     Args:
         program: what `compiled.as_text()` gives, or a dump of the optimised program.
@@ -167,7 +167,7 @@ class _Reader:
         above: tuple[str, ...],
         calls: tuple[Call, ...],
     ) -> None:
-        """Follows everything that a computation calls."""
+        """Follow everything that a computation calls."""
         if computation in above:
             self.loops[f"{computation} calls itself; its inner calls are left out"] = (
                 None

@@ -157,7 +157,7 @@ def origin(
     calls: Sequence[Call],
     parameters: Collection[int] = (),
 ) -> Origin:
-    """Follows the first operand of an instruction backwards.
+    """Follow the first operand of an instruction backwards.
 
     Args:
         module: the program.
@@ -244,7 +244,7 @@ def _is_kept(value: _Value, loop: Instruction) -> bool:
 def results_of(
     module: Module, order: Sequence[int], parameters: Collection[int] = ()
 ) -> Results:
-    """Says for which result each collective on the way to one is.
+    """Find the result of each collective on the way to one.
 
     Args:
         module: the program.

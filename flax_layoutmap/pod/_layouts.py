@@ -32,7 +32,7 @@ class Layouts:
     def __init__(
         self, arguments: Sequence[Argument], fixed: Sequence[str] = ()
     ) -> None:
-        """Flattens the state.
+        """Flatten the state.
 
         Args:
             arguments: the arguments.

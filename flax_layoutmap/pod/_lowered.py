@@ -95,7 +95,7 @@ class Lowered:
 
 
 def lower(traced: Any, platform: str, name: str) -> Any:
-    """Lowers for a platform.
+    """Lower for a platform.
 
     Raises:
         LayoutError: the step calls back into Python.

@@ -126,7 +126,7 @@ def look_at(
     start: int,
     arguments: Sequence[Argument],
 ) -> Results:
-    """Looks for the arguments in the results of a step.
+    """Look for the arguments in the results of a step.
 
     Args:
         traced: the step.
@@ -238,7 +238,7 @@ def _positions(arguments: Sequence[Argument]) -> Iterator[range]:
 
 
 def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
-    """Finds the trees of the arguments in a result, from the outside in.
+    """Find the trees of the arguments in a result, from the outside in.
 
     A dict with more entries than the argument's counts, too: a state and the loss.
 

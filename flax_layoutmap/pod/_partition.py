@@ -183,7 +183,7 @@ def partitioning(
     with contextlib.ExitStack() as children:
 
         def begin(own: Mapping[str, int]) -> Answer:
-            """Partitions on a mesh of such sizes."""
+            """Partition on a mesh of such sizes."""
             written = code
             if mesh is not None:
                 bytecode = on_mesh(code.bytecode, own)
@@ -256,7 +256,7 @@ def read_step(
     sizes: Mapping[str, int],
     slice_of: Any = (),
 ) -> Program:
-    """Reads a program of XLA, with the paths of a step's leaves."""
+    """Read a program of XLA, with the paths of a step's leaves."""
     leaves = enumerate(lowered.leaves)
     parameters = {at for at, leaf in leaves if leaf.role == "parameter"}
     return read_program(

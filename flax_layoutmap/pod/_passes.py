@@ -45,7 +45,7 @@ class Prepared:
     attributes: Attributes
 
     def lay_out(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
-        """Lays a copy of the program out.
+        """Lay a copy of the program out.
 
         Args:
             specs: position of an argument → its spec, instead of the sharding that it
@@ -79,7 +79,7 @@ class Prepared:
 
 
 def prepare(lowered: Any) -> Prepared:
-    """Takes the calls out of a copy of a lowered module.
+    """Take the calls out of a copy of a lowered module.
 
     Args:
         lowered: what `jax.jit(...).trace(...).lower(...)` gives.
@@ -139,7 +139,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
-    """Gives arguments, and the results that go with them, other shardings.
+    """Give arguments, and the results that go with them, other shardings.
 
     Args:
         module: a module, which is changed.

@@ -180,7 +180,7 @@ def _with_collectives(estimate: PodReport, program: Program, start: float) -> Po
 def _with_functions(
     collectives: Sequence[Collective], estimate: PodReport
 ) -> tuple[Collective, ...]:
-    """Adds the functions to lines, where XLA leaves them out (with jax 0.8)."""
+    """Add the functions to lines, where XLA leaves them out (with jax 0.8)."""
     if all(" " in (one.source or " ") for one in collectives):
         return tuple(collectives)
     operations = estimate.values("") if estimate.values else []

@@ -44,7 +44,7 @@ _SCATTER_ANYTHING = ("tpu7x",)
 def scatters(
     topology: Topology, longer: tuple[int, int] = (1, 1)
 ) -> Callable[[tuple[int, ...], int, int, int, str], bool]:
-    """Says which sums the compiler makes with a reduce-scatter.
+    """Find the sums that the compiler makes with a reduce-scatter.
 
     Args:
         topology: where the step runs.
