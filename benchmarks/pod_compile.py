@@ -192,7 +192,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> bool:
-    """Prints the tables and the targets; whether all of these hold."""
+    """Print the tables and the targets; whether all of these hold."""
     answered = [row for row in rows if "compile" in row]
     columns = "case|compile, s|CPU s|arguments, GiB|compiler's|peak|limit|fits"
     print(f"\n| {' | '.join(columns.split('|'))} |\n|{'--|' * 8}")

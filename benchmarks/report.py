@@ -117,7 +117,7 @@ def measure(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
 
 
 def main() -> int:
-    """Prints the table; the exit status is 1 where the target is missed."""
+    """Print the table; the exit status is 1 where the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, nargs="+", default=[300, 3000, 30000])
     parser.add_argument("--rounds", type=int, default=5)

@@ -26,7 +26,7 @@ console = Console(highlight=False)
 
 
 def heading(text: str) -> None:
-    """Prints the title of a stop."""
+    """Print the title of a stop."""
     console.rule(f"[bold]{text}")
 
 
