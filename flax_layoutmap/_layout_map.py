@@ -485,7 +485,7 @@ class LayoutMap(_Section):
         write_rules(self.freeze(), path)
 
     def _bind(self, rule: Rule) -> Rule:
-        """Fills the map's mesh into a layout without one; the caller's own stays."""
+        """Fill the map's mesh into a layout without one; the caller's own stays."""
         if self._mesh is None or rule.layout.device_mesh is not None:
             return rule
         return rule.on(self._mesh)
