@@ -211,7 +211,7 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
 
 
 def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
-    """Whether the sharding of a leaf differs from its metadata."""
+    """Whether a leaf lies elsewhere than the metadata on it says."""
     if leaf.reason == "flax metadata":
         # Linen itself leaves names that it has no rule for whole.
         return leaf.fallback is not None and mark.kind != "linen"

@@ -27,7 +27,7 @@ class Recipe:
     """How a leaf is made of tensors.
 
     Attributes:
-        blocks: which element lies where.
+        blocks: the position of each element.
         shapes: name of each tensor → the shape that it must have.
         dtype: what the tensors are cast to; None to take them as they are.
     """

@@ -256,7 +256,7 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
 def _compiled(
     code: bytes, devices: Sequence[Any], options: dict[str, Any], own: dict[str, Any]
 ) -> Any:
-    """Compile a lowered module for devices that are not there.
+    """Compile a lowered module ahead of time, without devices.
 
     `jax.jit` lowers for the devices it is going to run on; a module that was lowered
     for a mesh without devices goes to the compiler by the client's own interface.

@@ -214,7 +214,7 @@ def _memory(planned: Memory, done: Compiled) -> Memory:
 
 
 def _rematerialised(done: Compiled) -> list[str]:
-    """A warning for each array that is made whole on the way to another sharding."""
+    """A warning for each array that is gathered in full to change its sharding."""
     text = done.text or ""
     frames = Frames(text)
     warnings = []
