@@ -180,7 +180,7 @@ class LayoutMap(_Section):
     A LoRA matrix (`lora_a`, `kernel_lora_b`, `lora/a`, …) follows its kernel, dim by
     dim, with the rank replicated, unless a rule matches it and not the kernel; a rule
     that matches both is about the kernel. What `nnx.LoRA` was put around keeps its
-    rules: `up/base_module/kernel` is asked as `up/kernel`.
+    rules: `up/base_module/kernel` is matched as `up/kernel`.
 
     Args:
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later

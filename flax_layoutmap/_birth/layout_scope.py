@@ -69,7 +69,7 @@ def layout_map_scope(layout_map: Any) -> Block:
     module, also as a part of another one, knows nothing of the block afterwards, nor
     does an `init` that the class itself defines.
 
-    The rules are also those that `flm.distribute_tensor(x, "hidden")` asks in the
+    The rules are also those that `flm.distribute_tensor(x, "hidden")` uses in the
     block. Blocks nest: the innermost counts, and what it has made stays as it is.
 
     A constructor that reads values of arrays runs at once, and a `LayoutWarning` says

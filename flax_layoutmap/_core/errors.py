@@ -100,7 +100,7 @@ class LayoutWarning(UserWarning):
 def visible(text: str, keep: str = "") -> str:
     """Escape the control characters and invisible characters of a text.
 
-    Names may come from a checkpoint or a file of rules that somebody else wrote.
+    Names may come from an untrusted checkpoint or rule file.
     Escaped are control characters, marks that change the direction of writing, and all
     else without a glyph of its own.
 

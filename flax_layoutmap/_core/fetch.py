@@ -62,7 +62,7 @@ def is_distributed(x: Any) -> bool:
         x: anything; an `nnx.Variable` or a Linen box stands for what it holds.
 
     Raises:
-        LayoutError: a value of `jit` on Auto axes, of which nobody knows it.
+        LayoutError: a value of `jit` on Auto axes, where that is unknown.
 
     Example:
         >>> import jax, flax_layoutmap as flm

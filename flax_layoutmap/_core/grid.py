@@ -104,8 +104,8 @@ def received(
 
     Args:
         shape: the global shape.
-        before: how the array lies.
-        after: how it is to lie; every dim divides by the axes that it lies on.
+        before: the current placement of the array.
+        after: the wanted placement; every dim divides by the axes that shard it.
         same: per device of the new mesh, row by row, which device of the old one it
             is, or -1; None takes those of equal number.
 

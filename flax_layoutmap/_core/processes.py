@@ -45,8 +45,8 @@ class Agreement:
     The block adds parts (name → text that must be equal everywhere, or lines of it).
     Settings of JAX that change values, such as `jax_enable_x64`, are one of them.
     At its end the processes compare them, and those that differ are named, on every
-    process, with the first line that differs. When the block raises, the others are
-    told instead of being left waiting; one that waits half an hour gives up.
+    process, with the first line that differs. When the block raises, the others get the
+    error instead of waiting; a process that waits half an hour gives up.
 
     Nothing is exchanged where only this process is on the mesh, or while a function is
     being traced. All processes of the mesh must come here, as to every collective.

@@ -210,7 +210,7 @@ def lint(
 ) -> LintReport:
     """Find mistakes in rules, and in what they do to a model.
 
-    `docs/lint.md` tells of each code. Nothing is compiled and no device is asked.
+    `docs/lint.md` describes each code. Nothing is compiled and no device is used.
 
     Args:
         x: a `LayoutMap` or `RuleSet`, for what can be said without a model; a

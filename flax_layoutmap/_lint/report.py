@@ -32,7 +32,7 @@ class LintIssue:
         section: `"rules"`, `"activations"`, `"names"` or `"optimizer"`.
         leaves: number of leaves concerned.
         bytes: bytes of their global arrays.
-        url: where the documentation tells more.
+        url: its section in the documentation.
     """
 
     code: str

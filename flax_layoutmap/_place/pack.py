@@ -27,7 +27,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
         layout: anything that `TensorLayout` takes; axes without a mesh take that of
             `flm.dtensor.default_mesh` or `jax.set_mesh`.
         check: whether to compare parts that the layout says are equal, bit by bit. That
-            copies all of them to the host; no other process is asked.
+            copies all of them to the host, without other processes.
 
     Returns:
         The array: per dim, its size is that of a part times the number of parts.

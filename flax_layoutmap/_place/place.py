@@ -58,8 +58,8 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
 
     Outside of `jit` the array is moved; inside, its layout is fixed: by a sharding
     constraint on Auto axes, by a reshard on Explicit axes (both, on a mesh that mixes
-    them). Rank and divisibility are always checked: JAX alone drops an indivisible
-    constraint under `jit` in silence.
+    them). Rank and divisibility are always checked: JAX alone silently drops an
+    indivisible constraint under `jit`.
 
     Arrays go to other devices only outside of `jit` and `vmap`. A trace shows how many
     devices there are, not which: with as many others, the error is JAX's own.

@@ -46,8 +46,8 @@ def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     """Decide every leaf: parameters, then what follows them.
 
     Args:
-        matches: the rules that match each leaf, and whose leaf it is.
-        rules: the rules that were asked, maybe on another mesh.
+        matches: the rules that match each leaf, and its origin.
+        rules: the rules that were matched, maybe on another mesh.
     """
     leaves, origins = matches.origins.leaves, matches.origins
     shapes, marks = leaves.shapes, leaves.flat.annotations

@@ -275,7 +275,7 @@ class Resolution(ResolvedTable):
         """Compare with another Resolution: the changes, and their cost.
 
         The other may be of other rules, on another mesh (with or without devices), of
-        another tree. Leaves are told apart by their paths.
+        another tree. Leaves are identified by their paths.
 
         Args:
             other: what it is to be compared with: the later one.
@@ -379,8 +379,8 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
     """Decide every leaf.
 
     Args:
-        matches: the rules that match each leaf, and whose leaf it is.
-        rules: the rules that were asked, maybe on another mesh.
+        matches: the rules that match each leaf, and its origin.
+        rules: the rules that were matched, maybe on another mesh.
 
     Raises:
         ResolveError: leaves do not fit the rules; one error lists all of them.

@@ -136,7 +136,7 @@ class Matches:
     """Which rules match which leaf; patterns are not used afterwards.
 
     Attributes:
-        origins: whose leaf each one is.
+        origins: the origin of each leaf.
         runs: parameter rules, for all leaves in order.
         plain: position → parameter rules by the path without the LoRA module, where
             these count.

@@ -55,7 +55,7 @@ class Tree(NamedTuple):
         is_exact: whether it reads nothing else. Look-around, back-references, flags,
             word boundaries and characters beyond ASCII are not exact.
         is_foldable: whether its texts stand for themselves, and nothing else in it
-            tells one digit from another.
+            distinguishes digits.
     """
 
     root: Node

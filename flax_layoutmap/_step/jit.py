@@ -96,8 +96,8 @@ def jit(
     a call donates nothing of the objects.
 
     In the result, a tree with the structure and shapes of a state argument gets that
-    argument's layouts, and one like a container of data that was on the mesh lies as
-    that. Any other TrainState, optax state, `nnx.State` or mapping with the key
+    argument's layouts, and one like a container of data on the mesh gets those of the
+    container. Any other TrainState, optax state, `nnx.State` or mapping with the key
     "params" is laid out by the rules. The rest is left to the compiler.
 
     Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`.

@@ -1,7 +1,7 @@
 """Checks of what `flm.jit` does not accept; errors name the Variable or constant.
 
-Variables that two arguments share, or that are references; constants that nobody can
-compare; gradients of integers; and Variables that a function reads though no argument
+Variables that two arguments share, or that are references; constants that cannot be
+compared; gradients of integers; and Variables that a function reads though no argument
 holds them. The values of these would be constants of the program, whatever becomes of
 the Variables. So, while a function is traced, what it reads of them is a stand-in of
 the same shape; where it computes with that, an error names the module to pass.
@@ -196,7 +196,7 @@ class Closures:
         """Call the function in the trace.
 
         Raises:
-            StructureError: the call asks for numbers of such a Variable,
+            StructureError: the call reads the values of such a Variable,
                 differentiates it, or changes it.
         """
         try:

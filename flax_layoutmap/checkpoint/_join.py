@@ -155,7 +155,7 @@ def join(
         target: what to restore into; None: a nested dict of all that is selected.
         rules: the rules; None takes the shardings that the leaves of the target have.
         resolve: resolves the tree to restore by the rules, where there are some.
-        options: what was asked for.
+        options: the options of the restore.
     """
     wanted = {} if target is None else target.leaves
     problems, resolution = options.selection.useless([*held.leaves, *wanted]), None

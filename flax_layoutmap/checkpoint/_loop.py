@@ -179,7 +179,7 @@ class WriteLock:
 
     The system takes it back when the process ends, however it ends. (A lock of
     `fcntl.lockf` belongs to the process, so workers that were forked from it do not
-    keep it.) Where the file system knows no locks, everybody gets it.
+    keep it.) Where the file system has no locks, every process gets it.
     """
 
     def __init__(self, directory: str) -> None:

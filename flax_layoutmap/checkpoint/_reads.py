@@ -127,7 +127,7 @@ def extent_of(
     Args:
         shape: the shape of the array.
         chunk: the shape of its chunks, all but the last ones in a dim.
-        sharding: how it is to lie; every dim divides.
+        sharding: the wanted sharding; every dim divides.
         devices_per_process: see `processes_of`.
     """
     dims = _dims(sharding, len(shape))

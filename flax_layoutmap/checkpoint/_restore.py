@@ -101,7 +101,7 @@ def restore(
         unexpected: what to do about leaves that only the checkpoint has: `"error"` or
             `"ignore"`.
         strategy: `"direct"` reads each leaf in the sharding it is to have; `"aligned"`
-            in one whose shards are whole chunks, and lays it out anew on the devices;
+            in one whose shards are whole chunks, and reshards it on the devices;
             `"broadcast"` reads one replica and sends it to the others. `"auto"` takes,
             for each leaf, the one that reads least. Leaves for which a strategy is not
             possible are read directly. See `plan`.

@@ -129,7 +129,7 @@ def choose_reads(
     Args:
         stored: the checkpoint.
         plan: the plan.
-        options: what was asked for.
+        options: the options of the restore.
         measure: whether to ask the files how well each leaf is compressed, which the
             numbers of bytes need.
     """

@@ -268,8 +268,8 @@ class Checkpointer:
 
         Args:
             create_fn: makes the state, such as `(model, optimizer)`: what `save` gets.
-                With rules it is traced; the values are initialized in their shards, or read
-                straight into them on the mesh that there is now.
+                With rules it is traced; the values are initialized in their shards, or
+                read directly into them on the current mesh.
             data: as in `save`; its state is set where a step is restored.
             **options: of `flm.checkpoint.restore`.
 

@@ -29,7 +29,7 @@ class PodReport(Findings):
     Made by `flm.pod.plan` and `flm.pod.compile`.
 
     Attributes:
-        engine: who says so: `"plan"` (XLA's partitioner), `"compile"` (the compiler for
+        engine: the source: `"plan"` (XLA's partitioner), `"compile"` (the compiler for
             TPUs) or `"estimate"` (Shardy's passes).
         step: name of the step.
         mesh: the mesh, without devices.
