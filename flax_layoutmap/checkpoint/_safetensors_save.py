@@ -76,7 +76,7 @@ def save_safetensors(
         exclude: likewise; leaves that one of them finds are not saved.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
         max_file_bytes: how large a file in a directory gets at most, unless a single
-            tensor is larger. If one is not enough, an index lists the files.
+            tensor is larger. If one is not enough, an index maps tensors to files.
         overwrite: replace the model in the directory, or the file. It stays until the
             new one is complete beside it.
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers` asks
