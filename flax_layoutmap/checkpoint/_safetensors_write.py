@@ -1,4 +1,4 @@
-"""Write safetensors files atomically.
+"""Write safetensors files under temporary names, renamed when all are complete.
 
 Not written by the package `safetensors`, which takes all tensors of a file at once:
 here a file is written tensor by tensor, as they arrive from the devices.
