@@ -1,4 +1,4 @@
-"""Other libraries doing the same job, each called as its own documentation shows.
+"""Other libraries for the same task, each called as its documentation shows.
 
 Every entry of `PEERS` imports its package when it is asked for a call, so a package
 that is missing or cannot be imported costs one row of the table and nothing else.

@@ -1,4 +1,4 @@
-"""The table of `resolve.py` and its targets, from measured cells."""
+"""The result table and targets of `resolve.py`, from measured cells."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

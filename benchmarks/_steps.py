@@ -1,4 +1,4 @@
-"""Steps of many kinds, as shapes: what plans are compared with the TPU compiler on.
+"""Abstract training steps for comparing plans with the TPU compiler.
 
 `STEPS` maps a name to a function that makes a `Step`. Each is small enough to be
 compiled in seconds and large enough that its weights and activations are sharded for a

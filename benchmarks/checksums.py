@@ -1,4 +1,4 @@
-"""What checksums cost: bytes per second, their share of a save and of a restore.
+"""Benchmark checksums: throughput, and their share of a save and a restore.
 
     python benchmarks/checksums.py --mebibytes 256 --rounds 9
 
@@ -61,7 +61,7 @@ def timed(call: Callable[[], object]) -> Timed:
 def in_turn(
     calls: Mapping[str, Callable[[], object]], rounds: int
 ) -> dict[str, list[Timed]]:
-    """Measures each call in each round; every other round goes backwards."""
+    """Measure each call in each round; every other round goes backwards."""
     found: dict[str, list[Timed]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls)[:: -1 if number % 2 else 1]:
@@ -207,7 +207,7 @@ def shares(mebibytes: int, rounds: int) -> tuple[str, list[tuple[float, float]]]
 
 
 def main() -> int:
-    """Prints the tables and the target; 1 if it is missed."""
+    """Print the tables and the target; 1 if it is missed."""
     parser = argparse.ArgumentParser(description="What checksums cost.")
     parser.add_argument("--mebibytes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)

@@ -1,4 +1,4 @@
-"""What it costs to make a sharded model, beside what one would write by hand.
+"""Benchmark the creation of a sharded model against handwritten JAX.
 
     python benchmarks/create.py --layers 8 32
 
@@ -231,7 +231,7 @@ def counted_programs() -> Iterator[list[float]]:
 
 
 def run_row(row: str, layers: int, scanned: bool, tx: str, cache: str) -> None:
-    """Measures one row in this process, and prints JSON."""
+    """Measure one row in this process, and print JSON."""
     warnings.simplefilter("ignore")
     if cache:
         jax.config.update("jax_compilation_cache_dir", cache)
@@ -281,7 +281,7 @@ Cells = dict[tuple[str, str], Cell]  # (row, model) → what was measured
 def measured(
     row: str, layers: int, scanned: bool, tx: str = "", cache: str = ""
 ) -> Cell:
-    """Runs one row in a process of its own."""
+    """Run one row in a process of its own."""
     command = [sys.executable, __file__, "--row", row, "--layers", str(layers)]
     command += ["--tx", tx, "--cache", cache] + ["--scanned"] * scanned
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -357,7 +357,7 @@ def table(cells: Cells, models: list[str], against: str) -> str:
 
 
 def verdict(text: str, found: list[tuple[float, float, str]]) -> int:
-    """Prints one target over (value, limit, where); returns 1 if it is missed."""
+    """Print one target over (value, limit, where); return 1 if it is missed."""
     if not found:
         print(f"- not measured: {text}")
         return 0
@@ -371,7 +371,7 @@ def verdict(text: str, found: list[tuple[float, float, str]]) -> int:
 
 
 def report(cells: Cells, optimizers: Cells) -> int:
-    """Prints the targets; returns 1 if one is missed."""
+    """Print the targets; return 1 if one is missed."""
 
     def ratio(row: str, model: str, what: str) -> float:
         return cells[row, model][what] / cells[JIT, model][what]
@@ -421,7 +421,7 @@ def plain(row: str) -> str:
 
 
 def main() -> int:
-    """Prints the tables and the targets; 1 if one is missed."""
+    """Print the tables and the targets; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, nargs="*", default=[8, 32, 80])
     parser.add_argument("--optimizer-layers", type=int, nargs="*", default=[32])

@@ -1,4 +1,4 @@
-"""What a page of a whole model costs: to make, in bytes, and in a browser.
+"""Benchmark the HTML page of a model: time to make, size, and browser latency.
 
     python benchmarks/draw.py
 
@@ -119,7 +119,7 @@ def answers(browser: Any, path: Path) -> dict[str, float]:
 
 
 def show(header: list[str], rows: list[list[str]]) -> None:
-    """Prints a Markdown table."""
+    """Print a Markdown table."""
     rule = [":--", *["--:"] * (len(header) - 1)]
     for row in (header, rule, *rows):
         print(f"| {' | '.join(row)} |")
@@ -127,14 +127,14 @@ def show(header: list[str], rows: list[list[str]]) -> None:
 
 
 def verdict(what: str, value: float, limit: float, unit: str) -> bool:
-    """Prints whether a target was reached."""
+    """Print whether a target was reached."""
     word = "PASS" if value <= limit else "FAIL"
     print(f"- {word}: {what}: {value:.3g} {unit} of {limit:g} {unit} allowed")
     return value <= limit
 
 
 def main() -> int:
-    """Prints the tables and the targets; 1 where one was missed."""
+    """Print the tables and the targets; 1 where one was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", type=int, default=[3000, 10000, 30000])
     parser.add_argument("--repeats", type=int, default=3)
@@ -164,7 +164,7 @@ def main() -> int:
 
 
 def in_browser(pages: dict[int, str]) -> dict[int, tuple[str, float]]:
-    """Prints the second table; returns the slowest answer for each size."""
+    """Print the second table; return the slowest answer for each size."""
     path = browser_path()
     if path is None:
         print("no browser: needs Playwright and a Chromium\n")

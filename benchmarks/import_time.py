@@ -1,4 +1,4 @@
-"""What `import flax_layoutmap` loads, and what its own code costs.
+"""Measure what `import flax_layoutmap` loads and how long it takes.
 
     python benchmarks/import_time.py
 
@@ -47,7 +47,7 @@ layout_map.resolve(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))).report()
 
 
 def run(code: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a fresh interpreter, on CPU."""
+    """Run code in a fresh interpreter, on CPU."""
     return subprocess.run(
         [sys.executable, *options, "-c", code],
         capture_output=True,
@@ -135,7 +135,7 @@ def rows(repeats: int) -> list[tuple[str, str, str, str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the benchmark; the exit status is 1 if a target was missed."""
+    """Run the benchmark; the exit status is 1 if a target was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     table = rows(parser.parse_args(arguments).repeats)

@@ -1,4 +1,4 @@
-"""What lint costs beside the resolve of the same model.
+"""Benchmark lint against resolving the same model.
 
     python benchmarks/lint.py [leaves]
 

@@ -1,4 +1,4 @@
-"""Loading safetensors into shards, beside what one would write by hand.
+"""Benchmark loading safetensors into shards against handwritten code.
 
     python benchmarks/load_safetensors.py
 
@@ -134,7 +134,7 @@ def resident(name: str) -> int:
 
 
 def run_row(row: str, kind: str, folder: str) -> None:
-    """Measures one row in this process, and prints JSON."""
+    """Measure one row in this process, and print JSON."""
     load = loader(row, kind, folder)
     if load is None:
         print(json.dumps(None))
@@ -192,7 +192,7 @@ def share_of(kind: str, folder: str) -> float:
 
 
 def main() -> int:
-    """Prints the table; 1 if the rows disagree about the numbers."""
+    """Print the table; 1 if the rows disagree about the numbers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     for name in ("--row", "--kind", "--folder"):

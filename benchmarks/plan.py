@@ -1,4 +1,4 @@
-"""Time and memory of `flm.pod.plan` against the sizes of model and mesh.
+"""Benchmark time and memory of `flm.pod.plan` by model size and mesh size.
 
     python benchmarks/plan.py
     python benchmarks/plan.py --models 1B 8B --meshes 16 6144

@@ -1,15 +1,15 @@
-"""`flm.pod.plan` and the library's arithmetic beside the TPU compiler.
+"""Compare `flm.pod.plan` and its memory arithmetic with the TPU compiler.
 
     python benchmarks/pod_compile.py --rows rows.jsonl
     python benchmarks/pod_compile.py --models 1B --options plain
     python benchmarks/pod_compile.py --rows rows.jsonl --report-only
 
-The decoders of `examples/pod_plan.py` are planned and compiled for TPU slices that are
-not there, each in a process of its own with a time limit. With
-`plain` options the compiler leaves collectives as they are, instead of turning gathers
-into loops of permutes. Needs libtpu: pip install 'flax-layoutmap[tpu-aot]'. Prints
-Markdown tables, then the targets as PASS or FAIL; `--rows` keeps each case as it is
-done, and what is in that file is not run again.
+The decoders of `examples/pod_plan.py` are planned and compiled ahead of time for TPU
+slices, each in its own process with a time limit. With `plain` options the compiler
+leaves collectives as they are, instead of turning gathers into loops of permutes.
+Needs libtpu: pip install 'flax-layoutmap[tpu-aot]'. Prints Markdown tables, then the
+targets as PASS or FAIL; `--rows` appends each finished case to a file, and cases in
+that file are not run again.
 """
 
 import argparse
@@ -192,7 +192,7 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> bool:
-    """Prints the tables and the targets; whether all of these hold."""
+    """Print the tables and the targets; whether all of these hold."""
     answered = [row for row in rows if "compile" in row]
     columns = "case|compile, s|CPU s|arguments, GiB|compiler's|peak|limit|fits"
     print(f"\n| {' | '.join(columns.split('|'))} |\n|{'--|' * 8}")

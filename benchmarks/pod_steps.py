@@ -1,4 +1,4 @@
-"""Steps of many kinds: `flm.pod.plan` and `flm.pod.compile` beside the executable.
+"""Compare `flm.pod.plan` and `flm.pod.compile` with the executable on many steps.
 
     python benchmarks/pod_steps.py                  plan and compile, a few minutes
     python benchmarks/pod_steps.py --whole          the executable too, half an hour

@@ -1,4 +1,4 @@
-"""What it costs to look: reports, differences and golden files of a resolved model.
+"""Benchmark reports, diffs and golden files of a resolved model.
 
     python benchmarks/report.py --leaves 3000 30000
 
@@ -117,7 +117,7 @@ def measure(rows: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
 
 
 def main() -> int:
-    """Prints the table; the exit status is 1 where the target is missed."""
+    """Print the table; the exit status is 1 where the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--leaves", type=int, nargs="+", default=[300, 3000, 30000])
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""What it costs to go from rules to shardings, beside the floor and other libraries.
+"""Benchmark rules → shardings against a lower bound and other libraries.
 
     python benchmarks/resolve.py --sizes 300 3000 --rules 10 100
 
@@ -167,7 +167,7 @@ def measure_tree(
     failed: dict[str, str],
     options: argparse.Namespace,
 ) -> None:
-    """Fills the cells of one tree and rule count."""
+    """Fill the cells of one tree and rule count."""
     peers = peer_rows(trees, count, failed) if options.peers else []
     rows = [floor_row(trees), *our_rows(trees, count), *peers]
     # Ours are not linear in leaves where there are many rules, and always measured.
@@ -203,7 +203,7 @@ def prediction(results: Results, key: Key) -> float:
 
 
 def check_same_specs(trees: Trees, count: int, failed: dict[str, str]) -> list[str]:
-    """Compares our spec of every leaf with every other library's.
+    """Compare our spec of every leaf with every other library's.
 
     Returns:
         The names of the libraries that were compared.
@@ -278,7 +278,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the benchmark; the exit status is 1 if a target was missed."""
+    """Run the benchmark; the exit status is 1 if a target was missed."""
     options = parse(arguments)
     gc.disable()
     # Most families match nothing, which our map warns of once per map.

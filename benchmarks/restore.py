@@ -1,4 +1,4 @@
-"""What it costs to restore a checkpoint, beside what one would write by hand.
+"""Benchmark restoring a checkpoint against handwritten Orbax code.
 
     python benchmarks/restore.py --megabytes 512 --pairs 10
 
@@ -57,7 +57,7 @@ Cells = dict[tuple[str, str, int], list[dict[str, float]]]
 
 
 def started() -> None:
-    """Makes this process one of the job, before a device is touched."""
+    """Make this process one of the job, before a device is touched."""
     import jax
 
     count = int(os.environ["BENCH_PROCESSES"])
@@ -79,7 +79,7 @@ def sharding_of(spec: Any) -> Any:
 
 
 def save(path: str, megabytes: int) -> None:
-    """Writes random arrays, cut along their rows."""
+    """Write random arrays, cut along their rows."""
     import jax
     import numpy as np
 
@@ -165,7 +165,7 @@ class Peak:
 
 
 def measure(row: str, path: str, target: str) -> dict[str, float]:
-    """Runs a row once on a small checkpoint, then once for the record."""
+    """Run a row once on a small checkpoint, then once for the record."""
     import jax
 
     from flax_layoutmap.checkpoint import _orbax
@@ -260,7 +260,7 @@ def launched(processes: int, *args: str) -> list[Any]:
 
 
 def forget(path: str) -> None:
-    """Drops the files of a checkpoint from the page cache."""
+    """Drop the files of a checkpoint from the page cache."""
     for file in Path(path).rglob("*"):
         if file.is_file():
             with file.open("rb") as opened:
@@ -297,7 +297,7 @@ def table(cells: Cells) -> str:
 
 
 def verdict(text: str, value: float, limit: float) -> int:
-    """Prints one target; returns 1 if it is missed."""
+    """Print one target; return 1 if it is missed."""
     missed = value > limit
     word = "FAIL" if missed else "PASS"
     print(f"- {word}: {text}: {value:.3g} (at most {limit:.3g})")
@@ -305,7 +305,7 @@ def verdict(text: str, value: float, limit: float) -> int:
 
 
 def targets(cells: Cells, pairs: dict[int, list[tuple[float, float]]]) -> int:
-    """Prints the targets over the cells; returns how many are missed."""
+    """Print the targets over the cells; return how many are missed."""
 
     def median(row: str, target: str, processes: int, key: str) -> float:
         return statistics.median(run[key] for run in cells[row, target, processes])
@@ -376,7 +376,7 @@ def planned(folder: str) -> int:
 
 
 def main() -> int:
-    """Prints the tables and the targets; 1 if one is missed."""
+    """Print the tables and the targets; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--pairs", type=int, default=10)

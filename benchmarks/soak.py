@@ -1,4 +1,4 @@
-"""Kills training at random moments, and looks whether a saved step was ever lost.
+"""Kill training at random moments and check that no saved step is lost.
 
     python benchmarks/soak.py --rounds 20
 
@@ -93,7 +93,7 @@ class Batches:
 
 
 def work(folder: str, process: int, processes: int, address: str, steps: int) -> int:
-    """Trains and saves; writes down each step that it was told is saved."""
+    """Train and save; record each step that was reported as saved."""
     import jax
 
     import flax_layoutmap as flm
@@ -128,7 +128,7 @@ def work(folder: str, process: int, processes: int, address: str, steps: int) ->
 
 
 def look(folder: str) -> int:
-    """Prints the latest step, and says whether it is what it should be."""
+    """Print the latest step, and say whether it is what it should be."""
     import flax_layoutmap as flm
 
     batches = Batches()
@@ -165,7 +165,7 @@ class Round:
 
 
 def start(folder: str, devices: int, *words: object) -> "subprocess.Popen[str]":
-    """Starts this file again, as a worker."""
+    """Start this file again, as a worker."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -187,7 +187,7 @@ def start(folder: str, devices: int, *words: object) -> "subprocess.Popen[str]":
 
 
 def start_all(folder: str, processes: int, steps: int) -> Any:
-    """Starts the processes of one job."""
+    """Start the processes of one job."""
     for old in Path(folder).glob("*_[0-9]"):
         old.unlink()
     with socket.socket() as probe:
@@ -245,7 +245,7 @@ def looked(folder: str) -> tuple[int, str]:
 
 
 def run_round(folder: str, processes: int, choose: random.Random, known: int) -> Round:
-    """Starts, kills, looks; `known` is a step that was there before."""
+    """Start, kill, check; `known` is a step that was there before."""
     killed, seconds = kill_round(folder, processes, choose)
     unfinished = len(list(Path(folder, "run").glob("*orbax-checkpoint-tmp*")))
     latest, verdict = looked(folder)
@@ -262,7 +262,7 @@ def finish(folder: str) -> list[int]:
 
 
 def main() -> int:
-    """Prints the table; 1 if anything was lost."""
+    """Print the table; 1 if anything was lost."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

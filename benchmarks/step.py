@@ -1,4 +1,4 @@
-"""What a training step costs in Python, beside `jax.jit` and the modes of `nnx.jit`.
+"""Benchmark the Python overhead of a step against `jax.jit` and `nnx.jit`.
 
     python benchmarks/step.py --variables 30 120 --devices 8
 
@@ -76,7 +76,7 @@ def rules(devices: int) -> flm.LayoutMap:
 
 
 def step(model: Any, optimizer: Any, x: Any) -> Any:
-    """Changes every Variable."""
+    """Change every Variable."""
     for _, variable in nnx.iter_graph((model, optimizer)):
         if isinstance(variable, nnx.Variable):
             variable.set_raw_value(variable.get_raw_value() * 1)
@@ -191,12 +191,12 @@ class Bench:
         return flm.jit(fun, layout_map=self.layout_map, donate_argnames="state")
 
     def on_objects(self, jitted: Any) -> Call:
-        """Calls with a model and an optimizer."""
+        """Call with a model and an optimizer."""
         model, optimizer = self.placed()
         return lambda: jitted(model, optimizer, self.x)
 
     def flipping(self, *, own: bool) -> Call:
-        """Calls after the mode of this model, or of another one, has changed.
+        """Call after the mode of this model, or of another one, has changed.
 
         To change it takes Python through the whole model, after which any call takes
         longer than one right after another.
@@ -212,7 +212,7 @@ class Bench:
         return Flipping(self.ours(), (model, optimizer, self.x), before)
 
     def hold(self, jit: Any, state: Any, *, pinned: bool = False) -> Call:
-        """Calls with a tree that each call replaces."""
+        """Call with a tree that each call replaces."""
         options: dict[str, Any] = {}
         if pinned:
             at = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -254,7 +254,7 @@ def measure(rows: list[tuple[str, Call]], rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Prints the table and the targets; 1 if one is missed."""
+    """Print the table and the targets; 1 if one is missed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--variables", type=int, nargs="+", default=[30, 120, 480])
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 1])
@@ -291,7 +291,7 @@ def main() -> int:
 
 
 def report(cells: dict[tuple[str, int, int], float], columns: list[Any]) -> int:
-    """Prints the targets; returns 1 if one is missed."""
+    """Print the targets; return 1 if one is missed."""
     print()
     missed = 0
     for text, row, other, limit in (

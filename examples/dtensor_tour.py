@@ -1,4 +1,4 @@
-"""A tour of DTensor's pages, with the calls of flax_layoutmap and what they print.
+"""The examples of DTensor's documentation, written with flax_layoutmap.
 
     python examples/dtensor_tour.py
 
@@ -26,7 +26,7 @@ console = Console(highlight=False)
 
 
 def heading(text: str) -> None:
-    """Prints the title of a stop."""
+    """Print the title of a stop."""
     console.rule(f"[bold]{text}")
 
 

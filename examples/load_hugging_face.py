@@ -1,10 +1,10 @@
-"""A checkpoint of Hugging Face (Llama's kind), read straight into shards by rules.
+"""Load a Hugging Face checkpoint (Llama) into shards by rules.
 
     python examples/load_hugging_face.py            # makes a small one first; seconds
     python examples/load_hugging_face.py --checkpoint path/to/Llama-3.2-1B
 
 It runs on all accelerators that JAX finds, else on 8 virtual CPU devices, and needs no
-network. It prints where each array lies and how many bytes were read for that, and
+network. It prints the sharding of each array and how many bytes were read, and
 shows that the sharded model computes what one device does.
 """
 
@@ -134,7 +134,7 @@ def read_config(folder: Path) -> Config:
 
 
 def make_checkpoint(folder: Path) -> Llama:
-    """Writes a small model with random weights, as Hugging Face would; returns it."""
+    """Write a small model with random weights, as Hugging Face would; return it."""
     config = Config()
     model = Llama(config, rngs=nnx.Rngs(0))
     text = json.dumps({"model_type": "llama", **dataclasses.asdict(config)}, indent=2)
@@ -169,7 +169,7 @@ def load(folder: Path, config: Config, layout_map: flm.LayoutMap, dtype: Any) ->
 
 
 def show(model: Llama) -> None:
-    """Prints where each array lies."""
+    """Print where each array lies."""
     for keys, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = leaf.get_value()
         spec = tuple(value.sharding.spec)

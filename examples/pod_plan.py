@@ -1,4 +1,4 @@
-"""Plans Llama-like decoders on TPU slices that are not there, in about a second each.
+"""Plan Llama-like decoders on TPU slices without devices, about a second each.
 
     python examples/pod_plan.py                  1B, 8B and 70B on three topologies
     python examples/pod_plan.py --model=8B       one of them

@@ -1,4 +1,4 @@
-"""The rules of a Keras `ModelParallel` script, unchanged, on a model in Flax NNX.
+"""A Keras `ModelParallel` script ported to Flax NNX with its rules unchanged.
 
     python examples/port_from_keras.py              # under a minute on two CPU cores
 
@@ -26,7 +26,7 @@ What changed, and why:
 - Nothing is set for the whole process: `flm.create` and `flm.jit` take the map.
 - Keras makes paths of the names of layers, Flax of attributes. So the attributes below
   have the names of the Keras layers, and three things stay different; see `RENAMED`.
-- A rule that matches nothing would be told, with the closest path; in Keras the weight
+- A rule that matches nothing is reported with the closest path; in Keras the weight
   is replicated in silence.
 """
 

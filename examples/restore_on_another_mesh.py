@@ -1,9 +1,9 @@
-"""A checkpoint saved on one mesh: what it holds, what a restore will read, and the
-restore itself, with the rules it was saved with and with others.
+"""Save a checkpoint on one mesh; inspect, plan and restore it on other meshes.
 
-A small model and its AdamW state are trained for one step on data=2,model=4, saved,
-looked at, planned for and restored on meshes of other shapes and other numbers of
-devices. Ends with exit status 1 if a restored array is not, bit for bit, the saved one.
+A small model and its AdamW state are trained for one step on data=2,model=4 and saved.
+The checkpoint is inspected and restored on meshes of other shapes and device counts,
+with the saved rules and with others. The exit status is 1 if a restored array is not
+bit for bit the saved one.
 """
 
 import os

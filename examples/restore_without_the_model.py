@@ -1,4 +1,4 @@
-"""A checkpoint that Orbax wrote, opened sharded without any code of its model.
+"""Restore a plain Orbax checkpoint sharded, without the code of its model.
 
 A Linen TrainState is saved by plain Orbax from one device, as a `CheckpointManager`
 does in many training scripts. Rules alone put its parameters onto eight devices; the

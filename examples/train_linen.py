@@ -1,4 +1,4 @@
-"""The job of train_lm.py in Linen, with a TrainState and plain `jax.jit`.
+"""Train the model of train_lm.py in Linen, with a TrainState and plain `jax.jit`.
 
 The loop is the user's own: `layout_map.shardings(state)` is a tree of `NamedSharding`
 in the structure of `state`, which is what `jax.jit` takes.

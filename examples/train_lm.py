@@ -1,4 +1,4 @@
-"""A language model over bytes, trained on the source text of Python's own library.
+"""Train a byte-level language model on the source of Python's standard library.
 
     python examples/train_lm.py                     # 2 to 3 minutes on two CPU cores
     python examples/train_lm.py --dim 1024 --layers 16 --batch 128 --seq 1024

@@ -1,4 +1,4 @@
-"""LayoutMap: the mutable builder that a user holds, a thin shell over a RuleSet."""
+"""LayoutMap: the mutable mapping of rules, a thin wrapper around a RuleSet."""
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -41,7 +41,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         return self.get(path)
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The layout for a path: exact key, then patterns; a miss gives `default`.
+        """Return the layout for a path: exact key, then patterns, else `default`.
 
         Raises:
             RuleError: rules with different layouts match it, and `overlap="error"`.
@@ -66,7 +66,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         self.add(_rule(key, value))
 
     def add(self, rule: Rule) -> None:
-        """Adds a rule with its own options (`rank="skip"`).
+        """Add a rule with its own options (`rank="skip"`).
 
         Raises:
             RuleError: the key is taken, or the mesh lacks an axis.
@@ -81,7 +81,7 @@ class _Section(MutableMapping[str, TensorLayout]):
         self._owner._changed()
 
     def replace(self, key: str, value: Any) -> None:
-        """Changes the layout of an existing key; its position stays.
+        """Change the layout of an existing key, at the same position.
 
         Raises:
             KeyError: there is no such key.
@@ -100,7 +100,7 @@ class _Section(MutableMapping[str, TensorLayout]):
             raise KeyError(f"no rule {key!r}{did_you_mean(str(key), self._rules)}")
 
     def pop(self, key: str, default: Any = _MISSING) -> Any:
-        """Removes a key and returns its layout, or `default` where it is not there."""
+        """Remove a key and return its layout, or `default` if it is absent."""
         if key not in self._rules and default is not _MISSING:
             return default
         self._need(key)
@@ -109,14 +109,14 @@ class _Section(MutableMapping[str, TensorLayout]):
         return layout
 
     def popitem(self) -> tuple[str, TensorLayout]:
-        """Removes the last rule, as a dict does."""
+        """Remove the last rule, as a dict does."""
         if not self._rules:
             raise KeyError("there are no rules")
         key = next(reversed(self._rules))
         return key, self.pop(key)
 
     def setdefault(self, key: str, default: Any = None) -> TensorLayout:
-        """The layout of this very key; sets it to `default` where it is not there."""
+        """Return the layout of this exact key; set it to `default` if absent."""
         if key not in self._rules:
             self[key] = default
         return self._rules[key].layout
@@ -131,15 +131,15 @@ class _Section(MutableMapping[str, TensorLayout]):
         return len(self._rules)
 
     def values(self) -> Any:
-        """The layouts, in order."""
+        """Return the layouts, in order."""
         return [rule.layout for rule in self._rules.values()]
 
     def items(self) -> Any:
-        """(pattern, layout) pairs, in order."""
+        """Return (pattern, layout) pairs, in order."""
         return [(key, rule.layout) for key, rule in self._rules.items()]
 
     def update(self, other: Any = (), /, **more: Any) -> None:
-        """Adds the rules of a mapping, of pairs, or of another map, which stays."""
+        """Add the rules of a mapping, of pairs, or of another map."""
         if isinstance(other, _Section):
             for rule in tuple(other._rules.values()):
                 self.add(rule)
@@ -180,7 +180,7 @@ class LayoutMap(_Section):
     A LoRA matrix (`lora_a`, `kernel_lora_b`, `lora/a`, …) follows its kernel, dim by
     dim, with the rank replicated, unless a rule matches it and not the kernel; a rule
     that matches both is about the kernel. What `nnx.LoRA` was put around keeps its
-    rules: `up/base_module/kernel` is asked as `up/kernel`.
+    rules: `up/base_module/kernel` is matched as `up/kernel`.
 
     Args:
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to give it later
@@ -241,7 +241,7 @@ class LayoutMap(_Section):
         overlap: Overlap = "first",
         **options: Any,
     ) -> "LayoutMap":
-        """Makes a map of an ordered list, as EasyLM, big_vision and T5X users have it.
+        """Make a map from an ordered list, as in EasyLM, big_vision and T5X.
 
         Args:
             rules: `(pattern, layout)` pairs or `flm.Rule` objects, or a mapping of
@@ -261,7 +261,7 @@ class LayoutMap(_Section):
 
     @classmethod
     def from_rule_set(cls, rules: RuleSet) -> "LayoutMap":
-        """Makes an editable map of a frozen rule set."""
+        """Make an editable map from a frozen rule set."""
         layout_map = cls(
             rules.mesh,
             match=rules.match,
@@ -297,7 +297,7 @@ class LayoutMap(_Section):
 
     @property
     def names(self) -> _Section:
-        """Layouts that model code asks for: `flm.distribute_tensor(x, "hidden")`."""
+        """Layouts that model code names: `flm.distribute_tensor(x, "hidden")`."""
         return self._sections["names"]
 
     @property
@@ -317,11 +317,11 @@ class LayoutMap(_Section):
         super().__setattr__(name, value)
 
     def scope(self) -> Block:
-        """`flm.layout_map_scope` of this map, as in tf-keras."""
+        """Return `flm.layout_map_scope` of this map, as in tf-keras."""
         return layout_map_scope(self)
 
     def freeze(self) -> RuleSet:
-        """The frozen rule set that consumers hold; the same object until an edit."""
+        """Return the frozen rule set; the same object until an edit."""
         if self._frozen is None:
             sections: dict[str, Any] = {
                 name: tuple(section._rules.values())
@@ -337,7 +337,7 @@ class LayoutMap(_Section):
         return self._frozen
 
     def on(self, mesh: Any) -> "LayoutMap":
-        """The same rules on another mesh.
+        """Return the same rules on another mesh.
 
         Raises:
             RuleError: a rule names an axis that the mesh does not have.
@@ -345,7 +345,7 @@ class LayoutMap(_Section):
         return LayoutMap.from_rule_set(self.freeze().on(mesh))
 
     def copy(self) -> "LayoutMap":
-        """An independent copy."""
+        """Return an independent copy."""
         return LayoutMap.from_rule_set(self.freeze())
 
     def __copy__(self) -> "LayoutMap":
@@ -362,11 +362,11 @@ class LayoutMap(_Section):
         tx: Any = None,
         strict: bool | None = None,
     ) -> Resolution:
-        """Decides the layout of every leaf of a tree; see `flm.resolve`."""
+        """Resolve the layout of every leaf of a tree; see `flm.resolve`."""
         return resolve(tree, self.freeze(), params=params, tx=tx, strict=strict)
 
     def shardings(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
-        """A tree of `NamedSharding` with the tree's own structure.
+        """Return a tree of `NamedSharding` with the structure of the given tree.
 
         Usable as `jax.jit(in_shardings=…, out_shardings=…)`. For a module it has the
         structure of `nnx.state(module)`. Emits each warning once.
@@ -377,7 +377,7 @@ class LayoutMap(_Section):
         return self._announced(tree, params, tx).shardings
 
     def abstract(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
-        """A tree of `jax.ShapeDtypeStruct` with concrete shardings: a restore target.
+        """Return a tree of `jax.ShapeDtypeStruct` with shardings: a restore target.
 
         Raises:
             ResolveError: leaves do not fit the rules.
@@ -385,7 +385,7 @@ class LayoutMap(_Section):
         return self._announced(tree, params, tx).abstract()
 
     def place(self, tree: Any, *, params: Any = None, tx: Any = None) -> Any:
-        """Moves what exists to its layouts.
+        """Move existing arrays to their layouts.
 
         Args:
             tree: a module (updated in place and returned), or any tree of arrays.
@@ -405,16 +405,16 @@ class LayoutMap(_Section):
         return resolution
 
     def explain(self, tree: Any, path: str) -> str:
-        """Why the leaf at `path` gets its layout; see `Resolution.explain`."""
+        """Explain why the leaf at `path` gets its layout; see `Resolution.explain`."""
         return self.resolve(tree).explain(path)
 
     def to_json(self) -> dict[str, Any]:
-        """The rules and options as plain JSON values, schema 1."""
+        """Return the rules and options as plain JSON values, schema 1."""
         return rules_to_json(self.freeze())
 
     @classmethod
     def from_json(cls, data: dict[str, Any], *, mesh: Any = None) -> "LayoutMap":
-        """Reads what `to_json` wrote.
+        """Read the values that `to_json` returned.
 
         Args:
             data: the JSON values.
@@ -434,7 +434,7 @@ class LayoutMap(_Section):
         variant: str | None = None,
         within: Any = None,
     ) -> "LayoutMap":
-        """Reads rules from a TOML or JSON file; `docs/rule_files.md` has the format.
+        """Read rules from a TOML or JSON file; `docs/rule_files.md` has the format.
 
         A file is data: nothing in it is run, and patterns that could take very long to
         try are refused.
@@ -469,7 +469,7 @@ class LayoutMap(_Section):
         return cls.from_rule_set(rules)
 
     def to_file(self, path: Any) -> None:
-        """Writes the rules and options into a TOML or JSON file.
+        """Write the rules and options to a TOML or JSON file.
 
         A TOML file that exists is changed only where it says something else, and its
         comments stay (which needs `pip install 'flax-layoutmap[toml]'`). The devices of
@@ -485,7 +485,7 @@ class LayoutMap(_Section):
         write_rules(self.freeze(), path)
 
     def _bind(self, rule: Rule) -> Rule:
-        """Fills the map's mesh into a layout without one; the caller's own stays."""
+        """Fill the map's mesh into a layout without one; the caller's own stays."""
         if self._mesh is None or rule.layout.device_mesh is not None:
             return rule
         return rule.on(self._mesh)

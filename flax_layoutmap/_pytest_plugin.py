@@ -1,7 +1,7 @@
 """The pytest plug-in: the fixture `layout_golden` and the flag `--update-layouts`.
 
-pytest loads it in every run where the package is installed, so it imports nothing of
-ours, nor JAX, before the fixture is called.
+pytest loads it in every run where the package is installed, so it imports neither this
+package nor JAX before the fixture is called.
 """
 
 import re
@@ -25,7 +25,7 @@ class LayoutGolden(Protocol):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the flag."""
+    """Add the flag."""
     parser.getgroup("flax_layoutmap").addoption(
         "--update-layouts",
         action="store_true",
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def layout_golden(request: pytest.FixtureRequest) -> LayoutGolden:
-    """Compares a Resolution with a file beside the test, or writes it.
+    """Compare a Resolution with a file beside the test, or write it.
 
     `layout_golden(resolution)` fails where the layouts are not those of
     `layouts/<test file>/<test>.json`; a path, relative to the folder of the test file,
@@ -69,7 +69,7 @@ def layout_golden(request: pytest.FixtureRequest) -> LayoutGolden:
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
-    """Says which files were written; of other processes' tests too."""
+    """List the files that were written, also by tests of other processes."""
     reports = terminalreporter.stats.values()
     written = {
         value

@@ -1,4 +1,4 @@
-"""The kinds of errors, each a `LayoutError`, for code that tells them apart.
+"""The subclasses of `LayoutError`, for code that distinguishes them.
 
     LayoutError(ValueError)     everything below
     ├── RuleError               a rule is wrong by itself: bad regex, value, taken key

@@ -1,4 +1,4 @@
-"""Keras's functions of devices and processes, by their names in `keras.distribution`.
+"""Keras's functions for devices and processes, by their names in `keras.distribution`.
 
 Its `DeviceMesh`, `LayoutMap`, `TensorLayout` and `distribute_tensor` are those of the
 package itself, `flm.DeviceMesh` and so on. `docs/coming_from.md` has every name of

@@ -1,4 +1,4 @@
-"""Helpers for tests: a process of their own, what collectives send, libtpu."""
+"""Helpers for tests: subprocesses, bytes sent by collectives, libtpu."""
 
 import collections
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Decoders in NNX that compute what Llama, Gemma and GPT-2 of `transformers` do."""
+"""NNX decoders equivalent to Llama, Gemma and GPT-2 of `transformers`."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Interrupts at any moment, as from Ctrl-C."""
+"""Raise interrupts at any moment, as from Ctrl-C."""
 
 import dis
 import itertools

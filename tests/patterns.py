@@ -1,4 +1,4 @@
-"""Generated patterns and paths that meet each other often."""
+"""Generated patterns and paths that match each other often."""
 
 import re
 import warnings

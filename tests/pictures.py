@@ -1,4 +1,4 @@
-"""Models to draw, and a browser to open the pages in."""
+"""Models to draw, and a browser that opens the pages."""
 
 import functools
 import importlib.util

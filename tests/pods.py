@@ -1,4 +1,4 @@
-"""Steps, rules and texts of programs that the tests of flm.pod share."""
+"""Steps, rules and program texts shared by the tests of flm.pod."""
 
 from collections import Counter
 from typing import Any

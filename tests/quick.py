@@ -1,7 +1,7 @@
-"""Programs of tests are compiled in less time, and run slower, than those of users.
+"""Compile the programs of tests with less optimization, which takes less time.
 
-Nearly all of the suite's time goes into compiling, and what is asked of a program is
-mostly where its values lie. A test of bits or of a program's text is marked
+Nearly all of the suite's time is compilation, and what is tested of a program is
+mostly the sharding of its values. A test of bits or of a program's text is marked
 `optimised`: it is compiled as for users, in a run of its own with `XLA_FLAGS=`.
 """
 

@@ -1,4 +1,4 @@
-"""Trees of shapes, rules for them, and what is decided: for tests of resolving."""
+"""Trees of shapes, rules for them, and the decisions, for tests of resolving."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What each device must hold, worked out without JAX, against what it does hold."""
+"""Compare the shards of each device with those computed without JAX."""
 
 import itertools
 from typing import Any

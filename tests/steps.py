@@ -1,4 +1,4 @@
-"""A model for tests of steps, its rules, and where these want its arrays."""
+"""A model for tests of steps, its rules, and the expected shardings."""
 
 from typing import Any
 

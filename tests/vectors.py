@@ -1,4 +1,4 @@
-"""What TensorFlow's own DTensor answered (`golden/`), held against what we answer."""
+"""Compare results with those of TensorFlow's own DTensor (`golden/`)."""
 
 import json
 import math

@@ -1,7 +1,7 @@
-"""What the originals' own tests ask for and has no meaning here, each with the reason.
+"""Behaviours of the originals' tests that do not apply here, each with the reason.
 
-Behaviours of Keras, tf-keras and DTensor that do have one are tested in `seeds/`, and
-where the room of a function is: in `place/`, `birth/`, `step/` and `checkpoint/`.
+Behaviours of Keras, tf-keras and DTensor that do apply are tested in `seeds/`, and
+in the rooms of the functions: `place/`, `birth/`, `step/` and `checkpoint/`.
 """
 
 # What their tests show that has no meaning here.

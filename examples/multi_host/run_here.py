@@ -1,4 +1,4 @@
-"""The training script of this folder's parent, unchanged, as two processes of one job.
+"""Run `train_lm.py` unchanged as several processes of one job.
 
     python examples/multi_host/run_here.py                      # two processes
     python examples/multi_host/run_here.py --processes 4 -- --steps 50

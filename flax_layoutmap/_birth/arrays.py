@@ -1,4 +1,4 @@
-"""From a traced constructor to its arrays: trace → cuts → programs → arrays.
+"""Compute the arrays of a traced constructor: trace → cuts → programs → arrays.
 
 Each stage is called once: `trace` gives the jaxpr of the constructor, `cuts_of` plans
 what is computed by which program, `compiled` compiles these programs, and here they are
@@ -39,7 +39,7 @@ def arrays_of(
     names: Sequence[str] = (),
     exact: bool = False,
 ) -> tuple[list[Any], list[Any]]:
-    """Computes the leaves of a traced constructor, each in its shards.
+    """Compute the leaves of a traced constructor, each in its shards.
 
     The values are those of one `jax.jit` of the whole with these out_shardings.
 
@@ -123,7 +123,7 @@ def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
 
 
 def _warn_of_keys(jaxpr: Jaxpr, wanted: Sequence[Any]) -> None:
-    """Warns, once, of random numbers that cost or mean more than one expects."""
+    """Warn once about random numbers that cost or mean more than expected."""
     if not any(map(is_split, wanted)):
         return
     for eqn in every(jaxpr.eqns):
@@ -162,7 +162,7 @@ def _warn_once(text: str) -> None:
 
 
 def _run(plan: Plan, programs: Mapping[Any, Any]) -> list[Any]:
-    """Runs the steps of a plan in order; returns its outputs."""
+    """Run the steps of a plan in order; return its outputs."""
     results: dict[Any, Any] = {}
     for step in plan.steps:
         if len(step.names) > 1:
@@ -233,7 +233,7 @@ def _output(key: Any, values: Mapping[Any, Any], sharding: Any) -> Any:
 
 
 def _respelled(value: Any, sharding: Any) -> Any:
-    """A key whose data has the spec that it has after a first call of `jax.jit`.
+    """A key whose data has the spec that a call of `jax.jit` returns.
 
     A later call says P() where that says P(None), and JAX's caches tell these apart.
     """

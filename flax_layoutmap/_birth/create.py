@@ -1,8 +1,8 @@
-"""create and create_optimizer: sharded from birth.
+"""create and create_optimizer: models and optimizers initialized in their shards.
 
 The constructor is traced once, abstractly; then every leaf is computed in its shards.
-No device holds a full copy of a parameter that a rule shards, but while one is made by
-what XLA does not compute in parts (QR, a sort): such are named in the log, at INFO.
+No device holds a full copy of a parameter that a rule shards, except while one is made
+by what XLA does not partition (QR, a sort): these are logged by name, at INFO.
 """
 
 import inspect
@@ -44,7 +44,7 @@ def create(
     exact: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Makes a model already in its shards.
+    """Create a model directly in its shards.
 
     Args:
         make: a function that makes what is wanted: an NNX constructor, Linen's
@@ -128,7 +128,7 @@ def create_optimizer(
     wrt: Any = nnx.Param,
     layout_map: Any = None,
 ) -> Any:
-    """Makes the optimizer of a sharded model; its state follows the model's layouts.
+    """Create the optimizer of a sharded model; its state follows the layouts.
 
     Each dim of the state is sharded as the dim of the parameter that it was made from:
     moments as the parameter, Adafactor's row and column statistics as its rows and
@@ -213,7 +213,7 @@ def create_optimizer(
 
 
 def _check_function(make: Any) -> None:
-    """Raises StructureError where `create` was given no function."""
+    """Raise StructureError where `create` was given no function."""
     if is_nnx_object(make):
         raise StructureError(
             f"create was given a {type(make).__name__} that exists already; pass a "
@@ -233,7 +233,7 @@ def _check_function(make: Any) -> None:
 
 
 def _refuse_manual(axes: Iterable[str], what: str) -> None:
-    """Raises MeshError where `jax.shard_map` around us has taken over an axis."""
+    """Raise MeshError where `jax.shard_map` around us has taken over an axis."""
     manual = manual_axes(jax.sharding.get_abstract_mesh()).intersection(axes)
     if manual:
         raise MeshError(
@@ -258,7 +258,7 @@ def _varying(value: Any) -> Iterable[str]:
 
 
 def _check_result(result: Any, make: Any) -> None:
-    """Raises StructureError where a constructor has made no model."""
+    """Raise StructureError where a constructor has made no model."""
     name = getattr(make, "__name__", make)
     if result is None:
         raise StructureError(
@@ -277,7 +277,7 @@ def _check_result(result: Any, make: Any) -> None:
 def _refuse_abstract(
     traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises StructureError where `make` reads an argument that has no values."""
+    """Raise StructureError where `make` reads an argument that has no values."""
     needed = needed_inputs(traced.closed.jaxpr)
     pairs = zip(traced.inputs, traced.closed.jaxpr.invars, strict=True)
     read = [x for x, v in pairs if type(x) is jax.ShapeDtypeStruct and v in needed]
@@ -301,7 +301,7 @@ def _refuse_abstract(
 
 
 def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None:
-    """Raises where a model has a leaf that cannot become an array as it is.
+    """Raise where a model has a leaf that cannot become an array as it is.
 
     Raises:
         StructureError: the first such leaf.

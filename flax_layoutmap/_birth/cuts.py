@@ -1,4 +1,4 @@
-"""Stage "cuts": what is computed by which program, and in which order.
+"""Stage "cuts": split the jaxpr of a constructor into programs, in order.
 
 What makes one large array is cut out of the jaxpr of a constructor. Cuts that are the
 same but for their inputs (the layers of a model, each with its own key) share a
@@ -23,7 +23,7 @@ from flax_layoutmap._tree.jaxprs import SMALL, size_of
 
 _LOG = logging.getLogger(__name__)
 
-# An output that is not wanted.
+# An output that is not needed.
 SKIP = object()
 
 # So many elements may have keys, and what raw ones are made of: all the keys of a
@@ -40,7 +40,7 @@ def cuts_of(
     names: Sequence[str] = (),
     exact: bool = False,
 ) -> Plan:
-    """Plans the programs for outputs of a jaxpr.
+    """Plan the programs for outputs of a jaxpr.
 
     Args:
         jaxpr: the jaxpr.
@@ -207,7 +207,7 @@ class _Small:
     """
 
     def __init__(self, jaxpr: Jaxpr, values: Mapping[Any, Any], place: Any) -> None:
-        """Takes what is known already, and the sharding of results; None for any."""
+        """Take what is known already, and the sharding of results; None for any."""
         self.values = dict(values)
         self.folded: dict[Any, Any] = {}
         self.steps: list[Step] = []
@@ -215,7 +215,7 @@ class _Small:
         self._constant: dict[Any, JaxprEqn] = {}  # what is made from nothing: by what
 
     def plan(self, eqns: Iterable[JaxprEqn]) -> None:
-        """Plans what some equations make, in order."""
+        """Plan what some equations make, in order."""
         for eqn in eqns:
             read = [v for v in eqn.invars if not isinstance(v, Literal)]
             if not all(v in self.values or v in self._constant for v in read):
@@ -231,7 +231,7 @@ class _Small:
                 self.values |= self._computed(eqn)
 
     def plan_constants(self, outputs: Sequence[Any]) -> None:
-        """Plans outputs that are made from nothing; other programs do not read them."""
+        """Plan outputs that are made from nothing; other programs do not read them."""
         for var in outputs:
             if not isinstance(var, Literal) and var in self._constant:
                 self._fold(var)
@@ -241,7 +241,7 @@ class _Small:
         return _is_known(var, self.values) or var in self.folded
 
     def make_empty(self, var: Any, sharding: Any) -> None:
-        """Makes an array without elements: a program for it alone has wrong shards."""
+        """Make an array without elements: a program for it alone has wrong shards."""
         aval = var.aval
         if size_of(var) or sharding is None or _is_key(var):
             return

@@ -51,7 +51,7 @@ _SCOPE: ContextVar["_Scope | None"] = ContextVar("flax_layoutmap_scope", default
 
 
 def layout_map_scope(layout_map: Any) -> Block:
-    """Makes every model in the block sharded, by the rules.
+    """Create every model in the block sharded by the rules.
 
     tf-keras's `layout_map_scope`. At the end of the block each Variable of each NNX
     model that was made in it has the layout of its path in the finished model,
@@ -69,7 +69,7 @@ def layout_map_scope(layout_map: Any) -> Block:
     module, also as a part of another one, knows nothing of the block afterwards, nor
     does an `init` that the class itself defines.
 
-    The rules are also those that `flm.distribute_tensor(x, "hidden")` asks in the
+    The rules are also those that `flm.distribute_tensor(x, "hidden")` uses in the
     block. Blocks nest: the innermost counts, and what it has made stays as it is.
 
     A constructor that reads values of arrays runs at once, and a `LayoutWarning` says
@@ -173,7 +173,7 @@ class _Scope:
         self._needs_values = False  # in a constructor that reads some
 
     def construct(self, make: Callable[..., Any], cls: type, args: Any, kw: Any) -> Any:
-        """Makes an object of a class in the block."""
+        """Make an object of a class in the block."""
         if is_tracing_constructor():
             return make(*args, **kw)  # a part of what is traced, or for flm.create
         if self._needs_values and jax.process_count() > 1:
@@ -221,7 +221,7 @@ class _Scope:
     def _at_once(
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, why: str
     ) -> Any:
-        """Runs a constructor that needs values: its modules are made when it asks."""
+        """Run a constructor that needs values: its modules are made when it asks."""
         before, self._needs_values = self._needs_values, True
         try:
             module = _eagerly(make, args, kw)
@@ -253,7 +253,7 @@ class _Scope:
     def _optimizer(
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, pending: Any
     ) -> Any:
-        """Makes an optimizer: at once if its model has values."""
+        """Make an optimizer: at once if its model has values."""
         nodes = objects_in((args, kw))
         if not all(map(_is_random, nodes)) and not pending:
             optimizer = make(*args, **kw)
@@ -288,12 +288,12 @@ class _Scope:
         )
 
     def adopt(self, inner: "_Scope", arrays: list[Any]) -> None:
-        """Takes note of what an inner block has made, and of all its arrays."""
+        """Take note of what an inner block has made, and of all its arrays."""
         self._settled += arrays
         self._parts += inner._parts
 
     def forget(self) -> None:
-        """Keeps no model alive: a task may have the block in its context for long."""
+        """Keep no model alive: a task may have the block in its context for long."""
         self._births.clear()
         self._modules.clear()
         self._followers.clear()
@@ -330,12 +330,12 @@ def _is_random(node: Any) -> bool:
 
 
 def _mesh_of(rules: RuleSet) -> Any:
-    assert rules.mesh is not None  # asked by `need_devices`
+    assert rules.mesh is not None  # checked by `need_devices`
     return rules.mesh.jax_mesh
 
 
 def _spread(module: Any, mesh: Any) -> None:
-    """Moves whole arrays to all devices, where they take less room."""
+    """Move whole arrays to all devices, where they take less room."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):
@@ -348,7 +348,7 @@ def _spread(module: Any, mesh: Any) -> None:
 
 
 def _eagerly(make: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Runs a constructor as if there were no mesh."""
+    """Run a constructor as if there were no mesh."""
     eager = nnx.using_eager_sharding()
     with no_mesh(), without_eager_sharding():
         module = make(*args, **kwargs)

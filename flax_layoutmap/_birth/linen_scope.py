@@ -1,6 +1,6 @@
-"""The part of `layout_map_scope` for Linen, whose modules hold no variables.
+"""`layout_map_scope` for Linen modules, which hold no variables.
 
-`init` of a module that is made in the block makes them sharded, there and later.
+`init` of a module that is made in the block returns sharded variables, also later.
 """
 
 import contextlib

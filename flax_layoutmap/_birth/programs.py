@@ -1,4 +1,4 @@
-"""Stage "programs": the steps of a plan, compiled several at a time, kept, and run."""
+"""Stage "programs": compile the steps of a plan in parallel, cache and run them."""
 
 import collections
 import dataclasses
@@ -48,7 +48,7 @@ _ELEMENTWISE = frozenset(
     """.split()
 )
 
-# Of these, what is rounded by an approximation of its own wherever it is computed.
+# Of these, operations whose approximation may differ by where they are computed.
 _ROUNDED = frozenset(
     """
     cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 integer_pow log log1p logistic pow
@@ -206,7 +206,7 @@ def sharding_of(value: Any) -> Any:
             return None
     own = value.sharding
     if isinstance(own, NamedSharding) and own.is_fully_replicated:
-        # JAX says P() and P(None) by turns of keys.
+        # For keys JAX returns sometimes P(), sometimes P(None).
         return NamedSharding(own.mesh, PartitionSpec(), memory_kind=own.memory_kind)
     return own
 
@@ -247,7 +247,7 @@ def compiled(steps: Sequence[Step]) -> dict[Any, Any]:
 def run(
     step: Step, results: Mapping[Any, Any], programs: Mapping[Any, Any]
 ) -> list[Any]:
-    """Runs one step.
+    """Run one step.
 
     Args:
         step: the step.
@@ -266,7 +266,7 @@ def run(
 
 
 def temporary_bytes(step: Step, programs: Mapping[Any, Any]) -> int:
-    """What a device needs beside inputs and results; 0 where that is unknown."""
+    """Temporary bytes of a program on a device; 0 if unknown."""
     if step.key not in programs:
         return 0
     found = programs[step.key].memory_analysis()
@@ -278,7 +278,7 @@ def _has_tracers(values: Iterable[Any]) -> bool:
 
 
 def _compile(steps: Sequence[Step]) -> list[Any]:
-    """Compiles several at a time, each as soon as it is lowered.
+    """Compile several at a time, each as soon as it is lowered.
 
     What makes most takes longest, and comes first, so that nothing waits for it alone.
     """

@@ -1,4 +1,4 @@
-"""Constructors traced in a `layout_map_scope`, and the placeholders of their values."""
+"""Constructors traced in a `layout_map_scope`, and placeholders for their values."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -191,7 +191,7 @@ class Birth:
 
 
 def _replace(module: Any, copies: Sequence[Any], originals: Sequence[Any]) -> None:
-    """Puts the arguments themselves where a module holds their copies."""
+    """Put the arguments themselves where a module holds their copies."""
     own: dict[int, Any] = {}
     for copy, original in zip(copies, originals, strict=True):
         parts = zip(objects_of(copy), objects_of(original), strict=True)

@@ -1,4 +1,4 @@
-"""The end of a `layout_map_scope` block: what was made → models → layouts → arrays."""
+"""The end of a `layout_map_scope` block: objects → models → layouts → arrays."""
 
 import collections
 import dataclasses
@@ -84,7 +84,7 @@ class _Layouts:
 
 
 def fill(made: Made) -> list[Any]:
-    """Makes the arrays of a block; returns all that are laid out now."""
+    """Make the arrays of a block; return all that are laid out now."""
     models = _models(made)
     layouts = _layouts(made, models)
     return [*_arrays(made, layouts), *made.settled]
@@ -137,7 +137,7 @@ def _own(made: Made, state: Any) -> Any:
 def _check_complete(
     made: Made, nodes: Iterable[Any], leaves: Sequence[Any], paths: Sequence[str]
 ) -> None:
-    """Raises where a model would keep a value that is not made."""
+    """Raise where a model would keep a value that is not made."""
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, AfterTheScope) and leaf.block is not made.block:
             raise StructureError(leaf.why_not())
@@ -154,7 +154,7 @@ def _check_complete(
 
 
 def _warn_of_lost(made: Made, nodes: Iterable[Any]) -> None:
-    """Warns of modules that were made inside of a transformation, and are lost."""
+    """Warn of modules that were made inside of a transformation, and are lost."""
     others = {id(node): node for node in nodes if id(node) not in made.parts}
     found = collections.Counter(type(node).__name__ for node in others.values())
     lost = [name for name, count in made.hidden.items() if found[name] < count]
@@ -169,7 +169,7 @@ def _warn_of_lost(made: Made, nodes: Iterable[Any]) -> None:
 
 
 def _layouts(made: Made, models: Sequence[_Model]) -> _Layouts:
-    """Resolves the models, then the optimizers; all processes agree on the result."""
+    """Resolve the models, then the optimizers; all processes agree on the result."""
     shardings: dict[int, Any] = {}
     paths: dict[int, str] = {}
     with Agreement("creating the models of a scope", made.rules.mesh) as agreement:
@@ -219,7 +219,7 @@ def _numbered(parts: Mapping[str, list[str]], number: int) -> dict[str, list[str
 
 
 def _arrays(made: Made, layouts: _Layouts) -> list[Any]:
-    """Makes the arrays, and gives them to the models and then to the optimizers."""
+    """Make the arrays, and give them to the models and then to the optimizers."""
     values: dict[int, Any] = {}
     for birth in made.births:
         values |= birth.make(layouts.shardings, layouts.paths)

@@ -1,6 +1,6 @@
 """`nnx.Optimizer`s made in a `layout_map_scope`: their state follows the parameters.
 
-What one is made of may have no values yet. It is traced then, as a model is, and its
+Its model may have no values yet. Then the optimizer is traced, as a model is, and its
 state is computed at the end of the block, after the model.
 """
 
@@ -114,7 +114,7 @@ class Follower:
                     shardings.setdefault(id(leaf), now[path].sharding)
 
     def _check_placed(self, params: Any) -> None:
-        """Raises where a parameter will have no value."""
+        """Raise where a parameter will have no value."""
         for path, leaf in _leaves(params).items():
             if isinstance(leaf, AfterTheScope):
                 raise StructureError(
@@ -126,7 +126,7 @@ class Follower:
     def fill(
         self, state: Any, resolution: Resolution, values: dict[int, Any]
     ) -> list[Any]:
-        """Makes its state, or moves it, and gives it to the optimizer.
+        """Make its state, or move it, and give it to the optimizer.
 
         Args:
             state: its own state, and

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from flax_layoutmap._cli._parser import parser
 from flax_layoutmap._core.errors import LayoutError, visible
 
-# The exit codes of a command that could not be done, and of one whose output was closed
+# The exit codes of a command that failed, and of one whose output was closed
 # (as for a program that SIGPIPE ends). A command itself returns 0 or 1.
 FAILED, CLOSED = 2, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         argv: the arguments; None for those of the program.

@@ -1,4 +1,4 @@
-"""What each command does: one function for each, named as it is; returns its code."""
+"""The commands: one function for each, by its name, which returns the exit code."""
 
 import dataclasses
 import json

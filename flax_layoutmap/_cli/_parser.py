@@ -20,14 +20,14 @@ ENDS = """exit codes:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Arguments may be names of files that somebody else chose (`inspect *`)."""
+    """Escape arguments in errors: they may be untrusted file names (`inspect *`)."""
 
     def error(self, message: str) -> NoReturn:
         super().error(visible(message, "\n"))
 
 
 class _Version(argparse.Action):
-    """Look the version up only when it is asked for: that takes a while."""
+    """Look the version up only when needed, as that takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""From arguments of the command line to rules, meshes, models and Resolutions."""
+"""Rules, meshes, models and Resolutions from command-line arguments."""
 
 import ast
 import functools
@@ -21,11 +21,11 @@ _NEEDS = re.compile(r"^the mesh \S+ needs (\d+) devices, but there are \d+")
 
 
 class UsageError(Exception):
-    """The arguments do not say what they should; the text tells how they would."""
+    """Invalid arguments; the text says how to fix them."""
 
 
 def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
-    """What the rules say of the model.
+    """The Resolution of the model under the rules.
 
     Args:
         args: the arguments.
@@ -141,7 +141,7 @@ def factory(text: str, arguments: Sequence[str], flag: str) -> Callable[[], Any]
         return lambda: found
     given = dict(_argument(text) for text in arguments)
     try:
-        # The signature of an NNX class itself says nothing.
+        # The signature of an NNX class itself is generic.
         made_by = found.__init__ if isinstance(found, type) else found
         wanted = inspect.signature(made_by).parameters
     except (TypeError, ValueError):  # some callables have none
@@ -233,7 +233,7 @@ def _argument(text: str) -> tuple[str, Any]:
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
-        return name, value  # a word
+        return name, value  # a string
 
 
 def _called(function: Callable[..., Any], flag: str, **arguments: Any) -> Any:
@@ -246,7 +246,7 @@ def _called(function: Callable[..., Any], flag: str, **arguments: Any) -> Any:
         given = ", ".join(
             f"{name}={value!r}"
             for name, value in arguments.items()
-            if name != "rngs"  # which nobody wrote
+            if name != "rngs"  # which is added here
         )
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The dims of a layout, from what a user writes: axes, a spec, DTensor's words."""
+"""The dims of a layout, read from axes, a spec, or DTensor's words."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -17,7 +17,7 @@ Dim = None | str | tuple[str, ...] | EllipsisType
 
 
 def clash(dim: int, size: int, names: Sequence[str], sizes: dict[str, int]) -> str:
-    """Says which dim of which size does not divide by which axes."""
+    """Describe which dim of which size does not divide by which axes."""
     if len(names) == 1:
         axes = f"mesh axis {names[0]!r} of size {sizes[names[0]]}"
     else:
@@ -84,7 +84,7 @@ def read_dims(
 
 
 def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Unwraps 1-tuples, drops empty ones and None beside a '...'."""
+    """Unwrap 1-tuples, drops empty ones and None beside a '...'."""
     result: list[Dim] = []
     for dim in dims:
         if isinstance(dim, tuple) and len(dim) < 2:
@@ -97,7 +97,7 @@ def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def not_a_layout(value: Any) -> str:
-    """Says that something is no layout, and what to write."""
+    """State that a value is no layout, and what to write."""
     if isinstance(value, str):
         return (
             f"a layout cannot be a string, got {value!r}; write a tuple with one entry "

@@ -37,7 +37,7 @@ class Block:
         self._managers.pop().__exit__(*error)
 
     def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
-        """The function with a block of its own around each call."""
+        """The function with a separate block around each call."""
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)

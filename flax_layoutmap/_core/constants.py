@@ -21,7 +21,7 @@ class Uncomparable(TypeError):
 
 
 def is_hashable(value: Any) -> bool:
-    """Whether Python's own hash and `==` tell a value from others.
+    """Whether a value has a usable hash and `==`.
 
     A method counts as the object that it is bound to.
     """

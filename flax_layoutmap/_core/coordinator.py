@@ -44,7 +44,7 @@ class Address(NamedTuple):
 
 
 def host_and_port(address: Address) -> tuple[str, int]:
-    """Takes `"host:port"` apart; an IPv6 host is in brackets.
+    """Take `"host:port"` apart; an IPv6 host is in brackets.
 
     Raises:
         ProcessError: it is something else.
@@ -68,7 +68,7 @@ def host_and_port(address: Address) -> tuple[str, int]:
 def try_address(
     address: Address, process_id: int, seconds: float, bind: str | None = None
 ) -> None:
-    """Tries to listen, in process 0, and to connect, in every process.
+    """Try to listen, in process 0, and to connect, in every process.
 
     Args:
         address: of process 0.
@@ -114,7 +114,7 @@ def _where_to_listen(bind: str | None, port: int) -> Address:
 
 
 def _listen(bind: Address, address: Address) -> list[socket.socket]:
-    """Listens as JAX's runtime does: at all addresses of a name that are of this host.
+    """Listen as JAX's runtime does: at all addresses of a name that are of this host.
 
     That others of them are not is no error to it.
     """
@@ -184,7 +184,7 @@ def _connect(host: str, port: int, seconds: float) -> Exception | None:
 
 
 def _connect_once(host: str, port: int, end: float) -> None:
-    """Tries one address of the host after another; each has its part of the time.
+    """Try one address of the host after another; each has its part of the time.
 
     Raises:
         OSError: none answered.
@@ -205,7 +205,7 @@ def _connect_once(host: str, port: int, end: float) -> None:
 
 
 def _one_of(host: str, errors: dict[str, OSError]) -> OSError:
-    """One error for several: each address with its own, as the name does not say it."""
+    """One error for several addresses, each with its own text."""
     if errors.keys() == {host}:
         return errors[host]
     return OSError(", ".join(f"{place}: {error}" for place, error in errors.items()))

@@ -1,4 +1,4 @@
-"""Devices by name: those that are here, Keras's `cpu:0`, DTensor's long names."""
+"""Devices by name: Keras's `cpu:0` and DTensor's long names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ _NAME = re.compile(r"(?:/(?:job|replica|task):[^/]+)*/?(?:device:)?([A-Za-z]\w*)
 
 
 def list_devices(device_type: str | None = None) -> list[str]:
-    """The devices of all processes, as `"platform:id"`.
+    """Return the devices of all processes, as `"platform:id"`.
 
     Keras's `list_devices`. `flm.DeviceMesh(..., devices=)` takes these names.
 
@@ -34,7 +34,7 @@ def list_devices(device_type: str | None = None) -> list[str]:
 
 
 def get_device_count(device_type: str | None = None) -> int:
-    """How many devices all processes have together.
+    """Return the number of devices of all processes.
 
     Keras's `get_device_count`.
 
@@ -70,7 +70,7 @@ def _devices(device_type: str | None) -> list[Any]:
 
 
 def key_of(device: Any) -> tuple[str, int]:
-    """Platform and id: what tells a device from all others of the job."""
+    """Platform and id, which identify a device in the job."""
     return device.platform, device.id
 
 
@@ -141,7 +141,7 @@ def require_here(keys: Sequence[tuple[str, int]]) -> list[Any]:
 def _on_platform(platform: str) -> list[Any]:
     try:
         return jax.devices(platform)
-    except RuntimeError:  # JAX knows no such platform, or it has no devices.
+    except RuntimeError:  # an unknown platform, or one without devices
         return []
 
 

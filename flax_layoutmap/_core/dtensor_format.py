@@ -106,7 +106,7 @@ def words_of(dims: Sequence[Any], names: Collection[str]) -> tuple[str, ...]:
 
 
 def mesh_to_text(mesh: MeshRecord) -> str:
-    """Writes `name|x=3,y=2|global ids|local ids|local devices[|global devices][|…]`.
+    """Write `name|x=3,y=2|global ids|local ids|local devices[|global devices][|…]`.
 
     Raises:
         MeshError: a name has a character that the text gives a meaning to.
@@ -132,7 +132,7 @@ def mesh_to_text(mesh: MeshRecord) -> str:
 
 
 def mesh_from_text(text: str) -> MeshRecord:
-    """Reads what `mesh_to_text` wrote, and DTensor's short form `name|x=2|*CPU`.
+    """Read what `mesh_to_text` wrote, and DTensor's short form `name|x=2|*CPU`.
 
     Raises:
         MeshError: it is no such text, or its parts do not fit together.
@@ -219,13 +219,13 @@ def _checked(mesh: MeshRecord) -> MeshRecord:
 
 
 def layout_to_text(layout: LayoutRecord) -> str:
-    """Writes `sharding_specs:x,unsharded, mesh:…`: a comma after each word."""
+    """Write `sharding_specs:x,unsharded, mesh:…`: a comma after each word."""
     words = "".join(f"{word}," for word in layout.words)
     return f"sharding_specs:{words} mesh:{mesh_to_text(layout.mesh)}"
 
 
 def layout_from_text(text: str) -> LayoutRecord:
-    """Reads what `layout_to_text` wrote.
+    """Read what `layout_to_text` wrote.
 
     Raises:
         LayoutError: it is no such text.
@@ -318,7 +318,7 @@ def _messages() -> dict[str, Any]:
 
 
 def mesh_to_proto(mesh: MeshRecord) -> Any:
-    """Makes a `MeshProto`."""
+    """Make a `MeshProto`."""
     return _messages()["MeshProto"](
         mesh_dimensions=[{"name": name, "size": size} for name, size in mesh.dims],
         global_device_ids=mesh.global_ids,
@@ -331,7 +331,7 @@ def mesh_to_proto(mesh: MeshRecord) -> Any:
 
 
 def mesh_from_proto(proto: Any) -> MeshRecord:
-    """Reads a `MeshProto`, ours, TensorFlow's or its bytes.
+    """Read a `MeshProto`, ours, TensorFlow's or its bytes.
 
     Raises:
         MeshError: it is none, or its parts do not fit together.
@@ -358,7 +358,7 @@ def mesh_from_proto(proto: Any) -> MeshRecord:
 
 
 def layout_to_proto(layout: LayoutRecord) -> Any:
-    """Makes a `LayoutProto`."""
+    """Make a `LayoutProto`."""
     return _messages()["LayoutProto"](
         sharding_specs=[{"sharding_spec": word} for word in layout.words],
         mesh_config=mesh_to_proto(layout.mesh),
@@ -367,7 +367,7 @@ def layout_to_proto(layout: LayoutRecord) -> Any:
 
 
 def layout_from_proto(proto: Any) -> LayoutRecord:
-    """Reads a `LayoutProto`, ours, TensorFlow's or its bytes.
+    """Read a `LayoutProto`, ours, TensorFlow's or its bytes.
 
     Raises:
         LayoutError: it is none, or of a kind that has no meaning here.

@@ -31,7 +31,7 @@ class LayoutError(ValueError):
 
 
 class RuleError(LayoutError):
-    """A rule is wrong by itself: a bad regex, a bad value, a key that is taken."""
+    """A rule is invalid by itself: a bad regex, a bad value, a duplicate key."""
 
     __module__ = "flax_layoutmap.errors"
 
@@ -86,7 +86,7 @@ class CheckpointError(LayoutError):
 
 
 class ProcessError(LayoutError):
-    """The processes of one job disagree, or do not come together."""
+    """The processes of one job disagree, or do not connect."""
 
     __module__ = "flax_layoutmap.errors"
 
@@ -98,9 +98,9 @@ class LayoutWarning(UserWarning):
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Escapes the control characters and invisible characters of a text.
+    """Escape the control characters and invisible characters of a text.
 
-    Names may come from a checkpoint or a file of rules that somebody else wrote.
+    Names may come from an untrusted checkpoint or rule file.
     Escaped are control characters, marks that change the direction of writing, and all
     else without a glyph of its own.
 
@@ -120,12 +120,12 @@ def visible(text: str, keep: str = "") -> str:
 
 
 def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
-    """Returns at most `count` of `choices` that look like `name`, best first."""
+    """Return at most `count` of `choices` that look like `name`, best first."""
     return difflib.get_close_matches(name, list(choices), n=count, cutoff=0.4)
 
 
 def meant(name: str, choices: Iterable[str]) -> str | None:
-    """Returns the choice that `name` most likely misspells, or None."""
+    """Return the choice that `name` most likely misspells, or None."""
     # Of a short name, a few letters are a large share.
     cutoff = 0.6 if len(name) > 4 else 0.7
     found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
@@ -133,13 +133,13 @@ def meant(name: str, choices: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Returns `'; did you mean 'x'?'`, or an empty string when nothing is close."""
+    """Return `'; did you mean 'x'?'`, or an empty string when nothing is close."""
     found = meant(name, choices)
     return "" if found is None else f"; did you mean {found!r}?"
 
 
 def warn(text: str) -> None:
-    """Issues a LayoutWarning that points at the user's line, not at one of ours."""
+    """Issue a LayoutWarning that points at the user's line, not at one of ours."""
     # A block of ours ends by way of contextlib.
     ours = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
     frame, level = sys._getframe(1), 2
@@ -149,7 +149,7 @@ def warn(text: str) -> None:
 
 
 def bullet_list(problems: Sequence[str], *, limit: int = 50) -> str:
-    """Joins problems to indented lines and says how many more there are."""
+    """Join problems to indented lines and say how many more there are."""
     lines = [f"  - {text}" for text in problems[:limit]]
     if len(problems) > limit:
         lines.append(f"  … and {len(problems) - limit} more (see .problems)")

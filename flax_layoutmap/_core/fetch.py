@@ -1,4 +1,4 @@
-"""The layout of an array, where it is known."""
+"""Read the layout of an array."""
 
 import functools
 from typing import Any
@@ -19,7 +19,7 @@ _NUMBERS = bool | int | float | complex
 
 
 def fetch_layout(x: Any) -> TensorLayout | None:
-    """The layout of an array: its mesh, and per dim the axes that it lies on.
+    """Return the layout of an array: its mesh, and the axes of each dim.
 
     Reads what is there and moves nothing.
 
@@ -56,13 +56,13 @@ def fetch_layout(x: Any) -> TensorLayout | None:
 
 
 def is_distributed(x: Any) -> bool:
-    """Whether a value is an array on a mesh, be it of one device.
+    """Return whether a value is an array on a mesh, even of one device.
 
     Args:
         x: anything; an `nnx.Variable` or a Linen box stands for what it holds.
 
     Raises:
-        LayoutError: a value of `jit` on Auto axes, of which nobody knows it.
+        LayoutError: a value of `jit` on Auto axes, where that is unknown.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -79,7 +79,7 @@ def is_distributed(x: Any) -> bool:
 
 
 def check_layout(x: Any, layout: Any) -> None:
-    """Raises where an array does not have this layout.
+    """Raise if an array does not have this layout.
 
     Args:
         x: what `fetch_layout` takes, or a tree of arrays.
@@ -129,7 +129,7 @@ def _same(found: TensorLayout, wanted: TensorLayout, ndim: int) -> bool:
 
 
 def known_layout(x: Any) -> TensorLayout | None:
-    """The layout of an array on a mesh; None where it has none, or nobody knows it.
+    """The layout of an array on a mesh; None if it has none or it is unknown.
 
     It is known of arrays; of a traced value on Explicit axes; and of a value that is
     differentiated outside of `jit`, whose tracer holds the array.
@@ -153,7 +153,7 @@ def known_layout(x: Any) -> TensorLayout | None:
 
 
 def own_mesh(x: Any) -> DeviceMesh | None:
-    """The mesh of an array or a traced value; None where it lies on none."""
+    """The mesh of an array or a traced value; None if it has none."""
     known = known_layout(x)
     if known is not None:
         return known.device_mesh

@@ -1,4 +1,4 @@
-"""Whole-number arithmetic of grids: coordinates, shards, what moves between layouts."""
+"""Integer arithmetic of grids: coordinates, shards, elements moved between layouts."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ def index_of(coords: Sequence[int], shape: Sequence[int]) -> int:
 def shard_offsets(
     shape: Sequence[int], dims: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Which shard of an array lies at each place of a mesh.
+    """Which shard of an array each place of a mesh holds.
 
     Args:
         shape: sizes of the mesh axes.
@@ -81,7 +81,7 @@ def _offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """How one array lies on a mesh, as plain numbers.
+    """How an array is sharded over a mesh, as plain numbers.
 
     Attributes:
         mesh_shape: sizes of the mesh axes.
@@ -104,8 +104,8 @@ def received(
 
     Args:
         shape: the global shape.
-        before: how the array lies.
-        after: how it is to lie; every dim divides by the axes that it lies on.
+        before: the current placement of the array.
+        after: the wanted placement; every dim divides by the axes that shard it.
         same: per device of the new mesh, row by row, which device of the old one it
             is, or -1; None takes those of equal number.
 

@@ -1,4 +1,4 @@
-"""Make this process one of a job of several: Keras's `initialize`."""
+"""Join a job of several processes: Keras's `initialize`."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ _ADDRESS_OF_JAX = "JAX_COORDINATOR_ADDRESS"
 # JAX's own default.
 _TIMEOUT_SECONDS = 300
 
-# After this long, a process says what it waits for.
+# Seconds after which a process warns what it waits for.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -29,7 +29,7 @@ def initialize(
     process_id: int | None = None,
     **options: Any,
 ) -> None:
-    """Makes this process one of a job of several; to be called before all else of JAX.
+    """Join a job of several processes; call it before any other use of JAX.
 
     Keras's `initialize`, over `jax.distributed`. What is None is taken from the
     environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
@@ -155,7 +155,7 @@ def _check_numbers(
 
 @contextlib.contextmanager
 def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None]:
-    """Warns if the block takes long; JAX itself waits in silence."""
+    """Warn if the block takes long; JAX itself waits silently."""
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
     text = (
@@ -173,7 +173,7 @@ def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None
 
 
 def _refuse_if_too_late() -> None:
-    """Raises if JAX was used before: it checks this first, then its arguments."""
+    """Raise if JAX was used before: it checks this first, then its arguments."""
     try:
         jax.distributed.initialize(
             "localhost:1", 1, -1, cluster_detection_method="deactivate"

@@ -1,4 +1,4 @@
-"""TensorLayout: how the dims of one array lie on the axes of a mesh."""
+"""TensorLayout: how the dims of an array are sharded over the axes of a mesh."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from flax_layoutmap._core.mesh import (
 
 
 class TensorLayout:
-    """How the dims of an array lie on the axes of a mesh.
+    """How the dims of an array are sharded over the axes of a mesh.
 
     Keras's `TensorLayout(axes, device_mesh)`, immutable and hashable, with two
     additions: one dim may lie on several axes, `(("data", "model"), None)`, and one
@@ -168,12 +168,12 @@ class TensorLayout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether no dim lies on a mesh axis (nor may lie on one, with MATCH)."""
+        """Whether no dim is, or with MATCH may be, sharded."""
         return not self.axis_names and not self.has_match
 
     @property
     def has_match(self) -> bool:
-        """Whether a dim is `MATCH`, so that only an array can complete the layout."""
+        """Whether a dim is `MATCH`, which takes its axes from an array."""
         return MATCH in self.axes and MATCH not in names_of(self.device_mesh)
 
     @property
@@ -182,7 +182,7 @@ class TensorLayout:
         return None if ... in self.axes else len(self.axes)
 
     def on(self, device_mesh: Any) -> Self:
-        """The same axes on another mesh.
+        """Return the same axes on another mesh.
 
         Raises:
             RuleError: the mesh lacks an axis.
@@ -193,7 +193,7 @@ class TensorLayout:
         return self._exactly(self.axes, bare, self.memory_kind)
 
     def on_host(self) -> Self:
-        """The same layout in host memory, `memory_kind="pinned_host"`.
+        """Return the same layout in host memory, `memory_kind="pinned_host"`.
 
         What DTensor's `Mesh.host_mesh` is for. The shards stay with their devices, and
         the mesh stays as it is.
@@ -203,7 +203,7 @@ class TensorLayout:
         return self._exactly(self.axes, self.device_mesh, "pinned_host")
 
     def matched(self, dims: Sequence[Sequence[str]]) -> Self:
-        """The layout with every `MATCH` replaced by what an array has there.
+        """Return the layout with every `MATCH` replaced by the axes of an array.
 
         Args:
             dims: per dim of the array, the names of the axes it lies on.
@@ -228,7 +228,7 @@ class TensorLayout:
             ) from error
 
     def dims(self, ndim: int) -> tuple[tuple[str, ...], ...]:
-        """Writes the layout out for `ndim` dims: per dim, the axes it lies on.
+        """Return the mesh axes of each of `ndim` dims.
 
         Raises:
             LayoutError: the layout has another rank, or holds `MATCH`.
@@ -269,7 +269,7 @@ class TensorLayout:
         return axes
 
     def spec(self, ndim: int | None = None) -> PartitionSpec:
-        """The `PartitionSpec` in its normal form (no trailing None).
+        """Return the `PartitionSpec` in normal form (no trailing None).
 
         Args:
             ndim: rank of the array; needed where a `...` stands before a sharded dim.
@@ -293,7 +293,7 @@ class TensorLayout:
         return normal_spec(tuple(dim_axes(dim) for dim in axes))
 
     def sharding(self, ndim: int | None = None) -> NamedSharding:
-        """The `NamedSharding` on this layout's mesh.
+        """Return the `NamedSharding` on this layout's mesh.
 
         Args:
             ndim: rank of the array; needed where a `...` stands before a sharded dim.
@@ -315,7 +315,7 @@ class TensorLayout:
         return self.sharding()
 
     def shard_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of one device's part of an array of this global shape.
+        """Return the shard shape of an array of this global shape.
 
         Raises:
             LayoutError: another rank, `MATCH`, or a dim that does not divide.
@@ -335,7 +335,7 @@ class TensorLayout:
         return tuple(result)
 
     def equivalent(self, other: "TensorLayout", ndim: int) -> bool:
-        """Whether both shard an array of `ndim` dims alike, on grids with equal axes.
+        """Return whether both shard `ndim` dims alike, on meshes with equal axes.
 
         Unlike `NamedSharding.is_equivalent_to` this also compares an abstract mesh
         with a concrete one: axis names, sizes and the normal form decide.
@@ -380,7 +380,7 @@ class TensorLayout:
         )
 
     def num_shards(self, idx: int) -> int:
-        """Number of shards along one dim; a negative `idx` counts from the end.
+        """Return the number of shards along a dim; negative `idx` counts from the end.
 
         Raises:
             LayoutError: there is no such dim.
@@ -388,7 +388,7 @@ class TensorLayout:
         return self.shape[self._position(idx)]
 
     def is_fully_replicated(self) -> bool:
-        """Whether every device holds all of the array.
+        """Return whether the array is replicated on every device.
 
         As documented for DTensor, an axis of size 1 shards nothing. (TensorFlow 2.21
         says False as soon as a dim names an axis.)
@@ -400,13 +400,13 @@ class TensorLayout:
         )
 
     def is_batch_parallel(self) -> bool:
-        """Whether dim 0, and no other, lies on a mesh axis."""
+        """Return whether dim 0, and no other, is sharded."""
         self._check_complete()
         first, *rest = map(dim_axes, self._every_dim() or (None,))
         return bool(first) and not any(rest)
 
     def offset_to_shard(self) -> list[tuple[int, ...]]:
-        """Per device of the mesh, row by row, which shard it holds.
+        """Return the shard index of each device of the mesh, in row-major order.
 
         Returns:
             One tuple per device: the position of its shard in each dim.
@@ -426,7 +426,7 @@ class TensorLayout:
         return shard_offsets(mesh.shape, dims)
 
     def offset_tuple_to_global_index(self, offset_tuple: Sequence[int]) -> int:
-        """The number of a shard, counted row by row over all shards.
+        """Return the number of a shard in row-major order of all shards.
 
         Args:
             offset_tuple: its position in each dim, as `offset_to_shard` gives it.
@@ -446,7 +446,7 @@ class TensorLayout:
         return index_of(numbers, grid)
 
     def unravel(self, unpacked_tensors: Sequence[Any]) -> np.ndarray:
-        """Arranges the components of an array by their place in it.
+        """Arrange the components of an array by their position in it.
 
         Args:
             unpacked_tensors: one component per device of the mesh, row by row. Of
@@ -472,7 +472,7 @@ class TensorLayout:
     def global_shape_from_local_shape(
         self, local_shape: Sequence[int]
     ) -> tuple[int, ...]:
-        """Shape of an array from that of one device's part.
+        """Return the global shape of an array with this shard shape.
 
         Raises:
             LayoutError: the layout has another rank.
@@ -487,7 +487,7 @@ class TensorLayout:
     def local_shape_from_global_shape(
         self, global_shape: Sequence[int]
     ) -> tuple[int, ...]:
-        """DTensor's name for `shard_shape`, which see.
+        """DTensor's name for `shard_shape`.
 
         (TensorFlow 2.21 rounds down where a dim does not divide.)
 
@@ -497,7 +497,7 @@ class TensorLayout:
         return self.shard_shape(global_shape)
 
     def delete(self, dims: int | np.integer | Sequence[int]) -> Self:
-        """The layout without some dims, for an array that was reduced over them.
+        """Return the layout without some dims, for an array reduced over them.
 
         Args:
             dims: a dim, or several; negative ones count from the end.
@@ -513,7 +513,7 @@ class TensorLayout:
 
     @classmethod
     def replicated(cls, mesh: Any, rank: int) -> Self:
-        """A layout of this rank that shards nothing.
+        """Make a replicated layout of this rank.
 
         Raises:
             LayoutError: the rank is negative, or no whole number.
@@ -527,7 +527,7 @@ class TensorLayout:
     def batch_sharded(
         cls, mesh: Any, batch_dim: str | tuple[str, ...], rank: int, axis: int = 0
     ) -> Self:
-        """A layout of this rank with one dim on a mesh axis.
+        """Make a layout of this rank with one dim on a mesh axis.
 
         Args:
             mesh: anything that `DeviceMesh` accepts.
@@ -547,7 +547,7 @@ class TensorLayout:
     def inner_sharded(
         cls, mesh: Any, inner_dim: str | tuple[str, ...], rank: int
     ) -> Self:
-        """A layout of this rank with the last dim on a mesh axis.
+        """Make a layout of this rank with the last dim on a mesh axis.
 
         Raises:
             LayoutError: the rank is 0 or less.
@@ -556,7 +556,7 @@ class TensorLayout:
         return cls.batch_sharded(mesh, inner_dim, rank, axis=-1)
 
     def to_string(self) -> str:
-        """Writes the layout as DTensor's `Layout.to_string` does.
+        """Return the text of DTensor's `Layout.to_string`.
 
         A dim on several axes is written `x+y`, which only `from_string` reads.
 
@@ -575,7 +575,7 @@ class TensorLayout:
 
     @classmethod
     def from_string(cls, text: str, *, strict: bool = False) -> Self:
-        """Reads what `to_string` wrote, here or in TensorFlow.
+        """Read the text of `to_string`, from here or TensorFlow.
 
         (TensorFlow drops the last dim without a word if the comma after it is missing;
         here that is an error.) The mesh has the devices if all are listed and here; see
@@ -591,7 +591,7 @@ class TensorLayout:
         return cls._from_record(layout_from_text(text), strict)
 
     def as_proto(self) -> Any:
-        """Makes a protobuf message with the bytes of TensorFlow's `LayoutProto`.
+        """Return a message with the bytes of TensorFlow's `LayoutProto`.
 
         A dim on several axes is written `x+y`, which only `from_proto` reads.
 
@@ -603,7 +603,7 @@ class TensorLayout:
 
     @classmethod
     def from_proto(cls, proto: Any, *, strict: bool = False) -> Self:
-        """Reads a `LayoutProto`: what `as_proto` made, or TensorFlow's own.
+        """Read a `LayoutProto`: from `as_proto`, or TensorFlow's own.
 
         Args:
             proto: the message, or its bytes.
@@ -615,7 +615,7 @@ class TensorLayout:
         return cls._from_record(layout_from_proto(proto), strict)
 
     def mesh_proto(self) -> Any:
-        """The mesh as a `MeshProto`.
+        """Return the mesh as a `MeshProto`.
 
         Raises:
             MeshError: the layout has no mesh.
@@ -623,12 +623,12 @@ class TensorLayout:
         return self._some_mesh().as_proto()
 
     def serialized_string(self) -> bytes:
-        """The bytes of `as_proto()`, the same for equal layouts in one process."""
+        """Return the bytes of `as_proto()`, the same for equal layouts in a process."""
         return self.as_proto().SerializeToString(deterministic=True)
 
     @classmethod
     def from_str(cls, proto_str: bytes, *, strict: bool = False) -> Self:
-        """Reads what `serialized_string` wrote, here or in TensorFlow.
+        """Read the bytes of `serialized_string`, from here or TensorFlow.
 
         Raises:
             LayoutError: the bytes cannot be read.
@@ -711,7 +711,7 @@ def _rebuild(
 def named_sharding(
     mesh: DeviceMesh, spec: PartitionSpec, memory_kind: str | None = None
 ) -> NamedSharding:
-    """Makes the JAX sharding for a spec in normal form."""
+    """Make the JAX sharding for a spec in normal form."""
     return NamedSharding(mesh.jax_mesh, spec, memory_kind=memory_kind)
 
 

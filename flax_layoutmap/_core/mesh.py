@@ -132,7 +132,7 @@ class DeviceMesh:
         *,
         axis_types: Any = "auto",
     ) -> "DeviceMesh":
-        """Makes a mesh without devices, for planning: a 4,096-chip layout on a laptop.
+        """Make a mesh without devices, to plan for 4,096 chips on a laptop.
 
         Args:
             shape: sizes of the axes, or one line, `"data=256,model=16"`, or a mapping;
@@ -163,7 +163,7 @@ class DeviceMesh:
         axis_types: Any = "auto",
         allow_split_physical_axes: bool = False,
     ) -> "DeviceMesh":
-        """Makes a mesh over several slices, between which the network is slower.
+        """Make a mesh over several slices, between which the network is slower.
 
         The axes of `dcn` come first. An axis that is in both is cut over the slices
         first, and within each of them then. A slice is what TPUs say
@@ -203,7 +203,7 @@ class DeviceMesh:
         *,
         axis_types: Any = "auto",
     ) -> "DeviceMesh":
-        """Makes a mesh as DTensor's documentation does.
+        """Make a mesh with the arguments of DTensor's `Mesh`.
 
         Args:
             devices: names such as `"TPU:0"` in row-major order, or JAX devices. If
@@ -235,7 +235,7 @@ class DeviceMesh:
 
     @property
     def jax_mesh(self) -> Mesh | AbstractMesh:
-        """The mesh as JAX knows it."""
+        """The mesh as a JAX `Mesh` or `AbstractMesh`."""
         return self._mesh
 
     @property
@@ -255,7 +255,7 @@ class DeviceMesh:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """Axis name → number of devices along it."""
+        """Axis name → number of devices along the axis."""
         return dict(zip(self.axis_names, self.shape, strict=True))
 
     @property
@@ -270,7 +270,7 @@ class DeviceMesh:
 
     @property
     def is_abstract(self) -> bool:
-        """Whether the mesh is without devices."""
+        """Whether the mesh has no devices."""
         return not isinstance(self._mesh, Mesh)
 
     @property
@@ -295,7 +295,7 @@ class DeviceMesh:
         return list(self.axis_names)
 
     def dim_size(self, name: str) -> int:
-        """Number of devices along an axis.
+        """Return the number of devices along an axis.
 
         Raises:
             MeshError: there is no such axis.
@@ -308,7 +308,7 @@ class DeviceMesh:
         return self.axis_sizes[name]
 
     def contains_dim(self, name: str) -> bool:
-        """Whether there is an axis of this name; the same as `name in mesh`."""
+        """Return whether the mesh has an axis of this name, as `name in mesh`."""
         return name in self.axis_names
 
     def __contains__(self, name: object) -> bool:
@@ -316,11 +316,11 @@ class DeviceMesh:
 
     @property
     def strides(self) -> list[int]:
-        """How far apart the numbers of neighbours along each axis are."""
+        """Strides of the axes: the distance between neighbours' numbers along each."""
         return list(strides_of(self.shape))
 
     def coords(self, device_id: int) -> tuple[int, ...]:
-        """Where on the grid a device is.
+        """Return the coordinates of a device.
 
         Args:
             device_id: its place in the mesh, row by row, from 0. (DTensor starts again
@@ -338,18 +338,18 @@ class DeviceMesh:
         return coords_of(at, self.shape)
 
     def unravel_index(self) -> dict[int, dict[str, int]]:
-        """Device id → axis name → position along that axis."""
+        """Return device id → axis name → position along that axis."""
         return {
             at: dict(zip(self.axis_names, coords_of(at, self.shape), strict=True))
             for at in range(self.size)
         }
 
     def global_device_ids(self) -> np.ndarray:
-        """The device ids, 0 and up, in the shape of the mesh."""
+        """Return the device ids, from 0, in the shape of the mesh."""
         return np.arange(self.size).reshape(self.shape)
 
     def local_device_ids(self) -> list[int]:
-        """The ids of the devices of this process; none for an abstract mesh."""
+        """Return the ids of this process's devices; none for an abstract mesh."""
         if not isinstance(self._mesh, Mesh):
             return []
         here = jax.process_index()
@@ -357,22 +357,22 @@ class DeviceMesh:
         return [at for at, device in devices if device.process_index == here]
 
     def num_local_devices(self) -> int:
-        """How many devices of this process are in the mesh; none of an abstract one."""
+        """Return the number of this process's devices; 0 for an abstract mesh."""
         return len(self.local_device_ids())
 
     def local_devices(self) -> list[str]:
-        """DTensor's names of the devices of this process; JAX's ids are in them."""
+        """Return DTensor's names of this process's devices, with JAX's ids."""
         flat = self._mesh.devices.flat if isinstance(self._mesh, Mesh) else ()
         names = [long_name(device) for device in flat]
         return [names[at] for at in self.local_device_ids()]
 
     def local_device_locations(self) -> list[dict[str, int]]:
-        """Where on the grid the devices of this process are: axis name → position."""
+        """Return axis name → position for each device of this process."""
         places = self.unravel_index()
         return [places[at] for at in self.local_device_ids()]
 
     def device_type(self) -> str:
-        """`"CPU"`, `"GPU"` or `"TPU"`.
+        """Return `"CPU"`, `"GPU"` or `"TPU"`.
 
         Raises:
             MeshError: the mesh is abstract.
@@ -380,7 +380,7 @@ class DeviceMesh:
         return self.devices.flat[0].platform.upper()
 
     def host_mesh(self) -> "DeviceMesh":
-        """The same axes on the CPU devices of the same processes, as in DTensor.
+        """Return a mesh of the same axes on the CPU devices of the same processes.
 
         A mesh on CPU devices, or without devices, is its own. To keep arrays in host
         memory beside their accelerators, `TensorLayout.on_host` is what JAX has for
@@ -402,7 +402,7 @@ class DeviceMesh:
         return DeviceMesh(self.shape, self.axis_names, found, axis_types=kinds)
 
     def to_string(self) -> str:
-        """Writes the mesh as DTensor's `Mesh.to_string` does.
+        """Return the text of DTensor's `Mesh.to_string`.
 
         An abstract mesh has no devices in it. Axis types are not written.
 
@@ -418,7 +418,7 @@ class DeviceMesh:
 
     @classmethod
     def from_string(cls, text: str, *, axis_types: Any = "auto") -> "DeviceMesh":
-        """Reads what `to_string` wrote, here or in TensorFlow.
+        """Read the text of `to_string`, from here or TensorFlow.
 
         DTensor's name of the mesh, and where its device ids start, are not kept.
 
@@ -436,12 +436,12 @@ class DeviceMesh:
         return mesh_from_record(mesh_from_text(text), axis_types)
 
     def as_proto(self) -> Any:
-        """Makes a protobuf message with the bytes of TensorFlow's `MeshProto`."""
+        """Return a message with the bytes of TensorFlow's `MeshProto`."""
         return mesh_to_proto(mesh_to_record(self))
 
     @classmethod
     def from_proto(cls, proto: Any, *, axis_types: Any = "auto") -> "DeviceMesh":
-        """Reads a `MeshProto`: what `as_proto` made, TensorFlow's own, or its bytes.
+        """Read a `MeshProto`: from `as_proto`, TensorFlow's own, or its bytes.
 
         Args:
             proto: the message or its bytes.
@@ -493,7 +493,7 @@ class DeviceMesh:
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
-    """Makes a `DeviceMesh` of anything that a mesh argument accepts; None stays None.
+    """Make a `DeviceMesh` of anything that a mesh argument accepts; None stays None.
 
     Raises:
         MeshError: `mesh` is something else.
@@ -514,7 +514,7 @@ def same_grid(first: DeviceMesh, second: DeviceMesh) -> bool:
 
 
 def same_places(first: DeviceMesh, second: DeviceMesh) -> bool:
-    """Whether arrays lie alike on two meshes; any devices stand for those of none."""
+    """Whether two meshes place arrays alike; abstract meshes match any devices."""
     if not same_grid(first, second) or first.is_abstract or second.is_abstract:
         return same_grid(first, second)
     return list(first.devices.flat) == list(second.devices.flat)

@@ -20,7 +20,7 @@ Shape = Sequence[int] | int | np.integer | np.ndarray | Mapping[str, int] | str
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 # At most so many slices are listed.
 _SHOWN = 8
-# Kinds of devices whose physical axes JAX splits unasked, in jax.make_mesh.
+# Kinds of devices whose physical axes jax.make_mesh splits by default.
 _SPLIT_UNASKED = ("TPU v5 lite", "TPU v5e")
 # What JAX raises for devices that it cannot order: where they make no whole slice, and
 # for some sizes where it may split (20 chips along a dim, jax 0.8.1 to 0.10.2).
@@ -211,7 +211,7 @@ def one_slice_grid(
 
 @contextlib.contextmanager
 def _explained(what: str, links: str, otherwise: str) -> Iterator[None]:
-    """Raises what JAX raises where it finds no order as a MeshError."""
+    """Raise what JAX raises where it finds no order as a MeshError."""
     try:
         yield
     except NotImplementedError as error:

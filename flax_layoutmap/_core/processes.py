@@ -45,8 +45,8 @@ class Agreement:
     The block adds parts (name → text that must be equal everywhere, or lines of it).
     Settings of JAX that change values, such as `jax_enable_x64`, are one of them.
     At its end the processes compare them, and those that differ are named, on every
-    process, with the first line that differs. When the block raises, the others are
-    told instead of being left waiting; one that waits half an hour gives up.
+    process, with the first line that differs. When the block raises, the others get the
+    error instead of waiting; a process that waits half an hour gives up.
 
     Nothing is exchanged where only this process is on the mesh, or while a function is
     being traced. All processes of the mesh must come here, as to every collective.
@@ -79,7 +79,7 @@ class Agreement:
         return self
 
     def add(self, parts: Callable[[], Parts]) -> None:
-        """Adds parts; the function is called only where there is a comparison."""
+        """Add parts; the function is called only where there is a comparison."""
         self._parts.append(parts)
 
     def __exit__(
@@ -115,7 +115,7 @@ def tell_of_others(
     error: BaseException | None,
     go_on: Callable[[], str] = lambda: ", from the last checkpoint",
 ) -> None:
-    """Adds to an error of JAX's runtime a note on the other processes of the job.
+    """Add to an error of JAX's runtime a note on the other processes of the job.
 
     Args:
         error: what was raised; other kinds are passed over.
@@ -153,7 +153,7 @@ def digest_of_value(leaf: Any) -> str:
 
 
 def differences(messages: Mapping[int, Message]) -> list[str]:
-    """Lists the processes whose message is not that of most of them.
+    """List the processes whose message is not that of most of them.
 
     Args:
         messages: the message of each process.
@@ -217,7 +217,7 @@ def _listed(messages: Mapping[int, Message]) -> str | None:
     if any(message["error"] for message in messages.values()):
         return None
     if len({json.dumps([m["what"], m["mesh"]]) for m in messages.values()}) > 1:
-        return None  # which says it all
+        return None  # which covers everything
     first, *others = messages.values()
     return next(
         (
@@ -237,7 +237,7 @@ def _first_line(
     members: Mapping[int, Any],
     what: str,
 ) -> str:
-    """Finds, with all processes, the first line of a part in which they differ."""
+    """Find, with all processes, the first line of a part in which they differ."""
     if name is None:
         return ""
     lines = parts[name]
@@ -256,7 +256,7 @@ def _first_line(
     texts = {process: message["line"] for process, message in received.items()}
     usual = collections.Counter(texts.values()).most_common(1)[0][0]
     odd = next((p for p, text in texts.items() if text != usual), None)
-    if odd is None:  # they differ beyond what is told of a line
+    if odd is None:  # they differ after the part of a line that is shown
         return f"; the first difference in the {name} is in {usual!r}"
     other = next(p for p, text in texts.items() if text == usual)
     return (

@@ -64,7 +64,7 @@ class Generation:
 
     @property
     def max_dim(self) -> int | None:
-        """For two dims, the side of a whole pod, on which the links close to a ring."""
+        """For two dims, the side of a whole pod, whose links form a ring."""
         return self.small_shapes[-1][-1] if self.dims == 2 else None
 
 
@@ -144,7 +144,7 @@ ALIASES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Topology:
-    """One or more slices of TPU chips: what `flm.pod.topology` makes.
+    """One or more slices of TPU chips, from `flm.pod.topology`.
 
     Attributes:
         generation: the generation's figures.
@@ -163,12 +163,12 @@ class Topology:
 
     @property
     def name(self) -> str:
-        """Such as `"v5p:4x4x4"`; it says nothing of the number of slices."""
+        """Name such as `"v5p:4x4x4"`, without the number of slices."""
         return f"{self.generation.name}:{_written(self)}"
 
     @property
     def accelerator_type(self) -> str:
-        """Such as `"v5p-128"`: two TensorCores to a chip, or chips (v5e, v6e)."""
+        """Type such as `"v5p-128"`, which counts TensorCores, or chips (v5e, v6e)."""
         name = "v5litepod" if self.generation.name == "v5e" else self.generation.name
         each = 2 if self.generation.counts_cores else 1
         return f"{name}-{self.chips_per_slice * each}"
@@ -205,13 +205,13 @@ class Topology:
 
     @property
     def wrap(self) -> tuple[bool, ...]:
-        """For each dim, whether the links close to a ring."""
+        """For each dim, whether the links form a ring."""
         if self.generation.dims == 2:
             return tuple(size == self.generation.max_dim for size in self.shape)
         return (all(size % 4 == 0 for size in self.shape),) * 3
 
     def compiler_arguments(self) -> tuple[str, dict[str, Any]]:
-        """What `jax.experimental.topologies.get_topology_desc` needs to be told.
+        """Return the arguments of `jax.experimental.topologies.get_topology_desc`.
 
         Without them the compiler takes a slice that has no rings, the two cores of a
         v4 chip as two devices, and hosts of four chips everywhere.
@@ -234,7 +234,7 @@ class Topology:
 def topology(
     name: "str | Topology", *, slices: int | None = None, chips_per_host: Any = None
 ) -> Topology:
-    """Reads the name of a TPU slice, and says what it is.
+    """Return the topology of a TPU slice from its name.
 
     Args:
         name: `"v5p:4x4x4"`, chips along each dim, or an accelerator type,

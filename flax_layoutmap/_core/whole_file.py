@@ -17,7 +17,7 @@ def readable_json(value: Any, *, indent: int | None = None) -> str:
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Writes a file atomically: a temporary file beside it is moved to its place.
+    """Write a file atomically: a temporary file beside it is moved to its place.
 
     Several processes that write one file at once leave what one of them wrote.
 
@@ -36,7 +36,7 @@ def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
     folder, name = os.path.split(path)
     try:
         handle, beside = tempfile.mkstemp(prefix=f".{name[:100]}.", dir=folder)
-    except OSError as error:  # it names a file that nobody asked for
+    except OSError as error:  # it names the temporary file
         raise type(error)(error.errno, error.strerror, path) from None
     try:
         with os.fdopen(handle, "wb") as file:

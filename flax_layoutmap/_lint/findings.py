@@ -1,4 +1,4 @@
-"""What checks find, and how it is spoken of: rules by number, leaves that are alike."""
+"""The findings of checks, with rules by number and similar leaves grouped."""
 
 import collections
 import dataclasses

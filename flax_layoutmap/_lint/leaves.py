@@ -89,7 +89,7 @@ def indivisible(model: Model) -> Iterator[Finding]:
         model.resolution, lambda row: bool(row.fallback) and row.rule is not None
     ):
         if leaf.row.reason == "optimizer rule":
-            continue  # about the dims of its parameter; the fallback says it all
+            continue  # about the dims of its parameter; the fallback covers it
         one = model.rule_of(leaf.row)
         assert one is not None
         severity = "warning" if leaf.bytes >= LARGE_SHARE * model.total else "info"

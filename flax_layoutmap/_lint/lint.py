@@ -1,4 +1,4 @@
-"""`lint`: what is wrong with a layout, before it runs; one table of all checks."""
+"""`lint`: find mistakes in a layout before it runs; one table of all checks."""
 
 import functools
 import re
@@ -208,9 +208,9 @@ def lint(
     max_replicated: float | None = None,
     ignore: str | Iterable[str] = (),
 ) -> LintReport:
-    """Finds what is wrong with rules, and with what they do to a model.
+    """Find mistakes in rules, and in what they do to a model.
 
-    `docs/lint.md` tells of each code. Nothing is compiled and no device is asked.
+    `docs/lint.md` describes each code. Nothing is compiled and no device is used.
 
     Args:
         x: a `LayoutMap` or `RuleSet`, for what can be said without a model; a
@@ -293,7 +293,7 @@ def _of_model(model: Model) -> Iterator[LintIssue]:
         or (issue.code != "LM007" and (issue.section, issue.rule_number) in idle)
     ]
     yield from found
-    # LM101 says less than why a rule can match nothing.
+    # LM101 adds nothing to the reason why a rule can match nothing.
     why = {
         (issue.section, issue.rule_number)
         for issue in found

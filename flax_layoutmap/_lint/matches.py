@@ -1,4 +1,4 @@
-"""Checks of what rules match in a model: no leaf, only those of others, or too many."""
+"""Checks of what rules match: no leaf, only leaves of other rules, or too many."""
 
 import functools
 import itertools
@@ -253,7 +253,7 @@ def _cleanly(rule: Rule, kind: str, match: Match) -> Matcher | None:
 
 
 def _narrower(rule: Rule, match: Match, good: str, bad: str) -> str | None:
-    """The pattern with its ends fixed, so that it tells the two paths apart."""
+    """The pattern with its ends anchored, so that it distinguishes the two paths."""
     inner = f"({rule.pattern})" if "|" in rule.pattern else rule.pattern
     for pattern in (f"(^|/){inner}", f"{inner}(/|$)", f"(^|/){inner}(/|$)"):
         matcher = Matcher((Rule(pattern, None),), match)

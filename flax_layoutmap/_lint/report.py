@@ -1,4 +1,4 @@
-"""What lint returns: the issues that it found, in a report."""
+"""LintReport and LintIssue: the issues that lint found."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ class LintIssue:
         section: `"rules"`, `"activations"`, `"names"` or `"optimizer"`.
         leaves: number of leaves concerned.
         bytes: bytes of their global arrays.
-        url: where the documentation tells more.
+        url: its section in the documentation.
     """
 
     code: str
@@ -56,7 +56,7 @@ class LintIssue:
 
 
 class LintReport(Sequence[LintIssue]):
-    """The issues that `flm.lint` found: a sequence that prints itself.
+    """The issues that `flm.lint` found, a sequence that prints as a report.
 
     Errors come first; within a severity by code, and the largest first. It is equal to
     a list or tuple of the same issues, and false where there are none.
@@ -111,7 +111,7 @@ class LintReport(Sequence[LintIssue]):
     __repr__ = __str__
 
     def problems(self, level: Severity = "error") -> list[str]:
-        """A text for each issue that counts.
+        """The text of each issue that counts.
 
         Args:
             level: the lowest severity that counts.
@@ -127,7 +127,7 @@ class LintReport(Sequence[LintIssue]):
         return [str(issue).replace("\n", "\n  ") for issue in found]
 
     def raise_if_any(self, level: Severity = "error") -> None:
-        """Stops a program whose layout is wrong, before it compiles anything.
+        """Raise a LayoutError if an issue counts, before anything is compiled.
 
         Args:
             level: the lowest severity that counts.

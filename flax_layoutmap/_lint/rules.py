@@ -1,4 +1,4 @@
-"""Checks of rules alone: patterns and axes that cannot work, rules in each other's way.
+"""Checks of rules alone: patterns and axes that cannot work, overlapping rules.
 
 Each function takes `Rules` and yields findings; the table in `lint` has their texts.
 """

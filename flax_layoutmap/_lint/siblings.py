@@ -1,8 +1,8 @@
-"""Layouts that look swapped beside those of their siblings.
+"""Find layouts that look swapped compared with those of their siblings.
 
-What the names of layers say: `gate`, `up`, `query` make the features that `down` and
-`out` take apart again. So an axis lies on the out-dims of the first and on the in-dims
-of the second; on the out-dims of both, the features are gathered in between.
+By the names of layers, `gate`, `up`, `query` produce the features that `down` and
+`out` consume. So an axis should shard the out-dims of the first and the in-dims
+of the second; with the out-dims of both, the features are gathered in between.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class _Leaf:
 
 
 def swapped(model: Model) -> Iterator[Finding]:
-    """Leaves whose axes lie on other dims than those of their siblings."""
+    """Leaves whose axes shard other dims than those of their siblings."""
     resolution = model.resolution
     leaves = list(_leaves(resolution))
     parents: dict[str, list[_Leaf]] = {}

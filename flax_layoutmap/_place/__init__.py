@@ -1,1 +1,1 @@
-"""Arrays onto devices, and from one layout to another."""
+"""Place arrays on devices, and change their layouts."""

@@ -1,4 +1,4 @@
-"""Batches on the host: padded, and made global arrays over the batch axes."""
+"""Pad host batches, and make global arrays of them over the batch axes."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ _NO_NUMBERS = "OSUMm"
 def distribute_batch(
     batch: Any, layout_map: Any, *, rows: Rows = "local", check: bool = True
 ) -> Any:
-    """Makes global arrays of a batch on the host, split over the `batch` axes.
+    """Make global arrays from a host batch, sharded over the `batch` axes.
 
     Dim 0 of every array, its rows, is split over the map's `batch` axes; other dims,
     a sequence too, stay whole. Scalars and PRNG keys are replicated: typed ones, and
@@ -98,7 +98,7 @@ def distribute_batch(
         _check_same_rows(flat, split)
         _check_divides(flat, rules, split, rows)
         if check and jax.process_count() > 1:
-            # Not when asked for: here, the others would be told of an error.
+            # Compute here, not when called, so that other processes learn of an error.
             parts = _parts(flat, rules, split, rows)
             agreement.add(lambda: parts)
     return jax.tree.unflatten(flat.structure, _placed(flat.leaves, rules, split))
@@ -112,7 +112,7 @@ def pad_batch(
     fill: Fill = "repeat",
     rows: Rows = "local",
 ) -> tuple[Any, np.ndarray]:
-    """Adds rows to a batch on the host until it divides, and says which ones are real.
+    """Pad a host batch with rows until it divides; return the mask of real rows.
 
     Give the last batch of an epoch the `size` of the others, and nothing is compiled
     for it. The mask goes along with the batch; what is averaged over rows must use it
@@ -204,7 +204,7 @@ def has_rows(leaf: Any) -> bool:
 
 
 def leaf_sharding(leaf: Any, rules: RuleSet) -> NamedSharding:
-    """Where a leaf of a batch belongs; whether it divides is not asked."""
+    """The sharding of a leaf of a batch; divisibility is not checked."""
     return rows_sharding(rules.batch if has_rows(leaf) else (), rules.mesh)
 
 
@@ -235,7 +235,7 @@ class _Flat:
 
 
 def _flatten(batch: Any, what: str) -> _Flat:
-    """Flattens a batch; raises LayoutError for leaves that are no data."""
+    """Flatten a batch; raise LayoutError for leaves that are no data."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(
         batch, is_leaf=is_nnx_object
     )
@@ -281,7 +281,7 @@ def _trouble(leaf: Any, what: str) -> str:
 
 
 def _is_spread(leaf: Any) -> bool:
-    """Whether an array is global already: it lies on other processes' devices too."""
+    """Whether an array is global already: it has shards in other processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
@@ -290,7 +290,7 @@ def _is_spread(leaf: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the rows that a process passes lie in the global batch.
+    """How the rows that a process passes map to the global batch.
 
     Attributes:
         parts: the number of parts into which the batch axes split the global batch.
@@ -323,7 +323,7 @@ _WHOLE = Split(1, 1)
 
 
 def split_of(owners: np.ndarray, process: int, rows: Rows) -> Split:
-    """Finds which rows of a global batch a process passes.
+    """Find which rows of a global batch a process passes.
 
     Args:
         owners: the process of each device, one row per part of the batch, one column
@@ -412,7 +412,7 @@ def _check_choice(option: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def _check_same_rows(flat: _Flat, split: Split) -> None:
-    """Raises LayoutError where arrays of a batch differ in their rows."""
+    """Raise LayoutError where arrays of a batch differ in their rows."""
     counts: set[int] = set()
     shown: list[str] = []
     for path, leaf in flat.rows():
@@ -435,7 +435,7 @@ def _check_same_rows(flat: _Flat, split: Split) -> None:
 
 
 def clash_of_rows(count: int, rules: RuleSet, split: Split | None = None) -> str:
-    """Says why `count` rows do not divide over the batch axes; empty if they do."""
+    """Explain why `count` rows do not divide over the batch axes; empty if they do."""
     mesh = rules.mesh
     assert mesh is not None
     parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)

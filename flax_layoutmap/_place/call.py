@@ -1,4 +1,4 @@
-"""Calling a function so that its results are made in a layout."""
+"""Call a function so that its results are computed in a layout."""
 
 import contextlib
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from flax_layoutmap._place.place import (
 def call_with_layout(
     fn: Callable[..., Any], layout: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function so that its results are made in this layout.
+    """Call a function so that its results are computed in this layout.
 
     The function is compiled, so that on Auto axes no device holds more of a result
     than its part. On Explicit axes a result has the layout that the function gives it,

@@ -1,9 +1,9 @@
-"""Constraints on Auto axes that follow another array, there or back.
+"""Sharding constraints on Auto axes that follow another array, forward or backward.
 
 Under `jit` with Auto axes a traced value has no sharding to read: the compiler chooses
-it, later. What can be said is that two values have the same sharding,
-`jax.experimental.shard_alike`. Here that is said of a cotangent and the input of the
-forward pass, or of two arrays.
+it, later. What can be expressed is that two values have the same sharding,
+`jax.experimental.shard_alike`. Here it relates a cotangent to the input of the
+forward pass, or one array to another.
 
 It is a primitive of JAX (`jax.extend.core`), since nothing smaller keeps forward mode,
 reverse mode, higher orders and `vmap` alike: `custom_vjp` loses the first,
@@ -118,7 +118,7 @@ def _with_free_dim(sharding: NamedSharding | None) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, spec)
 
 
-# The leaders are the arrays to follow, there and back, where no sharding says it.
+# The leaders are the arrays to follow, forward and backward, without a sharding.
 _relayout = Primitive("relayout")
 _relayout.def_impl(_eager)
 _relayout.def_abstract_eval(lambda x, *leaders, **params: x)
@@ -128,5 +128,5 @@ batching.primitive_batchers[_relayout] = _batch
 mlir.register_lowering(
     _relayout,
     mlir.lower_fun(_value, multiple_results=False),
-    cacheable=False,  # so that every one has a number of its own
+    cacheable=False,  # so that every one has its own number
 )

@@ -1,4 +1,4 @@
-"""Arrays from the parts that single devices hold, and back: DTensor's pack, unpack."""
+"""Convert between arrays and their per-device parts: DTensor's pack and unpack."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from flax_layoutmap._place.place import as_array, mesh_of, wanted_layout
 
 
 def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.Array:
-    """Makes one array of the parts for single devices.
+    """Make one array from per-device parts.
 
     Args:
         components: one array per device of this process, in the order of the mesh
@@ -27,7 +27,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
         layout: anything that `TensorLayout` takes; axes without a mesh take that of
             `flm.dtensor.default_mesh` or `jax.set_mesh`.
         check: whether to compare parts that the layout says are equal, bit by bit. That
-            copies all of them to the host; no other process is asked.
+            copies all of them to the host, without other processes.
 
     Returns:
         The array: per dim, its size is that of a part times the number of parts.
@@ -65,7 +65,7 @@ def pack(components: Sequence[Any], layout: Any, *, check: bool = True) -> jax.A
 
 
 def unpack(x: Any) -> list[jax.Array]:
-    """The parts of an array that the devices of this process hold.
+    """Return the parts of an array on the devices of this process.
 
     Nothing is copied.
 

@@ -1,4 +1,4 @@
-"""Move arrays to layouts; the one place that picks the primitive.
+"""Move arrays to layouts; the only place that chooses the JAX primitive.
 
 `jax.device_put` for arrays that exist, `jax.sharding.reshard` for traced values on
 Explicit axes, `jax.lax.with_sharding_constraint` for traced values on Auto axes.
@@ -46,7 +46,7 @@ from flax_layoutmap._tree.graph import update
 from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys, parameter_keys
 
-# Per dim, the mesh axes it lies on.
+# Per dim, the mesh axes that shard it.
 _Dims = tuple[tuple[str, ...], ...]
 
 # Fixes a traced value on Auto axes: `with_sharding_constraint`, or one like it.
@@ -54,12 +54,12 @@ _Pin = Callable[[Any, NamedSharding], Any]
 
 
 def distribute_tensor(x: Any, layout: Any) -> Any:
-    """Gives an array a layout, eagerly or inside a traced function.
+    """Give an array a layout, eagerly or inside a traced function.
 
     Outside of `jit` the array is moved; inside, its layout is fixed: by a sharding
     constraint on Auto axes, by a reshard on Explicit axes (both, on a mesh that mixes
-    them). Rank and divisibility are always checked: JAX alone drops an indivisible
-    constraint under `jit` in silence.
+    them). Rank and divisibility are always checked: JAX alone silently drops an
+    indivisible constraint under `jit`.
 
     Arrays go to other devices only outside of `jit` and `vmap`. A trace shows how many
     devices there are, not which: with as many others, the error is JAX's own.
@@ -107,7 +107,7 @@ def is_eager() -> bool:
 
 
 def place(tree: Any, resolution: Resolution) -> Any:
-    """Moves every leaf of a tree to the layout that a Resolution of it says.
+    """Move every leaf of a tree to the layout that a Resolution of it says.
 
     Everything is moved before anything is written back, so that a failure leaves the
     tree as it was.
@@ -128,7 +128,7 @@ def place(tree: Any, resolution: Resolution) -> Any:
 
 
 def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
-    """Raises LayoutError where a leaf is nothing that can be moved."""
+    """Raise LayoutError where a leaf is nothing that can be moved."""
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, jax.ShapeDtypeStruct):
             path = resolution.paths[at] or "the leaf"
@@ -219,7 +219,7 @@ def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
 
 
 def need_devices(rules: RuleSet, what: str) -> None:
-    """Raises MeshError where rules have no mesh of devices."""
+    """Raise MeshError where rules have no mesh of devices."""
     if rules.mesh is None or rules.mesh.is_abstract:
         have = "no mesh" if rules.mesh is None else f"{rules.mesh!r}"
         raise MeshError(
@@ -229,7 +229,7 @@ def need_devices(rules: RuleSet, what: str) -> None:
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """Moves one concrete value to a sharding; no copy where it is there already.
+    """Move one concrete value to a sharding; no copy where it is there already.
 
     What is no array and no number (a string, a function) stays as it is.
     """
@@ -340,7 +340,7 @@ def distribute(
     what: str = "distribute_tensor",
     pin: _Pin = jax.lax.with_sharding_constraint,
 ) -> Any:
-    """Gives one array a layout on a mesh, as `distribute_tensor` does.
+    """Give one array a layout on a mesh, as `distribute_tensor` does.
 
     Args:
         x: the array.
@@ -412,7 +412,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
 
 
 def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
-    """Moves an array to the devices of a mesh; one that `grad` traces too, eagerly.
+    """Move an array to the devices of a mesh; one that `grad` traces too, eagerly.
 
     Raises:
         MeshError: the mesh has no devices.
@@ -439,7 +439,7 @@ def _constrain(
     explicit = explicit_axes(mesh)
     for dim, axes in enumerate(dims):
         if len({axis in explicit for axis in axes}) > 1:
-            # JAX would drop the Auto axes in silence.
+            # JAX would silently drop the Auto axes.
             raise LayoutError(
                 f"{what} of a traced array {tuple(x.shape)} to {layout}: dim {dim} "
                 f"lies on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
@@ -474,7 +474,7 @@ def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
 
 
 def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
-    """Raises where a traced value would have to go to other devices.
+    """Raise where a traced value would have to go to other devices.
 
     A trace shows how many devices there are, not which.
 

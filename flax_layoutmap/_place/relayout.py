@@ -1,4 +1,4 @@
-"""Changing the layout of arrays, with gradients that come back in the old one.
+"""Change the layout of arrays; gradients return in the original layout.
 
 DTensor's `relayout`, `relayout_like` and `copy_to_mesh`.
 """
@@ -41,7 +41,7 @@ _MESHES = DeviceMesh | Mesh | AbstractMesh
 def relayout(
     x: Any, layout: Any, *, gradient: Any = "input", name: str | None = None
 ) -> Any:
-    """Gives an array another layout; its gradient comes back in the one it had.
+    """Give an array another layout; its gradient has the original layout.
 
     As `flm.distribute_tensor`, but the cotangent takes the layout of the forward
     input, at every order of differentiation. Outside of `jit`, and on Explicit axes,
@@ -50,7 +50,7 @@ def relayout(
     JAX's own constraint sends the cotangent back in the layout of the result. There,
     `gradient` says what to do:
 
-    - `"input"`: the compiler is told that the cotangent lies as `x` does. Exact where
+    - `"input"`: the cotangent is constrained to the sharding of `x`. Exact where
       the layout of `x` is fixed: an argument of `jit`, the result of another relayout.
       Otherwise, as in the body of a `scan` or `jax.checkpoint`, or in a function under
       `jax.jit` that another one calls several times, the compiler has chosen one for
@@ -58,15 +58,15 @@ def relayout(
       until the backward pass, and there every device gathers the whole cotangent.
     - a layout: that of `x`, which is fixed too. Exact; `x` is not kept, and the
       cotangent goes there directly. Take this one for large activations. (The carry
-      of a `scan` has a layout of its own, whatever is said inside.)
-    - `"output"`: what JAX does by itself. On Auto axes only.
+      of a `scan` has its own layout, whatever is set inside.)
+    - `"output"`: the behaviour of JAX. On Auto axes only.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or a name, as for
             `distribute_tensor`; axes without a mesh take at last the mesh that `x` is
-            on. `TensorLayout.MATCH` keeps what that dim has. A mesh keeps the dims and
-            moves them to that mesh; what lies on no mesh is replicated there.
+            on. `TensorLayout.MATCH` keeps the axes of a dim. A mesh keeps the dims and
+            moves them to that mesh; an array on no mesh is replicated there.
         gradient: `"input"`, `"output"`, or the layout that `x` has.
         name: shown in profiles, as by `jax.named_scope`.
 
@@ -74,8 +74,8 @@ def relayout(
         The array (or tree) with that layout; the same object where it has it already.
 
     Raises:
-        LayoutError: another rank, a dim that does not divide, no array, or a layout
-            that nobody knows is to be kept.
+        LayoutError: another rank, a dim that does not divide, no array, or an unknown
+            layout that is to be kept.
         MeshError: no mesh to be found, or one without devices; in a trace, one with
             another number of devices (as for `distribute_tensor`).
         RuleError: no such name or axis.
@@ -107,18 +107,18 @@ def relayout(
 
 
 def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
-    """Gives an array the mesh and layout of another one; gradients return in its own.
+    """Give an array the mesh and layout of another; gradients keep its own.
 
     Where the layout of `like` is known (an array, one closed over, a value on Explicit
     axes), `like` may have any shape of the same rank and any dtype, and nothing else
     changes. An array on no mesh is followed by replicating `x` on its own mesh.
 
-    Under `jit` on Auto axes a traced `like` has no layout to read. Then the compiler is
-    told to lay both alike. It costs a gather, forward and backward, and memory, as both
+    Under `jit` on Auto axes a traced `like` has no layout to read. Then both are
+    constrained alike. It costs a gather, forward and backward, and memory, as both
     are kept until the backward pass. It is exact where the layouts of both are fixed,
     as those of arguments are; a value in between, or in a function under `jax.jit` that
-    another one calls several times, may come to lie as the compiler likes.
-    In the body of a loop (`scan`, `while_loop`) it is refused, as the layout of the
+    another one calls several times, may get any layout that the compiler chooses.
+    In the body of a loop (`scan`, `while_loop`) it raises, as the layout of the
     carry gets mixed in. There, pass the layout, `flm.relayout(x, layout)`.
 
     Args:
@@ -130,7 +130,7 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
         The array with that layout; of a Variable or box, a new one that holds it.
 
     Raises:
-        LayoutError: another rank; a dim that does not divide; neither lies on a mesh;
+        LayoutError: another rank; a dim that does not divide; neither is on a mesh;
             or a traced `like` on Auto axes that has another shape, or is inside
             a loop or `shard_map`, or on a mesh with Explicit axes too.
 
@@ -167,7 +167,7 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
 
 
 def copy_to_mesh(x: Any, layout: Any) -> Any:
-    """Copies arrays to another mesh; DTensor's older name for `relayout`.
+    """Copy arrays to another mesh; DTensor's older name for `relayout`.
 
     Args:
         x: an array, or a tree of them.
@@ -232,7 +232,7 @@ def _relayout(
         x, gradient = _relayout(x, given, "output", what), "output"
     array = concrete(x)
     if array is not None and own_mesh(x) != layout.device_mesh and _committed(array):
-        # What `jax.grad` holds outside of jit: device_put knows the way back.
+        # A tracer of `jax.grad` outside of jit: device_put is differentiable.
         return move(x, layout, checked_dims(layout, x, what))
     known = known_layout(x)
     if array is not None and known is not None and gradient == "input":

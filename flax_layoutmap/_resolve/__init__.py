@@ -1,1 +1,1 @@
-"""Rules and a tree → a Resolution."""
+"""Resolve rules and a tree to a Resolution."""

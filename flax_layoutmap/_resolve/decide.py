@@ -1,9 +1,9 @@
-"""Deciding: the rules that match and what a leaf belongs to → one Decision per leaf.
+"""Stage "decide": matching rules and origins → one Decision per leaf.
 
 Precedence, for a parameter: an explicit layout on the variable, a rule, Flax metadata,
 the kernel that it belongs to, replicated. For optimizer state: an optimizer rule, the
-layout of its parameter, the layout that it has, replicated. Random state and what is no
-array are replicated.
+layout of its parameter, its current layout, replicated. Random state and whatever is
+not an array are replicated.
 """
 
 import dataclasses
@@ -43,11 +43,11 @@ _NO_PARAMETERS = "its parameters are not in the tree: pass params= and tx= to re
 
 
 def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
-    """Decides every leaf: parameters, then what follows them.
+    """Decide every leaf: parameters, then what follows them.
 
     Args:
-        matches: the rules that match each leaf, and whose leaf it is.
-        rules: the rules that were asked, maybe on another mesh.
+        matches: the rules that match each leaf, and its origin.
+        rules: the rules that were matched, maybe on another mesh.
     """
     leaves, origins = matches.origins.leaves, matches.origins
     shapes, marks = leaves.shapes, leaves.flat.annotations
@@ -120,7 +120,7 @@ def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
 
 
 def _annotated(layer: Layer, mark: Mark, row: Decision, shape: Shape) -> Decision:
-    """Applies layout metadata of a Variable or box, where it has precedence."""
+    """Apply layout metadata of a Variable or box, where it has precedence."""
     if row.owner is not None or row.reason in ("unknown optimizer state", "own layout"):
         return row  # a copy of the parameter's metadata, for another shape maybe
     if mark.problem is not None:

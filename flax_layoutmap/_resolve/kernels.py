@@ -1,11 +1,11 @@
-"""What belongs to a kernel and follows it: LoRA matrices, scales of quantised kernels.
+"""Leaves that follow a kernel: LoRA matrices, and scales of quantised kernels.
 
 A LoRA matrix has some dims of a kernel. A rule is written for the kernel. So a rule
 that matches the kernel too is not about the matrix, which then follows the kernel, dim
 by dim; a rule that matches a matrix and not its kernel is about the matrix, and wins.
 
 A scale has the dims of its kernel at size 1 or in blocks, or some of them. A dim of
-size 1 cannot be split. Where a leaf is the scale of another one (its name says so, or
+size 1 cannot be split. Where a leaf is the scale of another one (by its name, or
 the other has 8 bits or fewer) which the same rule lays out, that is no mistake: such
 dims are replicated, and the note of the leaf says so. Any other leaf with a dim of size
 1 is an error as with any size: the rule is not about it.
@@ -49,7 +49,7 @@ _NO_KERNEL = (
 
 
 def find_adapters(leaves: Leaves) -> tuple[dict[int, Adapter], dict[int, str]]:
-    """Finds the LoRA matrices of a tree, from paths and shapes.
+    """Find the LoRA matrices of a tree, from paths and shapes.
 
     Returns:
         Position → matrix, and position → path without the LoRA module around it, as
@@ -226,7 +226,7 @@ def _explained(row: Decision, why: str) -> Decision:
 
 
 def _unclear(leaves: Leaves, kernels: Sequence[int]) -> str:
-    """Said where the shapes do not tell which dims of which kernel a matrix has."""
+    """The note for a matrix whose kernel or dims are ambiguous by the shapes."""
     listed = " or ".join(
         f"{leaves.flat.paths[kernel]} {show_shape(leaves.shapes[kernel])}"
         for kernel in dict.fromkeys(kernels)
@@ -258,7 +258,7 @@ _SCALE = re.compile(r"scale|zero|offset|absmax|step_size", re.IGNORECASE)
 
 
 def lay_scales(layer: Layer) -> None:
-    """Lays out the scales among the leaves that their rule does not fit."""
+    """Lay out the scales among the leaves that their rule does not fit."""
     if not any(row.problem or row.fallback for row in layer.made.values()):
         return
     leaves, rows = layer.leaves, layer.rows

@@ -1,4 +1,4 @@
-"""Laying out: one layout on one shape, checked for rank, mesh and divisibility."""
+"""Apply a layout to a shape, checking rank, mesh and divisibility."""
 
 import dataclasses
 import math
@@ -105,7 +105,7 @@ class Layer:
         reason: Reason,
         **more: Any,
     ) -> Decision:
-        """Checks a layout for a leaf; the decision has the problem, if there is one.
+        """Check a layout for a leaf; the decision has the problem, if there is one.
 
         Args:
             layout: the layout wanted.

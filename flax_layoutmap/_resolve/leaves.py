@@ -1,4 +1,4 @@
-"""Reading: a flattened tree → the columns of its leaves, without its arrays."""
+"""Stage "leaves": a flattened tree → columns of its leaves, without the arrays."""
 
 import dataclasses
 import operator
@@ -21,7 +21,7 @@ _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def leaves_of(flat: Flat, tree: Any) -> Leaves:
-    """Reads the leaves of a tree.
+    """Read the leaves of a tree.
 
     Args:
         flat: the tree, flattened.

@@ -1,7 +1,7 @@
-"""Names and shapes of LoRA matrices: which of them belong together, and to what.
+"""Find LoRA matrices and their kernels by names and shapes.
 
 A LoRA adapter adds `A @ B` to a kernel: A has the kernel's in-dims and a rank, B the
-rank and the kernel's out-dims. What the libraries call them:
+rank and the kernel's out-dims. Their names in the libraries:
 
 - `lora_a`, `lora_b` (Flax's `nn.LoRA`, below `lora/` in `LoRALinear`), `lora_A`,
   `lora_B`, `lora_down`, `lora_up`; also as modules, `lora_a/kernel`;
@@ -31,7 +31,7 @@ _WEIGHTS = ("kernel", "weight", "w")
 
 
 class Matrix(NamedTuple):
-    """What the path of a LoRA matrix says.
+    """The parts of the path of a LoRA matrix.
 
     Attributes:
         role: `"A"` (in-dims and rank) or `"B"` (rank and out-dims).
@@ -52,7 +52,7 @@ def is_about_lora(path: str) -> bool:
 
 
 def matrix_of(path: str) -> Matrix | None:
-    """Reads the path of a LoRA matrix; None for any other path."""
+    """Read the path of a LoRA matrix; None for any other path."""
     parts = path.split("/")
     at = len(parts) - 1
     if parts[at] in _WEIGHTS and at:

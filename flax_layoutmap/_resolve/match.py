@@ -1,4 +1,4 @@
-"""Matching: which rules match which leaf; the only stage that asks patterns."""
+"""Stage "match": which rules match which leaf; the only stage that uses patterns."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ _NO_MATCH = Match()
 
 
 def match(origins: Origins, rules: RuleSet) -> Matches:
-    """Finds the rules of every leaf, by the paths that its origin asks for."""
+    """Find the rules of every leaf, by the paths of its origin."""
     origins = _with_blocks(origins, rules.matcher)
     return Matches(
         origins,
@@ -26,7 +26,7 @@ def match(origins: Origins, rules: RuleSet) -> Matches:
 
 
 def _with_blocks(origins: Origins, matcher: Matcher) -> Origins:
-    """Adds the folded paths, where the tree was not flattened for these rules."""
+    """Add the folded paths, where the tree was not flattened for these rules."""
     leaves = origins.leaves
     flat = leaves.flat
     if flat.blocks or not flat.paths:
@@ -41,7 +41,7 @@ def _with_blocks(origins: Origins, matcher: Matcher) -> Origins:
 
 
 def _runs(origins: Origins, rules: RuleSet) -> list[Run]:
-    """Asks the parameter rules about each block of leaves, and equal blocks once.
+    """Match the parameter rules with each block of leaves, equal blocks once.
 
     Optimizer state is not asked: it follows its parameters.
     """
@@ -94,7 +94,7 @@ def _match(
 
 
 def _without_lora(origins: Origins, rules: RuleSet) -> dict[int, Match]:
-    """What is inside of a LoRA module is asked by its path without the module.
+    """A leaf inside of a LoRA module is matched by its path without the module.
 
     Unless a rule matches it inside of the module alone.
     """

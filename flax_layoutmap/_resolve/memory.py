@@ -1,4 +1,4 @@
-"""What is remembered between calls: resolved trees, and the rules of a model.
+"""Caches between calls: resolved trees, and the rules of a model.
 
 The first is bounded, the second holds weak references; neither keeps arrays alive.
 """
@@ -35,7 +35,7 @@ def recall(tree: Any, rules: RuleSet) -> Resolution | None:
 
 
 def remember(structure: Structure, resolution: Resolution) -> None:
-    """Notes a Resolution for `recall`."""
+    """Note a Resolution for `recall`."""
     _TREES.insert(0, (resolution.rules, structure, resolution))
     del _TREES[_MOST_TREES:]
 
@@ -48,7 +48,7 @@ _KNOWN: dict[int, tuple[weakref.ref[Any], RuleSet]] = {}
 
 
 def remember_rules(tree: Any, rules: RuleSet) -> None:
-    """Notes the rules that a tree was laid out by, if they have optimizer rules."""
+    """Note the rules that a tree was laid out by, if they have optimizer rules."""
     if not rules.optimizer and not _KNOWN:
         return
     own = dataclasses.replace(rules, rules=(), names=(), activations=())

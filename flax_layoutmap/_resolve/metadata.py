@@ -40,7 +40,7 @@ class Mark:
 
 
 def mark_of(box: Any) -> Mark:
-    """Reads the mark of an NNX Variable or a Linen box."""
+    """Read the mark of an NNX Variable or a Linen box."""
     if not isinstance(box, nnx.Variable):
         kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"
         if isinstance(box, linen_spmd.LogicallyPartitioned):
@@ -53,7 +53,7 @@ def mark_of(box: Any) -> Mark:
     metadata = metadata_of(box)
     layout, problem = _explicit(metadata.get("layout"))
     names = metadata.get("out_sharding")
-    if names is None:  # an empty tuple says: replicated
+    if names is None:  # an empty tuple means replicated
         names = metadata.get("sharding_names")
     return Mark(
         layout=layout,

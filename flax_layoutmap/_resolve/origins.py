@@ -1,8 +1,8 @@
-"""Origins: which parameter each leaf of optimizer state belongs to, and LoRA's kernels.
+"""Stage "origins": the parameter of each optimizer-state leaf, and LoRA's kernels.
 
 An optimizer knows its parameters by the paths of the tree it was given. The whole tree
 may hold several models with the same paths, or its parameters below a prefix. Shapes
-tell such models apart, then where the optimizer is and what it is called.
+distinguish such models, then the optimizer's position and name.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ Owners = Mapping[str, Owner]
 
 
 def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
-    """Finds whose leaf each one is, from paths, shapes and the optimizer alone.
+    """Find the origin of each leaf from paths, shapes and the optimizer alone.
 
     Args:
         leaves: the leaves of the tree.
@@ -168,7 +168,7 @@ def _section_tags(
     given: Sequence[Any],
     guesses: Iterable[Any],
 ) -> Tags:
-    """Traces the optimizer of one section over the parameters that fit its state.
+    """Trace the optimizer of one section over the parameters that fit its state.
 
     It may refuse guesses; if it refuses what was given as well, that error is raised.
     """
@@ -327,7 +327,7 @@ def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]
     """
     orphans = (p for p, shape in state.items() if shape and not owner_of(p, owners))
     found: set[str] = set()
-    # The first ones may be of no parameter (a random key), so some more are asked.
+    # The first ones may belong to no parameter (a random key), so try some more.
     for orphan in itertools.islice(orphans, _MOST_PREFIXES):
         whole = orphan.split("/")
         for owner in owners:

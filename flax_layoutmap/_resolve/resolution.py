@@ -121,7 +121,7 @@ class Resolution(ResolvedTable):
         return self._tree(self._per_decision(layout_of))
 
     def abstract(self) -> Any:
-        """The tree with a `jax.ShapeDtypeStruct` with sharding for each array.
+        """Return the tree with a sharded `jax.ShapeDtypeStruct` for each array.
 
         Usable as the target of any Orbax restore. Python numbers (an int `step`) become
         what JAX makes of them; leaves that are no arrays (a string) stay as they are.
@@ -142,7 +142,7 @@ class Resolution(ResolvedTable):
         return self._tree(leaves)
 
     def sharding_list(self) -> tuple[NamedSharding, ...]:
-        """One `NamedSharding` per leaf, in leaf order; equal ones are one object."""
+        """Return one `NamedSharding` per leaf, in order; equal ones are one object."""
         known = self._shardings
         if known is not None:
             return known
@@ -177,7 +177,7 @@ class Resolution(ResolvedTable):
             )
 
     def on(self, mesh: Any) -> "Resolution":
-        """The same tree under the same rules on another mesh, such as a concrete one.
+        """Resolve the same tree and rules on another mesh, such as a concrete one.
 
         Raises:
             RuleError: a rule names an axis that the mesh does not have.
@@ -190,7 +190,7 @@ class Resolution(ResolvedTable):
 
     @property
     def unmatched(self) -> tuple[str, ...]:
-        """Paths of the leaves that no rule and no metadata places (not scalars)."""
+        """Paths of the leaves without a rule or metadata (except scalars)."""
         return tuple(
             path
             for path, row in zip(self.paths, self._rows, strict=True)
@@ -199,7 +199,7 @@ class Resolution(ResolvedTable):
 
     @property
     def fallbacks(self) -> tuple[ResolvedLeaf, ...]:
-        """The leaves that a rule or metadata places, but not fully."""
+        """The leaves for which a rule or metadata could not be applied in full."""
         return tuple(
             self.leaf(at)
             for at, row in enumerate(self._rows)
@@ -208,20 +208,20 @@ class Resolution(ResolvedTable):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of rules, mesh and table; equal on all processes of a healthy job."""
+        """Hash of rules, mesh and table; equal on all processes of a correct job."""
         return hashlib.sha256(
             "".join(self.fingerprints().values()).encode()
         ).hexdigest()
 
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of the parts: `"rules"`, `"mesh"`, `"table"`."""
+        """Return hashes of the parts: `"rules"`, `"mesh"`, `"table"`."""
         return {
             name: hashlib.sha256("\n".join(lines).encode()).hexdigest()
             for name, lines in self.fingerprint_lines().items()
         }
 
     def fingerprint_lines(self) -> dict[str, list[str]]:
-        """What the hashes are of: a line for each rule and option, and for each leaf.
+        """Return the hashed lines: one for each rule, option and leaf.
 
         An error on processes that differ names the first line in which they do.
         """
@@ -236,7 +236,7 @@ class Resolution(ResolvedTable):
         }
 
     def explain(self, path: str) -> str:
-        """Tells in a few lines why a leaf got its layout, or why it got none.
+        """Explain in a few lines why a leaf got its layout, or none.
 
         Args:
             path: path of the leaf, within the tree or within its module.
@@ -256,7 +256,7 @@ class Resolution(ResolvedTable):
         fold: bool = True,
         width: int | None = None,
     ) -> str:
-        """The whole table: path, shape, dtype, spec, rule, shard, bytes, and totals.
+        """Return the table: path, shape, dtype, spec, rule, shard, bytes, and totals.
 
         Args:
             format: `"text"`, `"markdown"`, or `"json"` (schema 1, which
@@ -272,10 +272,10 @@ class Resolution(ResolvedTable):
         return _report.report(self, format, folded=fold, width=width)
 
     def diff(self, other: "Resolution") -> ResolutionDiff:
-        """What changes from this Resolution to another, and what the change costs.
+        """Compare with another Resolution: the changes, and their cost.
 
         The other may be of other rules, on another mesh (with or without devices), of
-        another tree. Leaves are told apart by their paths.
+        another tree. Leaves are identified by their paths.
 
         Args:
             other: what it is to be compared with: the later one.
@@ -301,7 +301,7 @@ class Resolution(ResolvedTable):
         return difference(_snapshot(self), _snapshot(other))
 
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
-        """Prints the report as wide as the terminal, with a colour per mesh axis.
+        """Print the report as wide as the terminal, with a colour per mesh axis.
 
         Where the output is no terminal (a pipe, a file), that is `report()`: no colours
         and nothing left out, or as wide as the environment variable COLUMNS says.
@@ -326,7 +326,7 @@ class Resolution(ResolvedTable):
         return _report.coloured(self, options.max_width)
 
     def remarks(self, *, large_only: bool = False, fold: bool = False) -> list[str]:
-        """Unused rules, unmatched leaves, fallbacks: one line each.
+        """Return unused rules, unmatched leaves and fallbacks, one line each.
 
         Args:
             large_only: leave out fallbacks, and unmatched leaves that with those like
@@ -336,11 +336,11 @@ class Resolution(ResolvedTable):
         return _remarks.remarks(self, large_only=large_only, folded=fold)
 
     def to_json(self) -> dict[str, Any]:
-        """The table as plain JSON values, schema 1."""
+        """Return the table as plain JSON values, schema 1."""
         return _report.to_json(self)
 
     def announce(self, besides: "Sequence[Resolution]" = ()) -> None:
-        """Warns about unused rules and large unmatched leaves; for consumers.
+        """Warn about unused rules and large unmatched leaves; for consumers.
 
         Emits each once for a rule set, also where the tree is part of another one.
 
@@ -376,11 +376,11 @@ class Resolution(ResolvedTable):
 
 
 def decided(matches: Matches, rules: RuleSet) -> Resolution:
-    """Decides every leaf.
+    """Decide every leaf.
 
     Args:
-        matches: the rules that match each leaf, and whose leaf it is.
-        rules: the rules that were asked, maybe on another mesh.
+        matches: the rules that match each leaf, and its origin.
+        rules: the rules that were matched, maybe on another mesh.
 
     Raises:
         ResolveError: leaves do not fit the rules; one error lists all of them.

@@ -1,8 +1,8 @@
-"""resolve(tree, rules) → Resolution: the one place where rules meet leaves.
+"""resolve(tree, rules) → Resolution: the only place where rules are applied to leaves.
 
 Five stages, each a function from one frozen value to the next:
 
-    tree → flatten → find_origins (whose leaf is it?) → match → decide → Resolution
+    tree → flatten → find_origins → match → decide → Resolution
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def resolve(
     tx: Any = None,
     strict: bool | None = None,
 ) -> Resolution:
-    """Decides the layout of every leaf of a tree. No device is touched.
+    """Resolve the layout of every leaf of a tree, without using devices.
 
     Args:
         tree: a module, a function that makes one (it is only traced), an `nnx.State`,
@@ -81,7 +81,7 @@ def resolve_tree(
     tx: Any,
     layouts: Sequence[TensorLayout] | None = None,
 ) -> Resolution:
-    """Resolves a tree, or optimizer state whose parameters are not in it.
+    """Resolve a tree, or optimizer state whose parameters are not in it.
 
     Args:
         tree: the tree.
@@ -102,7 +102,7 @@ def resolve_tree(
 
 
 def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
-    """Resolves leaves of which it is known whose they are: the last three stages."""
+    """Resolve leaves with known origins: the last three stages."""
     matches = match(origins, rules)
     return decided(matches, rules)  # decide → Resolution
 
@@ -110,14 +110,14 @@ def resolve_origins(origins: Origins, rules: RuleSet) -> Resolution:
 def resolve_with_origins(
     tree: Any, rules: RuleSet, known: Mapping[str, Origin]
 ) -> Resolution:
-    """Resolves a tree whose optimizer leaves have known origins (a checkpoint's)."""
+    """Resolve a tree whose optimizer leaves have known origins (a checkpoint's)."""
     leaves = leaves_of(flatten(tree, rules.matcher.fold_part), tree)
     found = [known.get(path) for path in leaves.flat.full_paths()]
     return resolve_origins(known_origins(leaves, found), rules)
 
 
 def _resolve_or_recall(tree: Any, rules: RuleSet) -> Resolution:
-    """Looks the tree up by structure, shapes and dtypes before anything is matched."""
+    """Look the tree up by structure, shapes and dtypes before anything is matched."""
     if is_nnx_object(tree) and not hasattr(tree, "opt_state"):
         tree = nnx_state(tree)  # what its Resolution is a tree of
     known = recall(tree, rules)

@@ -1,6 +1,6 @@
 """The frozen values between the stages of resolving, in order.
 
-`Leaves` (what a tree holds) → `Origins` (whose leaf each one is) → `Matches` (which
+`Leaves` (of a tree) → `Origins` (the parameter of each leaf) → `Matches` (which
 rules match) → one `Decision` per leaf, in a Resolution.
 """
 
@@ -19,7 +19,7 @@ Dims = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of a tree, before any rule is asked; columns with one entry each.
+    """The leaves of a tree before matching; columns with one entry each.
 
     Attributes:
         flat: the tree, flattened, with a `Mark` for each annotation.
@@ -93,7 +93,7 @@ class Adapter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origins:
-    """Whose leaf each one is, from paths, shapes and the optimizer alone.
+    """The origin of each leaf, from paths, shapes and the optimizer alone.
 
     Attributes:
         leaves: the leaves.
@@ -133,10 +133,10 @@ class Run(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matches:
-    """Which rules match which leaf; the patterns are not asked again.
+    """Which rules match which leaf; patterns are not used afterwards.
 
     Attributes:
-        origins: whose leaf each one is.
+        origins: the origin of each leaf.
         runs: parameter rules, for all leaves in order.
         plain: position → parameter rules by the path without the LoRA module, where
             these count.

@@ -1,4 +1,4 @@
-"""Which dims of its parameter each leaf of an optimizer state has, by tracing.
+"""Trace which dims of its parameter each leaf of an optimizer state has.
 
 `tx.init` is traced once, abstractly, on a made-up mesh whose axes all have size 1 and
 are named by dim number. JAX's sharding-in-types then writes on every state leaf the
@@ -25,7 +25,7 @@ from flax_layoutmap._tree.paths import Flat
 def tagged_dims(
     init: Callable[[Any], Any], params: Any
 ) -> dict[str, tuple[Shape, Dims | None]]:
-    """Traces `init(params)`: path of each state leaf → its shape and parameter dims.
+    """Trace `init(params)`: path of each state leaf → its shape and parameter dims.
 
     Args:
         init: `tx.init` of an optax transformation.
@@ -58,7 +58,7 @@ def tagged_dims(
 def _dims_by_sharding(
     init: Callable[[Any], Any], shapes: Any, plain: Flat
 ) -> list[Dims | None]:
-    """Traces on a mesh whose axes are the dim numbers; one entry per leaf of `plain`.
+    """Trace on a mesh whose axes are the dim numbers; one entry per leaf of `plain`.
 
     All None where the trace is impossible: an `init` that contracts parameters, such
     as `p @ p.T`.
@@ -86,7 +86,7 @@ def _dims_by_sharding(
 def _dims_by_size(
     init: Callable[[Any], Any], shapes: Any, plain: Flat
 ) -> list[Dims | None]:
-    """Traces over parameters whose dims all have different sizes, and reads the sizes.
+    """Trace over parameters whose dims all have different sizes, and read the sizes.
 
     For state made of bare shapes, `jnp.zeros(p.shape[:-1])`, which carry no sharding
     (Adafactor up to optax 0.2.6, sm3, GaLore). Equal dims become different in one
@@ -103,7 +103,7 @@ def _dims_by_size(
 def _read_sizes(
     init: Callable[[Any], Any], shapes: Any, order: int, plain: Flat
 ) -> tuple[list[Dims | None], set[int]]:
-    """Dims of each leaf by its sizes, and the leaves for which these say nothing.
+    """Dims of each leaf by its sizes, and the leaves with ambiguous sizes.
 
     Every dim has either the size that it has over `shapes`, or that of a dim of its
     parameter in both. Where one does not, the other sizes led `init` elsewhere, and no

@@ -1,1 +1,1 @@
-"""Rules, what they match, and the files that hold them."""
+"""Rules, pattern matching, and rule files."""

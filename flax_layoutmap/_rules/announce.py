@@ -1,4 +1,4 @@
-"""Emit each warning once for a rule set and the leaves that it is about."""
+"""Emit each warning once per rule set and set of leaves."""
 
 import functools
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Remark(NamedTuple):
 
 
 def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
-    """Emits warnings, each once for a rule set, and in one process of a job.
+    """Emit warnings, each once for a rule set, and in one process of a job.
 
     Args:
         rules: whose `strict` says whether they are errors, or nothing.
@@ -51,7 +51,7 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
 
 
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
-    """The texts of remarks that are new: none like it for these leaves, or for more.
+    """The texts of new remarks: not emitted yet for these leaves or a superset.
 
     They are remembered, by the rule set and the same rules on other meshes.
     """

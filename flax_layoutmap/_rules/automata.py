@@ -1,4 +1,4 @@
-"""Patterns as automata: what a regular expression can match, over all paths.
+"""Patterns as automata, to find what a regular expression can match over all paths.
 
 For questions that no single path answers: can a pattern match any path, does it match
 every path that another one matches, which path tells them apart. Where a pattern is not
@@ -67,7 +67,7 @@ class Automaton:
         return self._build(("rep", ("set", ANY), 0, None), start)
 
     def _build(self, node: Node, start: int) -> int:
-        """Adds the states of a node behind `start`; the state at its end."""
+        """Add the states of a node behind `start`; the state at its end."""
         kind = node[0]
         if kind == "text":
             for char in node[1]:
@@ -141,7 +141,7 @@ class Automaton:
 
     def read(self, states: int, char: int) -> int:
         """The states after one more character (a mask of one class)."""
-        key = states, char  # asked again for each pair that a state is in
+        key = states, char  # looked up for each pair that a state is in
         known = self._read.get(key)
         if known is None:
             known = 0
@@ -160,7 +160,7 @@ class Automaton:
 
     @property
     def masks(self) -> set[int]:
-        """The sets of characters that it tells apart."""
+        """The sets of characters that it distinguishes."""
         return {step[0] for step in self.steps if step is not None}
 
 
@@ -226,7 +226,7 @@ def _shortest(own: Automaton, other: Automaton) -> str | None:
 
 
 def _classes(masks: set[int]) -> list[tuple[int, str]]:
-    """Characters that no mask tells apart, each class with one to write it by."""
+    """Classes of characters that no mask distinguishes, with a sample of each."""
     classes = [_SLASH, _ALL & ~_SLASH]
     for mask in masks:
         split = [part for own in classes for part in (own & mask, own & ~mask)]

@@ -1,4 +1,4 @@
-"""Rule, and the Matcher, which finds the rules that match a path."""
+"""Rule, and Matcher, which finds the rules that match a path."""
 
 import dataclasses
 import functools
@@ -88,7 +88,7 @@ class Rule:
         return self
 
     def on(self, mesh: Any) -> "Rule":
-        """The same rule with its layout on another mesh (an own one is replaced)."""
+        """Return the rule with its layout on another mesh."""
         try:
             layout = self.layout.on(mesh)
         except RuleError as error:
@@ -172,7 +172,7 @@ class Matcher:
     def fold_forms(
         self, folded: Sequence[str]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Asks about all paths whose forms fold to these.
+        """Match all paths whose forms fold to these.
 
         Returns:
             Positions that match all of them, and positions that may match some: those

@@ -1,4 +1,4 @@
-"""How long `re` may take to try a pattern on a path, found by reading the pattern.
+"""Upper bound of the time that `re` takes to try a pattern on a path.
 
 `re` tries every way to match before it gives up. Where the number of ways doubles with
 each character, as in `(a+)+`, a path of 40 characters takes days. Here each character
@@ -25,7 +25,7 @@ MOST_STEPS_TOGETHER = 2_000_000_000
 USUAL_PATH = 100
 LONGEST_PATTERN = 2_000
 
-# Those that take no more need not be counted to the last one.
+# Patterns with no more steps than this need no exact count.
 _FEW_STEPS = MOST_STEPS // 100
 _MOST_CHOICES = 100_000
 _MOST_NODES = 1_000
@@ -66,7 +66,7 @@ def slow_because(pattern: str, length: int = USUAL_PATH) -> str | None:
 
 
 def slow_together(patterns: Iterable[str], seconds: float) -> str | None:
-    """Says that all patterns together may take too long, and which take the most.
+    """State that all patterns together may take too long, and which take the most.
 
     Args:
         patterns: patterns of which none is slow alone.
@@ -182,7 +182,7 @@ class _Bound:
         self.steps += characters * ways * places
 
     def go(self, node: Node, ways: int, loops: int) -> tuple[int, int]:
-        """Adds a node; in how many ways, and behind how many loops, it is left."""
+        """Add a node; in how many ways, and behind how many loops, it is left."""
         kind = node[0]
         self.nodes += 1
         if self.nodes > _MOST_NODES:

@@ -1,7 +1,7 @@
-"""The reader of regular expressions: a pattern as a tree, and what it needs of a path.
+"""Parse regular expressions: a pattern as a tree, and what it requires of a path.
 
-`read` takes a pattern apart once. `view_of` tells a `Matcher` which texts a match
-holds and which digits matter; `automata` and `pattern_cost` build on the tree.
+`read` parses a pattern once. `view_of` gives a `Matcher` the texts that a match
+holds and the digits that matter; `automata` and `pattern_cost` build on the tree.
 """
 
 import functools
@@ -41,7 +41,7 @@ Node = tuple
 
 
 class NotUnderstood(Exception):
-    """The pattern has something that the reader does not know."""
+    """The pattern has a construct that the parser does not support."""
 
     def __init__(self, reason: str = "it is too complicated to tell") -> None:
         super().__init__(reason)
@@ -55,7 +55,7 @@ class Tree(NamedTuple):
         is_exact: whether it reads nothing else. Look-around, back-references, flags,
             word boundaries and characters beyond ASCII are not exact.
         is_foldable: whether its texts stand for themselves, and nothing else in it
-            tells one digit from another.
+            distinguishes digits.
     """
 
     root: Node
@@ -65,7 +65,7 @@ class Tree(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def read(pattern: str) -> Tree:
-    """Reads a pattern that compiles.
+    """Read a pattern that compiles.
 
     Raises:
         NotUnderstood: it has comments, conditions, verbose flags, look-behind with
@@ -243,7 +243,7 @@ def _mask(text: str, flags: int = 0) -> int:
 
 
 _DIGIT = re.compile(r"\d")
-# Letters or digits, as many as there are: what is none of both ends a word.
+# Runs of letters or of digits; any other character ends a word.
 _WORD = re.compile(r"[^\W\d_]+|\d+")
 
 
@@ -270,7 +270,7 @@ _UNKNOWN, _NONE = View(False), frozenset[str]()
 def view_of(pattern: str) -> View:
     """The View of a pattern that compiles."""
     try:
-        tree = read.__wrapped__(pattern)  # not kept: of a Rule it is asked once
+        tree = read.__wrapped__(pattern)  # not cached: a Rule calls it once
     except NotUnderstood:
         return _UNKNOWN
     if not tree.is_foldable:
@@ -315,7 +315,7 @@ def _whole_words(text: str) -> list[str]:
 
 
 class Folding:
-    """Folds the digits of a part of a path, where no pattern can tell them apart.
+    """Folds the digits of a part of a path that no pattern distinguishes.
 
     Where none can, `layers/17/kernel` and `layers/42/kernel` are one question. A part
     that holds one of the chunks is kept; in all others every ASCII digit becomes one

@@ -46,7 +46,7 @@ class Decision:
     matched: tuple[int, ...] = ()  # all rules that match, the winner among them
     memory_kind: str | None = None
     fallback: str | None = None
-    problem: str | None = None  # what a ResolveError says after path and shape
+    problem: str | None = None  # text of a ResolveError after path and shape
     owner: str | None = None  # parameter that an optimizer-state leaf belongs to
     owner_dims: tuple[int | None, ...] | None = None
     note: str | None = None  # what else there is to say about it

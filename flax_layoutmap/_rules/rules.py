@@ -103,7 +103,7 @@ class RuleSet:
         return RuleSet, self._key
 
     def matching(self, path: str) -> tuple[int, ...]:
-        """Positions (from 0) of the parameter rules that match a path.
+        """Return the positions (from 0) of the parameter rules that match a path.
 
         An exact key wins alone, unless it may be skipped (`rank="skip"`); otherwise
         every pattern that matches is listed.
@@ -112,19 +112,19 @@ class RuleSet:
 
     @property
     def matcher(self) -> Matcher:
-        """Matches paths with the parameter rules (made on first use)."""
+        """The `Matcher` of the parameter rules, made on first use."""
         if self._caches.matcher is None:
             self._caches.matcher = Matcher(self.rules, self.match)
         return self._caches.matcher
 
     def with_changes(self, **changes: Any) -> "RuleSet":
-        """The rules of this set with other options; no warning comes twice."""
+        """Return the rules with other options; warnings are still emitted once."""
         changed = dataclasses.replace(self, **changes)
         changed._caches.announced = self._caches.announced
         return changed
 
     def on(self, mesh: Any) -> "RuleSet":
-        """The same rules on another mesh.
+        """Return the same rules on another mesh.
 
         `batch` keeps the axes that the new mesh has; if it has none, its first axis.
 
@@ -160,7 +160,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_options(**options: Any) -> None:
-    """Raises RuleError for an option value that is none of its choices."""
+    """Raise RuleError for an option value that is none of its choices."""
     for name, value in options.items():
         # By identity where not a string: 0 == False, but 0 is no choice.
         if not any(
@@ -175,7 +175,7 @@ def check_options(**options: Any) -> None:
 
 
 def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
-    """Makes Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
+    """Make Rules of `Rule` objects and `(pattern, layout)` pairs, in order.
 
     Raises:
         RuleError: an entry is neither.

@@ -1,4 +1,4 @@
-"""Rule sets from files that people write: TOML or JSON, schema 1.
+"""Read rule sets from TOML or JSON files, schema 1.
 
 `docs/rule_files.md` describes the format. A file is data: nothing in it is run, and
 what reading and matching it may cost is bounded.
@@ -109,7 +109,7 @@ def suffix_of(path: str) -> str:
 
 
 def load(path: str) -> Source:
-    """Reads and parses one file.
+    """Read and parses one file.
 
     Raises:
         RuleError: it is no file of rules, too large, or damaged.
@@ -164,7 +164,7 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_rules(
     path: Any, *, mesh: Any = None, variant: str | None = None, within: Any = None
 ) -> RuleSet:
-    """Reads a file of rules; see `LayoutMap.from_file`."""
+    """Read a file of rules; see `LayoutMap.from_file`."""
     path = os.fspath(path)
     folder = os.path.dirname(path) if within is None else os.fspath(within)
     reading = _Reading(os.path.realpath(folder or os.curdir))
@@ -203,7 +203,7 @@ class _Reading:
         self._files = 0
 
     def gather(self, path: str, above: Sequence[str] = ()) -> None:
-        """Reads a file after those that it extends."""
+        """Read a file after those that it extends."""
         real = os.path.realpath(path)
         if real in above:
             chain = " → ".join([*above[above.index(real) :], real])
@@ -271,7 +271,7 @@ class _Reading:
         ]
 
     def merge(self, source: Source, data: Mapping[str, Any]) -> None:
-        """Merges a table; its values win over earlier ones.
+        """Merge a table; its values win over earlier ones.
 
         A pattern that is there keeps its place; a new one goes where it wins: in front
         with `overlap="first"`, else behind.

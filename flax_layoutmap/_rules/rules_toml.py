@@ -1,4 +1,4 @@
-"""Rule sets written into files: TOML as people write it, JSON as `to_json` does."""
+"""Write rule sets to files: readable TOML, or JSON as `to_json` returns it."""
 
 import importlib.util
 import os
@@ -35,7 +35,7 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def write_rules(rules: RuleSet, path: Any) -> None:
-    """Writes a file of rules; see `LayoutMap.to_file`."""
+    """Write a file of rules; see `LayoutMap.to_file`."""
     path = os.fspath(path)
     kind = suffix_of(path)
     _check_that_it_reads(rules, path)
@@ -59,7 +59,7 @@ def write_rules(rules: RuleSet, path: Any) -> None:
 
 
 def _check_that_it_reads(rules: RuleSet, path: str) -> None:
-    """Raises for rules that `read_rules` would refuse or read differently."""
+    """Raise for rules that `read_rules` would refuse or read differently."""
     problems: list[str] = []
     for section in SECTIONS:
         for number, rule in enumerate(getattr(rules, section), start=1):

@@ -22,7 +22,7 @@ _DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVa
 
 @contextlib.contextmanager
 def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
-    """Gives layouts without a mesh this one, inside a block or a decorated function.
+    """Set the mesh of layouts without one, in a block or a decorated function.
 
     A layout's own mesh wins over it, and so does that of the surrounding
     `flm.jit(layout_map=…)`; it wins over `jax.set_mesh`. Blocks nest, and what was
@@ -62,7 +62,7 @@ def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
 
 
 def get_default_mesh() -> DeviceMesh | None:
-    """The mesh of the innermost `default_mesh`, or None outside of all.
+    """Return the mesh of the innermost `default_mesh`, or None.
 
     Example:
         >>> import flax_layoutmap as flm
@@ -90,13 +90,13 @@ def trace_key() -> Any:
 
 
 def keyed(value: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, JAX's caches know of this value (hashable)."""
+    """In the block, this hashable value is part of the keys of JAX's caches."""
     return _TRACE_KEY(value)
 
 
 @contextlib.contextmanager
 def using_rules(rules: RuleSet | None) -> Iterator[None]:
-    """Makes a rule set the ambient one inside the block; None leaves it as it is."""
+    """Make a rule set the ambient one inside the block; None leaves it as it is."""
     if rules is None:
         yield
         return
@@ -109,7 +109,7 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
 
 
 def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
-    """Calls with a rule set as the ambient one; None leaves it as it is.
+    """Call with a rule set as the ambient one; None leaves it as it is.
 
     Not with a block: what a block has set stays, if Ctrl-C comes as it begins or ends.
     Python looks for signals where it calls its own functions, and after calls: not
@@ -129,5 +129,5 @@ def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
 
 
 def _names_keyed(rules: RuleSet) -> contextlib.AbstractContextManager[Any]:
-    # What depends on the rules is what asks for their names.
+    # A trace depends on the rules only through their names.
     return keyed(("names", rules)) if rules.names else contextlib.nullcontext()

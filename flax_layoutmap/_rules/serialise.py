@@ -1,4 +1,4 @@
-"""Rules as plain values and back, schema 1: JSON, and what people write in files."""
+"""Convert rules to and from plain values, schema 1: JSON and rule files."""
 
 import difflib
 from typing import Any, get_args
@@ -14,7 +14,7 @@ _KEYS = {"schema", "mesh", "batch", *SECTIONS, *OPTIONS}
 
 
 def rules_to_json(rules: RuleSet) -> dict[str, Any]:
-    """Writes a rule set as JSON values; `rules_from_json` reads them back."""
+    """Write a rule set as JSON values; `rules_from_json` reads them back."""
     data: dict[str, Any] = {"schema": 1, "mesh": mesh_to_json(rules.mesh)}
     data["batch"] = list(rules.batch)
     for name in OPTIONS:
@@ -25,7 +25,7 @@ def rules_to_json(rules: RuleSet) -> dict[str, Any]:
 
 
 def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
-    """Reads a rule set.
+    """Read a rule set.
 
     Args:
         data: what `rules_to_json` wrote.
@@ -73,7 +73,7 @@ def mesh_to_json(mesh: DeviceMesh | None) -> dict[str, Any] | None:
 
 
 def mesh_from_json(data: dict[str, Any] | None) -> DeviceMesh | None:
-    """Makes the recorded mesh, abstract."""
+    """Make the recorded mesh, abstract."""
     if data is None:
         return None
     return DeviceMesh.abstract(

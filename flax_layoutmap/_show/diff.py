@@ -1,4 +1,4 @@
-"""ResolutionDiff: what changes from one Resolution to another, and its report."""
+"""ResolutionDiff: the changes from one Resolution to another, and their report."""
 
 import collections
 import dataclasses
@@ -130,7 +130,7 @@ class ResolutionDiff:
         }
 
     def show(self, file: IO[str] | None = None, *, fold: bool = True) -> None:
-        """Prints the report as `Resolution.show` does."""
+        """Print the report as `Resolution.show` does."""
         show(
             lambda width: _coloured(self, fold, width),
             lambda width: self.report(fold=fold, width=width),

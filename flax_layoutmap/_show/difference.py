@@ -1,4 +1,4 @@
-"""What changes from one Resolution to another, and the bytes that devices are sent."""
+"""Compare two Resolutions: the changes, and the bytes that devices receive."""
 
 import difflib
 import itertools
@@ -23,7 +23,7 @@ from flax_layoutmap._tree.fold import natural_key
 
 
 def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
-    """Compares what two Resolutions decided."""
+    """Compare what two Resolutions decided."""
     paths = sorted({**before.leaves, **after.leaves}, key=natural_key)
     costs = _Costs(before, after)
     found = [
@@ -125,7 +125,7 @@ class _Costs:
         return self.known[key] * itemsize
 
     def add(self, each: np.ndarray) -> None:
-        """Adds a leaf; one on a smaller mesh of its own is on the first devices."""
+        """Add a leaf; one on a smaller mesh of its own is on the first devices."""
         if len(each) > len(self.sum):
             self.sum = np.pad(self.sum, (0, len(each) - len(self.sum)))
         self.sum[: len(each)] += each

@@ -1,4 +1,4 @@
-"""Why a leaf has its layout, in words; and the lines that processes compare."""
+"""Explain why a leaf has its layout; write the lines that processes compare."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from flax_layoutmap._show.table import human_bytes
 
 
 def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
-    """Tells in a few lines why a leaf got its layout, or why it got none.
+    """Explain in a few lines why a leaf got its layout, or none.
 
     Args:
         leaf: the leaf.

@@ -51,7 +51,7 @@ class _Line(NamedTuple):
     """A remark about some leaves."""
 
     text: str
-    about: str  # what it says, without the leaves
+    about: str  # the text without the leaves
     leaf: str  # the leaves alone
     some: _Unplaced
 
@@ -59,7 +59,7 @@ class _Line(NamedTuple):
 def remarks(
     table: ResolvedTable, *, large_only: bool = False, folded: bool = False
 ) -> list[str]:
-    """Unused rules, unmatched leaves, fallbacks: one line each.
+    """Return unused rules, unmatched leaves and fallbacks, one line each.
 
     Args:
         table: the Resolution.

@@ -1,4 +1,4 @@
-"""The report of a Resolution: a table that fits a width, totals, remarks; and JSON."""
+"""The report of a Resolution: a table fitted to a width, totals, remarks; JSON."""
 
 import dataclasses
 import functools
@@ -108,7 +108,7 @@ def coloured(
 
 
 def to_json(table: ResolvedTable) -> dict[str, Any]:
-    """The table as plain JSON values, schema 1."""
+    """Return the table as plain JSON values, schema 1."""
     leaves = list(table)
     return {
         "schema": 1,
@@ -194,7 +194,7 @@ def _fitted(cells: Cells, folds: Sequence[Fold], width: int) -> Grid:
     rules = cells.columns["rule"]
 
     def cut_rules(names: Sequence[str], least: int) -> bool:
-        """Cuts the rules to the room that is left, if that is enough."""
+        """Cut the rules to the room that is left, if that is enough."""
         room = cells.room(names, width, "rule")
         if room < min(least, max(map(len, rules))):
             return False
@@ -280,7 +280,7 @@ def cut_rule(rule: str, width: int) -> str:
 
 
 def _notes(rules: Sequence[str], grid: Grid, folds: Sequence[Fold]) -> Iterator[str]:
-    """What the table does not say by itself: the rules that were cut, and `×80`."""
+    """Notes on the table: the rules that were cut, and `×80`."""
     at = grid.names.index("rule")
     cells = [line.cells[at] for line in grid.lines if line.mark != "heading"]
     cut = {rule for rule, cell in zip(rules, cells, strict=True) if cell != rule}
@@ -301,7 +301,7 @@ def _totals(table: ResolvedTable) -> Iterator[str]:
             f"{human_bytes(sums.total_bytes)}, "
             f"{human_bytes(sums.bytes_per_device)} per device"
         )
-        # With one role alone, the last line says it; counters are never sharded.
+        # With only one role, the last line has it; counters are never sharded.
         several = len(roles) > 1 and role != "other"
         if several and sums.total_bytes and table.replicated_share:
             share = human_share(sums.replicated_bytes / sums.total_bytes)

@@ -1,4 +1,4 @@
-"""The leaves of a Resolution by position, what was decided for each, and sums."""
+"""The leaves of a Resolution by position, with their decisions and totals."""
 
 import functools
 import itertools
@@ -263,7 +263,7 @@ def folds_of(leaves: Columns, folded: bool) -> list[Fold]:
 
 def _owner_key(path: str, owner: str) -> Hashable:
     """Equal for leaves whose owners have the same relation to their paths."""
-    # `mu/layers/7/w` ends in its owner: what is in front of it says enough.
+    # `mu/layers/7/w` ends in its owner: the prefix is enough.
     if path.endswith(f"/{owner}"):
         return path.count("/", 0, len(path) - len(owner))
     return relation(path, owner)

@@ -1,4 +1,4 @@
-"""A Resolution as plain records, read from JSON of schema 1, and written for review."""
+"""A Resolution as plain records, read from JSON schema 1 or written for review."""
 
 import dataclasses
 import itertools
@@ -136,7 +136,7 @@ class Snapshot:
 
 
 def snapshot_of(data: Any, devices: tuple[Any, ...] | None = None) -> Snapshot:
-    """Reads what `Resolution.to_json` or `golden_text` wrote.
+    """Read what `Resolution.to_json` or `golden_text` wrote.
 
     Raises:
         LayoutError: it is of another schema, or damaged.

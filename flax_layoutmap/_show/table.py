@@ -1,4 +1,4 @@
-"""Columns of plain values as text or Markdown, and the column of paths."""
+"""Format columns of plain values as text or Markdown."""
 
 import dataclasses
 import functools
@@ -101,7 +101,7 @@ class Cells:
         self.widths: dict[str, int] = {}
 
     def put(self, name: str, cells: Sequence[str]) -> None:
-        """Sets a column."""
+        """Set a column."""
         self.columns[name] = cells
         self.widths[name] = widest((name, *cells))
 
@@ -120,7 +120,7 @@ class Cells:
 def text_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[bool]
 ) -> str:
-    """Aligns columns with two spaces between them and a line below the header."""
+    """Align columns with two spaces between them and a line below the header."""
     lines = tuple(Line(tuple(row)) for row in rows)
     return Grid(tuple(header), tuple(right), lines).text()
 
@@ -250,7 +250,7 @@ def path_cell(fold: Fold, start: int = 0) -> str:
 
 
 def headed(folds: Sequence[Fold], width: int) -> tuple[list[str], list[str]]:
-    """Splits paths into headings for what they share (or `""`), and cells.
+    """Split paths into headings for what they share (or `""`), and cells.
 
     Neighbours that begin alike up to their last index share a heading; so do those
     whose paths are too long for the width.
@@ -293,7 +293,7 @@ def _longer(fold: Fold, head: int, width: int) -> int:
 
 
 def _adopt(heads: list[str], folds: Sequence[Fold]) -> None:
-    """Gives the heading of a neighbour to paths that begin with it and have none."""
+    """Give the heading of a neighbour to paths that begin with it and have none."""
     for order in (range(1, len(heads)), range(len(heads) - 2, -1, -1)):
         step = -1 if order.step == 1 else 1
         for at in order:

@@ -1,4 +1,4 @@
-"""Grids and lines of text in the colours of a terminal, and printing them."""
+"""Print grids and lines of text in the colours of a terminal."""
 
 import os
 import re
@@ -13,8 +13,8 @@ from flax_layoutmap._show.table import Grid
 if TYPE_CHECKING:
     from rich.text import Text
 
-# By the position of an axis in its mesh. The first two can be told apart by anybody who
-# can read a terminal; red is for warnings.
+# By the position of an axis in its mesh. The first two are distinct for all readers
+# of a terminal; red is for warnings.
 _AXES = ("cyan", "magenta", "yellow", "green", "blue", "bright_cyan", "bright_magenta")
 
 _MARKS = {"header": "bold", "rule": "dim", "heading": "bold"}
@@ -32,7 +32,7 @@ def axis_styles(axes: Sequence[str]) -> dict[str, str]:
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
-    """Wraps lines between words at `width`; None for any length."""
+    """Wrap lines between words at `width`; None for any length."""
     lines = list(map(visible, lines))
     if width is None:
         return lines
@@ -43,7 +43,7 @@ def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Wraps one line as `textwrap` does, in a tenth of the time.
+    """Wrap one line as `textwrap` does, in a tenth of the time.
 
     Those after the first are indented; a longer word stays whole.
     """
@@ -100,7 +100,7 @@ def show(
     text: Callable[[int | None], str],
     file: IO[str] | None,
 ) -> None:
-    """Prints on a terminal in colour and as wide as it; else as plain text.
+    """Print on a terminal in colour and as wide as it; else as plain text.
 
     In a job of several processes, process 0 prints for all.
 
@@ -155,7 +155,7 @@ def _spec(text: "Text", styles: Mapping[str, str]) -> "Text":
 
 
 def _dims(text: "Text", spec: str, styles: Mapping[str, str]) -> "Text":
-    """Each size in the colour of the first mesh axis that its dim lies on."""
+    """Each size in the colour of the first mesh axis that shards its dim."""
     inside = re.search(r"P\((.*)\)", spec)
     entries = inside[1].split(", ") if inside and "→" not in spec else []
     sizes = list(re.finditer(r"\d+(?=[,\])])", text.plain))

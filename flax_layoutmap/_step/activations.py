@@ -2,8 +2,8 @@
 
 Nothing is changed in the model: while a function is traced, the calls of modules are
 intercepted (by `linen.intercept_methods`, and `intercept_calls` for NNX) to fix the
-layout of what they return. Modules of NNX do not know their paths, so each carries its
-own as a note meanwhile, which goes through `nnx.grad`, `scan`, `remat` and `merge`.
+layout of what they return. NNX modules do not know their paths, so each carries its
+path as a note meanwhile, which passes through `nnx.grad`, `scan`, `remat` and `merge`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from flax_layoutmap._tree.paths import escape, forms, join_keys
 
 
 def activation_scope(layout_map: Any, *models: Any) -> Block:
-    """Applies `layout_map.activations` to the layers that are called in the block.
+    """Apply `layout_map.activations` to the layers that are called in the block.
 
     `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]` there.
     `flm.jit(layout_map=…)` does both by itself. With `jax.jit`, `nnx.jit` or without
@@ -105,7 +105,7 @@ def call_activated(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> Any:
-    """Calls; layers give their outputs the layouts of the activation rules.
+    """Call; layers give their outputs the layouts of the activation rules.
 
     Not a block alone, for the same reason as `call_with_rules`.
 
@@ -133,7 +133,7 @@ def _activated(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> Iterator[None]:
-    """Lays out the outputs of layers inside the block."""
+    """Lay out the outputs of layers inside the block."""
     was, active = _ACTIVE.get(), None
     if rules is not None and (
         rules.activations or any(map(is_for_outputs, rules.rules))
@@ -159,7 +159,7 @@ def _activated(
 
 
 def forget_path(node: Any) -> None:
-    """Takes the path off the modules of an object that leaves a function."""
+    """Take the path off the modules of an object that leaves a function."""
     for _, module in _modules_of(node):
         set_note(module, None)
 
@@ -193,7 +193,7 @@ class Active:
         self._depth = 0
 
     def learn(self, parameters: Iterable[str]) -> None:
-        """Drops rules `…/output` of the map that are for these parameters."""
+        """Drop rules `…/output` of the map that are for these parameters."""
         if self._outputs:
             matcher = Matcher(self._outputs, self._rules.match)
             used = {at for path in parameters for at in matcher.matching(path)}
@@ -203,7 +203,7 @@ class Active:
 
     @contextlib.contextmanager
     def marked(self, roots: Sequence[tuple[str, Any]]) -> Iterator[None]:
-        """Inside, the modules below some objects know their paths."""
+        """In the block, the modules below some objects carry their paths."""
         before: list[tuple[Any, Any]] = []
         for prefix, root in roots:
             for path, node in _modules_of(root):
@@ -225,7 +225,7 @@ class Active:
                 set_note(node, mark)
 
     def call(self, plain: Callable[..., Any], module: Any, args: Any, kw: Any) -> Any:
-        """Calls a module, and lays its output out."""
+        """Call a module, and lay its output out."""
         mark = note_of(module)
         if mark is not None and mark.rules != self._rules:
             mark = None  # a copy from another scope
@@ -329,7 +329,7 @@ class Active:
         return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
 
     def report_unused(self, report: Callable[[str], None]) -> None:
-        """Reports once the rules that match no module, here and earlier.
+        """Report once the rules that match no module, here and earlier.
 
         A rule for a module that is there and was not called is none of these. Where
         some were not called, a rule may be for one of their outputs: no error then.

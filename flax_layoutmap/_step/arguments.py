@@ -1,4 +1,4 @@
-"""The arguments of a function, taken apart into arrays and put together again.
+"""Split the arguments of a function into arrays, and merge them again.
 
 NNX objects are split into GraphDef and State; everything else is a pytree.
 """
@@ -93,7 +93,7 @@ def slots_of(bound: inspect.BoundArguments) -> list[tuple[Slot, Any]]:
 def call_with(
     fun: Any, signature: inspect.Signature, values: Iterable[tuple[Slot, Any]]
 ) -> Any:
-    """Calls `fun` with the values in their slots; the inverse of `slots_of`."""
+    """Call `fun` with the values in their slots; the inverse of `slots_of`."""
     arguments: dict[str, Any] = {}
     for slot, value in values:
         if slot.key is None:
@@ -278,7 +278,7 @@ class Argument:
         return jax.tree.unflatten(self.outer, entries)
 
     def write_back(self, new: Mapping[int, Any]) -> None:
-        """Gives the caller's own NNX objects new leaves, by position."""
+        """Give the caller's own NNX objects new leaves, by position."""
         parts = [
             node if graphdef is None else nnx_split(node)[1]
             for node, graphdef in zip(self.nodes, self.graphdefs, strict=True)
@@ -342,7 +342,7 @@ def leaves_with_owners(
 
 
 def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> Argument:
-    """Takes an argument apart.
+    """Take an argument apart.
 
     It is state if it is said to be, or holds an NNX object, an `nnx.State`, a
     TrainState or an optax state.

@@ -1,10 +1,10 @@
-"""The fast path: a call that looks like an earlier one goes straight to its program.
+"""The fast path: a call like an earlier one runs the same program directly.
 
-What was found out about a call is kept as a route: which program it has, which
-Variables go in, which come out. The next call that looks the same takes no argument
-apart. What a route does not compare (the leaves of a pure tree, the values of
-Variables) the program does when JAX traces it for them: it then raises, the route is
-dropped, and the call takes the slow path.
+What was found about a call is cached as a route: its program, which Variables go in,
+which come out. The next call that looks the same splits no argument. What a route does
+not compare (the leaves of a pure tree, the values of Variables) the program compares
+when JAX traces it for them: it then raises, the route is dropped, and the call takes
+the slow path.
 """
 
 import collections
@@ -49,20 +49,20 @@ class FastPath:
     """The routes of one function."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Begins without any.
+        """Begin without any.
 
         Args:
             names: the positional parameters, in order.
         """
         self._names = tuple(names)
-        # (name, type) of an argument → what gives its part of the key.
+        # (name, type) of an argument → function that returns its part of the key.
         self._parts: dict[tuple[str, type], Any] = {}
         self._routes: dict[Any, Sequence[_Route]] = {}
 
     def call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
     ) -> tuple[bool, Any]:
-        """Calls the program, if there is a route to it.
+        """Call the program, if there is a route to it.
 
         Returns:
             Whether it ran, and the function's result. If not, nothing has happened.
@@ -111,7 +111,7 @@ class FastPath:
         return tuple(key), roots
 
     def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:
-        """Keeps the route of a call that took the slow path, if it can have one.
+        """Keep the route of a call that took the slow path, if it can have one.
 
         Args:
             call: the call.
@@ -162,12 +162,12 @@ class FastPath:
             del self._routes[next(iter(self._routes))]
 
     def forget(self, program: Program) -> None:
-        """Drops the routes to a program."""
+        """Drop the routes to a program."""
         for key, known in list(self._routes.items()):
             self._keep(key, [route for route in known if route.program is not program])
 
     def _keep(self, key: Any, routes: Sequence["_Route"]) -> None:
-        """Makes these the routes of a kind of call."""
+        """Make these the routes of a kind of call."""
         if routes:
             self._routes[key] = routes
         else:
@@ -282,7 +282,7 @@ class _Route:
         variables: Mapping[int, nnx.Variable[Any]],
         fetches: Mapping[Slot, _Fetch],
     ) -> None:
-        """Keeps what a call needs.
+        """Keep what a call needs.
 
         Args:
             program: the program.
@@ -324,7 +324,7 @@ class _Route:
         return not self._variables or can_write(self._variables[0])
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Runs the program and writes back.
+        """Run the program and write back.
 
         Returns:
             Whether it ran, and the function's result. If not, nothing has happened.
@@ -375,7 +375,7 @@ class _Route:
     def _inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...] | None:
-        """The inputs of the program; None if they are not as it wants them.
+        """The inputs of the program; None if they do not fit it.
 
         An array that was given away, or one that is donated and comes twice, may be the
         end of the process (jax 0.10, several devices). JAX refuses other layouts.
@@ -432,7 +432,7 @@ class _Route:
         )
 
     def _note(self, written: list[int]) -> None:
-        """Notes what a call has written; the other values are what they were."""
+        """Note what a call has written; the other values are what they were."""
         self._ids = [*written, *self._ids[len(written) :]]
         self._written = written
         own: weakref.ref[_Route] = weakref.ref(self)
@@ -476,7 +476,7 @@ def _are_apart(values: Sequence[Any], count: int) -> bool:
 
 
 def _is_placed(value: Any, wanted: Any) -> bool:
-    """Whether it is an array that lies where it should."""
+    """Whether it is an array with the right sharding."""
     if not isinstance(value, jax.Array):
         return False
     return wanted is None or (value.committed and value.sharding == wanted)

@@ -1,7 +1,7 @@
-"""The inputs of a jitted function, where the rules want them.
+"""Place the inputs of a jitted function as the rules require.
 
-State must be where the rules say, or is an error; data on the host is split over the
-batch axes. One spelling for equal placements keeps one compiled program for them.
+State must have the sharding of its rules, or is an error; host data is split over the
+batch axes. Equal placements get one spelling, so that they share a compiled program.
 """
 
 import collections
@@ -60,7 +60,7 @@ def bind(
     rules: RuleSet | None,
     place: Placer | None = None,
 ) -> Call:
-    """Takes the arguments of a call apart; data is put where it belongs.
+    """Take the arguments of a call apart; data is put where it belongs.
 
     Args:
         job: the function.
@@ -115,7 +115,7 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
 
 
 def _warn_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
-    """Warns once where an argument looks like parameters and no rule matches any.
+    """Warn once where an argument looks like parameters and no rule matches any.
 
     As after a renaming: it would silently be split like a batch.
 
@@ -258,7 +258,7 @@ def _respelled(leaf: Any) -> Any:
 
 
 def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
-    """Warns where data of the host meets a mesh, and no rules say how to split it.
+    """Warn where host data is used with a mesh, and no rules shard it.
 
     Returns:
         Whether it did.
@@ -357,7 +357,7 @@ def fit(
 def _check_not_donated_twice(
     arguments: Sequence[Argument], leaves: Sequence[Any], donated: Sequence[int]
 ) -> None:
-    """Raises LayoutError where one array is donated and used elsewhere too.
+    """Raise LayoutError where one array is donated and used elsewhere too.
 
     JAX fails on that only while running, and may hang.
     """
@@ -378,7 +378,7 @@ def _check_not_donated_twice(
 
 
 def _copy_shared_memory(leaves: list[Any], donated: Sequence[int]) -> None:
-    """Copies what is donated and shares its memory with another array.
+    """Copy what is donated and shares its memory with another array.
 
     So it is with two arrays that were put on a mesh from one. Donating them may end the
     process (jax 0.10.2).
@@ -440,7 +440,7 @@ def _hint(
             "move them first, layout_map.place(model), or make the model with "
             "flm.create(make, layout_map)"
         )
-    # By itself, the state of an optimizer does not show whose parameters it follows.
+    # The state of an optimizer alone does not show which parameters it follows.
     more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
     named = [one.name for one in arguments if one.has_objects or one is argument]
     named = ["model", name] if len(named) == 1 else named

@@ -76,7 +76,7 @@ def jit(
     donate_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
 ) -> Any:
-    """`jax.jit` with in and out shardings from the rules; NNX objects are welcome.
+    """`jax.jit` with in and out shardings from the rules; accepts NNX objects.
 
     State comes in and goes out in the layouts of the rules, so that nothing drifts and
     the second call compiles nothing: arguments that hold an NNX object, an `nnx.State`,
@@ -96,8 +96,8 @@ def jit(
     a call donates nothing of the objects.
 
     In the result, a tree with the structure and shapes of a state argument gets that
-    argument's layouts, and one like a container of data that was on the mesh lies as
-    that. Any other TrainState, optax state, `nnx.State` or mapping with the key
+    argument's layouts, and one like a container of data on the mesh gets those of the
+    container. Any other TrainState, optax state, `nnx.State` or mapping with the key
     "params" is laid out by the rules. The rest is left to the compiler.
 
     Inside, `flm.distribute_tensor(x, "hidden")` finds `layout_map.names["hidden"]`.
@@ -255,7 +255,7 @@ class Jitted:
     def _raise_if_lost(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> None:
-        """Raises LayoutError if the state is gone with a program that failed."""
+        """Raise LayoutError if the state is gone with a program that failed."""
         slots = slots_of(self._job.signature.bind(*args, **kwargs))
         lost = deleted_paths(
             {slot.name: x for slot, x in slots if slot.is_among(self._job.donated)}
@@ -302,7 +302,7 @@ class Jitted:
         rules: RuleSet,
         place: Placer,
     ) -> tuple[Job, Sequence[Argument], Program]:
-        """Makes the program of a call for a mesh that need not be there.
+        """Make the program of a call for a mesh that need not be there.
 
         The seam for `flm.pod`: the same function, options and treatment of arguments as
         in a call, and nothing of it is kept here.

@@ -1,4 +1,4 @@
-"""One structure of arguments, traced once and compiled: what `jit` keeps.
+"""The compiled program for one structure of arguments, cached by `jit`.
 
 State has the layouts of the rules on both sides; what the function changed in NNX
 objects comes out beside its results, and is written into the caller's own.
@@ -125,7 +125,7 @@ class StaleProgramError(Exception):
 
 
 def make_program(job: Job, call: Call) -> Program:
-    """Decides the layouts, traces the function, and makes the program of it.
+    """Decide the layouts, trace the function, and make the program of it.
 
     Raises:
         LayoutError: rules, options or the function do not fit the arguments.
@@ -274,7 +274,7 @@ def _differ(value: Any, aval: Any) -> bool:
 
 
 def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
-    """Runs a program, and writes what it changed into the caller's NNX objects.
+    """Run a program, and write what it changed into the caller's NNX objects.
 
     Both at once, as far as an interrupt can see. If the structure changes, the program
     has donated nothing of the objects, so that they are whole in between.
@@ -318,7 +318,7 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
 
 
 def _write_back(arguments: Sequence[Argument], new: Mapping[int, Any]) -> None:
-    """Writes new values (by position over all leaves) into the caller's objects."""
+    """Write new values (by position over all leaves) into the caller's objects."""
     for argument, span in zip(arguments, spans(arguments), strict=True):
         own = {at - span.start: new[at] for at in span if at in new}
         if own and argument.has_objects:

@@ -1,7 +1,7 @@
-"""What `flm.jit` refuses, with the path of the Variable or the constant.
+"""Checks of what `flm.jit` does not accept; errors name the Variable or constant.
 
-Variables that two arguments share, or that are references; constants that nobody can
-compare; gradients of integers; and Variables that a function reads though no argument
+Variables that two arguments share, or that are references; constants that cannot be
+compared; gradients of integers; and Variables that a function reads though no argument
 holds them. The values of these would be constants of the program, whatever becomes of
 the Variables. So, while a function is traced, what it reads of them is a stand-in of
 the same shape; where it computes with that, an error names the module to pass.
@@ -50,7 +50,7 @@ _EAGER = nnx.Variable(0)
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
-# What JAX raises where Python asks a traced array for its numbers.
+# What JAX raises where Python reads the values of a traced array.
 _ASKS_FOR_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -79,7 +79,7 @@ def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
 
 
 def check_not_shared(arguments: Sequence[Argument]) -> None:
-    """Raises StructureError where two NNX objects share a Variable.
+    """Raise StructureError where two NNX objects share a Variable.
 
     They would come apart, as each is rebuilt on its own.
     """
@@ -92,7 +92,7 @@ def check_not_shared(arguments: Sequence[Argument]) -> None:
 def check_apart(
     arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
 ) -> None:
-    """Raises StructureError where NNX objects have a part in common.
+    """Raise StructureError where NNX objects have a part in common.
 
     Args:
         arguments: the arguments.
@@ -118,7 +118,7 @@ def check_apart(
 
 
 def check_plain(arguments: Sequence[Argument]) -> None:
-    """Raises StructureError where a Variable holds no value, but a reference to one."""
+    """Raise StructureError where a Variable holds no value, but a reference to one."""
     for path, part in named_parts(named_objects(arguments)):
         if isinstance(part, nnx.Variable) and not is_plain_variable(part):
             raise StructureError(
@@ -128,7 +128,7 @@ def check_plain(arguments: Sequence[Argument]) -> None:
 
 
 def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
-    """Raises StructureError where JAX was asked for gradients of integers.
+    """Raise StructureError for gradients of integers.
 
     Args:
         arguments: in which Params, and leaves of other states, are looked at.
@@ -156,7 +156,7 @@ def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) 
 
 
 def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
-    """Raises StructureError for a constant in NNX objects that cannot be compared."""
+    """Raise StructureError for a constant in NNX objects that cannot be compared."""
     for path, part in named_parts(named_objects(arguments)):
         for name, value in constants_of(part).items():
             try:
@@ -177,7 +177,7 @@ class Closures:
     """The Variables that a function reads, and that none of its arguments holds."""
 
     def __init__(self, fun: Any, name: str, given: Sequence[tuple[str, Any]]):
-        """Starts empty. To be made right before the trace.
+        """Start empty. To be made right before the trace.
 
         Args:
             fun: the function.
@@ -193,10 +193,10 @@ class Closures:
         self._read: dict[int, Any] = {} if around is None else around._read
 
     def call(self, call: Callable[[], Any]) -> Any:
-        """Calls, in the trace.
+        """Call the function in the trace.
 
         Raises:
-            StructureError: the call asks for numbers of such a Variable,
+            StructureError: the call reads the values of such a Variable,
                 differentiates it, or changes it.
         """
         try:
@@ -220,7 +220,7 @@ class Closures:
             raise self._error("differentiates", last) from None
 
     def check(self, jaxpr: Any) -> None:
-        """Raises StructureError where the traced function makes use of a value."""
+        """Raise StructureError where the traced function makes use of a value."""
         names = results_read(jaxpr, _STAND_IN)
         used = [int(name.removeprefix(_STAND_IN)) for name in names]
         if used:

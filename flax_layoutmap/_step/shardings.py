@@ -1,7 +1,7 @@
-"""The in and out shardings of a program, decided before it is compiled.
+"""The in and out shardings of a program, chosen before it is compiled.
 
 State has the layouts of the rules on both sides. In the result, what is like an
-argument lies as that; what else is state is laid out by the rules.
+argument has its sharding; other state is laid out by the rules.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _BY_RULE = object()
 # The root of the result in messages; no argument can have this name.
 RESULT = "the result"
 
-# What the user says of an argument: a prefix tree of layouts, or None.
+# The user's layouts for an argument: a prefix tree of layouts, or None.
 InSharding = Callable[[Slot], Any]
 
 
@@ -98,7 +98,7 @@ def wanted_before(
 
 
 def _resolved(trees: dict[str, Any], rules: RuleSet | None) -> Resolved:
-    """Resolves the rules for trees, if there are some."""
+    """Resolve the rules for trees, if there are some."""
     if rules is None or not trees:
         return Resolved(trees, None)
     return Resolved(trees, resolve(Roots(trees), rules))
@@ -229,7 +229,7 @@ def pin_results(
 
 
 def _typed(aval: Any, rules: RuleSet | None) -> NamedSharding | None:
-    """On Explicit axes the type of a result says where it lies.
+    """The sharding on Explicit axes from the type of a result.
 
     Without this, a program of no arguments would not know its devices.
     """
@@ -248,7 +248,7 @@ def _pin_tree(
     made: dict[str, Any] | None,
     path: str,
 ) -> list[Pin]:
-    """Looks for the structures of arguments in a result, from the outside in.
+    """Look for the structures of arguments in a result, from the outside in.
 
     Where several arguments have one structure, they are taken in turn. States of
     another structure are added to `made`, unless that is None.

@@ -1,4 +1,4 @@
-"""The user's function, traced once on the leaves of its arguments."""
+"""Trace the user's function once on the leaves of its arguments."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ from flax_layoutmap._tree.graph import (
 from flax_layoutmap._tree.jaxprs import with_own_arrays
 from flax_layoutmap._tree.paths import join_keys
 
-# JAX settings that change what a trace gives.
+# JAX settings that change the result of a trace.
 _settings = operator.attrgetter(
     "jax_debug_infs",
     "jax_debug_nans",
@@ -115,7 +115,7 @@ class Job:
         return getattr(self.fun, "__name__", "a_function")
 
     def in_sharding(self, slot: Slot) -> Any:
-        """What `in_shardings` says of an argument; None where it says nothing."""
+        """The entry of `in_shardings` for an argument; None without one."""
         by_parameter = self.in_shardings.get(slot.parameter)
         return self.in_shardings.get(slot.name, by_parameter)
 
@@ -166,7 +166,7 @@ class Traced:
 def trace_job(
     job: Job, call: Call, avals: Sequence[Any], parameters: Iterable[str]
 ) -> Traced:
-    """Traces the user's function.
+    """Trace the user's function.
 
     Args:
         job: the function.
@@ -212,7 +212,7 @@ def call_job(
     parameters: Iterable[str],
     report: Callable[[str], None] = warn,
 ) -> Any:
-    """Calls the user's function; the layers lay out what they return.
+    """Call the user's function; the layers lay out what they return.
 
     Args:
         job: the function.
@@ -250,7 +250,7 @@ def _on_leaves(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> tuple[list[Any], list[Any], Outcome]:
-    """Calls the function on leaves: what it changed, its result, and what these are."""
+    """Call the function on leaves: what it changed, its result, and what these are."""
     values: dict[Slot, Any] = dict(call.static)
     copies: list[list[Any]] = []  # of the NNX objects of each argument
     positions: list[int] = []  # of the leaves in them
@@ -313,7 +313,7 @@ def _check_new(
     returned: Sequence[Any],
     before: Graph,
 ) -> None:
-    """Raises StructureError where objects come from elsewhere, or hold no arrays."""
+    """Raise StructureError where objects come from elsewhere, or hold no arrays."""
     known = set(map(id, before.objects))
     named = [("the result", node) for node in returned]
     for argument, own in zip(arguments, copies, strict=True):

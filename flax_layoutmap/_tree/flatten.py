@@ -1,8 +1,7 @@
-"""Flattening any tree with its paths.
+"""Flatten any tree with its paths.
 
-Trees that repeat themselves, as stacks of layers do, have a short way: JAX flattens
-them (in C++), and equal sub-structures are named once. What that does not understand
-is walked node by node (`walk`).
+Trees with repeated structure, such as stacks of layers, are flattened by JAX (in C++),
+and equal sub-structures are named once. Other trees are walked node by node (`walk`).
 """
 
 import sys
@@ -39,7 +38,7 @@ def plain_tree(tree: Any) -> Any:
 
 
 def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
-    """Flattens any tree with its paths.
+    """Flatten any tree with its paths.
 
     Args:
         tree: the tree.
@@ -135,7 +134,7 @@ def _without_saved_boxes(tree: Any) -> Any:
 _BLOCK_LEAVES = 64
 # More different ones than this are no repetition.
 _TEMPLATES = 256
-# Sets of shapes that are remembered of equal ones.
+# Sets of shapes that are cached.
 _SHAPES = 8
 
 
@@ -155,7 +154,7 @@ class _Template(NamedTuple):
 
 
 def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
-    """Flattens dicts and lists of arrays, or a State; None for any other tree."""
+    """Flatten dicts and lists of arrays, or a State; None for any other tree."""
     if type(tree) is nnx.State:
         children: Any = tree.raw_mapping
     elif type(tree) is dict:
@@ -171,7 +170,7 @@ def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
             return None
         return _Repeats(fold, leaves, kinds).flatten(treedef)
     except (_Irregular, TypeError, ValueError):
-        return None  # the long way says what is wrong, if anything is
+        return None  # the walk raises the error, if there is one
 
 
 def _is_special(kind: type) -> bool:
@@ -232,7 +231,7 @@ class _Repeats:
         return container(dict, made)
 
     def close(self, prefix: str) -> None:
-        """Ends a section, if there is anything in it."""
+        """End a section, if there is anything in it."""
         sections, stop = self.flat.sections, len(self.flat.paths)
         start = sections[-1].stop if sections else 0
         if stop > start:
@@ -341,7 +340,7 @@ class _Repeats:
 
 
 def _is_plain_variable(treedef: Any) -> bool:
-    """Whether a node is a Variable with one leaf and no layout of its own."""
+    """Whether a node is a Variable with one leaf and without layout metadata."""
     kind, static = treedef.node_data()
     if not issubclass(kind, nnx.Variable) or issubclass(kind, OptState):
         return False

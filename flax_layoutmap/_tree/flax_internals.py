@@ -1,4 +1,4 @@
-"""The few names of Flax and JAX in use that are private or have moved.
+"""Private or moved names of Flax and JAX that this package uses.
 
 Flax:
 
@@ -129,7 +129,7 @@ def can_write(variable: nnx.Variable[Any]) -> bool:
 
 
 def check_can_write(nodes: Iterable[Any]) -> None:
-    """Raises flax's TraceContextError if a node belongs to another level of tracing."""
+    """Raise flax's TraceContextError if a node belongs to another level of tracing."""
     for node in nodes:
         if isinstance(node, nnx.Variable):
             node.set_raw_value(node.get_raw_value())
@@ -198,7 +198,7 @@ def were_made_alike(node: Any, other: Any) -> bool:
 
 
 def replace_content(variable: nnx.Variable[Any], other: nnx.Variable[Any]) -> None:
-    """Gives a Variable all that another one holds, its level of tracing too."""
+    """Give a Variable all that another one holds, its level of tracing too."""
     for name in _HELD_BY_VARIABLES:
         object.__setattr__(variable, name, getattr(other, name))
 
@@ -250,7 +250,7 @@ def without_eager_sharding() -> Iterator[None]:
 
 
 def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
-    """Gives Variables made under `without_eager_sharding` the flag they would have.
+    """Give Variables made under `without_eager_sharding` the flag they would have.
 
     Args:
         node: an NNX object or a Variable.
@@ -264,7 +264,7 @@ def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
 
 
 def forget_eager_flag(node: Any) -> None:
-    """Keeps Variables from sharding what is made of them while there is no mesh."""
+    """Keep Variables from sharding what is made of them while there is no mesh."""
     for variable in variables_of(node):
         if metadata_of(variable).get("eager_sharding"):
             variable.set_metadata("eager_sharding", False)
@@ -311,7 +311,7 @@ _READ_AS: contextvars.ContextVar[Callable[[Any, Any], Any] | None] = (
 
 
 class _WatchedSlot:
-    """The slot of the value of a Variable; who reads it gets what `_READ_AS` says."""
+    """The slot of the value of a Variable; reading it returns what `_READ_AS` gives."""
 
     def __init__(self, slot: Any) -> None:
         self._slot = slot
@@ -332,7 +332,7 @@ def reader() -> Callable[[Any, Any], Any] | None:
 
 
 def call_reading_as(read_as: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
-    """Calls; inside, Variables are read as a function of them and of their values.
+    """Call; inside, Variables are read as a function of them and of their values.
 
     No block: wherever Ctrl-C comes, they are read as ever afterwards.
     """
@@ -377,7 +377,7 @@ def note_of(module: Any) -> Any:
 
 
 def set_note(module: Any, note: Any) -> None:
-    """Puts a note (hashable) on an NNX module, and its later copies; None takes it off.
+    """Put a note (hashable) on an NNX module, and its later copies; None takes it off.
 
     At any level of tracing, and whatever the class's own `__setattr__` does.
     """
@@ -408,7 +408,7 @@ def _with_subclasses(cls: type) -> set[type]:
 
 @contextlib.contextmanager
 def tracers_without_sharding() -> Iterator[None]:
-    """Inside, a tracer says at once that it has no sharding.
+    """In the block, tracers report no sharding, without computing it.
 
     Flax asks it for every key that an `nnx.Rngs` gives. JAX (0.10.2) then looks through
     the whole program for the words of its AttributeError, which nobody reads.

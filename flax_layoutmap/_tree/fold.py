@@ -1,4 +1,4 @@
-"""Paths that differ in their indices alone, as one: `layers/{0..79}/mlp/up/kernel`."""
+"""Fold paths that differ only in indices: `layers/{0..79}/mlp/up/kernel`."""
 
 import itertools
 import re
@@ -64,7 +64,7 @@ class Fold(NamedTuple):
 
 
 def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
-    """Folds the paths that differ in indices alone.
+    """Fold the paths that differ in indices alone.
 
     Args:
         paths: distinct paths.
@@ -117,7 +117,7 @@ def relation(path: str, other: str) -> Relation:
 
 
 def natural_key(path: str) -> tuple[tuple[str | int, ...], ...]:
-    """Sorts `layers/2` before `layers/10`."""
+    """Sort `layers/2` before `layers/10`."""
     key: list[tuple[str | int, ...]] = []
     for at, piece in enumerate(re.split(r"([0-9]+)", path)):
         digits = piece.lstrip("0")
@@ -153,7 +153,7 @@ def spell_indices(indices: Sequence[int]) -> str:
 
 
 def _boxes(tuples: list[Indices], texts: Sequence[str]) -> list[list[list[int]]]:
-    """Cuts a set of indices into products of sets, one set per slot."""
+    """Cut a set of indices into products of sets, one set per slot."""
     if not tuples[0]:
         return [[]]
     rests: dict[int, list[Indices]] = {}

@@ -1,4 +1,4 @@
-"""New values and new structures for NNX objects, written back as a whole.
+"""Write new values and new structures back to NNX objects.
 
 A function may add, remove, replace or swap Variables and modules, and return them. It
 does so to copies, inside of a trace. Here the graph after it is compared with the one
@@ -158,7 +158,7 @@ class Change:
         return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
 
     def apply(self, before: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-        """Makes the caller's objects what the function has made of its copies.
+        """Apply the changes of the function's copies to the caller's objects.
 
         All at once: an interrupt comes before it or after it.
 
@@ -293,7 +293,7 @@ def _translated(value: Any, own: Mapping[int, Any]) -> Any:
 
 
 def update(node: Any, state: Any) -> None:
-    """Gives an NNX object the values of a State.
+    """Give an NNX object the values of a State.
 
     As `nnx.update`, which cannot write an array that a tuple holds, or another
     container that does not change: such an attribute becomes a new container.
@@ -344,7 +344,7 @@ def _fixed_parts(value: Any) -> Iterator[Any]:
 
 
 def _plain(key: Any) -> Any:
-    """What a key of JAX says, as Flax has it in paths."""
+    """The value of a JAX key, as in Flax's paths."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)

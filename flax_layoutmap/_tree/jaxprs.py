@@ -1,4 +1,4 @@
-"""Jaxprs: their equations, calls in line, equal structure, and hashes of outputs."""
+"""Jaxpr analysis: equations, inlined calls, equal structure, hashes of outputs."""
 
 import hashlib
 import math
@@ -23,7 +23,7 @@ _NO_VALUES = {
     "custom_vjp_call_jaxpr": {"fwd_jaxpr_thunk", "bwd", "out_trees"},
 }
 
-# Calls that compute what their inner jaxpr says, one for one.
+# Calls that compute exactly their inner jaxpr.
 CALLS = {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call"}
 
 
@@ -65,7 +65,7 @@ def every(eqns: Iterable[JaxprEqn], seen: set[int] | None = None) -> Iterator[Ja
 
 
 def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
-    """Of the functions named so that it calls, those of whose results it makes use."""
+    """The called functions of these names whose results are used."""
     found: set[str] = set()
     jaxprs, seen = [jaxpr], {id(jaxpr)}
     for one in jaxprs:

@@ -1,4 +1,4 @@
-"""NNX objects: found in arguments, and taken out of the trace they were made in.
+"""Find NNX objects in arguments, and move them out of the trace that made them.
 
 What comes out of a trace is a copy. But an `__init__` may have kept `self`: in a
 registry, in a method that is bound to it, in a closure; or a Variable in an object of
@@ -56,7 +56,7 @@ _ALONE = (
     jax.Array,
 )
 
-# What JAX's UnexpectedTracerError says of a value, and of where it was made.
+# The text of JAX's UnexpectedTracerError: the value, and where it was made.
 _TYPE_OF_LEAK = re.compile(r"with type (\S+) wrapped")
 _LINE_OF_LEAK = re.compile(r"created on line (.+?:\d+)(?::\d+)? \((.+?)\)")
 
@@ -123,7 +123,7 @@ def unfit(leaf: Any) -> str | None:
 
 
 def originals_of(node: Any) -> list[Any]:
-    """The objects of a graph, in order, for `adopt`; to be asked inside of the trace.
+    """The objects of a graph, in order, for `adopt`; call it inside of the trace.
 
     None for those that were there before the trace.
     """
@@ -131,7 +131,7 @@ def originals_of(node: Any) -> list[Any]:
 
 
 def adopt(originals: Sequence[Any], copy: Any) -> Any:
-    """Gives the content of a copy to the objects that it is a copy of.
+    """Give the content of a copy to the objects that it is a copy of.
 
     Args:
         originals: from `originals_of`.
@@ -177,7 +177,7 @@ class LeftByTrace(StructureError):
 
 
 def arrays_as_data(node: Any, kind: type) -> None:
-    """Makes static attributes data where an array would be.
+    """Make static attributes data where an array would be.
 
     Args:
         node: an NNX object, with all that it holds.
@@ -191,7 +191,7 @@ def arrays_as_data(node: Any, kind: type) -> None:
 
 
 def refuse_traced(node: Any) -> None:
-    """Raises where an NNX object is tied to the trace that it was made in.
+    """Raise where an NNX object is tied to the trace that it was made in.
 
     Where a static attribute leads to a value of the trace: a function that holds one
     would go on with it. And where a Variable is a reference.
@@ -227,7 +227,7 @@ def refuse_traced(node: Any) -> None:
 
 
 def refuse_left_over(value: Any, what: str) -> None:
-    """Raises where a value is of a trace that has ended.
+    """Raise where a value is of a trace that has ended.
 
     Args:
         value: anything.
@@ -257,7 +257,7 @@ def left_by_trace(error: jax.errors.UnexpectedTracerError, what: str) -> LeftByT
 
 
 def refuse_references(node: Any) -> None:
-    """Raises where a Variable of an NNX object is a reference to its value."""
+    """Raise where a Variable of an NNX object is a reference to its value."""
     for variable in variables_of(node):
         if not is_plain_variable(variable):
             kind = "hijax" if metadata_of(variable).get("hijax") else "ref"

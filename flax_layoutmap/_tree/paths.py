@@ -31,7 +31,7 @@ from flax_layoutmap._tree.structure import Structure
 
 Role = Literal["parameter", "optimizer", "other"]
 
-# Metadata of a Variable that says something about its layout.
+# Metadata of a Variable about its layout.
 LAYOUT_METADATA = ("layout", "out_sharding", "sharding_names", "sharding")
 
 
@@ -235,7 +235,7 @@ def is_train_state(node: Any) -> bool:
 
 def is_optimizer(node: Any) -> bool:
     """Whether an NNX object is an optimizer: it has opt_state and tx."""
-    # By its own attributes: an nnx.Rngs has a stream for any name it is asked for.
+    # By its own attributes: an nnx.Rngs returns a stream for any name.
     return is_nnx_object(node) and {"opt_state", "tx"} <= vars(node).keys()
 
 

@@ -1,4 +1,4 @@
-"""Recognising a tree: the same structure, shapes, dtypes and metadata as before.
+"""Recognise a tree with the same structure, shapes, dtypes and metadata as before.
 
 The memory of a tree is a tree of the same form, whose nodes know what they are equal
 to; so Python's own comparison of dicts and lists does the work, in less time than
@@ -52,7 +52,7 @@ def container(kind: type, children: Any) -> Any:
     return _State(children) if kind is nnx.State else _Container(kind, children)
 
 
-# Each of these is equal to what it remembers; nothing else is compared or hashed.
+# Each of these equals the node that it describes; nothing else is compared or hashed.
 
 
 class _Array:

@@ -1,4 +1,4 @@
-"""A constructor traced once: what it would make, and how to make it.
+"""Trace a constructor once: its abstract result, and the program that computes it.
 
 The trace runs without any mesh in context and with Flax's eager sharding off, so that
 a constructor that was written for one device, or annotated for another mesh, gives
@@ -180,11 +180,11 @@ class Traced:
         return jax.tree.unflatten(self._graph_treedef, nodes)
 
     def update_inputs(self, values: Sequence[Any]) -> None:
-        """Writes the new state of NNX arguments (an `Rngs` that counted) back."""
+        """Write the new state of NNX arguments (an `Rngs` that counted) back."""
         if self._input_nodes is not None:
             nodes, treedef = self._input_nodes
             for node, state in zip(nodes, treedef.unflatten(values), strict=True):
-                # Values only: the metadata of the trace says that nothing is sharded.
+                # Values only: by the metadata of the trace nothing is sharded.
                 own = jax.tree.structure(nnx_state(node))
                 update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
 
@@ -197,7 +197,7 @@ def trace(
     keep_inputs: bool = True,
     own_objects: bool = False,
 ) -> Traced:
-    """Traces `make(*args, **kwargs)` once, abstractly.
+    """Trace `make(*args, **kwargs)` once, abstractly.
 
     Args:
         make: a function that returns a module, a tree of arrays, or a tree of both.
@@ -305,7 +305,7 @@ class _Inputs:
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> "_Inputs":
-        """Takes the arguments of a call apart."""
+        """Take the arguments of a call apart."""
         slots, treedef = jax.tree.flatten(
             (tuple(args), dict(kwargs)),
             is_leaf=lambda node: is_nnx_object(node) or has_mixed_keys(node),
@@ -354,7 +354,7 @@ def _states_after(nodes: Sequence[Any], before: Sequence[Any]) -> list[Any]:
 
 
 def _refuse_others(nodes: Sequence[Any]) -> None:
-    """Raises where a result holds what was there before; in the trace."""
+    """Raise where a result holds what was there before; in the trace."""
     for part in (part for node in nodes for part in objects_of(node)):
         if was_made_elsewhere(part):
             raise StructureError(
@@ -374,7 +374,7 @@ def _leaves_of(result: Any) -> list[Any]:
 
 
 def _describe(result: Any, seen: dict[str, Any]) -> Any:
-    """Splits the NNX objects of a result; keeps their GraphDefs in `seen`."""
+    """Split the NNX objects of a result; keep their GraphDefs in `seen`."""
     nodes, treedef = jax.tree.flatten(result, is_leaf=is_nnx_object)
     _refuse_shared([node for node in nodes if is_nnx_object(node)], "result", "return")
     graphdefs, plain = [], []
@@ -390,7 +390,7 @@ def _describe(result: Any, seen: dict[str, Any]) -> Any:
 
 
 def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
-    """Raises where objects share a Variable: taken apart, each would have its own."""
+    """Raise where objects share a Variable: taken apart, each would have its own."""
     owners: dict[int, int] = {}
     for number, node in enumerate(nodes):
         for variable in variables_of(node):
@@ -404,7 +404,7 @@ def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
 
 
 def _is_read(error: Exception) -> bool:
-    """Whether an error says that a traced value was asked for what only arrays have."""
+    """Whether an error is that of reading from a traced value what only arrays have."""
     if isinstance(error, _READS_VALUES):
         return True
     if isinstance(error, AttributeError):
@@ -413,7 +413,7 @@ def _is_read(error: Exception) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    # An nnx.Rngs has a stream for any attribute that it is asked for.
+    # An nnx.Rngs returns a stream for any attribute.
     if is_nnx_object(value):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype") and not unfit(value)

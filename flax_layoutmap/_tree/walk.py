@@ -1,4 +1,4 @@
-"""The long way to flatten a tree: node by node, for every kind of node there is."""
+"""Flatten a tree node by node, for every kind of node."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ class Walk:
     def section(
         self, prefix: str, role: Role, node: Any, tree: Any, is_whole: bool = False
     ) -> None:
-        """Walks `tree` as a section of its own, below the current one."""
+        """Walk `tree` as a section of its own, below the current one."""
         self._close()
         before = self.base, self.role, self.node
         self.base, self.role, self.node = self.base + prefix, role, node
@@ -76,7 +76,7 @@ class Walk:
         self.base, self.role, self.node = before
 
     def root(self, tree: Any, is_whole: bool = False) -> None:
-        """Walks a tree whose paths start here; it may be a whole one of the user's."""
+        """Walk a tree whose paths start here; it may be a whole one of the user's."""
         if isinstance(tree, Roots):
             for name, part in tree.trees.items():
                 role: Role = "optimizer" if name == "opt_state" else "parameter"
@@ -108,7 +108,7 @@ class Walk:
     def split(
         self, tree: Mapping[Any, Any], is_tree: Callable[[Any, Any], bool]
     ) -> None:
-        """Walks a mapping of which some children are trees by themselves.
+        """Walk a mapping of which some children are trees by themselves.
 
         Args:
             tree: the mapping.
@@ -176,7 +176,7 @@ class Walk:
         return found
 
     def walk(self, node: Any, prefix: str, folded: str) -> None:
-        """Walks a node whose children have paths that start with `prefix`."""
+        """Walk a node whose children have paths that start with `prefix`."""
         kind = self.kind(node)
         if kind == _DICT or kind == _MAPPING:
             self.mapping(_inside(node), prefix, folded)
@@ -189,7 +189,7 @@ class Walk:
             self.other(node, prefix, folded)
 
     def mapping(self, node: Any, prefix: str, folded: str) -> None:
-        """Walks a dict; the hot loop, so dicts in dicts are met right here."""
+        """Walk a dict; the hot loop, so dicts in dicts are met right here."""
         flat, kinds, names = self.flat, self.kinds, self.names
         paths, leaves = flat.paths, flat.leaves
         run: list[str] = []
@@ -213,7 +213,7 @@ class Walk:
             self.block(folded, run)
 
     def block(self, folded: str, names: list[str]) -> None:
-        """Notes the folded paths of the last leaves."""
+        """Note the folded paths of the last leaves."""
         start = len(self.flat.paths) - len(names)
         self.flat.blocks.append(Block(start, folded, tuple(names)))
 
@@ -232,7 +232,7 @@ class Walk:
                 self.mapping(_inside(node), below, below_folded)
 
     def special(self, node: Any, part: str, prefix: str) -> bool:
-        """Walks a node that starts a section of its own; says whether it did."""
+        """Walk a node if it starts its own section; return whether it did."""
         below = f"{prefix}{part}/"
         if self.role == "optimizer" and not is_optimizer(node):
             return False  # moments of a module are a module, to optax
@@ -284,7 +284,7 @@ class Walk:
         flat, start = self.flat, len(self.flat.paths)
         if isinstance(node, nnx.Variable):
             metadata = metadata_of(node)
-            # An empty tuple says something too: replicated.
+            # An empty tuple has a meaning too: replicated.
             annotated = any(metadata.get(key) is not None for key in LAYOUT_METADATA)
             content = node.get_raw_value()
         else:

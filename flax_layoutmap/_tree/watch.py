@@ -1,4 +1,4 @@
-"""Whether NNX objects are still the graph that they were, without flattening them.
+"""Detect changes to a graph of NNX objects without flattening it.
 
 A graph is what it was if its objects and Variables are the very ones they were, and all
 constants equal: a comparison done in C, which takes a few per cent of the time of
@@ -170,7 +170,7 @@ class Watch:
     # ------------------------------------------------------------------ looking
 
     def _look(self, node: Any, seen: set[int]) -> None:
-        """Looks at a node of the graph; tuples are seen by what holds them."""
+        """Look at a node of the graph; tuples are seen by what holds them."""
         if isinstance(node, tuple):
             for child in node:
                 self._look(child, seen)

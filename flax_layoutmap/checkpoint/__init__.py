@@ -1,8 +1,8 @@
-"""Checkpoints on Orbax: save, and restore onto any mesh with the layouts of rules.
+"""Save checkpoints with Orbax, and restore them onto any mesh by rules.
 
-`save` writes what a tree holds by canonical paths, with the rules in the metadata.
-`restore` reads every leaf straight into the shards that rules (or the target) say, on
-a mesh of any shape, with the user's own objects as target or with none at all. All
+`save` writes the leaves of a tree by canonical paths, with the rules in the metadata.
+`restore` reads every leaf directly into the shards of the rules (or the target), on
+a mesh of any shape, with the user's own objects as target or with none. Everything
 is checked before an array byte is read, and one `CheckpointError` lists every problem.
 
 A checkpoint is an ordinary Orbax directory: a nested dict whose keys are the parts of

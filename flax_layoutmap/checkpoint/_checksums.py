@@ -9,13 +9,13 @@ it, 16 bytes are two words), `i_2`, `i_3`, … the other dims from the last one 
 each `m` is an odd number mixed from the index. `label` is a hash of dtype and shape.
 
 A sum of integers does not depend on its order, so that each shard adds its part on the
-device or host where it lies. A change that is not 0 modulo 2^64 stays so when it is
+device or host that holds it. A change that is not 0 modulo 2^64 stays so when it is
 multiplied by an odd number: any change within one word, a flipped bit above all,
-changes the checksum for sure. Changes of several words escape with a chance of 2^-64
+always changes the checksum. Changes of several words escape with a chance of 2^-64
 if they are like random numbers, and of about 2^-(63 - b) if bit `b` of a word is the
 lowest that any of them changes: the weak place is two flips of the last bit of words,
 the sign of every second float32, which cancel. What closes it (a multiplier for each
-half of a word) takes two to three times as long. It is no protection against malice.
+half of a word) takes two to three times as long. It does not protect against attacks.
 """
 
 import functools
@@ -405,7 +405,7 @@ def _weights(dim: int, start: Any, size: int, bits: int) -> Any:
 def _start_on_devices(
     programs: Mapping[str, _Program], values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Starts all programs, and the transfers of their results to the host."""
+    """Start all programs, and the transfers of their results to the host."""
     with jax.enable_x64(True):
         started = {path: run(values[path]) for path, run in programs.items()}
     for result in started.values():
@@ -454,7 +454,7 @@ def _over_processes(sums: list[int]) -> list[int]:
         return sums
     from jax.experimental import multihost_utils
 
-    # As 32-bit halves, since JAX cuts 64 bits unless told otherwise.
+    # As 32-bit halves, since JAX truncates 64 bits by default.
     own = np.array(sums, np.uint64).view(np.uint32)
     gathered = np.asarray(multihost_utils.process_allgather(own))
     parts = gathered.reshape(jax.process_count(), -1).view(np.uint64)

@@ -15,14 +15,14 @@ from flax_layoutmap.checkpoint._orbax import TURN, translated
 # The folder of a step that holds the files.
 DATA_FOLDER = "data"
 
-# Name of the method that gives a state → of the one that takes it.
+# Name of the method that returns a state → name of the one that sets it.
 _METHODS = {"get_state": "set_state", "state_dict": "load_state_dict"}
 
 _BYTES, _TUPLE, _ARRAY = "__bytes__", "__tuple__", "__array__"
 
 
 def text_of(data: Any) -> str:
-    """Encodes the state of what `save(data=…)` was given, for this process.
+    """Encode the state of what `save(data=…)` was given, for this process.
 
     Raises:
         CheckpointError: a state holds what is neither a JSON value, bytes, a tuple nor
@@ -34,7 +34,7 @@ def text_of(data: Any) -> str:
 
 
 def states_of(texts: Mapping[int, str], path: str) -> list[Any]:
-    """Decodes the states of the processes that were read.
+    """Decode the states of the processes that were read.
 
     Raises:
         CheckpointError: texts are missing or damaged.
@@ -57,7 +57,7 @@ def states_of(texts: Mapping[int, str], path: str) -> list[Any]:
 
 
 def _intact(read: dict[str, Any]) -> dict[str, Any]:
-    """Compares what one process wrote with its digest; older versions wrote none."""
+    """Compare what one process wrote with its digest; older versions wrote none."""
     held = {"processes": read["processes"], "state": read["state"]}
     if read.keys() > held.keys() and read.get("digest") != json_digest(held):
         raise ValueError("it is not what was saved")
@@ -83,7 +83,7 @@ def own_state(states: Sequence[Any], path: str) -> Any:
 
 
 def check(data: Any, state: Any, where: str = "data") -> None:
-    """Checks that a state can be given back to the objects that it came from.
+    """Check that a state can be given back to the objects that it came from.
 
     Raises:
         CheckpointError: `data` is of another structure than what was saved.
@@ -100,7 +100,7 @@ def check(data: Any, state: Any, where: str = "data") -> None:
 
 
 def put(data: Any, state: Any) -> None:
-    """Gives a state back to the objects that it came from."""
+    """Give a state back to the objects that it came from."""
     taker = _taker(data)
     if taker is not None:
         getattr(data, taker)(state)
@@ -212,7 +212,7 @@ class StateFiles:
         self.texts: dict[int, str] = {}
 
     async def save(self, directory: Any) -> Any:
-        """Writes the file of this process, once the directory is there."""
+        """Write the file of this process, once the directory is there."""
         name, text = f"process_{jax.process_index()}.json", self._text
 
         async def write() -> None:
@@ -221,7 +221,7 @@ class StateFiles:
         return write()
 
     async def load(self, directory: Any) -> Any:
-        """Reads the file of the wanted process; all files for another process count."""
+        """Read the file of the wanted process; all files for another process count."""
 
         async def read() -> None:
             names = {

@@ -1,4 +1,4 @@
-"""flm.checkpoint.inspect and .resolve: a checkpoint, by its metadata alone."""
+"""flm.checkpoint.inspect and .resolve: read only the metadata of a checkpoint."""
 
 import dataclasses
 import math
@@ -58,7 +58,7 @@ class LeafInfo:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint, described.
+    """The description of a checkpoint.
 
     Attributes:
         path: its directory.
@@ -125,7 +125,7 @@ def inspect(
     step: int | str | None = None,
     item: str | None = None,
 ) -> CheckpointInfo:
-    """Describes a checkpoint; needs no devices, and reads no array.
+    """Describe a checkpoint without devices and without reading an array.
 
     Args:
         path: a checkpoint of `save` or of Orbax, a directory of steps, or safetensors
@@ -174,7 +174,7 @@ def inspect(
 
 
 def _safetensors(where: str) -> CheckpointInfo:
-    """Describes files of safetensors, by their headers."""
+    """Describe files of safetensors, by their headers."""
     tensors = open_safetensors(where).tensors.values()
     leaves = tuple(
         LeafInfo(t.name, t.shape, t.dtype.name, "parameter", None, None, None, t.nbytes)
@@ -240,7 +240,7 @@ def resolve(
     exclude: str | Sequence[str] | None = None,
     rename: Any = None,
 ) -> Resolution:
-    """Decides the layout of every leaf of a checkpoint, without the model's code.
+    """Resolve the layout of every leaf of a checkpoint, without the model's code.
 
     Reads no array, and needs no devices: the mesh may be abstract.
 

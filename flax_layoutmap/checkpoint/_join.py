@@ -1,4 +1,4 @@
-"""What a checkpoint has, joined with what is wanted: the plan of a restore."""
+"""Plan a restore: join the leaves of a checkpoint with those of the target."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -67,7 +67,7 @@ class Target:
 
 
 def opened(target: Any) -> Target:
-    """Flattens a tree, or traces a function that makes one."""
+    """Flatten a tree, or trace a function that makes one."""
     is_object = is_nnx_object(target) or is_train_state(target)
     traced = trace(target) if callable(target) and not is_object else None
     tree = target if traced is None else traced.abstract
@@ -148,14 +148,14 @@ def join(
     resolve: Callable[[], Resolution],
     options: Options,
 ) -> Plan:
-    """Plans to restore what a checkpoint has, leaf by leaf.
+    """Plan to restore what a checkpoint has, leaf by leaf.
 
     Args:
         held: what it has.
         target: what to restore into; None: a nested dict of all that is selected.
         rules: the rules; None takes the shardings that the leaves of the target have.
         resolve: resolves the tree to restore by the rules, where there are some.
-        options: what was asked for.
+        options: the options of the restore.
     """
     wanted = {} if target is None else target.leaves
     problems, resolution = options.selection.useless([*held.leaves, *wanted]), None
@@ -210,7 +210,7 @@ class _Draft:
         self._held, self._rules, self._options = held, rules, options
 
     def join(self, path: str, value: Any) -> None:
-        """Notes a leaf that both sides have."""
+        """Note a leaf that both sides have."""
         leaf = leaf_of(path, value)
         if leaf is None:
             kind = type(value).__qualname__
@@ -225,7 +225,7 @@ class _Draft:
             self.read(path, leaf, sharding)
 
     def read(self, path: str, target: Leaf | None, sharding: Any) -> None:
-        """Notes a leaf to restore, or why it cannot be made of what is stored."""
+        """Note a leaf to restore, or why it cannot be made of what is stored."""
         stored = self._held.leaves[path]
         dtype = self._options.dtype_of(path)
         result = result_of(stored, target, dtype)
@@ -240,7 +240,7 @@ class _Draft:
         self.reads[path] = Read(stored, result, sharding, exactly=dtype is None)
 
     def keep(self, path: str, value: Any, why: str) -> None:
-        """Notes a leaf that keeps the value that the target has."""
+        """Note a leaf that keeps the value that the target has."""
         if isinstance(value, jax.ShapeDtypeStruct):
             self.problems.append(
                 f"{_name(path, value)}: {why}, and the target is abstract, so there is "
@@ -249,7 +249,7 @@ class _Draft:
         self.kept.append(path)
 
     def miss(self, path: str, value: Any, why: str, can_make: bool) -> None:
-        """Notes a leaf that the checkpoint has nothing for."""
+        """Note a leaf that the checkpoint has nothing for."""
         if self._options.missing == "keep":
             self.keep(path, value, why)
         elif self._options.missing == "error":
@@ -277,7 +277,7 @@ def _name(path: str, value: Any) -> str:
 
 
 def _made(traced: Traced, flat: Flat, shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Computes some of the leaves of a traced function, in their shards."""
+    """Compute some of the leaves of a traced function, in their shards."""
     paths = traced.values_of(flat.full_paths())
     wanted = [shardings.get(path) for path in paths]
     values, _ = arrays_of(traced, wanted, names=paths)

@@ -1,4 +1,4 @@
-"""One leaf of a checkpoint or a tree, and the checks that one fits the other."""
+"""Leaves of checkpoints and trees, and checks that they are compatible."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ class Leaf:
 
 
 def leaf_of(path: str, value: Any) -> Leaf | None:
-    """Describes a value, which may be abstract; None for what no checkpoint holds."""
+    """Describe a value, which may be abstract; None for what no checkpoint holds."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -163,7 +163,7 @@ def _other_shape(stored: Leaf, target: Leaf) -> str:
 
 
 def _scalar(stored: Leaf, target: Leaf) -> Leaf | str:
-    """Converts between a Python number and an array without dims."""
+    """Convert between a Python number and an array without dims."""
     python, array = (stored, target) if stored.is_python else (target, stored)
     if array.shape == () and python.kind == _number_kind(array.dtype):
         return target if target.is_python else _held(target)

@@ -1,4 +1,4 @@
-"""What a training loop needs besides Orbax: checks, the lock, and SIGTERM."""
+"""Checks, the write lock and SIGTERM handling for training loops."""
 
 import operator
 import os
@@ -26,7 +26,7 @@ _HELD: set[str] = set()
 
 
 def check_numbers(every: Any, keep: Any, keep_every: Any) -> None:
-    """Raises CheckpointError for invalid `every`, `keep` or `keep_every`."""
+    """Raise CheckpointError for invalid `every`, `keep` or `keep_every`."""
     if not hasattr(every, "should_save") and not _is_count(every):
         raise CheckpointError(
             f"every={every!r}: give a number of steps, such as 1000, or one of "
@@ -50,7 +50,7 @@ def _is_count(value: Any) -> bool:
 
 
 def check_directory(directory: str) -> None:
-    """Raises CheckpointError for a directory that cannot hold steps."""
+    """Raise CheckpointError for a directory that cannot hold steps."""
     unnamed = cannot_name(directory)
     if unnamed:
         raise CheckpointError(f"cannot save to {directory}: {unnamed}")
@@ -109,7 +109,7 @@ def listed(steps: list[int]) -> str:
 
 
 def add_context(failure: BaseException, error: BaseException) -> None:
-    """Chains a failure to the error that was being handled when it was raised."""
+    """Chain a failure to the error that was being handled when it was raised."""
     first: BaseException = failure
     while first.__cause__ is not None:
         first = first.__cause__
@@ -179,7 +179,7 @@ class WriteLock:
 
     The system takes it back when the process ends, however it ends. (A lock of
     `fcntl.lockf` belongs to the process, so workers that were forked from it do not
-    keep it.) Where the file system knows no locks, everybody gets it.
+    keep it.) Where the file system has no locks, every process gets it.
     """
 
     def __init__(self, directory: str) -> None:
@@ -189,7 +189,7 @@ class WriteLock:
         self.is_held = False
 
     def take(self) -> str | None:
-        """Takes the lock; returns its owner if that is somebody else."""
+        """Take the lock; return the owner if another process holds it."""
         if self.is_held:
             return None
         if self._key in _HELD:
@@ -202,7 +202,7 @@ class WriteLock:
         return owner
 
     def release(self) -> None:
-        """Releases the lock."""
+        """Release the lock."""
         if not self.is_held:
             return
         self.is_held = False
@@ -234,7 +234,7 @@ class WriteLock:
 
 
 class Preemption:
-    """Detects SIGTERM, by which a preempted job is asked to end.
+    """Detects SIGTERM, which preempts a job.
 
     Several processes agree on a step by JAX's own service, for which
     `jax.distributed.initialize` catches the signal. In a process of its own this
@@ -248,7 +248,7 @@ class Preemption:
         self.is_reached = False
 
     def watch(self) -> None:
-        """Installs a handler for SIGTERM, unless JAX or another language handles it."""
+        """Install a handler for SIGTERM, unless JAX or another language handles it."""
         if jax.distributed.is_initialized():
             return
         # Python runs handlers in the main thread, and only there they can be set.
@@ -275,7 +275,7 @@ class Preemption:
         return self.is_reached
 
     def stop(self, *, deliver: bool) -> None:
-        """Restores the previous handler.
+        """Restore the previous handler.
 
         Args:
             deliver: whether a signal that no step was saved for is sent once more.

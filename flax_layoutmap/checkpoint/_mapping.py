@@ -1,9 +1,9 @@
-"""Which tensors a leaf is made of: the entries of a mapping.
+"""The entries of a mapping: which tensors a leaf is made of.
 
 An entry goes from the leaf to the tensor: `(path of the leaf, name of the tensor, what
-to do with it)`. That is the way in which the questions come: each leaf must have an
-answer, a stacked leaf is one answer with many tensors, and a fused tensor is one that
-several leaves name. Paths and patterns are those that layout maps use, too.
+to do with it)`. This is the direction of lookup: each leaf must have an
+entry, a stacked leaf is one entry with many tensors, and a fused tensor is one that
+several leaves name. Paths and patterns are those of layout maps.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Recipe:
     """How a leaf is made of tensors.
 
     Attributes:
-        blocks: which element lies where.
+        blocks: the position of each element.
         shapes: name of each tensor → the shape that it must have.
         dtype: what the tensors are cast to; None to take them as they are.
     """
@@ -175,7 +175,7 @@ class NameMapping:
 
 
 def _entry(number: int, entry: Any) -> _Entry:
-    """Checks one entry."""
+    """Check one entry."""
     if not isinstance(entry, tuple | list) or len(entry) not in (2, 3):
         raise CheckpointError(
             f"mapping[{number}] is {entry!r}; an entry is (path of a leaf, name of a "

@@ -1,4 +1,4 @@
-"""A leaf as blocks of tensors: the position of each element in the files.
+"""Leaves as blocks of tensors: the position of each element in the files.
 
 A dim of a block is a tuple of factors `(size, stride)`, outermost first: one for an
 ordinary dim, several where dims were flattened, none where a new dim was made. So
@@ -108,7 +108,7 @@ def regroup(
     right: Sequence[Sequence[str]],
     sizes: dict[str, int],
 ) -> Iterator[Block]:
-    """Splits dims into axes, puts these into another order, and joins some to dims.
+    """Split dims into axes, put these into another order, and join some to dims.
 
     Args:
         block: the block.
@@ -212,7 +212,7 @@ def _split(
 
 
 def _factored(dim: Factors, sizes: Sequence[int]) -> list[Factors]:
-    """Splits the factors of one dim at the boundaries of its axes."""
+    """Split the factors of one dim at the boundaries of its axes."""
     rest = [factor for factor in dim if factor[0] != 1]
     axes: list[Factors] = []
     for size in reversed(sizes):
@@ -256,7 +256,7 @@ def _join(axes: list[_Axis], sizes: list[int]) -> list[tuple[int, int, Factors]]
 
 
 def _collapsed(dim: Factors) -> Factors:
-    """Merges adjacent factors that are contiguous."""
+    """Merge adjacent factors that are contiguous."""
     found: list[tuple[int, int]] = []
     for size, stride in dim:
         if size == 1:

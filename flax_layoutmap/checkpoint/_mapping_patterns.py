@@ -1,4 +1,4 @@
-"""Regular expressions whose time is bounded, whatever they are."""
+"""Regular expressions with bounded matching time."""
 
 import re
 from typing import Any
@@ -40,7 +40,7 @@ class Pattern:
         return repr(self._pattern.pattern)
 
     def fullmatch(self, text: str) -> re.Match[str] | None:
-        """Matches the whole text.
+        """Match the whole text.
 
         Raises:
             CheckpointError: it could take too long.
@@ -50,7 +50,7 @@ class Pattern:
         return self._pattern.fullmatch(text)
 
     def _check(self, length: int) -> None:
-        """Raises where a text of this length may take too long."""
+        """Raise where a text of this length may take too long."""
         pattern = str(self._pattern.pattern)
         if self._pattern.flags & re.IGNORECASE and "(?i" not in pattern:
             pattern = f"(?i:{pattern})"  # compiled with a flag that it does not name

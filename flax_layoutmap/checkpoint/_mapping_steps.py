@@ -1,7 +1,7 @@
-"""The steps of a mapping: what is done to tensors to make a leaf of them.
+"""The steps of a mapping: operations that turn tensors into a leaf.
 
-A step works both ways: from the shape of its result it says which inputs it needs, and
-where a block of an input lies in the result. The shape of the leaf gives all sizes, so
+A step works both ways: from the shape of its result it gives the inputs it needs, and
+the place of an input's block in the result. The shape of the leaf gives all sizes, so
 that a mapping holds no numbers of a model, and the same steps save as well.
 """
 
@@ -61,7 +61,7 @@ class Transpose:
 
 
 def transpose(*axes: int) -> Transpose:
-    """The tensor with its dims in another order, as `numpy.transpose`.
+    """Permute the dims of a tensor, as `numpy.transpose`.
 
     Args:
         *axes: for each dim of the result, which dim of the tensor; none reverses them.
@@ -93,7 +93,7 @@ class Unflatten:
 
 
 def linear(*, inputs: int | None = None, outputs: int | None = None) -> Unflatten:
-    """The weight `(outputs, inputs)` of a `torch.nn.Linear` as a kernel of Flax.
+    """Convert the weight `(outputs, inputs)` of `torch.nn.Linear` to a Flax kernel.
 
     A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
     for inputs or outputs: `(dim, heads, head_dim)`. The leaf's shape tells.
@@ -120,7 +120,7 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Unflatte
 
 
 def unflatten() -> Unflatten:
-    """A tensor of one dim with the shape of the leaf: `(heads * dim,)` → heads, dim."""
+    """Reshape a tensor of one dim to the leaf: `(heads * dim,)` → heads, dim."""
     return Unflatten(lambda shape: [range(len(shape))])
 
 
@@ -168,7 +168,7 @@ class Rearrange:
 
 
 def rearrange(pattern: str, **sizes: int) -> Rearrange:
-    """The tensor with its dims split, reordered and joined, as `einops.rearrange`.
+    """Split, reorder and join the dims of a tensor, as `einops.rearrange`.
 
     Sizes come from the shape of the leaf, as far as it tells.
 
@@ -246,7 +246,7 @@ class Stack:
 def stack(
     axis: int = 0, over: Sequence[Any] | None = None, *, field: str = "layer"
 ) -> Stack:
-    """Several tensors along a new dim, as a model that scans over its layers has them.
+    """Stack tensors along a new dim, as in a model that scans over its layers.
 
     Args:
         axis: the dim of the result.
@@ -289,7 +289,7 @@ def merge(
     *,
     field: str = "part",
 ) -> Merge:
-    """Several tensors one after another along a dim: a fused leaf of separate tensors.
+    """Concatenate tensors along a dim: a fused leaf from separate tensors.
 
     Args:
         axis: the dim.
@@ -339,7 +339,7 @@ class Split:
 
 
 def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
-    """One part of a fused tensor, such as the queries of `c_attn`.
+    """Take one part of a fused tensor, such as the queries of `c_attn`.
 
     Args:
         axis: the dim that is split.
@@ -372,7 +372,7 @@ class Cast:
 
 
 def cast(dtype: Any) -> Cast:
-    """The tensor as another floating-point dtype, before it is compared to the leaf's.
+    """Cast a tensor to another floating-point dtype, before it is compared to the leaf.
 
     Saving writes the dtype that the leaf has.
 

@@ -1,4 +1,4 @@
-"""The index of TensorStore's OCDBT, the database in which Orbax keeps arrays.
+"""Read the index of TensorStore's OCDBT, the database in which Orbax stores arrays.
 
 A tree of arrays is a folder with `manifest.ocdbt`, which leads to the nodes of a
 B+tree in files below `d`, whose entries lead to chunks in files below `d` too, of this

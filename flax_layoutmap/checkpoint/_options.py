@@ -1,4 +1,4 @@
-"""What a restore was asked for: one frozen value, checked."""
+"""The options of a restore: one frozen, validated value."""
 
 import dataclasses
 import os
@@ -82,7 +82,7 @@ class Selection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """All that `restore`, `plan`, `resolve` or `restore_safetensors` was asked for.
+    """The options of `restore`, `plan`, `resolve` or `restore_safetensors`.
 
     Attributes:
         path: the checkpoint, absolute.
@@ -149,7 +149,7 @@ def checked_options(
     dtype: Any = None,
     **others: Any,
 ) -> Options:
-    """Checks the arguments of a function that restores; the rest are `Options`' own.
+    """Check the arguments of a function that restores; the rest are `Options`' own.
 
     Raises:
         CheckpointError: one of them is not valid.
@@ -189,7 +189,7 @@ def rules_of(layout_map: Any) -> RuleSet | None:
 
 
 def checked_selection(include: Any, exclude: Any) -> Selection:
-    """Compiles the patterns of `include=` and `exclude=`.
+    """Compile the patterns of `include=` and `exclude=`.
 
     Raises:
         CheckpointError: a pattern is no regular expression.

@@ -1,4 +1,4 @@
-"""The one place that calls Orbax, by the public names of its v1 API."""
+"""All calls to Orbax, by the public names of its v1 API."""
 
 import contextlib
 import dataclasses
@@ -84,7 +84,7 @@ def _no_place(parent: Path) -> str | None:
 def write(
     path: str, tree: dict[str, Any], metadata: dict[str, Any], overwrite: bool
 ) -> None:
-    """Writes a checkpoint; returns when all of it is there.
+    """Write a checkpoint; return when all of it is there.
 
     An existing one stays until the new one is complete beside it.
     """
@@ -125,7 +125,7 @@ def saving_context() -> Any:
 
 
 def _swap(path: str) -> None:
-    """Puts the new checkpoint in the place of the old one."""
+    """Put the new checkpoint in the place of the old one."""
     if os.path.lexists(path + OLD):
         shutil.rmtree(path + OLD)  # of an earlier swap that was interrupted
     os.rename(path, path + OLD)
@@ -154,7 +154,7 @@ class Metadata:
 
 
 def read_metadata(path: str, item: str | None = None) -> Metadata:
-    """Reads what a checkpoint holds, but no array.
+    """Read what a checkpoint holds, but no array.
 
     Args:
         path: the checkpoint.
@@ -206,7 +206,7 @@ def folder_of(path: str, item: str | None) -> str:
 
 
 def _check_readable(path: str) -> None:
-    """Raises for a damaged metadata file, which Orbax would treat as an empty one."""
+    """Raise for a damaged metadata file, which Orbax would treat as an empty one."""
     name = os.path.join(path, METADATA_FILE)
     try:
         with open(name, encoding="utf-8") as file:
@@ -275,7 +275,7 @@ def read_arrays(
     replica_axis: int | None = None,
     alone: bool = False,
 ) -> dict[str, Any]:
-    """Reads leaves.
+    """Read leaves.
 
     Args:
         path: the checkpoint.

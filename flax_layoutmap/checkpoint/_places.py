@@ -1,4 +1,4 @@
-"""Where checkpoints are: paths, directories of steps, and storage."""
+"""Checkpoint locations: paths, directories of steps, and storage."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ _SHOWN = 5
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """The absolute path, which Orbax asks for; URLs (`gs://…`) stay as they are."""
+    """The absolute path, which Orbax requires; URLs (`gs://…`) are unchanged."""
     text = os.fspath(path).removeprefix("file://")
     return text if is_url(text) else os.path.abspath(os.path.expanduser(text))
 
@@ -51,7 +51,7 @@ class Place:
 
 
 def find(path: str, step: int | str | None, *, newest: bool = False) -> Place:
-    """Finds a checkpoint, or one step of a directory of steps.
+    """Find a checkpoint, or one step of a directory of steps.
 
     Args:
         path: a checkpoint, or a directory of steps.
@@ -145,7 +145,7 @@ def cannot_name(path: str) -> str | None:
 
 
 def check_place(path: str) -> None:
-    """Raises CheckpointError for a path without a checkpoint, with the likely fix."""
+    """Raise CheckpointError for a path without a checkpoint, with the likely fix."""
     place = Path(path)
     if _UNFINISHED in place.name:
         raise CheckpointError(
@@ -198,7 +198,7 @@ def _near(place: Path) -> str:
 
 
 def check_shared(path: str) -> None:
-    """Checks that all processes see the same storage, by a file that process 0 writes.
+    """Check that all processes see the same storage, by a file that process 0 writes.
 
     All processes have to call it. One process, and URLs, are passed over.
 
@@ -240,7 +240,7 @@ def check_shared(path: str) -> None:
 
 
 def on_first_process(action: Callable[[], None], failing: Callable[[str], str]) -> None:
-    """Runs an action on process 0; all processes wait, and all raise if it failed.
+    """Run an action on process 0; all processes wait, and all raise if it failed.
 
     Args:
         action: what to do with files.

@@ -1,4 +1,4 @@
-"""The plan of a restore from Orbax: the metadata of a checkpoint, joined by path."""
+"""Plan a restore from Orbax: join the metadata of a checkpoint by path."""
 
 import functools
 import re
@@ -32,7 +32,7 @@ _IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
 def plan_restore(stored: Stored, options: Options) -> Plan:
-    """Joins the leaves of a checkpoint with those of the target, by path.
+    """Join the leaves of a checkpoint with those of the target, by path.
 
     Raises:
         CheckpointError: there are no layouts, or a function is a part of the target.
@@ -53,7 +53,7 @@ def plan_restore(stored: Stored, options: Options) -> Plan:
 
 
 def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> Plan:
-    """Plans to restore what the checkpoint holds, laid out by the rules."""
+    """Plan to restore what the checkpoint holds, laid out by the rules."""
     if rules is None:
         raise CheckpointError(
             f"cannot restore {stored.where} without layouts: {_layouts_of(stored)}"
@@ -76,7 +76,7 @@ def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> 
 
 
 def _layouts_of(stored: Stored) -> str:
-    """The ways to say where leaves go without a target, for the message."""
+    """The ways to place leaves without a target, for the message."""
     record, saved = stored.record, ""
     if record.mesh:
         sizes = ",".join(f"{name}={n}" for name, n in record.mesh.axis_sizes.items())
@@ -95,7 +95,7 @@ def _layouts_of(stored: Stored) -> str:
 def _with_target(
     stored: Stored, target: Target, rules: RuleSet | None, options: Options
 ) -> Plan:
-    """Plans to restore the leaves of a target."""
+    """Plan to restore the leaves of a target."""
     wanted, selection = target.leaves, options.selection
     functions = [
         f"{path}: a function must be the whole target (it returns the tree)"
@@ -121,7 +121,7 @@ def _with_target(
 
 
 def _resolved(stored: Stored, tree: Any, rules: Any) -> Resolution:
-    """Resolves the target, with the origins in the checkpoint for unknown optimizers.
+    """Resolve the target, with the origins in the checkpoint for unknown optimizers.
 
     (A State of one, or one that a traced function makes.)
     """

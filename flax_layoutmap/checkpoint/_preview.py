@@ -1,4 +1,4 @@
-"""What a restore will do, described for people."""
+"""RestorePlan: a readable description of what a restore will do."""
 
 import dataclasses
 import math
@@ -56,14 +56,14 @@ class LeafPlan:
 
     @property
     def amplification(self) -> float:
-        """Bytes read ÷ bytes needed, of the process for which that is most."""
+        """Bytes read ÷ bytes needed, the maximum over processes."""
         pairs = [(self.read.get(p, 0.0), n) for p, n in self.needed.items() if n]
         return max((read / needed for read, needed in pairs), default=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class RestorePlan:
-    """What a restore will do.
+    """The plan of a restore: what it will read and place.
 
     Attributes:
         path: the checkpoint.
@@ -95,7 +95,7 @@ class RestorePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether devices and host have room for it, as far as they tell."""
+        """Whether it fits in device and host memory, as far as reported."""
         device = self.device_available
         on_device = device is None or self.bytes_per_device <= device
         return on_device and self.host_bytes <= self.host_available
@@ -137,7 +137,7 @@ class RestorePlan:
 
 
 def described(reads: Reads, options: Options) -> RestorePlan:
-    """Describes the reads of a restore for people."""
+    """Describe the reads of a restore for people."""
     plan, ways = reads.plan, reads.ways
     rules = _rules_of(plan)
     leaves = tuple(
@@ -203,7 +203,7 @@ def _host_available() -> int:
 
 
 def _device_available() -> int | None:
-    """Bytes free on the fullest local device; None where they do not tell."""
+    """Bytes free on the fullest local device; None if unknown."""
     free = []
     for device in jax.local_devices():
         stats = device.memory_stats() or {}

@@ -1,4 +1,4 @@
-"""Bytes done of bytes planned, on the terminal of process 0."""
+"""A progress bar of bytes on the terminal of process 0."""
 
 import contextlib
 import sys

@@ -1,4 +1,4 @@
-"""Reads the leaves of a plan, and checks what was read."""
+"""Read the leaves of a plan, and check them."""
 
 import functools
 import warnings
@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 1800.0
 
 
 def read_leaves(reads: Reads, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Reads every leaf of a plan.
+    """Read every leaf of a plan.
 
     Each process reads by itself, and they agree that all could before the arrays are
     used; but for those that are sent along a mesh axis, which they read together.
@@ -166,7 +166,7 @@ def _empty(leaf: Leaf) -> Any:
 
 
 def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
-    """Makes the result of what Orbax read.
+    """Make the result of what Orbax read.
 
     Raises:
         CheckpointError: a number does not fit the dtype, or Orbax read something else
@@ -181,7 +181,7 @@ def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
             raise CheckpointError(f"Orbax read the {type(value).__name__} {value!r}")
         return value
     if not is_ours and result.kind == "array" and _is_keys(value):
-        return value  # Orbax knows that they are keys, which its metadata does not say
+        return value  # Orbax knows that they are keys; its metadata does not
     if isinstance(value, np.ndarray | bool | int | float | complex):
         value = _converted(np.asarray(value), result, read.exactly)
         if sharding is not None:
@@ -215,7 +215,7 @@ def _keys(read: Read, value: Any) -> Any:
 
 
 def _checked(value: Any, read: Read) -> Any:
-    """Checks shape, dtype and sharding of what Orbax returned."""
+    """Check shape, dtype and sharding of what Orbax returned."""
     result, sharding = read.result, read.sharding
     if isinstance(value, jax.Array):
         placed = sharding is not None

@@ -1,9 +1,9 @@
-"""How many elements each process needs of an array, and how many it has to read.
+"""Count the elements of an array that each process needs and has to read.
 
 A checkpoint holds arrays in chunks, and a process reads whole chunks: every one that a
 shard on one of its devices touches, each once. Where the shards are cut along another
 dim than the chunks, all processes read almost everything. So an array can be read in a
-sharding whose shards are whole chunks, and be laid out anew on the devices.
+sharding whose shards are whole chunks, and be resharded on the devices.
 
 Nothing here reads anything: it is arithmetic on shapes.
 """
@@ -127,7 +127,7 @@ def extent_of(
     Args:
         shape: the shape of the array.
         chunk: the shape of its chunks, all but the last ones in a dim.
-        sharding: how it is to lie; every dim divides.
+        sharding: the wanted sharding; every dim divides.
         devices_per_process: see `processes_of`.
     """
     dims = _dims(sharding, len(shape))

@@ -1,9 +1,9 @@
-"""What Orbax does not keep: the custom metadata of a checkpoint, schema 1.
+"""The custom metadata of a checkpoint, schema 1: what Orbax does not store.
 
-It holds what resolving needs to know of the tree that was saved (sections, origins of
-optimizer state, random state, layouts on the variables themselves), so that rules meet
-the leaves of a checkpoint exactly as they meet the live tree; and the leaves that
-Orbax would not give back as they were (Python numbers, PRNG keys, empty arrays).
+It holds what resolving needs of the saved tree (sections, origins of
+optimizer state, random state, layouts on the variables themselves), so that rules apply
+to a checkpoint exactly as to the live tree; and the leaves that
+Orbax would not return unchanged (Python numbers, PRNG keys, empty arrays).
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def sealed(custom: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_intact(custom: Mapping[str, Any], where: str) -> None:
-    """Compares custom metadata with its digest.
+    """Compare custom metadata with its digest.
 
     Older versions wrote none; then only what none of them wrote is a sign of damage.
 
@@ -215,7 +215,7 @@ class Record:
         rules: RuleSet,
         selected: Collection[str] | None = None,
     ) -> Resolution:
-        """Resolves the saved tree as the live tree would be resolved.
+        """Resolve the saved tree as the live tree would be resolved.
 
         Args:
             leaves: path → leaf, all of them.
@@ -238,7 +238,7 @@ class Record:
         keep = set(selected)
         owners = {self.origins[path].owner for path in keep if path in self.origins}
         keys = parameter_keys(whole)
-        # All parameters of that name, as the key tells which model has it.
+        # All parameters of that name, as the key identifies the model.
         wanted = {whole.paths[at] for at, key in keys.items() if key in owners}
         part = Flat()
         for section in whole.sections:
@@ -258,7 +258,7 @@ class Record:
 
 
 def from_json(data: Any, where: str) -> Record:
-    """Reads the record of a checkpoint.
+    """Read the record of a checkpoint.
 
     Args:
         data: the JSON values; None where there are none.

@@ -1,4 +1,4 @@
-"""Other names for the leaves of a checkpoint."""
+"""Rename the leaves of a checkpoint."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def checked_rename(given: Any) -> Rename:
 
 
 def _check_template(pattern: re.Pattern[str], template: str) -> None:
-    """Raises what `re` raises for a template with groups that a pattern lacks."""
+    """Raise what `re` raises for a template with groups that a pattern lacks."""
     groups = "".join(f"(?P<{name}>)" for name in pattern.groupindex)
     more = "()" * (pattern.groups - len(pattern.groupindex))
     re.sub(groups + more, template, "", count=1)

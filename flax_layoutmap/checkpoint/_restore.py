@@ -1,4 +1,4 @@
-"""flm.checkpoint.restore and flm.checkpoint.plan: the way of a restore, in stages.
+"""flm.checkpoint.restore and flm.checkpoint.plan: the stages of a restore.
 
 path → metadata → plan → reads → tree
 """
@@ -62,7 +62,7 @@ def restore(
     verify: bool | None = None,
     progress: bool | None = None,
 ) -> Any:
-    r"""Restores a checkpoint, each leaf straight into its shards.
+    r"""Restore a checkpoint, each leaf directly into its shards.
 
     All is checked before an array byte is read; one error lists every problem. The
     mesh may have another shape, other axis names and another number of devices than
@@ -101,7 +101,7 @@ def restore(
         unexpected: what to do about leaves that only the checkpoint has: `"error"` or
             `"ignore"`.
         strategy: `"direct"` reads each leaf in the sharding it is to have; `"aligned"`
-            in one whose shards are whole chunks, and lays it out anew on the devices;
+            in one whose shards are whole chunks, and reshards it on the devices;
             `"broadcast"` reads one replica and sends it to the others. `"auto"` takes,
             for each leaf, the one that reads least. Leaves for which a strategy is not
             possible are read directly. See `plan`.
@@ -193,7 +193,7 @@ def plan(
     host_memory: int | None = None,
     devices_per_process: int | None = None,
 ) -> RestorePlan:
-    """Says what `restore` with the same arguments will read, and raises what it would.
+    """Plan what `restore` with the same arguments reads; raise the same errors.
 
     No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
 
@@ -264,7 +264,7 @@ def plan(
 def check_devices(
     function: str, rules: RuleSet | None, mesh: DeviceMesh | None
 ) -> None:
-    """Raises MeshError where the mesh to restore to has no devices.
+    """Raise MeshError where the mesh to restore to has no devices.
 
     Args:
         function: the name of the public function, for the message.
@@ -284,7 +284,7 @@ def check_devices(
 
 
 def _check_processes(mesh: DeviceMesh | None) -> None:
-    """Raises MeshError where a process of the job has no device of the mesh.
+    """Raise MeshError where a process of the job has no device of the mesh.
 
     Orbax waits for all processes of a job.
     """

@@ -1,10 +1,10 @@
-"""The headers of safetensors files, read and checked before any data.
+"""Read and check the headers of safetensors files before any data.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: name →
 dtype, shape, first and last byte), and the numbers, without holes. Large checkpoints
-are several files and `model.safetensors.index.json`, which says who holds what.
+are several files and `model.safetensors.index.json`, which lists each file's tensors.
 
-Not read by the package `safetensors`: it does not tell where the bytes of a tensor are,
+Not read by the package `safetensors`: it does not expose the byte offsets of a tensor,
 which planned reads need; few of its errors name a tensor; and a restore would need one
 more package. The tests compare with it.
 """
@@ -83,7 +83,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A checkpoint, as far as its headers tell.
+    """A checkpoint, as described by its headers.
 
     Attributes:
         where: its path.
@@ -97,7 +97,7 @@ class Stored:
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> Stored:
-    """Reads and checks the headers of a checkpoint, and no data.
+    """Read and check the headers of a checkpoint, and no data.
 
     Args:
         path: a file; a directory with `model.safetensors`, with an index, or with other
@@ -296,7 +296,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _tensors(
     entries: Mapping[str, Any], file: str, begin: int, size: int
 ) -> dict[str, Tensor]:
-    """Checks the entries of a header against the bytes that follow it."""
+    """Check the entries of a header against the bytes that follow it."""
     spans: list[tuple[int, int, Tensor]] = []
     problems: list[str] = []
     for name, entry in entries.items():

@@ -1,4 +1,4 @@
-"""The plan of a restore from safetensors: tensors, joined by a mapping of names."""
+"""Plan a restore from safetensors: join tensors by a mapping of names."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class TensorPlan:
 
 
 def plan_tensors(stored: Stored, names: NameMapping, options: Options) -> TensorPlan:
-    """Joins the tensors of a checkpoint with the leaves of the target.
+    """Join the tensors of a checkpoint with the leaves of the target.
 
     Raises:
         CheckpointError: without a target, there are no rules, or the names make no
@@ -52,7 +52,7 @@ def plan_tensors(stored: Stored, names: NameMapping, options: Options) -> Tensor
 
 
 def _without_target(stored: Stored, options: Options) -> TensorPlan:
-    """Plans to restore all tensors under their own names, laid out by the rules."""
+    """Plan to restore all tensors under their own names, laid out by the rules."""
     rules, selection = options.rules, options.selection
     if rules is None:
         raise CheckpointError(
@@ -86,7 +86,7 @@ def _without_target(stored: Stored, options: Options) -> TensorPlan:
 
 
 def _check_nesting(stored: Stored, paths: Sequence[str]) -> None:
-    """Raises CheckpointError where one name is the beginning of another."""
+    """Raise CheckpointError where one name is the beginning of another."""
     parts = [path.split("/") for path in paths]
     above = {"/".join(own[:n]) for own in parts for n in range(1, len(own))}
     clashes = sorted(above & set(paths))
@@ -102,7 +102,7 @@ def _check_nesting(stored: Stored, paths: Sequence[str]) -> None:
 def _with_target(
     stored: Stored, target: Target, names: NameMapping, options: Options
 ) -> TensorPlan:
-    """Plans to restore the leaves of a target."""
+    """Plan to restore the leaves of a target."""
     wanted, selection = target.leaves, options.selection
     problems: list[str] = []
     used: set[str] = set()
@@ -189,7 +189,7 @@ def _wrong_shapes(name: str, recipe: Recipe, stored: Stored) -> list[str]:
 
 
 def _absent(stored: Stored, recipe: Recipe, *, hint: bool) -> str:
-    """Says which tensors are not there."""
+    """List the tensors that are missing."""
     absent = [name for name in recipe.shapes if name not in stored.tensors]
     meant = did_you_mean(absent[0], stored.tensors) if hint else ""
     if len(absent) == 1:

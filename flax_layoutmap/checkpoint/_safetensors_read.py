@@ -1,12 +1,12 @@
-"""Reading parts of tensors: plans the reads of bytes, and runs them.
+"""Plan and run the byte reads for parts of tensors.
 
-A part is a strided view of a tensor. Bytes that lie closer together than `GAP_BYTES`
+A part is a strided view of a tensor. Bytes that are closer together than `GAP_BYTES`
 are read in one go, with what is between them; where the gap is longer it is skipped.
 So rows are read exactly; narrow columns are cut from blocks of whole rows, instead of
-in thousands of tiny reads. What will be read is known before (`bytes_to_read`).
+in thousands of tiny reads. The amount is known in advance (`bytes_to_read`).
 
-Not read by the package `safetensors`, which maps files into memory: there a file that
-is cut ends the process, and a column of a matrix brings all of it from the disk.
+Not read by the package `safetensors`, which maps files into memory: there a truncated
+file ends the process, and a column of a matrix loads all of it from the disk.
 """
 
 import dataclasses
@@ -140,7 +140,7 @@ def _is_direct(piece: Piece, dtype: np.dtype[Any]) -> bool:
 
 
 def _joined(fetches: Iterable[Fetch], dtype: np.dtype[Any]) -> list[Fetch]:
-    """Merges neighbouring reads that fit into a block."""
+    """Merge neighbouring reads that fit into a block."""
     gap, block = GAP_BYTES // dtype.itemsize, BLOCK_BYTES // dtype.itemsize
     joined: list[Fetch] = []
     for fetch in sorted(fetches, key=lambda fetch: fetch.start):
@@ -186,7 +186,7 @@ class Files:
         self._open.clear()
 
     def read(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
-        """Fills the arrays of some pieces of a tensor.
+        """Fill the arrays of some pieces of a tensor.
 
         Raises:
             CheckpointError: the file is gone, was cut, or cannot be read; or a byte of
@@ -217,7 +217,7 @@ class Files:
         return self._buffer[:nbytes]
 
     def _fill(self, tensor: Tensor, fetch: Fetch, buffer: Any) -> None:
-        """Reads bytes of a tensor, in as many calls as the system takes."""
+        """Read bytes of a tensor, in as many calls as the system takes."""
         at = tensor.offset + fetch.start * tensor.dtype.itemsize
         view = memoryview(buffer)
         try:
@@ -248,7 +248,7 @@ class Files:
 
 
 def _check_bools(tensor: Tensor, fetch: Fetch, buffer: np.ndarray) -> None:
-    """Raises CheckpointError for bytes that are no bools, which NumPy would accept."""
+    """Raise CheckpointError for bytes that are no bools, which NumPy would accept."""
     if tensor.dtype != np.bool_ or buffer.max(initial=0) <= 1:
         return
     first = int(np.argmax(buffer > 1))

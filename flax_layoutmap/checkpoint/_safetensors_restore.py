@@ -47,7 +47,7 @@ def restore_safetensors(
     unexpected: Unexpected = "error",
     progress: bool | Callable[[int, int], object] | None = None,
 ) -> Any:
-    r"""Restores safetensors (of Hugging Face, say), each leaf straight into its shards.
+    r"""Restore safetensors (such as Hugging Face's) directly into shards.
 
     Headers, names, shapes, dtypes and rules are checked before a number is read; one
     error lists every problem. Then each process reads the bytes of its own shards and

@@ -1,4 +1,4 @@
-"""flm.checkpoint.save_safetensors, and its plan: which leaf gives what to a tensor."""
+"""flm.checkpoint.save_safetensors, and the plan of which leaves make each tensor."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ def save_safetensors(
     metadata: Mapping[str, str] | None = None,
     progress: bool | Callable[[int, int], object] | None = None,
 ) -> None:
-    """Saves a tree as safetensors, with the names and layout of Hugging Face.
+    """Save a tree as safetensors, with the names and layout of Hugging Face.
 
     Process 0 writes, one tensor after another, and holds no more of the model than two
     copies of one tensor. Every process of a job calls it with the same arguments.
@@ -76,7 +76,7 @@ def save_safetensors(
         exclude: likewise; leaves that one of them finds are not saved.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
         max_file_bytes: how large a file in a directory gets at most, unless a single
-            tensor is larger. If one is not enough, an index tells which file has what.
+            tensor is larger. If one is not enough, an index maps tensors to files.
         overwrite: replace the model in the directory, or the file. It stays until the
             new one is complete beside it.
         metadata: texts for the headers; `{"format": "pt"}`, which `transformers` asks
@@ -144,7 +144,7 @@ def _digest(tensors: Sequence[Made]) -> str:
 def _plan(
     flat: Flat, names: NameMapping, selection: Selection, dtype: Any
 ) -> tuple[list[Made], list[str]]:
-    """Plans which tensors to make of the leaves of a tree.
+    """Plan which tensors to make of the leaves of a tree.
 
     Args:
         flat: the flattened tree.
@@ -228,7 +228,7 @@ def _add(
     recipe: Recipe,
     dtype: Any,
 ) -> list[str]:
-    """Notes what a leaf gives to its tensors; returns what is wrong with it."""
+    """Note what a leaf gives to its tensors; return what is wrong with it."""
     problems = []
     blocks: dict[str, list[Block]] = {name: [] for name in recipe.shapes}
     for block in recipe.blocks:

@@ -1,7 +1,7 @@
-"""Writing safetensors files, which appear under their names when all is written.
+"""Write safetensors files under temporary names, renamed when all are complete.
 
-Not by the package `safetensors`, which takes a whole file's tensors at once: here a
-file is written tensor by tensor, as they arrive from the devices.
+Not written by the package `safetensors`, which takes all tensors of a file at once:
+here a file is written tensor by tensor, as they arrive from the devices.
 """
 
 import dataclasses
@@ -149,7 +149,7 @@ class Writer:
         self._stream: Any = None
 
     def add(self, values: np.ndarray) -> None:
-        """Writes the next tensor.
+        """Write the next tensor.
 
         Raises:
             OSError: that failed.
@@ -163,7 +163,7 @@ class Writer:
             self._stream = None
 
     def finish(self) -> None:
-        """Moves all files to their places, and removes an older model from there.
+        """Move all files to their places, and remove an older model from there.
 
         Raises:
             OSError: that failed.
@@ -185,7 +185,7 @@ class Writer:
         self._made_folder = False
 
     def clean_up(self) -> None:
-        """Removes what was not finished."""
+        """Remove what was not finished."""
         if self._stream is not None:
             try:
                 self._stream.close()
@@ -211,7 +211,7 @@ class Writer:
 
 
 def _close(stream: Any) -> None:
-    """Closes a file when its content is on the disk."""
+    """Close a file when its content is on the disk."""
     with stream:
         stream.flush()
         os.fsync(stream.fileno())
@@ -254,7 +254,7 @@ def write(
     writer: Writer | None,
     progress: bool | Callable[[int, int], object] | None,
 ) -> None:
-    """Brings one tensor after another to process 0, which writes it."""
+    """Bring one tensor after another to process 0, which writes it."""
     written, total = 0, sum(tensor.nbytes for tensor in order)
     shown = False if callable(progress) else progress
 

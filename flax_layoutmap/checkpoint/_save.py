@@ -39,7 +39,7 @@ def save(
     overwrite: bool = False,
     checksums: bool = True,
 ) -> None:
-    """Saves a tree; returns when the checkpoint is complete.
+    """Save a tree; return when the checkpoint is complete.
 
     Every process of a job calls it with the same path, on storage that all of them
     see. What an NNX object holds is saved, not the object: PRNG counters and batch
@@ -110,7 +110,7 @@ def prepare(
     cannot_write: Callable[[], str | None],
     checksums: bool = True,
 ) -> Ready:
-    """Checks that a tree can be written, on all processes, before anything is.
+    """Check that a tree can be written, on all processes, before anything is.
 
     Args:
         place: where to, for messages.
@@ -151,7 +151,7 @@ def prepare(
 def _described(
     paths: Sequence[str], values: Sequence[Any]
 ) -> tuple[list[Leaf], list[str]]:
-    """Describes all leaves; lists what cannot be saved."""
+    """Describe all leaves; list what cannot be saved."""
     leaves, problems = [], []
     for path, value in zip(paths, values, strict=True):
         leaf = leaf_of(path, value)
@@ -241,7 +241,7 @@ def reshard(
     exclude: str | Sequence[str] | None = None,
     progress: bool | None = None,
 ) -> None:
-    """Writes a checkpoint anew, cut into the pieces that other layouts need.
+    """Rewrite a checkpoint in the chunks that other layouts need.
 
     A restore onto these layouts then reads each byte once, and whole files where the
     shards are large. What was saved beside the arrays is kept; of a part (`include`,

@@ -1,4 +1,4 @@
-"""Writing the steps of a training loop with Orbax, in the background."""
+"""Write the steps of a training loop with Orbax in the background."""
 
 import os
 import sys
@@ -69,13 +69,13 @@ class _Pending(threading.Thread):
         self.ended = threading.Event()
 
     def start(self) -> None:
-        """Starts to wait, and the guard if need be."""
+        """Start to wait, and the guard if need be."""
         _guard_the_end()
         _UNTOLD.add(self)
         super().start()
 
     def run(self) -> None:
-        """Waits for the save."""
+        """Wait for the save."""
         try:
             self._response.result()
         except BaseException as error:
@@ -87,7 +87,7 @@ class _Pending(threading.Thread):
 
 
 def _guard_the_end() -> None:
-    """Starts the guard once: a program must not exit with code 0 and a save lost.
+    """Start the guard once: a program must not exit with code 0 and a save lost.
 
     Orbax cannot go on when the main thread has ended: a save that is under way then is
     lost, after five minutes and with exit code 0. `atexit` comes too late for that; a
@@ -156,7 +156,7 @@ class StepWriter:
     def start(
         self, step: int, values: Mapping[str, Any], custom: Any, data: str | None
     ) -> None:
-        """Starts to write a step; returns when all values have been copied.
+        """Start to write a step; return when all values have been copied.
 
         Args:
             step: its number.
@@ -184,12 +184,12 @@ class StepWriter:
         self._pending.start()
 
     def check(self) -> None:
-        """Raises the failure of a save that has ended; waits for none."""
+        """Raise the failure of a save that has ended; wait for none."""
         if self._pending is not None and self._pending.ended.is_set():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the save that is under way.
+        """Wait for the save that is under way.
 
         Raises:
             CheckpointError: it failed.
@@ -210,7 +210,7 @@ class StepWriter:
                 raise pending.error
 
     def close(self) -> None:
-        """Waits for the save that is under way, and closes Orbax's Checkpointer.
+        """Wait for the save that is under way, and close Orbax's Checkpointer.
 
         Raises:
             CheckpointError: it failed.

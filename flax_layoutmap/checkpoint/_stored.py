@@ -1,4 +1,4 @@
-"""A checkpoint, as far as its metadata tells: its leaves by their canonical paths.
+"""Read the metadata of a checkpoint: its leaves by their canonical paths.
 
 The canonical path of a leaf is the one it has in a live tree: without the `value` that
 NNX Variables and Linen boxes add. In a checkpoint that Orbax wrote without us, sections
@@ -71,7 +71,7 @@ class Stored:
 def open_checkpoint(
     place: Place, item: str | None = None, rename: Rename = ()
 ) -> Stored:
-    """Reads the metadata of a checkpoint.
+    """Read the metadata of a checkpoint.
 
     Args:
         place: where it is.

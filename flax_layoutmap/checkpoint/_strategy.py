@@ -1,4 +1,4 @@
-"""How each leaf is read: straight into its shards, or another way that reads less."""
+"""Choose how to read each leaf: directly into its shards, or with fewer bytes."""
 
 import dataclasses
 import functools
@@ -124,12 +124,12 @@ def _line(path: str, read: Read) -> str:
 def choose_reads(
     stored: Stored, plan: Plan, options: Options, *, measure: bool
 ) -> Reads:
-    """Chooses how each leaf of a plan is read, and what is read at a time.
+    """Choose how each leaf of a plan is read, and what is read at a time.
 
     Args:
         stored: the checkpoint.
         plan: the plan.
-        options: what was asked for.
+        options: the options of the restore.
         measure: whether to ask the files how well each leaf is compressed, which the
             numbers of bytes need.
     """

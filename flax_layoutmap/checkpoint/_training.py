@@ -36,7 +36,7 @@ _USER = "metadata"
 
 
 class Checkpointer:
-    """The checkpoints of a training loop: one for each step that is saved.
+    """The checkpoints of a training loop, one for each saved step.
 
     A save copies the values and returns; they are written while training goes on.
     Leaving the `with` block finishes the last one. Whatever ends the program, a save
@@ -130,7 +130,7 @@ class Checkpointer:
 
     @property
     def directory(self) -> str:
-        """Where the steps are."""
+        """The directory of the steps."""
         return self._directory
 
     @property
@@ -162,7 +162,7 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Saves a step, if it is due; to be called after each one.
+        """Save a step if it is due; call it after each step.
 
         All values are those at the time of the call: `state` may be donated or
         overwritten at once. A save that is still under way is waited for.
@@ -209,7 +209,7 @@ class Checkpointer:
         return True
 
     def wait(self) -> None:
-        """Waits until the save that is under way is complete.
+        """Wait until the save in progress is complete.
 
         Raises:
             CheckpointError: it failed.
@@ -217,7 +217,7 @@ class Checkpointer:
         self._settle(self._writer.wait)
 
     def close(self) -> None:
-        """Finishes the save that is under way; the end of a `with` block does it.
+        """Finish the save in progress; called at the end of a `with` block.
 
         Raises:
             CheckpointError: it failed.
@@ -264,12 +264,12 @@ class Checkpointer:
     def restore_or_init(
         self, create_fn: Callable[[], Any], *, data: Any = None, **options: Any
     ) -> tuple[Any, int]:
-        """Restores the latest step, or makes the state where there is none.
+        """Restore the latest step, or initialize the state if there is none.
 
         Args:
             create_fn: makes the state, such as `(model, optimizer)`: what `save` gets.
-                With rules it is traced; the values are born in their shards, or read
-                straight into them on the mesh that there is now.
+                With rules it is traced; the values are initialized in their shards, or
+                read directly into them on the current mesh.
             data: as in `save`; its state is set where a step is restored.
             **options: of `flm.checkpoint.restore`.
 
@@ -299,7 +299,7 @@ class Checkpointer:
         data: Any = None,
         **options: Any,
     ) -> Any:
-        """Restores a step, as `flm.checkpoint.restore` does.
+        """Restore a step, as `flm.checkpoint.restore` does.
 
         Args:
             target: as there.
@@ -330,7 +330,7 @@ class Checkpointer:
         return restored
 
     def metadata(self, step: int | None = None) -> dict[str, Any]:
-        """The metadata that a step was saved with; None is the latest step.
+        """Return the metadata that a step was saved with; None is the latest step.
 
         Raises:
             CheckpointError: there is no such step, or it is damaged.
@@ -341,7 +341,7 @@ class Checkpointer:
         return custom.get(_USER) or {}
 
     def data_states(self, step: int | None = None) -> list[Any]:
-        """The state of data that each process saved; None is the latest step.
+        """Return the data state that each process saved; None is the latest step.
 
         Raises:
             CheckpointError: there is no such step, it has none, or they are damaged.

@@ -1,4 +1,4 @@
-"""flm.checkpoint.verify: are the leaves of a checkpoint those that were saved?"""
+"""flm.checkpoint.verify: compare a checkpoint with its recorded checksums."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ _HOST_MEMORY = 1 << 29
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """A checkpoint in which no damage was found.
+    """The result of `verify` for an undamaged checkpoint.
 
     Attributes:
         path: its directory.
@@ -56,7 +56,7 @@ def verify(
     host_memory: int = _HOST_MEMORY,
     progress: bool | None = None,
 ) -> Verified:
-    """Reads all of a checkpoint and compares it with the checksums in its metadata.
+    """Read a checkpoint and compare it with the checksums in its metadata.
 
     Needs no mesh, no rules and no accelerator. In a job of several processes all of
     them call it, each reads a share of the leaves, and all get the same answer.
@@ -113,7 +113,7 @@ def verify(
 def _problems(
     stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
 ) -> list[str]:
-    """Reads leaves and lists what is wrong with them."""
+    """Read leaves and list what is wrong with them."""
     wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for leaf in leaves:
         is_value = leaf.kind in ("int", "float", "string")

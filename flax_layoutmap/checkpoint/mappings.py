@@ -1,4 +1,4 @@
-r"""What leaves of a Flax model are made of: mappings for Hugging Face's checkpoints.
+r"""Mappings from the leaves of Flax models to tensors of Hugging Face checkpoints.
 
 A mapping is a list of entries `(path of a leaf, name of a tensor, steps)`; see
 `restore_safetensors`. Those here are plain lists: put entries of your own before
@@ -43,7 +43,7 @@ Entry = tuple[Any, ...]
 
 
 def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
-    """For Llama, Mistral, Qwen 2 and others with the same names.
+    """Mapping for Llama, Mistral, Qwen 2 and others with the same names.
 
     Rotary positions turn the first half of a head against the second, as in
     `transformers`.
@@ -63,7 +63,7 @@ def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
 def gemma(
     *, post_norms: bool = False, scanned: bool = False, tied: bool = True
 ) -> list[Entry]:
-    """For Gemma; with `post_norms`, for Gemma 2 and the text models of Gemma 3.
+    """Mapping for Gemma; with `post_norms`, for Gemma 2 and Gemma 3 text models.
 
     The norms of these models multiply by 1 + scale, and the embedding is multiplied by
     the square root of the width; that is the model's to do.
@@ -86,7 +86,7 @@ def gemma(
 
 
 def gpt2(*, scanned: bool = False, tied: bool = True) -> list[Entry]:
-    """For GPT-2, whose names may begin with `transformer.` or not.
+    """Mapping for GPT-2, with or without the prefix `transformer.`.
 
     Args:
         scanned: whether the model has its layers stacked along dim 0.

@@ -1,8 +1,8 @@
 """Pictures of meshes, of arrays on them, and of whole models.
 
-Each function makes one scene of plain numbers, and a `Drawing` shows it: as text, in
+Each function returns a `Drawing`, which shows a scene of plain numbers: as text, in
 colours in a terminal, as one HTML file, as PNG, in a notebook. Abstract meshes are
-enough: a picture of 4,096 chips needs none of them.
+enough: a picture of 4,096 chips needs no devices.
 
 Example:
     >>> import flax_layoutmap as flm
@@ -24,7 +24,7 @@ from flax_layoutmap.draw._drawing import Drawing as Drawing
 
 
 def mesh(mesh: Any) -> Drawing:
-    """Draws the devices of a mesh.
+    """Draw the devices of a mesh.
 
     Args:
         mesh: anything that `DeviceMesh` accepts. A line or a mapping without -1 is
@@ -42,7 +42,7 @@ def mesh(mesh: Any) -> Drawing:
 
 
 def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
-    """Draws which device holds which slice of an array.
+    """Draw which device holds which slice of an array.
 
     The last two dims of the array, and the last two axes of the mesh, are rows and
     columns; the others are drawn side by side. Equal slices have equal letters and
@@ -71,7 +71,7 @@ def array(x: Any, shape: Sequence[int] | None = None) -> Drawing:
 
 
 def model(resolution: ResolvedTable, optimizer: ResolvedTable | None = None) -> Drawing:
-    """Draws a whole model: how much of each device every leaf takes, and why.
+    """Draw a whole model: the bytes per device of each leaf, and why.
 
     As HTML it is a tree-map by bytes per device, coloured by spec, with a table that
     can be searched, and what `Resolution.explain` says of each leaf. As text and as PNG
@@ -102,7 +102,7 @@ def compare(
     after: ResolvedTable,
     names: tuple[str, str] = ("before", "after"),
 ) -> Drawing:
-    """Draws bytes per device by module of two Resolutions.
+    """Draw bytes per device by module of two Resolutions.
 
     Args:
         before: the one to compare with.

@@ -1,4 +1,4 @@
-"""Bytes per device by module: the bars of one Resolution, or of two."""
+"""Bars of bytes per device by module, for one or two Resolutions."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""Drawing: a scene, and the ways to look at it."""
+"""Drawing: a scene, and the formats that it can be shown in."""
 
 import dataclasses
 import html
@@ -48,7 +48,7 @@ class Drawing:
     scene: Scene
 
     def text(self, width: int | None = None) -> str:
-        """The picture in characters, without colours.
+        """Return the picture as plain text, without colours.
 
         Args:
             width: longest line, in characters; None for 80.
@@ -56,13 +56,13 @@ class Drawing:
         return _terminal.plain(self.scene, width or _terminal.WIDTH)
 
     def html(self) -> str:
-        """The picture as one page, which loads nothing else."""
+        """Return the picture as one self-contained page."""
         if isinstance(self.scene, ModelScene):
             return _html.model_page(self.scene)
         return _html.grid_page(self.scene.title, self._fragment())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the picture to a file, in the format that its suffix says.
+        """Write the picture to a file, in the format of its suffix.
 
         In a job of several processes, each that calls it writes; they may share a path.
 

@@ -1,4 +1,4 @@
-"""Leaves in the modules that hold them; repeated layers folded into one."""
+"""The tree of modules and leaves, with repeated layers folded into one."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Cells in rows and columns, with their labels: the geometry of meshes and arrays."""
+"""The geometry of meshes and arrays: cells in rows and columns, with labels."""
 
 import dataclasses
 import math
@@ -59,7 +59,7 @@ def picture(
     cell: Callable[[Index], Cell],
     size: Callable[[int, int, int], tuple[float, float]],
 ) -> Picture:
-    """Draws cells of any rank: the last two sides are rows and columns.
+    """Draw cells of any rank: the last two sides are rows and columns.
 
     Args:
         title: what they are of.

@@ -1,4 +1,4 @@
-"""Scenes as HTML: one file that loads nothing else.
+"""Scenes as self-contained HTML.
 
 A mesh or an array is drawn as SVG, in any page; a whole model is a page with a script.
 """
@@ -60,7 +60,7 @@ def model_page(scene: ModelScene) -> str:
 
 
 def framed(text: str) -> str:
-    """A page in a frame of its own, for notebooks: their styles do not meet."""
+    """A page in a frame, for notebooks, so that their styles are separate."""
     return (
         f'<iframe sandbox="allow-scripts" srcdoc="{html.escape(text)}" '
         f'width="100%" height="{_FRAME}" style="border:0" '
@@ -150,7 +150,7 @@ def _packed(forest: Forest, words: dict[str, int]) -> dict[str, str]:
 
 
 def _numbers(values: Sequence[int]) -> str:
-    """Whole numbers as base64 of 2 or 4 bytes each, which the first letter tells."""
+    """Integers as base64 of 2 or 4 bytes each, as the first letter tells."""
     is_small = max(values) <= 0xFFFF
     packed = array("H" if is_small else "I", values)
     if sys.byteorder == "big":

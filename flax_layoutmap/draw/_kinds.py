@@ -1,4 +1,4 @@
-"""Kinds of leaves: those of one shape, layout, rule and explanation."""
+"""Group leaves by shape, layout, rule and explanation."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The scenes of a whole model, and of two compared."""
+"""The scenes of a whole model, and of two models compared."""
 
 import collections
 import dataclasses
@@ -95,7 +95,7 @@ def _ranked(
 
 
 def _shaded(specs: Sequence[tuple[str, int]]) -> tuple[Shade, ...]:
-    """Gives each spec a colour, or one with a pattern; what is replicated has none."""
+    """Give each spec a colour, or one with a pattern; what is replicated has none."""
     made: list[Shade] = []
     used = 0
     for text, count in specs:

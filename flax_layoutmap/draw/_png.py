@@ -140,7 +140,7 @@ def _draw_bars(figure: "Figure", scene: BarScene) -> None:
 
 
 def _bars(axes: "Axes", scene: BarScene) -> int:
-    """Draws the bars; returns the longest."""
+    """Draw the bars; return the longest."""
     several = len(scene.names) > 1
     shifts = (-0.2, 0.2) if several else (0.0,)
     longest = 0

@@ -1,4 +1,4 @@
-"""What a picture shows: plain numbers and words.
+"""Scenes: the content of a picture as plain numbers and words.
 
 All geometry is done before a scene is made. A renderer loops over boxes and labels,
 scales them, and chooses type and colours; it adds no geometry of its own. Every scene
@@ -55,7 +55,7 @@ def colour(number: int) -> str:
 
 
 def hatch(number: int) -> str | None:
-    """The pattern that tells a colour from others that look like it."""
+    """The pattern that distinguishes a colour from similar ones."""
     if number == NEUTRAL:
         return "////"
     return _HATCHES[min(number // COLOURS, len(_HATCHES) - 1)]

@@ -1,4 +1,4 @@
-"""Scenes as lines of text, in the colours of a terminal."""
+"""Scenes as lines of text in the colours of a terminal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -189,5 +189,5 @@ def _legend(shades: Sequence[Shade], width: int) -> Iterator[Text]:
 
 
 def _shortened(text: str, room: int) -> str:
-    """The end of a path says more than its beginning."""
+    """Shorten a path at its beginning, as its end matters more."""
     return text if len(text) <= room else "…" + text[len(text) - room + 1 :]

@@ -1,4 +1,4 @@
-"""Rectangles for a tree whose nodes have weights: a squarified tree-map.
+"""Squarified tree-maps: rectangles for a tree whose nodes have weights.
 
 The algorithm is that of M. Bruls, K. Huizing and J. J. van Wijk, "Squarified Treemaps"
 (Data Visualization 2000): children fill their parent row by row, along its shorter
@@ -16,7 +16,7 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def squarify(weights: Sequence[float], space: Rectangle) -> list[Rectangle]:
-    """Cuts a rectangle into areas in proportion to weights.
+    """Cut a rectangle into areas in proportion to weights.
 
     Args:
         weights: the largest first; all above 0.
@@ -73,7 +73,7 @@ def _row(
 def _fill(
     weights: Sequence[float], total: float, strip: Rectangle, *, upright: bool
 ) -> list[Rectangle]:
-    """Cuts one strip; `upright` ones from top to bottom, others from left to right."""
+    """Cut one strip; `upright` ones from top to bottom, others from left to right."""
     left, top, right, bottom = strip
     length = bottom - top if upright else right - left
     placed, done = [], 0.0

@@ -1,4 +1,4 @@
-"""What a step does on a pod slice that is not there: memory, collectives, fit."""
+"""Plan a step on a pod slice without devices: memory, collectives, fit."""
 
 from flax_layoutmap._core.topologies import Generation as Generation
 from flax_layoutmap._core.topologies import Topology as Topology

@@ -1,7 +1,7 @@
-"""XLA's partitioner and compiler, run in a child process.
+"""Run XLA's partitioner and compiler in a child process.
 
-The TPU compiler ends its process on some shapes, faults with another JAX, and hangs
-where it asks the cloud for metadata. It is therefore never loaded here.
+The TPU compiler ends its process on some shapes, crashes with another JAX, and hangs
+where it queries the cloud's metadata server. It is therefore never loaded here.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from flax_layoutmap._core.topologies import Topology
 
 _CHILD = Path(__file__).with_name("_child.py")
 _PIN = re.compile(r"libtpu\s*==\s*([\d.]+)\.\*")
-# Without these the library asks the cloud for metadata, logs to files, and says
-# nothing of reshards that it makes the hard way.
+# Without these libtpu queries the cloud for metadata, logs to files, and does not
+# report reshards that go through the whole array.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -54,7 +54,7 @@ _REMATERIALISED = re.compile(
 _NO_SPACE = re.compile(
     "no space left on device|disk quota exceeded|file too large", re.IGNORECASE
 )
-# A folder with less than this is full; last words do not get into it either.
+# A folder with less free space is full; it cannot hold the last output either.
 _LEAST_SPACE = 64 * 1024
 
 
@@ -82,7 +82,7 @@ class Compiled:
     warnings: tuple[str, ...]
 
 
-# Waits for a child, and gives what it found.
+# Waits for a child, and returns its result.
 Answer = Callable[[], Compiled]
 
 
@@ -112,7 +112,7 @@ def compile_for(
     options: Mapping[str, Any] | None = None,
     exact_memory: bool = False,
 ) -> Compiled:
-    """Compiles a lowered module for a topology, in a child process.
+    """Compile a lowered module for a topology, in a child process.
 
     Args:
         code: the module, lowered for a mesh of these sizes.
@@ -153,7 +153,7 @@ def compile_for(
 def partition_for(
     code: Code, devices: int, *, timeout: float
 ) -> contextlib.AbstractContextManager[Answer]:
-    """Partitions a lowered module by the CPU client of jaxlib, in a child process.
+    """Partition a lowered module by the CPU client of jaxlib, in a child process.
 
     The child runs while the context is open, and is ended with it.
 
@@ -175,7 +175,7 @@ def partition_for(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that is asked for one program.
+    """A child process for one program.
 
     Attributes:
         who: what runs in it.
@@ -195,7 +195,7 @@ class _Child:
     def run(
         self, request: Mapping[str, Any], code: Code, ends: float
     ) -> Iterator[Answer]:
-        """Runs the process while the context is open.
+        """Run the process while the context is open.
 
         Args:
             request: what it reads from `request.json`.
@@ -356,7 +356,7 @@ def wanted_libtpu() -> str | None:
 
 @contextlib.contextmanager
 def only_one(ends: float, timeout: float) -> Iterator[None]:
-    """Keeps other compiles of this user on this machine waiting.
+    """Keep other compiles of this user on this machine waiting.
 
     One takes 1 to 11 GB and both of two cores. The lock is given back by the system
     when a process ends, however it ends.
@@ -403,14 +403,14 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the child, and ends it with the context."""
+    """Run the child, and end it with the context."""
     with (folder / "stderr.txt").open("wb") as said:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
-            # Its library writes logs where it is told not to: they go with the folder.
+            # libtpu writes logs even if disabled: they are removed with the folder.
             env=_environment() | {"TMPDIR": str(folder)},
             start_new_session=True,
         )
@@ -433,7 +433,7 @@ def _end_of(
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
-    """Ends a child that is still there, and what it has started."""
+    """End a child that is still there, and what it has started."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -441,7 +441,7 @@ def _kill(child: "subprocess.Popen[bytes]") -> None:
 
 
 def rematerialised(said: str) -> list[tuple[str, str]]:
-    """The reshards that the compiler says it does by way of the whole array."""
+    """The reshards that, by the compiler's log, go through the whole array."""
     found: dict[tuple[str, str], None] = {}
     for line in said.splitlines():
         warned = _REMATERIALISED.search(line)

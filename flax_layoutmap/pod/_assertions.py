@@ -1,4 +1,4 @@
-"""What a test may ask of a report: `expect` and `forbid`."""
+"""Assertions on a report for tests: `expect` and `forbid`."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -117,7 +117,7 @@ def _check_path(report: Findings, path: str | None) -> None:
 
 
 def _check_source(report: Findings, source: str | None) -> None:
-    """Refuses a line that nothing comes from; only a plan knows them all."""
+    """Raise for a line without operations; only a plan has all of them."""
     if not source or report.values is None:
         return
     known = [one.source for one in (*report.collectives, *report.reshards)]
@@ -133,7 +133,7 @@ def _check_source(report: Findings, source: str | None) -> None:
 
 
 def check_axis(report: Findings, axis: str) -> None:
-    """Raises LayoutError for an axis that the mesh does not have."""
+    """Raise LayoutError for an axis that the mesh does not have."""
     names: Sequence[str] = report.mesh.axis_names
     if axis not in names:
         raise LayoutError(
@@ -142,7 +142,7 @@ def check_axis(report: Findings, axis: str) -> None:
 
 
 def check_kind(kind: str) -> None:
-    """Raises LayoutError for a kind that there is not."""
+    """Raise LayoutError for a kind that there is not."""
     if kind not in KINDS:
         raise LayoutError(
             f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
@@ -151,7 +151,7 @@ def check_kind(kind: str) -> None:
 
 
 def check_pattern(name: str, pattern: str | None) -> None:
-    """Raises LayoutError for what is no regular expression."""
+    """Raise LayoutError for what is no regular expression."""
     try:
         re.compile(pattern or "")
     except re.error as error:

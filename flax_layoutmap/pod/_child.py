@@ -2,8 +2,8 @@
 
 It runs as a file, `python -P _child.py FOLDER`, and imports nothing of this package:
 only jaxlib or, to compile for TPUs, JAX and the TPU library, which may end the process
-at any moment. The folder has `request.json` and `module.mlirbc`; what is found goes to
-`program.txt` and, last and whole, to `result.json`.
+at any moment. The folder has `request.json` and `module.mlirbc`; results go to
+`program.txt` and, last and atomically, to `result.json`.
 
 Nearly all of a compile is code generation. XLA writes its programs to files before
 that, so the process ends when the one that is wanted is there: the partitioned program
@@ -210,14 +210,14 @@ def allocated(buffers: str) -> dict[str, int]:
 
 
 def _end(folder: Path, answer: dict[str, Any]) -> None:
-    """Writes the answer; the library's own threads are not waited for."""
+    """Write the answer; the library's own threads are not waited for."""
     _write(folder / "result.json", json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)
 
 
 def _end_with_the_parent(folder: Path) -> None:
-    """Ends this process when the one that waits for it is gone."""
+    """End this process when the one that waits for it is gone."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -256,7 +256,7 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
 def _compiled(
     code: bytes, devices: Sequence[Any], options: dict[str, Any], own: dict[str, Any]
 ) -> Any:
-    """Compiles a lowered module for devices that are not there.
+    """Compile a lowered module ahead of time, without devices.
 
     `jax.jit` lowers for the devices it is going to run on; a module that was lowered
     for a mesh without devices goes to the compiler by the client's own interface.
@@ -296,7 +296,7 @@ def _options(ids: Any, options: dict[str, Any], own: dict[str, Any]) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a file that is whole or not there."""
+    """Write a file that is whole or not there."""
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

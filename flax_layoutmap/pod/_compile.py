@@ -1,4 +1,4 @@
-"""compile: what the TPU compiler makes of a step on slices that are not there."""
+"""compile: ahead-of-time TPU compilation of a step, without devices."""
 
 import collections
 import dataclasses
@@ -42,7 +42,7 @@ def compile(
     exact_memory: bool = False,
     **kwargs: Any,
 ) -> PodReport:
-    """Compiles a step for TPU slices that are not there, and says what came out.
+    """Compile a step ahead of time for TPU slices without devices.
 
     The step is lowered here, as for `flm.pod.plan`, and compiled by libtpu in another
     process, which may die or hang without harm. What that gives beyond a plan: whether
@@ -126,7 +126,7 @@ def _planned(
     start: float,
     timeout: float | None,
 ) -> PodReport:
-    """What the compiler does not say; as much of it as there is where Shardy refuses.
+    """The parts of the report that are not the compiler's; partial if Shardy fails.
 
     Args:
         lowered: the step.
@@ -214,7 +214,7 @@ def _memory(planned: Memory, done: Compiled) -> Memory:
 
 
 def _rematerialised(done: Compiled) -> list[str]:
-    """A warning for each array that is made whole on the way to another sharding."""
+    """A warning for each array that is gathered in full to change its sharding."""
     text = done.text or ""
     frames = Frames(text)
     warnings = []

@@ -1,4 +1,4 @@
-"""The report of a lowered step by Shardy's passes, for its own rules and for others."""
+"""Estimate the report of a lowered step with Shardy's passes, for any rules."""
 
 import dataclasses
 import functools
@@ -122,7 +122,7 @@ class Planner:
 
 
 def _traced_before(first: RuleSet | None, given: RuleSet) -> Iterator[str]:
-    """What other rules say of what was traced with the first ones."""
+    """Check other rules against what was traced with the first ones."""
     for section in ("activations", "names"):
         before = () if first is None else getattr(first, section)
         if getattr(given, section) != before:

@@ -1,4 +1,4 @@
-"""Warnings on a planned step, and the shardings of its values."""
+"""Warnings about a planned step, and the shardings of its values."""
 
 import collections
 import re
@@ -83,7 +83,7 @@ def _unsharded(found: LaidOut, mesh: DeviceMesh) -> Iterator[str]:
 
 
 def _overruled(found: LaidOut, lowered: Lowered, mesh: DeviceMesh) -> Iterator[str]:
-    """Where in_shardings of jax.jit say another layout than the rules."""
+    """Where in_shardings of jax.jit differ from the rules."""
     gone = []
     for at, spec in lowered.wanted.items():
         value = found.arguments[at]

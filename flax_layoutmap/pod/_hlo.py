@@ -1,6 +1,6 @@
-"""Collectives out of the text of a compiled program.
+"""Read the collectives from the text of a compiled program.
 
-Every line that communicates ends in one of three places: it is read, it repeats an
+Every line that communicates is handled in one of three ways: it is read, it repeats an
 operation that was read (the TPU compiler writes one asynchronous gather into several
 fusions), or it is listed as not recognised. None is dropped.
 """
@@ -90,7 +90,7 @@ def read_program(
     parameters: Collection[int] = (),
     new_parameters: Collection[int] = (),
 ) -> Program:
-    """Reads the collectives of a compiled program, by mesh axis.
+    """Read the collectives of a compiled program, by mesh axis.
 
     Args:
         program: what `compiled.as_text()` gives, or a dump of the optimised program.
@@ -167,7 +167,7 @@ class _Reader:
         above: tuple[str, ...],
         calls: tuple[Call, ...],
     ) -> None:
-        """Follows everything that a computation calls."""
+        """Follow everything that a computation calls."""
         if computation in above:
             self.loops[f"{computation} calls itself; its inner calls are left out"] = (
                 None

@@ -1,4 +1,4 @@
-"""Which devices talk to which in a compiled program, as axes of the mesh.
+"""Replica groups of a compiled program, as axes of the mesh.
 
 `replica_groups` comes in four spellings: lists, an iota with a transposition, a mesh
 with anonymous axes, and such a mesh over other device ids. All become lists of places
@@ -174,7 +174,7 @@ def _lists(attributes: str, partitions: int) -> np.ndarray | None:
         return None
     rows = [_numbers(row) for row in re.findall(r"\{([\d, ]*)\}", found[1])]
     if not rows:
-        # No list says: everybody.
+        # An empty list means all devices.
         return np.arange(partitions).reshape(1, -1)
     if len({len(row) for row in rows}) != 1 or not rows[0]:
         return None

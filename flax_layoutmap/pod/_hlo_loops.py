@@ -1,4 +1,4 @@
-"""How often the loops of a compiled program run."""
+"""Trip counts of the loops of a compiled program."""
 
 import re
 
@@ -13,7 +13,7 @@ _MOVES = ("copy", "bitcast", "convert", "reshape", "copy-done", "copy-start")
 
 
 def trips(module: Module, where: str, loop: Instruction) -> int | None:
-    """How often the body of a loop runs; None where the text does not tell.
+    """The trip count of a loop; None if unknown.
 
     The CPU compiler writes it down. The TPU's does not: it is found from the start
     (a constant in the tuple that goes in), the bound (the one constant of the

@@ -1,4 +1,4 @@
-"""The leaf that a collective moves or sums, and the Python line that it comes from."""
+"""Find the leaf that a collective moves or sums, and its Python source line."""
 
 import collections
 import dataclasses
@@ -46,14 +46,14 @@ class Frames:
             file = self._files.get(place.get("file_name_id", 0))
             if file is not None:
                 function = self._functions.get(place.get("function_name_id", 0), "")
-                function = function.replace(".<locals>", "")  # as a plan says it
+                function = function.replace(".<locals>", "")  # as in a plan
                 written = (
                     f"{_file_name(file)}:{place.get('line', 0)} {function}".rstrip()
                 )
                 innermost = innermost or written
                 if not _LIBRARIES.search(file) and not file.startswith(_OURS):
                     return written
-            # Printed one too high: 1 says that there is no parent.
+            # Printed one too high: 1 means no parent.
             at = frame.get("parent_frame_id", 1) - 1
         return innermost
 

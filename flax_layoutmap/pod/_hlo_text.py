@@ -1,6 +1,6 @@
-"""The text of a compiled program: computations, instructions, types, what communicates.
+"""Parse the text of a compiled program: computations, instructions, types.
 
-What cannot be read gives None, so that the caller counts it instead of losing it.
+What cannot be read returns None, so that the caller can count it.
 """
 
 import collections
@@ -62,7 +62,7 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Line:
-    """A line of a program, which is read when something asks for it.
+    """A line of a program, parsed on first use.
 
     Attributes:
         number: its number in the text.
@@ -95,7 +95,7 @@ class Module:
 
     @property
     def partitions(self) -> int | None:
-        """How many devices the program counts with; None where it does not say."""
+        """The number of devices of the program; None if unknown."""
         found = _PARTITIONS.search(self.text[: self.text.find("\n")])
         return int(found[1]) if found else None
 
@@ -174,7 +174,7 @@ def rendezvous(attributes: str) -> str | None:
 
 
 def split(text: str) -> Module:
-    """Takes a program apart into its computations; never fails."""
+    """Take a program apart into its computations; never fails."""
     computations: dict[str, list[Line]] = {}
     loose: list[Line] = []
     entry: str | None = None
@@ -198,7 +198,7 @@ def split(text: str) -> Module:
 
 
 def read_line(text: str) -> Instruction | None:
-    """Reads one instruction; None where it has another form."""
+    """Read one instruction; None where it has another form."""
     found = _LINE.fullmatch(text)
     if found is None:
         return None
@@ -227,7 +227,7 @@ def read_line(text: str) -> Instruction | None:
 
 
 def read_type(written: str) -> Type | None:
-    """Reads `bf16[4,8]{1,0}` or a tuple of such; None where it has another form."""
+    """Read `bf16[4,8]{1,0}` or a tuple of such; None where it has another form."""
     written = _COMMENT.sub("", written).strip()
     if written.startswith("("):
         if not written.endswith(")"):
@@ -275,7 +275,7 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def _parts(text: str) -> list[str]:
-    """Splits at the commas that are in no bracket."""
+    """Split at the commas that are in no bracket."""
     parts, depth, start = [], 0, 0
     for at, character in enumerate(text):
         if character in "([{":
@@ -343,7 +343,7 @@ def called_by(text: str) -> list[str]:
 
 
 def read_alone(line: Line) -> Instruction | None:
-    """Reads a line; None where another operation that communicates is on it too."""
+    """Read a line; None where another operation that communicates is on it too."""
     instruction, text = line.instruction, line.text
     if instruction is None:
         return None

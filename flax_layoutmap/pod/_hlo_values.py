@@ -1,4 +1,4 @@
-"""Values of a compiled program, followed backwards: to arguments, and from results.
+"""Follow the values of a compiled program backwards, from results to arguments.
 
 A value goes through fusions, loops, branches, tuples and transfers between slices. What
 a collective moves is followed to the argument that it is a part of, or to the
@@ -157,7 +157,7 @@ def origin(
     calls: Sequence[Call],
     parameters: Collection[int] = (),
 ) -> Origin:
-    """Follows the first operand of an instruction backwards.
+    """Follow the first operand of an instruction backwards.
 
     Args:
         module: the program.
@@ -244,7 +244,7 @@ def _is_kept(value: _Value, loop: Instruction) -> bool:
 def results_of(
     module: Module, order: Sequence[int], parameters: Collection[int] = ()
 ) -> Results:
-    """Says for which result each collective on the way to one is.
+    """Find the result of each collective on the way to one.
 
     Args:
         module: the program.

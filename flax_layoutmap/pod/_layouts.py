@@ -1,4 +1,4 @@
-"""The arguments of a step laid out by one rule set after another.
+"""Lay out the arguments of a step under different rule sets.
 
 What does not depend on the rules (paths, shapes, which parameter a moment belongs to)
 is found once.
@@ -27,12 +27,12 @@ from flax_layoutmap._tree.paths import Roots
 
 
 class Layouts:
-    """Where the leaves of all arguments lie, under any rules."""
+    """The shardings of the leaves of all arguments, under any rules."""
 
     def __init__(
         self, arguments: Sequence[Argument], fixed: Sequence[str] = ()
     ) -> None:
-        """Flattens the state.
+        """Flatten the state.
 
         Args:
             arguments: the arguments.
@@ -55,7 +55,7 @@ class Layouts:
         self.origins = find_origins(read)
 
     def under(self, rules: RuleSet) -> list[NamedSharding | None]:
-        """One sharding per leaf; None where the rules have no say.
+        """One sharding per leaf; None where the rules do not apply.
 
         Raises:
             LayoutError: a batch does not divide, or the rules shard what was data.

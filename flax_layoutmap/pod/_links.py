@@ -1,4 +1,4 @@
-"""Where a mesh is on a topology, and the least time of collectives on its links.
+"""Place a mesh on a topology, and bound the time of collectives on its links.
 
 JAX orders the devices of a mesh along the links of the hardware. It asks the devices
 for their place only, so that stand-ins will do. Times are by bandwidth alone: no
@@ -27,7 +27,7 @@ from flax_layoutmap.pod._report_text import axes_text
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """As much of a TPU device as the order of a mesh asks for."""
+    """The attributes of a TPU device that JAX needs to order a mesh."""
 
     id: int
     process_index: int

@@ -1,4 +1,4 @@
-"""A step, lowered on an abstract mesh with its arguments as the rules say."""
+"""Lower a step on an abstract mesh, with the arguments sharded by the rules."""
 
 import functools
 import math
@@ -136,7 +136,7 @@ def _mesh_of_arguments(
     return None
 
 
-# What a step asks for that needs the values of its arguments.
+# Errors of a step that needs the values of its arguments.
 _NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -167,7 +167,7 @@ def lower_step(
     platform: str,
     mesh: DeviceMesh | None = None,
 ) -> Lowered:
-    """Lowers a step without devices.
+    """Lower a step without devices.
 
     Args:
         step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
@@ -217,7 +217,7 @@ def lower_step(
 def _check_arguments(
     step: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises LayoutError where a step that failed was given too much, or too little."""
+    """Raise LayoutError where a step that failed was given too much, or too little."""
     signature = signature_of(step)
     try:
         signature.bind(*args, **kwargs)
@@ -239,7 +239,7 @@ def _kind(value: Any) -> str:
 
 
 def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh | None) -> Lowered:
-    """Calls; again with the mesh as context where the step needs one and has none.
+    """Call; again with the mesh as context where the step needs one and has none.
 
     So it is where its constraints name axes alone, as under `jax.set_mesh`.
     """
@@ -258,7 +258,7 @@ def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh | None) -> Lowere
 
 
 def _check_mesh(lowered: Lowered, mesh: DeviceMesh | None) -> None:
-    """Raises MeshError where the step names a mesh that is not that of the plan."""
+    """Raise MeshError where the step names a mesh that is not that of the plan."""
     if mesh is None:
         return
     module = lowered.lowered.compiler_ir("stablehlo")
@@ -314,7 +314,7 @@ def _lower_program(
     arguments: Sequence[Argument],
     program: Program,
 ) -> Lowered:
-    """Lowers what `flm.jit` would run."""
+    """Lower what `flm.jit` would run."""
     leaves = [leaf for one in arguments for leaf in one.leaves]
     avals = [
         abstract(leaf, wanted or getattr(leaf, "sharding", None))

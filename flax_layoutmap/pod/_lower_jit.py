@@ -1,4 +1,4 @@
-"""A step of `jax.jit`, lowered as it is, with its arguments where the rules say."""
+"""Lower a `jax.jit` step, with the arguments sharded by the rules."""
 
 import contextlib
 import inspect
@@ -37,7 +37,7 @@ def lower_jitted(
     rules: RuleSet | None,
     platform: str,
 ) -> Lowered:
-    """A function of `jax.jit`: as it is, with its arguments where the rules say."""
+    """Lower a `jax.jit` function, with its arguments sharded by the rules."""
     signature = inspect.signature(step)
     slots = slots_of(signature.bind(*args, **kwargs))
     # What holds something else is static: nothing to lay out.
@@ -97,7 +97,7 @@ def _donated(step: Any) -> list[bool]:
 def _taken(arguments: Sequence[Argument], count: int) -> list[Argument]:
     """The arguments with so many leaves that a step takes."""
     if sum(len(one.leaves) for one in arguments) > count:
-        # Numbers that are static; which they are, only jax.jit knows.
+        # Numbers that are static; only jax.jit knows which.
         return [one for one in arguments if any(map(_is_array, one.raw))]
     return list(arguments)
 
@@ -107,7 +107,7 @@ def _with_state(
     donated: Sequence[bool],
     results: Results | None = None,
 ) -> list[Argument]:
-    """What is given away is state where no rule says it, and what comes back changed.
+    """Without rules, donated arguments and those that come back changed are state.
 
     Args:
         arguments: the arguments.

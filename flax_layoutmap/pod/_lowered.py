@@ -1,4 +1,4 @@
-"""A step that was lowered without devices, and what its arguments are."""
+"""A step lowered without devices, and its arguments."""
 
 import dataclasses
 import re
@@ -95,7 +95,7 @@ class Lowered:
 
 
 def lower(traced: Any, platform: str, name: str) -> Any:
-    """Lowers for a platform.
+    """Lower for a platform.
 
     Raises:
         LayoutError: the step calls back into Python.

@@ -1,4 +1,4 @@
-"""Collectives of a partitioned program, merged as XLA does it on every accelerator.
+"""Merge the collectives of a partitioned program as XLA does on every accelerator.
 
 The partitioner makes a collective for each operation that needs one. What the compiler
 does with these afterwards is little, and is done here: equal operations become one; a
@@ -216,7 +216,7 @@ class _Merged:
         return name
 
     def is_uniform(self, name: str) -> bool:
-        """Whether a value is one constant everywhere: nobody need send it.
+        """Whether a value is one constant on all devices, which need not be sent.
 
         Other scalars may differ from device to device in a shard_map.
         """
@@ -358,7 +358,7 @@ class _Merged:
 
 
 def _said(text: str) -> str:
-    """What tells an operation from others, without its number and its name."""
+    """The text of an operation without its number and name, to compare."""
     return _UNLIKE.sub("", text.partition(" = ")[2] if " = " in text[:200] else text)
 
 

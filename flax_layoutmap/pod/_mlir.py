@@ -1,4 +1,4 @@
-"""Arrays, shardings, meshes and locations in a module of MLIR, by jaxlib's bindings."""
+"""Read arrays, shardings, meshes and locations from MLIR with jaxlib's bindings."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which result of a step is the new value of which argument.
+"""Pair the results of a step with the arguments that they update.
 
 A new value is computed from the old one element by element: `w - rate * gradient` from
 `w`. A gradient is not: products and sums over dims stand between it and every argument.
@@ -126,7 +126,7 @@ def look_at(
     start: int,
     arguments: Sequence[Argument],
 ) -> Results:
-    """Looks for the arguments in the results of a step.
+    """Look for the arguments in the results of a step.
 
     Args:
         traced: the step.
@@ -155,7 +155,7 @@ def look_at(
 
 
 def comes_back(results: Results, argument: Argument, positions: range) -> bool:
-    """Whether an argument that nobody calls state is some: it is returned, changed.
+    """Whether an argument is state because it is returned, changed.
 
     A tuple of arrays may be any: `(x, y)` in, and another `(x, y)` out.
     """
@@ -238,7 +238,7 @@ def _positions(arguments: Sequence[Argument]) -> Iterator[range]:
 
 
 def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
-    """Finds the trees of the arguments in a result, from the outside in.
+    """Find the trees of the arguments in a result, from the outside in.
 
     A dict with more entries than the argument's counts, too: a state and the loss.
 

@@ -1,4 +1,4 @@
-"""The collectives of a step by XLA's SPMD partitioner, without devices.
+"""Find the collectives of a step with XLA's SPMD partitioner, without devices.
 
 The CPU client of jaxlib has the partitioner that every backend has. The compiler for
 TPUs does more around it. What was measured to matter is done here, too: some scatters
@@ -35,7 +35,7 @@ _MIXED = "collectives over parts of axes that cross slices, counted as if all cr
 
 
 class NotScaled(Exception):
-    """Why smaller meshes do not tell the collectives of a mesh."""
+    """The reason why smaller meshes cannot be scaled to a mesh."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _scaled(one: Collective, other: Collective, mesh: Shortened) -> Collective |
 
 
 _MANUAL = "sdy.manual_computation"
-# The CPU client of jaxlib takes no more; it refuses 4,096.
+# Most devices of the CPU client of jaxlib; it rejects 4,096.
 MOST_DEVICES = 2048
 
 
@@ -183,7 +183,7 @@ def partitioning(
     with contextlib.ExitStack() as children:
 
         def begin(own: Mapping[str, int]) -> Answer:
-            """Partitions on a mesh of such sizes."""
+            """Partition on a mesh of such sizes."""
             written = code
             if mesh is not None:
                 bytecode = on_mesh(code.bytecode, own)
@@ -256,7 +256,7 @@ def read_step(
     sizes: Mapping[str, int],
     slice_of: Any = (),
 ) -> Program:
-    """Reads a program of XLA, with the paths of a step's leaves."""
+    """Read a program of XLA, with the paths of a step's leaves."""
     leaves = enumerate(lowered.leaves)
     parameters = {at for at, leaf in leaves if leaf.role == "parameter"}
     return read_program(

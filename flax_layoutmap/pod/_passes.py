@@ -45,7 +45,7 @@ class Prepared:
     attributes: Attributes
 
     def lay_out(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
-        """Lays a copy of the program out.
+        """Lay a copy of the program out.
 
         Args:
             specs: position of an argument → its spec, instead of the sharding that it
@@ -79,7 +79,7 @@ class Prepared:
 
 
 def prepare(lowered: Any) -> Prepared:
-    """Takes the calls out of a copy of a lowered module.
+    """Take the calls out of a copy of a lowered module.
 
     Args:
         lowered: what `jax.jit(...).trace(...).lower(...)` gives.
@@ -115,7 +115,7 @@ def _bindings() -> tuple[Any, Any]:
 
 
 def _refusal(error: Exception) -> LayoutError:
-    """An error with what of a failure of MLIR says something."""
+    """An error with the relevant part of an MLIR failure."""
     lines = [line.rstrip() for line in str(error).splitlines()]
     said = (one for one in lines if "error:" in one and not one.endswith(":"))
     reason = next((one.partition("error:")[2].strip() for one in said), lines[0])
@@ -139,7 +139,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
-    """Gives arguments, and the results that go with them, other shardings.
+    """Give arguments, and the results that go with them, other shardings.
 
     Args:
         module: a module, which is changed.

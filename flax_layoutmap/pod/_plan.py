@@ -1,4 +1,4 @@
-"""plan: what a step does on a mesh of any size, in seconds, without devices."""
+"""plan: the collectives and memory of a step on any mesh, without devices."""
 
 import collections
 import dataclasses
@@ -44,7 +44,7 @@ def plan(
     timeout: float = 300.0,
     **kwargs: Any,
 ) -> PodReport:
-    """Says which collectives a step runs on a mesh, and what it holds, in seconds.
+    """Plan the collectives and memory of a step on a mesh, in seconds.
 
     The step is traced and lowered for a mesh without devices. Its collectives are those
     that XLA's partitioner makes, which runs in another process, by the CPU client of
@@ -180,7 +180,7 @@ def _with_collectives(estimate: PodReport, program: Program, start: float) -> Po
 def _with_functions(
     collectives: Sequence[Collective], estimate: PodReport
 ) -> tuple[Collective, ...]:
-    """Adds the functions to lines, where XLA leaves them out (with jax 0.8)."""
+    """Add the functions to lines, where XLA leaves them out (with jax 0.8)."""
     if all(" " in (one.source or " ") for one in collectives):
         return tuple(collectives)
     operations = estimate.values("") if estimate.values else []

@@ -1,4 +1,4 @@
-"""What a plan and a compile find out: plain records, one kind of thing each."""
+"""Records of the results of a plan or a compile."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard:
-    """A place where a layout or a constraint forces a value to another sharding.
+    """A value that a layout or a constraint forces to another sharding.
 
     Attributes:
         value: what is moved, as the program calls it: `"dot_general"`, a path.
@@ -131,7 +131,7 @@ class Memory:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """The limit less the peak; less what is at rest where no peak is known."""
+        """The limit minus the peak, or minus the bytes at rest if no peak is known."""
         if self.limit_bytes is None:
             return None
         used = self.peak_bytes
@@ -142,7 +142,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What one host holds and reads.
+    """The bytes that one host holds and reads.
 
     Attributes:
         index: its process index.
@@ -164,7 +164,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A leaf of the state that leaves the step in another layout than it came in.
+    """A leaf of the state whose layout differs before and after the step.
 
     Attributes:
         path: path of the leaf in the arguments.

@@ -1,4 +1,4 @@
-"""PodReport: what a plan or a compile says, and what a test may ask of it."""
+"""PodReport: the result of a plan or a compile, with assertions for tests."""
 
 import dataclasses
 import json
@@ -24,12 +24,12 @@ _SMALL = 64 * 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PodReport(Findings):
-    """What a step does on a mesh: collectives, memory, reshards, fit.
+    """The collectives, memory, reshards and fit of a step on a mesh.
 
     Made by `flm.pod.plan` and `flm.pod.compile`.
 
     Attributes:
-        engine: who says so: `"plan"` (XLA's partitioner), `"compile"` (the compiler for
+        engine: the source: `"plan"` (XLA's partitioner), `"compile"` (the compiler for
             TPUs) or `"estimate"` (Shardy's passes).
         step: name of the step.
         mesh: the mesh, without devices.
@@ -67,7 +67,7 @@ class PodReport(Findings):
     # ------------------------------------------------------------------- output
 
     def report(self, format: Format = "text", *, width: int | None = None) -> str:
-        """Writes the report.
+        """Return the report as text, Markdown or JSON.
 
         Args:
             format: `"text"`, `"markdown"`, or `"json"` (schema 1).
@@ -87,7 +87,7 @@ class PodReport(Findings):
         )
 
     def show(self, file: IO[str] | None = None) -> None:
-        """Prints the report, in colours on a terminal.
+        """Print the report, in colours on a terminal.
 
         Args:
             file: where to; None for standard output.
@@ -107,13 +107,13 @@ class PodReport(Findings):
         return self.report()
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain JSON values, schema 1."""
+        """Return the report as plain JSON values, schema 1."""
         return {"schema": 1, **_report_text.as_json(self)}
 
     # ---------------------------------------------------------------- questions
 
     def wire_bytes(self, axis: str | None = None, kind: Kind | None = None) -> int:
-        """Bytes that one device sends in a step.
+        """Return the bytes that one device sends in a step.
 
         Args:
             axis: over this mesh axis only.
@@ -140,7 +140,7 @@ class PodReport(Findings):
         small_bytes: int = _SMALL,
         unrecognised: bool = False,
     ) -> None:
-        """Asserts that exactly these kinds of collectives run over an axis.
+        """Assert that exactly these kinds of collectives run over an axis.
 
         One whose axes are not known counts for every axis.
 
@@ -168,7 +168,7 @@ class PodReport(Findings):
         small_bytes: int = 0,
         unrecognised: bool = False,
     ) -> None:
-        """Asserts that no collective is like this.
+        """Assert that no collective matches.
 
         One whose axes are not known counts for every axis.
 
@@ -191,7 +191,7 @@ class PodReport(Findings):
         _assertions.forbid(self, path, kind, axis, source, small_bytes, unrecognised)
 
     def compare(self, other: "PodReport") -> str:
-        """Says what another report has more or less of, in a table.
+        """Compare with another report in a table.
 
         Args:
             other: of another layout, mesh, or engine.
@@ -207,7 +207,7 @@ class PodReport(Findings):
         return _report_text.comparison(self, other)
 
     def with_layout(self, layout_map: Any) -> "PodReport":
-        """Plans the same step with other rules; it is not traced again.
+        """Plan the same step with other rules, without tracing it again.
 
         Constraints inside of the model stay as they were traced: rules for activations
         and names have no effect here, and the report warns where they are others.
@@ -227,7 +227,7 @@ class PodReport(Findings):
         return self.replan(layout_map)
 
     def shardings(self, pattern: str = "") -> list[tuple[str, str, str]]:
-        """Shardings of the values in the program, by operation.
+        """Return the shardings of the values in the program, by operation.
 
         Args:
             pattern: regex, searched in `"dot_general model.py:36 Attention.__call__"`.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Rows of the second table; the others are in the JSON form.
 _ROWS = 20
-# Narrower than this a cell says nothing any more.
+# Narrower cells are not readable.
 _CELL = 16
 
 
@@ -109,7 +109,7 @@ _RECORDS = (Collective, Drift, Host, Memory, Reshard)
 
 
 def title(report: Findings) -> str:
-    """Whose report it is."""
+    """The title of the report."""
     where = "" if report.platform == "tpu" else f" ({report.platform})"
     if report.topology is not None:
         where = f" ({report.topology})"
@@ -237,7 +237,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def remarks(report: Findings) -> list[str]:
-    """What the tables do not say."""
+    """The lines below the tables."""
     lines = [*_memory(report), *_compute(report)]
     if not report.collectives:
         lines.append("collectives: none")

@@ -1,4 +1,4 @@
-"""Rewrites of a StableHLO module before it is laid out.
+"""Rewrite a StableHLO module before it is laid out.
 
 Calls are inlined: a program without them is laid out in less time, and in the same way
 (with jax 0.8.1 Shardy's passes stop at calls).
@@ -27,7 +27,7 @@ _BROADCAST = "stablehlo.broadcast_in_dim"
 
 
 def inline_calls(functions: dict[str, Any]) -> set[str]:
-    """Puts the bodies of functions in the place of their calls.
+    """Put the bodies of functions in the place of their calls.
 
     Args:
         functions: the functions of a module by name, which are changed. Those that were
@@ -40,7 +40,7 @@ def inline_calls(functions: dict[str, Any]) -> set[str]:
     done: set[str] = set()
 
     def flatten(name: str) -> None:
-        """Inlines the calls in a function, once for all that call it."""
+        """Inline the calls in a function, once for all that call it."""
         if name not in done:
             done.add(name)
             walk(functions[name].regions[0].blocks[0])
@@ -78,7 +78,7 @@ def _inline(call: Any, callee: Any) -> None:
 
 
 def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
-    """Gives operations without a line that of their call, behind their own name.
+    """Give operations without a line that of their call, behind their own name.
 
     A function of JAX is lowered once for all that call it, and says no line.
 
@@ -106,7 +106,7 @@ def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
 
 
 def replace_early(block: Any) -> None:
-    """Replaces such operations in a block and below.
+    """Replace such operations in a block and below.
 
     Args:
         block: the block, which is changed. What has no like stays.
@@ -140,7 +140,7 @@ def replace_early(block: Any) -> None:
 
 
 def _replace_broadcast(op: Any) -> None:
-    """Makes a reshape of a broadcast that repeats nothing and keeps the order."""
+    """Make a reshape of a broadcast that repeats nothing and keeps the order."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -170,7 +170,7 @@ def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 def rewrite_for_tpus(block: Any) -> None:
-    """Writes operations in a block and below as the compiler for TPUs does.
+    """Write operations in a block and below as the compiler for TPUs does.
 
     Args:
         block: the block, which is changed. Nothing of it is laid out yet.
@@ -276,7 +276,7 @@ def _write_product(op: Any) -> None:
 
 
 def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
-    """Swaps the operands of a product that is only used transposed to that order."""
+    """Swap the operands of a product that is only used transposed to that order."""
     from jaxlib.mlir.dialects import stablehlo
 
     users = [use.owner.operation for use in op.results[0].uses]
@@ -299,7 +299,7 @@ def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
 
 
 def _multiply(op: Any, batch: Any, own: Any, summed: Any) -> None:
-    """Writes a product as a multiplication of arrays with all dims, and a sum."""
+    """Write a product as a multiplication of arrays with all dims, and a sum."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -335,7 +335,7 @@ _FAR = 100
 def _transposed(
     value: Any, order: list[int], done: dict[Any, Any], left: int = _FAR
 ) -> Any:
-    """Makes a transpose of a value, of what it is computed from where that is possible.
+    """Make a transpose of a value, of what it is computed from where that is possible.
 
     Args:
         value: an array.

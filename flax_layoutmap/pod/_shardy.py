@@ -1,4 +1,4 @@
-"""Collectives, reshards and operations of a module that Shardy has laid out.
+"""Read collectives, reshards and operations of a module that Shardy has laid out.
 
 Shardy's passes write a collective wherever a value changes its sharding. Here they are
 counted, times the loops around them: an estimate of what runs. A sum of all-reduces is
@@ -37,7 +37,7 @@ from flax_layoutmap.pod._shardy_ops import (
 )
 
 _ONE_ROUND = "loop of unknown length, counted as one round"
-# Operations of other compilers, some of which Shardy knows.
+# Operations of other compilers, some of which Shardy supports.
 _NO_RULE = ("stablehlo.custom_call", "chlo.")
 # Of these, an operand that is a sum over devices is one in the result, too.
 _KEEPS_SUMS = (COPIES - {"stablehlo.slice", "stablehlo.dynamic_slice"}) | {
@@ -142,7 +142,7 @@ class LaidOut:
 def read(
     module: Any, attributes: Attributes, state: Sequence[tuple[int, int]] = ()
 ) -> LaidOut:
-    """Walks through a module that `Prepared.lay_out` made.
+    """Walk through a module that `Prepared.lay_out` made.
 
     Args:
         module: the module.
@@ -255,7 +255,7 @@ class _Walk:
         return ()
 
     def name_gradients(self, state: Sequence[tuple[int, int]]) -> None:
-        """Gives the sums that are on the way to new state the leaf that it becomes."""
+        """Give the sums that are on the way to new state the leaf that it becomes."""
         seen: set[Any] = set()
         for result, leaf in state:
             for at in self.sums_behind(self.ends[result], seen):
@@ -297,7 +297,7 @@ class _Walk:
         place: Place,
         leaf: int | None,
     ) -> int:
-        """Adds a collective; returns its position."""
+        """Add a collective; return its position."""
         element = self.attributes.type_of(op.results[0])[1]
         where = location_of(op, self.attributes)
         found = self.found.collectives
@@ -387,7 +387,7 @@ class _Walk:
     # ------------------------------------------------------------------- blocks
 
     def block(self, block: Any, place: Place) -> None:
-        """Walks through a block; of most operations nothing is read here."""
+        """Walk through a block; of most operations nothing is read here."""
         handlers = self.handlers
         for op in block.operations:
             operation = op.operation
@@ -458,13 +458,13 @@ class _Walk:
     # ----------------------------------------------------------------- products
 
     def product(self, op: Any, place: Place) -> None:
-        """Adds the operations of a matrix product, or of a convolution."""
+        """Add the operations of a matrix product, or of a convolution."""
         local, whole = multiplications(op, self.array)
         self.found.flops += 2 * place.times * local
         self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
 
     def without_rule(self, op: Any, place: Place) -> None:
-        """What Shardy may have no rule for: then it is made whole on every device."""
+        """An operation that Shardy may have no rule for, so that it is replicated."""
         name = target_of(op)
         if place.cuts and name == RAGGED:
             self.own(op, place)

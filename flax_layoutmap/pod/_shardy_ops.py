@@ -1,4 +1,4 @@
-"""Single operations of a module that Shardy has laid out: what each does by itself."""
+"""Single operations of a module that Shardy has laid out."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
@@ -112,7 +112,7 @@ def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
         return tuple(gone.elements())
     pairs = list(zip(before, after, strict=True))
     if name == "sdy.collective_permute":
-        # Devices that have the same part before and after are told apart by others.
+        # Devices with the same part before and after are distinguished by other axes.
         parts = [_without_equal_start(old, new) for old, new in pairs]
         return tuple(dict.fromkeys(axis for part in parts for axis in part))
     moved = [axis for old, new in pairs for axis in old if axis not in new]
@@ -183,7 +183,7 @@ _CONSTANTS = ("stablehlo.constant", "sdy.constant")
 
 
 def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
-    """The rounds of a `stablehlo.while`; None where the program does not tell.
+    """The trip count of a `stablehlo.while`; None if unknown.
 
     Args:
         condition: the block that says whether to go on; `i < n`, as scan writes it.

@@ -1,4 +1,4 @@
-"""Sums of gradients as the compiler for TPUs makes them: in slices, and over slices.
+"""Gradient sums as the TPU compiler emits them, within and across slices.
 
 Where every device keeps its part of a sum, the compiler makes a reduce-scatter, which
 moves chunks of 4 KiB: 8 rows of 512 bytes. It makes an all-reduce, with twice the
@@ -44,7 +44,7 @@ _SCATTER_ANYTHING = ("tpu7x",)
 def scatters(
     topology: Topology, longer: tuple[int, int] = (1, 1)
 ) -> Callable[[tuple[int, ...], int, int, int, str], bool]:
-    """Says which sums the compiler makes with a reduce-scatter.
+    """Find the sums that the compiler makes with a reduce-scatter.
 
     Args:
         topology: where the step runs.

@@ -1,4 +1,4 @@
-"""For test suites: rules that cover a model, and layouts in files that are reviewed.
+"""Test helpers: rules that cover a model, and golden files of layouts.
 
 The fixture `layout_golden` and the flag `--update-layouts` come with the package.
 """

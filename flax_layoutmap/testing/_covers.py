@@ -1,4 +1,4 @@
-"""`assert_covers`: a layout that fits a model on every mesh, as a unit test."""
+"""`assert_covers`: assert that rules fit a model on every mesh."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ def assert_covers(
     max_replicated: float = 0.02,
     ignore: str | Iterable[str] = (),
 ) -> None:
-    """Asserts that rules fit a model on every mesh, and place every matrix.
+    """Assert that rules fit a model on every mesh, and cover every matrix.
 
     On each mesh: all leaves fit; `flm.lint` finds no error and no warning, so that each
     rule matches something; each parameter of two dims or more is matched by a rule (a
@@ -121,7 +121,7 @@ def _sizes_that_fit(tree: Any, rules: RuleSet) -> Iterator[str]:
 def _left_to_chance(
     resolution: Resolution, told: set[str | None], ignored: Ignored
 ) -> Iterator[str]:
-    """Matrices that no rule matches, however small; those told of are left out."""
+    """Matrices that no rule matches, however small, except those reported already."""
     if not resolution.rules.rules or "LM102" in ignored.codes:
         return
     for group in groups(resolution, lambda row: row.reason == "no rule", "parameter"):

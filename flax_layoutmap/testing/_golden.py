@@ -1,4 +1,4 @@
-"""Layouts written to a file that is reviewed, and compared with it."""
+"""Write layouts to golden files, and compare with them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 def dump(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
-    """Writes what a Resolution decided, to be kept beside the code and reviewed.
+    """Write a Resolution to a golden file, kept beside the code for review.
 
     The file is JSON: the mesh and the rules, totals, and then one line per leaf, sorted
     by path. Nothing in it depends on the machine, the time or the order of the tree.
@@ -45,7 +45,7 @@ def dump(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
 
 
 def compare(resolution: "Resolution", path: str | os.PathLike[str]) -> None:
-    """Fails where a Resolution is not what `dump` wrote.
+    """Raise if a Resolution differs from the file that `dump` wrote.
 
     Compared are the mesh, the rules, and of each leaf shape, dtype, layout, the rule or
     reason that decided, and fallbacks.

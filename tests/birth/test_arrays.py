@@ -1,4 +1,4 @@
-"""Arrays born in their shards: the bits of one jit, and one program for each kind."""
+"""Arrays created in their shards: the bits of one jit, one program for each kind."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""Constructors that do what they should not: an error with a way out, or the model.
+"""Unsupported constructors: an error with a workaround, or the right model.
 
 Each case runs in a `layout_map_scope` and by `flm.create`. Afterwards nothing is left
 of it: the hooks are those of Flax, no context is changed, and the next model is right.

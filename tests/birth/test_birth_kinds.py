@@ -1,4 +1,4 @@
-"""Every kind of model, born in a scope and by `create`: as the eager constructor's.
+"""Every kind of model, by scope and by `create`, equals the eager constructor's.
 
 The graph with all metadata, the values, the counters of the random streams, and where
 each kernel lies.

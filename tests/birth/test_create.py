@@ -1,4 +1,4 @@
-"""create and create_optimizer: the values, the shards, the memory, and the contexts."""
+"""create and create_optimizer: values, shards, memory and contexts."""
 
 import contextlib
 import gc

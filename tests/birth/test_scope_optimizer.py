@@ -1,4 +1,4 @@
-"""`nnx.Optimizer`s made in a layout_map_scope: as those of `create_optimizer`."""
+"""`nnx.Optimizer`s made in a layout_map_scope equal those of `create_optimizer`."""
 
 import gc
 import weakref

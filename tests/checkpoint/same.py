@@ -1,4 +1,4 @@
-"""What two trees have in common, path by path and bit by bit; errors by their text."""
+"""Compare two trees path by path and bit by bit, and errors by their text."""
 
 import contextlib
 from collections.abc import Iterator

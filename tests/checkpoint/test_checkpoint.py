@@ -1,4 +1,4 @@
-"""Saving, and restoring onto other meshes, targets and dtypes; every error's text."""
+"""Save, and restore onto other meshes, targets and dtypes; the text of every error."""
 
 import os
 import re

@@ -1,7 +1,7 @@
 """Each file of a checkpoint removed, cut, zeroed and with a bit flipped; other places.
 
-A damaged checkpoint gives a CheckpointError that names it, or, where the file is not
-needed, the right values. Wrong values it never gives.
+A damaged checkpoint raises a CheckpointError that names it, or, where the file is not
+needed, restores the right values; never wrong ones.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Checkpoints that Orbax wrote without us, and options that join any two trees."""
+"""Checkpoints written by plain Orbax, and options that join any two trees."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Bytes needed and bytes read: arithmetic against brute force over every chunk."""
+"""Bytes needed and bytes read, compared with brute force over every chunk."""
 
 import itertools
 import math

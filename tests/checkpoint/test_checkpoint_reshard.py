@@ -1,4 +1,4 @@
-"""A checkpoint written anew in other pieces: the same values, and what was noted."""
+"""reshard: the same values in other chunks, and the recorded metadata."""
 
 import json
 from pathlib import Path

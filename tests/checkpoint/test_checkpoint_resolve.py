@@ -1,4 +1,4 @@
-"""What rules say of the leaves of a checkpoint, without the code of its model."""
+"""Resolve the leaves of a checkpoint without the code of its model."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Threads of one process that save at once: each save is whole, and none hangs.
+"""Threads of one process that save concurrently: complete saves, and no deadlock.
 
 All cases run in one process of their own, which is ended when it takes too long.
 """

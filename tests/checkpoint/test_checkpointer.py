@@ -1,4 +1,4 @@
-"""Training loops: saves while training goes on, resumed runs, data, policies."""
+"""Training loops: saves during training, resumed runs, data, policies."""
 
 import ast
 import asyncio

@@ -1,4 +1,4 @@
-"""How programs end while a save is under way: finished, or loud; never quietly lost."""
+"""Programs that end during a save finish it or raise; no save is lost silently."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Training loops in several processes: preempted, killed, resumed by others."""
+"""Training loops in several processes: preempted, killed, resumed."""
 
 import signal
 import subprocess

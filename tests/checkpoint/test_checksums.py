@@ -1,4 +1,4 @@
-"""Checksums do not depend on sharding and find what changed; verify names the leaf."""
+"""Checksums do not depend on sharding and detect changes; verify names the leaf."""
 
 import contextlib
 import gc

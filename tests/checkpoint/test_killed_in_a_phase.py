@@ -1,4 +1,4 @@
-"""A process of four is killed in each phase of a training: the others end, and say why.
+"""One of four processes is killed in each phase: the others end with the reason.
 
 What was saved before is whole, and is restored by one process.
 """

@@ -1,4 +1,4 @@
-"""restore_safetensors: targets, mappings, dtypes, placement, and what is refused."""
+"""restore_safetensors: targets, mappings, dtypes, placement and errors."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files that are cut, lie about themselves, or are not what an index says."""
+"""Files that are truncated, have wrong headers, or contradict their index."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Checkpoints of `transformers`: restored onto a mesh, models compute its numbers."""
+"""Models restored from `transformers` checkpoints compute the same numbers."""
 
 from functools import partial
 from pathlib import Path

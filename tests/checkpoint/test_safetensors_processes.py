@@ -1,4 +1,4 @@
-"""Real processes: each reads its own bytes, and one writes what all hold."""
+"""Real processes: each reads only its bytes, and one writes the whole tree."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Any slice of any steps over tensors: NumPy's numbers, and the planned bytes."""
+"""Any slice of any mapping steps: NumPy's values, and the planned bytes."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""save_safetensors: what other readers find, and failures that leave nothing behind."""
+"""save_safetensors: what other readers read, and failures that leave no files."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""The command line: every command, its example, its exit codes, what goes where."""
+"""The command line: every command, its example, exit codes and output streams."""
 
 import importlib.util
 import io

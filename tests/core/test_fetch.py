@@ -1,4 +1,4 @@
-"""fetch_layout, is_distributed, check_layout: what is known, never what is guessed."""
+"""fetch_layout, is_distributed and check_layout: known layouts, never guesses."""
 
 import contextlib
 from typing import Any

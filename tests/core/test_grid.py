@@ -1,4 +1,4 @@
-"""What each device has to be sent, against sets of elements and JAX's own indices."""
+"""Elements that each device receives, compared with sets and JAX's own indices."""
 
 import itertools
 import math

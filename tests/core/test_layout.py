@@ -1,4 +1,4 @@
-"""TensorLayout: what axes mean, specs in normal form, shard shapes, checks."""
+"""TensorLayout: axes, specs in normal form, shard shapes, checks."""
 
 import pickle
 from typing import Any

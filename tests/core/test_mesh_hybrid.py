@@ -1,4 +1,4 @@
-"""Meshes over several slices: who is where, and what cannot be."""
+"""Meshes over several slices: the place of each device, and errors."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""TPU slices by name: what exists, what each is made of, and what is refused."""
+"""TPU slices by name: available sizes, their properties, and errors."""
 
 import math
 from typing import Any

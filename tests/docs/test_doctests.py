@@ -1,7 +1,7 @@
-"""Runs the examples in the docstrings of the package.
+"""Run the examples in the docstrings of the package.
 
-Not `pytest --doctest-modules`: public classes say that they live in `flax_layoutmap`,
-so its finder passes over them in the files that define them.
+Not `pytest --doctest-modules`: the `__module__` of public classes is `flax_layoutmap`,
+so its finder skips them in the files that define them.
 """
 
 import doctest

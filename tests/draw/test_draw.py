@@ -1,4 +1,4 @@
-"""Scenes: which device holds what, how large everything is; and their renderers."""
+"""Scenes (which device holds what, and sizes) and their renderers."""
 
 import base64
 import builtins

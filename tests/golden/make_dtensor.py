@@ -1,4 +1,4 @@
-"""Writes `dtensor_*.json`: what TensorFlow's own DTensor answers, for the tests.
+"""Write `dtensor_*.json`: the results of TensorFlow's own DTensor, for the tests.
 
 Run by hand, where TensorFlow is installed; the tests themselves need only the files:
 

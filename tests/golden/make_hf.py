@@ -1,4 +1,4 @@
-"""Writes tests/golden/hf_*: small checkpoints of `transformers`, and what they compute.
+"""Write tests/golden/hf_*: small `transformers` checkpoints and their outputs.
 
 Needs torch, transformers and safetensors, none of which the tests need:
 

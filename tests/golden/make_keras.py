@@ -1,4 +1,4 @@
-"""Writes `keras_*.json`: what the real Keras answers, for `tests/test_keras.py`.
+"""Write `keras_*.json`: the results of the real Keras, for `tests/seeds/test_keras.py`.
 
 Run by hand, where Keras is installed (its JAX backend), then where TensorFlow and
 tf-keras are; the tests themselves need only the files:

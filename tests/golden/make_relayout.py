@@ -1,4 +1,4 @@
-"""Writes `relayout.json`: what TensorFlow's own DTensor does, for the tests.
+"""Write `relayout.json`: the results of TensorFlow's own DTensor, for the tests.
 
 Run by hand, where TensorFlow is installed; the tests themselves need only the file:
 

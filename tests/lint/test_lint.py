@@ -1,4 +1,4 @@
-"""Lint: each code is provoked, and stays quiet where nothing is wrong."""
+"""Lint: each code is raised by a mistake, and not raised without one."""
 
 import copy
 import dataclasses

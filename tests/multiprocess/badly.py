@@ -1,4 +1,4 @@
-"""Processes that end badly, for the launcher's own tests; JAX is not started."""
+"""Processes that fail, for the launcher's own tests; JAX is not started."""
 
 import os
 import sys

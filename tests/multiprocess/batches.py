@@ -1,7 +1,7 @@
-"""Each process passes its rows of a batch; every device gets its part of the whole.
+"""Each process passes its rows of a batch; every device gets its shard.
 
 A part (see `launch`), of any number of processes with eight devices; it answers with
-check → whether it is so, and case → how it ended.
+check → whether it holds, and case → how it ended.
 """
 
 import itertools

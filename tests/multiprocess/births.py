@@ -1,4 +1,4 @@
-"""Everything that is made in its shards, in several processes.
+"""Create models and optimizers in their shards, in several processes.
 
 A part (see `launch`), imported by the test too, which makes the same in one process.
 """

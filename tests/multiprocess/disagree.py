@@ -1,4 +1,4 @@
-"""Process 1 is given something else, in one way after another; nothing may hang.
+"""Process 1 gets different inputs, case by case; nothing may hang.
 
 A part (see `launch`), and a program that goes on after its answer: each process answers
 with case → how it ended: type and message of the error.

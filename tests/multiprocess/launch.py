@@ -1,4 +1,4 @@
-"""Starts a program as several JAX processes that talk over loopback.
+"""Start a program as several JAX processes that communicate over loopback.
 
 The test calls `run(program, processes=2, devices=4)`; the program, a module of this
 folder, calls `join()` before it touches a device and `answer(...)` with what it found.

@@ -1,4 +1,4 @@
-"""A training of four processes, one of which is killed in a phase of it.
+"""Train in four processes, one of which is killed in a phase.
 
 `python -m multiprocess.phases FOLDER PHASE`: process 2 ends itself at the start of the
 phase, as a machine that is taken away does. The others answer with how they ended.

@@ -1,4 +1,4 @@
-"""A job in which process 1 raises, while process 0 waits for it in a collective.
+"""A job in which process 1 raises while process 0 waits in a collective.
 
 `python -m multiprocess.raises SECONDS`: of `shutdown_timeout_seconds`.
 """

@@ -1,6 +1,6 @@
 """relayout, pack, unpack and fetch_layout where no process holds all devices.
 
-A part (see `launch`): each process answers with check → whether it is so.
+A part (see `launch`): each process answers with check → whether it holds.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Restores a tree onto other meshes, with each strategy, and saves it.
+"""Restore a tree onto other meshes, with each strategy, and save it.
 
 A part (see `launch`): four processes restore what one saved, and two or four save.
 `python -m multiprocess.restores PATH STRATEGY …` restores.

@@ -1,4 +1,4 @@
-"""Each process reads the bytes of its own shards; process 0 writes what all hold.
+"""Each process reads the bytes of its own shards; process 0 writes the whole tree.
 
 A part (see `launch`); `in/` is a checkpoint whose tensors are those of `tensors`.
 """

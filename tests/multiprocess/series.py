@@ -1,4 +1,4 @@
-"""Several parts in turn in one start of processes, which costs more than most of them.
+"""Run several parts in one start of processes, which costs more than most parts.
 
 `python -m multiprocess.series FOLDER SECONDS PART …`: each part is a module of this
 folder, imported in each process once it has joined; its `main(FOLDER/PART)` returns the

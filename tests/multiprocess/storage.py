@@ -1,4 +1,4 @@
-"""Processes that do not see the same storage: saves, and restores.
+"""Saves and restores where processes do not share storage.
 
 A part (see `launch`). Each process has a directory of its own below the one path
 `/proc/self/cwd`.

@@ -1,4 +1,4 @@
-"""A training loop whose values at each step are known.
+"""A training loop with known values at each step.
 
 A part (see `launch`), and a program of which the test kills processes; imported by the
 test too, which restores in a process of its own.

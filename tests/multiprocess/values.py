@@ -1,7 +1,7 @@
-"""Values that every process holds become global arrays; each device gets its part.
+"""Values that every process holds become global arrays; each device gets its shard.
 
-A part (see `launch`): each process answers with check → whether it is so; a check
-raises where it cannot say.
+A part (see `launch`): each process answers with check → whether it holds; a check
+raises where that is unknown.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The whole line: rules → model → training → checkpoint → another mesh → training.
+"""End to end: rules → model → training → checkpoint → another mesh → training.
 
 A part (see `launch`), imported by the test too, which does the same in one process.
 """

@@ -1,4 +1,4 @@
-"""Meshes and layouts written in one process, as each process writes and reads them.
+"""Meshes and layouts as text and bytes, written and read in every process.
 
 A part (see `launch`).
 """

@@ -1,4 +1,4 @@
-"""Batches on the host: global arrays over the batch axes, and padding with a mask."""
+"""Host batches: global arrays over the batch axes, and padding with a mask."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""call_with_layout: results that are made in their layout."""
+"""call_with_layout: results computed in their layout."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""pack and unpack: the parts of single devices, in the order of the mesh."""
+"""pack and unpack: per-device parts in the order of the mesh."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""distribute_tensor and place: what each device holds, and what is refused."""
+"""distribute_tensor and place: the shards of each device, and errors."""
 
 import contextlib
 from collections.abc import Callable, Iterator

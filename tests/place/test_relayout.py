@@ -1,4 +1,4 @@
-"""relayout and relayout_like: what each device holds, there and back."""
+"""relayout and relayout_like: the shards of each device, forward and backward."""
 
 import contextlib
 import functools

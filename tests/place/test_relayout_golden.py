@@ -1,4 +1,4 @@
-"""Relayouts held against what TensorFlow's own DTensor did: `golden/relayout.json`.
+"""Relayouts compared with those of TensorFlow's own DTensor: `golden/relayout.json`.
 
 `golden/make_relayout.py` wrote the file; TensorFlow is not needed here.
 """

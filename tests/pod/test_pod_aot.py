@@ -1,4 +1,4 @@
-"""The child process of flm.pod: what it is told and says, and how it may end."""
+"""The child process of flm.pod: requests, results, and how it may end."""
 
 import ast
 import glob

@@ -1,4 +1,4 @@
-"""flm.pod.compile: what becomes of the compiler's word; libtpu where it is."""
+"""flm.pod.compile: how compiler results are reported; with libtpu if installed."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Warnings of a plan: what is not donated, closed over, unrolled, or not sharded."""
+"""Warnings of a plan: not donated, closed over, unrolled, or not sharded."""
 
 from typing import Any
 

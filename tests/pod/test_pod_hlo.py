@@ -1,7 +1,7 @@
-"""Collectives out of compiled programs: real ones, each form by itself, and damage.
+"""Collectives of compiled programs: real programs, each form, and damaged text.
 
 The programs in `golden/hlo` are one training step of a Llama-like decoder, compiled for
-TPU slices with libtpu 0.0.42 (and one for CPUs), without any of them being there:
+TPU slices with libtpu 0.0.42 (and one for CPUs), without devices:
 
     1b_v5e        16 layers as a scan, v5e:4x4, mesh data=1, fsdp=4, tensor=4
     1b_v5e_plain  the same without collective matrix products

@@ -1,4 +1,4 @@
-"""Meshes on TPU slices: places, hosts, memory, links, and what cannot be made."""
+"""Meshes on TPU slices: places, hosts, memory, links, and errors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What flm.pod.plan takes, of steps, arguments and meshes, and what it refuses."""
+"""Steps, arguments and meshes that flm.pod.plan accepts, and errors for others."""
 
 import re
 from typing import Any

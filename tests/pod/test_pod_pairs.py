@@ -1,4 +1,4 @@
-"""Which arguments of a step are state, and which results are their new values."""
+"""Pairs of state arguments and the results that update them."""
 
 from typing import Any
 

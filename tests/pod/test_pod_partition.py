@@ -1,4 +1,4 @@
-"""Collectives of XLA's partitioner, merged and rewritten; and those of large meshes."""
+"""Collectives of XLA's partitioner: merged, rewritten, and scaled to large meshes."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""flm.pod.plan: its collectives, against what compilers make of the same step."""
+"""flm.pod.plan: its collectives compared with those of compiled steps."""
 
 import os
 import runpy

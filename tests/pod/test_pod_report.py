@@ -1,4 +1,4 @@
-"""PodReport: what it shows, and what a test may ask of it."""
+"""PodReport: its texts, and its assertions."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What a plan reads from Shardy's passes: operations, reshards, and other rules."""
+"""Operations and reshards read from Shardy's passes, also under other rules."""
 
 import warnings
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sums of gradients as libtpu 0.0.42 compiles them: in slices, and over slices.
+"""Gradient sums as libtpu 0.0.42 compiles them, within and across slices.
 
 The tables are of single gradients and collectives, as compiled one by one.
 """

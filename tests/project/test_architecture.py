@@ -1,7 +1,7 @@
-"""Imports go down the table of rooms, and only to public names of JAX and Flax.
+"""Imports between rooms go down the table, and use only public names of JAX and Flax.
 
-The table is CONTRIBUTING.md's. What is in no room fails, so that a new folder is given
-its place on purpose. Files of one room import each other without cycles.
+The table is in CONTRIBUTING.md. A file in no room fails, so that a new folder is given
+its place deliberately. Files of one room import each other without cycles.
 """
 
 import ast

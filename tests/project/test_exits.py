@@ -1,7 +1,7 @@
-"""Names that somebody else chose are words wherever they are shown, never commands.
+"""Names from untrusted sources are escaped in every output.
 
 A name comes from a checkpoint, a file of rules, or a tree of the user's: a key, an axis
-of the mesh, a pattern. Each is hostile here, and each public text is one exit.
+of the mesh, a pattern. Each name is hostile here; each public text is one case.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What is loaded and started by importing and by planning, each in a new process."""
+"""Modules loaded and backends started by imports and plans, each in a new process."""
 
 import json
 import subprocess

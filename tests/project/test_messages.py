@@ -1,4 +1,4 @@
-"""The text of the core's errors, word for word: one table of cases."""
+"""The exact texts of errors: one table of cases."""
 
 import collections
 import functools

@@ -1,4 +1,4 @@
-"""Real processes over loopback: the whole line, values, and disagreements.
+"""Real processes over loopback: end to end, values, and disagreements.
 
 The programs are in the folder `multiprocess`. Most are parts, of which many run in one
 start of processes; see `launch` there.

@@ -1,4 +1,4 @@
-"""The public surface: its names, where they say they live, docstrings, pickling."""
+"""The public API: names, `__module__`, docstrings and pickling."""
 
 import ast
 import importlib

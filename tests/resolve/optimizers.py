@@ -1,4 +1,4 @@
-"""Optimizers of the installed optax, and how the leaves of their states are sharded.
+"""Optimizers of the installed optax, and the shardings of their states.
 
 One table: constructor → the axes that every leaf of its state must have, written down
 by hand, dim by dim.

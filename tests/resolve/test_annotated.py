@@ -1,4 +1,4 @@
-"""Annotated models: born right without a context, and one truth for all who ask later.
+"""Annotated models: created sharded without a context, with consistent metadata.
 
 Every spelling of Flax's sharding metadata, with and without a rule of ours, against
 each of those that read metadata: `nnx.Optimizer`, `nnx.get_partition_spec`,

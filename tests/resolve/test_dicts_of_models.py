@@ -1,4 +1,4 @@
-"""Rules tell the members of a dict of models apart, however the models are wrapped."""
+"""Rules distinguish the members of a dict of models, with any wrapping."""
 
 import warnings
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""LoRA: matrices follow their kernel, however they are spelled and wherever made."""
+"""LoRA matrices follow their kernel, in every spelling of the libraries."""
 
 import contextlib
 import warnings

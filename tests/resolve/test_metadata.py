@@ -1,4 +1,4 @@
-"""What Variables and Linen boxes say about their own layouts."""
+"""Layout metadata of Variables and Linen boxes."""
 
 import re
 import warnings

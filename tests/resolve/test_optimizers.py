@@ -1,4 +1,4 @@
-"""Every optimizer of the installed optax: its state lies right, and stays there.
+"""Every optimizer of the installed optax: its state has the right, stable sharding.
 
 A name that optax exports and that is neither in the table of `optimizers` nor among
 those that make no optimizer fails a test, so that a new release is noticed.

@@ -1,4 +1,4 @@
-"""resolve: from rules and a tree to one Resolution, and all that it tells."""
+"""resolve: from rules and a tree to one Resolution."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""What would be silent is told once, however often and by whatever it is met."""
+"""Each warning is emitted once, whichever consumer meets it, and how often."""
 
 import warnings
 from collections.abc import Iterator

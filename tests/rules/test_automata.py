@@ -1,4 +1,4 @@
-"""Patterns as automata, against `re` itself."""
+"""Patterns as automata, compared with `re` itself."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""LayoutMap: the mutable mapping that a user holds."""
+"""LayoutMap: the mutable mapping of rules."""
 
 import copy
 import pickle

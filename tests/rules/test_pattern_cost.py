@@ -1,4 +1,4 @@
-"""How long patterns may take: what is counted, against a count of what is tried."""
+"""Bounds of matching time, compared with a count of the steps tried."""
 
 import re
 import subprocess

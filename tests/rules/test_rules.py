@@ -1,4 +1,4 @@
-"""Rule and RuleSet: frozen rules, matching policies, what a pattern can see."""
+"""Rule and RuleSet: frozen rules, matching policies, the forms of a path."""
 
 import pickle
 from typing import Any

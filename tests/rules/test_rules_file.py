@@ -1,4 +1,4 @@
-"""Rules as files: there and back, extends, variants, comments, damage, limits."""
+"""Rule files: round trips, extends, variants, comments, damage, limits."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The ambient rule set, the default mesh: nest, are restored, are one per context."""
+"""The ambient rule set and the default mesh: nested, restored, one per context."""
 
 import contextvars
 import threading

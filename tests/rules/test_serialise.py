@@ -1,4 +1,4 @@
-"""Rule sets as JSON, schema 1, there and back."""
+"""Rule sets to JSON (schema 1) and back."""
 
 import json
 from typing import Any

@@ -1,7 +1,7 @@
-"""LayoutMap and its like against the real Keras: what it answered is in `golden/`.
+"""LayoutMap and related classes compared with the real Keras (results in `golden/`).
 
-`golden/make_keras.py` says how the answers came about. Where we answer otherwise it
-is on purpose, and one of the tables here has the reason.
+`golden/make_keras.py` says how the results were made. Where ours differ it
+is deliberate, and one of the tables here has the reason.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Two Resolutions compared: what moved, and what it costs."""
+"""ResolutionDiff: what moved, and its cost."""
 
 import json
 import pickle

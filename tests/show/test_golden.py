@@ -1,4 +1,4 @@
-"""Layouts in files that are reviewed, and the plug-in of pytest that writes them."""
+"""Golden files of layouts, and the pytest plug-in that writes them."""
 
 import itertools
 import json

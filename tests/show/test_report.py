@@ -1,4 +1,4 @@
-"""The report: folded, fitted to a width, in colours, as Markdown and as JSON."""
+"""The report: folded, fitted to a width, in colour, as Markdown and as JSON."""
 
 import io
 import json

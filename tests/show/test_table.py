@@ -1,4 +1,4 @@
-"""Columns of plain values as tables, and the lines below them."""
+"""Tables of columns of plain values, and the lines below them."""
 
 import random
 import textwrap

@@ -1,4 +1,4 @@
-"""Activation rules: outputs of layers laid out by the paths of their modules."""
+"""Activation rules: layouts of layer outputs by the paths of their modules."""
 
 import gc
 import warnings

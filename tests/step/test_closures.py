@@ -1,4 +1,4 @@
-"""Modules that a step reads though they are none of its arguments."""
+"""Modules that a step reads but does not take as arguments."""
 
 import functools
 import threading

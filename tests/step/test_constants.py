@@ -1,4 +1,4 @@
-"""Constants that cannot be hashed: models that have them run, and are never stale."""
+"""Unhashable constants: models that have them run, and are never stale."""
 
 import array
 import collections

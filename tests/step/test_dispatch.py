@@ -1,4 +1,4 @@
-"""Calls that look like an earlier one: fast if nothing changed, right if it did."""
+"""Repeated calls: the fast path if nothing changed, correct if something did."""
 
 import contextlib
 import contextvars

@@ -1,4 +1,4 @@
-"""Functions that change the structure of the NNX objects that they are given."""
+"""Functions that change the structure of their NNX arguments."""
 
 import gc
 import random

@@ -1,4 +1,4 @@
-"""What jit compiles is the program that one would write by hand with `jax.jit`.
+"""`flm.jit` compiles the same program as a handwritten `jax.jit`.
 
 Both programs have the same function name, the same layouts, and the same order of
 leaves. The order is that of `nnx.split((model, optimizer), …)`: first what the step

@@ -1,4 +1,4 @@
-"""jit on plain trees: which are state, where results lie, layouts given by hand."""
+"""jit on plain trees: which are state, shardings of results, explicit layouts."""
 
 import contextlib
 from collections.abc import Iterator

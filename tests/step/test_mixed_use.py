@@ -1,4 +1,4 @@
-"""Models that other trainers use between our steps; long runs; what stays frozen."""
+"""Models used by other trainers between steps; long runs; frozen parts."""
 
 import copy
 import functools

@@ -1,1 +1,1 @@
-"""Published models that nobody here wrote; skipped where they are not installed."""
+"""Published third-party models; skipped where they are not installed."""

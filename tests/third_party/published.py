@@ -1,4 +1,4 @@
-"""What is asked of every published model, whichever library it comes from."""
+"""Checks for every published model, from any library."""
 
 import warnings
 from collections.abc import Callable, Mapping

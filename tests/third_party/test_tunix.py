@@ -1,4 +1,4 @@
-"""The NNX models of `google-tunix`, which name axes of their own on each Variable."""
+"""The NNX models of `google-tunix`, whose Variables are annotated with other axes."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The names of Flax that are private or that moved: each still does what it did."""
+"""Private or moved names of Flax: each still behaves as expected."""
 
 import inspect
 import types

@@ -1,4 +1,4 @@
-"""Paths that differ in their indices alone, as one."""
+"""Folding of paths that differ only in indices."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Recognising a tree: what is the same as before, and what is not."""
+"""Recognise equal trees, and tell unequal ones apart."""
 
 import collections
 from collections.abc import Callable

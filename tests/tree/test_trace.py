@@ -1,4 +1,4 @@
-"""A constructor traced once: what it would make, how to make it, and contexts."""
+"""Traced constructors: abstract results, programs, and contexts."""
 
 import collections
 import dataclasses

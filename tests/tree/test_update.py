@@ -1,4 +1,4 @@
-"""New values for modules that hold arrays in tuples, and where these are needed."""
+"""Update modules that hold arrays in tuples."""
 
 import warnings
 from typing import Any, NamedTuple
