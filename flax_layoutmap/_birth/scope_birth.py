@@ -28,6 +28,26 @@ class BlockState:
     stage: Literal["open", "ending", "ended", "failed"] = "open"
 
 
+class _NoSharding(jax.sharding.Sharding):
+    """The sharding of a placeholder: reading anything from it raises StructureError.
+
+    `jax.eval_shape` takes the sharding of an argument along without reading it.
+    `jnp.zeros_like`, which needs no value and would make a full copy, and `jax.jit`
+    read it.
+    """
+
+    def __init__(self, of: "AfterTheScope") -> None:
+        self._of = of
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_of":
+            return super().__getattribute__(name)
+        raise StructureError(self._of.why_not())
+
+    def __repr__(self) -> str:
+        return "the sharding of a value of a layout_map_scope"
+
+
 class AfterTheScope(jax.ShapeDtypeStruct):
     """The placeholder of a value that is made when its block ends: shape and dtype.
 
@@ -43,16 +63,12 @@ class AfterTheScope(jax.ShapeDtypeStruct):
         super().__init__(shape, dtype)
         self.block = block
 
-    # Properties raise where JAX asks whether an array is one: `jnp.zeros_like`, which
-    # needs no value and would make a full copy, and `jax.jit` ask for the sharding.
-
     @property
     def sharding(self) -> Any:
-        """None when the block ends, and its values are planned; else refused."""
-        if self.block.stage == "ending":
-            return None
-        raise StructureError(self.why_not())
+        """None when the block ends, and its values are planned; else unreadable."""
+        return None if self.block.stage == "ending" else _NoSharding(self)
 
+    # A property, as JAX looks whether there is one.
     @property
     def __jax_array__(self) -> Any:
         raise StructureError(self.why_not())

@@ -711,7 +711,6 @@ USES: dict[str, Any] = {
     "np.zeros_like": lambda model: np.zeros_like(value_of(model)),
     "ufunc": lambda model: np.multiply(value_of(model), 2),
     "jit": lambda model: jax.jit(lambda a: a + 1)(value_of(model)),
-    "eval_shape": lambda model: jax.eval_shape(lambda a: a.T, value_of(model)),
     "grad": lambda model: jax.grad(lambda a: a.sum())(value_of(model)),
     "device_get": lambda model: jax.device_get(value_of(model)),
     "at": lambda model: value_of(model).at[0].set(1),
@@ -746,6 +745,18 @@ def test_every_use_of_a_value_says_when_there_is_one(
         USES[use](model)
 
 
+def test_what_is_known_of_a_value(mesh: flm.DeviceMesh) -> None:
+    with flm.layout_map_scope(rules(mesh)):
+        value: Any = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).kernel.get_value()
+        assert (value.shape, value.ndim, value.size) == ((8, 4), 2, 32)
+        assert not hasattr(value, "addressable_shards")
+        assert not hasattr(value, "no_such_thing") and "(8, 4)" in repr(value)
+        assert value == value and value is not None and value != "text"
+        assert value in {value} and jnp.shape(value) == np.shape(value) == (8, 4)
+        shape = jax.eval_shape(lambda a: a.T @ a, value)
+        assert (shape.shape, shape.dtype) == ((4, 4), jnp.float32)
+
+
 def test_every_operator_says_so_too(mesh: flm.DeviceMesh) -> None:
     binary = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
     calls: list[Any] = [divmod, lambda one, other: divmod(other, one)]
@@ -767,16 +778,6 @@ def test_every_operator_says_so_too(mesh: flm.DeviceMesh) -> None:
                 ):
                     call(value, other)
                     pytest.fail(f"call {at} with {other!r}")
-
-
-def test_what_is_known_of_a_value(mesh: flm.DeviceMesh) -> None:
-    with flm.layout_map_scope(rules(mesh)):
-        value: Any = nnx.Linear(8, 4, rngs=nnx.Rngs(0)).kernel.get_value()
-        assert (value.shape, value.ndim, value.size) == ((8, 4), 2, 32)
-        assert not hasattr(value, "addressable_shards")
-        assert not hasattr(value, "no_such_thing") and "(8, 4)" in repr(value)
-        assert value == value and value is not None and value != "text"
-        assert value in {value} and jnp.shape(value) == np.shape(value) == (8, 4)
 
 
 def test_a_variable_may_be_given_another_value(mesh: flm.DeviceMesh) -> None:
