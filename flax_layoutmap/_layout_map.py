@@ -12,12 +12,10 @@ from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import place
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.matching import Match, Matcher, Rule
 from flax_layoutmap._rules.rules import (
     Indivisible,
-    Match,
-    Matcher,
     Overlap,
-    Rule,
     RuleSet,
     Unmatched,
     check_options,

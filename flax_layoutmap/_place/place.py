@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from flax_layoutmap._core.axes import clash, normal_spec
 from flax_layoutmap._core.errors import (
     LayoutError,
     MeshError,
@@ -22,11 +23,12 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
 )
 from flax_layoutmap._core.fetch import concrete, known_layout, own_mesh
-from flax_layoutmap._core.layout import TensorLayout, clash, normal_spec
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.rules import Matcher, RuleSet
+from flax_layoutmap._rules.matching import Matcher
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import current_rules, get_default_mesh
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object
@@ -247,20 +249,20 @@ def _named(name: str) -> TensorLayout:
             f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
         )
     found = Matcher(rules.names, "fullmatch").matching(name)
-    layouts = [rules.names[at].layout for at in found]
     if not found:
         names = [rule.pattern for rule in rules.names]
         raise RuleError(
             f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
             f"{names}"
         )
-    if len(set(layouts)) > 1 and rules.overlap == "error":
+    winner = rules.winner(rules.names, found)
+    if winner is None:
         listed = ", ".join(repr(rules.names[at].pattern) for at in found)
         raise RuleError(
             f"several names with different layouts match {name!r}: {listed}; make one "
             'narrower, or use overlap="first" or "last"'
         )
-    return layouts[-1 if rules.overlap == "last" else 0]
+    return rules.names[winner].layout
 
 
 def distribute(

@@ -22,7 +22,7 @@ from shapes import ABSTRACT, all_axes, mapped, struct
 import flax_layoutmap as flm
 from flax_layoutmap._resolve.resolve import resolve_with_origins
 from flax_layoutmap._resolve.stages import Origin
-from flax_layoutmap._rules.rules import Matcher
+from flax_layoutmap._rules.matching import Matcher
 
 P = PartitionSpec
 
