@@ -758,6 +758,19 @@ def test_optimizer_state_given_with_its_parameters_moves_too(
     assert turned["0/mu/w"].shard_shape == (2, 4)
 
 
+def test_the_error_has_parameters_that_were_given_beside_their_state() -> None:
+    params, tx = {"w": struct(10, 8)}, optax.adam(1e-3)
+    state = jax.eval_shape(tx.init, params)
+    layout_map = mapped({"w": ("model", None)})  # 10 does not divide by 4
+    with pytest.raises(flm.errors.ResolveError, match=r"w \(10,8\)") as caught:
+        layout_map.resolve(state, params=params, tx=tx)
+    resolution = caught.value.resolution
+    assert resolution.paths == ("w", "0/count", "0/mu/w", "0/nu/w")
+    assert resolution.layouts[0] == resolution["w"].layout
+    issues = flm.lint(resolution, ignore="LM109")
+    assert {(issue.code, issue.path) for issue in issues} >= {("LM114", "w")}
+
+
 def test_annotations_are_read_again_on_another_mesh() -> None:
     planned = mapped().resolve(annotated({"out_sharding": ("data", "expert")}))
     assert planned["w"].layout.axes == ("data", None)
