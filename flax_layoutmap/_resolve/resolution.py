@@ -411,9 +411,8 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
 def _as_one_tree(matches: Matches) -> Matches:
     """The same, where parameters were given beside optimizer state: a list of all."""
     origins = matches.origins
-    leaves = dataclasses.replace(
-        origins.leaves, state=None, treedef=jax.tree.structure([0] * len(origins.leaves.shapes))
-    )
+    treedef = jax.tree.structure([0] * len(origins.leaves.shapes))
+    leaves = dataclasses.replace(origins.leaves, state=None, treedef=treedef)
     return dataclasses.replace(
         matches, origins=dataclasses.replace(origins, leaves=leaves)
     )
