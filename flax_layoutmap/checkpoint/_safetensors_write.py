@@ -334,9 +334,10 @@ def _on_auto_axes(leaf: jax.Array) -> jax.Array:
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return leaf
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    own: Any = sharding.mesh  # of devices, as there is an array
+    if AxisType.Explicit not in own.axis_types:
         return leaf
-    mesh = retyped(sharding.mesh, AxisType.Auto)
+    mesh = retyped(own, AxisType.Auto)
     auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     shards = [shard.data for shard in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(leaf.shape, auto, shards)
