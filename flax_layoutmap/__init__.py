@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flax_layoutmap._place.relayout import relayout_like as relayout_like
     from flax_layoutmap._resolve.resolution import Resolution as Resolution
     from flax_layoutmap._resolve.resolve import resolve as resolve
-    from flax_layoutmap._rules.rules import Rule as Rule
+    from flax_layoutmap._rules.matching import Rule as Rule
     from flax_layoutmap._rules.rules import RuleSet as RuleSet
     from flax_layoutmap._step.activations import activation_scope as activation_scope
     from flax_layoutmap._step.jit import jit as jit
@@ -46,7 +46,7 @@ _HOMES = {
     "LayoutMap": "_layout_map",
     "LayoutWarning": "_core.errors",
     "Resolution": "_resolve.resolution",
-    "Rule": "_rules.rules",
+    "Rule": "_rules.matching",
     "RuleSet": "_rules.rules",
     "TensorLayout": "_core.layout",
     "activation_scope": "_step.activations",

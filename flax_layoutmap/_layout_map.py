@@ -8,15 +8,14 @@ from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._place.place import place, settle_metadata
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import place
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.matching import Match, Matcher, Rule
 from flax_layoutmap._rules.rules import (
     Indivisible,
-    Match,
-    Matcher,
     Overlap,
-    Rule,
     RuleSet,
     Unmatched,
     check_options,

@@ -17,8 +17,15 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from flax_layoutmap._birth.cuts import SKIP, Plan, Step, cuts_of, is_split
-from flax_layoutmap._birth.programs import compiled, run, temporary_bytes
+from flax_layoutmap._birth.cuts import SKIP, cuts_of
+from flax_layoutmap._birth.programs import (
+    Plan,
+    Step,
+    compiled,
+    is_split,
+    run,
+    temporary_bytes,
+)
 from flax_layoutmap._core.errors import warn
 from flax_layoutmap._core.mesh import retyped, spread
 from flax_layoutmap._place.place import is_eager, put

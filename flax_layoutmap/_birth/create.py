@@ -21,7 +21,8 @@ from flax_layoutmap._core.errors import MeshError, StructureError, bullet_list
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
-from flax_layoutmap._place.place import manual_axes, need_devices, settle_metadata
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import manual_axes, need_devices
 from flax_layoutmap._resolve.memory import known_rules
 from flax_layoutmap._resolve.resolve import resolve, resolve_tree, rule_set_of
 from flax_layoutmap._rules.records import show_shape

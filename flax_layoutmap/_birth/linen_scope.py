@@ -12,13 +12,8 @@ from flax import linen
 
 from flax_layoutmap._birth.create import create, refuse_unfit
 from flax_layoutmap._core.errors import warn
-from flax_layoutmap._place.place import (
-    distribute,
-    is_eager,
-    place,
-    settle_metadata,
-    with_leaves,
-)
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import distribute, is_eager, place, with_leaves
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten

@@ -281,23 +281,24 @@ def _compile(steps: Sequence[Step]) -> list[Any]:
     """Compile several at a time, each as soon as it is lowered.
 
     What makes most takes longest, and comes first, so that nothing waits for it alone.
+    Lowered here, as the settings of this thread (`jax.enable_x64`) are no other's.
     """
     if len(steps) < 2:
-        return list(map(_ahead, steps))
+        return [_lowered(step).compile() for step in steps]
     order = sorted(range(len(steps)), key=lambda at: -steps[at].size)
     with ThreadPoolExecutor(min(len(steps), os.cpu_count() or 1)) as pool:
-        programs = {at: pool.submit(_ahead, steps[at]) for at in order}
+        programs = {at: pool.submit(_lowered(steps[at]).compile) for at in order}
         return [programs[at].result() for at in range(len(steps))]
 
 
-def _ahead(step: Step) -> Any:
+def _lowered(step: Step) -> Any:
     inputs = [
         _template(value, place)
         for value, place in zip(step.given, step.places, strict=True)
     ]
     # What `jax.disable_jit` shows has been seen when the constructor was traced.
     with no_mesh(), jax.disable_jit(False):
-        return _jitted(step).lower(*inputs).compile()
+        return _jitted(step).lower(*inputs)
 
 
 def _jitted(step: Step) -> Any:

@@ -13,7 +13,8 @@ from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth, BlockState
 from flax_layoutmap._birth.scope_optimizer import Follower
 from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
-from flax_layoutmap._place.place import put, settle_metadata
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.memory import remember_rules
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve

@@ -25,8 +25,12 @@ class Numbered(NamedTuple):
     rule: Rule
 
     def __str__(self) -> str:
-        kind = _KINDS.get(self.section, "activation rule")
-        return f"{kind} {self.number} {self.pattern!r} → {self.rule.layout}"
+        return f"{self.kind} {self.number} {self.pattern!r} → {self.rule.layout}"
+
+    @property
+    def kind(self) -> str:
+        """`rule`, or `optimizer rule` and the like in other sections."""
+        return _KINDS.get(self.section, "activation rule")
 
     @property
     def pattern(self) -> str:

@@ -275,7 +275,7 @@ def padded(model: Model) -> Iterator[Finding]:
             one,
             Group(row, at, resolution.paths[at], shape, count, size),
             shard=show_shape(shard),
-            because=f" (rule {one.number} {one.pattern!r})" if one else "",
+            because=f" ({one.kind} {one.number} {one.pattern!r})" if one else "",
             rows=rows,
             columns=columns,
             factor=factor,

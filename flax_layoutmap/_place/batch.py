@@ -11,13 +11,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.axes import clash
 from flax_layoutmap._core.errors import (
     LayoutError,
     MeshError,
     bullet_list,
     did_you_mean,
 )
-from flax_layoutmap._core.layout import TensorLayout, clash
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_values
 from flax_layoutmap._place.place import need_devices, put

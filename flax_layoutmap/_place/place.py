@@ -11,11 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
-from flax.core.meta import AxisMetadata
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from flax_layoutmap._core.axes import clash, normal_spec
 from flax_layoutmap._core.errors import (
     LayoutError,
     MeshError,
@@ -24,27 +23,18 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
 )
 from flax_layoutmap._core.fetch import concrete, known_layout, own_mesh
-from flax_layoutmap._core.layout import TensorLayout, clash, normal_spec
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
-from flax_layoutmap._resolve.memory import remember_rules
-from flax_layoutmap._resolve.metadata import (
-    Mark,
-    is_bound,
-    mark_of,
-    mesh_of_box,
-    reannotated,
-    settled_names,
-)
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._rules.records import ResolvedLeaf
-from flax_layoutmap._rules.rules import Matcher, RuleSet
+from flax_layoutmap._rules.matching import Matcher
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import current_rules, get_default_mesh
 from flax_layoutmap._tree.flatten import flatten, plain_tree
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap._tree.graph import update
 from flax_layoutmap._tree.objects import NO_NUMBERS
-from flax_layoutmap._tree.paths import join_keys, parameter_keys
+from flax_layoutmap._tree.paths import join_keys
 
 # Per dim, the mesh axes that shard it.
 _Dims = tuple[tuple[str, ...], ...]
@@ -161,63 +151,6 @@ def with_leaves(tree: Any, leaves: list[Any]) -> Any:
     return jax.tree.unflatten(treedef, parts)
 
 
-def settle_metadata(tree: Any, resolution: Resolution) -> Any:
-    """Rewrites Flax's layout metadata where it says something else than is so.
-
-    And notes the rules, for an optimizer that is made of the tree later.
-
-    Where a rule has overruled it, where it did not fit fully (an axis that the mesh
-    lacks), and where it names another mesh. Otherwise a later `nnx.Optimizer` or
-    `unbox` would put things where the metadata says. Metadata that is right stays as
-    it is, so that the tree keeps its structure. NNX Variables are changed in place;
-    Linen boxes are replaced.
-    """
-    remember_rules(tree, resolution.rules)
-    flat = flatten(tree)
-    mesh = resolution.mesh
-    if not flat.annotations:
-        return tree
-    own = None if mesh is None or mesh.is_abstract else mesh.jax_mesh
-    owners = {key: at for at, key in parameter_keys(flat).items()}
-    new: dict[int, Any] = {}
-    for at, box in flat.annotations.items():
-        leaf, other = resolution.leaf(at), mesh_of_box(box)
-        is_elsewhere = other is not None and own is not None and other != own
-        decisive, mark = leaf, mark_of(box)
-        if leaf.role == "optimizer" and leaf.owner in owners:
-            # Boxes of moments must equal those of the parameters: trees are mapped.
-            decisive = resolution.leaf(owners[leaf.owner])
-            same_rank = len(leaf.shape) == len(decisive.shape)
-            if not isinstance(box, nnx.Variable):
-                leaf = decisive
-            elif not same_rank:
-                continue
-        by_role = leaf.reason == "optimizer rule"
-        if by_role or _is_overruled(decisive, mark) or is_bound(box) or is_elsewhere:
-            dims = leaf.layout.dims(len(leaf.shape))
-            axes = () if mesh is None else mesh.axis_names
-            names, rules = settled_names(mark, dims, axes)
-            kept = own if other is not None or is_bound(box) else None
-            new[id(box)] = reannotated(box, names, rules, kept)
-
-    def settled(node: Any) -> Any:
-        return new.get(id(node), node) if isinstance(node, AxisMetadata) else node
-
-    if is_nnx_object(tree):
-        return tree
-    return jax.tree.map(
-        settled, tree, is_leaf=lambda n: isinstance(n, AxisMetadata) or is_nnx_object(n)
-    )
-
-
-def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
-    """Whether a leaf lies elsewhere than the metadata on it says."""
-    if leaf.reason == "flax metadata":
-        # Linen itself leaves names that it has no rule for whole.
-        return leaf.fallback is not None and mark.kind != "linen"
-    return leaf.reason in ("rule", "exact key", "explicit layout")
-
-
 def need_devices(rules: RuleSet, what: str) -> None:
     """Raise MeshError where rules have no mesh of devices."""
     if rules.mesh is None or rules.mesh.is_abstract:
@@ -316,20 +249,20 @@ def _named(name: str) -> TensorLayout:
             f"whose layout_map.names[{name!r}] is set; elsewhere pass the layout itself"
         )
     found = Matcher(rules.names, "fullmatch").matching(name)
-    layouts = [rules.names[at].layout for at in found]
     if not found:
         names = [rule.pattern for rule in rules.names]
         raise RuleError(
             f"layout_map.names has no {name!r}{did_you_mean(name, names)}; it has "
             f"{names}"
         )
-    if len(set(layouts)) > 1 and rules.overlap == "error":
+    winner = rules.winner(rules.names, found)
+    if winner is None:
         listed = ", ".join(repr(rules.names[at].pattern) for at in found)
         raise RuleError(
             f"several names with different layouts match {name!r}: {listed}; make one "
             'narrower, or use overlap="first" or "last"'
         )
-    return layouts[-1 if rules.overlap == "last" else 0]
+    return rules.names[winner].layout
 
 
 def distribute(

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_layoutmap._core.axes import normal_spec
 from flax_layoutmap._core.errors import RuleError
-from flax_layoutmap._core.layout import TensorLayout, normal_spec
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import same_grid, same_places
 from flax_layoutmap._resolve.kernels import lay_adapter, lay_scales
 from flax_layoutmap._resolve.lay import (
@@ -291,7 +292,7 @@ def _follow(
     reason: Reason = "follows parameter"
     more: dict[str, Any] = {}
     if matched:
-        winner = layer.winner(rules, matched)
+        winner = layer.rules.winner(rules, matched)
         if winner is None:
             return layer.trouble(
                 "optimizer rules with different layouts match its parameter "
@@ -319,7 +320,7 @@ def _alone(
 ) -> Decision:
     """State without its parameters, by the rules that match an ending of its path."""
     rules = layer.rules.optimizer if is_optimizer else layer.rules.rules
-    winner = layer.winner(rules, matched)
+    winner = layer.rules.winner(rules, matched)
     assert winner is not None  # the stage before sees to it
     reason: Reason = "optimizer rule" if is_optimizer else "rule"
     name = f"{'optimizer ' * is_optimizer}rule {naming(rules, winner)}"

@@ -266,7 +266,7 @@ def lay_scales(layer: Layer) -> None:
     for at, row in enumerate(rows):
         if not row.matched or not (row.problem or row.fallback):
             continue
-        winner = layer.winner(layer.rules.rules, row.matched)
+        winner = layer.rules.winner(layer.rules.rules, row.matched)
         if winner is None or row.reason not in ("rule", "exact key", "no rule"):
             continue
         index = index or Index(

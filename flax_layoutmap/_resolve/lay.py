@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-from flax_layoutmap._core.layout import TensorLayout, clash, normal_spec
+from flax_layoutmap._core.axes import clash, normal_spec
+from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._resolve.stages import Leaves, Match
+from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Decision, Reason, Shape
-from flax_layoutmap._rules.rules import Rule, RuleSet
+from flax_layoutmap._rules.rules import RuleSet
 
 CONFLICT_FIX = (
     'make one pattern narrower, use the path itself as key, or overlap="first" or '
@@ -82,20 +84,13 @@ class Layer:
                     shape,
                 )
             return self.replicated("no rule", shape)
-        winner = self.winner(rules, fitting)
+        winner = self.rules.winner(rules, fitting)
         if winner is None:
             listed = f"rules with different layouts match it: {listing(rules, fitting)}"
             return self.trouble(f"{listed}; {CONFLICT_FIX}", shape, fitting)
         reason: Reason = "exact key" if matched == (match.key,) else "rule"
         layout = rules[winner].layout
         return self.lay(layout, shape, None, reason, rule=winner, matched=fitting)
-
-    def winner(self, rules: Sequence[Rule], matched: Sequence[int]) -> int | None:
-        """Which of the rules that match a leaf applies; None: they conflict."""
-        if self.rules.overlap == "error":
-            if len({rules[at].layout for at in matched}) > 1:
-                return None
-        return matched[-1] if self.rules.overlap == "last" else matched[0]
 
     def lay(
         self,

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.stages import Match, Matches, Origins, Run
-from flax_layoutmap._rules.rules import Matcher, Rule, RuleSet
+from flax_layoutmap._rules.matching import Matcher, Rule
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Block, forms
 
 _NO_MATCH = Match()

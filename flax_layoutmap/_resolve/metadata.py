@@ -1,11 +1,10 @@
-"""Layout metadata of NNX Variables and Linen boxes."""
+"""Read the layout metadata of NNX Variables and Linen boxes."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from flax import linen, nnx
-from flax.core.meta import AxisMetadata, Partitioned
+from flax.core.meta import AxisMetadata
 from flax.core.spmd import get_logical_axis_rules
 from flax.linen import spmd as linen_spmd
 from jax.sharding import NamedSharding, PartitionSpec
@@ -92,98 +91,6 @@ def mesh_axes(mark: Mark) -> tuple[Names, tuple[str, ...]]:
     known = {name for name, _ in rules}
     lost = [dim[0] for dim in names if len(dim) == 1 and dim[0] not in known]
     return tuple(_entry(entry) for entry in spec), tuple(lost)
-
-
-def is_bound(box: Any) -> bool:
-    """Whether a Variable is annotated by a sharding on a mesh, not by names.
-
-    Flax reads those when a Variable is made, and fails on them later.
-    """
-    if not isinstance(box, nnx.Variable):
-        return False
-    value = metadata_of(box).get("out_sharding")
-    return isinstance(getattr(value, "sharding", value), NamedSharding)
-
-
-def mesh_of_box(box: Any) -> Any:
-    """The mesh that a Variable or box was annotated with, or None."""
-    if isinstance(box, nnx.Variable):
-        return metadata_of(box).get("mesh")
-    return getattr(box, "mesh", None)
-
-
-def settled_names(
-    mark: Mark, dims: Sequence[tuple[str, ...]], axes: Sequence[str]
-) -> tuple[tuple[Any, ...], tuple[tuple[str, None], ...]]:
-    """Axis names for the layout of a leaf, and rules for those that are no mesh axes.
-
-    The name of a dim that stands for no mesh axis is kept, with a rule to that effect:
-    `nnx.scan` looks for the name that it gave the dim of the layers.
-
-    Args:
-        mark: the annotation of the leaf.
-        dims: the mesh axes of each dim.
-        axes: all axes of the mesh.
-    """
-    try:
-        were = mesh_axes(mark)[0]
-    except RuleError:
-        were = ()
-    names: list[Any] = []
-    for dim, own in enumerate(dims):
-        name = own[0] if len(own) == 1 else own or None
-        if name is None and dim < len(were) and not set(were[dim]) & set(axes):
-            name = (mark.names or ())[dim][:1] or None
-            name = None if name is None or name[0] in names else name[0]
-        names.append(name)
-    kept = {name for name in names if isinstance(name, str)} - set(axes)
-    return tuple(names), tuple((name, None) for name in sorted(kept))
-
-
-def reannotated(
-    box: Any, names: tuple[Any, ...], rules: tuple[tuple[str, None], ...], mesh: Any
-) -> Any:
-    """A Variable, changed in place, or a new Linen box, with other names.
-
-    Args:
-        box: the Variable or box.
-        names: one entry per dim.
-        rules: which of the names are no mesh axes.
-        mesh: the mesh that the names are on, or None to leave that to the context.
-    """
-    if isinstance(box, nnx.Variable):
-        metadata = metadata_of(box)
-        if metadata.get("out_sharding") is not None:
-            box.set_metadata("out_sharding", names)
-        if rules or metadata.get("sharding_rules"):
-            box.set_metadata("sharding_rules", rules or None)
-        if mesh is not None:
-            box.set_metadata("mesh", mesh)
-        return box
-    kept = {name for name, _ in rules}
-    axes: Any = tuple(None if name in kept else name for name in names)
-    kind: Any = SettledBox if kept else Partitioned
-    return kind(box.value, names=axes, mesh=mesh)
-
-
-class SettledBox(Partitioned[Any]):
-    """A Linen box that names mesh axes alone.
-
-    `nn.scan` takes the dim of the layers from it, whatever name it gave that dim.
-    """
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "SettledBox":
-        """The box of stacked layers."""
-        names: list[Any] = list(self.names)
-        names += [None] * (index - len(names))
-        names.insert(index, None)
-        return self.replace(names=tuple(names))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "SettledBox":
-        """The box of one layer."""
-        names = list(self.names)
-        del names[index]
-        return self.replace(names=tuple(names))
 
 
 def _explicit(value: Any) -> tuple[TensorLayout | None, str | None]:

@@ -1,5 +1,6 @@
 """Resolution: the layout of every leaf of a tree, which every consumer reads."""
 
+import dataclasses
 import hashlib
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -397,12 +398,24 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
             )
             if row.problem
         }
+        if leaves.state is not None:  # what does not fit may be a parameter beside it
+            resolution = Resolution(rules, _as_one_tree(matches), rows)
         raise ResolveError(
             _problems_text(found, resolution.mesh),
             [f"{path} {text}" for path, text in found.items()],
             resolution,
         )
     return resolution
+
+
+def _as_one_tree(matches: Matches) -> Matches:
+    """The same, where parameters were given beside optimizer state: a list of all."""
+    origins = matches.origins
+    treedef = jax.tree.structure([0] * len(origins.leaves.shapes))
+    leaves = dataclasses.replace(origins.leaves, state=None, treedef=treedef)
+    return dataclasses.replace(
+        matches, origins=dataclasses.replace(origins, leaves=leaves)
+    )
 
 
 def _problems_text(found: Mapping[str, str], mesh: Any) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
@@ -116,6 +116,18 @@ class RuleSet:
         if self._caches.matcher is None:
             self._caches.matcher = Matcher(self.rules, self.match)
         return self._caches.matcher
+
+    def winner(self, section: Sequence[Rule], matched: Sequence[int]) -> int | None:
+        """Which of the rules that match one thing applies; None: they conflict.
+
+        Args:
+            section: the rules of a section.
+            matched: positions of those that match, in order; one at least.
+        """
+        if self.overlap == "error":
+            if len({section[at].layout for at in matched}) > 1:
+                return None
+        return matched[-1] if self.overlap == "last" else matched[0]
 
     def with_changes(self, **changes: Any) -> "RuleSet":
         """Return the rules with other options; warnings are still emitted once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._rules.matching import is_for_outputs
+from flax_layoutmap._rules.matching import Rule, is_for_outputs
 from flax_layoutmap._rules.records import (
     Columns,
     Decision,
@@ -20,7 +20,7 @@ from flax_layoutmap._rules.records import (
     leaf_bytes,
     section_of,
 )
-from flax_layoutmap._rules.rules import Rule, RuleSet
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.fold import Fold, apart, fold, relation
 from flax_layoutmap._tree.paths import Flat, Role
 

@@ -21,11 +21,16 @@ from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.place import distribute_tensor
-from flax_layoutmap._resolve.decide import fits
+from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.announce import Remark, news
-from flax_layoutmap._rules.matching import is_for_outputs, reaching_the_end
-from flax_layoutmap._rules.rules import Matcher, Rule, RuleSet
+from flax_layoutmap._rules.matching import (
+    Matcher,
+    Rule,
+    is_for_outputs,
+    reaching_the_end,
+)
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.scope import keyed, using_rules
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
@@ -301,19 +306,20 @@ class Active:
         return self._found[own]
 
     def _chosen(self, rules: Sequence[Rule], own: Sequence[str]) -> Rule | None:
-        found = [rules[at] for at in reaching_the_end(rules, self._rules.match, own)]
-        if not found:
+        matched = reaching_the_end(rules, self._rules.match, own)
+        if not matched:
             return None
+        found = [rules[at] for at in matched]
         self._rules._caches.fired.update(map(id, found))
-        overlap = self._rules.overlap
-        if overlap == "error" and len({rule.layout for rule in found}) > 1:
+        winner = self._rules.winner(rules, matched)
+        if winner is None:
             listed = ", ".join(f"{rule.pattern!r} → {rule.layout}" for rule in found)
             raise RuleError(
                 f"rules with different layouts match the output of {own[0]!r}: "
                 f"{listed}; "
                 'make one narrower, or use overlap="first" or "last"'
             )
-        return found[-1] if overlap == "last" else found[0]
+        return rules[winner]
 
     def _layout(self, rule: Rule, shape: tuple[int, ...]) -> TensorLayout:
         """The layout of a rule, on the mesh, without what `indivisible` leaves out."""

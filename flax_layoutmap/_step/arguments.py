@@ -24,10 +24,10 @@ from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
-    is_nnx_object,
     nnx_split,
 )
 from flax_layoutmap._tree.graph import holders_of, update
+from flax_layoutmap._tree.objects import is_object
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -354,7 +354,7 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
 
     def stops(node: Any) -> bool:
         nonlocal is_state
-        stop = _is_object(node) or isinstance(node, nnx.State)
+        stop = is_object(node) or isinstance(node, nnx.State)
         is_state = is_state or stop or is_train_state(node) or is_optax_state(node)
         return stop
 
@@ -363,7 +363,7 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
     except (TypeError, ValueError):
         flatten(Roots({slot.name: value}))  # names the node that JAX refuses
         raise
-    split = [nnx_split(node) if _is_object(node) else (None, node) for node in nodes]
+    split = [nnx_split(node) if is_object(node) else (None, node) for node in nodes]
     graphdefs, parts = zip(*split, strict=True) if split else ((), ())
     raw, treedef = jax.tree.flatten(jax.tree.unflatten(outer, parts))
     leaves = list(map(strong, raw)) if is_state else raw
@@ -387,10 +387,6 @@ def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> A
                 "argument in static_argnames"
             )
     return argument
-
-
-def _is_object(node: Any) -> bool:
-    return is_nnx_object(node) or isinstance(node, nnx.Variable)
 
 
 def is_on_mesh(leaf: Any) -> bool:

@@ -41,6 +41,10 @@ from flax_layoutmap._tree.watch import Watch
 _KINDS = 64
 _STATES = 8
 
+# After so many stale routes in a row, a kind of call keeps none: states of several
+# shapes in turn would have JAX trace a program in vain at every call.
+_PATIENCE = 4
+
 # The part of a key for an argument that cannot be recognised; no kept key has it.
 _UNKNOWN = object()
 
@@ -58,6 +62,8 @@ class FastPath:
         # (name, type) of an argument → function that returns its part of the key.
         self._parts: dict[tuple[str, type], Any] = {}
         self._routes: dict[Any, Sequence[_Route]] = {}
+        # How many of a kind's routes were stale since one of them ran.
+        self._stale: dict[Any, int] = {}
 
     def call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
@@ -79,8 +85,11 @@ class FastPath:
                 ran, result = route.run(args, kwargs)
             except StaleProgramError:  # leaves of other shapes, in a pure tree
                 self._keep(key, [other for other in known if other is not route])
+                self._stale[key] = self._stale.get(key, 0) + 1
                 continue
             if ran:
+                if self._stale:
+                    self._stale.pop(key, None)
                 return True, result
         return False, None
 
@@ -146,6 +155,8 @@ class FastPath:
         key, roots = self._look(call.args, call.kwargs, call.rules)
         if key is None or any(part is _UNKNOWN for part in key):
             return
+        if self._stale.get(key, 0) > _PATIENCE:
+            return
         watch = Watch(roots, lambda _: self._keep(key, []))
         if not watch.exact or watch.ids != set(map(id, variables.values())):
             return
@@ -158,8 +169,9 @@ class FastPath:
             if other.program is not program and other.watch.ids == watch.ids
         ]
         self._keep(key, [route, *others][:_STATES])
-        if len(self._routes) > _KINDS:
-            del self._routes[next(iter(self._routes))]
+        for kinds in (self._routes, self._stale):
+            if len(kinds) > _KINDS:
+                kinds.pop(next(iter(kinds)), None)
 
     def forget(self, program: Program) -> None:
         """Drop the routes to a program."""

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_layoutmap._birth.arrays import arrays_of
 from flax_layoutmap._core.errors import ResolveError
-from flax_layoutmap._place.place import settle_metadata, with_leaves
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import with_leaves
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet

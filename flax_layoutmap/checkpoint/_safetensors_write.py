@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap.checkpoint._mapping_blocks import Block, Range, full_index
 from flax_layoutmap.checkpoint._places import on_first_process
@@ -333,14 +334,10 @@ def _on_auto_axes(leaf: jax.Array) -> jax.Array:
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding):
         return leaf
-    if AxisType.Explicit not in sharding.mesh.axis_types:
+    own: Any = sharding.mesh  # of devices, as there is an array
+    if AxisType.Explicit not in own.axis_types:
         return leaf
-    names = sharding.mesh.axis_names
-    mesh = Mesh(
-        np.asarray(sharding.mesh.devices),
-        names,
-        axis_types=(AxisType.Auto,) * len(names),
-    )
+    mesh = retyped(own, AxisType.Auto)
     auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     shards = [shard.data for shard in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(leaf.shape, auto, shards)

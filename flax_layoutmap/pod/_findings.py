@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from flax_layoutmap._core.layout import dim_axes
+from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._rules.records import show_shape, show_spec

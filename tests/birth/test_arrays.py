@@ -632,6 +632,22 @@ def test_all_programs_are_compiled_at_once_and_kept(
     assert sum(compiled) <= 6 and len(_programs._PROGRAMS) == 3
 
 
+def test_x64_for_this_thread_alone(mesh: flm.DeviceMesh) -> None:
+    """Several programs are compiled by threads that do not have the setting."""
+
+    def make() -> Any:
+        keys = jax.random.split(jax.random.key(0))
+        return [jax.random.normal(keys[at], (8, 512 + at), "float64") for at in (0, 1)]
+
+    layout_map = flm.LayoutMap(mesh)
+    layout_map[".*"] = ("data", None)
+    with jax.enable_x64(True):
+        made, expected = flm.create(make, layout_map), jax.jit(make)()
+        for array, same in zip(made, expected, strict=True):
+            assert array.dtype == np.float64
+            np.testing.assert_array_equal(array, same)
+
+
 def test_programs_keep_no_arrays(mesh: flm.DeviceMesh, programs: list[int]) -> None:
     watched, made, counts = [], [], []
     for _ in range(2):

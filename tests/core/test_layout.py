@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.layout import clash, normal_spec
+from flax_layoutmap._core.axes import clash, normal_spec
 
 P = PartitionSpec
 

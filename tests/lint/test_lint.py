@@ -743,6 +743,20 @@ def test_tiles_of_other_hardware() -> None:
     assert [issue.code for issue in flm.lint(on_one, tile="tpu")] == ["LM109"]
 
 
+def test_padding_by_an_optimizer_rule() -> None:
+    layout_map = mapped([("kernel", None)])
+    layout_map.optimizer["kernel"] = (None, "model")
+    state = {"params": {"kernel": struct(8, 64)}}
+    state["opt_state"] = jax.eval_shape(optax.adam(1e-3).init, state["params"])
+    found = [
+        issue
+        for issue in flm.lint(layout_map.resolve(state), tile=(8, 128))
+        if issue.code == "LM109"
+    ]
+    assert {issue.section for issue in found} == {"optimizer"}
+    assert all("(optimizer rule 1 'kernel')" in issue.message for issue in found)
+
+
 # ------------------------------------------------------------------------ reports
 
 

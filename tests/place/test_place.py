@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shards import Dims, assert_lies, bare, lies
 
 import flax_layoutmap as flm
-from flax_layoutmap._place.place import put, settle_metadata
+from flax_layoutmap._place.annotations import settle_metadata
+from flax_layoutmap._place.place import put
 from flax_layoutmap._rules.scope import using_rules
 
 P = PartitionSpec

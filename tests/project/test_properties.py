@@ -23,8 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from patterns import PARTS, PATHS, PATTERNS, compiles
 
 import flax_layoutmap as flm
+from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.patterns import Folding
-from flax_layoutmap._rules.rules import Matcher
 from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 from flax_layoutmap._tree import flatten as _flatten
 from flax_layoutmap._tree.flatten import flatten, plain_tree

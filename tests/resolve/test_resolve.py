@@ -22,7 +22,7 @@ from shapes import ABSTRACT, all_axes, mapped, struct
 import flax_layoutmap as flm
 from flax_layoutmap._resolve.resolve import resolve_with_origins
 from flax_layoutmap._resolve.stages import Origin
-from flax_layoutmap._rules.rules import Matcher
+from flax_layoutmap._rules.matching import Matcher
 
 P = PartitionSpec
 
@@ -756,6 +756,19 @@ def test_optimizer_state_given_with_its_parameters_moves_too(
         assert sharding.mesh is mesh.jax_mesh
     turned = planned.on(flm.DeviceMesh.abstract("data=4,model=2"))
     assert turned["0/mu/w"].shard_shape == (2, 4)
+
+
+def test_the_error_has_parameters_that_were_given_beside_their_state() -> None:
+    params, tx = {"w": struct(10, 8)}, optax.adam(1e-3)
+    state = jax.eval_shape(tx.init, params)
+    layout_map = mapped({"w": ("model", None)})  # 10 does not divide by 4
+    with pytest.raises(flm.errors.ResolveError, match=r"w \(10,8\)") as caught:
+        layout_map.resolve(state, params=params, tx=tx)
+    resolution = caught.value.resolution
+    assert resolution.paths == ("w", "0/count", "0/mu/w", "0/nu/w")
+    assert resolution.layouts[0] == resolution["w"].layout
+    issues = flm.lint(resolution, ignore="LM109")
+    assert {(issue.code, issue.path) for issue in issues} >= {("LM114", "w")}
 
 
 def test_annotations_are_read_again_on_another_mesh() -> None:

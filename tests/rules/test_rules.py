@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 import flax_layoutmap as flm
+from flax_layoutmap._rules.matching import Matcher
 from flax_layoutmap._rules.patterns import Folding, view_of
-from flax_layoutmap._rules.rules import Matcher, make_rules
+from flax_layoutmap._rules.rules import make_rules
 
 
 def rules(*patterns: str) -> tuple[flm.Rule, ...]:

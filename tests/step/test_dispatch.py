@@ -20,6 +20,7 @@ from interrupts import interrupted, interrupted_at
 import flax_layoutmap as flm
 from flax_layoutmap._rules import scope as _scope
 from flax_layoutmap._step import activations as _activations
+from flax_layoutmap._step import fast_path as _fast_path
 from flax_layoutmap._step import trace as _trace
 from flax_layoutmap._tree import flax_internals as internals
 
@@ -285,6 +286,35 @@ def test_trees_of_several_structures(
     for _ in range(5):
         one = alone(one, X)
     assert long_ways == ["state", "x"]
+
+
+def test_states_of_two_shapes_in_turn(
+    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs are not tried in vain for ever; a kind that runs again is tried."""
+    tried: list[bool] = []
+    run = _fast_path._Route.run
+
+    def counted(route: Any, *args: Any) -> Any:
+        tried.append(False)
+        found = run(route, *args)
+        tried[-1] = True
+        return found
+
+    monkeypatch.setattr(_fast_path._Route, "run", counted)
+    layout_map = rules(mesh)
+    step = flm.jit(grow, layout_map=layout_map)
+    states = [layout_map.place({"kernel": jnp.zeros((n, 8))}) for n in (4, 8)]
+    for count in range(1, 21):
+        states = [step(state, X + 1) for state in states]
+        for state in states:
+            np.testing.assert_allclose(
+                state["kernel"], count * (X + 1).sum(), rtol=1e-5
+            )
+    assert 0 < len(tried) <= 8 and not any(tried)
+    for _ in range(3):
+        step(states[0], X[:4])  # another kind of call
+    assert tried[-1]
 
 
 # --------------------------------------------------------------------- nothing is lost
