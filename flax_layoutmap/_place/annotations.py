@@ -19,15 +19,15 @@ from flax_layoutmap._tree.paths import parameter_keys
 
 
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
-    """Rewrites Flax's layout metadata where it says something else than is so.
+    """Rewrite Flax's layout metadata where it differs from the actual layout.
 
-    And notes the rules, for an optimizer that is made of the tree later.
+    Also record the rules, for an optimizer that is made of the tree later.
 
-    Where a rule has overruled it, where it did not fit fully (an axis that the mesh
-    lacks), and where it names another mesh. Otherwise a later `nnx.Optimizer` or
-    `unbox` would put things where the metadata says. Metadata that is right stays as
-    it is, so that the tree keeps its structure. NNX Variables are changed in place;
-    Linen boxes are replaced.
+    Metadata differs where a rule has overruled it, where it did not fit fully (an axis
+    that the mesh lacks), and where it names another mesh. Otherwise a later
+    `nnx.Optimizer` or `unbox` would follow it. Metadata that agrees is kept, so that
+    the tree keeps its structure. NNX Variables are changed in place; Linen boxes are
+    replaced.
     """
     remember_rules(tree, resolution.rules)
     flat = flatten(tree)
@@ -68,7 +68,7 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
 
 
 def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
-    """Whether a leaf lies elsewhere than the metadata on it says."""
+    """Whether the sharding of a leaf differs from its metadata."""
     if leaf.reason == "flax metadata":
         # Linen itself leaves names that it has no rule for whole.
         return leaf.fallback is not None and mark.kind != "linen"
