@@ -223,7 +223,7 @@ def _expected_bytes(step: Step) -> float:
         words = 4 * size_of(var) * max(1, var.aval.dtype.itemsize // 4)
         if not is_split(sharding):
             return math.inf
-        part = math.prod(sharding.shard_shape(var.aval.shape)) / size_of(var)
+        part = math.prod(sharding.shard_shape(var.aval.shape)) / max(1, size_of(var))
         expected += words * max(1, 4 * part)
     return expected
 
