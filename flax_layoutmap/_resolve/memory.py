@@ -1,6 +1,7 @@
 """Caches between calls: resolved trees, and the rules of a model.
 
-The first is bounded, the second holds weak references; neither keeps arrays alive.
+The first is bounded and ends with its rule set, the second holds weak references;
+neither keeps arrays alive.
 """
 
 import dataclasses
@@ -21,23 +22,22 @@ from flax_layoutmap._tree.structure import Structure
 
 # ------------------------------------------------------------------ resolved trees
 
-_MOST_TREES = 16
-# The newest first, by the identity of the rule set: equal ones warn separately.
-_TREES: list[tuple[RuleSet, Structure, Resolution]] = []
+_MOST_TREES = 4
 
 
 def recall(tree: Any, rules: RuleSet) -> Resolution | None:
     """The Resolution of a tree with the same structure under these rules."""
-    for entry in tuple(_TREES):
-        if entry[0] is rules and entry[1].fits(tree):
-            return entry[2]
+    for structure, resolution in tuple(rules._caches.resolved):
+        if structure.fits(tree):
+            return resolution
     return None
 
 
 def remember(structure: Structure, resolution: Resolution) -> None:
-    """Note a Resolution for `recall`."""
-    _TREES.insert(0, (resolution.rules, structure, resolution))
-    del _TREES[_MOST_TREES:]
+    """Note a Resolution for `recall`, as long as its rule set lives."""
+    trees = resolution.rules._caches.resolved
+    trees.insert(0, (structure, resolution))
+    del trees[_MOST_TREES:]
 
 
 # ---------------------------------------------------------------- rules of a model

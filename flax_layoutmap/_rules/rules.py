@@ -26,11 +26,13 @@ class Caches:
         announced: leaves → the warnings about them so far; the same rules on other
             meshes share it.
         fired: ids of the activation rules that matched the output of a module.
+        resolved: structures of the last trees and their Resolutions, newest first.
     """
 
     matcher: Matcher | None = None
     announced: dict[frozenset[str], set[str]] = dataclasses.field(default_factory=dict)
     fired: set[int] = dataclasses.field(default_factory=set)
+    resolved: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
