@@ -433,7 +433,11 @@ def test_dark_and_light(show: Any, resolution: flm.Resolution) -> None:
     assert opened.page.evaluate(background) == light
     follows = show(flm.draw.model(resolution), theme="light")
     follows.page.emulate_media(color_scheme="dark")
-    follows.page.wait_for_function(f"{background} === '{dark}'")
+    for _ in range(100):  # `wait_for_function` evaluates text, which the page forbids
+        if follows.page.evaluate(background) == dark:
+            break
+        follows.page.wait_for_timeout(50)
+    assert follows.page.evaluate(background) == dark
 
 
 HOSTILE = [
