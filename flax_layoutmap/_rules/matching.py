@@ -25,6 +25,8 @@ class Rule:
         rank: what to do with a matched leaf whose number of dims the layout does not
             fit: `"error"`, or `"skip"` (the rule does not apply to it). LoRA matrices
             and scales that the rule of their kernel matches too follow the kernel.
+        optional: whether the rule may match no leaf, without a warning; for tables
+            that serve several models.
 
     Raises:
         RuleError: the pattern is no regular expression, or the layout is none.
@@ -39,12 +41,18 @@ class Rule:
     pattern: str
     layout: TensorLayout
     rank: RankPolicy
+    optional: bool
     _compiled: re.Pattern[str] = dataclasses.field(compare=False)
     # What is known of the pattern without trying it.
     view: View = dataclasses.field(compare=False)
 
     def __init__(
-        self, pattern: str, layout: Any, *, rank: RankPolicy = "error"
+        self,
+        pattern: str,
+        layout: Any,
+        *,
+        rank: RankPolicy = "error",
+        optional: bool = False,
     ) -> None:
         if not isinstance(pattern, str):
             raise RuleError(
@@ -60,6 +68,8 @@ class Rule:
             ) from error
         if rank not in get_args(RankPolicy):
             raise RuleError(f'rank must be "error" or "skip", got {rank!r}')
+        if not isinstance(optional, bool):
+            raise RuleError(f"optional must be True or False, got {optional!r}")
         try:
             layout = layout if type(layout) is TensorLayout else TensorLayout(layout)
         except RuleError as error:
@@ -69,13 +79,14 @@ class Rule:
                 f"rule {pattern!r}: the layout {layout} keeps what a dim has (MATCH), "
                 "which only relayout and distribute_tensor can; name the axes, or None"
             )
-        self._put(pattern, layout, rank, compiled, view_of(pattern))
+        self._put(pattern, layout, rank, optional, compiled, view_of(pattern))
 
     def _put(
         self,
         pattern: str,
         layout: TensorLayout,
         rank: RankPolicy,
+        optional: bool,
         compiled: re.Pattern[str],
         view: View,
     ) -> "Rule":
@@ -83,6 +94,7 @@ class Rule:
         put(self, "pattern", pattern)
         put(self, "layout", layout)
         put(self, "rank", rank)
+        put(self, "optional", optional)
         put(self, "_compiled", compiled)
         put(self, "view", view)
         return self
@@ -95,15 +107,23 @@ class Rule:
             raise RuleError(f"rule {self.pattern!r}: {error}") from error
         if layout is self.layout:
             return self
+        return self.with_layout(layout)
+
+    def with_layout(self, layout: TensorLayout) -> "Rule":
+        """Return the rule with another layout."""
         rule = object.__new__(Rule)  # without compiling the pattern again
-        return rule._put(self.pattern, layout, self.rank, self._compiled, self.view)
+        return rule._put(
+            self.pattern, layout, self.rank, self.optional, self._compiled, self.view
+        )
 
     def __repr__(self) -> str:
-        rank = "" if self.rank == "error" else f", rank={self.rank!r}"
-        return f"Rule({self.pattern!r}, {self.layout}{rank})"
+        more = "" if self.rank == "error" else f", rank={self.rank!r}"
+        more += ", optional=True" if self.optional else ""
+        return f"Rule({self.pattern!r}, {self.layout}{more})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(Rule, rank=self.rank), (self.pattern, self.layout)
+        options = {"rank": self.rank, "optional": self.optional}
+        return functools.partial(Rule, **options), (self.pattern, self.layout)
 
 
 _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")

@@ -36,7 +36,7 @@ PATIENCE_SECONDS = 10.0
 
 _COMMON = {"mesh", "batch", *OPTIONS, *SECTIONS}
 SUFFIXES = (".toml", ".json")
-_FILE_KEYS = {"schema", "extends", "variants", *_COMMON}
+_FILE_KEYS = {"schema", "extends", "optional", "variants", *_COMMON}
 _VARIANT_KEYS = {"mesh_axes", *_COMMON}
 
 
@@ -381,7 +381,10 @@ class _Reading:
                         f"{entry.where}: to judge the patterns up to here took more "
                         f"than {PATIENCE_SECONDS:.0f} s; write simpler ones"
                     )
-                make = functools.partial(rule_of, pattern, entry.value, mesh, moved)
+                optional = entry.source.data.get("optional", False)
+                make = functools.partial(
+                    rule_of, pattern, entry.value, mesh, moved, optional
+                )
                 rule = self._caught(entry, f"{name}, {pattern!r}", make)
                 if rule is not None:
                     sections[name].append(rule)

@@ -97,10 +97,15 @@ def document_of(rules: RuleSet) -> dict[str, Any]:
         value = getattr(rules, name)
         if name not in _DEFAULTS or value != _DEFAULTS[name]:
             document[name] = value
-    for section in SECTIONS:
-        own = getattr(rules, section)
+    sections = {name: getattr(rules, name) for name in SECTIONS}
+    optional = all(rule.optional for own in sections.values() for rule in own)
+    if optional and any(sections.values()):
+        document["optional"] = True
+    for name, own in sections.items():
         if own:
-            document[section] = {r.pattern: _rule_value(r, rules.mesh) for r in own}
+            document[name] = {
+                rule.pattern: _rule_value(rule, rules.mesh, optional) for rule in own
+            }
     return document
 
 
@@ -114,9 +119,11 @@ def _mesh_value(mesh: DeviceMesh) -> Any:
     return data
 
 
-def _rule_value(rule: Rule, mesh: DeviceMesh | None) -> Any:
+def _rule_value(rule: Rule, mesh: DeviceMesh | None, all_optional: bool) -> Any:
     entry = rule_to_json(rule, mesh)
     del entry["pattern"]
+    if all_optional:
+        del entry["optional"]  # which the file says
     if entry["axes"] == [ANY_DIMS]:
         entry["axes"] = REPLICATED
     else:

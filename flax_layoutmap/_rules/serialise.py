@@ -91,6 +91,8 @@ def rule_to_json(rule: Rule, mesh: DeviceMesh | None) -> dict[str, Any]:
     entry: dict[str, Any] = {"pattern": rule.pattern, "axes": axes}
     if rule.rank != "error":
         entry["rank"] = rule.rank
+    if rule.optional:
+        entry["optional"] = True
     if layout.memory_kind is not None:
         entry["memory_kind"] = layout.memory_kind
     if layout.device_mesh is not None and layout.device_mesh != mesh:
@@ -105,7 +107,12 @@ def _rule_from_json(entry: dict[str, Any], mesh: DeviceMesh | None) -> Rule:
     ]
     own = mesh_from_json(entry["mesh"]) if "mesh" in entry else mesh
     layout = TensorLayout(axes, own, memory_kind=entry.get("memory_kind"))
-    return Rule(entry["pattern"], layout, rank=entry.get("rank", "error"))
+    return Rule(
+        entry["pattern"],
+        layout,
+        rank=entry.get("rank", "error"),
+        optional=entry.get("optional", False),
+    )
 
 
 # -------------------------------------------------------- as people write them
@@ -113,7 +120,7 @@ def _rule_from_json(entry: dict[str, Any], mesh: DeviceMesh | None) -> Rule:
 # What stands for None, for any number of dims, and for a layout without axes.
 NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
 
-_ENTRY_KEYS = {"axes", "rank", "memory_kind", "mesh"}
+_ENTRY_KEYS = {"axes", "rank", "optional", "memory_kind", "mesh"}
 
 
 def mesh_of(value: Any) -> DeviceMesh | None:
@@ -131,7 +138,13 @@ def mesh_of(value: Any) -> DeviceMesh | None:
     return mesh_from_json({"axis_types": "auto", **value})
 
 
-def rule_of(pattern: str, value: Any, mesh: DeviceMesh | None, moved: bool) -> Rule:
+def rule_of(
+    pattern: str,
+    value: Any,
+    mesh: DeviceMesh | None,
+    moved: bool,
+    optional: bool = False,
+) -> Rule:
     """The rule of a pattern and its value in a file.
 
     Args:
@@ -139,6 +152,7 @@ def rule_of(pattern: str, value: Any, mesh: DeviceMesh | None, moved: bool) -> R
         value: axes, or a table of axes and options.
         mesh: the mesh of the rules.
         moved: whether it is another one than the file says, for all layouts.
+        optional: whether the rules of the file are, unless they say otherwise.
 
     Raises:
         RuleError: it is no rule, or the pattern may take very long.
@@ -162,7 +176,8 @@ def rule_of(pattern: str, value: Any, mesh: DeviceMesh | None, moved: bool) -> R
         raise RuleError(f"memory_kind must be a name, got {short(kind)}")
     own = mesh_of(given["mesh"]) if "mesh" in given and not moved else mesh
     layout = TensorLayout(axes_of(given["axes"]), own, memory_kind=kind)
-    rule = Rule(pattern, layout, rank=rank)
+    optional = given.get("optional", optional)
+    rule = Rule(pattern, layout, rank=rank, optional=optional)
     slow = slow_because(pattern)
     if slow is not None:
         raise RuleError(f"the pattern may take very long to try: {slow}; {QUICKER}")

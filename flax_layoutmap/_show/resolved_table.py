@@ -179,7 +179,7 @@ class ResolvedTable:
 
     @property
     def unused_rules(self) -> tuple[Rule, ...]:
-        """Rules that match no leaf.
+        """Rules that match no leaf, other than optional ones.
 
         Parameter rules are asked of trees with parameters only, rules for optimizer
         state of trees with optimizer state. Those that match no parameter and end in
@@ -199,7 +199,7 @@ class ResolvedTable:
         return tuple(
             rule
             for rule in found
-            if "output" not in rule.pattern or not is_for_outputs(rule)
+            if not rule.optional and not is_for_outputs(rule)
         )
 
     def totals(self, role: Role | None = None) -> Totals:

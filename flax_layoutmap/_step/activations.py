@@ -344,7 +344,11 @@ class Active:
         unused = [
             rule.pattern
             for rule in (*rules.activations, *self._outputs)
-            if id(rule) not in rules._caches.fired and not self._is_for_known(rule)
+            if not (
+                rule.optional
+                or id(rule) in rules._caches.fired
+                or self._is_for_known(rule)
+            )
         ]
         if not unused or not self._called or rules.strict is False:
             return
