@@ -1,7 +1,7 @@
 """Regex rules → sharded models, optimizers and checkpoints, for JAX and Flax.
 
 What a training script uses is at the top. Modules of their own are `checkpoint`,
-`draw`, `pod` and `testing`; `dtensor` and `keras` have the other functions of these
+`convert`, `draw`, `pod`, `presets` and `testing`; `dtensor` and `keras` have the other functions of these
 libraries, and `errors` has the kinds of errors. Names are imported when they are first
 used, so `import flax_layoutmap` alone loads neither JAX nor Flax.
 """
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flax_layoutmap import checkpoint as checkpoint
+    from flax_layoutmap import convert as convert
     from flax_layoutmap import draw as draw
     from flax_layoutmap import dtensor as dtensor
     from flax_layoutmap import errors as errors
     from flax_layoutmap import keras as keras
     from flax_layoutmap import pod as pod
+    from flax_layoutmap import presets as presets
     from flax_layoutmap import testing as testing
     from flax_layoutmap._birth.create import create as create
     from flax_layoutmap._birth.create import create_optimizer as create_optimizer
@@ -51,6 +53,7 @@ _HOMES = {
     "TensorLayout": "_core.layout",
     "activation_scope": "_step.activations",
     "checkpoint": None,
+    "convert": None,
     "create": "_birth.create",
     "create_optimizer": "_birth.create",
     "distribute_batch": "_place.batch",
@@ -64,6 +67,7 @@ _HOMES = {
     "lint": "_lint.lint",
     "pad_batch": "_place.batch",
     "pod": None,
+    "presets": None,
     "relayout": "_place.relayout",
     "relayout_like": "_place.relayout",
     "resolve": "_resolve.resolve",

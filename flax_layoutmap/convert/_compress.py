@@ -1,0 +1,164 @@
+"""Few regular expressions that give each of many paths its layout."""
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+# A whole part of a path that is an index, or the end of a name: `layers/0`, `block_0`.
+_INDEX = re.compile(r"(?<=[/_])\d+(?=/|$)|(?<=[A-Za-z])\d+(?=/)|^\d+(?=/)")
+_ANY_INDEX = r"\d+"
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+class _Kind(NamedTuple):
+    """Paths that differ in indices alone and have one value.
+
+    Attributes:
+        parts: the parts of their path, as regular expressions.
+        sample: one of the paths.
+        value: their value.
+    """
+
+    parts: tuple[str, ...]
+    sample: str
+    value: Hashable
+
+
+class _Pattern(NamedTuple):
+    """The last parts of a path, each with its alternatives, and the anchors needed."""
+
+    parts: tuple[tuple[str, ...], ...]
+    start: str
+    end: str
+
+    def __str__(self) -> str:
+        texts = [
+            own[0] if len(own) == 1 else f"({'|'.join(own)})" for own in self.parts
+        ]
+        return f"{self.start}{'/'.join(texts)}{self.end}"
+
+
+def compress(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Find few patterns, to be searched in paths, that give each path its value.
+
+    Each path is matched by patterns of its own value alone. A pattern is the shortest
+    end of a path that tells it from those with other values, of two parts where the
+    path has them (`up/kernel`); indices become `\\d+`; patterns that differ in one part
+    are merged (`(gate|up)/kernel`).
+
+    Args:
+        values: path → value.
+
+    Returns:
+        Pattern → value, in the order of the paths.
+
+    >>> compress({"l/0/up/w": "a", "l/1/up/w": "a", "l/0/gate/w": "a", "l/0/out/w": "b"})
+    {'(up|gate)/w': 'a', 'out/w': 'b'}
+    """
+    kinds = _kinds(values)
+    found: dict[Hashable, list[_Pattern]] = {}
+    for value in dict.fromkeys(kind.value for kind in kinds):
+        others = [kind.sample for kind in kinds if kind.value != value]
+        found[value] = _merged(_ends([k for k in kinds if k.value == value], others))
+    chosen = {str(one): value for value, own in found.items() for one in own}
+    return chosen  # pyright: ignore[reportReturnType]
+
+
+def _kinds(values: Mapping[str, Value]) -> list[_Kind]:
+    """Group the paths that differ in indices alone."""
+    groups: dict[str, dict[Hashable, list[str]]] = {}
+    for path, value in values.items():
+        own = groups.setdefault(_INDEX.sub("0", path), {})
+        own.setdefault(value, []).append(path)
+    kinds = []
+    for template, by_value in groups.items():
+        for value, paths in by_value.items():
+            if len(by_value) == 1:
+                slots = [_ANY_INDEX] * len(_INDEX.findall(template))
+                kinds.append(_Kind(_spelled(template, slots), paths[0], value))
+            else:
+                kinds += [
+                    _Kind(_spelled(path, _INDEX.findall(path)), path, value)
+                    for path in paths
+                ]
+    order = {path: at for at, path in enumerate(values)}
+    return sorted(kinds, key=lambda kind: order[kind.sample])
+
+
+def _spelled(path: str, slots: Sequence[str]) -> tuple[str, ...]:
+    """The parts of a path as regular expressions, with these texts for its indices."""
+    texts = _INDEX.split(path)
+    pieces = [re.escape(texts[0])]
+    for slot, text in zip(slots, texts[1:], strict=True):
+        pieces += [slot, re.escape(text)]
+    # `re.escape` leaves `/` as it is.
+    return tuple("".join(pieces).replace(r"\-", "-").split("/"))
+
+
+def _ends(kinds: Sequence[_Kind], others: Sequence[str]) -> list[_Pattern]:
+    """For each kind, the shortest pattern that matches none of the others."""
+    found: list[_Pattern] = []
+    for kind in kinds:
+        if any(_is_end_of(one, kind) for one in found):
+            continue
+        found.append(_shortest(kind, others))
+    return found
+
+
+def _shortest(kind: _Kind, others: Sequence[str]) -> _Pattern:
+    count = len(kind.parts)
+    for length in range(min(2, count), count + 1):
+        parts = tuple((part,) for part in kind.parts[count - length :])
+        starts = ("", "(^|/)") if length < count else ("", "(^|/)", "^")
+        for start, end in ((s, e) for e in ("", "$") for s in starts):
+            one = _Pattern(parts, start, end)
+            text = str(one)
+            if not any(_matches(text, other) for other in others):
+                if start or _begins_a_part(text, kind.sample):
+                    return one
+    return _Pattern(tuple((part,) for part in kind.parts), "^", "$")
+
+
+def _is_end_of(one: _Pattern, kind: _Kind) -> bool:
+    """Whether a pattern has the last parts of a path: with any anchors it matches."""
+    strict = one._replace(start=one.start or "(^|/)", end="$")
+    return _matches(str(strict), kind.sample)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    return re.search(pattern, path) is not None
+
+
+def _begins_a_part(pattern: str, path: str) -> bool:
+    found = re.search(pattern, path)
+    return found is not None and (
+        found.start() == 0 or path[found.start() - 1] == "/"
+    )
+
+
+def _merged(patterns: Sequence[_Pattern]) -> list[_Pattern]:
+    """Merge patterns that differ in one part alone, from the first part on."""
+    merged = list(dict.fromkeys(patterns))
+    for at in range(max((len(one.parts) for one in merged), default=0)):
+        groups: dict[object, list[_Pattern]] = {}
+        for one in merged:
+            if at < len(one.parts):
+                rest = (*one.parts[:at], (), *one.parts[at + 1 :])
+                key: object = (rest, one.start == "^")
+            else:
+                key = one
+            groups.setdefault(key, []).append(one)
+        merged = [_union(own, at) for own in groups.values()]
+    return merged
+
+
+def _union(patterns: Sequence[_Pattern], at: int) -> _Pattern:
+    first = patterns[0]
+    if len(patterns) == 1:
+        return first
+    names = tuple(dict.fromkeys(name for one in patterns for name in one.parts[at]))
+    parts = (*first.parts[:at], names, *first.parts[at + 1 :])
+    # The anchors that one of them needs hold for all: each is the end of a path.
+    start = max(one.start for one in patterns)
+    return _Pattern(parts, start, max(one.end for one in patterns))

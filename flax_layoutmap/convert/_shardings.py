@@ -1,0 +1,205 @@
+"""flm.convert.from_shardings: rules that give each leaf the sharding that it has."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from flax_layoutmap._core.errors import RuleError, bullet_list
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.records import ResolvedLeaf, show_shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._tree.flatten import flatten
+from flax_layoutmap.convert._compress import compress
+
+# Leaves that no rule is tried on: they are replicated.
+NEVER_ASKED = ("scalar", "random state", "not an array")
+# So many leaves are named in an error.
+_LISTED = 10
+
+
+def from_shardings(
+    tree: Any, mesh: Any = None, *, tx: Any = None, batch: Any = None
+) -> LayoutMap:
+    r"""Make the rules that give each leaf of a tree the sharding that it has.
+
+    The rules are few: leaves with equal layouts share patterns, whatever their layer.
+    Optimizer state follows its parameters; what does not (ZeRO-1) gets rules in the
+    section `optimizer`. Before the rules are returned they are resolved on the tree,
+    and the layout of each leaf is compared with its sharding.
+
+    Args:
+        tree: arrays or sharded `jax.ShapeDtypeStruct`s, in any tree that `flm.resolve`
+            takes: a module, a State, an optimizer, a TrainState, a dict.
+        mesh: the mesh to put the rules on; None takes that of the leaves.
+        tx: as for `flm.resolve`.
+        batch: mesh axes for the first dim of a batch, as for `LayoutMap`.
+
+    Raises:
+        RuleError: leaves have no `NamedSharding`, or are on several meshes, or no rules
+            can give them what they have (the leaves are listed); or the tree is
+            optimizer state alone.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh("data=2,model=4"))
+        >>> layout_map["kernel"] = (None, "model")
+        >>> kernel = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+        >>> layers = {"up": [kernel] * 4, "gate": [kernel] * 4}
+        >>> print(*flm.convert.from_shardings(layout_map.abstract(layers)))
+        (up|gate)/\d+/kernel
+    """
+    flat = flatten(tree)
+    shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
+    own = _mesh_of(flat.full_paths(), shardings)
+    found = list(resolve(tree, RuleSet(mesh=own, strict=False), tx=tx))
+    wanted = _layouts(found, shardings)
+    return rules_for(
+        found, wanted, own, lambda rules: resolve(tree, rules, tx=tx), batch
+    ).on(own if mesh is None else mesh)
+
+
+def rules_for(
+    leaves: Sequence[ResolvedLeaf],
+    wanted: Mapping[str, TensorLayout],
+    mesh: DeviceMesh,
+    resolved: Callable[[RuleSet], Resolution],
+    batch: Any = None,
+) -> LayoutMap:
+    """Few rules by which each leaf gets the layout that is wanted for it.
+
+    Args:
+        leaves: the leaves, as they are resolved without rules.
+        wanted: path → layout, one entry per dim.
+        mesh: the mesh of the rules.
+        resolved: resolves the tree under given rules.
+        batch: as for `LayoutMap`.
+
+    Raises:
+        RuleError: no rules give the leaves these layouts.
+    """
+    made = LayoutMap(mesh, batch=batch, strict=False)
+    asked = {
+        leaf.path: wanted[leaf.path]
+        for leaf in leaves
+        if leaf.role != "optimizer" and leaf.reason not in NEVER_ASKED
+    }
+    if not asked:
+        raise RuleError(
+            "the tree has no parameters, and rules are about these: convert optimizer "
+            'state together with its model, {"model": model, "optimizer": optimizer}'
+        )
+    made.update(compress(asked))
+    wrong = _different(resolved(made.freeze()), wanted)
+    _use_exact_keys(made, {leaf.path for leaf in wrong} & set(asked), asked)
+    state = [leaf for leaf in wrong if leaf.role == "optimizer" and leaf.owner]
+    if state:
+        shared = _by_owner(resolved(made.freeze()), wanted)
+        needed = {leaf.owner for leaf in state}
+        made.optimizer.update(
+            (pattern, layout)
+            for pattern, (layout, is_needed) in compress(
+                {owner: (layout, owner in needed) for owner, layout in shared.items()}
+            ).items()
+            if is_needed
+        )
+    wrong = _different(resolved(made.freeze()), wanted)
+    if wrong:
+        lines = [
+            f"{leaf.path} {show_shape(leaf.shape)}: it has {wanted[leaf.path]}, rules "
+            f"give {leaf.layout} ({leaf.reason})"
+            for leaf in wrong
+        ]
+        more = [f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else []
+        raise RuleError(
+            "no rules give these leaves the layouts that they have; state of one "
+            "parameter can have but one layout for each number of dims:\n"
+            f"{bullet_list(lines[:_LISTED] + more)}"
+        )
+    return LayoutMap.from_rule_set(made.freeze().with_changes(strict=None))
+
+
+def _mesh_of(paths: Sequence[str], shardings: Sequence[Any]) -> DeviceMesh:
+    """The mesh that all leaves are on."""
+    meshes: dict[Any, str] = {}
+    for path, sharding in zip(paths, shardings, strict=True):
+        if isinstance(sharding, NamedSharding):
+            meshes.setdefault(DeviceMesh(sharding.mesh), path)
+    if len(meshes) == 1:
+        return next(iter(meshes))
+    if not meshes:
+        raise RuleError(
+            "no leaf of the tree has a NamedSharding: place it first, or pass the tree "
+            "that resolution.abstract() returns"
+        )
+    lines = [f"{path} is on {mesh!r}" for mesh, path in meshes.items()]
+    raise RuleError(
+        "the leaves are on several meshes; convert the trees of each mesh by "
+        f"themselves:\n{bullet_list(lines)}"
+    )
+
+
+def _layouts(
+    leaves: Sequence[ResolvedLeaf], shardings: Sequence[Any]
+) -> dict[str, TensorLayout]:
+    """Path → the layout of its sharding, one entry per dim."""
+    found, problems = dict[str, TensorLayout](), list[str]()
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        if isinstance(sharding, NamedSharding):
+            layout = TensorLayout(sharding)
+            dims = layout.dims(len(leaf.shape))
+            found[leaf.path] = TensorLayout(
+                dims if any(dims) else None,
+                layout.device_mesh,
+                memory_kind=layout.memory_kind,
+            )
+        elif leaf.reason in NEVER_ASKED:
+            found[leaf.path] = leaf.layout
+        else:
+            has = "no sharding" if sharding is None else f"a {type(sharding).__name__}"
+            problems.append(f"{leaf.path} {show_shape(leaf.shape)} has {has}")
+    if problems:
+        more = [f"and {len(problems) - _LISTED} more"] if problems[_LISTED:] else []
+        raise RuleError(
+            "leaves without a NamedSharding; place them first, such as by "
+            f"layout_map.place(tree):\n{bullet_list(problems[:_LISTED] + more)}"
+        )
+    return found
+
+
+def _different(
+    resolution: Resolution, wanted: Mapping[str, TensorLayout]
+) -> list[ResolvedLeaf]:
+    return [
+        leaf
+        for leaf in resolution
+        if leaf.layout.memory_kind != wanted[leaf.path].memory_kind
+        or leaf.layout.dims(len(leaf.shape))
+        != wanted[leaf.path].dims(len(leaf.shape))
+    ]
+
+
+def _use_exact_keys(
+    made: LayoutMap, paths: set[str], asked: Mapping[str, TensorLayout]
+) -> None:
+    """Add exact keys for paths whose patterns matched another form of some path."""
+    for path in asked:
+        if path in paths:
+            made[path] = asked[path]
+
+
+def _by_owner(
+    resolution: Resolution, wanted: Mapping[str, TensorLayout]
+) -> dict[str, TensorLayout]:
+    """Path of a parameter → the layout of its state that has the most dims."""
+    found: dict[str, ResolvedLeaf] = {}
+    for leaf in resolution:
+        if leaf.role == "optimizer" and leaf.owner is not None:
+            known = found.setdefault(leaf.owner, leaf)
+            if len(leaf.shape) > len(known.shape):
+                found[leaf.owner] = leaf
+    return {owner: wanted[leaf.path] for owner, leaf in found.items()}

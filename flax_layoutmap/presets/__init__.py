@@ -1,0 +1,29 @@
+"""Rules for known model families, and for any model.
+
+`flm.presets.llama(mesh)` is `flm.presets.load("llama", mesh)`, and so for each name of
+`flm.presets.names()`.
+"""
+
+import functools
+from typing import Any
+
+from flax_layoutmap._core.errors import did_you_mean
+from flax_layoutmap.presets._fsdp import fsdp as fsdp
+from flax_layoutmap.presets._fsdp import zero1 as zero1
+from flax_layoutmap.presets._load import load as load
+from flax_layoutmap.presets._load import names as names
+
+__all__ = ["fsdp", "load", "names", "zero1"]
+
+
+def __getattr__(name: str) -> Any:
+    """The preset of a family, as a function of the mesh."""
+    if name in names():
+        return functools.partial(load, name)
+    raise AttributeError(
+        f"flm.presets has no {name!r}{did_you_mean(name, [*names(), *__all__])}"
+    )
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *names()]

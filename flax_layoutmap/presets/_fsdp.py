@@ -1,0 +1,142 @@
+"""Presets for any model: FSDP by shapes, and ZeRO-1 over the rules of another map."""
+
+import math
+from typing import Any
+
+from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.records import Shape
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap.convert._shardings import NEVER_ASKED, rules_for
+
+
+def fsdp(
+    model: Any, mesh: Any, *, min_size: int = 2**16, axis: str | None = None
+) -> LayoutMap:
+    r"""Return rules that shard each parameter along its largest dim that divides.
+
+    Of dims of equal size the last one is taken, as it is the one that stacked layers
+    and heads do not have. Parameters without such a dim, and small ones, are
+    replicated.
+
+    Args:
+        model: anything that `flm.resolve` takes.
+        mesh: anything that `DeviceMesh` accepts.
+        min_size: parameters of fewer elements are replicated.
+        axis: the mesh axis; None takes `fsdp`, or the only axis of the mesh.
+
+    Raises:
+        RuleError: the mesh does not have the axis.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> model = {"up": {"kernel": jax.ShapeDtypeStruct((512, 2048), "float32")},
+        ...          "norm": {"scale": jax.ShapeDtypeStruct((512,), "float32")}}
+        >>> flm.presets.fsdp(model, flm.DeviceMesh.abstract("data=2,fsdp=8"))
+        LayoutMap(DeviceMesh('data=2,fsdp=8', abstract)) {
+          'up/kernel': (None, 'fsdp'),
+          'norm/scale': replicated,
+        }
+    """
+    target = as_mesh(mesh)
+    if target is None:
+        raise MeshError('presets.fsdp(model, mesh) needs a mesh, such as "fsdp=8"')
+    own = axis or (target.axis_names[0] if len(target.axis_names) == 1 else "fsdp")
+    if own not in target.axis_names:
+        raise RuleError(
+            f"the mesh {str(target)!r} has no axis {own!r}"
+            f"{did_you_mean(own, target.axis_names)}; name the one that parameters are "
+            f"sharded over: presets.fsdp(model, mesh, axis={target.axis_names[0]!r})"
+        )
+    count = target.axis_sizes[own]
+    leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
+    wanted = {
+        leaf.path: leaf.layout
+        if leaf.reason in NEVER_ASKED or leaf.role == "optimizer"
+        else TensorLayout(_largest(leaf.shape, own, count, min_size), target)
+        for leaf in leaves
+    }
+    batch = [name for name in ("data", own) if name in target.axis_names]
+    return rules_for(
+        [leaf for leaf in leaves if leaf.role != "optimizer"],
+        wanted,
+        target,
+        lambda rules: resolve(model, rules),
+        batch,
+    )
+
+
+def _largest(
+    shape: Shape, axis: str, count: int, min_size: int
+) -> tuple[str | None, ...] | None:
+    """The axis on the largest dim that divides by it; None: replicated."""
+    fitting = [(size, dim) for dim, size in enumerate(shape) if size % count == 0]
+    if math.prod(shape) < min_size or not fitting:
+        return None
+    _, best = max(fitting)
+    return tuple(axis if dim == best else None for dim in range(len(shape)))
+
+
+def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
+    """Return the map with optimizer state sharded over one more axis (ZeRO-1).
+
+    For each rule, the state of its parameters gets the axis beside `fsdp` where a dim
+    has it, else on the first dim that is not sharded, else beside the axes of the first
+    dim. The parameters, and so the forward and backward passes, stay as they are.
+
+    Args:
+        layout_map: the rules of the parameters.
+        axis: the mesh axis.
+
+    Raises:
+        RuleError: the mesh does not have the axis, or there are rules for optimizer
+            state, or for parameters, that use it.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=4,tensor=2"))
+        >>> layout_map["up/kernel"] = (None, "tensor")
+        >>> flm.presets.zero1(layout_map).optimizer["up/kernel"].axes
+        ('data', 'tensor')
+    """
+    rules = layout_map.freeze()
+    known = () if rules.mesh is None else rules.mesh.axis_names
+    if axis not in known:
+        raise RuleError(
+            f"zero1: the mesh {str(rules.mesh)!r} has no axis {axis!r}"
+            f"{did_you_mean(axis, known)}"
+        )
+    if rules.optimizer:
+        raise RuleError(
+            f"zero1: the map has rules for optimizer state already, such as "
+            f"{rules.optimizer[0].pattern!r}"
+        )
+    for rule in rules.rules:
+        if axis in rule.layout.axis_names:
+            raise RuleError(
+                f"zero1: rule {rule.pattern!r} → {rule.layout} shards parameters over "
+                f"{axis!r} already, and their optimizer state with them"
+            )
+    own = tuple(
+        _with_axis(rule, axis) for rule in rules.rules if rule.layout.axes
+    )
+    return LayoutMap.from_rule_set(rules.with_changes(optimizer=own))
+
+
+def _with_axis(rule: Rule, axis: str) -> Rule:
+    layout = rule.layout
+    dims = [(dim,) if isinstance(dim, str) else dim for dim in layout.axes]
+    named = [at for at, dim in enumerate(dims) if dim not in (None, ...)]
+    free = [at for at, dim in enumerate(dims) if dim is None]
+    beside = [at for at in named if "fsdp" in dims[at]]
+    at = (beside or free or named or [None])[0]
+    if at is None:
+        return rule
+    dims[at] = (*(dims[at] or ()), axis)
+    return rule.with_layout(
+        TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
+    )

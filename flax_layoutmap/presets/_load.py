@@ -1,0 +1,132 @@
+"""Load a preset: the rule file of a model family, on the axes that a mesh has."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._rules.matching import Rule
+from flax_layoutmap._rules.rules import SECTIONS, RuleSet
+from flax_layoutmap._rules.rules_file import read_rules
+
+# The axes that the files name: what is sharded over each of them.
+AXES = {
+    "data": "the batch",
+    "fsdp": "the batch, and the parameters",
+    "tensor": "heads, hidden units and the vocabulary",
+    "expert": "experts, and the batch outside of them",
+    "context": "positions in a sequence",
+}
+_FOLDER = Path(__file__).parent
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the families, sorted."""
+    found = (path.stem for path in _FOLDER.glob("*.toml"))
+    return tuple(sorted(name for name in found if not name.startswith("_")))
+
+
+def load(name: str, mesh: Any, *, axes: Mapping[str, str] | None = None) -> LayoutMap:
+    """Return the rules of a model family on a mesh.
+
+    The axes of the mesh decide what is sharded: an axis that the mesh does not have is
+    left out of every layout, so `fsdp` alone gives FSDP, `tensor` alone Megatron's
+    layouts, and both together both. A dim that does not divide is replicated and
+    reported, such as fewer heads of keys than the axis has devices.
+
+    Rules for leaves that the model does not have are optional. A rule that is added
+    later wins over those of the preset.
+
+    Args:
+        name: one of `flm.presets.names()`.
+        mesh: anything that `DeviceMesh` accepts; its axes are among `data` and `fsdp`
+            (the batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
+        axes: the mesh's own names for these, `{"tensor": "model"}`.
+
+    Raises:
+        RuleError: there is no such family, or the mesh has other axes.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> mesh = flm.DeviceMesh.abstract("data=2,fsdp=4,tensor=8")
+        >>> layout_map = flm.presets.load("llama", mesh)
+        >>> layout_map["layers/0/mlp/up_proj/kernel"].axes
+        ('fsdp', 'tensor')
+    """
+    if name not in names():
+        raise RuleError(
+            f"there is no preset {name!r}{did_you_mean(str(name), names())}; there are "
+            f"{', '.join(names())}"
+        )
+    target = as_mesh(mesh)
+    if target is None:
+        raise MeshError(f'presets.load({name!r}, mesh) needs a mesh, such as "fsdp=8"')
+    rules = read_rules(_FOLDER / f"{name}.toml")
+    return LayoutMap.from_rule_set(on_axes(rules, target, own_names(axes, target)))
+
+
+def own_names(
+    axes: Mapping[str, str] | None, mesh: DeviceMesh
+) -> dict[str, str]:
+    """Axis of a preset → its name on the mesh, for those that the mesh has.
+
+    Raises:
+        RuleError: the mesh has an axis that is none of them, or `axes` is wrong.
+    """
+    given = dict(axes or {})
+    for axis, own in given.items():
+        if axis not in AXES:
+            raise RuleError(
+                f"axes: presets have no axis {axis!r}{did_you_mean(axis, AXES)}; "
+                f"{_known()}"
+            )
+        if own not in mesh.axis_names:
+            raise RuleError(
+                f"axes: the mesh {str(mesh)!r} has no axis {own!r} for {axis!r}"
+                f"{did_you_mean(own, mesh.axis_names)}"
+            )
+    found = {axis: given.get(axis, axis) for axis in AXES}
+    unknown = [axis for axis in mesh.axis_names if axis not in found.values()]
+    if unknown:
+        raise RuleError(
+            f"the mesh {str(mesh)!r} has the axis {unknown[0]!r}, which presets do not "
+            f"know{did_you_mean(unknown[0], AXES)}; {_known()}; name yours with "
+            f'axes={{"tensor": {unknown[0]!r}}}'
+        )
+    return {axis: own for axis, own in found.items() if own in mesh.axis_names}
+
+
+def _known() -> str:
+    return "they are " + ", ".join(f"{axis} ({what})" for axis, what in AXES.items())
+
+
+def on_axes(rules: RuleSet, mesh: DeviceMesh, own: Mapping[str, str]) -> RuleSet:
+    """Rules on a mesh: axes are renamed, and left out where the mesh has none.
+
+    Args:
+        rules: the rules of a preset, without a mesh.
+        mesh: the mesh.
+        own: axis of the preset → axis of the mesh.
+    """
+    sections = {
+        section: tuple(_on_axes(rule, mesh, own) for rule in getattr(rules, section))
+        for section in SECTIONS
+    }
+    batch = tuple(own[axis] for axis in rules.batch if axis in own)
+    return dataclasses.replace(rules, mesh=mesh, batch=batch, **sections)
+
+
+def _on_axes(rule: Rule, mesh: DeviceMesh, own: Mapping[str, str]) -> Rule:
+    def there(dim: Any) -> Any:
+        if dim is None or dim is ...:
+            return dim
+        named: Iterable[str] = (dim,) if isinstance(dim, str) else dim
+        return tuple(own[axis] for axis in named if axis in own) or None
+
+    axes = tuple(map(there, rule.layout.axes))
+    kind = rule.layout.memory_kind
+    return rule.with_layout(TensorLayout(axes, mesh, memory_kind=kind))
