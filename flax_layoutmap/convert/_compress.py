@@ -16,12 +16,12 @@ class _Kind(NamedTuple):
 
     Attributes:
         parts: the parts of their path, as regular expressions.
-        sample: one of the paths.
+        paths: the paths.
         value: their value.
     """
 
     parts: tuple[str, ...]
-    sample: str
+    paths: tuple[str, ...]
     value: Hashable
 
 
@@ -59,8 +59,9 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
     kinds = _kinds(values)
     found: dict[Hashable, list[_Pattern]] = {}
     for value in dict.fromkeys(kind.value for kind in kinds):
-        others = [kind.sample for kind in kinds if kind.value != value]
-        found[value] = _merged(_ends([k for k in kinds if k.value == value], others))
+        own = [kind for kind in kinds if kind.value == value]
+        others = [kind for kind in kinds if kind.value != value]
+        found[value] = _merged(_ends(own, others))
     chosen = {str(one): value for value, own in found.items() for one in own}
     return chosen  # pyright: ignore[reportReturnType]
 
@@ -76,14 +77,14 @@ def _kinds(values: Mapping[str, Value]) -> list[_Kind]:
         for value, paths in by_value.items():
             if len(by_value) == 1:
                 slots = [_ANY_INDEX] * len(_INDEX.findall(template))
-                kinds.append(_Kind(_spelled(template, slots), paths[0], value))
+                kinds.append(_Kind(_spelled(template, slots), tuple(paths), value))
             else:
                 kinds += [
-                    _Kind(_spelled(path, _INDEX.findall(path)), path, value)
+                    _Kind(_spelled(path, _INDEX.findall(path)), (path,), value)
                     for path in paths
                 ]
     order = {path: at for at, path in enumerate(values)}
-    return sorted(kinds, key=lambda kind: order[kind.sample])
+    return sorted(kinds, key=lambda kind: order[kind.paths[0]])
 
 
 def _spelled(path: str, slots: Sequence[str]) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ def _spelled(path: str, slots: Sequence[str]) -> tuple[str, ...]:
     return tuple("".join(pieces).replace(r"\-", "-").split("/"))
 
 
-def _ends(kinds: Sequence[_Kind], others: Sequence[str]) -> list[_Pattern]:
+def _ends(kinds: Sequence[_Kind], others: Sequence[_Kind]) -> list[_Pattern]:
     """For each kind, the shortest pattern that matches none of the others."""
     found: list[_Pattern] = []
     for kind in kinds:
@@ -106,7 +107,7 @@ def _ends(kinds: Sequence[_Kind], others: Sequence[str]) -> list[_Pattern]:
     return found
 
 
-def _shortest(kind: _Kind, others: Sequence[str]) -> _Pattern:
+def _shortest(kind: _Kind, others: Sequence[_Kind]) -> _Pattern:
     count = len(kind.parts)
     for length in range(min(2, count), count + 1):
         parts = tuple((part,) for part in kind.parts[count - length :])
@@ -114,8 +115,8 @@ def _shortest(kind: _Kind, others: Sequence[str]) -> _Pattern:
         for start, end in ((s, e) for e in ("", "$") for s in starts):
             one = _Pattern(parts, start, end)
             text = str(one)
-            if not any(_matches(text, other) for other in others):
-                if start or _begins_a_part(text, kind.sample):
+            if not any(_matches_some(text, other) for other in others):
+                if start or _begins_a_part(text, kind.paths[0]):
                     return one
     return _Pattern(tuple((part,) for part in kind.parts), "^", "$")
 
@@ -123,11 +124,14 @@ def _shortest(kind: _Kind, others: Sequence[str]) -> _Pattern:
 def _is_end_of(one: _Pattern, kind: _Kind) -> bool:
     """Whether a pattern has the last parts of a path: with any anchors it matches."""
     strict = one._replace(start=one.start or "(^|/)", end="$")
-    return _matches(str(strict), kind.sample)
+    return re.search(str(strict), kind.paths[0]) is not None
 
 
-def _matches(pattern: str, path: str) -> bool:
-    return re.search(pattern, path) is not None
+def _matches_some(pattern: str, kind: _Kind) -> bool:
+    # What a pattern without digits matches, it matches whatever the indices are.
+    has_digits = any(character.isdigit() for character in pattern)
+    paths = kind.paths if has_digits else kind.paths[:1]
+    return any(re.search(pattern, path) for path in paths)
 
 
 def _begins_a_part(pattern: str, path: str) -> bool:
