@@ -130,7 +130,7 @@ def never_decides(model: Model) -> Iterator[Finding]:
                 over.setdefault(at, row.rule)
     overlap = resolution.rules.overlap
     for at, winner in over.items():
-        if at not in decided:
+        if at not in decided and not rules[at].optional:
             one = Numbered("rules", at + 1, rules[at])
             wins = Numbered("rules", winner + 1, rules[winner])
             where = "before" if overlap == "first" else "behind"
