@@ -1,9 +1,9 @@
 """Regex rules → sharded models, optimizers and checkpoints, for JAX and Flax.
 
 What a training script uses is at the top. Modules of their own are `checkpoint`,
-`convert`, `draw`, `pod`, `presets` and `testing`; `dtensor` and `keras` have the other functions of these
-libraries, and `errors` has the kinds of errors. Names are imported when they are first
-used, so `import flax_layoutmap` alone loads neither JAX nor Flax.
+`convert`, `draw`, `pod`, `presets` and `testing`; `dtensor` and `keras` have the other
+functions of these libraries, and `errors` has the kinds of errors. Names are imported
+when they are first used, so `import flax_layoutmap` alone loads neither JAX nor Flax.
 """
 
 from typing import TYPE_CHECKING

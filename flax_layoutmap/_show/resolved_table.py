@@ -197,9 +197,7 @@ class ResolvedTable:
                 }
                 found += [rule for at, rule in enumerate(section) if at not in used]
         return tuple(
-            rule
-            for rule in found
-            if not rule.optional and not is_for_outputs(rule)
+            rule for rule in found if not rule.optional and not is_for_outputs(rule)
         )
 
     def totals(self, role: Role | None = None) -> Totals:

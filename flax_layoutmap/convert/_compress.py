@@ -43,7 +43,7 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
     """Find few patterns, to be searched in paths, that give each path its value.
 
     Each path is matched by patterns of its own value alone. A pattern is the shortest
-    end of a path that tells it from those with other values, of two parts where the
+    end of a path that tells it from those with other values, of two names where the
     path has them (`up/kernel`); indices become `\\d+`; patterns that differ in one part
     are merged (`(gate|up)/kernel`).
 
@@ -53,7 +53,7 @@ def compress(values: Mapping[str, Value]) -> dict[str, Value]:
     Returns:
         Pattern → value, in the order of the paths.
 
-    >>> compress({"l/0/up/w": "a", "l/1/up/w": "a", "l/0/gate/w": "a", "l/0/out/w": "b"})
+    >>> compress({"0/up/w": "a", "1/up/w": "a", "0/gate/w": "a", "0/out/w": "b"})
     {'(up|gate)/w': 'a', 'out/w': 'b'}
     """
     kinds = _kinds(values)
@@ -109,7 +109,9 @@ def _ends(kinds: Sequence[_Kind], others: Sequence[_Kind]) -> list[_Pattern]:
 
 def _shortest(kind: _Kind, others: Sequence[_Kind]) -> _Pattern:
     count = len(kind.parts)
-    for length in range(min(2, count), count + 1):
+    named = [at for at, part in enumerate(kind.parts) if part != _ANY_INDEX]
+    least = count - (named[-2] if len(named) > 1 else 0)
+    for length in range(least, count + 1):
         parts = tuple((part,) for part in kind.parts[count - length :])
         starts = ("", "(^|/)") if length < count else ("", "(^|/)", "^")
         for start, end in ((s, e) for e in ("", "$") for s in starts):
@@ -136,9 +138,7 @@ def _matches_some(pattern: str, kind: _Kind) -> bool:
 
 def _begins_a_part(pattern: str, path: str) -> bool:
     found = re.search(pattern, path)
-    return found is not None and (
-        found.start() == 0 or path[found.start() - 1] == "/"
-    )
+    return found is not None and (found.start() == 0 or path[found.start() - 1] == "/")
 
 
 def _merged(patterns: Sequence[_Pattern]) -> list[_Pattern]:

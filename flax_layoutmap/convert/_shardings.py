@@ -51,7 +51,7 @@ def from_shardings(
         >>> kernel = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
         >>> layers = {"up": [kernel] * 4, "gate": [kernel] * 4}
         >>> print(*flm.convert.from_shardings(layout_map.abstract(layers)))
-        (up|gate)/\d+/kernel
+        (gate|up)/\d+/kernel
     """
     flat = flatten(tree)
     shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
@@ -178,8 +178,7 @@ def _different(
         leaf
         for leaf in resolution
         if leaf.layout.memory_kind != wanted[leaf.path].memory_kind
-        or leaf.layout.dims(len(leaf.shape))
-        != wanted[leaf.path].dims(len(leaf.shape))
+        or leaf.layout.dims(len(leaf.shape)) != wanted[leaf.path].dims(len(leaf.shape))
     ]
 
 

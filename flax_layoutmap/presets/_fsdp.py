@@ -38,8 +38,8 @@ def fsdp(
         ...          "norm": {"scale": jax.ShapeDtypeStruct((512,), "float32")}}
         >>> flm.presets.fsdp(model, flm.DeviceMesh.abstract("data=2,fsdp=8"))
         LayoutMap(DeviceMesh('data=2,fsdp=8', abstract)) {
-          'up/kernel': (None, 'fsdp'),
           'norm/scale': replicated,
+          'up/kernel': (None, 'fsdp'),
         }
     """
     target = as_mesh(mesh)
@@ -121,22 +121,20 @@ def zero1(layout_map: LayoutMap, *, axis: str = "data") -> LayoutMap:
                 f"zero1: rule {rule.pattern!r} → {rule.layout} shards parameters over "
                 f"{axis!r} already, and their optimizer state with them"
             )
-    own = tuple(
-        _with_axis(rule, axis) for rule in rules.rules if rule.layout.axes
-    )
+    own = tuple(_with_axis(rule, axis) for rule in rules.rules if rule.layout.axes)
     return LayoutMap.from_rule_set(rules.with_changes(optimizer=own))
 
 
 def _with_axis(rule: Rule, axis: str) -> Rule:
-    layout = rule.layout
-    dims = [(dim,) if isinstance(dim, str) else dim for dim in layout.axes]
-    named = [at for at, dim in enumerate(dims) if dim not in (None, ...)]
-    free = [at for at, dim in enumerate(dims) if dim is None]
+    dims: list[Any] = [
+        (dim,) if isinstance(dim, str) else dim for dim in rule.layout.axes
+    ]
+    named = [at for at, dim in enumerate(dims) if isinstance(dim, tuple)]
     beside = [at for at in named if "fsdp" in dims[at]]
-    at = (beside or free or named or [None])[0]
-    if at is None:
-        return rule
-    dims[at] = (*(dims[at] or ()), axis)
-    return rule.with_layout(
-        TensorLayout(dims, layout.device_mesh, memory_kind=layout.memory_kind)
+    free = [at for at, dim in enumerate(dims) if dim is None]
+    for at in (*beside, *free, *named)[:1]:
+        dims[at] = (*(dims[at] or ()), axis)
+    layout = TensorLayout(
+        dims, rule.layout.device_mesh, memory_kind=rule.layout.memory_kind
     )
+    return rule.with_layout(layout)

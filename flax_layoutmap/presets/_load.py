@@ -55,7 +55,7 @@ def load(name: str, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layo
         >>> mesh = flm.DeviceMesh.abstract("data=2,fsdp=4,tensor=8")
         >>> layout_map = flm.presets.load("llama", mesh)
         >>> layout_map["layers/0/mlp/up_proj/kernel"].axes
-        ('fsdp', 'tensor')
+        (Ellipsis, 'fsdp', 'tensor')
     """
     if name not in names():
         raise RuleError(
@@ -69,9 +69,7 @@ def load(name: str, mesh: Any, *, axes: Mapping[str, str] | None = None) -> Layo
     return LayoutMap.from_rule_set(on_axes(rules, target, own_names(axes, target)))
 
 
-def own_names(
-    axes: Mapping[str, str] | None, mesh: DeviceMesh
-) -> dict[str, str]:
+def own_names(axes: Mapping[str, str] | None, mesh: DeviceMesh) -> dict[str, str]:
     """Axis of a preset → its name on the mesh, for those that the mesh has.
 
     Raises:

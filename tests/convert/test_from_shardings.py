@@ -73,14 +73,13 @@ def test_a_module_of_live_arrays() -> None:
     model = flm.create(make, layout_map)
     found = flm.convert.from_shardings(model)
     assert_same(nnx.state(model), found)
-    assert found["layers/0/kernel"].axes == ("fsdp", "tensor")
+    layout = found["layers/0/kernel"]
+    assert layout is not None and layout.axes == ("fsdp", "tensor")
 
 
 def test_state_with_a_layout_of_its_own_gets_rules() -> None:
     params, tx = llama(2), optax.adamw(1e-3)
-    layout_map = flm.presets.zero1(
-        flm.presets.llama(flm.DeviceMesh("data=2,tensor=4"))
-    )
+    layout_map = flm.presets.zero1(flm.presets.llama(flm.DeviceMesh("data=2,tensor=4")))
     tree = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
     placed = layout_map.abstract(tree, tx=tx)
     found = flm.convert.from_shardings(placed, tx=tx)
@@ -92,7 +91,8 @@ def test_a_memory_kind_is_part_of_a_layout() -> None:
     host = NamedSharding(JAX_MESH, PartitionSpec("fsdp"), memory_kind="pinned_host")
     tree = {"a": jax.ShapeDtypeStruct((8, 8), "float32", sharding=host)}
     found = flm.convert.from_shardings(tree)
-    assert found["a"].memory_kind == "pinned_host"
+    layout = found["a"]
+    assert layout is not None and layout.memory_kind == "pinned_host"
     assert_same(tree, found)
 
 

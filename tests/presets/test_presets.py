@@ -6,10 +6,10 @@ import pkgutil
 from typing import Any
 
 import pytest
+from presets import models
 from shapes import nested, struct
 
 import flax_layoutmap as flm
-from presets import models
 
 FAMILIES = [module.name for module in pkgutil.iter_modules(models.__path__)]
 SPELLINGS = [

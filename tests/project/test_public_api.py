@@ -82,6 +82,7 @@ NAMESPACES = {
         "StructureError",
     ],
     "keras": ["get_device_count", "initialize", "list_devices"],
+    "convert": ["from_shardings"],
     "pod": [
         "Collective",
         "Drift",
@@ -93,6 +94,15 @@ NAMESPACES = {
         "Topology",
         "compile",
         "plan",
+    ],
+    "presets": [
+        "Recognition",
+        "detect",
+        "fsdp",
+        "load",
+        "names",
+        "recognise",
+        "zero1",
     ],
     "testing": ["assert_covers", "compare", "dump"],
 }

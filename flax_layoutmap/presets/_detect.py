@@ -1,0 +1,134 @@
+"""Recognise the family of a model by the paths of its parameters."""
+
+import dataclasses
+import functools
+import logging
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flax_layoutmap._core.errors import RuleError, bullet_list
+from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap.presets._load import AXES, load
+
+_LOG = logging.getLogger("flax_layoutmap")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recognition:
+    """Which families a model may be of, and why it is of no other.
+
+    Attributes:
+        families: the families that fit, the one with the most features first.
+        features: family that fits → what it was recognised by.
+        rejected: any other family → the first reason against it.
+        agree: whether all that fit give every leaf the same layout.
+    """
+
+    families: tuple[str, ...]
+    features: Mapping[str, str]
+    rejected: Mapping[str, str]
+    agree: bool
+
+    def __str__(self) -> str:
+        fitting = [f"{name}: {self.features[name]}" for name in self.families]
+        others = [f"not {name}: {reason}" for name, reason in self.rejected.items()]
+        return "\n".join(fitting + others)
+
+
+def recognise(model: Any) -> Recognition:
+    """Find the families whose preset has a rule for each large leaf of a model.
+
+    Args:
+        model: anything that `flm.resolve` takes; only paths and shapes are read.
+
+    Example:
+        >>> import jax, flax_layoutmap as flm
+        >>> names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+        >>> kernel = {"kernel": jax.ShapeDtypeStruct((8, 8), "float32")}
+        >>> flm.presets.recognise({name: kernel for name in names}).families[0]
+        'llama'
+    """
+    mesh = DeviceMesh.abstract(dict.fromkeys(AXES, 1))
+    features, rejected = dict[str, str](), dict[str, str]()
+    layouts: dict[str, tuple[Any, ...]] = {}
+    for name, known in _families().items():
+        resolution = resolve(model, load(name, mesh).freeze())
+        reason = _against(known, resolution)
+        if reason is None:
+            features[name] = known["about"]
+            layouts[name] = tuple(leaf.layout for leaf in resolution)
+        else:
+            rejected[name] = reason
+    order = sorted(features, key=lambda name: -len(_families()[name]["has"]))
+    agree = len(set(layouts.values())) <= 1
+    return Recognition(tuple(order), features, rejected, agree)
+
+
+def detect(
+    model: Any, mesh: Any, *, axes: Mapping[str, str] | None = None
+) -> LayoutMap:
+    """Return the preset of the family that a model is of.
+
+    The family and its features are logged (logger `flax_layoutmap`, level INFO);
+    `flm.presets.recognise(model)` returns them, with the reason against each other
+    family.
+
+    Args:
+        model: as for `recognise`.
+        mesh: as for `flm.presets.load`.
+        axes: as for `flm.presets.load`.
+
+    Raises:
+        RuleError: the model is of no known family, or of several whose presets differ.
+    """
+    found = recognise(model)
+    if not found.families:
+        reasons = [f"{name}: {reason}" for name, reason in found.rejected.items()]
+        raise RuleError(
+            "the model is of no family that has a preset; for any model there is "
+            f"flm.presets.fsdp(model, mesh):\n{bullet_list(reasons)}"
+        )
+    if not found.agree:
+        fitting = [f"{name}: {found.features[name]}" for name in found.families]
+        raise RuleError(
+            "the paths fit several families whose rules differ; name one, such as "
+            f"flm.presets.{found.families[0]}(mesh):\n{bullet_list(fitting)}"
+        )
+    family, *others = found.families
+    also = f" (the same rules as {', '.join(others)})" if others else ""
+    _LOG.info("preset %s%s: %s", family, also, found.features[family])
+    return load(family, mesh, axes=axes)
+
+
+@functools.cache
+def _families() -> dict[str, dict[str, Any]]:
+    path = Path(__file__).parent / "_families.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def _against(known: Mapping[str, Any], resolution: Resolution) -> str | None:
+    """The first reason why a model is not of a family; None if it is."""
+    paths = [leaf.path for leaf in resolution if leaf.role == "parameter"]
+    for pattern in known["has"]:
+        if _first(pattern, paths) is None:
+            return f"no path matches {pattern!r}"
+    for pattern in known.get("lacks", ()):
+        path = _first(pattern, paths)
+        if path is not None:
+            return f"{path} matches {pattern!r}"
+    unmatched = set(resolution.unmatched)
+    for leaf in resolution:
+        if leaf.path in unmatched and len(leaf.shape) > 1:
+            return f"no rule for {leaf.path} {show_shape(leaf.shape)}"
+    return None
+
+
+def _first(pattern: str, paths: Sequence[str]) -> str | None:
+    return next((path for path in paths if re.search(pattern, path)), None)
