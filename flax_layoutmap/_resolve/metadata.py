@@ -76,8 +76,8 @@ def mesh_axes(mark: Mark) -> tuple[Names, tuple[str, ...]]:
     if mark.kind == "mesh":
         return names, ()
     if mark.kind == "nnx":
-        # The Variable's own rules come first; the first rule for a name counts.
-        renamed = dict(reversed((*mark.rules, *get_logical_axis_rules())))
+        # The last rule for a name counts, as in Flax; the Variable's own come last.
+        renamed = dict((*get_logical_axis_rules(), *mark.rules))
         axes = [
             _entry(renamed.get(dim[0], dim) if len(dim) == 1 else dim) for dim in names
         ]

@@ -82,7 +82,16 @@ NAMESPACES = {
         "StructureError",
     ],
     "keras": ["get_device_count", "initialize", "list_devices"],
-    "convert": ["from_shardings"],
+    "convert": [
+        "from_keras",
+        "from_logical",
+        "from_partition_rules",
+        "from_shardings",
+        "from_tp_plan",
+        "to_keras",
+        "to_partition_rules",
+        "to_tp_plan",
+    ],
     "pod": [
         "Collective",
         "Drift",

@@ -1,0 +1,42 @@
+"""Logical axis rules of Flax and MaxText, on a model that names its axes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import linen
+
+from flax_layoutmap._core.errors import MeshError
+from flax_layoutmap._core.mesh import as_mesh
+from flax_layoutmap._layout_map import LayoutMap
+from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap.convert._shardings import rules_for
+
+
+def from_logical(
+    rules: Sequence[tuple[str, Any]], model: Any, mesh: Any, *, batch: Any = None
+) -> LayoutMap:
+    """Make the rules that say by paths what logical axis rules say of a model.
+
+    The model's own annotations are read as Flax reads them: for Linen, the first row of
+    a name whose mesh axes are free; for NNX, the last row.
+
+    Args:
+        rules: (logical axis, mesh axis, axes or None) pairs.
+        model: a model whose parameters name their logical axes: Linen variables with
+            their boxes, an NNX module, or a function that makes one of them.
+        mesh: the mesh of the rules.
+        batch: as for `LayoutMap`.
+
+    Raises:
+        RuleError: no rules by paths give these layouts.
+        ResolveError: a logical rule names an axis that the mesh does not have, or dims
+            do not divide.
+    """
+    target = as_mesh(mesh)
+    if target is None:
+        raise MeshError("from_logical(rules, model, mesh) needs a mesh")
+    with linen.logical_axis_rules(rules):
+        leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
+    wanted = {leaf.path: leaf.layout for leaf in leaves}
+    return rules_for(leaves, wanted, target, lambda own: resolve(model, own), batch)
