@@ -126,7 +126,7 @@ def _shortest(kind: _Kind, others: Sequence[_Kind]) -> _Pattern:
 def _is_end_of(one: _Pattern, kind: _Kind) -> bool:
     """Whether a pattern has the last parts of a path: with any anchors it matches."""
     strict = one._replace(start=one.start or "(^|/)", end="$")
-    return re.search(str(strict), kind.paths[0]) is not None
+    return all(re.search(str(strict), path) for path in kind.paths)
 
 
 def _matches_some(pattern: str, kind: _Kind) -> bool:

@@ -24,6 +24,7 @@ FLAX_NAMES = {
     "transformer_layer": ("layers",),
     "decoder_block": ("layers",),
     "self_attention": ("attention", "attn"),
+    "attention": ("attn",),
     "query": ("q_proj", "q_einsum"),
     "key": ("k_proj",),
     "value": ("v_proj",),

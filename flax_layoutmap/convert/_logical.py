@@ -5,7 +5,7 @@ from typing import Any
 
 from flax import linen
 
-from flax_layoutmap._core.errors import MeshError
+from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
 from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolve import resolve
@@ -29,13 +29,21 @@ def from_logical(
         batch: as for `LayoutMap`.
 
     Raises:
-        RuleError: no rules by paths give these layouts.
-        ResolveError: a logical rule names an axis that the mesh does not have, or dims
-            do not divide.
+        RuleError: a logical rule names an axis that the mesh does not have, or no rules
+            by paths give these layouts.
+        ResolveError: dims do not divide by their axes.
     """
     target = as_mesh(mesh)
     if target is None:
         raise MeshError("from_logical(rules, model, mesh) needs a mesh")
+    for number, (name, row) in enumerate(rules, start=1):
+        for axis in (row,) if isinstance(row, str) else row or ():
+            if axis not in target.axis_names:
+                raise RuleError(
+                    f"logical rule {number}, {name!r} → {row!r}: the mesh "
+                    f"{str(target)!r} has no axis {axis!r}"
+                    f"{did_you_mean(axis, target.axis_names)}"
+                )
     with linen.logical_axis_rules(rules):
         leaves = list(resolve(model, RuleSet(mesh=target, strict=False)))
     wanted = {leaf.path: leaf.layout for leaf in leaves}
