@@ -1,5 +1,6 @@
 """flm.convert.from_shardings: rules that give each leaf the sharding that it has."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ def from_shardings(
 
     Args:
         tree: arrays or sharded `jax.ShapeDtypeStruct`s, in any tree that `flm.resolve`
-            takes: a module, a State, an optimizer, a TrainState, a dict.
+            takes: a module, a State, an optimizer, a TrainState, a dict. Or the path of
+            a checkpoint, of which only the metadata is read.
         mesh: the mesh to put the rules on; None takes that of the leaves.
         tx: as for `flm.resolve`.
         batch: mesh axes for the first dim of a batch, as for `LayoutMap`.
@@ -43,6 +45,7 @@ def from_shardings(
         RuleError: leaves have no `NamedSharding`, or are on several meshes, or no rules
             can give them what they have (the leaves are listed); or the tree is
             optimizer state alone.
+        CheckpointError: there is no such checkpoint.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -53,14 +56,44 @@ def from_shardings(
         >>> print(*flm.convert.from_shardings(layout_map.abstract(layers)))
         (gate|up)/\d+/kernel
     """
-    flat = flatten(tree)
-    shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
-    own = _mesh_of(flat.full_paths(), shardings)
-    found = list(resolve(tree, RuleSet(mesh=own, strict=False), tx=tx))
-    wanted = _layouts(found, shardings)
-    return rules_for(
-        found, wanted, own, lambda rules: resolve(tree, rules, tx=tx), batch
-    ).on(own if mesh is None else mesh)
+    if isinstance(tree, str | os.PathLike):
+        made = _of_checkpoint(tree, batch)
+    else:
+        flat = flatten(tree)
+        shardings = [getattr(leaf, "sharding", None) for leaf in flat.leaves]
+        own = _mesh_of(flat.full_paths(), shardings)
+        found = list(resolve(tree, RuleSet(mesh=own, strict=False), tx=tx))
+        wanted = _layouts(found, shardings)
+        made = rules_for(
+            found, wanted, own, lambda rules: resolve(tree, rules, tx=tx), batch
+        )
+    return made if mesh is None else made.on(mesh)
+
+
+def _of_checkpoint(path: str | os.PathLike[str], batch: Any) -> LayoutMap:
+    """The rules for the specs that a checkpoint was saved with."""
+    from flax_layoutmap import checkpoint
+
+    infos = {leaf.path: leaf for leaf in checkpoint.inspect(path).leaves}
+    meshes = {tuple(info.mesh.items()): info for info in infos.values() if info.mesh}
+    if len(meshes) != 1:
+        says = " and ".join(str(dict(sizes)) for sizes in meshes)
+        raise RuleError(
+            f"the checkpoint {os.fspath(path)} was saved on several meshes, {says}"
+            if meshes
+            else f"the checkpoint {os.fspath(path)} does not say how its leaves were "
+            "sharded: it was saved on one device, or without layout_map="
+        )
+    mesh = DeviceMesh.abstract(dict(*meshes))
+
+    def resolved(rules: RuleSet) -> Resolution:
+        return checkpoint.resolve(path, layout_map=rules)
+
+    found = list(resolved(RuleSet(mesh=mesh, strict=False)))
+    wanted = {
+        leaf.path: TensorLayout(infos[leaf.path].spec or (), mesh) for leaf in found
+    }
+    return rules_for(found, wanted, mesh, resolved, batch)
 
 
 def rules_for(

@@ -1,5 +1,6 @@
 """Rules from shardings: few of them, and each leaf gets what it had."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -111,6 +112,26 @@ def test_the_rules_can_be_put_on_another_mesh() -> None:
     placed = preset().abstract(llama(1))
     there = flm.DeviceMesh.abstract("fsdp=16,tensor=8")
     assert flm.convert.from_shardings(placed, there).device_mesh == there
+
+
+def test_a_checkpoint_without_its_model(tmp_path: Path) -> None:
+    params, tx = llama(2), optax.adamw(1e-3)
+    tree = {"params": params, "opt_state": jax.eval_shape(tx.init, params)}
+    placed = preset().abstract(tree, tx=tx)
+    arrays = jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+        placed,
+    )
+    flm.checkpoint.save(tmp_path / "run", arrays, layout_map=preset())
+    found = flm.convert.from_shardings(tmp_path / "run")
+    assert len(found) <= 10 and not found.optimizer
+    assert_same(placed, found.on(MESH), tx=tx)
+
+
+def test_a_checkpoint_of_one_device(tmp_path: Path) -> None:
+    flm.checkpoint.save(tmp_path / "run", {"w": jax.numpy.ones((8, 8))})
+    with pytest.raises(RuleError, match="does not say how its leaves were"):
+        flm.convert.from_shardings(tmp_path / "run")
 
 
 class TestErrors:
