@@ -17,8 +17,7 @@ import pytest
 from flax import nnx
 
 import flax_layoutmap as flm
-from flax_layoutmap._lint.lint import CODES
-from flax_layoutmap._lint.report import LintReport
+from flax_layoutmap._lint.lint import CODES, LintReport
 
 MESH = flm.DeviceMesh.abstract("data=2,model=4")
 
@@ -240,10 +239,10 @@ CASES: dict[str, Case] = {
     ),
     "LM010, no model": Case(
         lambda: alone([(".*kernel", (None, "model"))]),
-        "LM010 info: rule 1 '.*kernel' → (None, 'model') begins with '.*', which "
-        "match='search' does not need: with match='fullmatch', for which such patterns "
-        "are written, it would not match 'kernelx', as it does now\n"
-        "  fix: layout_map[\".*kernel$\"] = (None, 'model')  # if the path is to end "
+        "LM010 info: rule 1 '.*kernel' → (None, 'model') begins with '.*', as for "
+        "match='fullmatch', with which it would not match 'kernelx'; with "
+        "match='search' it does\n"
+        "  fix: layout_map[\".*kernel$\"] = (None, 'model')  # if paths are to end "
         "there",
         lambda: alone([(".*kernel$", (None, "model")), (".*", None)]),
     ),
@@ -321,16 +320,16 @@ CASES: dict[str, Case] = {
     ),
     "LM105": Case(
         lambda: on(LAYERS, [("up/kernel", (None, "model")), (".*", None)]),
-        "LM105 warning: layers_0/down/kernel (256,64) and 2 more alike: the catch-all "
-        "rule 2 '.*' → replicated says so; every device holds all 3 in full (50.0% of "
-        "the bytes)\n  fix: layout_map[\"down/kernel\"] = ('model', None)  # or None: "
-        "replicated, on purpose",
+        "LM105 warning: layers_0/down/kernel (256,64) and 2 more alike: replicated by "
+        "the catch-all rule 2 '.*' → replicated; every device holds all 3 in full "
+        "(50.0% of the bytes)\n  fix: layout_map[\"down/kernel\"] = ('model', None)  "
+        "# or None: replicated, on purpose",
         lambda: on({**LAYERS, "scale": struct(64)}, [*MLP_RULES, (".*", None)]),
     ),
     "LM105, on purpose": Case(
         lambda: on(MLP, [("up/kernel", (None, "model")), ("down", None)]),
-        "LM105 info: down/kernel (256,64): rule 2 'down' → replicated says so; every "
-        "device holds it in full (50.0% of the bytes)\n"
+        "LM105 info: down/kernel (256,64): replicated by rule 2 'down' → replicated; "
+        "every device holds it in full (50.0% of the bytes)\n"
         "  fix: layout_map[\"down/kernel\"] = ('model', None)  # or None: replicated, "
         "on purpose",
         lambda: on({**MLP, "bias": struct(2048)}, [*MLP_RULES, ("bias", None)]),
@@ -345,9 +344,9 @@ CASES: dict[str, Case] = {
     ),
     "LM106, unknown": Case(
         lambda: training(unknown_state()),
-        "LM106 warning: opt_state/1/odd/table (64,512): is state of an unknown kind "
-        "(belongs to no parameter); every device holds it in full (50.0% of the bytes)"
-        "\n  fix: flm.resolve(state, layout_map, params=params, tx=tx)",
+        "LM106 warning: opt_state/1/odd/table (64,512): optimizer state of an unknown "
+        "kind (belongs to no parameter); every device holds it in full (50.0% of the "
+        "bytes)\n  fix: flm.resolve(state, layout_map, params=params, tx=tx)",
         lambda: training(adam(), {"up": ("data", "model")}),
     ),
     "LM107": Case(
