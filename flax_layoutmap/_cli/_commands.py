@@ -35,10 +35,8 @@ def lint(args: Namespace) -> int:
             raise UsageError(f"there is no code {code}{did_you_mean(code, CODES)}")
     if args.max_replicated is not None and not has_model:
         raise UsageError("--max-replicated needs --model or --checkpoint")
-    if args.max_replicated is not None and not 0 <= args.max_replicated <= 1:
-        raise UsageError(f"--max-replicated {args.max_replicated} is not from 0 to 1")
     found: Any
-    share: float | None = 0.0
+    share, most = 0.0, args.max_replicated
     if has_model:
         try:
             found = _sources.resolution_of(args)
@@ -46,28 +44,20 @@ def lint(args: Namespace) -> int:
         except flm.errors.ResolveError as error:
             if error.resolution is None:
                 raise
-            found, share = error.resolution, None  # of what fits, it would say little
+            # The share of the leaves that fit would say little.
+            found, share, most = error.resolution, None, None
     else:
         mesh = _sources.mesh_of(args.mesh)
         found = _sources.rules_of(args.rules, args.variant, mesh)
         if found is None:
             raise UsageError("lint needs rules: --rules FILE or MODULE:LAYOUT_MAP")
-    issues = flm.lint(found, ignore=args.ignore)
-    most = args.max_replicated
-    too_much = share is not None and most is not None and share > most
+    issues = flm.lint(found, max_replicated=most, ignore=args.ignore)
     if args.json:
         found_json = [dataclasses.asdict(issue) for issue in issues]
         _print_json({"issues": found_json, "replicated_share": share})
     else:
         print(issues)
-    if too_much:
-        print(
-            f"{share:.1%} of the bytes are replicated, more than "
-            f"--max-replicated {args.max_replicated}",
-            file=sys.stderr if args.json else sys.stdout,
-        )
-    counted = {"error", "warning"} if args.strict else {"error"}
-    return _FOUND if too_much or any(i.severity in counted for i in issues) else _DONE
+    return _FOUND if issues.problems("warning" if args.strict else "error") else _DONE
 
 
 def explain(args: Namespace) -> int:

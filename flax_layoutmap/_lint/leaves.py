@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._lint.matches import Group, Model, groups, suggested
+from flax_layoutmap._lint.matches import NUMBER, Group, Model, groups
 from flax_layoutmap._lint.rules import Finding, Numbered, axis_users, nth
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._rules.automata import difference
@@ -228,6 +228,22 @@ def too_much_replicated(model: Model) -> Iterator[Finding]:
             lines="".join(lines),
             mend=suggested(resolution, largest[0].path, largest[0].shape),
         )
+
+
+def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
+    """A rule for a leaf, as code: its largest dim that divides, on an axis."""
+    parts = NUMBER.sub(r"\\d+", path).split("/")
+    quote = "r" if "\\" in "/".join(parts[-2:]) else ""
+    key = f'layout_map[{quote}"{"/".join(parts[-2:]) or ".*"}"]'
+    sizes = {} if resolution.mesh is None else resolution.mesh.axis_sizes
+    names = [n for n in sizes if sizes[n] > 1 and n not in resolution.rules.batch]
+    for axis in names or [n for n in sizes if sizes[n] > 1]:
+        fitting = [dim for dim, size in enumerate(shape) if size % sizes[axis] == 0]
+        if fitting:
+            best = max(fitting, key=lambda dim: (shape[dim], dim))
+            axes = tuple(axis if dim == best else None for dim in range(len(shape)))
+            return f"{key} = {axes}  # or None: replicated, on purpose"
+    return f"{key} = None  # replicated, on purpose"
 
 
 # -------------------------------------------------------------- the mesh, the hardware

@@ -365,6 +365,9 @@ def lint(
         if max_replicated is not None and not _is_share(max_replicated):
             text = f"max_replicated is a share, 0 to 1; got {max_replicated!r}"
             raise RuleError(text)
+        if max_replicated is not None and x.mesh is None:
+            text = "max_replicated needs a mesh; give one: resolution.on(mesh)"
+            raise RuleError(text)
         is_ignored = functools.partial(ignored.is_about, x)
         found = _of_model(Model(x, tile, max_replicated, is_ignored))
         return LintReport(

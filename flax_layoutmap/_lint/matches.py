@@ -121,22 +121,6 @@ def groups(
     return list(found.values())
 
 
-def suggested(resolution: Resolution, path: str, shape: tuple[int, ...]) -> str:
-    """A rule for a leaf, as code: its largest dim that divides, on an axis."""
-    parts = NUMBER.sub(r"\\d+", path).split("/")
-    quote = "r" if "\\" in "/".join(parts[-2:]) else ""
-    key = f'layout_map[{quote}"{"/".join(parts[-2:]) or ".*"}"]'
-    sizes = {} if resolution.mesh is None else resolution.mesh.axis_sizes
-    names = [n for n in sizes if sizes[n] > 1 and n not in resolution.rules.batch]
-    for axis in names or [n for n in sizes if sizes[n] > 1]:
-        fitting = [dim for dim, size in enumerate(shape) if size % sizes[axis] == 0]
-        if fitting:
-            best = max(fitting, key=lambda dim: (shape[dim], dim))
-            axes = tuple(axis if dim == best else None for dim in range(len(shape)))
-            return f"{key} = {axes}  # or None: replicated, on purpose"
-    return f"{key} = None  # replicated, on purpose"
-
-
 # ------------------------------------------------------------- what a rule matches
 
 

@@ -1445,6 +1445,13 @@ CASES: dict[str, Case] = {
         "max_replicated needs a Resolution, got a LayoutMap; make one: "
         "layout_map.resolve(model)",
     ),
+    "lint: no mesh": Case(
+        lambda: flm.lint(
+            flm.LayoutMap().resolve({"w": struct(8)}), max_replicated=0.02
+        ),
+        flm.errors.RuleError,
+        "max_replicated needs a mesh; give one: resolution.on(mesh)",
+    ),
     "lint: no level": Case(
         lambda: flm.lint(mapped()).raise_if_any(cast(Any, "warn")),
         flm.errors.RuleError,
