@@ -1,4 +1,4 @@
-"""Remarks about a Resolution: unused rules, unmatched leaves, fallbacks."""
+"""Explain one leaf; remarks about unused rules, unmatched leaves, fallbacks."""
 
 import difflib
 import functools
@@ -6,10 +6,22 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from flax_layoutmap._core.errors import visible
 from flax_layoutmap._rules.announce import Remark
-from flax_layoutmap._rules.records import Decision, Totals, leaf_bytes, show_shape
+from flax_layoutmap._rules.records import (
+    Decision,
+    ResolvedLeaf,
+    Totals,
+    because,
+    closest_rule,
+    layout_of,
+    leaf_bytes,
+    section_of,
+    show_shape,
+)
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
-from flax_layoutmap._show.table import human_share, path_cell
+from flax_layoutmap._show.table import human_bytes, human_share, path_cell
 from flax_layoutmap._tree.paths import Role
 
 # Unmatched leaves that are alike are worth a warning when they hold this share of the
@@ -34,6 +46,41 @@ UNMATCHED = {
     "no rule": "is matched by no rule",
     "unknown optimizer state": "is optimizer state of an unknown kind",
 }
+
+
+def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
+    """Explain in a few lines why a leaf got its layout, or none."""
+    lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
+    note = f": {row.note}" if row.note else ""
+    lines.append(f"  because: {because(row, rules)}{note}")
+    section = section_of(row, rules)
+    for other in row.matched:
+        rule = section[other]
+        text = f"rule {other + 1} {rule.pattern!r} → {rule.layout}"
+        if row.rule is None:
+            lines.append(f"  {text} matches its path, but does not apply")
+        elif other != row.rule:
+            same = rule.layout == section[row.rule].layout
+            effect = "which agrees" if same else "overridden"
+            lines.append(f"  also matched by {text}, {effect}")
+    if row.fallback:
+        lines.append(f"  fallback: {row.fallback}")
+    if row.reason == "no rule":
+        lines.append(f"  {_near_miss(leaf.path, rules)}")
+    if row.shard_shape is not None:
+        per_device = human_bytes(leaf.bytes_per_device)
+        lines.append(f"  each device holds {show_shape(row.shard_shape)}, {per_device}")
+    return "\n".join(map(visible, lines))
+
+
+def _near_miss(path: str, rules: RuleSet) -> str:
+    if not rules.rules:
+        return "there are no rules"
+    near = closest_rule(path, rules.rules)
+    if near is None:
+        return f"{path!r} is matched by no rule, and none comes close"
+    number, rule = near
+    return f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
 
 
 class _Unplaced(NamedTuple):
@@ -61,10 +108,8 @@ def remarks(
 ) -> list[str]:
     """Return unused rules, unmatched leaves and fallbacks, one line each.
 
-    Args:
-        table: the Resolution.
-        large_only: only those that are worth a warning.
-        folded: whether leaves that are alike share a line.
+    With `large_only`, those that are worth a warning; if `folded`, leaves that are
+    alike share a line.
     """
     if large_only:
         return [one.text for one in warnings(table)]
@@ -94,11 +139,8 @@ def warnings(
 
     Left out are fallbacks other than of annotations that name no axis of the mesh, and
     leaves that are few, of their kind: with less than 1 % of the bytes and 10 % of what
-    a device holds.
-
-    Args:
-        table: the Resolution.
-        besides: others of the same rules: what they use is not unused.
+    a device holds. What the Resolutions `besides`, of the same rules, use is not
+    unused.
     """
     inner = functools.cache(table.inner_paths)
     # Only unmatched paths are compared: other hints take longer than all else.
@@ -133,10 +175,7 @@ def warnings(
 def is_large(size: int, total: int, held: int) -> bool:
     """Whether unmatched leaves are worth a warning.
 
-    Args:
-        size: their bytes.
-        total: bytes of the whole tree.
-        held: bytes that each device holds.
+    All in bytes: theirs, of the whole tree, and what each device holds.
     """
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
@@ -202,17 +241,11 @@ def _unused(
 
 
 class Near(NamedTuple):
-    """A path that a rule without a match may have been meant for.
+    """A path that a rule without a match may have been meant for."""
 
-    Attributes:
-        ending: its last parts, as many as the pattern has.
-        likeness: of the two, 0 to 1.
-        is_free: whether no rule matches it, as after a renaming.
-    """
-
-    ending: str
-    likeness: float
-    is_free: bool
+    ending: str  # its last parts, as many as the pattern has
+    likeness: float  # of the path and the pattern, 0 to 1
+    is_free: bool  # whether no rule matches it, as after a renaming
 
     @property
     def hint(self) -> str:
@@ -227,10 +260,7 @@ def nearest(
 ) -> Near | None:
     """The path that is most like a pattern, preferably one that no rule matches.
 
-    Args:
-        pattern: the pattern.
-        paths: paths, and whether no rule matches them.
-        free_only: whether to look at those alone.
+    `paths` has each path and whether no rule matches it; `free_only` takes those alone.
     """
     parts = pattern.count("/") + 1
     endings: dict[str, bool] = {}

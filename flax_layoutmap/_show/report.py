@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 Format = Literal["text", "markdown", "json"]
 
-_ROLES: tuple[tuple[Role, str], ...] = (
-    ("parameter", "parameters"),
-    ("optimizer", "optimizer state"),
-    ("other", "other"),
-)
+ROLES: dict[Role, str] = {
+    "parameter": "parameters",
+    "optimizer": "optimizer state",
+    "other": "other",
+}
 
 # Reasons in a few characters.
 _CODES = {
@@ -114,7 +114,7 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
         "schema": 1,
         "rules": rules_to_json(table.rules),
         "leaves": [_leaf_json(leaf, table.mesh) for leaf in leaves],
-        "totals": {role: dataclasses.asdict(table.totals(role)) for role, _ in _ROLES},
+        "totals": {role: dataclasses.asdict(table.totals(role)) for role in ROLES},
         "total_bytes": table.total_bytes,
         "bytes_per_device": table.bytes_per_device,
         "replicated_share": table.replicated_share,
@@ -293,7 +293,7 @@ def _notes(rules: Sequence[str], grid: Grid, folds: Sequence[Fold]) -> Iterator[
 
 
 def _totals(table: ResolvedTable) -> Iterator[str]:
-    roles = [(role, name, table.totals(role)) for role, name in _ROLES]
+    roles = [(role, name, table.totals(role)) for role, name in ROLES.items()]
     roles = [found for found in roles if found[2].leaves]
     for role, name, sums in roles:
         line = (

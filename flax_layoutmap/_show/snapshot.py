@@ -1,4 +1,4 @@
-"""A Resolution as plain records, read from JSON schema 1 or written for review."""
+"""A Resolution as plain records: from JSON schema 1, for review, for comparison."""
 
 import dataclasses
 import itertools
@@ -7,12 +7,13 @@ from typing import Any, Literal, get_args
 
 from flax_layoutmap._core.errors import LayoutError, visible
 from flax_layoutmap._core.whole_file import readable_json
+from flax_layoutmap._rules.records import Decision, Shape, show_shape, show_spec
+from flax_layoutmap._rules.rules import SECTIONS, RuleSet
+from flax_layoutmap._rules.serialise import rules_to_json
 from flax_layoutmap._tree.fold import natural_key
 
-Shape = tuple[int, ...]
 Change = Literal["added", "removed", "reshaped", "moved", "decided"]
 CHANGES: tuple[Change, ...] = get_args(Change)
-SECTIONS = ("rules", "activations", "names", "optimizer")
 
 # Left out of a leaf in a file for review: the number of its rule changes with any rule
 # before it, and the note follows from the rest.
@@ -178,6 +179,27 @@ def golden_text(data: Mapping[str, Any]) -> str:
         "leaves": leaves,
     }
     return f"{_lines(kept, 2)}\n"
+
+
+def rule_lines(rules: RuleSet) -> dict[str, list[str]]:
+    """The lines by which processes compare their rules, and their meshes."""
+    values = rules_to_json(rules)
+    # The mesh is a part of its own, so that a difference is reported once.
+    del values["mesh"]
+    mesh = "no mesh" if rules.mesh is None else f"{rules.mesh} {rules.mesh.axis_types}"
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            lines += [f"{name} {at}: {v}" for at, v in enumerate(value, start=1)]
+        else:
+            lines.append(f"{name}: {value}")
+    return {"rules": lines, "mesh": [mesh]}
+
+
+def leaf_line(path: str, shape: Shape, dtype: Any, row: Decision) -> str:
+    """The line by which processes compare the decision about a leaf."""
+    kind = f", {row.memory_kind}" if row.memory_kind else ""
+    return f"{path} {show_shape(shape)} {dtype}, {show_spec(row.spec)}{kind}"
 
 
 def record_json(leaf: LeafRecord) -> dict[str, Any]:

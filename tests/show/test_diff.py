@@ -42,7 +42,7 @@ def test_nothing_changed() -> None:
     assert found.is_empty and found.changes == () and found.unchanged == 9
     assert repr(found) == "ResolutionDiff(no leaf changed)"
     assert found.report().splitlines() == [
-        "no difference: 9 leaves lie as before, on data=2,model=4",
+        "no difference: 9 leaves as before, on data=2,model=4",
         "parameters: 81.0 KiB per device",
     ]
     assert found.received_bytes == (0,) * 8

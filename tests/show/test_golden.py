@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flax_layoutmap as flm
-from flax_layoutmap._show.difference import difference
+from flax_layoutmap._show.diff import difference
 from flax_layoutmap._show.snapshot import golden_text, snapshot_of
 
 # What is to be reviewed, as `dump` is to write it: read it when it changes.
