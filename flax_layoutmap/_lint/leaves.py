@@ -257,7 +257,7 @@ def mesh_axes(model: Model) -> Iterator[Finding]:
     users = axis_users(rules)
     used = {a for row in resolution._distinct.values() for dim in row.dims for a in dim}
     used |= {*rules.batch, *users}
-    has_parameters = "parameter" in resolution._roles()
+    has_parameters = "parameter" in resolution._roles
     for axis, size in mesh.axis_sizes.items():
         if size == 1 and axis in users:
             first, more = users[axis][0], len(users[axis]) - 1

@@ -387,7 +387,7 @@ def swapped(model: Model) -> Iterator[Finding]:
 def _by_parent(resolution: Resolution) -> dict[str, list[_Matrix]]:
     """Module → the sharded matrices of its layers, those of equal modules once."""
     found: dict[str, list[_Matrix]] = {}
-    roles, paths = resolution._roles(), resolution.paths
+    roles, paths = resolution._roles, resolution.paths
     for at in resolution._flat.representatives():
         row = resolution._rows[at]
         if row.rule is None or row.reason not in ("rule", "exact key"):

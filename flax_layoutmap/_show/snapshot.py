@@ -25,17 +25,11 @@ _ALWAYS = ("path", "shape", "dtype", "spec", "shard_shape", "bytes_per_device")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshShape:
-    """A mesh without its devices.
-
-    Attributes:
-        axes: names of its axes.
-        shape: their sizes.
-        types: their types, `"auto"`, `"explicit"` or `"manual"`.
-    """
+    """A mesh without its devices: names, sizes and types of its axes."""
 
     axes: tuple[str, ...]
     shape: Shape
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # "auto", "explicit" or "manual"
 
     def __str__(self) -> str:
         pairs = zip(self.axes, self.shape, strict=True)
@@ -105,8 +99,8 @@ class LeafChange:
         before: the leaf before; None for one that was added. It has, in plain values,
             what `ResolvedLeaf` has, and `spec` as text.
         after: the leaf after; None for one that was removed.
-        received_bytes: of a leaf that moved, the most bytes that one device has to be
-            sent; 0 for others, None where there is no mesh to tell by.
+        received_bytes: of a leaf that moved, the most bytes that one device receives;
+            0 for others, None without a mesh.
         all_received_bytes: the sum over the devices.
     """
 
@@ -120,19 +114,12 @@ class LeafChange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that a Resolution decided.
+    """Everything that a Resolution decided."""
 
-    Attributes:
-        rules: the rules, as JSON.
-        mesh: the mesh of the rules or, where they have none, of the leaves.
-        leaves: path → leaf.
-        devices: what tells the devices of the mesh apart, row by row; None where that
-            is not known, as for an abstract mesh or a file.
-    """
-
-    rules: Mapping[str, Any]
-    mesh: MeshShape | None
-    leaves: Mapping[str, LeafRecord]
+    rules: Mapping[str, Any]  # as JSON
+    mesh: MeshShape | None  # of the rules or, where they have none, of the leaves
+    leaves: Mapping[str, LeafRecord]  # by path
+    # Ids of the devices, row by row; None for an abstract mesh or a file.
     devices: tuple[Any, ...] | None = None
 
 
@@ -271,7 +258,9 @@ def _leaf(entry: Mapping[str, Any], mesh: MeshShape | None) -> LeafRecord:
             raise TypeError(f"{name} of {entry['path']!r} is {value!r}")
     known = mesh.axes if own is None and mesh is not None else None
     if known is not None and not set(itertools.chain(*dims)) <= set(known):
-        raise ValueError(f"{entry['path']!r} lies on axes that the mesh does not have")
+        raise ValueError(
+            f"{entry['path']!r} is sharded over axes that the mesh does not have"
+        )
     if len(dims) != len(entry["shape"]):
         raise ValueError(f"{entry['path']!r} has a spec of {len(dims)} dims")
     return LeafRecord(

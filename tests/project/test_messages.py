@@ -984,8 +984,8 @@ CASES: dict[str, Case] = {
     "snapshot: axes": Case(
         lambda: snapshot_of(with_spec(["x"])),
         flm.LayoutError,
-        "the layouts are damaged: ValueError(\"'w' lies on axes that the mesh does not "
-        'have")',
+        "the layouts are damaged: ValueError(\"'w' is sharded over axes that the mesh "
+        'does not have")',
     ),
     "snapshot: dims": Case(
         lambda: snapshot_of(with_spec([])),
