@@ -173,7 +173,7 @@ def damaged() -> Iterator[tuple[str, str]]:
         leaves[at] = {**leaves[at], **damage}
         yield json.dumps({**data, "leaves": leaves}), "the layouts are damaged"
     text = json.dumps(data).replace('"spec": [null, "model"]', '"spec": ["x", null]')
-    yield text, "on axes that the mesh does not have"
+    yield text, "over axes that the mesh does not have"
 
 
 @pytest.mark.parametrize(("text", "said"), list(damaged()), ids=itertools.count())
