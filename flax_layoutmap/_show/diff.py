@@ -207,10 +207,10 @@ def _same_devices(before: Snapshot, after: Snapshot) -> tuple[list[int] | None, 
     else:
         at = {device: n for n, device in enumerate(before.devices)}
         same = [at.get(device, -1) for device in after.devices]
-        text = "devices are told apart by their ids"
+        text = "devices are identified by their ids"
     return same, (
-        f"{text}; a device keeps what its old and its new shard have in common, one "
-        "that is new holds nothing; added and reshaped leaves are not counted"
+        f"{text}; a device keeps the overlap of its old and its new shard, a new one "
+        "holds nothing; added and reshaped leaves are not counted"
     )
 
 
@@ -329,7 +329,7 @@ def _mesh(diff: ResolutionDiff) -> str:
 
 def _totals(diff: ResolutionDiff) -> Iterator[str]:
     counts = {change: len(diff.of(change)) for change in CHANGES}
-    words: Mapping[str, str] = {"decided": "placed alike for another reason"}
+    words: Mapping[str, str] = {"decided": "with the same layout for another reason"}
     some = [f"{n} {words.get(change, change)}" for change, n in counts.items() if n]
     if diff.is_empty:
         yield f"no difference: {diff.unchanged} leaves as before, on {diff.mesh[0]}"
@@ -348,7 +348,7 @@ def _totals(diff: ResolutionDiff) -> Iterator[str]:
                 f"{human_bytes(total)} in all"
             )
         elif diff.received_bytes:
-            yield "to send: nothing; every device has what it is to hold"
+            yield "to send: nothing; every device has all of its new shards"
         yield f"assumed: {diff.assumption}"
 
 
