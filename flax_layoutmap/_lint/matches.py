@@ -254,21 +254,17 @@ def inside_of_names(model: Model) -> Iterator[Finding]:
     rules, match = resolution.rules.rules, resolution.rules.match
     if match == "fullmatch":
         return
-    users: dict[int, set[int]] = {}  # rule → the decisions that it made
-    for key, row in resolution._distinct.items():
-        if row.rule is not None and row.reason in ("rule", "exact key"):
-            if _may_cut(rules[row.rule]):
-                users.setdefault(row.rule, set()).add(key)
-    forms: dict[int, set[tuple[str, ...]]] = {}
+    cutting = {at for at, rule in enumerate(rules) if _may_cut(rule)}
     # Of equal layers one will do, unless a pattern ends in a number.
-    every = any(_ends_in(str.isdigit, rules[at].pattern) for at in users)
+    every = any(_ends_in(str.isdigit, rules[at].pattern) for at in cutting)
     some = range(len(resolution)) if every else resolution._flat.representatives()
-    for at in some if users else ():
-        key = id(resolution._rows[at])
-        forms.setdefault(key, set()).add(resolution._flat.forms(at))
-    for at, keys in users.items():
+    forms: dict[int, set[tuple[str, ...]]] = {}  # of the leaves that a rule decides
+    for at in some if cutting else ():
+        row = resolution._rows[at]
+        if row.rule in cutting and row.reason in ("rule", "exact key"):
+            forms.setdefault(row.rule, set()).add(resolution._flat.forms(at))
+    for at, own in forms.items():
         rule, one = rules[at], nth(resolution.rules, at)
-        own = {form for key in keys for form in forms.get(key, ())}
         found = sorted({_matched(rule, match, form) for form in own})
         kind = "0-9" if _ends_in(str.isdigit, rule.pattern) else "a-z"
         likely = [path for path in found if _cuts(rule, kind, match, path)]

@@ -15,7 +15,7 @@ import numpy as np
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.grid import Placement, received
 from flax_layoutmap._rules.rules import SECTIONS
-from flax_layoutmap._show.report import ROLES, short_dtype
+from flax_layoutmap._show.report import ROLES, array_text
 from flax_layoutmap._show.snapshot import (
     CHANGES,
     Change,
@@ -442,9 +442,7 @@ def _rule(one: LeafChange) -> str:
 
 
 def _array(leaf: LeafRecord) -> str:
-    if leaf.dtype is None:
-        return "-"
-    return f"{short_dtype(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
+    return array_text(leaf.shape, leaf.dtype)
 
 
 def _shard(leaf: LeafRecord) -> str:
