@@ -199,7 +199,11 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             metavar="SHARE",
             help="also an error: more than this share of the bytes (0 to 1) replicated",
         ),
-        _texts("--ignore", "CODE", "a code (LM003) not to report; may be repeated"),
+        _texts(
+            "--ignore",
+            "CODE|REGEX",
+            "a code (LM003), or a pattern of paths, not to report; may be repeated",
+        ),
         _flag("--strict", "exit with 1 for warnings too"),
     ),
     "explain": (

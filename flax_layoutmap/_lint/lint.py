@@ -169,8 +169,8 @@ class Check(NamedTuple):
 
 
 _LONGER = (
-    "{rule} begins with '.*', as for match='fullmatch', with which it would not match "
-    "{example!r}; with match='search' it does"
+    "{rule} begins with '.*', as for match='fullmatch', but with match='search' it "
+    "also matches {example!r}"
 )
 _DEAD = "{rule} can match no path (match={match!r}): {why}"
 _NOT_DIVISIBLE = (
@@ -186,7 +186,7 @@ TABLE = (
         "{rule}",
         "escape it: {escaped!r}"),
     Check("LM002", "error", "rules", rules.invalid,
-        "a layout is none, or a rule is given twice",
+        "an invalid layout, or a pattern given twice",
         "{rule}",
         'write (pattern, axes) with one entry per dim, such as (None, "model")'),
     Check("LM003", "error", "rules", rules.unknown_axes,
@@ -204,7 +204,7 @@ TABLE = (
         "a pattern that no path can match",
         _DEAD),
     Check("LM006", "error", "rules", rules.dead_patterns,
-        "an anchor that no path can meet",
+        "an anchor that holds in no path",
         _DEAD),
     Check("LM007", "warning", "rules", rules.overridden,
         "a rule that another one always overrides",
@@ -234,7 +234,7 @@ TABLE = (
         "{mend}  # in place of {rule.key}"),
     Check("LM010, search", "info", "rules", rules.for_another_match, "",
         _LONGER, "{mend}  # if paths are to end there"),
-    Check("LM010, model", "info", "model", matches.goes_on, "",
+    Check("LM010, model", "info", "model", matches.longer_paths, "",
         _LONGER, "{mend}  # if paths are to end there"),
     Check("LM011", "warning", "rules", rules.slow_patterns,
         "a pattern that may take very long",

@@ -38,7 +38,7 @@ _HINTS, _MOST_PATHS, _MANY = 5, 2000, 40
 # Above this likeness a path is what the pattern was meant for.
 _SURELY_MEANT = 0.8
 # Two neighbours within one name, or within one number.
-_GOES_ON = {"a-z": re.compile("[A-Za-z][a-z]"), "0-9": re.compile("[0-9][0-9]")}
+_WITHIN = {"a-z": re.compile("[A-Za-z][a-z]"), "0-9": re.compile("[0-9][0-9]")}
 
 # What a module calls its one matrix.
 _WEIGHTS = {"kernel", "weight", "w", "value", "w_kernel"}
@@ -189,7 +189,7 @@ def _meant(
 
 
 def _wider(pattern: str) -> Iterator[str]:
-    """The same for a way of matching that is narrower than `search`."""
+    """The pattern with `.*` at its ends, for `match` and `fullmatch`."""
     flags = re.match(r"(?:\(\?[aiLmsux]+\))?", pattern)
     assert flags is not None
     rest = pattern[flags.end() :]
@@ -218,8 +218,8 @@ def never_decides(model: Model) -> Iterator[Finding]:
             yield Finding("LM111", nth(rules, at), where=where, **words)
 
 
-def goes_on(model: Model) -> Iterator[Finding]:
-    """Rules written for fullmatch that match paths which go on behind them here."""
+def longer_paths(model: Model) -> Iterator[Finding]:
+    """Rules written for fullmatch that match longer paths here."""
     resolution = model.resolution
     rules, flat = resolution.rules, resolution._flat
     if rules.match != "search":
@@ -268,7 +268,7 @@ def inside_of_names(model: Model) -> Iterator[Finding]:
         found = sorted({_matched(rule, match, form) for form in own})
         kind = "0-9" if _ends_in(str.isdigit, rule.pattern) else "a-z"
         likely = [path for path in found if _cuts(rule, kind, match, path)]
-        clean = _cleanly(rule, kind, match) if likely else None
+        clean = _at_boundaries(rule, kind, match) if likely else None
         if clean is None:
             continue
         inside = [path for path in likely if not clean.matching(path)]
@@ -306,17 +306,17 @@ def _matched(rule: Rule, match: Match, own: tuple[str, ...]) -> str:
 
 
 def _cuts(rule: Rule, kind: str, match: Match, path: str) -> bool:
-    """Whether the first match begins or ends where a letter (or digit) goes on."""
+    """Whether the first match begins or ends within a name (or number)."""
     span = first_match(rule, match, path)
     begin, end = span or (0, len(path))  # decided by its exact key
     pairs = [path[end - 1 : end + 1] if end else ""]
     if match != "match":
         pairs.append(path[begin - 1 : begin + 1] if begin else "")
-    return any(map(_GOES_ON[kind].fullmatch, pairs))
+    return any(map(_WITHIN[kind].fullmatch, pairs))
 
 
-def _cleanly(rule: Rule, kind: str, match: Match) -> Matcher | None:
-    """What matches where no letter (or digit) goes on before or behind it."""
+def _at_boundaries(rule: Rule, kind: str, match: Match) -> Matcher | None:
+    """The pattern where it neither begins nor ends within a name (or number)."""
     letters = "A-Za-z" if kind == "a-z" else kind
     before = "" if match == "match" else f"(?<![{letters}](?=[{kind}]))"
     behind = f"(?!(?<=[{letters}])[{kind}])"
@@ -461,7 +461,7 @@ def _gathered(
 
 
 def _fit(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
-    """Whether a matrix may take apart the features that another one makes."""
+    """Whether matrix `two` may consume the features that `one` produces."""
     # Gate and up may be one matrix, and keys and values have fewer heads.
     features, taken = math.prod(one[1:]), math.prod(two[:-1])
     if not features or not taken or one[0] != two[-1]:

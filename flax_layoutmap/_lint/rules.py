@@ -23,7 +23,7 @@ from flax_layoutmap._rules.rules import SECTIONS, RuleSet
 
 _KINDS = {"rules": "rule", "optimizer": "optimizer rule", "names": "name"}
 
-# "Begins a part", as written for `search`; no path begins with a slash.
+# The beginning of a part of a path, as written for `search`.
 _PART_START = re.compile(r"\((?:\?:)?(?:\^\|/|/\|\^)\)")
 _ANCHOR = re.compile(r"(?<!\\)(?:\\\\)*(?:\^|\$|\\A|\\Z)")
 
@@ -275,7 +275,7 @@ def dead_patterns(rules: Rules) -> Iterator[Finding]:
 
 
 def for_another_match(rules: Rules) -> Iterator[Finding]:
-    """Patterns that were written for another way of matching."""
+    """Patterns that were written for another `match=`."""
     match = rules.all.match
     for one, (example, _) in rules.examples:
         pattern = one.pattern
@@ -286,7 +286,7 @@ def for_another_match(rules: Rules) -> Iterator[Finding]:
             yield Finding("LM010", one, match=match, mend=one.with_pattern(free))
         # A leading ".*" does nothing in search; fullmatch needs it, and ends with it.
         if match == "search" and is_for_fullmatch(one.rule):
-            longer = _going_on(one.rule, example)
+            longer = _longer_path(one.rule, example)
             if longer:
                 mend = one.with_pattern(f"{pattern}$")
                 yield Finding("LM010, search", one, example=longer, mend=mend)
@@ -296,12 +296,12 @@ def is_for_fullmatch(rule: Rule) -> bool:
     return rule.pattern.startswith(".*") and not rule.layout.is_replicated
 
 
-def _going_on(rule: Rule, example: str | None) -> str | None:
+def _longer_path(rule: Rule, example: str | None) -> str | None:
     """A path that a pattern which begins with `.*` matches, but not as a whole."""
     pattern = rule.pattern
     if pattern.endswith(".*") and "|" not in pattern and pattern[-3:-2] != "\\":
         return None
-    # Without anchors, what follows a path has no part in its match.
+    # Without anchors, a longer path matches too, with `search`.
     for path in (example[1:], example) if example else ():
         if path[:1] in ("", "/") or _ANCHOR.search(pattern):
             continue

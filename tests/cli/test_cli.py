@@ -214,6 +214,7 @@ def test_lint(run: Any) -> None:
     assert code == 1 and found["replicated_share"] is None
     assert [issue["code"] for issue in found["issues"]][:2] == ["LM114", "LM114"]
     assert run(f"{bad} --ignore LM114")[0] == 0
+    assert run(f"{bad} --ignore up/ --ignore down/")[0] == 0
     assert run(f"lint {SOURCES} --max-replicated 0.0001")[0] == 1
     code, out, err = run(f"lint {SOURCES} --max-replicated 0.0001 --json")
     first, *_ = json.loads(out)["issues"]
