@@ -11,7 +11,6 @@ from flax_layoutmap._rules.announce import Remark
 from flax_layoutmap._rules.records import (
     Decision,
     ResolvedLeaf,
-    Totals,
     because,
     closest_rule,
     layout_of,
@@ -83,24 +82,17 @@ def _near_miss(path: str, rules: RuleSet) -> str:
     return f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
 
 
-class _Unplaced(NamedTuple):
-    """Leaves that are alike, and that a rule or metadata does not fully place."""
-
-    name: str  # their path, and how many there are
-    shape: str
-    row: Decision
-    role: Role
-    paths: list[str]
-    bytes: int
-
-
 class _Line(NamedTuple):
-    """A remark about some leaves."""
+    """A remark about similar leaves that a rule or metadata does not fully place."""
 
     text: str
     about: str  # the text without the leaves
     leaf: str  # the leaves alone
-    some: _Unplaced
+    name: str  # their path, how many there are, and their shape
+    row: Decision
+    role: Role
+    paths: list[str]
+    bytes: int
 
 
 def remarks(
@@ -114,8 +106,7 @@ def remarks(
     if large_only:
         return [one.text for one in warnings(table)]
     lines = [head + hint for head, hint, _ in _unused(table, hints=True)]
-    sums = table.totals()
-    found = [_line(some, sums) for some in _unplaced(table, folded)]
+    found = _unplaced(table, folded)
     if not folded:
         return lines + [one.text for one in found]
     same: dict[str, list[_Line]] = {}
@@ -125,8 +116,8 @@ def remarks(
         if len(group) < _MANY:
             lines += [one.text for one in group]
             continue
-        leaves = sum(len(one.some.paths) for one in group)
-        share = sum(one.some.bytes for one in group) / (sums.total_bytes or 1)
+        leaves = sum(len(one.paths) for one in group)
+        share = sum(one.bytes for one in group) / (table.total_bytes or 1)
         lines.append(f"{about}: {leaves} leaves, {human_share(share)} of the bytes")
         lines += [f"  {one.leaf}" for one in group]
     return lines
@@ -150,15 +141,14 @@ def warnings(
     ]
     sums = table.totals()
     for some in _unplaced(table, folded=True):
-        row = some.row
-        named = f"{some.name} {some.shape}: {row.fallback}"
+        row, named = some.row, f"{some.name}: {some.row.fallback}"
         if row.warns and row.reason == "explicit layout":
             about = f"explicit layout: {row.fallback}"
             text = f"explicit layout: {named}"
         elif not is_large(some.bytes, sums.total_bytes, sums.bytes_per_device):
             continue
         elif row.reason in UNMATCHED:
-            about, text = row.reason, _line(some, sums).text
+            about, text = row.reason, some.text
         elif row.warns:
             about = f"annotation: {row.fallback}"
             text = (
@@ -180,43 +170,35 @@ def is_large(size: int, total: int, held: int) -> bool:
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
 
-def _unplaced(table: ResolvedTable, folded: bool) -> list[_Unplaced]:
+def _unplaced(table: ResolvedTable, folded: bool) -> list[_Line]:
     leaves = table.columns(lambda row: row.reason in UNMATCHED or bool(row.fallback))
+    sums = table.totals()
+    total, held = sums.total_bytes or 1, sums.bytes_per_device or 1
     found = []
     for fold in folds_of(leaves, folded) if leaves.rows else ():
-        at, count = fold.members[0], len(fold.members)
-        shape = leaves.shapes[at]
-        found.append(
-            _Unplaced(
-                name=path_cell(fold),
-                shape=show_shape(shape),
-                row=leaves.rows[at],
-                role=leaves.roles[at],
-                paths=[leaves.paths[member] for member in fold.members],
-                bytes=count * leaf_bytes(shape, leaves.dtypes[at]),
+        at, count, path = fold.members[0], len(fold.members), path_cell(fold)
+        row, shape = leaves.rows[at], leaves.shapes[at]
+        name, size = f"{path} {show_shape(shape)}", leaf_bytes(shape, leaves.dtypes[at])
+        size *= count
+        if row.reason not in UNMATCHED:
+            about, leaf = f"fallback: {row.fallback}", path
+            text = f"fallback: {path}: {row.fallback}"
+        else:
+            why = UNMATCHED[row.reason] + (f" ({row.fallback})" if row.fallback else "")
+            share, more = human_share(size / total), ""
+            if size <= LARGE_SHARE * total and is_large(size, total, held):
+                more = f", {human_share(size / held)} of what each device holds"
+            each = "it" if count == 1 else "each"
+            about = f"unmatched: every device holds in full what {why}"
+            text = (
+                f"unmatched: {name} {why}, so every device holds {each} in full "
+                f"({share} of the bytes{more})"
             )
-        )
+            leaf = f"{name}, {share}" + (f" of the bytes{more}" if more else "")
+        paths = [leaves.paths[member] for member in fold.members]
+        role = leaves.roles[at]
+        found.append(_Line(text, about, leaf, name, row, role, paths, size))
     return found
-
-
-def _line(some: _Unplaced, sums: Totals) -> _Line:
-    row, total, held = some.row, sums.total_bytes or 1, sums.bytes_per_device or 1
-    if row.reason not in UNMATCHED:
-        line = f"fallback: {some.name}: {row.fallback}"
-        return _Line(line, f"fallback: {row.fallback}", some.name, some)
-    why = UNMATCHED[row.reason] + (f" ({row.fallback})" if row.fallback else "")
-    share, more = human_share(some.bytes / total), ""
-    if some.bytes <= LARGE_SHARE * total and is_large(some.bytes, total, held):
-        more = f", {human_share(some.bytes / held)} of what each device holds"
-    name = f"{some.name} {some.shape}"
-    return _Line(
-        f"unmatched: {name} {why}, so every device holds "
-        f"{'it' if len(some.paths) == 1 else 'each'} in full "
-        f"({share} of the bytes{more})",
-        f"unmatched: every device holds in full what {why}",
-        f"{name}, {share}" + (f" of the bytes{more}" if more else ""),
-        some,
-    )
 
 
 def _unused(
