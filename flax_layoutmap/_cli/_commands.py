@@ -147,7 +147,7 @@ def verify(args: Namespace) -> int:
 
 def restore(args: Namespace) -> int:
     chosen: dict[str, Any] = {
-        name: getattr(args, name) for name in ("item", "include", "exclude")
+        name: getattr(args, name) or None for name in ("item", "include", "exclude")
     }
     if os.path.lexists(args.to) and not args.dry_run:
         raise UsageError(f"{args.to} exists; write to another path, with --to")

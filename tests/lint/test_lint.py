@@ -529,7 +529,7 @@ def test_every_code_has_a_case() -> None:
 
 
 def test_what_does_not_fit_hides_nothing_else() -> None:
-    """It is told once, as what it is, and so is all the rest."""
+    """It is reported once, and so is everything else."""
     tree = {**MLP, "odd": kernel(64, 99), "gate": kernel(64, 512)}
     rules = [("odd|up", (None, "model")), ("nothing", None)]
     found = unfit(tree, rules, "data=2,model=4")
@@ -574,7 +574,7 @@ def test_the_fix_is_code_that_mends_it(name: str) -> None:
     assert issue.path not in [other.path for other in after if other.code == name]
 
 
-# ---------------------------------------------------------------- what is not told
+# ---------------------------------------------------------------- what is not reported
 
 
 def test_good_layouts_have_no_findings() -> None:
@@ -629,7 +629,7 @@ def test_a_model_in_good_order_has_no_findings() -> None:
     assert not flm.lint(resolution, max_replicated=0.02) and not resolution.unmatched
 
 
-def test_a_fully_sharded_model_looks_swapped_to_nobody() -> None:
+def test_a_fully_sharded_model_does_not_look_swapped() -> None:
     tree = {"gate": kernel(64, 256), "o": kernel(64, 64), "q": kernel(64, 64), **MLP}
     alike = {"w1": struct(8, 16), "w2": struct(8, 16)}  # w2 is not what follows w1
     both = [("w1", ("data", "model")), ("w2", ("data", "model"))]
@@ -685,7 +685,7 @@ def test_what_an_unused_rule_may_have_meant(
     assert hint in issue.message and issue.fix.startswith(fix)
 
 
-def test_a_dead_rule_is_told_of_once() -> None:
+def test_a_dead_rule_is_reported_once() -> None:
     found = on(MLP, [("^/up", None), *MLP_RULES])
     assert [issue.code for issue in found] == ["LM006"]
 
@@ -919,7 +919,7 @@ def test_findings_of_a_rule_set_are_kept_with_it() -> None:
     assert flm.lint(dataclasses.replace(rules, match="match")) != ()
 
 
-def test_many_rules_are_told_what_one_is() -> None:
+def test_many_rules_have_the_findings_of_few() -> None:
     """Rules are found by their texts once they are many; the findings are the same."""
     fill = [(f"other_{n}/layers/[0-9]+/kernel", (None, "model")) for n in range(60)]
     some = [("mlp/.*", None), ("mlp/up/kernel_.*", (None, "model")), ("/x$", None)]

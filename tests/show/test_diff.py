@@ -238,7 +238,7 @@ def placed_bytes(arrays: list[jax.Array]) -> dict[Any, dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("order", ["same", "reversed", "fewer"])
-def test_devices_are_told_apart(mesh: flm.DeviceMesh, order: str) -> None:
+def test_devices_are_identified(mesh: flm.DeviceMesh, order: str) -> None:
     """Against the shards of real arrays, on meshes of the same and of other devices."""
     devices = list(mesh.devices.flat)
     chosen = {"same": devices, "reversed": devices[::-1], "fewer": devices[2:6]}[order]

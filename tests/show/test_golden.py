@@ -106,7 +106,7 @@ def test_formatting_is_no_difference(tmp_path: Path) -> None:
     flm.testing.compare(rules().resolve(tree()), path)
 
 
-def test_a_difference_is_told_with_its_cost_and_how_to_accept_it(
+def test_a_difference_is_reported_with_its_cost_and_how_to_accept_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "layouts.json"
@@ -320,7 +320,7 @@ def test_it():
     assert done.code == 0, done.said
 
 
-def test_pytest_is_told_of_the_plug_in() -> None:
+def test_the_plug_in_is_registered() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     name, module = "flax_layoutmap", "flax_layoutmap._pytest_plugin"
     assert project["entry-points"]["pytest11"] == {name: module}
