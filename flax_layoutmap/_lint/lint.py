@@ -1,4 +1,8 @@
-"""`lint`: find mistakes in a layout before it runs; the table of all checks."""
+"""`lint`: find mistakes in a layout before it runs; the table of all checks.
+
+A check is a function in `rules`, `matches` or `leaves`, a row of `TABLE`, and a section
+of `docs/lint.md`.
+"""
 
 import dataclasses
 import functools
