@@ -3,8 +3,8 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, Unpack
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -18,8 +18,13 @@ from flax_layoutmap._show.table import human_bytes, text_table
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.checkpoint import _orbax, _record
 from flax_layoutmap.checkpoint._leaves import problem_list
-from flax_layoutmap.checkpoint._ocdbt import damage_in
-from flax_layoutmap.checkpoint._options import Options, checked_options
+from flax_layoutmap.checkpoint._options import (
+    LayoutOptions,
+    Options,
+    check_names,
+    checked_options,
+)
+from flax_layoutmap.checkpoint._orbax import damage_in
 from flax_layoutmap.checkpoint._places import absolute, find, is_safetensors, is_url
 from flax_layoutmap.checkpoint._safetensors_header import open_safetensors
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
@@ -232,13 +237,8 @@ def _specs(stored: Stored) -> dict[str, PartitionSpec]:
 def resolve(
     path: str | os.PathLike[str],
     *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    step: int | str | None = None,
-    item: str | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
     rename: Any = None,
+    **options: Unpack[LayoutOptions],
 ) -> Resolution:
     """Resolve the layout of every leaf of a checkpoint, without the model's code.
 
@@ -246,15 +246,12 @@ def resolve(
 
     Args:
         path: a checkpoint, or a directory of steps (then its latest, unless `step`).
-        layout_map: the rules; None takes those that the checkpoint was saved with.
-        mesh: the mesh for the rules; None takes theirs, or the one that the checkpoint
-            was saved on, abstract.
-        step: which step of a directory of some.
-        item: which of several trees.
-        include: regular expressions; only leaves that one of them finds, and the
-            parameters that their optimizer state follows.
-        exclude: likewise; leaves that none of them finds.
         rename: other names for the leaves, as in `restore`.
+        **options: `layout_map`, `mesh`, `step`, `item`, `include` and `exclude` of
+            `restore`. Without `layout_map` the rules are those that the checkpoint was
+            saved with; without `mesh` they are on their own mesh, or on that of the
+            save, abstract. A selection includes the parameters that selected optimizer
+            state follows.
 
     Returns:
         The Resolution: read it with `.report()`, `.explain(path)`.
@@ -275,26 +272,18 @@ def resolve(
         >>> found["w"].shard_shape
         (4, 8)
     """
-    options = checked_options(
-        path,
-        layout_map=layout_map,
-        mesh=mesh,
-        step=step,
-        item=item,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-    )
-    place = find(options.path, step, newest=True)
-    stored = open_checkpoint(place, item, options.rename)
-    selection = options.selection.among(stored.record.flat)
+    check_names("resolve", options, LayoutOptions)
+    checked = checked_options(path, rename=rename, **options)
+    place = find(checked.path, checked.step, newest=True)
+    stored = open_checkpoint(place, checked.item, checked.rename)
+    selection = checked.selection.among(stored.record.flat)
     problems = selection.useless(stored.leaves)
     if problems:
         raise problem_list(f"cannot lay out {stored.where}", problems)
     selected = None
     if not selection.is_everything:
         selected = [path for path in stored.leaves if path in selection]
-    rules = _rules_for(stored, options)
+    rules = _rules_for(stored, checked)
     return stored.record.resolve(stored.leaves, rules, selected)
 
 

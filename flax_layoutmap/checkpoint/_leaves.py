@@ -39,15 +39,10 @@ _STORABLE = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf, without its value.
+    """A leaf of a tree or checkpoint, without its value.
 
-    Attributes:
-        path: its path in the whole tree.
-        kind: an array, an array of PRNG keys, or a Python value.
-        shape: shape; `()` for a Python value; that of the keys, not of their data.
-        dtype: dtype of an array or of keys; None for a Python value.
-        implementation: for keys, the name of the PRNG implementation.
-        is_numpy: for an array, whether it is one of NumPy's.
+    `kind` is an array, an array of PRNG keys, or the kind of a Python value (shape `()`
+    and dtype None). `shape` is that of the keys, not of their data.
     """
 
     path: str
@@ -59,7 +54,7 @@ class Leaf:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no elements; Orbax cannot store such an array."""
+        """Whether it has no elements; Orbax cannot store such an array."""
         return 0 in self.shape
 
     @property
@@ -69,7 +64,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """Path and shape, as messages begin."""
+        """Path and shape: the beginning of a message."""
         return f"{self.path} {show_shape(self.shape)}"
 
     def __str__(self) -> str:
@@ -81,7 +76,7 @@ class Leaf:
 
 
 def leaf_of(path: str, value: Any) -> Leaf | None:
-    """Describe a value, which may be abstract; None for what no checkpoint holds."""
+    """Describe a concrete or abstract value; None for what a checkpoint cannot hold."""
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
         dtype = value.dtype
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -103,7 +98,7 @@ def key_leaf(path: str, shape: Shape, implementation: str) -> Leaf:
 
 
 def key_data_shape(implementation: str) -> Shape:
-    """Shape of the uint32 numbers behind one key."""
+    """Shape of the uint32 data of one key."""
     make = jax.random.key
     return jax.eval_shape(
         lambda: jax.random.key_data(make(0, impl=implementation))
@@ -121,17 +116,14 @@ def is_floating(dtype: Any) -> bool:
 
 
 def fits_jax(dtype: Any) -> bool:
-    """Whether JAX keeps a dtype as it is; 64 bits need `jax_enable_x64`."""
+    """Whether JAX supports a dtype; 64 bits need `jax_enable_x64`."""
     return jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def result_of(stored: Leaf, target: Leaf | None, dtype: Any) -> Leaf | str:
-    """The leaf that a restore makes, or why it cannot be restored.
+    """The leaf that a restore makes of a stored one, or why it cannot.
 
-    Args:
-        stored: the leaf in the checkpoint.
-        target: the leaf in the target; None without one.
-        dtype: None, `"target"`, or the dtype for floating-point arrays.
+    `dtype` is None, `"target"`, or the dtype for floating-point arrays.
     """
     if target is None:
         return _cast(stored, stored, dtype)

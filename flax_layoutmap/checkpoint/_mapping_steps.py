@@ -20,12 +20,7 @@ from flax_layoutmap.checkpoint._mapping_blocks import Block, full_index, regroup
 
 
 class Input(NamedTuple):
-    """One input of a step.
-
-    Attributes:
-        fields: what to fill into the name of the tensor.
-        shape: its shape.
-    """
+    """One input of a step: its shape, and the fields of its tensor's name."""
 
     fields: dict[str, str]
     shape: Shape
@@ -71,10 +66,10 @@ def transpose(*axes: int) -> Transpose:
 
 @dataclasses.dataclass(frozen=True)
 class Unflatten:
-    """The step of `linear` and `unflatten`: each dim holds several of the leaf.
+    """The step of `linear` and `unflatten`.
 
-    Attributes:
-        groups: shape of the leaf → its dims that each dim of the tensor holds.
+    `groups` gives, for the shape of the leaf, the dims that each dim of the tensor
+    holds.
     """
 
     groups: Callable[[Shape], list[range]]
@@ -201,7 +196,7 @@ _GROUP = re.compile(r"\(([\w ]*)\)|(\w+)|\s+")
 
 
 def _groups(side: str) -> list[tuple[str, ...]] | None:
-    """The names in each dim of one side of a pattern; None where it is no such side."""
+    """The names in each dim of one side of a pattern; None if it is malformed."""
     groups, at = [], 0
     while at < len(side):
         found = _GROUP.match(side, at)

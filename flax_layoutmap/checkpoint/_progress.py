@@ -27,13 +27,9 @@ def shown_progress(
     shown: bool | None,
     count: Callable[[], int] = _orbax.bytes_read,
 ) -> Iterator[None]:
-    """A block that reads or writes files, with a bar of how far it is.
+    """Show on process 0 how many bytes a block reads or writes.
 
-    Args:
-        what: what it does, in words.
-        total: bytes planned.
-        shown: whether to show it; None: on a terminal. Only process 0 ever does.
-        count: says how many bytes were read so far; Orbax's count if not given.
+    `shown=None` shows it on a terminal only; `count` returns the bytes so far.
     """
     if total <= 0 or not is_shown(shown):
         yield

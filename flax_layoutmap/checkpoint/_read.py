@@ -31,21 +31,10 @@ _PATIENCE_SECONDS = 1800.0
 
 
 def read_leaves(reads: Reads, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Read every leaf of a plan.
+    """Read every leaf of a plan; return path → value, in its sharding.
 
-    Each process reads by itself, and they agree that all could before the arrays are
-    used; but for those that are sent along a mesh axis, which they read together.
-
-    Args:
-        reads: the leaves and how they are read, without problems.
-        mesh: the mesh whose processes all read.
-
-    Returns:
-        Path → value, in its sharding.
-
-    Raises:
-        CheckpointError: leaves cannot be read, or are not what they should be.
-        ProcessError: another process could not read.
+    Each process reads on its own, then all agree that every read succeeded before the
+    arrays are used. Only leaves that are broadcast along a mesh axis are read together.
     """
     made: dict[str, Any] = {}
     problems: list[str] = []
@@ -72,7 +61,7 @@ def read_leaves(reads: Reads, mesh: DeviceMesh | None) -> dict[str, Any]:
 
 
 def _values(reads: Reads, portion: Portion, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Path in the checkpoint → what Orbax gives for it."""
+    """Path in the checkpoint → the value that Orbax returns."""
     stored, axis = reads.stored, portion.replica_axis
     targets: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for path in portion.paths:
@@ -97,7 +86,7 @@ def _values(reads: Reads, portion: Portion, mesh: DeviceMesh | None) -> dict[str
 
 
 def _damaged(reads: Reads, values: dict[str, Any]) -> list[str]:
-    """A problem for each value that is not as it was saved."""
+    """A problem for each value that differs from its checksum."""
     if reads.recorded is None:
         return []
     leaves = reads.stored.by_source
@@ -109,7 +98,7 @@ def _damaged(reads: Reads, values: dict[str, Any]) -> list[str]:
 
 
 def _placed(reads: Reads, path: str, value: Any) -> Any:
-    """An array that was read, in its final sharding and dtype."""
+    """Move an array to its final sharding and dtype."""
     read, way = reads.plan.reads[path], reads.ways.get(path)
     if way is not None and way.strategy == "aligned":
         value = _laid_out(value, read.sharding, None)
@@ -119,7 +108,7 @@ def _placed(reads: Reads, path: str, value: Any) -> Any:
 
 
 def _orbax_target(read: Read, held: Any, way: Way | None, as_stored: bool) -> Any:
-    """The target that Orbax is given for a leaf."""
+    """The target of a leaf for Orbax."""
     stored, result = read.stored, read.result
     if stored.kind in ("int", "float", "string"):
         return held
@@ -137,7 +126,7 @@ def _is_to_be_cast(value: Any, read: Read) -> bool:
 
 
 def _laid_out(value: jax.Array, sharding: Any, dtype: Any) -> jax.Array:
-    """An array in its final sharding and dtype; the one that was read is deleted."""
+    """Move an array to its final sharding and dtype, and delete the original."""
     with no_mesh(), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Some donated buffers were not usable"
@@ -166,12 +155,7 @@ def _empty(leaf: Leaf) -> Any:
 
 
 def _as_wanted(read: Read, value: Any, *, is_ours: bool) -> Any:
-    """Make the result of what Orbax read.
-
-    Raises:
-        CheckpointError: a number does not fit the dtype, or Orbax read something else
-            than it was asked for.
-    """
+    """Convert what Orbax returned to the requested leaf, and check it."""
     result, sharding = read.result, read.sharding
     if result.kind == "key":
         return _checked(_keys(read, value), read)
@@ -195,7 +179,7 @@ def _is_keys(value: Any) -> bool:
 
 
 def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
-    """A host array with the result's dtype."""
+    """Convert a host array to the result's dtype."""
     new = value.astype(result.dtype)
     exactly = exactly or not is_floating(result.dtype)
     if exactly and not np.array_equal(new, value, equal_nan=is_floating(value.dtype)):
@@ -207,7 +191,7 @@ def _converted(value: np.ndarray, result: Leaf, exactly: bool) -> np.ndarray:
 
 
 def _keys(read: Read, value: Any) -> Any:
-    """Typed PRNG keys; Orbax returns their data if it has lost their kind."""
+    """Typed PRNG keys; Orbax returns key data if it has lost the implementation."""
     if isinstance(value, jax.Array) and value.dtype == read.stored.dtype:
         return value
     wrap = functools.partial(jax.random.wrap_key_data, impl=read.stored.implementation)
@@ -215,7 +199,7 @@ def _keys(read: Read, value: Any) -> Any:
 
 
 def _checked(value: Any, read: Read) -> Any:
-    """Check shape, dtype and sharding of what Orbax returned."""
+    """Check shape, dtype and sharding of an array."""
     result, sharding = read.result, read.sharding
     if isinstance(value, jax.Array):
         placed = sharding is not None

@@ -3,30 +3,45 @@
 path → metadata → plan → reads → tree
 """
 
+import functools
 import os
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Unpack
 
 import jax
+import numpy as np
 
-from flax_layoutmap._core.errors import MeshError
+from flax_layoutmap._core.errors import CheckpointError, MeshError, ResolveError, meant
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement
+from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap.checkpoint._leaves import problem_list
+from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
+from flax_layoutmap.checkpoint._leaves import (
+    Leaf,
+    key_data_shape,
+    key_leaf,
+    leaf_of,
+    problem_list,
+)
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
+    RestoreOptions,
     Unexpected,
+    check_names,
     checked_options,
 )
 from flax_layoutmap.checkpoint._places import find
-from flax_layoutmap.checkpoint._plan import plan_restore
 from flax_layoutmap.checkpoint._preview import RestorePlan, described
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._read import read_leaves
 from flax_layoutmap.checkpoint._record import check_intact
-from flax_layoutmap.checkpoint._stored import open_checkpoint
+from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Reads, choose_reads
 
 
@@ -179,41 +194,19 @@ def plan(
     path: str | os.PathLike[str],
     target: Any = None,
     *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    step: int | str | None = None,
-    item: str | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    rename: Any = None,
-    dtype: Any = None,
-    missing: Missing = "error",
-    unexpected: Unexpected = "error",
-    strategy: str = "auto",
-    host_memory: int | None = None,
     devices_per_process: int | None = None,
+    **options: Unpack[RestoreOptions],
 ) -> RestorePlan:
     """Plan what `restore` with the same arguments reads; raise the same errors.
 
     No array byte is read. The mesh may be abstract: a plan for a pod slice needs none.
 
     Args:
-        path: as in `restore`, like all that follow.
-        target: what to restore into.
-        layout_map: the rules.
-        mesh: a mesh for the rules, or for those of the checkpoint.
-        step: which step of a directory of some.
-        item: which of several trees.
-        include: which leaves.
-        exclude: which leaves not.
-        rename: other names for the leaves of the checkpoint.
-        dtype: the dtypes wanted.
-        missing: what to do about leaves that only the target has.
-        unexpected: what to do about leaves that only the checkpoint has.
-        strategy: how to read.
-        host_memory: bytes for what is being read, per process.
+        path: as in `restore`.
+        target: as in `restore`.
         devices_per_process: for an abstract mesh, how many devices each process has,
             in the order of the mesh; None: one process has all.
+        **options: the options of `restore`, without `verify` and `progress`.
 
     Returns:
         The plan; print it.
@@ -231,31 +224,21 @@ def plan(
         >>> plan.leaves[0].rule, plan.bytes_per_device
         ('1 w', 128)
     """
-    options = checked_options(
+    check_names("plan", options, RestoreOptions)
+    checked = checked_options(
         path,
         target,
-        layout_map=layout_map,
-        mesh=mesh,
-        step=step,
-        item=item,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        missing=missing,
-        unexpected=unexpected,
-        strategy=strategy,
-        host_memory=host_memory,
         devices_per_process=devices_per_process,
         verify=False,
+        **options,
     )
-    job_mesh = options.job_mesh
+    job_mesh = checked.job_mesh
     _check_processes(job_mesh)
-    doing = f"planning to restore {options.path}"
+    doing = f"planning to restore {checked.path}"
     with Agreement(doing, job_mesh) as agreement:
-        reads = _reads(options, measure=True)
+        reads = _reads(checked, measure=True)
         agreement.add(reads.same_checkpoint)
-    return described(reads, options)
+    return described(reads, checked)
 
 
 # --------------------------------------------------------------------- checks
@@ -264,13 +247,7 @@ def plan(
 def check_devices(
     function: str, rules: RuleSet | None, mesh: DeviceMesh | None
 ) -> None:
-    """Raise MeshError where the mesh to restore to has no devices.
-
-    Args:
-        function: the name of the public function, for the message.
-        rules: the rules; None: they come from the checkpoint, or are not needed.
-        mesh: the mesh for the rules of a checkpoint.
-    """
+    """Raise MeshError if the mesh to restore to has no devices."""
     where = mesh if rules is None else rules.mesh
     if (rules is None and mesh is None) or (
         where is not None and not where.is_abstract
@@ -284,7 +261,7 @@ def check_devices(
 
 
 def _check_processes(mesh: DeviceMesh | None) -> None:
-    """Raise MeshError where a process of the job has no device of the mesh.
+    """Raise MeshError if a process of the job has no device of the mesh.
 
     Orbax waits for all processes of a job.
     """
@@ -298,3 +275,213 @@ def _check_processes(mesh: DeviceMesh | None) -> None:
             f"{jax.process_count()} processes of a job restore together; use a mesh of "
             "all of them, and relayout the result"
         )
+
+
+# ----------------------------------------------------------------------- plan
+
+
+# Similar names are searched for this many leaves; beyond that it would take too long.
+_HINTS = 50
+
+# Of the PRNGs that JAX has.
+_IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def plan_restore(stored: Stored, options: Options) -> Plan:
+    """Join the leaves of a checkpoint with those of the target, by path."""
+    rules = options.rules
+    if rules is None and options.mesh is not None:
+        rules = stored.record.rule_set(options.mesh)
+        if rules is None:
+            raise CheckpointError(
+                f"{stored.where} was saved without rules, so mesh= is not enough; pass "
+                "layout_map="
+            )
+    options = options.among(stored.record.flat)
+    if options.target is None:
+        return _without_target(stored, rules, options)
+    target = opened(options.target)
+    return _with_target(stored, target, rules, options.among(target.flat))
+
+
+def _without_target(stored: Stored, rules: RuleSet | None, options: Options) -> Plan:
+    """Plan to restore what the checkpoint holds, laid out by the rules."""
+    if rules is None:
+        raise CheckpointError(
+            f"cannot restore {stored.where} without layouts: {_layouts_of(stored)}"
+        )
+    selection, leaves = options.selection, stored.leaves
+    ignored = tuple(path for path in leaves if path not in selection)
+
+    def resolve_saved() -> Resolution:
+        try:
+            return stored.record.resolve(leaves, rules)
+        except ResolveError:
+            if selection.is_everything:
+                raise
+        # Rules may fail to fit just the leaves that are left out.
+        selected = [path for path in leaves if path in selection]
+        return stored.record.resolve(leaves, rules, selected)
+
+    held = Held(leaves, ignored=ignored)
+    return join(held, None, rules, resolve_saved, options)
+
+
+def _layouts_of(stored: Stored) -> str:
+    """The ways to place leaves without a target, for the message."""
+    record, saved = stored.record, ""
+    if record.mesh:
+        sizes = ",".join(f"{name}={n}" for name, n in record.mesh.axis_sizes.items())
+        saved = f" (it was saved on a mesh {sizes})"
+    if record.rules is not None:
+        return (
+            f"pass mesh= for the rules that it was saved with{saved}, or layout_map= "
+            "with others, or a target that has shardings"
+        )
+    return (
+        f"pass layout_map=, on the mesh to restore to{saved}, or a target that has "
+        "shardings"
+    )
+
+
+def _with_target(
+    stored: Stored, target: Target, rules: RuleSet | None, options: Options
+) -> Plan:
+    """Plan to restore the leaves of a target."""
+    wanted, selection = target.leaves, options.selection
+    functions = [
+        f"{path}: a function must be the whole target (it returns the tree)"
+        for path, leaf in wanted.items()
+        if callable(leaf) and path in selection
+    ]
+    if functions:
+        raise problem_list(f"cannot restore {stored.where}", functions)
+    leaves = _as_in_target(stored, wanted)
+    missing = [path for path in wanted if path in selection and path not in leaves]
+    extra = [path for path in leaves if path not in wanted]
+    is_ignored = options.unexpected == "ignore"
+    unexpected = [path for path in extra if path in selection and not is_ignored]
+    ignored = [path for path in extra if path not in selection or is_ignored]
+    absent: dict[str, str] = {}
+    if options.missing != "error":
+        absent = dict.fromkeys(missing, "it is not in the checkpoint")
+        missing = []
+    problems = _one_sided(missing, unexpected, wanted, leaves)
+    held = Held(leaves, absent, ignored=tuple(ignored), problems=tuple(problems))
+    resolve_target = functools.partial(_resolved, stored, target.tree, rules)
+    return join(held, target, rules, resolve_target, options)
+
+
+def _resolved(stored: Stored, tree: Any, rules: Any) -> Resolution:
+    """Resolve the target, with the checkpoint's origins for unknown optimizer state.
+
+    (A State of an optimizer, or one that a traced function makes.)
+    """
+    resolution = resolve(tree, rules)
+    if any(leaf.reason == "unknown optimizer state" for leaf in resolution):
+        origins = stored.record.origins
+        other = resolve_with_origins(tree, resolution.rules, origins)
+        if len(other.unmatched) < len(resolution.unmatched):
+            return other
+    return resolution
+
+
+def _as_in_target(stored: Stored, target: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The leaves of the checkpoint, by their names in the target.
+
+    Without a record, a parameter called `value` looks like the content of a Variable.
+    """
+    if stored.is_ours:
+        return stored.leaves
+    found: dict[str, Leaf] = {}
+    for path, leaf in stored.leaves.items():
+        is_value = leaf.path == f"{path}/value"
+        is_free = leaf.path in target and leaf.path not in stored.leaves
+        name = leaf.path if is_value and is_free and path not in target else path
+        found[name] = _as_keys(leaf, target[name]) if name in target else leaf
+    return found
+
+
+def _as_keys(stored: Leaf, value: Any) -> Leaf:
+    """The uint32 data of PRNG keys as keys, if the target has keys."""
+    target = leaf_of("", value)
+    if target is None or target.kind != "key" or stored.dtype != np.uint32:
+        return stored
+    for name in _IMPLEMENTATIONS:
+        keys = key_leaf(stored.path, target.shape, name)
+        if keys.dtype == target.dtype:
+            data = key_data_shape(name)
+            return keys if stored.shape == (*target.shape, *data) else stored
+    return stored
+
+
+# ------------------------------------------------- leaves that only one side has
+
+
+def _one_sided(
+    missing: Sequence[str],
+    extra: Sequence[str],
+    target: Mapping[str, Any],
+    leaves: Mapping[str, Leaf],
+) -> list[str]:
+    """Problems for the leaves that only one side has."""
+    moved = _moved(list(target), list(leaves)) if missing else None
+    if moved is not None:
+        return [moved]
+    problems = []
+    for number, path in enumerate(missing):
+        near = meant(path, extra) if number < _HINTS else None
+        hint = ""
+        if near is not None:
+            rename = {f"^{re.escape(near)}$": path}
+            hint = f"; did you mean {near!r}? then pass rename={rename}"
+        name = f"{path} {show_shape(np.shape(target[path]))}"
+        problems.append(f"{name}: is in the target, not in the checkpoint{hint}")
+    tops = Counter(path.split("/")[0] for path in leaves)
+    groups: dict[str, list[str]] = {}
+    for path in extra:
+        groups.setdefault(path.split("/")[0], []).append(path)
+    for top, paths in groups.items():
+        if len(paths) == tops[top] > 1:
+            names = {f"{top}/ ({tops[top]} leaves)": f"^{re.escape(top)}/"}
+        else:
+            names = {
+                f"{path} {show_shape(leaves[path].shape)}": f"^{re.escape(path)}$"
+                for path in paths
+            }
+        problems += [
+            f"{name}: is in the checkpoint, not in the target; to leave it out: "
+            f"exclude={pattern!r}"
+            for name, pattern in names.items()
+        ]
+    return problems
+
+
+def _moved(target: list[str], stored: list[str]) -> str | None:
+    """The problem that one tree lies below a key of the other, a common mistake."""
+    prefix = _prefix(target, stored)
+    if prefix is not None:
+        key = prefix.removesuffix("/")
+        return (
+            f"the checkpoint has the target's paths below {prefix!r}: pass "
+            f"target={{{key!r}: target}}, include={f'^{re.escape(prefix)}'!r}"
+        )
+    prefix = _prefix(stored, target)
+    if prefix is not None:
+        key = prefix.removesuffix("/")
+        return (
+            f"the target has the checkpoint's paths below {prefix!r}: pass "
+            f"target=target[{key!r}]"
+        )
+    return None
+
+
+def _prefix(inner: list[str], outer: list[str]) -> str | None:
+    """The key (no path of several) below which `outer` has all of `inner`."""
+    known = set(outer)
+    for path in outer:
+        prefix = path.removesuffix(inner[0]) if inner else ""
+        if prefix != path and prefix.count("/") == 1 and prefix.endswith("/"):
+            if all(f"{prefix}{other}" in known for other in inner):
+                return prefix
+    return None

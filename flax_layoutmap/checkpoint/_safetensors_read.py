@@ -30,12 +30,9 @@ MOST_OPEN = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """A strided view of a tensor, and where its elements go.
+    """A strided view of a tensor, and the array to fill with it.
 
-    Attributes:
-        offset: position of the first element.
-        strides: elements from one to the next, per dim of `out`.
-        out: the array to fill, of any dtype.
+    `offset` is the first element, `strides` are in elements, one per dim of `out`.
     """
 
     offset: int
@@ -44,12 +41,12 @@ class Piece:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last one, with all between them."""
+        """Elements from the first to the last one, including those between."""
         steps = zip(self.out.shape, self.strides, strict=True)
         return 1 + sum((size - 1) * stride for size, stride in steps)
 
     def ordered(self) -> "Piece":
-        """The same, with the dims in the order of the file, without those of size 1."""
+        """The piece with its dims in file order, without those of size 1."""
         dims = [at for at, size in enumerate(self.out.shape) if size > 1]
         dims.sort(key=lambda at: -self.strides[at])
         ones = [at for at, size in enumerate(self.out.shape) if size == 1]
@@ -63,20 +60,14 @@ class Piece:
         return Piece(offset, self.strides, self.out[start:stop])
 
     def row(self, at: int) -> "Piece":
-        """One row of the first dim, without that dim."""
+        """One row, without the first dim."""
         offset = self.offset + at * self.strides[0]
         return Piece(offset, self.strides[1:], self.out[at, ...])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fetch:
-    """One read.
-
-    Attributes:
-        start: position of the first element.
-        count: elements to read.
-        pieces: what to take from them.
-    """
+    """One read of `count` elements from `start`, and the pieces it fills."""
 
     start: int
     count: int
@@ -84,7 +75,7 @@ class Fetch:
 
 
 def bytes_to_read(tensor: Tensor, pieces: Iterable[Piece]) -> int:
-    """How many bytes will be read for some pieces of one tensor."""
+    """Bytes that are read for pieces of one tensor."""
     count = sum(fetch.count for fetch in _fetches(pieces, tensor.dtype))
     return count * tensor.dtype.itemsize
 
@@ -133,7 +124,7 @@ def _fetches_of_rows(group: list[Piece], dtype: np.dtype[Any]) -> Iterator[Fetch
 
 
 def _is_direct(piece: Piece, dtype: np.dtype[Any]) -> bool:
-    """Whether the bytes are, one after another, those of the array to fill."""
+    """Whether the bytes can be read straight into the array."""
     out = piece.out
     right = out.dtype == dtype and out.flags.c_contiguous and out.flags.writeable
     return right and piece.span == out.size
@@ -159,13 +150,7 @@ def _joined(fetches: Iterable[Fetch], dtype: np.dtype[Any]) -> list[Fetch]:
 
 
 class Files:
-    """Files that are read from, a few of them open at a time.
-
-    A context manager, which closes them.
-
-    Attributes:
-        bytes_read: bytes read so far.
-    """
+    """A context manager that reads from files, a few of them open at a time."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
@@ -186,12 +171,7 @@ class Files:
         self._open.clear()
 
     def read(self, tensor: Tensor, pieces: Sequence[Piece]) -> None:
-        """Fill the arrays of some pieces of a tensor.
-
-        Raises:
-            CheckpointError: the file is gone, was cut, or cannot be read; or a byte of
-                a BOOL is neither 0 nor 1.
-        """
+        """Fill the arrays of some pieces of a tensor."""
         dtype = tensor.dtype
         for fetch in _fetches(pieces, dtype):
             only = fetch.pieces[0]
@@ -217,7 +197,7 @@ class Files:
         return self._buffer[:nbytes]
 
     def _fill(self, tensor: Tensor, fetch: Fetch, buffer: Any) -> None:
-        """Read bytes of a tensor, in as many calls as the system takes."""
+        """Read bytes of a tensor, in as many calls as the system needs."""
         at = tensor.offset + fetch.start * tensor.dtype.itemsize
         view = memoryview(buffer)
         try:

@@ -144,17 +144,7 @@ def _digest(tensors: Sequence[Made]) -> str:
 def _plan(
     flat: Flat, names: NameMapping, selection: Selection, dtype: Any
 ) -> tuple[list[Made], list[str]]:
-    """Plan which tensors to make of the leaves of a tree.
-
-    Args:
-        flat: the flattened tree.
-        names: what its leaves are made of.
-        selection: which leaves to save.
-        dtype: the dtype for floating-point arrays, or None.
-
-    Returns:
-        The tensors, in the order of the tree; and what is wrong, one text each.
-    """
+    """Plan the tensors to make of a tree, in its order; list all problems."""
     problems = selection.useless(flat.full_paths())
     tensors: dict[str, Made] = {}
     columns = zip(flat.full_paths(), flat.paths, flat.leaves, strict=True)
@@ -196,7 +186,7 @@ def _plan(
 
 
 def _value_problem(path: str, value: Any) -> str | None:
-    """Why a leaf cannot be saved, or None."""
+    """The reason why a leaf cannot be saved, or None."""
     leaf = leaf_of(path, value)
     if leaf is None or leaf.kind != "array":
         kind = type(value).__qualname__ if leaf is None else str(leaf)
@@ -228,7 +218,7 @@ def _add(
     recipe: Recipe,
     dtype: Any,
 ) -> list[str]:
-    """Note what a leaf gives to its tensors; return what is wrong with it."""
+    """Add a leaf's parts to its tensors; return the problems."""
     problems = []
     blocks: dict[str, list[Block]] = {name: [] for name in recipe.shapes}
     for block in recipe.blocks:
@@ -254,7 +244,7 @@ def _add(
 
 
 def _coverage(tensor: Made) -> list[str]:
-    """A problem if some elements of a tensor come from no leaf, or from two."""
+    """A problem if elements of a tensor come from no leaf, or from two."""
     blocks = [block for part in tensor.parts for block in part.blocks]
     total = math.prod(tensor.shape)
     given = sum(math.prod(block.shape) for block in blocks)

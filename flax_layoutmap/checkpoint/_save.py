@@ -4,14 +4,13 @@ import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from flax_layoutmap._core.errors import CheckpointError
-from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
@@ -25,7 +24,12 @@ from flax_layoutmap.checkpoint._leaves import (
     mesh_of,
     problem_list,
 )
-from flax_layoutmap.checkpoint._options import rules_of
+from flax_layoutmap.checkpoint._options import (
+    LayoutOptions,
+    check_names,
+    checked_options,
+    rules_of,
+)
 from flax_layoutmap.checkpoint._places import absolute, check_shared, find
 from flax_layoutmap.checkpoint._restore import restore
 from flax_layoutmap.checkpoint._stored import Stored, open_checkpoint
@@ -92,12 +96,7 @@ def save(
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """A tree that can be written.
-
-    Attributes:
-        values: a nested dict of what Orbax is to write, by canonical path.
-        record: the JSON values for Orbax's custom metadata, under `_record.KEY`.
-    """
+    """A tree ready to be written: nested values for Orbax, and our record."""
 
     values: dict[str, Any]
     record: dict[str, Any]
@@ -110,17 +109,9 @@ def prepare(
     cannot_write: Callable[[], str | None],
     checksums: bool = True,
 ) -> Ready:
-    """Check that a tree can be written, on all processes, before anything is.
+    """Check on all processes that a tree can be written, before anything is.
 
-    Args:
-        place: where to, for messages.
-        tree: the tree.
-        layout_map: its rules, or None.
-        cannot_write: says why nothing can be written there, or None.
-        checksums: whether the record is to hold those of the leaves.
-
-    Raises:
-        CheckpointError, ResolveError: as `save`.
+    `cannot_write` returns the reason why nothing can be written there, or None.
     """
     rules = rules_of(layout_map)
     with Agreement(f"saving {place}", mesh_of(tree, rules)) as agreement:
@@ -151,7 +142,7 @@ def prepare(
 def _described(
     paths: Sequence[str], values: Sequence[Any]
 ) -> tuple[list[Leaf], list[str]]:
-    """Describe all leaves; list what cannot be saved."""
+    """Describe all leaves; list those that cannot be saved."""
     leaves, problems = [], []
     for path, value in zip(paths, values, strict=True):
         leaf = leaf_of(path, value)
@@ -175,7 +166,7 @@ def _described(
 
 
 def _problem(leaf: Leaf, value: Any) -> str | None:
-    """Why a leaf cannot be saved, or None."""
+    """The reason why a leaf cannot be saved, or None."""
     if isinstance(value, Tracer):
         return "it is traced; call save outside of jit"
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -211,7 +202,7 @@ def _dotted_twice(paths: Sequence[str]) -> list[str]:
 
 
 def _storable(leaf: Leaf, value: Any) -> Any:
-    """The value in a form that Orbax restores unchanged."""
+    """Convert a value to a form that Orbax restores unchanged."""
     if leaf.kind in ("bool", "complex"):
         # Orbax cannot read a Python bool's metadata, nor write a complex.
         return np.asarray(value)
@@ -233,13 +224,8 @@ def reshard(
     path: str | os.PathLike[str],
     to: str | os.PathLike[str],
     *,
-    layout_map: Any = None,
-    mesh: Any = None,
-    step: int | str | None = None,
-    item: str | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
     progress: bool | None = None,
+    **options: Unpack[LayoutOptions],
 ) -> None:
     """Rewrite a checkpoint in the chunks that other layouts need.
 
@@ -251,13 +237,10 @@ def reshard(
     Args:
         path: the checkpoint to read, or a directory of steps.
         to: the directory to write, which does not exist yet.
-        layout_map: the rules; None takes those that it was saved with.
-        mesh: a mesh of devices for the rules (CPU devices will do).
-        step: which step of a directory of some.
-        item: which of several trees.
-        include: regular expressions; only leaves that one of them finds.
-        exclude: likewise; no leaf that one of them finds.
         progress: as in `restore`.
+        **options: `layout_map`, `mesh`, `step`, `item`, `include` and `exclude` of
+            `restore`. Without `layout_map` the rules are those that the checkpoint was
+            saved with; a mesh of CPU devices will do.
 
     Raises:
         CheckpointError: it cannot be read, is not as it was saved (where it has
@@ -277,30 +260,21 @@ def reshard(
 
     Plain JAX: `v1.save(to, v1.load(path, target))`, which loses what `save` noted.
     """
+    check_names("reshard", options, LayoutOptions)
     goal = absolute(to)
     problem = _orbax.cannot_write(goal, False)
     if problem is not None:
         raise CheckpointError(f"cannot write to {goal}: {problem}")
-    stored = open_checkpoint(find(absolute(path), step), item)
-    rules = rules_of(layout_map)
+    checked = checked_options(path, **options)
+    stored = open_checkpoint(find(checked.path, checked.step), checked.item)
+    rules = checked.rules
     if rules is None:
-        rules = stored.record.rule_set(None)
-    if rules is not None and mesh is not None:
-        rules = rules.on(as_mesh(mesh))
-    tree = restore(
-        path,
-        layout_map=rules,
-        mesh=mesh,
-        step=step,
-        item=item,
-        include=include,
-        exclude=exclude,
-        progress=progress,
-    )
+        rules = stored.record.rule_set(checked.mesh)
+    tree = restore(path, progress=progress, **{**options, "layout_map": rules})
     with _orbax.TURN:
         ready = prepare(goal, tree, rules, lambda: _orbax.cannot_write(goal, False))
         custom = {_record.KEY: ready.record}
-        if include is None and exclude is None:
+        if checked.selection.is_everything:
             custom = {**stored.custom, _record.KEY: _kept(stored, ready.record)}
         _orbax.write(goal, ready.values, _record.sealed(custom), overwrite=False)
 

@@ -113,7 +113,7 @@ def verify(
 def _problems(
     stored: Stored, leaves: Sequence[Leaf], recorded: Mapping[str, str]
 ) -> list[str]:
-    """Read leaves and list what is wrong with them."""
+    """Read leaves and list the problems with them."""
     wanted: dict[str, Any] = dict.fromkeys(stored.held, ...)
     for leaf in leaves:
         is_value = leaf.kind in ("int", "float", "string")
@@ -148,7 +148,7 @@ def _bytes(held: Any) -> int:
 
 
 def _share(leaves: Sequence[Leaf], size: Mapping[str, int]) -> list[Leaf]:
-    """The leaves that this process reads: about equally many bytes in each."""
+    """The leaves that this process reads, so that all read about equally many bytes."""
     held = [0] * jax.process_count()
     own = []
     for leaf in sorted(leaves, key=lambda leaf: -size[leaf.path]):
@@ -162,7 +162,7 @@ def _share(leaves: Sequence[Leaf], size: Mapping[str, int]) -> list[Leaf]:
 def _portions(
     leaves: Sequence[Leaf], size: Mapping[str, int], host_memory: int
 ) -> Iterator[list[Leaf]]:
-    """Leaves that are read at a time."""
+    """Group leaves into portions of at most `host_memory` bytes."""
     portion: list[Leaf] = []
     used = 0
     for leaf in leaves:
@@ -176,7 +176,7 @@ def _portions(
 
 
 def _of_all_processes(problems: list[str]) -> list[str]:
-    """The problems that all processes found, in every process."""
+    """Gather the problems of all processes."""
     if jax.process_count() == 1:
         return problems
     from jax.experimental import multihost_utils
