@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,7 @@ from safetensors.numpy import save_file
 from flax_layoutmap.checkpoint import _safetensors_read, mappings
 from flax_layoutmap.checkpoint._mapping import Source
 from flax_layoutmap.checkpoint._mapping_blocks import pieces_of, range_boxes
-from flax_layoutmap.checkpoint._mapping_steps import (
-    Merge,
-    Rearrange,
-    Split,
-    Stack,
-    Transpose,
-)
+from flax_layoutmap.checkpoint._mapping_steps import Merge, Regroup, Split, Stack
 from flax_layoutmap.checkpoint._safetensors_header import read_header
 from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
 
@@ -34,6 +29,18 @@ Shape = tuple[int, ...]
 def inner_shapes(step: Any, shape: Shape) -> Shape:
     """Shape of the first input of a step, whose others have the same."""
     return step.inputs(shape)[0].shape
+
+
+class Regrouped(Regroup):
+    """A step that knows what NumPy does in its place."""
+
+    by_numpy: Callable[[np.ndarray], np.ndarray]
+
+
+def regrouped(step: Regroup, by_numpy: Callable[[np.ndarray], np.ndarray]) -> Regrouped:
+    new = Regrouped(step.axes)
+    object.__setattr__(new, "by_numpy", by_numpy)
+    return new
 
 
 def evaluate(name: str, steps: tuple[Any, ...], tensors: dict[str, np.ndarray]) -> Any:
@@ -54,27 +61,19 @@ def evaluate(name: str, steps: tuple[Any, ...], tensors: dict[str, np.ndarray]) 
     if isinstance(last, Merge):
         return np.concatenate([inner({last.field: n}) for n in last.over], last.axis)
     value = inner({})
-    if isinstance(last, Transpose):
-        return value.transpose(last.axes or None)
-    if isinstance(last, Split):
-        if isinstance(last.of, int):
-            return np.split(value, last.of, last.axis)[last.index]
-        cuts = np.cumsum(last.of)[:-1]
-        return np.split(value, cuts, last.axis)[last.index]
-    assert isinstance(last, Rearrange)
-    sizes = dict(last.given)
-    flat = [n for group in last.left for n in group]
-    value = value.reshape([sizes[n] for n in flat])
-    value = value.transpose([flat.index(n) for group in last.right for n in group])
-    return value.reshape([math.prod(sizes[n] for n in group) for group in last.right])
+    if isinstance(last, Regrouped):
+        return last.by_numpy(value)
+    assert isinstance(last, Split)
+    cuts = np.cumsum(last.of)[:-1]
+    return np.split(value, cuts, last.axis)[last.index]
 
 
 # -------------------------------------------------------------------- random pipelines
 
 
 @st.composite
-def rearrangements(draw: st.DrawFn, shape: Shape) -> Any:
-    """Splits dims, puts the axes into another order, and joins some."""
+def rearrangements(draw: st.DrawFn, shape: Shape) -> tuple[Regrouped, Shape]:
+    """Splits dims, puts the axes into another order, joins some; the new shape."""
     letters = iter("abcdefghijkl")
     left, sizes = [], {}
     for size in shape:
@@ -91,7 +90,14 @@ def rearrangements(draw: st.DrawFn, shape: Shape) -> Any:
         else:
             right.append([name])
     sides = [" ".join(f"({' '.join(g)})" for g in side) for side in (left, right)]
-    return mappings.rearrange(" -> ".join(sides), **sizes)
+    made = tuple(math.prod(sizes[n] for n in group) for group in right)
+    flat = [n for group in left for n in group]
+
+    def by_numpy(value: np.ndarray) -> np.ndarray:
+        value = value.reshape([sizes[n] for n in flat])
+        return value.transpose([flat.index(n) for n in order]).reshape(made)
+
+    return regrouped(mappings.rearrange(" -> ".join(sides), **sizes), by_numpy), made
 
 
 @st.composite
@@ -106,7 +112,9 @@ def pipelines(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], Shape, Shape]:
         axis = draw(st.integers(0, len(shape) - 1))
         if kind == "transpose":
             axes = tuple(draw(st.permutations(range(len(shape)))))
-            steps.append(mappings.transpose(*axes))
+            steps.append(
+                regrouped(mappings.transpose(*axes), lambda v, a=axes: v.transpose(a))
+            )
             shape = tuple(shape[at] for at in axes)
         elif kind == "split":
             cuts = draw(st.lists(st.integers(0, shape[axis]), max_size=2).map(sorted))
@@ -126,9 +134,8 @@ def pipelines(draw: st.DrawFn) -> tuple[str, tuple[Any, ...], Shape, Shape]:
             shape = (*shape[:axis], shape[axis] * len(over), *shape[axis + 1 :])
             name += f".{{f{number}}}"
         elif kind == "split_up" and 0 not in shape and len(shape) < 5:
-            steps.append(draw(rearrangements(shape)))
-            sizes = dict(steps[-1].given)
-            shape = tuple(math.prod(sizes[n] for n in g) for g in steps[-1].right)
+            step, shape = draw(rearrangements(shape))
+            steps.append(step)
     return name, tuple(steps), first, shape
 
 
