@@ -86,16 +86,6 @@ def checksums(values: Mapping[str, Any], *, alone: bool = False) -> dict[str, st
     }
 
 
-def mismatches(values: Mapping[str, Any], recorded: Mapping[str, str]) -> list[str]:
-    """The paths whose values differ from their checksum; collective as `checksums`.
-
-    Values have the stored dtype; those without a checksum are skipped.
-    """
-    known = {path: value for path, value in values.items() if path in recorded}
-    found = checksums(known)
-    return [path for path in known if found[path] != recorded[path]]
-
-
 def json_digest(value: Any) -> str:
     """A digest of JSON values, 16 hexadecimal digits, for any order of keys."""
     return f"{_hash(json.dumps(value, sort_keys=True)):016x}"

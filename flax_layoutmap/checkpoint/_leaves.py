@@ -1,12 +1,13 @@
 """Leaves of checkpoints and trees, and checks that they are compatible."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from flax_layoutmap._core.errors import CheckpointError, bullet_list
@@ -14,6 +15,8 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import plain_tree
+
+T = TypeVar("T")
 
 Kind = Literal["array", "key", "int", "float", "bool", "complex", "string"]
 
@@ -88,6 +91,23 @@ def leaf_of(path: str, value: Any) -> Leaf | None:
     for python, kind in _PYTHON:
         if isinstance(value, python):
             return Leaf(path, kind)
+    return None
+
+
+def no_value(value: Any, function: str) -> str | None:
+    """The reason why a value cannot be saved by all processes, or None."""
+    if isinstance(value, Tracer):
+        return f"it is traced; call {function} outside of jit"
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return "it is abstract and has no value; make it first, with flm.create"
+    if isinstance(value, jax.Array) and value.is_deleted():
+        return "it was deleted, as by donating it to jit; save what jit returned"
+    if isinstance(value, jax.Array) and jax.process_count() > 1:
+        if value.is_fully_addressable:
+            return (
+                "only this process has it; place it on the mesh of all processes with "
+                "layout_map.place(tree)"
+            )
     return None
 
 
@@ -217,6 +237,23 @@ def mesh_of(tree: Any, rules: RuleSet | None) -> DeviceMesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return DeviceMesh(sharding.mesh)
     return None
+
+
+def in_portions(
+    items: Iterable[T], bytes_of: Callable[[T], float], limit: float
+) -> Iterator[list[T]]:
+    """Items in groups of at most `limit` bytes, in order; a larger one is alone."""
+    portion: list[T] = []
+    used = 0.0
+    for item in items:
+        size = bytes_of(item)
+        if portion and used + size > limit:
+            yield portion
+            portion, used = [], 0.0
+        portion.append(item)
+        used += size
+    if portion:
+        yield portion
 
 
 def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:

@@ -20,9 +20,6 @@ from flax_layoutmap._rules.records import Shape
 
 AnyMesh = Mesh | AbstractMesh
 
-# For arrays of more chunks, irregular sets of shards get an upper bound.
-_DENSE_CHUNKS = 1 << 20
-
 
 class PerProcess(Mapping[int, float]):
     """`process_index` → bytes, compactly: plans hold one for each leaf."""
@@ -258,18 +255,12 @@ def _cells(length: int, step: int, width: int, parts: Sequence[int]) -> np.ndarr
 def _irregular(
     shape: Shape, chunk: Shape, parts: Sequence[int], rows: np.ndarray
 ) -> int:
-    """Elements of the chunks that blocks touch, or an upper bound if they are many."""
+    """Elements of the chunks that some blocks touch."""
     along = [
         [_cells(length, step, length // count, (part,)) for part in range(count)]
         for length, step, count in zip(shape, chunk, parts, strict=True)
     ]
     grid = [-(-length // step) for length, step in zip(shape, chunk, strict=True)]
-    if math.prod(grid) > _DENSE_CHUNKS:
-        each = (
-            math.prod(int(along[dim][part].sum()) for dim, part in enumerate(row))
-            for row in rows
-        )
-        return min(sum(each), math.prod(shape))
     held = np.zeros(grid, np.int64)
     for row in rows:
         block = np.ones((1,) * len(grid), np.int64)

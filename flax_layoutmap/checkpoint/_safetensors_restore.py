@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -167,21 +166,18 @@ def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
     return NameMapping(mapping)
 
 
-def _parts(planned: TensorPlan) -> dict[str, str]:
-    """What must be equal in all processes."""
-    held = [
-        (tensor.name, str(tensor.dtype), tensor.shape, tensor.offset)
-        for tensor in planned.stored.tensors.values()
-    ]
-    wanted = [
-        (path, str(read.result), str(read.sharding))
-        for path, read in planned.plan.reads.items()
-    ]
-    return {"files": _digest(held), "leaves": _digest(wanted)}
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
+def _parts(planned: TensorPlan) -> dict[str, list[str]]:
+    """Lines that must be equal in all processes."""
+    return {
+        "files": [
+            f"{t.name} {t.dtype} {show_shape(t.shape)} {t.offset}"
+            for t in planned.stored.tensors.values()
+        ],
+        "leaves": [
+            f"{path}: {read.result}, {read.sharding}"
+            for path, read in planned.plan.reads.items()
+        ],
+    }
 
 
 # -------------------------------------------------------------------- reading

@@ -1,7 +1,5 @@
 """flm.checkpoint.save_safetensors, and the plan of which leaves make each tensor."""
 
-import hashlib
-import json
 import math
 import os
 import threading
@@ -10,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import CheckpointError
@@ -22,6 +19,7 @@ from flax_layoutmap.checkpoint._leaves import (
     is_floating,
     leaf_of,
     mesh_of,
+    no_value,
     problem_list,
 )
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
@@ -114,7 +112,7 @@ def save_safetensors(
             problems += [] if taken is None else [taken]
             if problems:
                 raise problem_list(f"cannot save to {place}", problems)
-            agreement.add(lambda: {"leaves": _digest(tensors)})
+            agreement.add(lambda: {"leaves": _lines(tensors)})
         files = distributed(place, tensors, max_file_bytes)
         writer = None
         if jax.process_index() == 0:
@@ -130,12 +128,13 @@ def _checked_dtype(dtype: Any) -> Any:
     return wanted
 
 
-def _digest(tensors: Sequence[Made]) -> str:
-    parts = [
-        (t.name, str(t.dtype), t.shape, [(p.path, p.index) for p in t.parts])
+def _lines(tensors: Sequence[Made]) -> list[str]:
+    """Lines that must be equal in all processes."""
+    return [
+        f"{t.name} {t.dtype} {show_shape(t.shape)} "
+        f"{[(part.path, part.index) for part in t.parts]}"
         for t in tensors
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 # ---------------------------------------------------------------------------- plan
@@ -196,19 +195,11 @@ def _value_problem(path: str, value: Any) -> str | None:
         )
     if not path:
         return "the tree is a single leaf; save it under a key: {'name': leaf}"
-    if isinstance(value, Tracer):
-        return "it is traced; call save_safetensors outside of jit"
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "it is abstract and has no value; make it first, with flm.create"
-    if isinstance(value, jax.Array) and value.is_deleted():
-        return "it was deleted, as by donating it to jit; save what jit returned"
-    if isinstance(value, jax.Array) and jax.process_count() > 1:
-        if value.is_fully_addressable or not isinstance(value.sharding, NamedSharding):
-            return (
-                "only this process has it; place it on the mesh of all processes with "
-                "layout_map.place(tree)"
-            )
-    return None
+    problem = no_value(value, "save_safetensors")
+    if problem is None and isinstance(value, jax.Array):
+        if not isinstance(value.sharding, NamedSharding) and jax.process_count() > 1:
+            return "it has no NamedSharding; place it with layout_map.place(tree)"
+    return problem
 
 
 def _add(

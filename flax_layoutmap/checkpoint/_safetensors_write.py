@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.mesh import retyped
 from flax_layoutmap._rules.records import Shape
+from flax_layoutmap.checkpoint._leaves import in_portions
 from flax_layoutmap.checkpoint._mapping_blocks import Block, Range, full_index
 from flax_layoutmap.checkpoint._places import on_first_process
 from flax_layoutmap.checkpoint._progress import shown_progress
@@ -97,15 +98,10 @@ def distributed(
     elements.
     """
     limit = math.inf if _is_file(place) else max_file_bytes
-    groups: list[list[Made]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.nbytes > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.nbytes
-    groups = [sorted(group, key=lambda t: -t.dtype.itemsize) for group in groups]
+    groups = [
+        sorted(group, key=lambda t: -t.dtype.itemsize)
+        for group in in_portions(tensors, lambda t: t.nbytes, limit)
+    ]
     if _is_file(place):
         return {os.path.basename(place): groups[0]}
     if len(groups) == 1:

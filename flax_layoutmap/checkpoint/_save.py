@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._core.processes import Agreement
@@ -22,6 +21,7 @@ from flax_layoutmap.checkpoint._leaves import (
     key_leaf,
     leaf_of,
     mesh_of,
+    no_value,
     problem_list,
 )
 from flax_layoutmap.checkpoint._options import (
@@ -167,18 +167,9 @@ def _described(
 
 def _problem(leaf: Leaf, value: Any) -> str | None:
     """The reason why a leaf cannot be saved, or None."""
-    if isinstance(value, Tracer):
-        return "it is traced; call save outside of jit"
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return "it is abstract and has no value; make it first, with flm.create"
-    if isinstance(value, jax.Array):
-        if value.is_deleted():
-            return "it was deleted, as by donating it to jit; save what jit returned"
-        if jax.process_count() > 1 and value.is_fully_addressable:
-            return (
-                "only this process has it; place it on the mesh of all processes with "
-                "layout_map.place(tree)"
-            )
+    problem = no_value(value, "save")
+    if problem is not None:
+        return problem
     if leaf.kind == "key" and not isinstance(jax.random.key_impl(value), str):
         return "its PRNG implementation has no name to restore it by"
     if leaf.kind == "array" and not is_storable(leaf.dtype):

@@ -8,8 +8,6 @@ belong to the parameters that their paths end with.
 """
 
 import dataclasses
-import functools
-import re
 from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -55,11 +53,6 @@ class Stored:
     def where(self) -> str:
         """Its directory."""
         return self.place.path
-
-    @functools.cached_property
-    def by_source(self) -> dict[str, Leaf]:
-        """Path in the checkpoint → leaf."""
-        return {leaf.path: leaf for leaf in self.leaves.values()}
 
 
 def open_checkpoint(
@@ -268,20 +261,4 @@ def no_checksums(stored: Stored) -> str:
         f"cannot verify {stored.where}: it has no checksums, as it was saved "
         f"{by if stored.is_ours else 'by Orbax alone'}; restore it and save it again "
         "with flm.checkpoint.save to have them"
-    )
-
-
-def not_as_saved(leaf: Leaf) -> str:
-    """The message that a leaf differs from its checksum."""
-    return (
-        f"{leaf.name}: its data are not those that were saved; restore another "
-        f"checkpoint, or the rest of this one: exclude={f'^{re.escape(leaf.path)}$'!r}"
-    )
-
-
-def unrecorded(leaf: Leaf) -> str:
-    """The message that a leaf has no checksum although others have."""
-    return (
-        f"{leaf.name}: there is no checksum of it in the metadata, which is damaged; "
-        "restore another checkpoint, or this one with verify=False"
     )

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from flax_layoutmap._rules.records import Shape, show_shape, show_spec
 from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan, Read
+from flax_layoutmap.checkpoint._leaves import in_portions
 from flax_layoutmap.checkpoint._options import Options
 from flax_layoutmap.checkpoint._orbax import stored_bytes
 from flax_layoutmap.checkpoint._reads import (
@@ -137,6 +138,9 @@ def choose_reads(
 def _portions(
     plan: Plan, ways: Mapping[str, Way], host_memory: int | None
 ) -> Iterator[Portion]:
+    def host_bytes(path: str) -> int:
+        return ways[path].host if path in ways else 0
+
     groups: dict[tuple[int | None, bool], list[str]] = {}
     for path, read in plan.reads.items():
         if not read.stored.is_empty:
@@ -146,15 +150,8 @@ def _portions(
     for (axis, is_cast), paths in groups.items():
         limit = math.inf if host_memory is None else host_memory
         limit = min(limit, _CAST_BYTES) if is_cast else limit
-        portion, used = [], 0
-        for path in paths:
-            host = ways[path].host if path in ways else 0
-            if portion and used + host > limit:
-                yield Portion(tuple(portion), axis)
-                portion, used = [], 0
-            portion.append(path)
-            used += host
-        yield Portion(tuple(portion), axis)
+        for portion in in_portions(paths, host_bytes, limit):
+            yield Portion(tuple(portion), axis)
 
 
 def _too_large(plan: Plan, ways: Mapping[str, Way], limit: int) -> list[str]:
