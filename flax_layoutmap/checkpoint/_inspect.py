@@ -44,10 +44,10 @@ class LeafInfo:
         shape: its shape; `()` for a Python value.
         dtype: name of its dtype; for a Python value, of its type.
         role: `"parameter"`, `"optimizer"` or `"other"`.
-        spec: how it was sharded when it was saved; None where that is not known.
+        spec: its spec when it was saved; None if unknown.
         mesh: axis → size of the mesh that it was saved on, empty for one device; None
-            where not known.
-        chunk: the shape of the chunks it is read in; None where not known.
+            if unknown.
+        chunk: the shape of the chunks it is stored in; None if unknown.
         bytes: bytes of the array, uncompressed; 0 for a Python value.
     """
 
@@ -69,14 +69,14 @@ class CheckpointInfo:
         path: its directory.
         kind: `"flax_layoutmap"` (an Orbax checkpoint of `save`), `"orbax-v1"`,
             `"orbax-v0"` (also of a `CheckpointManager`) or `"safetensors"`.
-        step: its step; None where it is no step of a directory of some.
+        step: its step; None if it is not one of a directory of steps.
         steps: all steps of that directory, ascending.
-        items: the trees that it has in folders of their own.
+        items: names of the trees that it holds in separate folders.
         leaves: its leaves, in the order of the tree that was saved.
         rules: the rules that it was saved with, as JSON; None without any.
-        mesh: the mesh that it was saved on, without devices; None where not known.
-        versions: library → version that wrote it, where known.
-        metadata: what the user (or Orbax) saved beside the arrays.
+        mesh: the mesh that it was saved on, abstract; None if unknown.
+        versions: library → version that wrote it, if known.
+        metadata: other metadata, of the user or of Orbax.
     """
 
     path: str
@@ -140,9 +140,8 @@ def inspect(
         item: which tree, if the checkpoint holds several.
 
     Raises:
-        CheckpointError: there is none, it is unfinished, or it is damaged; names the
-            file. Of the files with the arrays only their length is looked at; `verify`
-            compares what is in them.
+        CheckpointError: there is none, it is unfinished, or a file is damaged. Only the
+            length of files with arrays is checked; `verify` compares their content.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
@@ -288,7 +287,7 @@ def resolve(
 
 
 def _rules_for(stored: Stored, options: Options) -> RuleSet:
-    """The rules on a mesh: what is not given comes from the checkpoint."""
+    """The rules on a mesh, by default those of the checkpoint."""
     rules, record, lacking = options.rules, stored.record, "a mesh; pass mesh="
     if rules is None:
         rules = record.rule_set(options.mesh or record.mesh)

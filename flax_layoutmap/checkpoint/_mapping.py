@@ -83,7 +83,7 @@ def _blocks(
         for field, value in fields.items():
             if f"{{{field}}}" not in name:
                 raise ValueError(
-                    f"{name!r} has no {{{field}}}, by which the tensors differ"
+                    f"{name!r} has no {{{field}}} to tell the tensors apart"
                 )
             filled = filled.replace(f"{{{field}}}", value)
         for block in _blocks(filled, tuple(before), inner, shapes):
@@ -132,7 +132,8 @@ class Pattern:
         slow = slow_because(pattern, length)
         if slow is not None:
             raise CheckpointError(
-                f"{self._owner}: matching {self} could take for ever: {slow}; {QUICKER}"
+                f"{self._owner}: matching {self} could take very long: {slow}; "
+                f"{QUICKER}"
             )
 
 

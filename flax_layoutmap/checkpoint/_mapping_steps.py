@@ -74,7 +74,7 @@ def linear(*, inputs: int | None = None, outputs: int | None = None) -> Regroup:
     """Convert the weight `(outputs, inputs)` of `torch.nn.Linear` to a Flax kernel.
 
     A kernel of `nnx.Linear` has two dims, one of `nnx.LinearGeneral` may have several
-    for inputs or outputs: `(dim, heads, head_dim)`. The leaf's shape tells.
+    for inputs or outputs: `(dim, heads, head_dim)`. The leaf's shape decides.
 
     Args:
         inputs: how many dims of the kernel are inputs; 1 unless `outputs` is given.
@@ -105,15 +105,15 @@ def unflatten() -> Regroup:
 def rearrange(pattern: str, **sizes: int) -> Regroup:
     """Split, reorder and join the dims of a tensor, as `einops.rearrange`.
 
-    Sizes come from the shape of the leaf, as far as it tells.
+    Sizes are inferred from the shape of the leaf where possible.
 
     Args:
         pattern: the dims of the tensor and of the leaf:
             `"(heads three dim) inputs -> three inputs heads dim"`.
-        **sizes: sizes of axes that the leaf does not tell, since it joins them.
+        **sizes: sizes of axes that cannot be inferred, since the leaf joins them.
 
     Raises:
-        CheckpointError: the pattern is none.
+        CheckpointError: the pattern is invalid.
     """
     sides = pattern.split("->")
     groups = [_groups(side) for side in sides]
@@ -308,7 +308,9 @@ def split(axis: int, index: int, of: int | Sequence[int]) -> Split:
     parts = of if isinstance(of, int) else tuple(of)
     count = parts if isinstance(parts, int) else len(parts)
     if not 0 <= index < count:
-        raise CheckpointError(f"split has {count} parts, so index={index} is none")
+        raise CheckpointError(
+            f"split has {count} parts, so index={index} is out of range"
+        )
     return Split(axis, index, parts)
 
 

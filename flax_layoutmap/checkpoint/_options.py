@@ -212,7 +212,7 @@ def _patterns(name: str, given: Any) -> tuple[re.Pattern[str], ...] | None:
 def _no_choice(name: str, given: Any, choices: tuple[str, ...]) -> str:
     known = " or ".join(f"{name}={choice!r}" for choice in choices)
     return (
-        f"{name}={given!r} is none of the choices{did_you_mean(str(given), choices)}; "
+        f"{name}={given!r} is not a choice{did_you_mean(str(given), choices)}; "
         f"use {known}"
     )
 
@@ -285,8 +285,8 @@ def checked_rename(given: Any) -> Rename:
             _check_template(re.compile(pattern), template)
         except (re.error, TypeError, ValueError, IndexError) as error:
             raise CheckpointError(
-                f"rename={pair!r} is no pair of a regular expression and what takes "
-                rf"its place (with \1 for a group): {error}"
+                f"rename={pair!r} is no pair of a regular expression and its "
+                rf"replacement (with \1 for a group): {error}"
             ) from error
         slow = slow_because(str(pattern))
         if slow is not None:

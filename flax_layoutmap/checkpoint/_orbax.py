@@ -49,7 +49,7 @@ _COUNTER = "/tensorstore/kvstore/file/bytes_read"
 
 # Threads take turns. Orbax numbers its operations by one counter of the process: a save
 # during whose start another thread saves or loads loses track of its own directories,
-# and fails or waits for ever. Once a save runs in the background, others may start.
+# and fails or hangs. Once a save runs in the background, others may start.
 TURN = threading.RLock()
 
 
@@ -97,7 +97,7 @@ def write(
 
     replace = overwrite and not is_url(path) and os.path.exists(path)
     if replace:
-        path = os.path.realpath(path)  # a link stays, what it leads to is replaced
+        path = os.path.realpath(path)  # replaces the target of a link, not the link
     with translated(f"cannot save to {path}"), saving_context():
         v1.save(
             path + NEW if replace else path,

@@ -123,8 +123,8 @@ def cannot_name(path: str) -> str | None:
         return None
     plain = re.sub(r"[][*?]", "_", path)
     return (
-        "the path has a character of '*', '?' and '[', by which Orbax would not find "
-        f"what it has written; save to a path without them, such as {plain!r}"
+        "the path contains '*', '?' or '[', so Orbax would not find its own files; "
+        f"save to a path without them, such as {plain!r}"
     )
 
 

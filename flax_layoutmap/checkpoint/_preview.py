@@ -1,4 +1,4 @@
-"""RestorePlan: a readable description of what a restore will do."""
+"""RestorePlan: a printable description of a restore."""
 
 import dataclasses
 import math
@@ -38,8 +38,8 @@ class LeafPlan:
         rule: the rule that chose it, or why there is none.
         bytes_per_device: bytes of one device's shard of the result.
         strategy: `"direct"`, `"aligned"` or `"broadcast"`.
-        needed: process → bytes of the files that hold what its devices need.
-        read: process → bytes of the files that it reads.
+        needed: process → bytes in the files of the shards on its devices.
+        read: process → bytes that it reads from the files.
     """
 
     path: str
@@ -63,22 +63,22 @@ class LeafPlan:
 
 @dataclasses.dataclass(frozen=True)
 class RestorePlan:
-    """The plan of a restore: what it will read and place.
+    """The plan of a restore.
 
     Attributes:
         path: the checkpoint.
         leaves: the leaves that will be read.
         kept: paths that keep the values of the target.
-        made: paths that the target makes itself.
-        ignored: paths of the checkpoint that are passed over.
-        needed: process → bytes of the files that hold what its devices need.
-        read: process → bytes of the files that it reads.
+        made: paths that the function given as target initializes.
+        ignored: paths of the checkpoint that are not read.
+        needed: process → bytes in the files of the shards on its devices.
+        read: process → bytes that it reads from the files.
         bytes_per_device: bytes of the result on one device.
-        host_bytes: bytes that the arrays being read take on the host of the busiest
-            process, at most: all of them, or one portion under `host_memory`.
-        host_available: bytes of memory that are free on this host.
-        device_available: bytes that are free on the fullest device of this process;
-            None where the devices do not tell.
+        host_bytes: upper bound of the bytes on the host of the busiest process, for
+            all arrays or for one portion under `host_memory`.
+        host_available: free bytes of memory on this host.
+        device_available: free bytes on the fullest device of this process; None if the
+            devices do not report it.
     """
 
     path: str
@@ -127,8 +127,8 @@ class RestorePlan:
         )
         for name, paths in (
             ("kept as they are", self.kept),
-            ("made by the target", self.made),
-            ("passed over", self.ignored),
+            ("initialized by the target", self.made),
+            ("not read", self.ignored),
         ):
             if paths:
                 more = ", …" if len(paths) > 3 else ""

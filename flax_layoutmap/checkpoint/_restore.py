@@ -79,71 +79,69 @@ def restore(
 ) -> Any:
     r"""Restore a checkpoint, each leaf directly into its shards.
 
-    All is checked before an array byte is read; one error lists every problem. The
+    Everything is checked before any array is read; one error lists every problem. The
     mesh may have another shape, other axis names and another number of devices than
-    the one it was saved on. Checkpoints of `save`, and those that Orbax wrote without
-    us (`orbax.checkpoint.v1`, `CheckpointManager`, MaxText, T5X), are joined with the
-    target by path: whether the saved tree was a State, a pure dict, a TrainState, boxed
-    or not, and whether keys were numbers, does not matter.
+    the mesh of the save. Checkpoints of `save`, and those that Orbax wrote alone
+    (`orbax.checkpoint.v1`, `CheckpointManager`, MaxText, T5X), are joined with the
+    target by path: it does not matter whether the saved tree was a State, a pure dict
+    or a TrainState, boxed or not, and whether its keys were numbers.
 
     Args:
         path: the checkpoint, or a directory of steps.
-        target: what to restore into: modules, States, optimizers, TrainStates or any
-            tree, concrete or abstract (holding `jax.ShapeDtypeStruct`s), or a function
-            that makes one, which is only traced. None: everything in the checkpoint,
-            as a nested dict.
-        layout_map: the rules, on a mesh of devices. None: the shardings that the
-            leaves of the target have.
+        target: the tree to restore into: modules, States, optimizers, TrainStates or
+            any other, concrete or abstract (of `jax.ShapeDtypeStruct`s), or a function
+            that returns one, which is only traced. None restores every leaf of the
+            checkpoint, as a nested dict.
+        layout_map: the rules, on a mesh of devices. None keeps the shardings of the
+            target's leaves.
         mesh: a mesh of devices for the rules of `layout_map`; without `layout_map`,
             for the rules that the checkpoint was saved with.
-        step: which step, a number or `"latest"`, if `path` is a directory of steps.
-        item: which tree, if the checkpoint holds several.
-        include: a regular expression, or several, searched in the full paths
-            (`model/decoder/…`), of parameters also within their model; only leaves that
-            one of them finds are restored.
-        exclude: likewise; leaves that one of them finds are not restored. Leaves of
-            the target that are not restored keep their values; it must have some.
-        rename: pairs of a regular expression and what takes its place, as in
-            `(r"^params/(.*)", r"\1")`, or a dict of them: other names for the leaves of
-            the checkpoint, before anything else. Of each path, the first expression
-            that is found in it counts.
-        dtype: a floating-point dtype for all floating-point arrays that are read, or
-            `"target"` for the target's, or pairs of a regular expression, searched as
-            `include` is, and one of these. No other numbers are ever converted.
-        missing: what to do about leaves that only the target has: `"error"`, `"keep"`
-            its values, where they are, or `"init"`: make them, with the function that
-            the target is.
-        unexpected: what to do about leaves that only the checkpoint has: `"error"` or
-            `"ignore"`.
-        strategy: `"direct"` reads each leaf in the sharding it is to have; `"aligned"`
-            in one whose shards are whole chunks, and reshards it on the devices;
-            `"broadcast"` reads one replica and sends it to the others. `"auto"` takes,
-            for each leaf, the one that reads least. Leaves for which a strategy is not
-            possible are read directly. See `plan`.
-        host_memory: bytes that the arrays being read may take on the host of each
-            process; they are read in as many portions as that takes. None: all at once.
-        verify: whether to compare what is read, and the metadata, with the checksums
-            of the save, before anything is given back. None: where there are any; True:
-            it is an error if there are none; False: take what is there. Arrays that are
-            to have another dtype are read in their own one first, some at a time.
-        progress: whether process 0 shows on stderr how much has been read; None: if
-            that is a terminal.
+        step: the step, a number or `"latest"`, if `path` is a directory of steps.
+        item: the name of the tree, if the checkpoint holds several.
+        include: one or several regular expressions; only leaves in whose full path
+            (`model/decoder/…`) one of them is found are restored. A parameter's path
+            within its model is searched as well.
+        exclude: likewise; leaves in whose path one is found are not restored. They keep
+            the target's values, which therefore must be concrete.
+        rename: pairs of a regular expression and its replacement, such as
+            `(r"^params/(.*)", r"\1")`, or a dict of them; renames the leaves of the
+            checkpoint before anything else. The first expression that is found in a
+            path is applied.
+        dtype: a floating-point dtype for all floating-point arrays that are read,
+            `"target"` for the target's dtypes, or pairs of a regular expression
+            (searched as `include`) and one of these. Other numbers are never converted.
+        missing: for leaves that only the target has: `"error"`, `"keep"` the target's
+            values, or `"init"`ialize them with the function that is the target.
+        unexpected: for leaves that only the checkpoint has: `"error"` or `"ignore"`.
+        strategy: `"direct"` reads each leaf in its final sharding; `"aligned"` reads
+            whole chunks and reshards on the devices; `"broadcast"` reads one replica
+            and sends it to the others. `"auto"` chooses, for each leaf, the one that
+            reads the fewest bytes. A strategy that is impossible for a leaf falls back
+            to `"direct"`. See `plan`.
+        host_memory: a limit in bytes for the arrays being read, on the host of each
+            process; they are read in portions. None reads all at once.
+        verify: whether to compare the arrays and the metadata with their checksums
+            before anything is returned. None compares if there are any, True requires
+            them, False skips them. Arrays to be converted are first read in the stored
+            dtype, some at a time.
+        progress: whether process 0 shows on stderr how much has been read; None shows
+            it on a terminal.
 
     Returns:
-        The target's own type. Concrete NNX objects are updated in place, once all has
-        been read; abstract ones come back as new objects; other trees are rebuilt.
-        Python numbers come back as the target's kind: `3` for an `int`, an array for
-        an array without dims. Without a target, a nested dict of arrays; Python numbers
-        and strings as they were saved.
+        A tree of the target's type. Concrete NNX objects are updated in place once all
+        leaves have been read; abstract ones are returned as new objects; other trees
+        are rebuilt. Numbers have the target's kind: an `int` for an `int`, an array for
+        an array without dims. Without a target, a nested dict of arrays, and of Python
+        numbers and strings as saved.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or it does not fit
             the target or the rules.
-        MeshError: the rules have no mesh of devices, or one without devices of some of
-            the processes.
-        ProcessError: the processes ask for different things, or another one cannot
-            read. (Where arrays are read by one replica and sent, the others wait in
-            Orbax for a process that cannot read, until it ends.)
+        MeshError: the rules have no mesh of devices, or some process has no device in
+            it.
+        ProcessError: the arguments differ between processes, or another process cannot
+            read. (With `"broadcast"`, the other processes wait in Orbax until the
+            process that cannot read ends.)
 
     Example:
         >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm

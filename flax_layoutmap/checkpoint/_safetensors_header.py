@@ -298,13 +298,13 @@ def _entry_problem(entry: Any, size: int) -> str | None:
     if not isinstance(name, str) or name not in DTYPES:
         return f"the dtype {name!r} is not known; known are {', '.join(DTYPES)}"
     if not _are_counts(shape) or len(shape) > _MOST_DIMS:
-        return f"the shape {str(shape)[:80]} is none"
+        return f"the shape {str(shape)[:80]} is invalid"
     count = math.prod(shape)
     held = math.prod(size for size in shape if size) * DTYPES[name].itemsize
     if held > _MOST_BYTES:
         return f"the shape {show_shape(tuple(shape))} is larger than any memory"
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"the data_offsets {str(offsets)[:80]} are none"
+        return f"the data_offsets {str(offsets)[:80]} are invalid"
     if offsets[1] > size:
         return (
             f"its data end at byte {offsets[1]}, the file has {size} bytes of data; it "

@@ -1,7 +1,7 @@
 """Plan and run the byte reads for parts of tensors.
 
 A part is a strided view of a tensor. Bytes that are closer together than `GAP_BYTES`
-are read in one go, with what is between them; where the gap is longer it is skipped.
+are read together, including the gap between them; longer gaps are skipped.
 So rows are read exactly; narrow columns are cut from blocks of whole rows, instead of
 in thousands of tiny reads. The amount is known in advance (`bytes_to_read`).
 

@@ -66,43 +66,33 @@ def restore_safetensors(
 ) -> Any:
     r"""Restore safetensors (such as Hugging Face's) directly into shards.
 
-    Headers, names, shapes, dtypes and rules are checked before a number is read; one
-    error lists every problem. Then each process reads the bytes of its own shards and
-    no others (but for gaps under 32 KiB between them), leaf by leaf, without talking to
-    the other processes.
+    Headers, names, shapes, dtypes and rules are checked before any data is read; one
+    error lists every problem. Then each process reads the bytes of its own shards (and
+    gaps under 32 KiB between them), leaf by leaf, without communication.
 
     Args:
         path: a `.safetensors` file, a `model.safetensors.index.json`, or a directory
             with either, or with several files; on a disk.
-        target: what to restore into, as for `restore`: modules, States, Linen variables
-            or any tree, concrete or abstract, or a function that makes one. None: a
-            nested dict of all tensors, cut at the dots of their names.
-        layout_map: the rules, on a mesh of devices. None: the shardings that the leaves
-            of the target have.
+        target: the tree to restore into, as in `restore`. None: a nested dict of all
+            tensors, split at the dots of their names.
+        layout_map: the rules, as in `restore`.
         mesh: a mesh of devices for the rules of `layout_map`.
-        mapping: what a leaf is made of: entries `(path, name)` or `(path, name,
-            steps)`. The path is a regular expression for the whole path of a leaf, as
-            rules see it; the first entry that matches counts. The name is that of the
-            tensor, with `\1` or `\g<name>` for groups of the path; or a tuple of names,
-            to take the first that is there. The steps, one or a tuple, lead from the
-            tensor to the leaf: see `flm.checkpoint.mappings`, which has ready mappings
-            as well.
-            `(None, name)`, with a regular expression, names tensors that no leaf needs.
-            None: a leaf `a/b/c` is the tensor `a.b.c`.
-        include: a regular expression, or several, searched in the full paths of leaves;
-            only leaves that one of them finds are restored.
-        exclude: likewise; leaves that one of them finds keep their values.
-        dtype: a floating-point dtype for all floating-point arrays, or `"target"` for
-            the target's, or pairs of a regular expression and one of these. No other
-            numbers are ever converted.
-        missing: what to do about leaves whose tensors are not there, or that no entry
-            of the mapping matches: `"error"`, `"keep"` the target's values, or
-            `"init"`: make them, with the function that the target is.
-        unexpected: what to do about tensors that no leaf of the target is made of:
-            `"error"` or `"ignore"`.
-        progress: whether process 0 shows on stderr how much has been read; None: if
-            that is a terminal. Or a function that is called after each leaf with the
-            bytes that this process has read, and those that it will have read.
+        mapping: entries `(path, name)` or `(path, name, steps)`; the first that matches
+            a leaf counts. The path is a regular expression for the leaf's whole path,
+            as rules see it. The name is that of the tensor, with `\1` or `\g<name>` for
+            groups of the path; or a tuple of names, of which the first that exists is
+            used. The steps, one or a tuple, turn the tensor into the leaf: see
+            `flm.checkpoint.mappings`, which also has ready mappings. `(None, name)`,
+            with a regular expression, lists tensors that no leaf needs. None maps a
+            leaf `a/b/c` to the tensor `a.b.c`.
+        include: as in `restore`.
+        exclude: as in `restore`.
+        dtype: as in `restore`.
+        missing: as in `restore`, for leaves whose tensors do not exist or that no entry
+            of the mapping matches.
+        unexpected: as in `restore`, for tensors that no leaf uses.
+        progress: as in `restore`; or a function that is called after each leaf with the
+            bytes that this process has read, and the total that it will read.
 
     Returns:
         The target's own type, as `restore` does; or a nested dict.

@@ -58,30 +58,30 @@ def save_safetensors(
 ) -> None:
     """Save a tree as safetensors, with the names and layout of Hugging Face.
 
-    Process 0 writes, one tensor after another, and holds no more of the model than two
-    copies of one tensor. Every process of a job calls it with the same arguments.
-    Threads of a process take turns.
+    Process 0 writes one tensor after another, and holds at most two copies of one
+    tensor. Every process of a job calls it with the same arguments. Threads of a
+    process take turns.
 
     Args:
-        path: a directory, which is made if need be and may hold other files
+        path: a directory, which is created if needed and may hold other files
             (`config.json`); or one file, `….safetensors`.
         tree: NNX modules, States, Linen variables or any tree of arrays.
-        mapping: as for `restore_safetensors`, and the same: each step is undone. Of
-            several names the first is written. Leaves of which one tensor is made must
-            make all of it. None: a leaf `a/b/c` becomes the tensor `a.b.c`.
-        include: a regular expression, or several, searched in the full paths of leaves;
-            only leaves that one of them finds are saved.
-        exclude: likewise; leaves that one of them finds are not saved.
+        mapping: the mapping of `restore_safetensors`; each step is undone. Of several
+            names the first is written. The leaves made of one tensor must cover it.
+            None maps a leaf `a/b/c` to the tensor `a.b.c`.
+        include: one or several regular expressions; only leaves in whose full path one
+            of them is found are saved.
+        exclude: likewise; leaves in whose path one is found are not saved.
         dtype: a floating-point dtype for all floating-point arrays; None keeps theirs.
-        max_file_bytes: how large a file in a directory gets at most, unless a single
-            tensor is larger. If one is not enough, an index maps tensors to files.
-        overwrite: replace the model in the directory, or the file. It stays until the
-            new one is complete beside it.
-        metadata: texts for the headers; `{"format": "pt"}`, which `transformers` asks
-            for, is added.
-        progress: whether process 0 shows on stderr how much has been written; None: if
-            that is a terminal. Or a function that process 0 calls after each tensor
-            with the bytes that are written, and those that will be.
+        max_file_bytes: the maximal size of a file in a directory, unless one tensor is
+            larger. Several files have an index.
+        overwrite: replace the model in the directory, or the file, when the new one is
+            complete beside it.
+        metadata: texts for the headers; `{"format": "pt"}`, which `transformers`
+            requires, is added.
+        progress: whether process 0 shows on stderr how much has been written; None
+            shows it on a terminal. Or a function that process 0 calls after each tensor
+            with the bytes written so far, and the total.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), the path is

@@ -45,24 +45,23 @@ def save(
 ) -> None:
     """Save a tree; return when the checkpoint is complete.
 
-    Every process of a job calls it with the same path, on storage that all of them
-    see. What an NNX object holds is saved, not the object: PRNG counters and batch
-    statistics too. Python numbers and strings come back as such; of them, and of NumPy
-    arrays, process 0 writes its own. Threads of a process take turns.
+    Every process of a job calls it with the same path, on shared storage. The state of
+    NNX objects is saved, including PRNG counters and batch statistics. Python numbers
+    and strings are restored as such; process 0 writes its own values of these and of
+    NumPy arrays. Threads of a process take turns.
 
     Args:
         path: a directory that does not exist yet, without `*`, `?` and `[` in its path;
             a relative one is made absolute.
         tree: NNX modules, an `nnx.Optimizer`, `nnx.State`s, Linen variables,
             TrainStates, optax states, arrays, Python numbers and strings, in any tree.
-        layout_map: the rules to write into the metadata; they are resolved against the
-            tree first, so that rules that do not fit it are found now.
+        layout_map: the rules to write into the metadata, after they have been resolved
+            against the tree.
         overwrite: replace the checkpoint at `path`. The new one is written beside it
-            (`path` + `.replacement`) and takes its place when it is complete, so that a
-            save that fails loses nothing. At a URL (`gs://…`) Orbax overwrites
-            instead, and the old one is gone first.
-        checksums: whether to record a checksum of each leaf, by which `restore` and
-            `verify` find a damaged one.
+            (`path` + `.replacement`) and replaces it when complete, so that a failed
+            save loses nothing. At a URL (`gs://…`) Orbax deletes the old one first.
+        checksums: whether to record a checksum of each leaf, with which `restore` and
+            `verify` detect damage.
 
     Raises:
         CheckpointError: leaves cannot be saved (one error lists all), `path` exists, or
@@ -220,10 +219,9 @@ def reshard(
 ) -> None:
     """Rewrite a checkpoint in the chunks that other layouts need.
 
-    A restore onto these layouts then reads each byte once, and whole files where the
-    shards are large. What was saved beside the arrays is kept; of a part (`include`,
-    `exclude`), and of a checkpoint without our metadata, only the arrays and their
-    paths are. The whole of it is in the memory of the devices for a while.
+    A restore onto these layouts then reads each byte once. Metadata is kept; of a
+    selection (`include`, `exclude`), and of a checkpoint without our metadata, only the
+    arrays and their paths are. All leaves are on the devices at once.
 
     Args:
         path: the checkpoint to read, or a directory of steps.
@@ -234,8 +232,8 @@ def reshard(
             saved with; a mesh of CPU devices will do.
 
     Raises:
-        CheckpointError: it cannot be read, is not as it was saved (where it has
-            checksums), or `to` cannot be written; what is at `path` is not touched.
+        CheckpointError: the checkpoint cannot be read or differs from its checksums, or
+            `to` cannot be written; `path` is unchanged.
         MeshError: there is no mesh of devices.
 
     Example:

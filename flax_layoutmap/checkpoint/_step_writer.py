@@ -201,7 +201,7 @@ class StepWriter:
             # It does not know any more which steps there are; a new one removes what
             # has been written of this one.
             self._inner = None
-            with translated(f"{pending.name} failed, nothing of it is kept"):
+            with translated(f"{pending.name} failed, and nothing was kept"):
                 raise pending.error
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ def _intact(read: dict[str, Any]) -> dict[str, Any]:
     """Compare a process's file with its digest; older versions wrote none."""
     held = {"processes": read["processes"], "state": read["state"]}
     if read.keys() > held.keys() and read.get("digest") != json_digest(held):
-        raise ValueError("it is not what was saved")
+        raise ValueError("it differs from what was saved")
     return read
 
 

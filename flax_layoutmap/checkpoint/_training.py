@@ -56,18 +56,18 @@ class Checkpointer:
     Args:
         directory: where the steps are; it is made by the first save.
         layout_map: the rules, on a mesh of devices. They may differ from run to run.
-        every: save each step that is a multiple of it; or one of the policies in
+        every: save each step that is a multiple of this; or one of the policies in
             `orbax.checkpoint.v1.training.save_decision_policies`.
         keep: how many of the latest steps to keep; None for all; or one of the policies
             in `….preservation_policies` (which see `metadata` as the metrics). Older
             ones are removed once a newer one is complete.
-        keep_every: the multiples of it are kept as well.
+        keep_every: also keep the steps that are multiples of this.
         checksums: as in `flm.checkpoint.save`; they are computed before `save` returns.
 
     Raises:
         CheckpointError: the directory is a file or a checkpoint itself, or a number
             makes no sense.
-        RuleError: `layout_map` is none.
+        RuleError: `layout_map` is neither a LayoutMap nor a RuleSet.
 
     Example:
         >>> import tempfile, jax.numpy as jnp, optax, flax_layoutmap as flm
@@ -143,7 +143,7 @@ class Checkpointer:
 
     @property
     def latest(self) -> int | None:
-        """The latest finished step, as in `steps`; None where there is none."""
+        """The latest finished step, as in `steps`, or None."""
         return max(self.steps, default=None)
 
     @property

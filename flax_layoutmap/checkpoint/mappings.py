@@ -60,7 +60,7 @@ def llama(*, scanned: bool = False, tied: bool = False) -> list[Entry]:
     Args:
         scanned: whether the model has its layers stacked along dim 0.
         tied: whether the model's output is its embedding; a `lm_head.weight` in the
-            checkpoint is then passed over.
+            checkpoint is then ignored.
     """
     return _decoder(_NORMS, scanned, tied)
 

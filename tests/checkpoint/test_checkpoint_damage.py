@@ -346,7 +346,7 @@ def test_another_digit_beside_the_arrays(steps: Path, tmp_path: Path) -> None:
         )
     found = restoring(verify=False)(step)
     assert comparable(found) == comparable(restoring()(steps / "7"))
-    said = f"the states of data in {step} are damaged: .*not what was saved"
+    said = f"the states of data in {step} are damaged: .*differs from what was saved"
     with pytest.raises(flm.errors.CheckpointError, match=said):
         loop(step.parent).data_states()
 

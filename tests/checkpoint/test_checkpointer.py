@@ -658,9 +658,7 @@ def test_a_failed_save_is_raised_at_the_end_of_the_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing(monkeypatch)
-    with refused(
-        "the save of step 0 to", "failed, nothing of it is kept: ", "no space"
-    ):
+    with refused("the save of step 0 to", "failed, and nothing was kept: ", "no space"):
         with open_at(tmp_path) as checkpointer:
             checkpointer.save(0, weights(0))
     assert checkpointer.steps == []

@@ -431,8 +431,8 @@ ENTRIES: dict[str, tuple[Any, str]] = {
         [("norm", "norm", m.stack())],
         r"have no \{layer\} for stack to fill in",
     ),
-    "hostile": ([("(a+)+$", "norm")], "could take for ever"),
-    "hostile name": ([(None, "(a|aa)+$")], "could take for ever"),
+    "hostile": ([("(a+)+$", "norm")], "could take very long"),
+    "hostile name": ([(None, "(a|aa)+$")], "could take very long"),
     "verbose": ([("(?x) a b", "norm")], "has the flag x"),
 }
 
@@ -493,7 +493,7 @@ def test_steps_that_do_not_make_the_leaf(
         (lambda: m.rearrange("a a -> a a"), "has a name twice"),
         (lambda: m.rearrange("a -> a", b=2), "or sizes for others"),
         (lambda: m.linear(inputs=1, outputs=1), "takes inputs= or outputs="),
-        (lambda: m.split(0, 3, 3), "split has 3 parts, so index=3 is none"),
+        (lambda: m.split(0, 3, 3), "split has 3 parts, so index=3 is out of range"),
         (lambda: m.merge(0, ()), "merge needs parts"),
         (lambda: m.merge(0, "ab", (1,)), "as many sizes"),
         (lambda: m.cast("floaty"), "it is no dtype"),
@@ -510,7 +510,7 @@ def test_a_pattern_that_could_take_long_is_not_tried(
 ) -> None:
     target = {"a" * 400: jnp.zeros(8)}
     for pattern, length in ((".*a.*a.*a.*a.*a.*b", 100), (".*a.*a.*a.*b", 512)):
-        text = f"could take for ever: more than .* on a path of {length} characters"
+        text = f"could take very long: more than .* on a path of {length} characters"
         with pytest.raises(flm.errors.CheckpointError, match=text):
             mapping = [(pattern, "norm")]
             restore(folder, target, layout_map=rules, mapping=mapping)
@@ -520,7 +520,7 @@ def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
     for options, text in (
         ({"mapping": MAPPING}, "a mapping says what the leaves of a target"),
         ({"dtype": "target"}, 'dtype="target" needs a target'),
-        ({"unexpected": "keep"}, "unexpected='keep' is none of the choices"),
+        ({"unexpected": "keep"}, "unexpected='keep' is not a choice"),
         ({"include": "nothing"}, "include='nothing' finds no leaf"),
     ):
         with pytest.raises(flm.errors.CheckpointError, match=text):
