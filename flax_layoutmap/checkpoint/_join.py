@@ -20,9 +20,8 @@ from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_split, nnx_state
 from flax_layoutmap._tree.paths import Flat, is_train_state, unescape
 from flax_layoutmap._tree.trace import Traced, trace
-from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, result_of
+from flax_layoutmap.checkpoint._leaves import Leaf, leaf_of, nested, result_of
 from flax_layoutmap.checkpoint._options import Options
-from flax_layoutmap.checkpoint._orbax import nested
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Leaves of checkpoints and trees, and checks that they are compatible."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -254,6 +254,18 @@ def in_portions(
         used += size
     if portion:
         yield portion
+
+
+def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
+    """Path → leaf, as a nested dict with one level for each part of the paths."""
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = (key(part) for part in path.split("/"))
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return root
 
 
 def problem_list(failing: str, problems: Sequence[str]) -> CheckpointError:

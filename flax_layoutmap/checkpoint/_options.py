@@ -6,9 +6,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+import jax
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, closest, did_you_mean
+from flax_layoutmap._core.errors import (
+    CheckpointError,
+    MeshError,
+    closest,
+    did_you_mean,
+)
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.pattern_cost import QUICKER, slow_because
@@ -184,6 +190,39 @@ def checked_options(
         rename=checked_rename(rename),
         **others,
     )
+
+
+def check_devices(
+    function: str, rules: RuleSet | None, mesh: DeviceMesh | None
+) -> None:
+    """Raise MeshError if the mesh to restore to has no devices."""
+    where = mesh if rules is None else rules.mesh
+    if (rules is None and mesh is None) or (
+        where is not None and not where.is_abstract
+    ):
+        return
+    have = "no mesh" if where is None else repr(where)
+    raise MeshError(
+        f"{function} needs a mesh of devices, the rules have {have}; pass "
+        "mesh=flm.DeviceMesh(...)"
+    )
+
+
+def check_processes(mesh: DeviceMesh | None) -> None:
+    """Raise MeshError if a process of the job has no device of the mesh.
+
+    Orbax waits for all processes of a job.
+    """
+    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
+        return
+    there = {device.process_index for device in mesh.devices.flat}
+    absent = sorted(set(range(jax.process_count())) - there)
+    if absent:
+        raise MeshError(
+            f"{mesh!r} has no device of the processes {absent}, and all "
+            f"{jax.process_count()} processes of a job restore together; use a mesh of "
+            "all of them, and relayout the result"
+        )
 
 
 def rules_of(layout_map: Any) -> RuleSet | None:

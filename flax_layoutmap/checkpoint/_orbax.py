@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,6 @@ _CHUNK_BYTES = 16 << 20
 
 # A file that only the v1 API writes, and one that every tree of arrays has.
 _V1_FILE, _TREE_FILE = "orbax.checkpoint", "_METADATA"
-# The metric by which TensorStore counts the bytes that it reads from files.
-_COUNTER = "/tensorstore/kvstore/file/bytes_read"
 
 
 # Threads take turns. Orbax numbers its operations by one counter of the process: a save
@@ -316,28 +314,6 @@ def layout_of(held: Any) -> tuple[dict[str, int], PartitionSpec] | None:
     # `shape` is that of the mesh.
     sizes = dict(zip(saved.axis_names, map(int, saved.shape), strict=True))
     return sizes, PartitionSpec(*entries)
-
-
-def bytes_read() -> int:
-    """Bytes that TensorStore has read from files since this process started."""
-    import tensorstore
-
-    found = tensorstore.experimental_collect_matching_metrics(_COUNTER)
-    return sum(
-        int(value["value"]) for metric in found for value in metric.get("values", ())
-    )
-
-
-def nested(leaves: Mapping[str, Any], key: Callable[[str], str] = str) -> Any:
-    """Path → leaf, as a nested dict with one level for each part of the paths."""
-    root: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, last = (key(part) for part in path.split("/"))
-        node = root
-        for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = leaf
-    return root
 
 
 @contextlib.contextmanager

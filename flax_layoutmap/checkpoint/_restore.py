@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-import jax
 import numpy as np
 
-from flax_layoutmap._core.errors import CheckpointError, MeshError, ResolveError, meant
-from flax_layoutmap._core.mesh import DeviceMesh
+from flax_layoutmap._core.errors import CheckpointError, ResolveError, meant
 from flax_layoutmap._core.processes import Agreement
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
@@ -33,7 +31,9 @@ from flax_layoutmap.checkpoint._options import (
     Options,
     RestoreOptions,
     Unexpected,
+    check_devices,
     check_names,
+    check_processes,
     checked_options,
 )
 from flax_layoutmap.checkpoint._places import find
@@ -175,7 +175,7 @@ def restore(
     )
     check_devices("restore", options.rules, options.mesh)
     job_mesh = options.job_mesh
-    _check_processes(job_mesh)
+    check_processes(job_mesh)
     with Agreement(f"restoring {options.path}", job_mesh) as agreement:
         reads = _reads(options, measure=is_shown(progress))
         if reads.plan.resolution is not None:
@@ -231,48 +231,12 @@ def plan(
         **options,
     )
     job_mesh = checked.job_mesh
-    _check_processes(job_mesh)
+    check_processes(job_mesh)
     doing = f"planning to restore {checked.path}"
     with Agreement(doing, job_mesh) as agreement:
         reads = _reads(checked, measure=True)
         agreement.add(reads.same_checkpoint)
     return described(reads, checked)
-
-
-# --------------------------------------------------------------------- checks
-
-
-def check_devices(
-    function: str, rules: RuleSet | None, mesh: DeviceMesh | None
-) -> None:
-    """Raise MeshError if the mesh to restore to has no devices."""
-    where = mesh if rules is None else rules.mesh
-    if (rules is None and mesh is None) or (
-        where is not None and not where.is_abstract
-    ):
-        return
-    have = "no mesh" if where is None else repr(where)
-    raise MeshError(
-        f"{function} needs a mesh of devices, the rules have {have}; pass "
-        "mesh=flm.DeviceMesh(...)"
-    )
-
-
-def _check_processes(mesh: DeviceMesh | None) -> None:
-    """Raise MeshError if a process of the job has no device of the mesh.
-
-    Orbax waits for all processes of a job.
-    """
-    if mesh is None or mesh.is_abstract or jax.process_count() == 1:
-        return
-    there = {device.process_index for device in mesh.devices.flat}
-    absent = sorted(set(range(jax.process_count())) - there)
-    if absent:
-        raise MeshError(
-            f"{mesh!r} has no device of the processes {absent}, and all "
-            f"{jax.process_count()} processes of a job restore together; use a mesh of "
-            "all of them, and relayout the result"
-        )
 
 
 # ----------------------------------------------------------------------- plan

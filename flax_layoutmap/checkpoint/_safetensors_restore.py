@@ -18,18 +18,23 @@ from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import Shape, show_shape
 from flax_layoutmap._tree.paths import escape, unescape
 from flax_layoutmap.checkpoint._join import Held, Plan, Read, Target, join, opened
-from flax_layoutmap.checkpoint._leaves import TYPES, Leaf, is_floating, problem_list
+from flax_layoutmap.checkpoint._leaves import (
+    TYPES,
+    Leaf,
+    is_floating,
+    nested,
+    problem_list,
+)
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
 from flax_layoutmap.checkpoint._mapping_blocks import Range, pieces_of, whole
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
     Unexpected,
+    check_devices,
     checked_options,
 )
-from flax_layoutmap.checkpoint._orbax import nested
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
-from flax_layoutmap.checkpoint._restore import check_devices
 from flax_layoutmap.checkpoint._safetensors_header import (
     Stored,
     Tensor,
@@ -203,19 +208,11 @@ def _read(
 
 def _together(planned: TensorPlan) -> list[list[str]]:
     """Group the paths of leaves that use the same tensors, which are read together."""
-    group_of: dict[str, int] = {}
-    groups: dict[int, list[str]] = {}
-    for number, (path, read) in enumerate(planned.plan.reads.items()):
-        if _is_empty(read):
-            continue
-        names = planned.recipes[path].shapes
-        known = {group_of[name] for name in names if name in group_of}
-        first, *others = sorted(known) or [number]
-        members = groups.setdefault(first, [])
-        for other in others:
-            members += groups.pop(other)
-        members.append(path)
-        group_of |= {name: first for p in members for name in planned.recipes[p].shapes}
+    groups: dict[frozenset[str], list[str]] = {}
+    for path, read in planned.plan.reads.items():
+        if not _is_empty(read):
+            tensors = frozenset(planned.recipes[path].shapes)
+            groups.setdefault(tensors, []).append(path)
     return list(groups.values())
 
 

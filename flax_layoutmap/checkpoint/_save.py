@@ -21,6 +21,7 @@ from flax_layoutmap.checkpoint._leaves import (
     key_leaf,
     leaf_of,
     mesh_of,
+    nested,
     no_value,
     problem_list,
 )
@@ -135,7 +136,7 @@ def prepare(
     record = _record.to_json(flat, leaves, resolution.owners(), rules)
     if checksums:
         record["checksums"] = _checksums.checksums(values)
-    return Ready(_orbax.nested(values), record)
+    return Ready(nested(values), record)
 
 
 def _described(

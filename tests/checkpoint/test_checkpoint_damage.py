@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from same import refused
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _orbax
@@ -202,9 +203,7 @@ def test_messages_name_the_leaf_or_the_files(intact: Path, tmp_path: Path) -> No
 def test_a_python_bool_of_plain_orbax(tmp_path: Path) -> None:
     v1: Any = ocp.v1
     v1.save(tmp_path / "plain", {"w": np.ones(8, np.float32), "flag": True})
-    with pytest.raises(
-        flm.errors.CheckpointError, match="writes Python bools, which it cann"
-    ):
+    with refused("writes Python bools, which it cann"):
         flm.checkpoint.inspect(tmp_path / "plain")
 
 

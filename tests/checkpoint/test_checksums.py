@@ -183,7 +183,8 @@ def test_programs_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_add_up(what: str, data: st.DataObject) -> None:
     if what == "large":
         # Across the ends of the tables of multipliers, in one dim or in two.
-        shape = data.draw(st.sampled_from([(70_001,), (40_000, 3), (5, 20_001)]))
+        shapes = [(70_001,), (40_000, 3), (5, 20_001), (3, 140_000), (3, 2, 70_001)]
+        shape = data.draw(st.sampled_from([*shapes, (20_000, 40)]))
         dtype = "float32"
     else:
         shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
@@ -207,19 +208,6 @@ def test_indices_are_not_cut(start: int) -> None:
     assert block_sum(value, (start,)) != block_sum(value, (start % 2**32 + 1,))
     rows = random("uint64", (2, 3))
     assert block_sum(rows, (start, 1)) == by_definition(rows, (start, 1))
-
-
-def test_wide_rows_and_many_rows() -> None:
-    for shape in [(3, 140_000), (3, 2, 70_001), (20_000, 40)]:
-        value = random("float32", shape)
-        halves = [value[:, :35], value[:, 35:]] if len(shape) == 2 else [value]
-        starts = [(0, 0), (0, 35)] if len(shape) == 2 else [(0, 0, 0)]
-        parts = [block_sum(h, s) for h, s in zip(halves, starts, strict=True)]
-        rows = [
-            block_sum(value[i : i + 1], (i, *(0,) * (value.ndim - 1)))
-            for i in range(shape[0])
-        ]
-        assert sum(parts) & MASK == sum(rows) & MASK == block_sum(value, starts[0])
 
 
 def test_strides_and_byte_order_do_not_matter() -> None:
@@ -546,10 +534,6 @@ def test_checkpoints_without_checksums(plain: Path, tmp_path: Path) -> None:
     v1: Any = ocp.v1
     v1.save(tmp_path / "orbax", {"w": jnp.ones(8)})
     assert "it was saved by Orbax alone" in text_of_error(tmp_path / "orbax")
-
-
-def test_a_place_without_a_checkpoint(tmp_path: Path) -> None:
-    assert "there is no checkpoint at" in text_of_error(tmp_path / "no")
 
 
 # ------------------------------------------------------------- in several processes

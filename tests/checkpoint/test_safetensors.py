@@ -12,6 +12,7 @@ import shards
 from flax import linen, nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import save_file
+from same import refused
 
 import flax_layoutmap as flm
 from flax_layoutmap.checkpoint import _safetensors_read
@@ -303,9 +304,7 @@ def test_dtypes(folder: Path, rules: flm.LayoutMap) -> None:
     assert found["norm"]["scale"].get_value().dtype == jnp.float16
     whole = {"mlp": {"up": {"weight": jnp.zeros((16, 8), jnp.int32)}}}
     for dtype in (None, "target"):
-        with pytest.raises(
-            flm.errors.CheckpointError, match="another dtype: the checkpoint"
-        ):
+        with refused("another dtype: the checkpoint"):
             restore(folder, whole, layout_map=rules, dtype=dtype, unexpected="ignore")
 
 
@@ -329,9 +328,7 @@ def test_missing_leaves_are_kept_or_made(folder: Path, rules: flm.LayoutMap) -> 
     head = concrete.head.kernel[...]
     kept = restore(folder, concrete, **options, missing="keep")
     assert kept.head.kernel[...] is head
-    with pytest.raises(
-        flm.errors.CheckpointError, match="abstract, so there is no value"
-    ):
+    with refused("abstract, so there is no value"):
         restore(folder, nnx.eval_shape(Larger), **options, missing="keep")
     with pytest.raises(
         flm.errors.CheckpointError, match='"init" needs a function as target'
@@ -367,7 +364,7 @@ def test_a_head_that_is_tied_to_the_embedding(
     tensors = {"model.embed_tokens.weight": UP, "lm_head.weight": UP + 1}
     save_file(tensors, tmp_path / "model.safetensors")
     target = {"embed": {"embedding": jnp.zeros((16, 8))}}
-    with pytest.raises(flm.errors.CheckpointError, match="pass tied=True"):
+    with refused("pass tied=True"):
         restore(tmp_path, target, layout_map=rules, mapping=m.llama())
     restore(tmp_path, target, layout_map=rules, mapping=m.llama(tied=True))
     both = {**target, "lm_head": {"kernel": jnp.zeros((8, 16))}}
@@ -525,27 +522,21 @@ def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
     ):
         with pytest.raises(flm.errors.CheckpointError, match=text):
             restore(folder, layout_map=rules, **options)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="without layouts: pass layout_map="
-    ):
+    with refused("without layouts: pass layout_map="):
         restore(folder)
-    with pytest.raises(
-        flm.errors.CheckpointError, match="mesh= is the mesh for the rules"
-    ):
+    with refused("mesh= is the mesh for the rules"):
         restore(folder, mesh=rules.device_mesh)
     with pytest.raises(
         flm.errors.MeshError, match="needs a mesh of devices, .* no mesh"
     ):
         restore(folder, layout_map=flm.LayoutMap())
     abstract = {"norm": jax.ShapeDtypeStruct((8,), "float32")}
-    with pytest.raises(
-        flm.errors.CheckpointError, match="no sharding for it; pass layout_map"
-    ):
+    with refused("no sharding for it; pass layout_map"):
         restore(folder, abstract, unexpected="ignore")
     odd = NamedSharding(jax_mesh(rules), P(("data", "model")))
     save_file({"norm": np.zeros(6, np.float32)}, folder / "model.safetensors")
     abstract = {"norm": jax.ShapeDtypeStruct((6,), "float32", sharding=odd)}
-    with pytest.raises(flm.errors.CheckpointError, match="sharding does not fit it"):
+    with refused("sharding does not fit it"):
         restore(folder, abstract)
     found = restore(
         folder, layout_map=flm.LayoutMap(strict=False), mesh=rules.device_mesh
@@ -556,9 +547,7 @@ def test_options_that_are_refused(folder: Path, rules: flm.LayoutMap) -> None:
 def test_names_that_make_no_tree(tmp_path: Path, rules: flm.LayoutMap) -> None:
     tensors = {"a": UP, "a.b": UP}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(
-        flm.errors.CheckpointError, match="'a' and 'a.b', which make no nested"
-    ):
+    with refused("'a' and 'a.b', which make no nested"):
         restore(tmp_path, layout_map=rules)
     found = restore(
         tmp_path, {"x": jnp.zeros((16, 8))}, layout_map=rules, mapping=[("x", "a.b")]
