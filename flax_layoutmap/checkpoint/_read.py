@@ -33,11 +33,7 @@ from flax_layoutmap.checkpoint._leaves import (
 from flax_layoutmap.checkpoint._places import absolute, find
 from flax_layoutmap.checkpoint._progress import shown_progress
 from flax_layoutmap.checkpoint._record import check_intact
-from flax_layoutmap.checkpoint._stored import (
-    Stored,
-    no_checksums,
-    open_checkpoint,
-)
+from flax_layoutmap.checkpoint._stored import Stored, no_checksums, open_checkpoint
 from flax_layoutmap.checkpoint._strategy import Portion, Reads, Way
 
 # A process that cannot read waits this long for the others, which still read.

@@ -18,6 +18,7 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve, resolve_with_origins
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap.checkpoint._descriptions import RestorePlan, described
 from flax_layoutmap.checkpoint._join import Held, Plan, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
     Leaf,
@@ -37,7 +38,6 @@ from flax_layoutmap.checkpoint._options import (
     checked_options,
 )
 from flax_layoutmap.checkpoint._places import find
-from flax_layoutmap.checkpoint._preview import RestorePlan, described
 from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._read import read_leaves
 from flax_layoutmap.checkpoint._record import check_intact

@@ -31,7 +31,7 @@ _LAST_SECONDS = 20.0
 _LOOK_SECONDS = 0.25
 
 # Saves that run, or whose failure was not raised yet; and the thread that guards them.
-_UNTOLD: set["_Pending"] = set()
+_UNREPORTED: set["_Pending"] = set()
 _guard: threading.Thread | None = None
 
 
@@ -80,7 +80,7 @@ class _Pending(threading.Thread):
     def start(self) -> None:
         """Start to wait, and the exit guard if needed."""
         _guard_the_end()
-        _UNTOLD.add(self)
+        _UNREPORTED.add(self)
         super().start()
 
     def run(self) -> None:
@@ -91,7 +91,7 @@ class _Pending(threading.Thread):
             # Of any kind: it is raised again in the thread that saves.
             self.error = error
         else:
-            _UNTOLD.discard(self)
+            _UNREPORTED.discard(self)
         self.ended.set()
 
 
@@ -115,9 +115,9 @@ def _at_the_end() -> None:
         while main.is_alive() and _takes_work(pool):
             main.join(_LOOK_SECONDS)
     until = time.monotonic() + _LAST_SECONDS
-    for pending in list(_UNTOLD):
+    for pending in list(_UNREPORTED):
         pending.ended.wait(max(0.0, until - time.monotonic()))
-    lost = list(_UNTOLD)
+    lost = list(_UNREPORTED)
     for pending in lost:
         print(
             visible(
@@ -196,7 +196,7 @@ class StepWriter:
         with TURN:
             if self._pending is pending:  # not the next save, of another thread
                 self._pending = None
-        _UNTOLD.discard(pending)
+        _UNREPORTED.discard(pending)
         if pending.error is not None:
             # It does not know any more which steps there are; a new one removes what
             # has been written of this one.

@@ -8,23 +8,33 @@ belong to the parameters that their paths end with.
 """
 
 import dataclasses
+import os
 from collections.abc import Container, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
 from flax_layoutmap._resolve.origins import find_origins
+from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.stages import Leaves
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
 from flax_layoutmap.checkpoint import _orbax, _record
-from flax_layoutmap.checkpoint._leaves import Leaf
-from flax_layoutmap.checkpoint._options import Rename, renamed
-from flax_layoutmap.checkpoint._places import Place
+from flax_layoutmap.checkpoint._leaves import Leaf, problem_list
+from flax_layoutmap.checkpoint._options import (
+    LayoutOptions,
+    Options,
+    Rename,
+    check_names,
+    checked_options,
+    renamed,
+)
+from flax_layoutmap.checkpoint._places import Place, find
 
 _OPTIMIZER = ("optimizer", "optimizer_state", "opt")
-# What the random state of an NNX stream is called, and where.
+# The folder and the leaves of an NNX random stream.
 _STREAM, _RANDOM = "rngs", ("count", "key")
 
 
@@ -75,6 +85,72 @@ def open_checkpoint(
     return Stored(
         place, read.item, record, ours, read.is_v1, leaves, held, read.tree, read.custom
     )
+
+
+def resolve(
+    path: str | os.PathLike[str],
+    *,
+    rename: Any = None,
+    **options: Unpack[LayoutOptions],
+) -> Resolution:
+    """Resolve the layout of every leaf of a checkpoint, without the model's code.
+
+    Reads no array, and needs no devices: the mesh may be abstract.
+
+    Args:
+        path: a checkpoint, or a directory of steps (then its latest, unless `step`).
+        rename: other names for the leaves, as in `restore`.
+        **options: `layout_map`, `mesh`, `step`, `item`, `include` and `exclude` of
+            `restore`. Without `layout_map` the rules are those that the checkpoint was
+            saved with; without `mesh` they are on their own mesh, or on that of the
+            save, abstract. A selection includes the parameters that selected optimizer
+            state follows.
+
+    Returns:
+        The Resolution: read it with `.report()`, `.explain(path)`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or it was saved
+            without rules (or mesh) and none are given.
+        ResolveError: its leaves do not fit the rules; all of them are listed.
+
+    Example:
+        >>> import tempfile, jax.numpy as jnp, flax_layoutmap as flm
+        >>> layout_map = flm.LayoutMap("data=-1")
+        >>> layout_map["w"] = ("data", None)
+        >>> path = tempfile.mkdtemp() + "/weights"
+        >>> flm.checkpoint.save(path, {"w": jnp.ones((64, 8))}, layout_map=layout_map)
+        >>> mesh = flm.DeviceMesh.abstract("data=16")
+        >>> found = flm.checkpoint.resolve(path, mesh=mesh)
+        >>> found["w"].shard_shape
+        (4, 8)
+    """
+    check_names("resolve", options, LayoutOptions)
+    checked = checked_options(path, rename=rename, **options)
+    place = find(checked.path, checked.step, newest=True)
+    stored = open_checkpoint(place, checked.item, checked.rename)
+    selection = checked.selection.among(stored.record.flat)
+    problems = selection.useless(stored.leaves)
+    if problems:
+        raise problem_list(f"cannot lay out {stored.where}", problems)
+    selected = None
+    if not selection.is_everything:
+        selected = [path for path in stored.leaves if path in selection]
+    rules = _rules_for(stored, checked)
+    return stored.record.resolve(stored.leaves, rules, selected)
+
+
+def _rules_for(stored: Stored, options: Options) -> RuleSet:
+    """The rules on a mesh, by default those of the checkpoint."""
+    rules, record, lacking = options.rules, stored.record, "a mesh; pass mesh="
+    if rules is None:
+        rules = record.rule_set(options.mesh or record.mesh)
+        lacking = "rules; pass layout_map=" if rules is None else lacking
+    elif rules.mesh is None and record.mesh is not None:
+        rules = rules.on(record.mesh)
+    if rules is None or rules.mesh is None:
+        raise CheckpointError(f"{stored.where} was saved without {lacking}")
+    return rules
 
 
 def _recorded(

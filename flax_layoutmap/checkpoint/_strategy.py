@@ -15,7 +15,6 @@ from flax_layoutmap.checkpoint import _orbax
 from flax_layoutmap.checkpoint._join import Plan, Read
 from flax_layoutmap.checkpoint._leaves import in_portions
 from flax_layoutmap.checkpoint._options import Options
-from flax_layoutmap.checkpoint._orbax import stored_bytes
 from flax_layoutmap.checkpoint._reads import (
     Extent,
     PerProcess,
@@ -119,7 +118,7 @@ def choose_reads(
     sizes: dict[str, int] = {}
     if measure:
         with _orbax.translated(f"the checkpoint {stored.where} is damaged"):
-            sizes = stored_bytes(_orbax.folder_of(stored.where, stored.item))
+            sizes = _orbax.stored_bytes(_orbax.folder_of(stored.where, stored.item))
     ways = {
         path: way
         for path, read in plan.reads.items()
