@@ -14,10 +14,46 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from flax_layoutmap._rules.records import Shape
-from flax_layoutmap.checkpoint._safetensors_read import Piece
 
 Factors = tuple[tuple[int, int], ...]
 Range = tuple[int, int]  # from, to before
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A strided view of a tensor, and the array to fill with it.
+
+    `offset` is the first element, `strides` are in elements, one per dim of `out`.
+    """
+
+    offset: int
+    strides: tuple[int, ...]
+    out: np.ndarray
+
+    @property
+    def span(self) -> int:
+        """Elements from the first to the last one, including those between."""
+        steps = zip(self.out.shape, self.strides, strict=True)
+        return 1 + sum((size - 1) * stride for size, stride in steps)
+
+    def ordered(self) -> "Piece":
+        """The piece with its dims in file order, without those of size 1."""
+        dims = [at for at, size in enumerate(self.out.shape) if size > 1]
+        dims.sort(key=lambda at: -self.strides[at])
+        ones = [at for at, size in enumerate(self.out.shape) if size == 1]
+        out = self.out.transpose(dims + ones)
+        out = out.squeeze(tuple(range(len(dims), out.ndim)))
+        return Piece(self.offset, tuple(self.strides[at] for at in dims), out)
+
+    def rows(self, start: int, stop: int) -> "Piece":
+        """Some rows of the first dim."""
+        offset = self.offset + start * self.strides[0]
+        return Piece(offset, self.strides, self.out[start:stop])
+
+    def row(self, at: int) -> "Piece":
+        """One row, without the first dim."""
+        offset = self.offset + at * self.strides[0]
+        return Piece(offset, self.strides[1:], self.out[at, ...])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

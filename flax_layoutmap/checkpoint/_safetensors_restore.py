@@ -1,32 +1,26 @@
 """flm.checkpoint.restore_safetensors."""
 
-import dataclasses
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from flax_layoutmap._core.errors import CheckpointError, did_you_mean
 from flax_layoutmap._core.processes import Agreement
-from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
-from flax_layoutmap._rules.records import Shape, show_shape
+from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._tree.paths import escape, unescape
-from flax_layoutmap.checkpoint._join import Held, Plan, Read, Target, join, opened
+from flax_layoutmap.checkpoint._join import Held, Target, join, opened
 from flax_layoutmap.checkpoint._leaves import (
-    TYPES,
     Leaf,
     is_floating,
     nested,
     problem_list,
 )
 from flax_layoutmap.checkpoint._mapping import NameMapping, Recipe
-from flax_layoutmap.checkpoint._mapping_blocks import Range, pieces_of, whole
+from flax_layoutmap.checkpoint._mapping_blocks import whole
 from flax_layoutmap.checkpoint._options import (
     Missing,
     Options,
@@ -34,25 +28,13 @@ from flax_layoutmap.checkpoint._options import (
     check_devices,
     checked_options,
 )
-from flax_layoutmap.checkpoint._progress import is_shown, shown_progress
 from flax_layoutmap.checkpoint._safetensors_header import (
     Stored,
     Tensor,
     local,
     open_safetensors,
 )
-from flax_layoutmap.checkpoint._safetensors_read import Files, Piece, bytes_to_read
-
-Index = tuple[Range, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorPlan:
-    """A plan, and the recipe of each leaf."""
-
-    stored: Stored
-    plan: Plan
-    recipes: Mapping[str, Recipe]
+from flax_layoutmap.checkpoint._safetensors_read import TensorPlan, read_tensors
 
 
 def restore_safetensors(
@@ -149,7 +131,7 @@ def restore_safetensors(
         if planned.plan.resolution is not None:
             planned.plan.resolution.announce()
         agreement.add(lambda: _parts(planned))
-    return planned.plan.tree(_read(planned, progress))
+    return planned.plan.tree(read_tensors(planned, progress))
 
 
 def _checked_mapping(mapping: Sequence[Any] | None, target: Any) -> NameMapping:
@@ -173,154 +155,6 @@ def _parts(planned: TensorPlan) -> dict[str, list[str]]:
             for path, read in planned.plan.reads.items()
         ],
     }
-
-
-# -------------------------------------------------------------------- reading
-
-
-def _read(
-    planned: TensorPlan, progress: bool | Callable[[int, int], object] | None
-) -> dict[str, Any]:
-    """Path → restored value of every leaf of the plan."""
-    stored, reads = planned.stored, planned.plan.reads
-    made = {path: _empty(read) for path, read in reads.items() if _is_empty(read)}
-    groups = _together(planned)
-    tell = progress if callable(progress) else None
-    shown = False if callable(progress) else progress
-    total = 0
-    if tell is not None or is_shown(shown):
-        # The arrays are never touched, so they take no memory.
-        total = sum(_bytes_of(stored, _buffers(planned, group)) for group in groups)
-    with Files() as files:
-        what = f"restoring {stored.where}"
-        with shown_progress(what, total, shown, lambda: files.bytes_read):
-            before: dict[str, Any] = {}
-            for group in groups:
-                new = _read_group(files, planned, group)
-                # Transfers overlap with the reads of the next group.
-                jax.block_until_ready([*before.values()])
-                made |= new
-                before = new
-                if tell is not None:
-                    tell(files.bytes_read, total)
-    return {path: made[path] for path in reads}
-
-
-def _together(planned: TensorPlan) -> list[list[str]]:
-    """Group the paths of leaves that use the same tensors, which are read together."""
-    groups: dict[frozenset[str], list[str]] = {}
-    for path, read in planned.plan.reads.items():
-        if not _is_empty(read):
-            tensors = frozenset(planned.recipes[path].shapes)
-            groups.setdefault(tensors, []).append(path)
-    return list(groups.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Buffers:
-    """The reads of this process for some leaves.
-
-    `arrays` maps path → box of the leaf → host array to fill; `pieces` maps tensor name
-    → its parts that go into these arrays.
-    """
-
-    arrays: Mapping[str, Mapping[Index, np.ndarray]]
-    pieces: Mapping[str, Sequence[Piece]]
-
-
-def _buffers(planned: TensorPlan, paths: Sequence[str]) -> _Buffers:
-    pieces: dict[str, list[Piece]] = {}
-    arrays: dict[str, dict[Index, np.ndarray]] = {}
-    for path in paths:
-        read, recipe = planned.plan.reads[path], planned.recipes[path]
-        arrays[path] = {}
-        for box in _boxes(read.sharding, read.result.shape):
-            out = _buffer(read, recipe, tuple(stop - start for start, stop in box))
-            arrays[path][box] = out
-            for name, piece in pieces_of(recipe.blocks, box, out):
-                pieces.setdefault(name, []).append(piece)
-    return _Buffers(arrays, pieces)
-
-
-def _bytes_of(stored: Stored, buffers: _Buffers) -> int:
-    """Bytes that this process reads to fill some buffers."""
-    parts = buffers.pieces.items()
-    return sum(bytes_to_read(stored.tensors[name], own) for name, own in parts)
-
-
-def _read_group(
-    files: Files, planned: TensorPlan, paths: Sequence[str]
-) -> dict[str, Any]:
-    """Read leaves that share tensors; return path → value."""
-    buffers = _buffers(planned, paths)
-    for name, parts in buffers.pieces.items():
-        try:
-            files.read(planned.stored.tensors[name], parts)
-        except CheckpointError as error:
-            users = [path for path in paths if name in planned.recipes[path].shapes]
-            raise CheckpointError(f"{', '.join(users)}: {error}") from error
-    return {
-        path: _made(planned.plan.reads[path], arrays)
-        for path, arrays in buffers.arrays.items()
-    }
-
-
-def _buffer(read: Read, recipe: Recipe, shape: Shape) -> np.ndarray:
-    """An array to read into, with memory in file order.
-
-    The transposition is left to JAX, on the way to the device, which is faster than
-    NumPy.
-    """
-    if read.sharding is None:
-        dtype = read.stored.dtype if read.result.is_python else read.result.dtype
-        return np.empty(shape, dtype)
-    order = recipe.order
-    made = np.empty([shape[dim] for dim in order], read.result.dtype)
-    return made.transpose(np.argsort(order))
-
-
-def _is_empty(read: Read) -> bool:
-    return 0 in read.result.shape
-
-
-def _empty(read: Read) -> Any:
-    """A leaf without elements, which needs no read."""
-    value = np.zeros(read.result.shape, read.result.dtype)
-    return value if read.sharding is None else put(value, read.sharding)
-
-
-@functools.lru_cache(maxsize=1024)
-def _boxes(sharding: Any, shape: Shape) -> dict[Index, list[Any]]:
-    """Box of an array that this process needs → its devices; many leaves agree."""
-    if sharding is None:
-        return {tuple((0, size) for size in shape): []}
-    found: dict[Index, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        box = tuple(
-            part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
-        )
-        found.setdefault(box, []).append(device)
-    return found
-
-
-def _made(read: Read, buffers: Mapping[Index, np.ndarray]) -> Any:
-    """Make a leaf from its boxes on the host; replicas share a buffer."""
-    result, sharding = read.result, read.sharding
-    if sharding is None:
-        [value] = buffers.values()
-        return TYPES[result.kind](value.item()) if result.is_python else value
-    arrays = [
-        jax.device_put(
-            buffers[index],
-            SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
-        )
-        for index, devices in _boxes(sharding, result.shape).items()
-        for device in devices
-    ]
-    # A process without a device of this mesh has no arrays, so pass the dtype.
-    return jax.make_array_from_single_device_arrays(
-        result.shape, sharding, arrays, dtype=result.dtype
-    )
 
 
 # ---------------------------------------------------------------------- plan
