@@ -446,24 +446,6 @@ def test_rules_meet_a_checkpoint_as_they_meet_the_live_tree(
             assert leaf.sharding == expected[path], path
 
 
-def test_factored_moments_land_on_the_right_axes(tmp_path: Path) -> None:
-    """Rows and columns of a square kernel have one shape, and two layouts."""
-    tx = optax.adafactor(1e-2, min_dim_size_to_factor=4)
-    model = make()
-    tree = {"model": model, "optimizer": nnx.Optimizer(model, tx, wrt=nnx.Param)}
-    flm.checkpoint.save(tmp_path / "a", tree)
-    layout_map = rules(MESHES["as saved"]())
-    restored = by_path(restore(tmp_path / "a", layout_map=layout_map))
-    specs = {
-        path.split("/", 2)[2].replace("/layers/0/kernel", ""): leaf.sharding.spec
-        for path, leaf in restored.items()
-        if path.startswith("optimizer/opt_state/") and "layers/0/kernel" in path
-    }
-    rows = [spec for path, spec in specs.items() if path.endswith("v_row")]
-    columns = [spec for path, spec in specs.items() if path.endswith("v_col")]
-    assert rows == [PartitionSpec("data")] and columns == [PartitionSpec("model")]
-
-
 def test_a_state_without_tx_asks_the_checkpoint_for_its_dims(tmp_path: Path) -> None:
     tree = with_optimizer(chain())
     flm.checkpoint.save(tmp_path / "a", tree)

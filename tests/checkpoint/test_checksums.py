@@ -398,17 +398,6 @@ def test_an_intact_checkpoint(compressed: Path, plain: Path) -> None:
     }
 
 
-def test_the_record_is_that_of_other_layouts(plain: Path, tmp_path: Path) -> None:
-    for number, (spec, *axes) in enumerate(
-        [("x=8", "x", None), ("x=4,y=2", None, ("x", "y")), ("x=8", None, None)]
-    ):
-        rules = layout_map(spec, *axes)
-        flm.checkpoint.save(
-            tmp_path / str(number), rules.place({"large": tree()["large"]})
-        )
-        assert recorded(tmp_path / str(number))["large/w"] == recorded(plain)["large/w"]
-
-
 @pytest.mark.parametrize("bit", [0, 3, 7])
 @pytest.mark.parametrize("at", [0, 1, 1000, 2047])
 def test_one_flipped_bit_in_the_data(

@@ -233,74 +233,67 @@ def reads(
     return [(at - tensor.offset, count) for at, count in seen]
 
 
-@pytest.fixture
-def matrix(tmp_path: Path) -> tuple[str, np.ndarray]:
+def quarters(dtype: str) -> list[tuple[Any, ...]]:
+    """The columns of a matrix (64,32) in four pieces."""
+    return [(8 * at, (32, 1), (64, 8), dtype) for at in range(4)]
+
+
+# Name → sizes, pieces (first element, strides, shape, dtype), the reads of a matrix
+# (64,32) of float32, first byte and length each, and what the pieces are.
+READS: dict[str, tuple[dict[str, int], list[Any], list[Any], Callable[..., Any]]] = {
+    "rows are one read": (
+        {},
+        [(16 * 32, (32, 1), (16, 32), "f4")],
+        [(2048, 2048)],
+        lambda values: values[16:32],
+    ),
+    "narrow columns are cut from whole rows": (
+        {},
+        [(8, (32, 1), (64, 8), "f4")],
+        [(32, 64 * 128 - 96)],  # from the first number to the last
+        lambda values: values[:, 8:16],
+    ),
+    "all columns come from one read of each block": (
+        {"BLOCK_BYTES": 16 * 128},
+        quarters("f4"),
+        [(at * 2048, 2048) for at in range(4)],
+        lambda values: values,
+    ),
+    "a row that is longer than the buffer is read in parts": (
+        {"BLOCK_BYTES": 64},
+        quarters("f8"),
+        [(at * 64, 64) for at in range(128)],
+        lambda values: values,
+    ),
+    "wide gaps are skipped": (
+        {"GAP_BYTES": 96},
+        [(0, (32, 1), (64, 8), "f4")],
+        [(row * 128, 32) for row in range(64)],
+        lambda values: values[:, :8],
+    ),
+    "transposed and cast on the way": (
+        {},
+        [(0, (1, 32), (32, 64), "f8")],
+        [(0, 8192)],
+        lambda values: values.T,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_which_bytes_are_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, pieces, expected, part = READS[name]
+    for size, value in sizes.items():
+        monkeypatch.setattr(_safetensors_read, size, value)
     values = np.arange(64 * 32, dtype=np.float32).reshape(64, 32)
-    save_file({"w": values}, tmp_path / "model.safetensors")
-    return str(tmp_path / "model.safetensors"), values
-
-
-def test_rows_are_one_read(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    out = np.empty((16, 32), np.float32)
-    assert reads(file, [Piece(16 * 32, (32, 1), out)], monkeypatch) == [(2048, 2048)]
-    np.testing.assert_array_equal(out, values[16:32])
-
-
-def test_narrow_columns_are_cut_from_whole_rows(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    out = np.empty((64, 8), np.float32)
-    found = reads(file, [Piece(8, (32, 1), out)], monkeypatch)
-    assert found == [(32, 64 * 128 - 96)]  # from the first number to the last
-    np.testing.assert_array_equal(out, values[:, 8:16])
-
-
-def test_all_columns_of_a_process_come_from_one_read_of_each_block(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", 16 * 128)
-    outs = [np.empty((64, 8), np.float32) for _ in range(4)]
-    pieces = [Piece(8 * at, (32, 1), out) for at, out in enumerate(outs)]
-    found = reads(file, pieces, monkeypatch)
-    assert found == [(at * 2048, 2048) for at in range(4)]
-    np.testing.assert_array_equal(np.concatenate(outs, 1), values)
-
-
-def test_a_row_that_is_longer_than_the_buffer_is_read_in_parts(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    monkeypatch.setattr(_safetensors_read, "BLOCK_BYTES", 64)
-    outs = [np.empty((64, 8), np.float64) for _ in range(4)]
-    pieces = [Piece(8 * at, (32, 1), out) for at, out in enumerate(outs)]
-    found = reads(file, pieces, monkeypatch)
-    assert found == [(at * 64, 64) for at in range(128)]
-    np.testing.assert_array_equal(np.concatenate(outs, 1), values)
-
-
-def test_wide_gaps_are_skipped(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    monkeypatch.setattr(_safetensors_read, "GAP_BYTES", 96)
-    out = np.empty((64, 8), np.float32)
-    found = reads(file, [Piece(0, (32, 1), out)], monkeypatch)
-    assert found == [(row * 128, 32) for row in range(64)]
-    np.testing.assert_array_equal(out, values[:, :8])
-
-
-def test_transposed_and_cast_on_the_way(
-    matrix: tuple[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, values = matrix
-    out = np.empty((32, 64), np.float64)
-    assert reads(file, [Piece(0, (1, 32), out)], monkeypatch) == [(0, 8192)]
-    np.testing.assert_array_equal(out, values.T)
+    file = str(tmp_path / "model.safetensors")
+    save_file({"w": values}, file)
+    made = [Piece(at, strides, np.empty(*out)) for at, strides, *out in pieces]
+    assert reads(file, made, monkeypatch) == expected
+    found = np.concatenate([piece.out for piece in made], 1)
+    np.testing.assert_array_equal(found, part(values))
 
 
 def test_few_files_are_open_at_once(
