@@ -1,15 +1,67 @@
-"""The ambient rule set and the default mesh: two context variables."""
+"""The ambient rule set and the default mesh, and blocks that set such values."""
 
 import contextlib
 import contextvars
+import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from flax_layoutmap._core.errors import MeshError
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.rules import RuleSet
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Block:
+    """A context manager that hides no error, and can be entered again.
+
+    As a decorator it is a block around each call of the function.
+
+    Of one made by `contextlib.contextmanager` a type checker must assume that it may
+    hide errors, so that what is set in the `with` block counts as possibly unbound
+    after it.
+
+    Args:
+        open_: makes the manager of one entry.
+    """
+
+    def __init__(self, open_: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._open = open_
+        self._managers: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Any:
+        manager = self._open()
+        entered = manager.__enter__()
+        self._managers.append(manager)
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        self._managers.pop().__exit__(*error)
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """The function with a separate block around each call."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def later(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+                with self._open():
+                    return await function(*args, **kwargs)
+
+            return later  # type: ignore[return-value]
+
+        @functools.wraps(function)
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with self._open():
+                return function(*args, **kwargs)
+
+        return inside
+
 
 _CURRENT: contextvars.ContextVar[RuleSet | None] = contextvars.ContextVar(
     "flax_layoutmap_rules", default=None

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from flax_layoutmap._rules.announce import Remark
 from flax_layoutmap._rules.records import Decision, Totals, leaf_bytes, show_shape
+from flax_layoutmap._rules.rules import Remark
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
 from flax_layoutmap._show.table import human_share, path_cell
 from flax_layoutmap._tree.paths import Role

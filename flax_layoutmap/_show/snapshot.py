@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from flax_layoutmap._core.errors import LayoutError, visible
 from flax_layoutmap._core.whole_file import readable_json
-from flax_layoutmap._tree.fold import natural_key
+from flax_layoutmap._tree.paths import natural_key
 
 Shape = tuple[int, ...]
 Change = Literal["added", "removed", "reshaped", "moved", "decided"]

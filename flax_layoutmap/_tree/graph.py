@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from flax_layoutmap._core.constants import comparable, contents, is_hashable
 from flax_layoutmap._tree.flax_internals import (
     attributes_of,
     check_can_write,
@@ -30,6 +29,7 @@ from flax_layoutmap._tree.flax_internals import (
     write_value,
 )
 from flax_layoutmap._tree.objects import is_object
+from flax_layoutmap._tree.watch import comparable, contents, is_hashable
 
 # Runs iterators to their ends in C. An interrupt comes between two steps of Python, so
 # what one call does is done as a whole.
