@@ -36,8 +36,7 @@ def dim_axes(dim: Dim) -> tuple[str, ...]:
 def normal_spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """The one `PartitionSpec` for these dims: no trailing None, no 1-tuples.
 
-    JAX tells `P("data")` from `P("data", None)`, so that a jitted function given
-    both compiles twice; the normal form keeps equal layouts equal.
+    JAX compiles a function again for `P("data", None)` after `P("data")`.
     """
     entries = [
         None if not names else names[0] if len(names) == 1 else names for names in dims
@@ -60,11 +59,7 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
 def read_dims(
     axes: tuple[Any, ...], given: Any, names: Collection[str]
 ) -> tuple[Dim, ...]:
-    """The dims of a layout on a mesh with these axes; `given` is named in errors.
-
-    Raises:
-        RuleError: they are none.
-    """
+    """The dims of a layout on a mesh with these axes; errors quote `given`."""
     if sum(dim is ... for dim in axes) > 1:
         raise RuleError(f"a layout may hold one '...', got {given!r}")
     dims: list[Dim] = []
@@ -84,7 +79,7 @@ def read_dims(
 
 
 def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Unwrap 1-tuples, drops empty ones and None beside a '...'."""
+    """Unwrap 1-tuples; drop empty ones, and None beside a '...'."""
     result: list[Dim] = []
     for dim in dims:
         if isinstance(dim, tuple) and len(dim) < 2:
@@ -97,7 +92,7 @@ def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def not_a_layout(value: Any) -> str:
-    """State that a value is no layout, and what to write."""
+    """Say that a value is not a layout, and what to write instead."""
     if isinstance(value, str):
         return (
             f"a layout cannot be a string, got {value!r}; write a tuple with one entry "

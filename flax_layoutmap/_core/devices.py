@@ -75,11 +75,7 @@ def key_of(device: Any) -> tuple[str, int]:
 
 
 def key_in(name: str) -> tuple[str, int]:
-    """Platform and id in a name such as `"cpu:0"`.
-
-    Raises:
-        MeshError: it is no such name.
-    """
+    """Platform and id in a name such as `"cpu:0"`."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise MeshError(
@@ -89,11 +85,7 @@ def key_in(name: str) -> tuple[str, int]:
 
 
 def key_given(device: Any) -> tuple[str, int]:
-    """Platform and id of a device or in its name.
-
-    Raises:
-        MeshError: it is neither, or no such name.
-    """
+    """Platform and id of a device, or of its name."""
     if isinstance(device, str):
         return key_in(device)
     if not hasattr(device, "device_kind"):
@@ -113,7 +105,7 @@ def long_name(device: Any) -> str:
 
 
 def devices_here(keys: Sequence[tuple[str, int]]) -> list[Any | None]:
-    """The devices with these platforms and ids; None for one that is not here."""
+    """The devices with these platforms and ids; None where there is no such device."""
     known = {
         (platform, device.id): device
         for platform in {platform for platform, _ in keys}
@@ -123,11 +115,7 @@ def devices_here(keys: Sequence[tuple[str, int]]) -> list[Any | None]:
 
 
 def require_here(keys: Sequence[tuple[str, int]]) -> list[Any]:
-    """The devices with these platforms and ids.
-
-    Raises:
-        MeshError: some are not here.
-    """
+    """The devices with these platforms and ids; raises if some are missing."""
     found = devices_here(keys)
     missing = [key for key, device in zip(keys, found, strict=True) if device is None]
     if missing:

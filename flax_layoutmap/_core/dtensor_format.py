@@ -22,25 +22,15 @@ _XLA = "use_xla_spmd"
 
 
 class MeshRecord(NamedTuple):
-    """What DTensor writes of a mesh.
+    """What DTensor writes of a mesh."""
 
-    Attributes:
-        dims: name and size of each axis.
-        global_ids: the numbers of the places of the mesh, row by row.
-        local_ids: those of this process.
-        local_devices: the devices of this process, one for each of `local_ids`.
-        global_devices: the devices of all processes, or none.
-        name: DTensor's name of the mesh.
-        use_xla_spmd: whether XLA, not DTensor, partitions the program.
-    """
-
-    dims: tuple[tuple[str, int], ...]
-    global_ids: tuple[int, ...]
-    local_ids: tuple[int, ...] = ()
-    local_devices: tuple[str, ...] = ()
-    global_devices: tuple[str, ...] = ()
+    dims: tuple[tuple[str, int], ...]  # name and size of each axis
+    global_ids: tuple[int, ...]  # numbers of the places, row-major
+    local_ids: tuple[int, ...] = ()  # those of this process
+    local_devices: tuple[str, ...] = ()  # one for each of `local_ids`
+    global_devices: tuple[str, ...] = ()  # of all processes, or empty
     name: str = ""
-    use_xla_spmd: bool = False
+    use_xla_spmd: bool = False  # whether XLA, not DTensor, partitions
 
 
 class LayoutRecord(NamedTuple):
@@ -64,11 +54,7 @@ def word_of(dim: None | str | tuple[str, ...] | EllipsisType) -> str:
 def dim_of(
     word: str, names: Collection[str], strict: bool = False
 ) -> None | str | tuple[str, ...]:
-    """The dim that a word stands for, on a mesh with these axes.
-
-    Raises:
-        LayoutError: the word is none of DTensor's and `strict`, or has two meanings.
-    """
+    """The dim that a word stands for, on a mesh with these axes."""
     if word == UNSHARDED:
         return None
     if word == MATCH and MATCH in names:
@@ -87,11 +73,7 @@ def dim_of(
 
 
 def words_of(dims: Sequence[Any], names: Collection[str]) -> tuple[str, ...]:
-    """DTensor's words for the dims of a layout.
-
-    Raises:
-        LayoutError: a name of an axis would be read as something else.
-    """
+    """DTensor's words for the dims of a layout."""
     words = tuple(map(word_of, dims))
     for word, dim in zip(words, dims, strict=True):
         if dim_of(word, names) != dim:
@@ -106,11 +88,7 @@ def words_of(dims: Sequence[Any], names: Collection[str]) -> tuple[str, ...]:
 
 
 def mesh_to_text(mesh: MeshRecord) -> str:
-    """Write `name|x=3,y=2|global ids|local ids|local devices[|global devices][|…]`.
-
-    Raises:
-        MeshError: a name has a character that the text gives a meaning to.
-    """
+    """Write `name|x=3,y=2|global ids|local ids|local devices[|global devices][|…]`."""
     parts = [
         mesh.name,
         ",".join(f"{name}={size}" for name, size in mesh.dims),
@@ -132,11 +110,7 @@ def mesh_to_text(mesh: MeshRecord) -> str:
 
 
 def mesh_from_text(text: str) -> MeshRecord:
-    """Read what `mesh_to_text` wrote, and DTensor's short form `name|x=2|*CPU`.
-
-    Raises:
-        MeshError: it is no such text, or its parts do not fit together.
-    """
+    """Read what `mesh_to_text` wrote, and DTensor's short form `name|x=2|*CPU`."""
     parts = text.split("|")
     use_xla_spmd = len(parts) > 5 and parts[-1] == _XLA
     if use_xla_spmd:
@@ -195,7 +169,7 @@ def _number(word: str, text: str) -> int:
 
 
 def _checked(mesh: MeshRecord) -> MeshRecord:
-    """The same record; raises MeshError where its parts do not fit together."""
+    """The same record; raises MeshError where its parts contradict each other."""
     places = math.prod(size for _, size in mesh.dims)
     first = mesh.global_ids[0] if mesh.global_ids else 0
     listed = mesh.global_devices
@@ -225,12 +199,7 @@ def layout_to_text(layout: LayoutRecord) -> str:
 
 
 def layout_from_text(text: str) -> LayoutRecord:
-    """Read what `layout_to_text` wrote.
-
-    Raises:
-        LayoutError: it is no such text.
-        MeshError: so is its mesh.
-    """
+    """Read what `layout_to_text` wrote."""
     head, _, tail = text.partition(" ")
     named = head.startswith("sharding_specs:") and tail.startswith("mesh:")
     if not named or " " in tail:
@@ -331,11 +300,7 @@ def mesh_to_proto(mesh: MeshRecord) -> Any:
 
 
 def mesh_from_proto(proto: Any) -> MeshRecord:
-    """Read a `MeshProto`, ours, TensorFlow's or its bytes.
-
-    Raises:
-        MeshError: it is none, or its parts do not fit together.
-    """
+    """Read a `MeshProto`, ours, TensorFlow's or its bytes."""
     read = _parsed("MeshProto", proto, MeshError)
     if read.single_device:
         raise MeshError(
@@ -367,12 +332,7 @@ def layout_to_proto(layout: LayoutRecord) -> Any:
 
 
 def layout_from_proto(proto: Any) -> LayoutRecord:
-    """Read a `LayoutProto`, ours, TensorFlow's or its bytes.
-
-    Raises:
-        LayoutError: it is none, or of a kind that has no meaning here.
-        MeshError: its mesh cannot be read.
-    """
+    """Read a `LayoutProto`, ours, TensorFlow's or its bytes."""
     read = _parsed("LayoutProto", proto, LayoutError)
     if read.type > _STATIC:
         kind = _TYPES[read.type] if read.type < len(_TYPES) else read.type

@@ -98,15 +98,9 @@ class LayoutWarning(UserWarning):
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Escape the control characters and invisible characters of a text.
+    """Escape control characters and characters without a glyph, except those in `keep`.
 
     Names may come from an untrusted checkpoint or rule file.
-    Escaped are control characters, marks that change the direction of writing, and all
-    else without a glyph of its own.
-
-    Args:
-        text: the text.
-        keep: characters that stay, such as the line breaks of a message.
 
     >>> print(visible("up" + chr(27) + "[2J"))
     up\\x1b[2J

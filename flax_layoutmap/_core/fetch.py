@@ -131,7 +131,7 @@ def _same(found: TensorLayout, wanted: TensorLayout, ndim: int) -> bool:
 def known_layout(x: Any) -> TensorLayout | None:
     """The layout of an array on a mesh; None if it has none or it is unknown.
 
-    It is known of arrays; of a traced value on Explicit axes; and of a value that is
+    It is known for arrays, for traced values on Explicit axes, and for values that are
     differentiated outside of `jit`, whose tracer holds the array.
     """
     value = concrete(x)
@@ -202,7 +202,7 @@ def is_box(x: Any) -> bool:
 
 
 def _unknown(x: Any) -> str:
-    """Why no layout of this is known, and what to do."""
+    """Why this has no known layout, and what to do."""
     if isinstance(x, Tracer) and concrete(x) is None:
         return (
             f"a traced value {x.shape}: on Auto axes the compiler chooses its layout "

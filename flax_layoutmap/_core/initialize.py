@@ -259,14 +259,10 @@ _BACKLOG = 4096
 
 
 def host_and_port(address: Address) -> tuple[str, int]:
-    """Take `"host:port"` apart; an IPv6 host is in brackets.
+    """Split `"host:port"`; an IPv6 host is in brackets.
 
-    Raises:
-        ProcessError: it is something else.
-
-    Example:
-        >>> host_and_port(Address("[::1]:1234", "job_addresses"))
-        ('::1', 1234)
+    >>> host_and_port(Address("[::1]:1234", "job_addresses"))
+    ('::1', 1234)
     """
     host, _, text = address.text.rpartition(":")
     port = int(text) if text.isascii() and text.isdigit() else 0
@@ -283,18 +279,11 @@ def host_and_port(address: Address) -> tuple[str, int]:
 def try_address(
     address: Address, process_id: int, seconds: float, bind: str | None = None
 ) -> None:
-    """Try to listen, in process 0, and to connect, in every process.
+    """Try to listen (in process 0) and to connect (in every process).
 
-    Args:
-        address: of process 0.
-        process_id: the number of this process.
-        seconds: how long to go on trying to connect, at all addresses of the name
-            together; the name may be unknown at first. Looking it up is not cut off.
-        bind: where process 0 listens, as JAX is told; None: as JAX does by itself, at
-            all addresses of the host.
-
-    Raises:
-        ProcessError: one of them failed.
+    Connecting is retried for `seconds`, over all addresses of the name together, as the
+    name may be unknown at first. `bind` is where process 0 listens; None, as for JAX:
+    all addresses of the host.
     """
     host, port = host_and_port(address)
     if process_id:
@@ -329,10 +318,7 @@ def _where_to_listen(bind: str | None, port: int) -> Address:
 
 
 def _listen(bind: Address, address: Address) -> list[socket.socket]:
-    """Listen as JAX's runtime does: at all addresses of a name that are of this host.
-
-    That others of them are not is no error to it.
-    """
+    """Listen as JAX's runtime does: at all local addresses of a name."""
     host, port = host_and_port(bind)
     servers: list[socket.socket] = []
     errors: dict[str, OSError] = {}
@@ -362,11 +348,7 @@ def _listen(bind: Address, address: Address) -> list[socket.socket]:
 
 
 def _places(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """(family, address) of each address of a host, in the order of the system.
-
-    Raises:
-        OSError, UnicodeError: it has none.
-    """
+    """(family, address) of each address of a host, in the system's order."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, place) for family, *_, place in found))
 
@@ -399,12 +381,7 @@ def _connect(host: str, port: int, seconds: float) -> Exception | None:
 
 
 def _connect_once(host: str, port: int, end: float) -> None:
-    """Try one address of the host after another; each has its part of the time.
-
-    Raises:
-        OSError: none answered.
-        UnicodeError: no host has such a name.
-    """
+    """Try the addresses of the host in turn, each with its share of the time."""
     places = _places(host, port)
     errors: dict[str, OSError] = {}
     for at, (family, place) in enumerate(places):

@@ -493,11 +493,7 @@ class DeviceMesh:
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
-    """Make a `DeviceMesh` of anything that a mesh argument accepts; None stays None.
-
-    Raises:
-        MeshError: `mesh` is something else.
-    """
+    """Make a `DeviceMesh` of anything that a mesh argument accepts; None stays None."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh | str | Mapping):
@@ -529,7 +525,7 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
 
 
 def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """A sharding for an array without a layout: evenly over all axes that divide it.
+    """A sharding for an array without a layout: over all axes that divide it.
 
     Its axes are Auto, so that any computation may use the array.
     """
@@ -557,11 +553,7 @@ def mesh_to_record(mesh: DeviceMesh) -> MeshRecord:
 
 
 def mesh_from_record(record: MeshRecord, axis_types: Any = "auto") -> DeviceMesh:
-    """A mesh with devices, if all are listed and here; otherwise an abstract one.
-
-    Raises:
-        MeshError: its names, or those of its devices, cannot be read.
-    """
+    """A mesh with devices if all are listed and present, else an abstract one."""
     local = dict(zip(record.local_ids, record.local_devices, strict=True))
     devices = record.global_devices or [local.get(at, "") for at in record.global_ids]
     if not all(devices):

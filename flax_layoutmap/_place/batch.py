@@ -192,7 +192,7 @@ def pad_batch(
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether dim 0 of a leaf holds rows: no number, no scalar, no PRNG key.
+    """Whether dim 0 of a leaf is its rows: not for numbers, scalars and PRNG keys.
 
     A JAX array of two or four uint32 is an old-style key, of `jax.random.PRNGKey`; a
     NumPy array never is.
@@ -217,13 +217,7 @@ def rows_sharding(axes: tuple[str, ...], mesh: DeviceMesh) -> NamedSharding:
 
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-    """A batch, flattened.
-
-    Attributes:
-        paths: one per leaf.
-        leaves: arrays (of NumPy or JAX) and Python numbers.
-        structure: of the tree.
-    """
+    """A flattened batch; leaves are arrays of NumPy or JAX, and Python numbers."""
 
     paths: tuple[str, ...]
     leaves: tuple[Any, ...]
@@ -265,7 +259,7 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _trouble(leaf: Any, what: str) -> str:
-    """What a leaf is, if it is no data that can be worked on."""
+    """Describe a leaf that cannot be part of a batch; empty if it can."""
     if isinstance(leaf, Tracer):
         return f"a traced value {show_shape(leaf.shape)}"
     if isinstance(leaf, np.ma.MaskedArray):
@@ -293,11 +287,9 @@ def _is_spread(leaf: Any) -> bool:
 class Split:
     """How the rows that a process passes map to the global batch.
 
-    Attributes:
-        parts: the number of parts into which the batch axes split the global batch.
-        own: how many of them this process fills.
-        sharers: how many processes fill these together, each with a share.
-        order: the processes in the order of their rows; empty without sharers.
+    The batch axes split the global batch into `parts`; this process fills `own` of
+    them, together with `sharers` processes that each pass a share, in `order` of their
+    rows.
     """
 
     parts: int
@@ -326,14 +318,8 @@ _WHOLE = Split(1, 1)
 def split_of(owners: np.ndarray, process: int, rows: Rows) -> Split:
     """Find which rows of a global batch a process passes.
 
-    Args:
-        owners: the process of each device, one row per part of the batch, one column
-            per copy of it.
-        process: the process that asks.
-        rows: as for `distribute_batch`.
-
-    Raises:
-        MeshError: the process has no device, or `rows` does not fit the mesh.
+    `owners` has the process of each device: one row per part of the batch, one column
+    per copy of it.
     """
     parts = len(owners)
     if process not in owners:
@@ -436,7 +422,7 @@ def _check_same_rows(flat: _Flat, split: Split) -> None:
 
 
 def clash_of_rows(count: int, rules: RuleSet, split: Split | None = None) -> str:
-    """Explain why `count` rows do not divide over the batch axes; empty if they do."""
+    """Say why `count` rows do not divide over the batch axes; empty if they do."""
     mesh = rules.mesh
     assert mesh is not None
     parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
@@ -543,7 +529,7 @@ def _by_process(mesh: DeviceMesh, order: Sequence[int]) -> Mesh:
 
 
 def _multiple_of(multiple: Any, rows: Rows) -> int:
-    """What the number of rows is to divide by, of a number or a map."""
+    """What the number of rows must divide by, from a number or a map."""
     if isinstance(multiple, int | np.integer) and not isinstance(multiple, bool):
         if multiple < 1:
             raise LayoutError(f"multiple must be 1 or more, got {multiple}")

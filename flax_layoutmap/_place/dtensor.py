@@ -269,7 +269,7 @@ def _given(results: Any, layouts: Any) -> Any:
 
 
 def _is_layout(node: Any) -> bool:
-    """Whether a node of a tree of layouts is one: not None, which leaves things be."""
+    """Whether a node of a tree of layouts is a layout; None is not."""
     if isinstance(node, tuple | list) and not isinstance(node, PartitionSpec):
         dims = [dim for dim in node if dim is not None and dim is not ...]
         return all(

@@ -89,18 +89,18 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
 
 
 def is_eager() -> bool:
-    """Whether this runs outside of `jit` and its like (`grad` and `vmap` do not count).
+    """Whether this runs outside of `jit` and the like (`grad` and `vmap` do not count).
 
-    A constant inside of `jit` is no tracer; what is computed from nothing is one.
+    A constant in `jit` is not a tracer, but a value computed from no argument is one.
     """
     return not isinstance(jax.lax.full((), 0), Tracer)
 
 
 def place(tree: Any, resolution: Resolution) -> Any:
-    """Move every leaf of a tree to the layout that a Resolution of it says.
+    """Move every leaf of a tree to its layout in a Resolution of the tree.
 
-    Everything is moved before anything is written back, so that a failure leaves the
-    tree as it was.
+    All are moved before anything is written back, so that a failure leaves the tree
+    unchanged.
     """
     leaves = flatten(tree).leaves
     _check_movable(leaves, resolution)
@@ -162,9 +162,10 @@ def need_devices(rules: RuleSet, what: str) -> None:
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """Move one concrete value to a sharding; no copy where it is there already.
+    """Move one concrete value to a sharding; no copy where it has it already.
 
-    What is no array and no number (a string, a function) stays as it is.
+    A value that is not an array or a number (a string, a function) is returned as it
+    is.
     """
     if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
         return x
@@ -176,7 +177,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
-    """Each process hands over its part of a value that all of them hold."""
+    """Move a value that all processes hold: each supplies its own shards."""
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         # JAX moves no keys between processes, but their data; its last dim is whole.
         data = _put_across_processes(jax.random.key_data(x), sharding)
@@ -195,11 +196,9 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
 
 
 def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLayout:
-    """The layout that is meant, with the mesh of the surroundings if it has none.
+    """The layout, or that of this name, with the ambient mesh if it has none.
 
-    Raises:
-        RuleError: no such name.
-        MeshError: no mesh to be found, and none given to take `otherwise`.
+    Without an ambient mesh it gets the mesh `otherwise`, or raises MeshError.
     """
     if isinstance(layout, str):
         layout = _named(layout)
@@ -275,17 +274,8 @@ def distribute(
 ) -> Any:
     """Give one array a layout on a mesh, as `distribute_tensor` does.
 
-    Args:
-        x: the array.
-        layout: the layout, with its mesh.
-        keys: where the array stands in its tree.
-        what: the name of the caller, for messages.
-        pin: what fixes a traced value on Auto axes.
-
-    Raises:
-        LayoutError: another rank, a dim that does not divide, or no array.
-        MeshError: an abstract mesh, or a manual axis.
-        StructureError: an NNX object.
+    For messages: `keys`, the key path of the array, and `what`, the calling function.
+    `pin` constrains a traced value on Auto axes.
     """
     x = as_array(x, keys, what)
     mesh = mesh_of(layout)
@@ -317,12 +307,7 @@ def distribute(
 
 
 def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
-    """An array, traced or on the host.
-
-    Raises:
-        LayoutError: it is none.
-        StructureError: an NNX object.
-    """
+    """An array, traced or on the host; raises for anything else."""
     if is_nnx_object(x):
         raise StructureError(
             f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
@@ -345,11 +330,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
 
 
 def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
-    """Move an array to the devices of a mesh; one that `grad` traces too, eagerly.
-
-    Raises:
-        MeshError: the mesh has no devices.
-    """
+    """Move an array to a mesh of devices, eagerly; also one that `grad` traces."""
     mesh = mesh_of(layout)
     if mesh.is_abstract:
         raise MeshError(
@@ -399,7 +380,7 @@ def _constrain(
 
 
 def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
-    """Whether `grad` traces an array that is to stay on other devices, eagerly."""
+    """Whether `grad` traces, eagerly, an array that is committed to other devices."""
     array = concrete(x)
     if mesh.is_abstract or not getattr(array, "committed", False):
         return False
@@ -407,12 +388,9 @@ def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
 
 
 def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
-    """Raise where a traced value would have to go to other devices.
+    """Raise MeshError where a traced value would move to other devices.
 
     A trace shows how many devices there are, not which.
-
-    Raises:
-        MeshError: the mesh has another number of devices.
     """
     context = None if is_eager() else jax.sharding.get_abstract_mesh()
     traced = isinstance(x, Tracer) and concrete(x) is None
@@ -442,10 +420,9 @@ def _axes_of_type(mesh: Any, wanted: AxisType) -> set[str]:
 
 
 def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
-    """The layout written out for this array; JAX checks less of it, or nothing.
+    """The mesh axes of each dim of this array; raises where the layout does not fit.
 
-    Raises:
-        LayoutError: another rank, or a dim that does not divide.
+    JAX checks less of it, or nothing.
     """
     shape, mesh = tuple(x.shape), mesh_of(layout)
     known = known_layout(x) if layout.has_match else None

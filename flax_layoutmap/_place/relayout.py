@@ -260,7 +260,7 @@ def _committed(array: Any) -> bool:
 
 
 def _keeping(x: Any, layout: TensorLayout, pin: Any, what: str) -> Any:
-    """A constraint of a value on Auto axes that leaves its `MATCH` dims as they are."""
+    """A constraint on Auto axes that leaves the `MATCH` dims unconstrained."""
     if explicit_axes(mesh_of(layout)):
         raise LayoutError(
             f"{what} of a traced array {tuple(x.shape)} to {layout}: on a mesh with "
@@ -280,7 +280,7 @@ def _keeping(x: Any, layout: TensorLayout, pin: Any, what: str) -> Any:
 
 
 def _like_traced(x: Any, like: Any) -> Any:
-    """`x`, lying as a traced value on Auto axes."""
+    """`x` with the sharding of a traced value on Auto axes."""
     ways = (
         "pass its layout, flm.relayout(x, layout); or read it outside of jit, "
         "flm.dtensor.fetch_layout(like); or use Explicit axes"
@@ -338,12 +338,9 @@ _NUMBERS = itertools.count()
 def constrained(x: Any, sharding: NamedSharding) -> Any:
     """A sharding constraint whose cotangent has the sharding of `x`.
 
-    `x` itself is what says how, so it is kept until the backward pass; and the
-    cotangent is gathered on its way.
-
-    Args:
-        x: a traced value; of floating point, or there is nothing to send back.
-        sharding: on Auto axes only; dims may be `PartitionSpec.UNCONSTRAINED`.
+    `x` is kept until the backward pass, as a reference for its sharding, and the
+    cotangent is gathered there. `sharding` is on Auto axes, with
+    `PartitionSpec.UNCONSTRAINED` dims.
 
     Plain JAX: `jax.lax.with_sharding_constraint(x, sharding)`, whose cotangent has
     the sharding of the result.
@@ -372,7 +369,7 @@ def _follow(x: Any, like: Any, mesh: Any) -> Any:
 
 
 def _value(x: Any, *leaders: Any, there: Any, back: Any, mesh: Any) -> Any:
-    """What the primitive does: constrain x to `there`, or as its leader is."""
+    """The primitive's computation: constrain x to `there`, or as its leader is."""
     if there is None:
         return _follow(x, leaders[0], mesh)
     return jax.lax.with_sharding_constraint(x, there)
@@ -408,7 +405,7 @@ def _transpose(
 
 
 def _batch(args: Any, at: Any, *, there: Any, back: Any, mesh: Any) -> tuple[Any, int]:
-    """The new dim goes first and is left open."""
+    """The batch dim goes first, unconstrained."""
     size = next(a.shape[d] for a, d in zip(args, at, strict=True) if d is not None)
     args = [
         jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)

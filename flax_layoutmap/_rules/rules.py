@@ -30,12 +30,9 @@ OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
 class Caches:
     """The caches of a rule set, which are no part of its value.
 
-    Attributes:
-        matcher: matches paths with the parameter rules, once it is made.
-        announced: leaves → the warnings about them so far; the same rules on other
-            meshes share it.
-        fired: ids of the activation rules that matched the output of a module.
-        resolved: structures of the last trees and their Resolutions, newest first.
+    `announced` maps leaves to the warnings about them so far, shared by the same rules
+    on other meshes; `fired` has the ids of activation rules that matched; `resolved`
+    has the last structures of trees and their Resolutions, newest first.
     """
 
     matcher: Matcher | None = None
@@ -218,7 +215,7 @@ def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
 
 
 def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The same rules; raises RuleError where two have one pattern."""
+    """The same rules; raises RuleError where two have the same pattern."""
     seen: dict[str, int] = {}
     for number, rule in enumerate(rules, start=1):
         if seen.setdefault(rule.pattern, number) != number:
@@ -232,11 +229,9 @@ def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
 class Remark(NamedTuple):
     """A warning to emit once for the same leaves.
 
-    Attributes:
-        text: the text of the warning.
-        about: its kind, or the rule that it is about: two with one are the same.
-        paths: the leaves, by their paths within their sections: `down/kernel` for
-            `model/down/kernel`, as another function may call the model otherwise.
+    Warnings with the same `about` (a kind, or a rule) are the same. `paths` are within
+    the section: `down/kernel` for `model/down/kernel`, as another function may name the
+    model otherwise.
     """
 
     text: str
@@ -247,12 +242,7 @@ class Remark(NamedTuple):
 def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
     """Emit warnings, each once for a rule set, and in one process of a job.
 
-    Args:
-        rules: whose `strict` says whether they are errors, or nothing.
-        remarks: the warnings.
-
-    Raises:
-        ResolveError: the rule set is strict, and there are some.
+    A strict rule set raises ResolveError instead; one with `strict=False` is quiet.
     """
     if rules.strict is False or not remarks:
         return
@@ -271,7 +261,7 @@ def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
 def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
     """The texts of new remarks: not emitted yet for these leaves or a superset.
 
-    They are remembered, by the rule set and the same rules on other meshes.
+    They are recorded for the rule set and the same rules on other meshes.
     """
     announced = rules._caches.announced
     before = tuple(announced.items())

@@ -31,7 +31,8 @@ MOST_BYTES = 1 << 20
 MOST_RULES = 10_000
 MOST_FILES = 16
 MOST_DOTS = 32  # in a line
-# For all patterns of a file and what it extends, to be judged.
+# CPU time for checking the patterns of a file and what it extends: not wall-clock time,
+# so that a busy machine reads the same files.
 PATIENCE_SECONDS = 10.0
 
 _COMMON = {"mesh", "batch", *OPTIONS, *SECTIONS}
@@ -95,11 +96,7 @@ class _Entry(NamedTuple):
 
 
 def suffix_of(path: str) -> str:
-    """`".toml"` or `".json"`.
-
-    Raises:
-        RuleError: it is neither.
-    """
+    """`".toml"` or `".json"`; raises RuleError for anything else."""
     kind = os.path.splitext(path)[1].lower()
     if kind not in SUFFIXES:
         raise RuleError(
@@ -109,11 +106,7 @@ def suffix_of(path: str) -> str:
 
 
 def load(path: str) -> Source:
-    """Read and parses one file.
-
-    Raises:
-        RuleError: it is no file of rules, too large, or damaged.
-    """
+    """Read and parse one file of limited size."""
     kind = suffix_of(path)
     if os.path.exists(path) and not os.path.isfile(path):
         raise RuleError(f"{path}: is no file")  # reading a pipe would never end
@@ -143,7 +136,7 @@ def load(path: str) -> Source:
 
 
 def _check_dots(text: str) -> None:
-    """tomllib takes the square of the parts of a dotted key, or more."""
+    """tomllib takes quadratic time, or more, in the parts of a dotted key."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots")
@@ -186,12 +179,8 @@ def read_rules(
 class _Reading:
     """The merged content of a file and those that it extends, and its problems.
 
-    Attributes:
-        folder: where all files have to be.
-        options: name → the value that wins.
-        sections: section → pattern → the value that wins, in order.
-        variants: name → the tables of this variant, each with its file.
-        problems: what does not stop the reading, in the order of discovery.
+    All files must be in `folder`. `options`, and per section the patterns in order, map
+    to the value that wins; `variants` has the tables of each variant with their files.
     """
 
     def __init__(self, folder: str) -> None:
@@ -273,8 +262,8 @@ class _Reading:
     def merge(self, source: Source, data: Mapping[str, Any]) -> None:
         """Merge a table; its values win over earlier ones.
 
-        A pattern that is there keeps its place; a new one goes where it wins: in front
-        with `overlap="first"`, else behind.
+        An existing pattern keeps its place; a new one goes where it wins: in front with
+        `overlap="first"`, else behind.
         """
         for name in ("mesh", "batch", *OPTIONS):
             if name in data:
@@ -366,20 +355,15 @@ class _Reading:
         return chosen
 
     def built(self, mesh: DeviceMesh | None, *, moved: bool) -> RuleSet | None:
-        """The rule set; None if there are problems.
-
-        Args:
-            mesh: the mesh of the rules.
-            moved: whether it is another one than the files say.
-        """
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """The rule set, or None if there are problems; `moved`: on another mesh."""
+        deadline = time.thread_time() + PATIENCE_SECONDS
         sections: dict[str, list[Rule]] = {name: [] for name in SECTIONS}
         for name, entries in self.sections.items():
             for pattern, entry in entries.items():
-                if time.monotonic() > deadline:
+                if time.thread_time() > deadline:
                     raise RuleError(
-                        f"{entry.where}: to judge the patterns up to here took more "
-                        f"than {PATIENCE_SECONDS:.0f} s; write simpler ones"
+                        f"{entry.where}: to check the patterns up to here took more "
+                        f"than {PATIENCE_SECONDS:.0f} s of CPU time; write simpler ones"
                     )
                 make = functools.partial(rule_of, pattern, entry.value, mesh, moved)
                 rule = self._caught(entry, f"{name}, {pattern!r}", make)
@@ -409,7 +393,7 @@ class _Reading:
         return self._caught(entry, "batch", make) or ()
 
     def _caught(self, entry: _Entry, what: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes; None, with a problem noted, where it refuses."""
+        """The result of `make`; None, with a problem recorded, if it raises."""
         try:
             return make()
         except (LayoutError, TypeError, KeyError) as error:

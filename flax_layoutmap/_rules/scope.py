@@ -19,16 +19,10 @@ _T = TypeVar("_T")
 
 
 class Block:
-    """A context manager that hides no error, and can be entered again.
+    """A context manager that suppresses no error, can be entered again, and decorates.
 
-    As a decorator it is a block around each call of the function.
-
-    Of one made by `contextlib.contextmanager` a type checker must assume that it may
-    hide errors, so that what is set in the `with` block counts as possibly unbound
-    after it.
-
-    Args:
-        open_: makes the manager of one entry.
+    A type checker assumes that one made by `contextlib.contextmanager` may suppress
+    errors, so that a name bound in the `with` block is possibly unbound after it.
     """
 
     def __init__(self, open_: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -137,7 +131,7 @@ _TRACE_KEY: Any = jax.make_user_context(None)
 
 
 def trace_key() -> Any:
-    """What the scopes around make of JAX's caches; None outside of all."""
+    """What the surrounding scopes add to the keys of JAX's caches, or None."""
     return _TRACE_KEY.value
 
 
@@ -163,9 +157,8 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
 def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
     """Call with a rule set as the ambient one; None leaves it as it is.
 
-    Not with a block: what a block has set stays, if Ctrl-C comes as it begins or ends.
-    Python looks for signals where it calls its own functions, and after calls: not
-    between what raises here and the first thing that is put back.
+    It is not a context manager, whose settings would stay if Ctrl-C comes as it begins
+    or ends: Python handles signals at calls, not between the exception and `finally`.
     """
     if rules is None:
         return call()

@@ -38,16 +38,7 @@ def plain_tree(tree: Any) -> Any:
 
 
 def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
-    """Flatten any tree with its paths.
-
-    Args:
-        tree: the tree.
-        fold: makes parts of paths that are to be one question equal; see `Folding`.
-
-    Raises:
-        StructureError: two leaves would have one path, a node cannot be flattened, or
-            the tree is nested deeper than Python can follow.
-    """
+    """Flatten any tree with its paths; `fold` merges parts that rules treat alike."""
     try:
         return _flatten(tree, fold)
     except (RecursionError, SystemError):  # the latter of JAX's own flattening
@@ -63,7 +54,7 @@ def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
 
 
 def _deepest(tree: Any) -> tuple[int, str]:
-    """How many containers are in one another, and where that path begins."""
+    """The depth of nested containers, and where the deepest path begins."""
     depth, first = 0, ""
     stack: list[tuple[Any, int, str]] = [(tree, 0, "")]
     while stack:
@@ -92,10 +83,10 @@ def _flatten(tree: Any, fold: Callable[[str], str]) -> Flat:
 
 
 def _saved_state(tree: Any, flat: Flat) -> Any:
-    """Orbax's metadata of an `nnx.State`, or of a dict of some, without the boxes.
+    """Orbax's metadata of an `nnx.State`, or of a dict of States, without the boxes.
 
-    There the Variables have become dicts with the one key `value`. A single parameter
-    may be called so; where every leaf is, these are the boxes. Other trees stay.
+    There a Variable is a dict with the one key `value`. A single parameter may have
+    that name, so it is a box only where every leaf of the State has it.
     """
     types = {
         kind: kind.__module__.startswith("orbax.")
@@ -139,7 +130,7 @@ _SHAPES = 8
 
 
 class _Irregular(Exception):
-    """The tree holds something that only the long way understands."""
+    """The tree has a node that only `Walk` can flatten."""
 
 
 class _Template(NamedTuple):
@@ -180,8 +171,8 @@ def _is_special(kind: type) -> bool:
 class _Repeats:
     """Names the leaves of one tree from its structure alone.
 
-    Each method that goes down returns what recognises the node (see `structure`);
-    None where some leaf is no array.
+    Methods that descend return the node's pattern (see `structure`), or None where a
+    leaf is not an array.
     """
 
     def __init__(
@@ -253,7 +244,7 @@ class _Repeats:
         return self.remember(treedef, template, start)
 
     def remember(self, treedef: Any, template: _Template, start: int) -> Any:
-        """What recognises a block; the same object for all equal ones."""
+        """The pattern of a block; the same object for all equal blocks."""
         if self.columns is None:
             return None
         stop = start + len(template.paths)

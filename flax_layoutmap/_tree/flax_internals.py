@@ -91,11 +91,10 @@ def _slot(name: str) -> Any:
 
 
 def accessors(value: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
-    """How to read and write the value, and read and write the metadata of a Variable.
+    """Functions that read and write a Variable's value, and its metadata.
 
-    Args:
-        value: the slot of the value, or None.
-        metadata: the slot of the metadata, or None.
+    `value` and `metadata` are the slots of the class, or None where Flax has no such
+    slot.
     """
     return (
         nnx.Variable.get_raw_value if value is None else value.__get__,
@@ -146,10 +145,9 @@ def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
 
 
 def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The attributes of an NNX object that are data, and those that are static.
+    """The data and the static attributes of an NNX object; None if it does not tell.
 
-    None if it does not tell. Its own book-keeping, which changes with them, is left
-    out.
+    NNX's own bookkeeping, which changes with them, is left out.
     """
     if not getattr(node, "_pytree__is_pytree", False):
         return None
@@ -250,11 +248,9 @@ def without_eager_sharding() -> Iterator[None]:
 
 
 def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
-    """Give Variables made under `without_eager_sharding` the flag they would have.
+    """Set the eager-sharding flag of Variables made under `without_eager_sharding`.
 
-    Args:
-        node: an NNX object or a Variable.
-        flag: the flag; None takes the one that new Variables get here and now.
+    None sets the flag that new Variables get in the current context.
     """
     if flag is None:
         flag = nnx.using_eager_sharding()
@@ -282,9 +278,9 @@ _PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # how often, what was th
 
 @contextlib.contextmanager
 def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, a method (or slot) of a class is `wrap` of what it was; for all threads.
+    """Replace a method (or slot) of a class by `wrap` of it, in all threads.
 
-    Nests; the outermost block that ends puts back what was there. So `wrap` must not
+    Blocks nest, and the outermost to end restores the original, so `wrap` must not
     depend on the block.
     """
     key = (owner, name)
@@ -332,9 +328,9 @@ def reader() -> Callable[[Any, Any], Any] | None:
 
 
 def call_reading_as(read_as: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
-    """Call; inside, Variables are read as a function of them and of their values.
+    """Call a function; in it, reading a Variable gives `read_as(variable, value)`.
 
-    No block: wherever Ctrl-C comes, they are read as ever afterwards.
+    It is not a context manager, so that Ctrl-C at any point restores the usual reading.
     """
     before = _READ_AS.get()
     try:
@@ -377,9 +373,9 @@ def note_of(module: Any) -> Any:
 
 
 def set_note(module: Any, note: Any) -> None:
-    """Put a note (hashable) on an NNX module, and its later copies; None takes it off.
+    """Put a hashable note on an NNX module and its later copies; None removes it.
 
-    At any level of tracing, and whatever the class's own `__setattr__` does.
+    It works at any level of tracing, and bypasses the class's own `__setattr__`.
     """
     if note is None:
         vars(module).pop(_NOTE, None)
@@ -389,9 +385,9 @@ def set_note(module: Any, note: Any) -> None:
 
 @contextlib.contextmanager
 def intercept_calls(wrap: Callable[[type, Any], Any]) -> Iterator[None]:
-    """Inside, `__call__` of every class of NNX modules is `wrap(class, __call__)`.
+    """Replace `__call__` of every class of NNX modules by `wrap(class, __call__)`.
 
-    For all threads, and as `patched`: `wrap` must not depend on the block.
+    In all threads; as for `patched`, `wrap` must not depend on the block.
     """
     with contextlib.ExitStack() as stack:
         for owner in _with_subclasses(nnx.Module):
@@ -408,10 +404,10 @@ def _with_subclasses(cls: type) -> set[type]:
 
 @contextlib.contextmanager
 def tracers_without_sharding() -> Iterator[None]:
-    """In the block, tracers report no sharding, without computing it.
+    """In the block, tracers have no `sharding`, without computing it.
 
-    Flax asks it for every key that an `nnx.Rngs` gives. JAX (0.10.2) then looks through
-    the whole program for the words of its AttributeError, which nobody reads.
+    Flax reads it for every key that an `nnx.Rngs` makes, and JAX (0.10.2) searches the
+    whole program for the text of an AttributeError that is then ignored.
     """
     if "sharding" not in vars(Tracer):
         yield
@@ -430,9 +426,9 @@ _LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
 
 
 def is_in_a_loop(x: Any) -> bool:
-    """Whether a traced value is traced for the body of a loop, `scan` or `while_loop`.
+    """Whether a value is traced for the body of `scan` or `while_loop`.
 
-    No public name of JAX tells.
+    JAX has no public name for this.
     """
     trace = getattr(x, "_trace", None)
     while trace is not None:

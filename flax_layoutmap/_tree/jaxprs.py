@@ -87,9 +87,9 @@ def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
 def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same with copies of its NumPy arrays, which their owners may change.
 
-    As long as a jaxpr holds what JAX made of an array, JAX gives that to later traces
-    too, though the array has changed (jax 0.10.2). Inner jaxprs without such arrays
-    stay the same objects, so that what is called twice is lowered once.
+    While a jaxpr holds JAX's version of an array, later traces reuse that, even if the
+    array has changed (jax 0.10.2). Inner jaxprs without such arrays stay the same
+    objects, so that what is called twice is lowered once.
     """
     known: dict[int, ClosedJaxpr] = {}
 
@@ -119,14 +119,11 @@ def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def calls_in_line(jaxpr: Jaxpr) -> tuple[Jaxpr, dict[Any, Any]]:
-    """The jaxpr with the equations of some calls in place of the calls.
+    """The jaxpr with some calls inlined, and variable → value of their constants.
 
     A call (`jax.jit`, `jax.checkpoint`) that makes several large arrays, or one from
-    another one, would tie them together. One that closes over an array would have its
-    program keep that, and share it with no other.
-
-    Returns:
-        The jaxpr, and variable → value of what the calls close over.
+    another, would tie them together; one that closes over an array would put it in its
+    own program.
     """
     if not any(map(_goes_in_line, jaxpr.eqns)):
         return jaxpr, {}
@@ -279,15 +276,11 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
 def hashes_of_outputs(
     closed: ClosedJaxpr, inputs: Sequence[Any], digest: Callable[[Any], str]
 ) -> list[str]:
-    """For each output, a hash of the equations and numbers that it is computed from.
+    """For each output, a hash of the equations and numbers that it depends on.
 
-    The same in every process that traces the same function: names, functions and
-    devices among the parameters of equations do not count.
-
-    Args:
-        closed: the jaxpr.
-        inputs: its inputs.
-        digest: what to take of a number or an array; empty to pass over it.
+    It is the same in every process that traces the same function: names, functions and
+    devices among the parameters do not count. `digest` summarizes a number or an array;
+    an empty text skips it.
     """
     given = [*_digested(closed.consts, digest), *map(digest, inputs)]
     return _hashes(closed.jaxpr, given, digest, {})

@@ -39,23 +39,14 @@ LAYOUT_METADATA = ("layout", "out_sharding", "sharding_names", "sharding")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Section:
-    """A run of leaves whose paths start at one node.
+    """A run of leaves whose paths start at one node."""
 
-    Attributes:
-        start: position of the first leaf.
-        stop: position after the last leaf.
-        prefix: what the path of the whole tree has before the section's own paths.
-        role: what the leaves are.
-        node: the object, for an optimizer or a train state; else None.
-        unseen: how many characters of the prefix the rules do not see.
-    """
-
-    start: int
-    stop: int
-    prefix: str
+    start: int  # position of the first leaf
+    stop: int  # position after the last leaf
+    prefix: str  # what precedes the section's paths in the tree
     role: Role
-    node: Any = None
-    unseen: int = 0
+    node: Any = None  # the optimizer or train state
+    unseen: int = 0  # how many characters of the prefix rules do not see
 
     def forms(self, path: str) -> tuple[str, ...]:
         """The forms that rules see of a path within it."""
@@ -68,33 +59,21 @@ class Section:
 
 
 class Block(NamedTuple):
-    """A run of leaves with one beginning of their folded paths.
+    """A run of leaves whose folded paths start alike."""
 
-    Attributes:
-        start: position of the first leaf.
-        folded: how the folded paths of all its leaves begin.
-        names: how each goes on.
-    """
-
-    start: int
-    folded: str
-    names: tuple[str, ...]
+    start: int  # position of the first leaf
+    folded: str  # the common beginning of the folded paths
+    names: tuple[str, ...]  # the rest of each
 
 
 @dataclasses.dataclass(slots=True)
 class Flat:
     """A tree, flattened: columns with one entry per leaf, in JAX's leaf order.
 
-    Attributes:
-        paths: path of each leaf within its section.
-        blocks: the folded paths, in order, without gaps.
-        leaves: the leaves themselves.
-        sections: the sections, in order, without gaps.
-        annotations: position → the Variable or box with layout metadata.
-        fixed: positions of leaves that no rule may shard (random state).
-        has_objects: whether NNX objects were read through `nnx.state`.
-        treedef: JAX's structure of the tree, where it is known.
-        structure: what recognises such a tree, where it is known.
+    `paths` are within the section; `blocks` and `sections` are in order, without gaps;
+    `annotations` maps positions to Variables or boxes with layout metadata; `fixed` has
+    the positions that no rule may shard (random state); `has_objects`: NNX objects were
+    read through `nnx.state`; `treedef` and `structure` may be unknown.
     """
 
     paths: list[str] = dataclasses.field(default_factory=list)
@@ -123,16 +102,11 @@ class Flat:
         return self.sections[bisect.bisect_right(self.sections, at, key=_START) - 1]
 
     def forms(self, at: int, path: str | None = None) -> tuple[str, ...]:
-        """The path of a leaf in each form that rules see, whole first.
-
-        Args:
-            at: position of the leaf.
-            path: another path within its section, as if it were there.
-        """
+        """The forms that rules see of a leaf's path, or of another in its section."""
         return self.section(at).forms(self.paths[at] if path is None else path)
 
     def representatives(self) -> Iterator[int]:
-        """One position for each path but for its numbers, as far as that is known."""
+        """One position for each distinct folded path, as far as blocks tell."""
         seen = set()
         for block in self.blocks:
             key = self.section(block.start).prefix, block.folded, block.names
@@ -151,15 +125,10 @@ _START = operator.attrgetter("start")
 
 
 def forms(prefix: str, path: str) -> tuple[str, ...]:
-    """The forms of a path that rules see: a rule is for it if it matches one of them.
+    """The forms of a path that rules see; a rule applies if it matches one of them.
 
-    Args:
-        prefix: what leads to its section, `state/params/`, or nothing.
-        path: the path within the section, `up/kernel`.
-
-    Returns:
-        The path whole, and then with less and less of the prefix:
-        `state/params/up/kernel`, `params/up/kernel`, `up/kernel`.
+    >>> forms("state/params/", "up/kernel")
+    ('state/params/up/kernel', 'params/up/kernel', 'up/kernel')
     """
     if not prefix:
         return (path,)
@@ -171,9 +140,9 @@ def forms(prefix: str, path: str) -> tuple[str, ...]:
 class Roots:
     """Several trees under names, such as the arguments of a function.
 
-    Each is a section. Rules see the name of an object of Flax, as they would in a dict,
-    but not that of a container of arrays, which may be data: for the rule `b`, each
-    `batch` would be a parameter. A name may be a path.
+    Each is a section. Rules see the name of a Flax object, as they would in a dict, but
+    not that of a container of arrays, which may be data: the rule `b` would match every
+    `batch`. A name may be a path.
     """
 
     def __init__(self, trees: Mapping[str, Any]) -> None:
@@ -249,8 +218,8 @@ def is_optimizer_with_model(node: Any) -> bool:
 def parameter_keys(flat: Flat) -> dict[int, str]:
     """Position → a unique key, for each leaf of the parameter sections.
 
-    The key is the path within the section, as an optimizer state has it; where an
-    earlier section (another model) has that one, the path within the whole tree.
+    The key is the path within the section, as an optimizer state has it, or the path
+    within the whole tree if an earlier section (another model) has that key.
     """
     keys: dict[int, str] = {}
     taken: set[str] = set()
@@ -313,35 +282,26 @@ Relation = tuple[tuple[str, ...], tuple[int | None, ...]]
 
 
 class Fold(NamedTuple):
-    """Leaves that are shown as one.
+    """Leaves that are shown as one."""
 
-    Attributes:
-        text: their path, in which `{0..79}` stands for the indices 0 to 79.
-        members: their positions, ascending.
-        slots: where there are several members, the text of each index in the path,
-            from the left.
-        varied: how many characters of the text there are up to the end of the last
-            index that stands for several.
-    """
-
-    text: str
-    members: tuple[int, ...]
-    slots: tuple[str, ...] = ()
-    varied: int = 0
+    text: str  # the path, with `{0..79}` for the indices 0 to 79
+    members: tuple[int, ...]  # positions, ascending
+    slots: tuple[str, ...] = ()  # of several members: the text of each index
+    varied: int = 0  # end of the last index in the text that varies
 
     @property
     def head(self) -> int:
-        """How many characters of the text make up its beginning.
+        """The length of the beginning of the text, which leaves below one node share.
 
-        Up to and with the `/` after the last index that stands for several; without
-        such an index, after the last index.
+        It ends with the `/` after the last index that stands for several; without such
+        an index, after the last index.
         """
         last = None if self.varied else _TO_LAST_INDEX.match(self.text)
         end = self.varied if last is None else last.end()
         return self.text.find("/", end) + 1 if end else 0
 
     def spell(self, relation: Relation) -> str:
-        """A path that is related to that of every member, with the same indices."""
+        """The path with this relation to that of every member."""
         texts, indices = relation
         own = self.slots or _INDEX.split(self.text)[1::2]
         slots = own[len(own) - len(indices) :] if indices else ()
@@ -353,14 +313,9 @@ class Fold(NamedTuple):
 
 
 def fold(paths: Sequence[str], alike: Sequence[Hashable]) -> list[Fold]:
-    """Fold the paths that differ in indices alone.
+    """Fold the paths that differ in indices alone, in the order of their first members.
 
-    Args:
-        paths: distinct paths.
-        alike: one value per path; those with unequal ones are not folded.
-
-    Returns:
-        The folds, in the order of their first members.
+    Paths with different values in `alike` are not folded together.
 
     >>> [row.text for row in fold(["a/0/w", "a/1/w", "a/2/w", "b"], [0, 0, 0, 0])]
     ['a/{0..2}/w', 'b']
@@ -386,10 +341,10 @@ def apart(paths: Sequence[str]) -> list[Fold]:
 
 
 def relation(path: str, other: str) -> Relation:
-    """How another path reads beside this one: which of its indices are the same.
+    """How another path relates to this one: its texts, and which indices are equal.
 
-    Indices are compared from the right. Two leaves whose `other` has the same relation
-    to their paths can be folded, and `Fold.spell` writes it for both.
+    Indices are compared from the right. Leaves whose other paths have the same relation
+    to their own can be folded; `Fold.spell` writes the other path for all of them.
 
     >>> relation("mu/layers/7/w", "layers/7/w")
     (('layers/', '/w'), (None,))
@@ -415,7 +370,7 @@ def natural_key(path: str) -> tuple[tuple[str | int, ...], ...]:
 
 
 def spell_indices(indices: Sequence[int]) -> str:
-    """Ascending indices as a shell would write them, but for many runs of them.
+    """Ascending indices in the notation of a shell; many runs are abbreviated.
 
     >>> spell_indices([7]), spell_indices([0, 1, 2, 3, 5]), spell_indices([0, 2, 4, 6])
     ('7', '{0..3,5}', '{0..6..2}')

@@ -22,7 +22,7 @@ ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 class Structure:
-    """What the layouts of a tree depend on; holds no arrays."""
+    """The structure that the layouts of a tree depend on; it holds no arrays."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -44,11 +44,11 @@ def structure_of(tree: Any) -> Structure | None:
 
 
 class UnknownNodeError(Exception):
-    """A node that is no dict, list, State, Variable or None, and no array."""
+    """A node that is not a dict, list, State, Variable, None or array."""
 
 
 def container(kind: type, children: Any) -> Any:
-    """The memory of a dict, a list or a State with these memories of its children."""
+    """The pattern of a dict, a list or a State with these patterns of its children."""
     return _State(children) if kind is nnx.State else _Container(kind, children)
 
 
@@ -116,11 +116,7 @@ class _Variable:
 
 
 class Memory:
-    """Makes the memory of one tree; leaves that are alike are one object.
-
-    Raises:
-        UnknownNodeError: a node is of no kind that is known here.
-    """
+    """Makes the pattern of one tree; equal leaves share one object."""
 
     def __init__(self) -> None:
         self.makers: dict[type, Callable[[Any], Any]] = {}
@@ -134,7 +130,7 @@ class Memory:
         return make(node)
 
     def maker(self, node: Any) -> Callable[[Any], Any]:
-        """What makes the memory of nodes of this type."""
+        """The function that makes the pattern of nodes of this type."""
         kind = type(node)
         if kind is dict:
             return lambda node: _Container(dict, self.children(node))

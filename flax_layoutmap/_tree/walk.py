@@ -33,7 +33,7 @@ _LEAF, _DICT, _MAPPING, _BOX, _NONE, _OTHER = range(6)
 
 
 class Walk:
-    """Flattens one tree. A loop over plain containers, and a step for each other type.
+    """Flattens one tree: a loop over plain containers, methods for other types.
 
     Faster than `tree_flatten_with_path`: a parent's path is made once, not once per
     leaf, and no key objects are made.
@@ -76,7 +76,7 @@ class Walk:
         self.base, self.role, self.node = before
 
     def root(self, tree: Any, is_whole: bool = False) -> None:
-        """Walk a tree whose paths start here; it may be a whole one of the user's."""
+        """Walk a tree whose paths start here; `is_whole` for the user's whole tree."""
         if isinstance(tree, Roots):
             for name, part in tree.trees.items():
                 role: Role = "optimizer" if name == "opt_state" else "parameter"
@@ -108,12 +108,7 @@ class Walk:
     def split(
         self, tree: Mapping[Any, Any], is_tree: Callable[[Any, Any], bool]
     ) -> None:
-        """Walk a mapping of which some children are trees by themselves.
-
-        Args:
-            tree: the mapping.
-            is_tree: whether the child with a key is a tree by itself.
-        """
+        """Walk a mapping of which some children are trees by themselves."""
         for key in self.ordered(tree, ""):
             child, name = tree[key], self.names[key]
             if is_tree(key, child):
@@ -232,7 +227,7 @@ class Walk:
                 self.mapping(_inside(node), below, below_folded)
 
     def special(self, node: Any, part: str, prefix: str) -> bool:
-        """Walk a node if it starts its own section; return whether it did."""
+        """Walk a node if it starts its own section, and return whether it does."""
         below = f"{prefix}{part}/"
         if self.role == "optimizer" and not is_optimizer(node):
             return False  # moments of a module are a module, to optax

@@ -34,14 +34,11 @@ _STATIC = nnx.graph.Static
 
 
 class Uncomparable(TypeError):
-    """A constant can neither be hashed nor taken apart. `args`: the constant."""
+    """A constant that can neither be hashed nor copied; it is in `args`."""
 
 
 def is_hashable(value: Any) -> bool:
-    """Whether a value has a usable hash and `==`.
-
-    A method counts as the object that it is bound to.
-    """
+    """Whether a value has a usable hash and `==`; a method, if its object has."""
     if type(value) is tuple:
         return all(map(is_hashable, value))
     if isinstance(value, types.MethodType):
@@ -65,12 +62,9 @@ def comparable(value: Any) -> Any:
 def contents(value: Any) -> Any:
     """What a value holds, hashable: equal for values that hold the same.
 
-    Parts that can be hashed are compared as Python does it, numbers with their types;
-    arrays of JAX and NNX objects by identity; all else part by part, as `copy.copy`
-    would copy it.
-
-    Raises:
-        Uncomparable: a part can be neither hashed nor copied.
+    Hashable parts are compared by `==`, numbers with their types; JAX arrays and NNX
+    objects by identity; all else part by part, as `copy.copy` would copy it. Raises
+    Uncomparable for a part that can be neither hashed nor copied.
     """
     return _Reader().read(value)
 
@@ -152,7 +146,7 @@ _flat = itertools.chain.from_iterable
 
 
 def _equal_as_one(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, where equal ones are one object: less memory to go through."""
+    """The same entries, where equal ones are one object: less memory to read."""
     kinds: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for entry in entries:
@@ -170,11 +164,7 @@ def _equal_as_one(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_node(name: str, value: Any) -> bool:
-    """Whether an attribute must not be compared by `==`.
-
-    That of a Variable or an array compares elements. Other values that change at all
-    are equal only if they are alike.
-    """
+    """Whether an attribute is compared by identity, as its `==` is elementwise."""
     return (
         not isinstance(value, _ATOMS)
         and type(value).__eq__ is not object.__eq__
@@ -183,12 +173,10 @@ def _is_node(name: str, value: Any) -> bool:
 
 
 class Watch:
-    """What was seen of the graph below some NNX objects, which it does not keep alive.
+    """A record of the graph below some NNX objects, which it does not keep alive.
 
-    Attributes:
-        variables: the Variables of the graph, in no particular order.
-        exact: whether every change would be seen. If not, it must not be used: there
-            is a node of an unknown kind, or an array that is no Variable.
+    It must not be used unless it is `exact`: a node of unknown kind, or an array that
+    is not a Variable, could change without being noticed.
     """
 
     def __init__(
@@ -229,10 +217,10 @@ class Watch:
         return set(map(id, self.variables))
 
     def fits(self, roots: Sequence[Any]) -> bool:
-        """Whether these are the objects, and their graph is what it was.
+        """Whether these are the same objects with an unchanged graph.
 
-        What takes time is to fetch from memory what lay idle during the last step; so
-        what is compared with is in few lists, and no object is looked into twice.
+        Most of the time goes into fetching memory that was idle during the last step,
+        so the expected values are in few lists, and each object is read once.
         """
         for alive, root in zip(self._alive, roots, strict=True):
             if alive() is not root:
@@ -258,7 +246,7 @@ class Watch:
             return False
 
     def _is_renewed(self, values: list[Any]) -> bool:
-        """Whether only the book-keeping of the objects differs, as after `nnx.jit`."""
+        """Whether only NNX's bookkeeping of the objects differs, as after `nnx.jit`."""
         renewed = list(self._values)
         for at in self._noted:
             renewed[at] = values[at]
@@ -284,7 +272,7 @@ class Watch:
     # ------------------------------------------------------------------ looking
 
     def _look(self, node: Any, seen: set[int]) -> None:
-        """Look at a node of the graph; tuples are seen by what holds them."""
+        """Record a node of the graph; a tuple is compared by its owner."""
         if isinstance(node, tuple):
             for child in node:
                 self._look(child, seen)
@@ -340,10 +328,7 @@ class Watch:
             self._static(value)
 
     def _static(self, value: Any) -> None:
-        """A static attribute is compared by identity, and by hash if it has its own.
-
-        By what it holds if it cannot be hashed.
-        """
+        """Compare a static attribute by identity, by its hash, or by its contents."""
         if not is_hashable(value):
             self._read[id(value)] = value
         elif type(value) is tuple:

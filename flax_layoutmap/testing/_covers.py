@@ -95,7 +95,7 @@ def _wrong_on(
 
 
 def _alike(problems: Iterable[str]) -> Iterator[str]:
-    """Problems that differ in the numbers of a path only, once."""
+    """Problems that differ only in the numbers of a path, once each."""
     counts: dict[tuple[str, str], list[str]] = {}
     for text in problems:
         path, gap, rest = text.partition(" (")
