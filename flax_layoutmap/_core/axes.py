@@ -50,8 +50,8 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
     """A `PartitionSpec` as axes: missing trailing dims are not sharded."""
     if spec.unreduced or spec.reduced:
         raise RuleError(
-            f"{spec!r} speaks of values that are not yet reduced, which a layout does "
-            "not: say only how the dims are sharded"
+            f"{spec!r} has reduced or unreduced axes, which a layout cannot have: give "
+            "only the axes of the dims"
         )
     return (*spec, ...)
 
@@ -66,8 +66,8 @@ def read_dims(
     for dim in axes:
         if dim is PartitionSpec.UNCONSTRAINED:
             raise RuleError(
-                f"{given!r} leaves a dim unconstrained; a layout says where every dim "
-                "lies: use None for a dim that is not sharded"
+                f"{given!r} leaves a dim unconstrained, which a layout cannot do: use "
+                "None for a dim that is not sharded"
             )
         if dim is None or dim is ... or isinstance(dim, str):
             dims.append(None if dim == UNSHARDED and dim not in names else dim)

@@ -57,7 +57,8 @@ def get_device_count(device_type: str | None = None) -> int:
 def _devices(device_type: str | None) -> list[Any]:
     if not isinstance(device_type, str | None):
         raise MeshError(
-            f'device_type is a text such as "cpu", "gpu" or "tpu", got {device_type!r}'
+            'device_type must be a string such as "cpu", "gpu" or "tpu", got '
+            f"{device_type!r}"
         )
     kind = device_type if device_type is None else device_type.lower()
     try:

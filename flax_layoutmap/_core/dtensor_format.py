@@ -2,7 +2,7 @@
 
 The formats are those of TensorFlow's `tensorflow/dtensor/proto/layout.proto` and of
 `Layout.to_string()` and `Mesh.to_string()`, checked against TensorFlow 2.21. One
-extension: a dim that lies on several mesh axes is written `x+y`.
+extension: a dim on several mesh axes is written `x+y`.
 """
 
 import functools
@@ -66,7 +66,7 @@ def dim_of(
         return word
     if strict:
         raise LayoutError(
-            f"the dim {word!r} lies on several mesh axes, which DTensor cannot read; "
+            f"the dim {word!r} is on several mesh axes, which DTensor cannot read; "
             "leave out strict=True"
         )
     return tuple(word.split("+"))

@@ -1,13 +1,4 @@
-"""The exceptions and warnings of flax_layoutmap.
-
-    LayoutError(ValueError)     everything below
-    ├── RuleError               a rule is wrong by itself: bad regex, value, taken key
-    ├── MeshError               a mesh cannot be made, or is missing, or is abstract
-    ├── ResolveError            rules do not fit a tree: rank, divisibility, overlap
-    ├── StructureError          a tree has no unique paths, or does not fit another
-    ├── CheckpointError         a checkpoint cannot be written, read or used
-    └── ProcessError            the processes of one job disagree, or do not meet
-    LayoutWarning(UserWarning)  a rule unused, a leaf unmatched, a fallback
+"""The exceptions and warnings of flax_layoutmap, and helpers for their messages.
 
 A message says, in this order: which leaf, which rule, what clashed, what to do.
 """
@@ -31,7 +22,7 @@ class LayoutError(ValueError):
 
 
 class RuleError(LayoutError):
-    """A rule is invalid by itself: a bad regex, a bad value, a duplicate key."""
+    """A rule is invalid: a bad regex, a bad value, a duplicate key."""
 
     __module__ = "flax_layoutmap.errors"
 

@@ -214,12 +214,12 @@ def _unknown(x: Any) -> str:
     if isinstance(x, dict | list | tuple):
         return f"{what}, which is no array: pass its leaves, one by one"
     if isinstance(x, np.ndarray | np.generic):
-        what = f"a NumPy array {x.shape}, which lies on no mesh"
+        what = f"a NumPy array {x.shape}, which is on no mesh"
     elif isinstance(x, jax.ShapeDtypeStruct):
         what = f"the abstract {x}, which has no sharding"
     elif isinstance(x, jax.Array | Tracer):
         sharding = getattr(concrete(x), "sharding", None)
         one = isinstance(sharding, SingleDeviceSharding)
-        lies = "on one device and no mesh" if one else f"by a {type(sharding).__name__}"
-        what = f"an array {x.shape} that lies {lies}"
+        where = "on one device" if one else f"with a {type(sharding).__name__}"
+        what = f"an array {x.shape} {where} and on no mesh"
     return f"{what}; flm.relayout(x, layout) puts an array on a mesh"

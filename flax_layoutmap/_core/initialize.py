@@ -47,44 +47,40 @@ def initialize(
 ) -> None:
     """Join a job of several processes; call it before any other use of JAX.
 
-    Keras's `initialize`, over `jax.distributed`. What is None is taken from the
-    environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
-    and `KERAS_DISTRIBUTION_PROCESS_ID`, then what JAX itself reads
-    (`JAX_COORDINATOR_ADDRESS` and others), then the cluster that JAX detects: Cloud
-    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.keras.initialize()`.
+    Keras's `initialize`, over `jax.distributed`. What is None is read from
+    `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES` and
+    `KERAS_DISTRIBUTION_PROCESS_ID`, then from JAX's own variables
+    (`JAX_COORDINATOR_ADDRESS` and others), then from the cluster that JAX detects:
+    Cloud TPU, Slurm, Open MPI, Kubernetes. A second call without arguments does
+    nothing.
 
-    Unlike Keras's it agrees on no seed: Flax models are made from an explicit one, and
-    `flm.create` raises where that differs between processes. Called again without
-    arguments, it does nothing.
+    Unlike Keras's it sets no seed: Flax models are made from an explicit one, and
+    `flm.create` raises where that differs between processes.
 
-    Where address, count and number are all known here, process 0 first tries whether
-    it can listen, and every process whether it reaches process 0, for at most
-    `initialization_timeout` seconds (300 by default). That all have come is then seen
-    by JAX: where one never comes, JAX ends the others 5 s after the same time, with
-    `DEADLINE_EXCEEDED` and its own words, which no program can catch. A `LayoutWarning`
-    says so before, after a minute.
+    If address, count and number are known here, process 0 tests that it can listen, and
+    every process that it can connect to process 0, for at most `initialization_timeout`
+    seconds (300 by default). After that, JAX waits for all processes; where one is
+    missing, it ends the others 5 s after the timeout, with `DEADLINE_EXCEEDED`, which
+    no program can catch. A `LayoutWarning` announces that after a minute.
 
-    A process that has ended, by an error too, waits for the others to end. JAX ends
-    those that have not after `shutdown_timeout_seconds` (300 by default): so long after
-    an error in one process the job goes on, and so long a process may go on alone, such
-    as process 0 with an export. Pass less to learn of errors sooner, or more.
+    A process that ends, even with an error, waits for the others. JAX ends the others
+    after `shutdown_timeout_seconds` (300 by default): for that time they may go on, as
+    process 0 does with an export. Pass less to notice errors sooner.
 
     Args:
-        job_addresses: `"host:port"` of process 0; or those of all processes, with
-            commas between them, of which the first is that of process 0.
-        num_processes: how many processes there are.
-        process_id: the number of this one, from 0.
+        job_addresses: `"host:port"` of process 0, or of all processes, separated by
+            commas, that of process 0 first.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
         **options: further arguments of `jax.distributed.initialize`, such as
             `initialization_timeout` and `shutdown_timeout_seconds`.
 
     Raises:
-        ProcessError: what is given does not fit together, no cluster was found, JAX
-            has been used already, process 0 cannot listen at its port, or cannot be
-            reached in time.
+        ProcessError: the arguments contradict each other, no cluster was found, JAX has
+            been used already, or process 0 cannot listen or be reached in time.
 
     Example:
-        In every process, before anything else of JAX, where a cluster (a TPU slice,
-        Slurm, GKE) says which process this is: `flm.keras.initialize()`. By hand:
+        On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere:
 
         >>> import flax_layoutmap as flm
         >>> flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
@@ -138,7 +134,7 @@ def initialize(
 def _addresses(text: Any, source: str) -> list[str]:
     if not isinstance(text, str | None):
         raise ProcessError(
-            f'{source} is a text, "host:port", with commas between several, got '
+            f'{source} must be a string, "host:port", with commas between several, got '
             f"{text!r}"
         )
     known = [part.strip() for part in text.split(",")] if text else []
@@ -175,9 +171,9 @@ def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
     text = (
-        f"this process has waited {patience:.0f} s for the others of the job{where}, "
-        "and goes on waiting: at least one has not come; see which of them have called "
-        f"flm.keras.initialize. When they do not come in {seconds} s, this process ends"
+        f"this process has waited {patience:.0f} s for the others of the job{where}: "
+        "at least one has not called flm.keras.initialize. JAX ends this process if "
+        f"they do not connect in {seconds} s"
     )
     timer = threading.Timer(patience, warn, [text])
     timer.daemon = True
@@ -243,9 +239,9 @@ def _number(given: int | None, name: str, variable: str) -> int | None:
 # ------------------------------------------------------------ the coordinator's address
 
 
-# One try to connect takes at most so long: who answers may come only later.
+# The longest attempt to connect: process 0 may start later.
 _TRY_SECONDS = 10.0
-# And at least so long, where a slow look-up of the name has taken all the time.
+# The shortest one, where looking up the name took all the time.
 _SHORTEST_TRY_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 1.0
 

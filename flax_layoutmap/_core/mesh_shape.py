@@ -18,7 +18,7 @@ from flax_layoutmap._core.errors import MeshError
 
 Shape = Sequence[int] | int | np.integer | np.ndarray | Mapping[str, int] | str
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-# At most so many slices are listed.
+# The number of slices and ids that a message lists.
 _SHOWN = 8
 # Kinds of devices whose physical axes jax.make_mesh splits by default.
 _SPLIT_UNASKED = ("TPU v5 lite", "TPU v5e")
@@ -34,7 +34,7 @@ def sizes_and_names(
         if names is not None:
             kind = "line" if isinstance(shape, str) else "mapping"
             raise MeshError(
-                f"the {kind} {shape!r} brings axis names; leave out the rest"
+                f"the {kind} {shape!r} has axis names; leave out axis_names"
             )
         shape, names = (
             _parse(shape)

@@ -302,7 +302,7 @@ def _exchange(
             failed.append(error)
 
     # A thread of its own is out of reach of the caller's mesh, transfer guard and other
-    # settings, and can be left behind when nobody answers.
+    # settings, and can be abandoned when no process answers.
     thread = threading.Thread(target=gather, daemon=True)
     thread.start()
     patience = patience or PATIENCE_SECONDS
@@ -311,15 +311,15 @@ def _exchange(
     if thread.is_alive() and gives_up_after is None:
         warn(
             f"process {jax.process_index()} has waited {patience:.0f} s before "
-            f"{what} and goes on waiting: the processes {list(members)} of the mesh "
-            "must all come here, and at least one has not"
+            f"{what} and is still waiting: the processes {list(members)} of the mesh "
+            "must all get here, and at least one has not"
         )
         thread.join(limit - patience)
         if thread.is_alive():
             raise ProcessError(
                 f"process {jax.process_index()} has waited {limit:.0f} s "
                 f"before {what}, and gives up: of the processes {list(members)} at "
-                "least one has not come; look at what each one printed last"
+                "least one has not got here; see the last output of each"
             )
     if received:
         rows = (json.loads(bytes(row).decode(errors="replace")) for row in received[0])
@@ -328,7 +328,7 @@ def _exchange(
         return {}
     raise ProcessError(
         f"process {jax.process_index()} could not reach the other processes before "
-        f"{what}: one of them has ended (look at what each printed last), or the "
+        f"{what}: one of them has ended (see the last output of each), or the "
         f"network between them fails: {failed[0]}"
     ) from failed[0]
 

@@ -43,41 +43,39 @@ def distribute_batch(
     """Make global arrays from a host batch, sharded over the `batch` axes.
 
     Dim 0 of every array, its rows, is split over the map's `batch` axes; other dims,
-    a sequence too, stay whole. Scalars and PRNG keys are replicated: typed ones, and
-    JAX arrays of `jax.random.PRNGKey`. Arrays that are there already are returned as
-    they are, arrays elsewhere on the mesh are moved. Nothing is donated. As with
-    `jax.device_put`, do not write into a NumPy array afterwards: on CPU its memory may
-    be shared.
+    also a sequence, are not. Scalars and PRNG keys are replicated: typed keys, and JAX
+    arrays of `jax.random.PRNGKey`. Arrays with that sharding are returned as they are,
+    other arrays on the mesh are moved. Nothing is donated. As with `jax.device_put`, do
+    not write into a NumPy array afterwards: on CPU its memory may be shared.
 
     Args:
-        batch: a tree of NumPy arrays, JAX arrays, numbers, or anything that NumPy
-            makes arrays of; all with the same number of rows. None stays None.
-        layout_map: the rules, on a mesh of devices; only their `batch` axes count.
+        batch: a tree of NumPy arrays, JAX arrays, numbers, or objects with
+            `__array__`; all with the same number of rows. None stays None.
+        layout_map: the rules, on a mesh of devices; only their `batch` axes matter.
         rows: which rows a process passes; in a single process, always all of them.
 
-            - `"local"`: those of its own devices. A process that holds one half of
-              the batch axes passes that half of the global batch. Processes that hold
-              the same part, as replicas along other axes, each pass the same rows,
-              which is not checked.
-            - `"global"`: all rows, the same ones in every process, as `flm.jit` takes
-              a batch on the host.
-            - `"partial"`: as `"local"`, but processes that hold the same part share
-              the reading: each passes an equal share, in the order of their
-              numbers, and the devices exchange them.
+            - `"local"`: those of its own devices. A process with one half of the batch
+              axes passes that half of the global batch. Processes with the same part,
+              as replicas along other axes, pass the same rows, which is not checked.
+            - `"global"`: all rows, the same in every process, as `flm.jit` takes a
+              batch on the host.
+            - `"partial"`: as `"local"`, but processes with the same part share the
+              reading: each passes an equal share, in the order of their numbers, and
+              the devices exchange them.
 
         check: with several processes, whether to compare structures, shapes and the
-            values of scalars and keys before anything is made, so that a difference is
-            an error in every process. All must come here in the same order as to other
-            collectives, and it waits for the devices: pass False in a loop whose
-            batches all have one shape (`flm.pad_batch`), and in threads that prefetch.
+            values of scalars and keys first, so that a difference is an error in every
+            process. It is a collective, and waits for the devices: pass False in a loop
+            whose batches all have one shape (`flm.pad_batch`), and in threads that
+            prefetch.
 
     Returns:
-        The same tree of global `jax.Array`s, in the dtypes that JAX makes of them.
+        The same tree of global `jax.Array`s, in JAX's dtypes.
 
     Raises:
-        LayoutError: leaves that are no arrays, differ in their rows, or do not divide.
+        LayoutError: leaves that are not arrays, differ in their rows, or do not divide.
         MeshError: no mesh of devices, or one that `rows` does not fit.
-        ProcessError: the processes do not fit together, on every process.
+        ProcessError: the processes disagree; raised in every process.
 
     Example:
         >>> import numpy as np, flax_layoutmap as flm
@@ -115,9 +113,9 @@ def pad_batch(
 ) -> tuple[Any, np.ndarray]:
     """Pad a host batch with rows until it divides; return the mask of real rows.
 
-    Give the last batch of an epoch the `size` of the others, and nothing is compiled
-    for it. The mask goes along with the batch; what is averaged over rows must use it
-    (batch statistics inside a model, as of BatchNorm, do see the added rows).
+    Pad the last batch of an epoch to the `size` of the others, so that nothing is
+    compiled for it. What is averaged over rows must use the mask (batch statistics
+    inside a model, as in BatchNorm, include the added rows).
 
     Args:
         batch: a tree of arrays, all with the same number of rows (dim 0). Scalars and
@@ -126,17 +124,16 @@ def pad_batch(
             the product of its `batch` axes' sizes (with several processes, the part of
             it that this process fills).
         size: the number of rows to reach; None: the next multiple.
-        fill: the rows to add: `"repeat"` repeats the last row, whose values are valid
-            whatever they mean; `"zeros"`, also for a batch without any rows.
-        rows: as for `flm.distribute_batch`; counts where `multiple` is a map. The rows
-            are those that this process passes there.
+        fill: the rows to add: `"repeat"` repeats the last row, so that values are
+            valid; `"zeros"` works for a batch without rows too.
+        rows: as for `flm.distribute_batch`, if `multiple` is a map.
 
     Returns:
         The batch, in NumPy arrays where rows were added, else as it was; and a mask,
         a bool array of shape (rows,), True for the rows of `batch`.
 
     Raises:
-        LayoutError: leaves that are no arrays or differ in their rows, no leaf with
+        LayoutError: leaves that are not arrays or differ in their rows, no leaf with
             rows, no row to repeat, or a `size` that is too small or does not divide.
         MeshError: a map without a mesh.
 
@@ -354,7 +351,7 @@ def split_of(owners: np.ndarray, process: int, rows: Rows) -> Split:
     if apart or len({*map(len, groups)}) > 1 or len({*devices.tolist()}) > 1:
         raise MeshError(
             'rows="partial" needs processes with equally many devices, each with parts '
-            f"of the batch that lie side by side; process {process} has "
+            f"of the batch side by side; process {process} has "
             f"{(owners == process).sum()} devices, with {_few(own)} of {parts} parts; "
             'use rows="local" or "global"'
         )
@@ -416,8 +413,8 @@ def _check_same_rows(flat: _Flat, split: Split) -> None:
     if len(counts) > 1:
         raise LayoutError(
             "the arrays of a batch must have equally many rows (dim 0):\n"
-            f"{bullet_list(shown)}\ntreat those of other rows by themselves, or place "
-            "them with flm.distribute_tensor"
+            f"{bullet_list(shown)}\ndistribute arrays with other rows separately, or "
+            "place them with flm.distribute_tensor"
         )
 
 

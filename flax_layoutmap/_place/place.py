@@ -187,7 +187,7 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
             return jax.device_put(x, sharding)
         except NotImplementedError as error:
             raise MeshError(
-                f"an array {tuple(x.shape)} that lies on devices of other processes "
+                f"an array {tuple(x.shape)} on devices of other processes "
                 "too can only be moved to a mesh of the same devices, not to "
                 f"{DeviceMesh(sharding.mesh)!r}; save a checkpoint and restore it there"
             ) from error
@@ -356,12 +356,12 @@ def _constrain(
             # JAX would silently drop the Auto axes.
             raise LayoutError(
                 f"{what} of a traced array {tuple(x.shape)} to {layout}: dim {dim} "
-                f"lies on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
+                f"is on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
                 "one type for it"
             )
     jax_mesh: Any = mesh.jax_mesh
     if inside_manual:
-        # Inside shard_map the context knows which axes are manual; only it will do.
+        # Inside shard_map only the mesh of the context has its manual axes.
         jax_mesh = jax.sharding.get_abstract_mesh()
     lies_on = None if inside_manual else own_mesh(x)
     if explicit or (lies_on is not None and explicit_axes(lies_on)):
@@ -373,7 +373,7 @@ def _constrain(
         auto = [tuple(a for a in axes if a not in explicit) for axes in dims]
         x = pin(x, NamedSharding(jax_mesh, normal_spec(auto)))
     if layout.memory_kind is not None:
-        # Neither of the two heeds a memory kind.
+        # Neither of the two applies a memory kind.
         spec, kind = normal_spec(dims), layout.memory_kind
         x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
     return x
@@ -397,10 +397,10 @@ def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
     for known in (own_mesh(x) if traced else None, context):
         if known is not None and known.axis_names and known.size != mesh.size:
             raise MeshError(
-                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it lies on "
+                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it is on "
                 f"{known.size} devices, and goes to others only outside of jit and "
                 f"vmap; call {what} there, or name axes alone, "
-                'TensorLayout(("data", None)), for the devices that it lies on'
+                'TensorLayout(("data", None)), for the devices that it is on'
             )
 
 

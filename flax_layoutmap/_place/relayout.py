@@ -49,29 +49,28 @@ def relayout(
 ) -> Any:
     """Give an array another layout; its gradient has the original layout.
 
-    As `flm.distribute_tensor`, but the cotangent takes the layout of the forward
-    input, at every order of differentiation. Outside of `jit`, and on Explicit axes,
-    that is always so (an array on no certain device gets its gradient in the layout of
-    the result). Under `jit` on Auto axes a value has no layout that could be read, and
-    JAX's own constraint sends the cotangent back in the layout of the result. There,
-    `gradient` says what to do:
+    As `flm.distribute_tensor`, but the cotangent gets the layout of the forward input,
+    at every order of differentiation. Outside of `jit`, and on Explicit axes, that is
+    always so (except for an uncommitted array, whose gradient has the layout of the
+    result). Under `jit` on Auto axes a value has no layout to read, and JAX's own
+    constraint gives the cotangent the layout of the result. There, `gradient` chooses:
 
-    - `"input"`: the cotangent is constrained to the sharding of `x`. Exact where
-      the layout of `x` is fixed: an argument of `jit`, the result of another relayout.
+    - `"input"`: the cotangent is constrained to the sharding of `x`. It is exact where
+      the layout of `x` is fixed (an argument of `jit`, the result of another relayout).
       Otherwise, as in the body of a `scan` or `jax.checkpoint`, or in a function under
-      `jax.jit` that another one calls several times, the compiler has chosen one for
-      `x`, not always the same for the gradient. It has a price: `x` is kept
-      until the backward pass, and there every device gathers the whole cotangent.
-    - a layout: that of `x`, which is fixed too. Exact; `x` is not kept, and the
-      cotangent goes there directly. Take this one for large activations. (The carry
-      of a `scan` has its own layout, whatever is set inside.)
+      `jax.jit` that another one calls several times, the compiler chooses one for `x`,
+      and possibly another for the gradient. `x` is kept until the backward pass, where
+      every device gathers the whole cotangent.
+    - a layout: that of `x`, which is fixed too. It is exact, `x` is not kept, and
+      nothing is gathered: use it for large activations. (The carry of a `scan` has its
+      own layout, whatever is set inside.)
     - `"output"`: the behaviour of JAX. On Auto axes only.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or a name, as for
-            `distribute_tensor`; axes without a mesh take at last the mesh that `x` is
-            on. `TensorLayout.MATCH` keeps the axes of a dim. A mesh keeps the dims and
+            `distribute_tensor`; the last choice for the mesh is that of `x`.
+            `TensorLayout.MATCH` keeps the axes of a dim. A mesh keeps the dims, and
             moves them to that mesh; an array on no mesh is replicated there.
         gradient: `"input"`, `"output"`, or the layout that `x` has.
         name: shown in profiles, as by `jax.named_scope`.
@@ -80,10 +79,10 @@ def relayout(
         The array (or tree) with that layout; the same object where it has it already.
 
     Raises:
-        LayoutError: another rank, a dim that does not divide, no array, or an unknown
-            layout that is to be kept.
-        MeshError: no mesh to be found, or one without devices; in a trace, one with
-            another number of devices (as for `distribute_tensor`).
+        LayoutError: another rank, a dim that does not divide, not an array, or an
+            unknown layout that should be kept.
+        MeshError: no mesh, or one without devices; in a trace, one with another number
+            of devices (as for `distribute_tensor`).
         RuleError: no such name or axis.
 
     Example:
@@ -96,7 +95,7 @@ def relayout(
         ('data', 'model')
 
     Plain JAX: `jax.device_put(x, s)`, `jax.sharding.reshard(x, s)`, or
-    `jax.lax.with_sharding_constraint(x, s)`, twice to say the input's layout too.
+    `jax.lax.with_sharding_constraint(x, s)`, twice to fix the input's layout too.
     """
     _check_gradient(gradient)
 
@@ -116,20 +115,20 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     """Give an array the mesh and layout of another; gradients keep its own.
 
     Where the layout of `like` is known (an array, one closed over, a value on Explicit
-    axes), `like` may have any shape of the same rank and any dtype, and nothing else
-    changes. An array on no mesh is followed by replicating `x` on its own mesh.
+    axes), `like` may have any shape of the same rank and any dtype. If it is on no
+    mesh, `x` is replicated on its own mesh.
 
-    Under `jit` on Auto axes a traced `like` has no layout to read. Then both are
-    constrained alike. It costs a gather, forward and backward, and memory, as both
-    are kept until the backward pass. It is exact where the layouts of both are fixed,
-    as those of arguments are; a value in between, or in a function under `jax.jit` that
-    another one calls several times, may get any layout that the compiler chooses.
-    In the body of a loop (`scan`, `while_loop`) it raises, as the layout of the
-    carry gets mixed in. There, pass the layout, `flm.relayout(x, layout)`.
+    Under `jit` on Auto axes a traced `like` has no layout to read, so both are
+    constrained alike. That costs a gather, forward and backward, and both are kept
+    until the backward pass. It is exact where the layouts of both are fixed, as those
+    of arguments are; for other values, and in a function under `jax.jit` that another
+    one calls several times, the compiler may choose any layout. In the body of a loop
+    (`scan`, `while_loop`) it raises, as the layout of the carry would be mixed in:
+    there, pass the layout, `flm.relayout(x, layout)`.
 
     Args:
         x: an array or a traced value; an `nnx.Variable` or a Linen box too.
-        like: the array to follow, or a Variable or box. No gradient reaches it.
+        like: the array to follow, or a Variable or box. It gets no gradient.
         name: shown in profiles, as by `jax.named_scope`.
 
     Returns:
@@ -264,7 +263,7 @@ def _keeping(x: Any, layout: TensorLayout, pin: Any, what: str) -> Any:
     if explicit_axes(mesh_of(layout)):
         raise LayoutError(
             f"{what} of a traced array {tuple(x.shape)} to {layout}: on a mesh with "
-            f"Auto and Explicit axes, {mesh_of(layout)!r}, nobody can tell what a "
+            f"Auto and Explicit axes, {mesh_of(layout)!r}, it is unknown what a "
             "MATCH dim has; name its axes"
         )
     check_same_devices(x, mesh_of(layout), what)
@@ -287,7 +286,7 @@ def _like_traced(x: Any, like: Any) -> Any:
     )
     what = f"relayout_like of an array {tuple(x.shape)} to a traced {tuple(like.shape)}"
     if manual_axes(jax.sharding.get_abstract_mesh()):
-        raise LayoutError(f"{what} inside shard_map: nobody knows its layout; {ways}")
+        raise LayoutError(f"{what} in shard_map, where its layout is unknown; {ways}")
     if is_in_a_loop(x) or is_in_a_loop(like):
         raise LayoutError(
             f"{what} in the body of a loop: the layout that the carry has would be "
@@ -314,7 +313,7 @@ def _like_traced(x: Any, like: Any) -> Any:
 def _no_mesh(x: Any, like: Any) -> LayoutError:
     return LayoutError(
         f"relayout_like of an array {tuple(x.shape)} to one {tuple(like.shape)}: "
-        "neither lies on a mesh; pass a layout, "
+        "neither is on a mesh; pass a layout, "
         "flm.relayout(x, flm.TensorLayout(axes, mesh))"
     )
 

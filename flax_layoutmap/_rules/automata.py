@@ -1,8 +1,8 @@
 """Patterns as automata, to find what a regular expression can match over all paths.
 
-For questions that no single path answers: can a pattern match any path, does it match
-every path that another one matches, which path tells them apart. Where a pattern is not
-understood, or it would take too long, the answer is None, never a guess.
+They decide whether a pattern can match any path, and whether it matches every path
+that another one matches. Where a pattern is not understood, or the search takes too
+long, the result is None, never a guess.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""Upper bound of the time that `re` takes to try a pattern on a path.
+"""Upper bound of the steps that `re` takes to try a pattern on a path.
 
-`re` tries every way to match before it gives up. Where the number of ways doubles with
+`re` tries every way to match before it fails. Where the number of ways doubles with
 each character, as in `(a+)+`, a path of 40 characters takes days. Here each character
-that it may try is counted, on the worst path that there could be: repetitions such as
-`{60}` are written out, and where it has a choice, the next character is the one with
-which most ways go on. What `re` knows to leave out is counted too: it never tries more.
+that it may try is counted, on the worst possible path: repetitions such as `{60}` are
+expanded, and at each choice the next character is the one that most ways can read.
+Optimizations of `re` are not considered, so it never tries more.
 """
 
 import functools
@@ -18,8 +18,8 @@ import numpy as np
 from flax_layoutmap._rules.automata import Automaton
 from flax_layoutmap._rules.patterns import ANY, Node, NotUnderstood, is_plain, read
 
-# Steps of one pattern, and of all of a file, on a path of so many characters: a step
-# is one character tried, and takes some nanoseconds.
+# The limits of one pattern, and of all in a file, on a path of USUAL_PATH characters. A
+# step is one character tried, and takes some nanoseconds.
 MOST_STEPS = 300_000_000
 MOST_STEPS_TOGETHER = 2_000_000_000
 USUAL_PATH = 100
@@ -80,7 +80,10 @@ def slow_together(patterns: Iterable[str], seconds: float) -> str | None:
         if total <= MOST_STEPS_TOGETHER:
             return None
         if time.thread_time() > deadline:
-            return f"to count the steps of all patterns takes more than {seconds:.0f} s of CPU time"
+            return (
+                "to count the steps of all patterns takes more than "
+                f"{seconds:.0f} s of CPU time"
+            )
         counted = _steps(read(pattern).root)
         total += counted - steps[pattern]
         steps[pattern] = counted

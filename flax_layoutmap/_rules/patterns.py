@@ -43,7 +43,7 @@ Node = tuple
 class NotUnderstood(Exception):
     """The pattern has a construct that the parser does not support."""
 
-    def __init__(self, reason: str = "it is too complicated to tell") -> None:
+    def __init__(self, reason: str = "it is too complicated to check") -> None:
         super().__init__(reason)
 
 

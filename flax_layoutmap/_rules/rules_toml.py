@@ -50,7 +50,7 @@ def write_rules(rules: RuleSet, path: Any) -> None:
         raw = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RuleError(
-            f"{path}: a pattern holds what is no text: {error.object!r}"
+            f"{path}: a pattern is not valid Unicode: {error.object!r}"
         ) from error
     try:
         write_whole(path, raw)

@@ -70,13 +70,12 @@ _DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVa
 def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
     """Set the mesh of layouts without one, in a block or a decorated function.
 
-    A layout's own mesh wins over it, and so does that of the surrounding
-    `flm.jit(layout_map=…)`; it wins over `jax.set_mesh`. Blocks nest, and what was
-    before is restored, on an exception too. It is seen by this library only, and only
-    where it runs in the same thread or task: unlike `jax.set_mesh` it works inside of
-    `jit` and with an abstract mesh, and changes nothing that JAX does. A function under
-    `jax.jit` reads it when it is traced: call it with another default mesh, and JAX
-    may use what it has compiled.
+    A layout's own mesh and that of the surrounding `flm.jit(layout_map=…)` take
+    precedence over it, and it over `jax.set_mesh`. Blocks nest. It applies to this
+    library only, in the same thread or task; unlike `jax.set_mesh` it works inside of
+    `jit` and with an abstract mesh. A function under `jax.jit` reads it when it is
+    traced: called with another default mesh, it may reuse what was compiled for the
+    first.
 
     Args:
         mesh: anything that `DeviceMesh` accepts.

@@ -100,7 +100,7 @@ def _rule_from_json(entry: dict[str, Any], mesh: DeviceMesh | None) -> Rule:
     return Rule(entry["pattern"], layout, rank=entry.get("rank", "error"))
 
 
-# -------------------------------------------------------- as people write them
+# -------------------------------------------------------- values in rule files
 
 # What stands for None, for any number of dims, and for a layout without axes.
 NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"

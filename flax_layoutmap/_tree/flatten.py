@@ -121,7 +121,7 @@ def _without_saved_boxes(tree: Any) -> Any:
 
 # ------------------------------------------------------------------ the short way
 
-# Sub-trees of up to so many leaves are named in one go: a layer, not a stack of them.
+# The largest sub-tree that is named at once: a layer, not a stack of them.
 _BLOCK_LEAVES = 64
 # More different ones than this are no repetition.
 _TEMPLATES = 256

@@ -38,7 +38,7 @@ JAX:
 - `Tracer.sharding` (0.8.1 to 0.10.2): replaced while a constructor is traced. Fallback:
   the time of a trace grows with the square of its length.
 - `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is (0.8.1
-  to 0.10.2): tell the body of a loop. Fallback: no value counts as one in a loop.
+  to 0.10.2): show whether it is the body of a loop. Fallback: none is.
 
 `tests/tree/test_flax_internals.py` fails when one of them moves.
 """

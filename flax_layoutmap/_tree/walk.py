@@ -264,7 +264,7 @@ class Walk:
                 path = self.base + prefix + part
                 raise StructureError(
                     f"two different keys both have the path {path!r} (an int and a "
-                    "string, say): rename one, so that rules can tell them apart"
+                    "string, say): rename one, so that rules can distinguish them"
                 )
             seen.add(part)
 

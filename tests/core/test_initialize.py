@@ -59,7 +59,7 @@ def test_devices_that_are_not_here(function: Any) -> None:
         flm.errors.MeshError, match="no devices of type 'npu'.*uses 'cpu'"
     ):
         function("npu")
-    with pytest.raises(flm.errors.MeshError, match="device_type is a text"):
+    with pytest.raises(flm.errors.MeshError, match="device_type must be a string"):
         function(8)
 
 
@@ -93,8 +93,8 @@ def test_what_jax_is_given(calls: list[Any], monkeypatch: pytest.MonkeyPatch) ->
         (("a:1", 2, 2), "process_id is 2, but of 2 processes the numbers are 0 to 1"),
         (("a:1", 2, -1), "process_id is 0 or more, got -1"),
         (("a:1", None, -1), "process_id is 0 or more, got -1"),
-        ((5, 2, 0), "job_addresses is a text, .*got 5"),
-        ((["a:1", "b:2"], 2, 0), r"job_addresses is a text, .*got \['a:1', 'b:2'\]"),
+        ((5, 2, 0), "job_addresses must be a string, .*got 5"),
+        ((["a:1", "b:2"], 2, 0), r"must be a string.*got \['a:1', 'b:2'\]"),
         (("a:1", 0, 0), "num_processes is 1 or more, got 0"),
         (("a:1", "two", 0), "num_processes is no whole number: 'two'"),
         (("a:1", 2.0, 0), "num_processes is no whole number: 2.0"),
@@ -302,7 +302,7 @@ def test_one_that_waits_says_so(free: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_initialize, "_refuse_if_too_late", lambda: None)
     monkeypatch.setattr(_initialize, "_PATIENCE_SECONDS", 0.01)
     where = rf"{free} \(from job_addresses\)"
-    text = f"for the others of the job at {where}, .*do not come in 1 s"
+    text = f"for the others of the job at {where}, .*do not connect in 1 s"
     with pytest.warns(flm.LayoutWarning, match=text):
         text = f"reach process 0 at {where} in 1 s"
         with pytest.raises(flm.errors.ProcessError, match=text):

@@ -531,7 +531,7 @@ def test_what_no_file_can_hold(
 def test_text_that_is_none(tmp_path: Path) -> None:
     layout_map = flm.LayoutMap()
     layout_map["\ud800"] = None
-    with pytest.raises(flm.errors.RuleError, match="a pattern holds what is no text"):
+    with pytest.raises(flm.errors.RuleError, match="a pattern is not valid Unicode"):
         layout_map.to_file(tmp_path / "rules.toml")
     with pytest.raises(
         flm.errors.RuleError, match="a file of rules ends in .toml or .json"

@@ -278,7 +278,7 @@ def test_keys_that_read_the_same_are_refused() -> None:
         flatten(tree)
     assert str(caught.value) == (
         "two different keys both have the path 'x/0' (an int and a string, say): "
-        "rename one, so that rules can tell them apart"
+        "rename one, so that rules can distinguish them"
     )
     with pytest.raises(flm.errors.StructureError, match="both have the path 'a'"):
         flatten(collections.OrderedDict([(Text("a"), X), ("a", X)]))
