@@ -224,65 +224,70 @@ def layout_from_text(text: str) -> LayoutRecord:
 
 # --------------------------------------------------------------------- protos
 
-# Message → (field, number, type, repeated). Field numbers are TensorFlow's.
-_FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
-    "ShardingSpec": (("sharding_spec", 2, "string", False),),
-    "MeshDimensionProto": (("name", 1, "string", False), ("size", 2, "int64", False)),
-    "MeshProto": (
-        ("mesh_dimensions", 1, "MeshDimensionProto", True),
-        ("global_device_ids", 2, "int64", True),
-        ("name", 3, "string", False),
-        ("local_device_ids", 4, "int64", True),
-        ("local_devices", 5, "string", True),
-        ("global_devices", 6, "string", True),
-        ("use_xla_spmd", 7, "bool", False),
-        ("single_device", 8, "string", False),
-    ),
-    "LayoutProto": (
-        ("sharding_specs", 1, "ShardingSpec", True),
-        ("mesh_config", 2, "MeshProto", False),
-        ("type", 3, "LayoutProto.LayoutType", False),
-    ),
+# The messages of TensorFlow's file, as a FileDescriptorProto in text format.
+_FILE = """
+name: "tensorflow/dtensor/proto/layout.proto"
+package: "tensorflow.dtensor"
+syntax: "proto3"
+message_type {
+  name: "ShardingSpec"
+  field { name: "sharding_spec" number: 2 type: TYPE_STRING label: LABEL_OPTIONAL }
 }
-_TYPES = ("UNKNOWN", "STATIC", "PARTED", "SINGLE_DEVICE")
+message_type {
+  name: "MeshDimensionProto"
+  field { name: "name" number: 1 type: TYPE_STRING label: LABEL_OPTIONAL }
+  field { name: "size" number: 2 type: TYPE_INT64 label: LABEL_OPTIONAL }
+}
+message_type {
+  name: "MeshProto"
+  field { name: "mesh_dimensions" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED
+    type_name: ".tensorflow.dtensor.MeshDimensionProto" }
+  field { name: "global_device_ids" number: 2 type: TYPE_INT64 label: LABEL_REPEATED }
+  field { name: "name" number: 3 type: TYPE_STRING label: LABEL_OPTIONAL }
+  field { name: "local_device_ids" number: 4 type: TYPE_INT64 label: LABEL_REPEATED }
+  field { name: "local_devices" number: 5 type: TYPE_STRING label: LABEL_REPEATED }
+  field { name: "global_devices" number: 6 type: TYPE_STRING label: LABEL_REPEATED }
+  field { name: "use_xla_spmd" number: 7 type: TYPE_BOOL label: LABEL_OPTIONAL }
+  field { name: "single_device" number: 8 type: TYPE_STRING label: LABEL_OPTIONAL }
+}
+message_type {
+  name: "LayoutProto"
+  field { name: "sharding_specs" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED
+    type_name: ".tensorflow.dtensor.ShardingSpec" }
+  field { name: "mesh_config" number: 2 type: TYPE_MESSAGE label: LABEL_OPTIONAL
+    type_name: ".tensorflow.dtensor.MeshProto" }
+  field { name: "type" number: 3 type: TYPE_ENUM label: LABEL_OPTIONAL
+    type_name: ".tensorflow.dtensor.LayoutProto.LayoutType" }
+  enum_type {
+    name: "LayoutType"
+    value { name: "UNKNOWN" number: 0 }
+    value { name: "STATIC" number: 1 }
+    value { name: "PARTED" number: 2 }
+    value { name: "SINGLE_DEVICE" number: 3 }
+  }
+}
+"""
 
 
 @functools.cache
 def _messages() -> dict[str, Any]:
     """Message name → class, in a pool of its own, apart from TensorFlow's."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    kinds = descriptor_pb2.FieldDescriptorProto
-    scalars = {
-        "string": kinds.TYPE_STRING,
-        "int64": kinds.TYPE_INT64,
-        "bool": kinds.TYPE_BOOL,
-    }
-    file = descriptor_pb2.FileDescriptorProto(
-        name="tensorflow/dtensor/proto/layout.proto",
-        package="tensorflow.dtensor",
-        syntax="proto3",
+    from google.protobuf import (
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+        text_format,
     )
-    for name, fields in _FIELDS.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, repeated in fields:
-            label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
-            made = message.field.add(name=field, number=number, label=label)
-            if kind in scalars:
-                made.type = scalars[kind]
-            else:
-                made.type = kinds.TYPE_ENUM if "." in kind else kinds.TYPE_MESSAGE
-                made.type_name = f".{file.package}.{kind}"
-    kind_of_layout = file.message_type[-1].enum_type.add(name="LayoutType")
-    for number, name in enumerate(_TYPES):
-        kind_of_layout.value.add(name=name, number=number)
+
+    file = text_format.Parse(_FILE, descriptor_pb2.FileDescriptorProto())
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
+    find = pool.FindMessageTypeByName
     return {
-        name: message_factory.GetMessageClass(
-            pool.FindMessageTypeByName(f"{file.package}.{name}")
+        message.name: message_factory.GetMessageClass(
+            find(f"{file.package}.{message.name}")
         )
-        for name in _FIELDS
+        for message in file.message_type
     }
 
 
@@ -335,7 +340,8 @@ def layout_from_proto(proto: Any) -> LayoutRecord:
     """Read a `LayoutProto`, ours, TensorFlow's or its bytes."""
     read = _parsed("LayoutProto", proto, LayoutError)
     if read.type > _STATIC:
-        kind = _TYPES[read.type] if read.type < len(_TYPES) else read.type
+        types = read.DESCRIPTOR.enum_types_by_name["LayoutType"].values_by_number
+        kind = types[read.type].name if read.type in types else read.type
         raise LayoutError(
             f"a layout of type {kind} has no meaning here; only STATIC ones are read"
         )

@@ -696,13 +696,7 @@ class TensorLayout:
         return f"TensorLayout({axes}{mesh}{kind})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.axes, self.device_mesh, self.memory_kind)
-
-
-def _rebuild(
-    axes: tuple[Dim, ...], mesh: DeviceMesh | None, memory_kind: str | None
-) -> TensorLayout:
-    return TensorLayout._exactly(axes, mesh, memory_kind)
+        return TensorLayout._exactly, (self.axes, self.device_mesh, self.memory_kind)
 
 
 def named_sharding(

@@ -599,12 +599,11 @@ def _rebuild(
 
 def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
     devices = list(np.asarray(given, dtype=object).ravel())
-    named = [at for at, device in enumerate(devices) if isinstance(device, str)]
-    found = require_here([key_in(devices[at]) for at in named])
-    for at, device in zip(named, found, strict=True):
-        devices[at] = device
+    names = [device for device in devices if isinstance(device, str)]
+    named = iter(require_here(list(map(key_in, names))))
+    devices = [next(named) if isinstance(d, str) else d for d in devices]
     for device in devices:
-        key_given(device)
+        key_given(device)  # raises for what is not a device
     if not devices:
         raise MeshError("devices is empty; leave it out to use all devices")
     if len(set(devices)) != len(devices):

@@ -164,7 +164,8 @@ class Topology:
     @property
     def name(self) -> str:
         """Name such as `"v5p:4x4x4"`, without the number of slices."""
-        return f"{self.generation.name}:{_written(self)}"
+        twisted = "_twisted" if self.twisted else ""
+        return f"{self.generation.name}:{_by_x(self.shape)}{twisted}"
 
     @property
     def accelerator_type(self) -> str:
@@ -406,7 +407,3 @@ def _checked_host(generation: Generation, shape: Shape, given: Any) -> Shape:
 
 def _by_x(shape: Shape) -> str:
     return "x".join(map(str, shape))
-
-
-def _written(of: Topology) -> str:
-    return _by_x(of.shape) + ("_twisted" if of.twisted else "")

@@ -26,15 +26,13 @@ from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flax_internals import is_nnx_object
+from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys
 
 Rows = Literal["local", "global", "partial"]
 Fill = Literal["repeat", "zeros"]
 
 _NUMBERS = bool | int | float | complex
-
-# Kinds of NumPy dtypes that no device holds: objects, texts, dates.
-_NO_NUMBERS = "OSUMm"
 
 
 def distribute_batch(
@@ -261,7 +259,7 @@ def _trouble(leaf: Any, what: str) -> str:
         return f"a traced value {show_shape(leaf.shape)}"
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array, whose mask would be lost"
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in _NO_NUMBERS:
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in NO_NUMBERS:
         return f"a NumPy array of {leaf.dtype}"
     if what == "pad_batch" and _is_spread(leaf):
         return f"a global array {show_shape(leaf.shape)}; pad first, distribute then"
@@ -461,7 +459,7 @@ def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         shape = np.shape(leaf)
         if not has_rows(leaf):
-            same.append(_on_host(leaf))
+            same.append(leaf)
         elif not _is_spread(leaf):
             shape = (split.total(shape[0]), *shape[1:])
             if rows == "global":
@@ -476,14 +474,6 @@ def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
         "option rows": rows,
         "batch values": digest_of_values(same),
     }
-
-
-def _on_host(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or _is_spread(leaf):
-        return leaf
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
 
 
 # ------------------------------------------------------------------ the work

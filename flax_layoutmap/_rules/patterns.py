@@ -113,12 +113,7 @@ class _Reader:
         if plain is None:
             return None
         self.at, text = plain.end(), plain.group()
-        if len(text) > 1 and self.pattern[self.at : self.at + 1] in (
-            "*",
-            "+",
-            "?",
-            "{",
-        ):
+        if len(text) > 1 and self.pattern.startswith(tuple("*+?{"), self.at):
             self.at, text = self.at - 1, text[:-1]
         return ("text", text)
 

@@ -213,16 +213,18 @@ class _Reading:
         self.merge(source, source.data)
         variants = source.data.get("variants", {})
         if not isinstance(variants, dict):
-            where = source.line("variants")
-            self.problems.append(f"{where}: variants must be tables")
+            self._problem(source, "variants", "variants must be tables")
             return
         for name, data in variants.items():
             if not isinstance(data, dict):
-                where = source.line(name)
-                self.problems.append(f"{where}: the variant {name!r} is no table")
+                self._problem(source, name, f"the variant {name!r} is no table")
                 continue
             self._check_keys(source, data, _VARIANT_KEYS, f" in variant {name!r}")
             self.variants.setdefault(name, []).append((source, data))
+
+    def _problem(self, source: Source, name: str, text: str) -> None:
+        """Record a problem, with the line where this name stands."""
+        self.problems.append(f"{source.line(name)}: {text}")
 
     def _bases(self, source: Source) -> list[str]:
         """The files that a file extends."""
@@ -230,10 +232,8 @@ class _Reading:
         bases = [given] if isinstance(given, str) else given
         if isinstance(bases, list) and all(isinstance(base, str) for base in bases):
             return bases
-        self.problems.append(
-            f"{source.line('extends')}: extends must be a file or a list of files, got "
-            f"{given!r}"
-        )
+        text = f"extends must be a file or a list of files, got {given!r}"
+        self._problem(source, "extends", text)
         return []
 
     def _beside(self, source: Source, base: str) -> str:
@@ -252,12 +252,10 @@ class _Reading:
     def _check_keys(
         self, source: Source, data: Mapping[str, Any], known: set[str], place: str
     ) -> None:
-        self.problems += [
-            f"{source.line(key)}: unknown key {key!r}{place}"
-            f"{did_you_mean(key, sorted(known))}"
-            for key in data
-            if key not in known
-        ]
+        for key in data:
+            if key not in known:
+                near = did_you_mean(key, sorted(known))
+                self._problem(source, key, f"unknown key {key!r}{place}{near}")
 
     def merge(self, source: Source, data: Mapping[str, Any]) -> None:
         """Merge a table; its values win over earlier ones.
@@ -276,15 +274,13 @@ class _Reading:
             for entry in self._entries(source, data, name):
                 pattern = entry.name
                 if pattern in given:
-                    self.problems.append(
-                        f"{entry.where}: the pattern {pattern!r} is there twice"
-                    )
+                    text = f"the pattern {pattern!r} is there twice"
+                    self._problem(source, pattern, text)
                 elif entry.value is False:
                     if known.pop(pattern, None) is None:
                         near = did_you_mean(pattern, known)
-                        self.problems.append(
-                            f"{entry.where}: there is no rule {pattern!r} to drop{near}"
-                        )
+                        text = f"there is no rule {pattern!r} to drop{near}"
+                        self._problem(source, pattern, text)
                 else:
                     (known if pattern in known else new)[pattern] = entry
                 given.add(pattern)
@@ -302,10 +298,8 @@ class _Reading:
                 yield _Entry(value, source, pattern)
             return
         if not isinstance(given, list):
-            self.problems.append(
-                f"{source.line(section)}: {section} must be a table of patterns, got "
-                f"{short(given)}"
-            )
+            text = f"{section} must be a table of patterns, got {short(given)}"
+            self._problem(source, section, text)
             return
         for number, entry in enumerate(given, start=1):
             if isinstance(entry, dict) and isinstance(entry.get("pattern"), str):
@@ -338,10 +332,8 @@ class _Reading:
                 if axes is None or name == variant or name in chosen:
                     continue
                 if not _are_names(axes):
-                    self.problems.append(
-                        f"{source.line('mesh_axes')}: mesh_axes must be a list of axis "
-                        f"names, got {short(axes)}"
-                    )
+                    text = f"mesh_axes must be a list of axis names, got {short(axes)}"
+                    self._problem(source, "mesh_axes", text)
                 elif mesh is not None and set(axes) <= set(mesh.axis_names):
                     chosen.append(name)
         if variant is not None:

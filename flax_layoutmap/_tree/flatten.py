@@ -88,10 +88,7 @@ def _saved_state(tree: Any, flat: Flat) -> Any:
     There a Variable is a dict with the one key `value`. A single parameter may have
     that name, so it is a box only where every leaf of the State has it.
     """
-    types = {
-        kind: kind.__module__.startswith("orbax.")
-        for kind in set(map(type, flat.leaves))
-    }
+    types = {kind: _is_orbax(kind) for kind in set(map(type, flat.leaves))}
     if not isinstance(tree, Mapping) or not any(types.values()):
         return tree
     boxed: dict[str, bool] = {}  # of each child of the root
@@ -157,15 +154,15 @@ def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
     try:
         leaves, treedef = jax.tree.flatten(tree)
         kinds = list(map(type, leaves))
-        if any(map(_is_special, set(kinds))):
+        if any(issubclass(k, nnx.Pytree) or _is_orbax(k) for k in set(kinds)):
             return None
         return _Repeats(fold, leaves, kinds).flatten(treedef)
     except (_Irregular, TypeError, ValueError):
         return None  # the walk raises the error, if there is one
 
 
-def _is_special(kind: type) -> bool:
-    return issubclass(kind, nnx.Pytree) or kind.__module__.startswith("orbax.")
+def _is_orbax(kind: type) -> bool:
+    return kind.__module__.startswith("orbax.")
 
 
 class _Repeats:

@@ -1,44 +1,38 @@
 """Private or moved names of Flax and JAX that this package uses.
 
-Flax:
+Flax (0.12.4 to 0.12.8):
 
-- `Variable._var_metadata` (flax 0.12.4 to 0.12.8): read without a copy, 30,000 times in
-  a large model. Fallback: `Variable.get_metadata()`.
-- `Variable._raw_value` (0.12.4 to 0.12.8): a slot, read and written without a call of
-  Python for each of hundreds of Variables in every step. Fallback: `get_raw_value` and
-  `set_raw_value`. All that Flax and users read comes from it, so it is replaced while
-  the function of `jit` is traced. Fallback: what it reads from a closure is constant.
-- `Variable._raw_value`, `_var_metadata` and `_trace_state` (0.12.4 to 0.12.8) are all
-  that a Variable holds: copied where a new Variable takes the place of one that was
-  kept. Fallback: if there are others, the kept one is not found, and is a copy.
-- `Variable._can_update` (0.12.4 to 0.12.8): whether a Variable may be written at this
-  level of tracing. Fallback: to write its own value into it.
-- `Pytree._pytree__nodes` (0.12.4 to 0.12.8): which attributes of an object are data.
-  Fallback: none is known, so its graph is flattened in every call.
-- `Pytree._pytree__state` (0.12.4 to 0.12.8): no part of the graph, and renewed by
-  `nnx.jit`; its `trace_state` says at which level of tracing an object was made.
-  Fallback: without it, nothing is left out, and what a constructor makes in a trace is
-  a copy of its `self`.
-- `Pytree.__dict__`: set as a whole, in one step of C, where a function changed the
-  structure of an object. It is plain Python; no fallback.
-- the metaclass of `nnx.Pytree` (0.12.4 to 0.12.8), whose `__call__` makes every NNX
-  object, and `linen.Module.__post_init__`, which runs for every Linen module: replaced
-  inside of a `layout_map_scope`. Fallback: `flm.create`, which the error names.
-- the prefix `_pytree__` (0.12.4 to 0.12.8) of attributes that loops over an `nnx.Dict`
-  or an `nnx.List` leave out: a note on a module is a static attribute with it, and goes
-  through `nnx.split` and `nnx.merge`. Fallback: a name of its own, which they show.
+- `Variable._var_metadata`, `_raw_value`: slots, read and written without a call of
+  Python for each of hundreds of Variables in every step. Fallback: the public getters
+  and setters. `_raw_value` is also replaced while the function of `jit` is traced.
+  Fallback: what it reads from a closure is constant.
+- `Variable._raw_value`, `_var_metadata` and `_trace_state` are all that a Variable
+  holds, and are copied where it takes the place of another. Fallback: if there are
+  others, the kept Variable is not found, and is a copy.
+- `Variable._can_update`: whether it may be written at this level of tracing. Fallback:
+  to write its own value into it.
+- `Pytree._pytree__nodes`: which attributes of an object are data. Without it, its graph
+  is flattened in every call.
+- `Pytree._pytree__state`: no part of the graph, and renewed by `nnx.jit`; its
+  `trace_state` is the level of tracing at which an object was made. Without it, what a
+  constructor makes in a trace is a copy of its `self`.
+- the metaclass of `nnx.Pytree`, whose `__call__` makes every NNX object, and
+  `linen.Module.__post_init__`: replaced inside of a `layout_map_scope`. Fallback:
+  `flm.create`, which the error names.
+- the prefix `_pytree__` of attributes that loops over an `nnx.Dict` or an `nnx.List`
+  leave out: a note on a module has it. Fallback: a name of its own, which they show.
 - `__call__` of the classes of NNX modules: wrapped while functions with activation
-  rules are traced, as NNX has no hook like `linen.intercept_methods`. It is plain
-  Python; no fallback.
-- `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
-  that shared Variables are wanted once, as the default may change. Before: left out.
+  rules are traced, as NNX has no hook like `linen.intercept_methods`. Plain Python.
+- `Pytree.__dict__`: set as a whole, in one step of C. Plain Python.
+- `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from 0.12.5): shared
+  Variables once, as the default may change.
 
-JAX:
+JAX (0.8.1 to 0.10.2):
 
-- `Tracer.sharding` (0.8.1 to 0.10.2): replaced while a constructor is traced. Fallback:
-  the time of a trace grows with the square of its length.
-- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is (0.8.1
-  to 0.10.2): show whether it is the body of a loop. Fallback: none is.
+- `Tracer.sharding`: replaced while a constructor is traced. Fallback: the time of a
+  trace grows with the square of its length.
+- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is: show
+  whether it is the body of a loop. Fallback: none is.
 
 `tests/tree/test_flax_internals.py` fails when one of them moves.
 """

@@ -29,6 +29,7 @@ from flax_layoutmap._tree.flax_internals import (
     write_value,
 )
 from flax_layoutmap._tree.objects import is_object
+from flax_layoutmap._tree.paths import key_of
 from flax_layoutmap._tree.watch import comparable, contents, is_hashable
 
 # Runs iterators to their ends in C. An interrupt comes between two steps of Python, so
@@ -285,7 +286,7 @@ def update(node: Any, state: Any) -> None:
             leaves = []
             parts, treedef = _flatten(value)
             for keys, leaf in parts:
-                where = (*path, name, *map(_plain, keys))
+                where = (*path, name, *map(key_of, keys))
                 is_other = is_object(leaf) or where not in new
                 leaves.append(leaf if is_other else new.pop(where))
             if any(a is not b for a, (_, b) in zip(leaves, parts, strict=True)):
@@ -315,11 +316,3 @@ def _fixed_parts(value: Any) -> Iterator[Any]:
             yield from _fixed_parts(part)
     elif not is_object(value) and not jax.tree_util.all_leaves([value]):
         yield value
-
-
-def _plain(key: Any) -> Any:
-    """The value of a JAX key, as in Flax's paths."""
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return getattr(key, name)
-    return key

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from flax_layoutmap._tree.watch import Same
+
 # Values of up to this many elements are small.
 SMALL = 64
 
@@ -192,19 +194,6 @@ def _in_line(
 # -------------------------------------------------------------------------- structure
 
 
-class _Same:
-    """Equal to what holds the very same object, which it keeps alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 def structure(
     inputs: Sequence[Any],
     eqns: Iterable[JaxprEqn],
@@ -248,7 +237,7 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     """A value as something hashable that is equal for equal values only."""
     if isinstance(value, ClosedJaxpr):
         inner = _plain(value.jaxpr, seen)
-        return inner, tuple(map(_Same, value.consts))
+        return inner, tuple(map(Same, value.consts))
     if isinstance(value, Jaxpr):
         if id(value) not in seen:
             inputs = [*value.constvars, *value.invars]
@@ -266,7 +255,7 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return Same(value)
     return type(value), value
 
 

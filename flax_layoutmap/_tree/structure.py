@@ -57,7 +57,6 @@ def container(kind: type, children: Any) -> Any:
 
 class _Array:
     __slots__ = ("kind", "shape", "dtype")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, kind: type, shape: tuple[int, ...], dtype: Any) -> None:
         self.kind, self.shape, self.dtype = kind, shape, dtype
@@ -73,7 +72,6 @@ class _Container:
     """A dict or a list, and no subclass, which JAX may flatten in another order."""
 
     __slots__ = ("kind", "children")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, kind: type, children: Any) -> None:
         self.kind, self.children = kind, children
@@ -84,7 +82,6 @@ class _Container:
 
 class _State:
     __slots__ = ("children",)
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, children: Any) -> None:
         self.children = children
@@ -94,15 +91,12 @@ class _State:
 
 
 class _Nothing:
-    __hash__ = None  # type: ignore[assignment]
-
     def __eq__(self, other: Any) -> bool:
         return other is None
 
 
 class _Variable:
     __slots__ = ("kind", "metadata", "content")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, kind: type, metadata: dict[str, Any], content: Any) -> None:
         self.kind, self.metadata, self.content = kind, metadata, content

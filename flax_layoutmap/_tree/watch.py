@@ -69,14 +69,14 @@ def contents(value: Any) -> Any:
     return _Reader().read(value)
 
 
-class _Same:
-    """Equal to what holds the very same object."""
+class Same:
+    """Equal to what holds the very same object, which it keeps alive."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, Same) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -97,7 +97,7 @@ class _Reader:
             return kind, repr(value)
         if kind not in _CONTAINERS:
             if isinstance(value, _BY_IDENTITY):
-                return _Same(value)
+                return Same(value)
             if is_hashable(value):
                 return kind, value
         if id(value) in self.seen:

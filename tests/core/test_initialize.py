@@ -302,7 +302,7 @@ def test_one_that_waits_says_so(free: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_initialize, "_refuse_if_too_late", lambda: None)
     monkeypatch.setattr(_initialize, "_PATIENCE_SECONDS", 0.01)
     where = rf"{free} \(from job_addresses\)"
-    text = f"for the others of the job at {where}, .*do not connect in 1 s"
+    text = f"for the others of the job at {where}: .*do not connect in 1 s"
     with pytest.warns(flm.LayoutWarning, match=text):
         text = f"reach process 0 at {where} in 1 s"
         with pytest.raises(flm.errors.ProcessError, match=text):

@@ -284,21 +284,6 @@ def test_keys_that_read_the_same_are_refused() -> None:
         flatten(collections.OrderedDict([(Text("a"), X), ("a", X)]))
 
 
-def test_a_node_that_jax_cannot_flatten_is_named() -> None:
-    @jax.tree_util.register_pytree_node_class
-    class Broken:
-        def tree_flatten(self) -> Any:
-            raise ValueError("no children today")
-
-        @classmethod
-        def tree_unflatten(cls, aux: Any, parts: Any) -> "Broken":
-            return cls()
-
-    with pytest.raises(flm.errors.StructureError) as caught:
-        flatten({"a": {"b": Broken()}})
-    assert str(caught.value) == "a/b cannot be flattened: no children today"
-
-
 # --------------------------------------------------------------- NNX objects
 
 
