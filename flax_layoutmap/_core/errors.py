@@ -111,7 +111,7 @@ def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
 
 def meant(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that `name` most likely misspells, or None."""
-    # Of a short name, a few letters are a large share.
+    # In a short name, a few letters are a large fraction.
     cutoff = 0.6 if len(name) > 4 else 0.7
     found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return found[0] if found else None
@@ -125,7 +125,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 def warn(text: str) -> None:
     """Issue a LayoutWarning that points at the user's line, not at one of ours."""
-    # A block of ours ends by way of contextlib.
+    # Context managers of this package end in a frame of contextlib.
     ours = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):

@@ -25,7 +25,7 @@ _ADDRESS_OF_JAX = "JAX_COORDINATOR_ADDRESS"
 # JAX's own default.
 _TIMEOUT_SECONDS = 300
 
-# Seconds after which a process warns what it waits for.
+# Seconds after which a process warns that it waits.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -249,8 +249,7 @@ _EVERYWHERE = ("::", "0.0.0.0")
 
 _BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 
-# Of a large job, that many others may connect before process 0 does so itself; the
-# kernel has a limit of its own.
+# In a large job, this many processes may connect before process 0 does.
 _BACKLOG = 4096
 
 
@@ -367,7 +366,7 @@ def _connect(host: str, port: int, seconds: float) -> Exception | None:
         try:
             _connect_once(host, port, end)
             return None
-        except UnicodeError as error:  # no name of a host, now and later
+        except UnicodeError as error:  # not a valid host name
             return error
         except OSError as error:
             if time.monotonic() + pause > end:

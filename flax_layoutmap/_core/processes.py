@@ -22,10 +22,10 @@ PATIENCE_SECONDS = 60.0
 # After this long it raises.
 LIMIT_SECONDS = 1800.0
 
-# A line that differs is cut to this length in the error.
+# The characters of a differing line in the error.
 _LINE_CHARACTERS = 300
 
-# The size of every message, since all processes have to send equally many bytes.
+# The size of every message: a collective needs equal sizes.
 _BYTES = 8192
 
 _SETTINGS = (
@@ -148,7 +148,7 @@ def differences(messages: Mapping[int, Message]) -> list[str]:
     if not well:
         return problems
     texts = collections.Counter(json.dumps(message) for message in well.values())
-    # Of equally many, the first to come is that of the lowest process.
+    # With equal counts, the message of the lowest process is first.
     usual = json.loads(texts.most_common(1)[0][0])
     for process, message in well.items():
         if message["what"] != usual["what"]:
@@ -195,7 +195,7 @@ def _listed(messages: Mapping[int, Message]) -> str | None:
     if any(message["error"] for message in messages.values()):
         return None
     if len({json.dumps([m["what"], m["mesh"]]) for m in messages.values()}) > 1:
-        return None  # which covers everything
+        return None  # these explain all other differences
     first, *others = messages.values()
     return next(
         (
@@ -234,7 +234,7 @@ def _first_line(
     texts = {process: message["line"] for process, message in received.items()}
     usual = collections.Counter(texts.values()).most_common(1)[0][0]
     odd = next((p for p, text in texts.items() if text != usual), None)
-    if odd is None:  # they differ after the part of a line that is shown
+    if odd is None:  # they differ beyond the shown characters
         return f"; the first difference in the {name} is in {usual!r}"
     other = next(p for p, text in texts.items() if text == usual)
     return (

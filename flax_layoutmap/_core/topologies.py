@@ -389,7 +389,7 @@ def _checked_slices(slices: int) -> int:
 def _checked_host(generation: Generation, shape: Shape, given: Any) -> Shape:
     if given is None:
         if generation.max_dim is not None and math.prod(shape) <= 8:
-            # The slices of v5e and v6e with eight chips are one host's.
+            # Slices of v5e and v6e with eight chips are on one host.
             return shape
         usual = _HOST[: len(shape)]
         return tuple(map(min, usual, shape))

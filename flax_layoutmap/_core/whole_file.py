@@ -6,7 +6,7 @@ import re
 import tempfile
 from typing import Any
 
-# Controls that JSON leaves, and marks of no width, some of which reverse what follows.
+# Control characters that JSON leaves, and zero-width marks, some of which reverse text.
 _HIDDEN = re.compile(r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
@@ -20,7 +20,7 @@ def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
     """Write a file atomically, by moving a temporary file; links are followed."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "wb") as file:  # a pipe, say; nothing can stand in its place
+        with open(path, "wb") as file:  # a pipe, say, cannot be replaced
             file.write(raw)
         return
     folder, name = os.path.split(path)

@@ -40,7 +40,7 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
         is_elsewhere = other is not None and own is not None and other != own
         decisive, mark = leaf, mark_of(box)
         if leaf.role == "optimizer" and leaf.owner in owners:
-            # Boxes of moments must equal those of the parameters: trees are mapped.
+            # Moments are mapped with parameters, so that their boxes must be equal.
             decisive = resolution.leaf(owners[leaf.owner])
             same_rank = len(leaf.shape) == len(decisive.shape)
             if not isinstance(box, nnx.Variable):
@@ -68,7 +68,7 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
 def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
     """Whether the sharding of a leaf differs from its metadata."""
     if leaf.reason == "flax metadata":
-        # Linen itself leaves names that it has no rule for whole.
+        # Linen replicates dims whose names have no rule.
         return leaf.fallback is not None and mark.kind != "linen"
     return leaf.reason in ("rule", "exact key", "explicit layout")
 

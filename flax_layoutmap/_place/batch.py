@@ -398,14 +398,11 @@ def _check_same_rows(flat: _Flat, split: Split) -> None:
     counts: set[int] = set()
     shown: list[str] = []
     for path, leaf in flat.rows():
-        count, note = leaf.shape[0], ""
-        if _is_spread(leaf):
-            note = ", global already"
-            count = count * split.own
-        else:
-            count = count * split.sharers * split.parts
-            if count != leaf.shape[0] * split.own:
-                note = f", of {count // split.own} rows in all"
+        count, note = leaf.shape[0], ", global already"
+        if not _is_spread(leaf):
+            total = split.total(count)
+            note = "" if total == count else f", of {total} rows in all"
+            count = total
         counts.add(count)
         shown.append(f"{path} {show_shape(leaf.shape)}{note}")
     if len(counts) > 1:
@@ -463,7 +460,7 @@ def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
         elif not _is_spread(leaf):
             shape = (split.total(shape[0]), *shape[1:])
             if rows == "global":
-                # A sample, as all of a large batch every time would take too long.
+                # The first row only: comparing a large batch would take too long.
                 same.append(np.asarray(leaf)[:1])
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         shapes.append(f"{path} {show_shape(shape)} {dtype}")

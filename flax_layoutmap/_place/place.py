@@ -119,9 +119,9 @@ def place(tree: Any, resolution: Resolution) -> Any:
 
 def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
     """Raise LayoutError where a leaf is nothing that can be moved."""
-    for at, leaf in enumerate(leaves):
+    for path, leaf in zip(resolution.paths, leaves, strict=True):
+        path = path or "the leaf"
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            path = resolution.paths[at] or "the leaf"
             raise LayoutError(
                 f"place moves arrays, but {path} is abstract, a jax.ShapeDtypeStruct "
                 f"{tuple(leaf.shape)} without values: make the tree with "
@@ -129,7 +129,6 @@ def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
                 "layout_map.abstract(tree) gives it its shardings"
             )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in NO_NUMBERS:
-            path = resolution.paths[at] or "the leaf"
             raise LayoutError(
                 f"place moves arrays of numbers, but {path} is a NumPy array of "
                 f"{leaf.dtype}: take it out of the tree"
@@ -179,7 +178,7 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
     """Move a value that all processes hold: each supplies its own shards."""
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # JAX moves no keys between processes, but their data; its last dim is whole.
+        # JAX moves the data of keys between processes, not keys.
         data = _put_across_processes(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -234,7 +233,7 @@ def _ambient_mesh() -> DeviceMesh | None:
     context: Any = jax.sharding.get_abstract_mesh()
     if is_eager() and not manual_axes(context):
         with contextlib.suppress(ValueError):
-            # Under `grad` and `vmap` JAX does not give it, eagerly neither.
+            # JAX raises under `grad` and `vmap`, even eagerly.
             found = jax.sharding.get_mesh()
             context = context if found.empty else found
     return DeviceMesh(context) if context.axis_names else None
@@ -279,7 +278,7 @@ def distribute(
     """
     x = as_array(x, keys, what)
     mesh = mesh_of(layout)
-    # First: inside shard_map, rank and divisibility are those of a part.
+    # Before rank and divisibility, which inside shard_map are those of a part.
     manual = manual_axes(jax.sharding.get_abstract_mesh())
     for axis in layout.axis_names:
         if axis in manual:

@@ -244,7 +244,7 @@ def _relayout(
         # Two constraints, since the cotangent passes them in the other order.
         x, gradient = distribute(x, known, what=what), "output"
     inside_manual = bool(manual_axes(jax.sharding.get_abstract_mesh()))
-    # What is on Explicit axes goes there and back by JAX's own reshard.
+    # On Explicit axes JAX's own reshard does the same.
     own = gradient == "output" or inside_manual
     own = own or array is not None or known is not None
     pin: Any = jax.lax.with_sharding_constraint if own else constrained
@@ -431,5 +431,5 @@ batching.primitive_batchers[_constraint] = _batch
 mlir.register_lowering(
     _constraint,
     mlir.lower_fun(_value, multiple_results=False),
-    cacheable=False,  # so that every one has its own number
+    cacheable=False,  # so that each has its own number
 )

@@ -22,7 +22,7 @@ Mode = Literal["search", "match", "fullmatch"]
 
 _ALL = (1 << len(CHARACTERS)) - 1
 _SLASH = 1 << PLACE["/"]
-# An example is written with the first of these that fits.
+# The order in which characters are chosen for an example.
 _PREFERRED = [*"xkernalbiup0123456789_-.", *CHARACTERS]
 
 # Sets of states visited by one search, and characters of an example.
@@ -99,7 +99,7 @@ class Automaton:
             return end
         _, inner, least, most = node
         if max(least, most or 0) > self.most_states:
-            raise NotUnderstood  # something empty needs no state
+            raise NotUnderstood  # repeating an empty node needs no states
         for _ in range(least):
             start = self._build(inner, start)
         if most is None:
@@ -238,7 +238,7 @@ def _one_of(mask: int) -> str:
     """A character of a set to write it by."""
     char = next((char for char in _PREFERRED if mask & 1 << PLACE[char]), "/")
     if not mask & 1 << PLACE[char]:
-        raise NotUnderstood  # it has none, or none that paths are written with
+        raise NotUnderstood  # no character, or none that paths have
     return char
 
 
@@ -281,7 +281,7 @@ def _written(node: Node) -> str:
     if kind == "alt":
         return _written(node[1][0])
     if kind == "rep":
-        # Something that may be absent mostly stands for what is there.
+        # `x*` mostly stands for an x that is there.
         times, once = max(node[2], node[3] is None), _written(node[1])
         if len(once) * times > _LONGEST:
             raise NotUnderstood

@@ -43,7 +43,7 @@ class Rule:
     layout: TensorLayout
     rank: RankPolicy
     _compiled: re.Pattern[str] = dataclasses.field(compare=False)
-    # What is known of the pattern without trying it.
+    # What paths that match must have.
     view: View = dataclasses.field(compare=False)
 
     def __init__(
@@ -163,7 +163,7 @@ class Matcher:
         return self.matching_forms((path,))
 
     # A leaf below a section has its path in several forms (see `paths.forms`). A rule
-    # is for the leaf if it matches one of them; of exact keys, the longest wins alone.
+    # applies if it matches one of them; of exact keys, the longest wins alone.
 
     def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
         """Positions of the rules that match a path in one of its forms."""

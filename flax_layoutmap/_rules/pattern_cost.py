@@ -207,7 +207,7 @@ class _Bound:
     ) -> tuple[int, int]:
         if most is None:
             if not is_plain(inner):
-                raise NotUnderstood  # it may end in several ways, or be empty
+                raise NotUnderstood  # it has several ways to match, or may be empty
             return self.go(inner, ways, loops + 1)
         left = 0
         for count in range(most):

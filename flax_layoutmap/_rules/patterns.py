@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 # Every set of characters is a bit mask over these. `é` and `٣` stand for the letters
-# and digits of other scripts, the last ones for what no path is written with.
+# and digits of other scripts, the last ones for characters that paths do not have.
 CHARACTERS = [*map(chr, range(32, 127)), "é", "٣"]
 ALL_CHARACTERS = [*CHARACTERS, "\n", "\t", "\0", "\xa0", "–"]
 PLACE = {char: at for at, char in enumerate(CHARACTERS)}
@@ -176,7 +176,7 @@ class _Reader:
         if kind == ":" or kind.startswith("P"):
             return node
         self.is_exact = False
-        if kind in ("<=", "<!"):  # of one length: one step, if it may not choose
+        if kind in ("<=", "<!"):  # of fixed length: one step, if without choices
             if not is_plain(node):
                 raise NotUnderstood
             return ("behind", node)

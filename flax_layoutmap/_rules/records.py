@@ -50,7 +50,7 @@ class Decision:
     problem: str | None = None  # text of a ResolveError after path and shape
     owner: str | None = None  # parameter that an optimizer-state leaf belongs to
     owner_dims: tuple[int | None, ...] | None = None
-    note: str | None = None  # what else there is to say about it
+    note: str | None = None  # more about the reason
     warns: bool = False  # whether the fallback is worth a warning
 
 

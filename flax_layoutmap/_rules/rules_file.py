@@ -109,7 +109,7 @@ def load(path: str) -> Source:
     """Read and parse one file of limited size."""
     kind = suffix_of(path)
     if os.path.exists(path) and not os.path.isfile(path):
-        raise RuleError(f"{path}: is no file")  # reading a pipe would never end
+        raise RuleError(f"{path}: is no file")  # reading a pipe might not end
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)

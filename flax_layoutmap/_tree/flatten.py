@@ -22,7 +22,7 @@ from flax_layoutmap._tree.paths import (
     Section,
     escape,
 )
-from flax_layoutmap._tree.structure import ARRAYS, Memory, Structure, container
+from flax_layoutmap._tree.structure import ARRAYS, Signatures, Structure, container
 from flax_layoutmap._tree.walk import Walk
 
 
@@ -45,7 +45,7 @@ def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
         depth, path = _deepest(tree)
         limit = sys.getrecursionlimit()
         if 3 * depth < limit:
-            raise  # it is not the tree
+            raise  # the tree is not the cause
         raise StructureError(
             f"the tree is nested {depth} levels deep, at {path}, which is more than "
             f"Python's recursion limit of {limit} allows for; make it flatter, or call "
@@ -116,13 +116,13 @@ def _without_saved_boxes(tree: Any) -> Any:
     return {key: _without_saved_boxes(child) for key, child in tree.items()}
 
 
-# ------------------------------------------------------------------ the short way
+# ------------------------------------------------------------ repeated structure
 
 # The largest sub-tree that is named at once: a layer, not a stack of them.
 _BLOCK_LEAVES = 64
-# More different ones than this are no repetition.
+# With more different sub-trees than this, `Walk` is faster.
 _TEMPLATES = 256
-# Sets of shapes that are cached.
+# Sets of shapes per template whose signatures are cached.
 _SHAPES = 8
 
 
@@ -168,7 +168,7 @@ def _is_orbax(kind: type) -> bool:
 class _Repeats:
     """Names the leaves of one tree from its structure alone.
 
-    Methods that descend return the node's pattern (see `structure`), or None where a
+    Methods that descend return the node's signature (see `structure`), or None where a
     leaf is not an array.
     """
 
@@ -179,8 +179,8 @@ class _Repeats:
         self.names = Names(fold)
         self.templates: dict[Any, _Template] = {}
         self.in_state = False
-        self.memory = Memory()
-        # By id of a template: columns of a block, and what recognises it.
+        self.signatures = Signatures()
+        # id of a template → columns of a block, and its signature
         self.seen: dict[int, list[tuple[Any, Any]]] = {}
         self.columns: tuple[list[Any], ...] | None = None
         first = dict(zip(kinds, leaves, strict=True))
@@ -238,27 +238,27 @@ class _Repeats:
             flat.paths += [path + below for below in template.paths]
             if template.fixed:
                 flat.fixed.update(start + at for at in template.fixed)
-        return self.remember(treedef, template, start)
+        return self.signature(treedef, template, start)
 
-    def remember(self, treedef: Any, template: _Template, start: int) -> Any:
-        """The pattern of a block; the same object for all equal blocks."""
+    def signature(self, treedef: Any, template: _Template, start: int) -> Any:
+        """The signature of a block; the same object for all equal blocks."""
         if self.columns is None:
             return None
         stop = start + len(template.paths)
         own = [column[start:stop] for column in self.columns]
         seen = self.seen.setdefault(id(template), [])
-        for columns, memory in seen:
+        for columns, signature in seen:
             if columns == own:
-                return memory
+                return signature
         block = jax.tree.unflatten(treedef, self.flat.leaves[start:stop])
         try:
-            memory = self.memory.of(block)
+            signature = self.signatures.of(block)
         except RecursionError:
-            self.columns = None  # so deep that it is not recognised next time
+            self.columns = None  # too deep for a signature
             return None
         if len(seen) < _SHAPES:
-            seen.append((own, memory))
-        return memory
+            seen.append((own, signature))
+        return signature
 
     def down(self, treedef: Any, path: str, folded: str, is_root: bool = False) -> Any:
         keys = self.keys(treedef, is_root)

@@ -55,10 +55,10 @@ from jax.core import Tracer
 _GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters else {}
 
 
-# The attribute in which an NNX object notes at which level of tracing it was made.
+# The attribute of an NNX object with the level of tracing at which it was made.
 BOOK_KEEPING = "_pytree__state"
 
-# All that a Variable holds, and whether this is all in the Flax in use.
+# The slots of a Variable, and whether the Flax in use has no others.
 _HELD_BY_VARIABLES = ("_raw_value", "_trace_state", "_var_metadata")
 _VARIABLES_ARE_KNOWN = _HELD_BY_VARIABLES == tuple(
     sorted(
@@ -236,7 +236,7 @@ def named_objects_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 @contextlib.contextmanager
 def without_eager_sharding() -> Iterator[None]:
-    """Constructors only note `out_sharding`: no mesh needed, no copy made."""
+    """In the block, constructors record `out_sharding` but shard nothing."""
     with nnx.use_eager_sharding(False):
         yield
 
@@ -254,7 +254,7 @@ def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
 
 
 def forget_eager_flag(node: Any) -> None:
-    """Keep Variables from sharding what is made of them while there is no mesh."""
+    """Turn off the eager-sharding flag of Variables, as there is no mesh."""
     for variable in variables_of(node):
         if metadata_of(variable).get("eager_sharding"):
             variable.set_metadata("eager_sharding", False)
@@ -267,7 +267,7 @@ def metaclass_of_objects() -> type | None:
 
 
 _LOCK = threading.Lock()
-_PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # how often, what was there
+_PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # number of blocks, original
 
 
 @contextlib.contextmanager
@@ -294,7 +294,7 @@ def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
                 setattr(owner, name, plain)
 
 
-# What a Variable and its value are read as, in this thread.
+# Maps a Variable and its value to what reading it gives, in this context.
 _READ_AS: contextvars.ContextVar[Callable[[Any, Any], Any] | None] = (
     contextvars.ContextVar("_READ_AS", default=None)
 )

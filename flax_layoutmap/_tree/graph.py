@@ -32,8 +32,7 @@ from flax_layoutmap._tree.objects import is_object
 from flax_layoutmap._tree.paths import key_of
 from flax_layoutmap._tree.watch import comparable, contents, is_hashable
 
-# Runs iterators to their ends in C. An interrupt comes between two steps of Python, so
-# what one call does is done as a whole.
+# Exhausts an iterator in C. Interrupts come between steps of Python, never in one call.
 drain = collections.deque[Any](maxlen=0).extend
 
 
@@ -290,7 +289,7 @@ def update(node: Any, state: Any) -> None:
                 is_other = is_object(leaf) or where not in new
                 leaves.append(leaf if is_other else new.pop(where))
             if any(a is not b for a, (_, b) in zip(leaves, parts, strict=True)):
-                # The class's own __setattr__ may do more than to set.
+                # Bypass the class's own __setattr__, which may have effects.
                 changed = nnx.data(jax.tree.unflatten(treedef, leaves))
                 nnx.Pytree.__setattr__(owner, name, changed)
     nnx.update(node, state if len(new) == before else nnx.from_flat_state(new.items()))
@@ -301,7 +300,7 @@ def _flatten(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value is, or holds, a container with arrays that does not change."""
+    """Whether a value is, or holds, an immutable container with arrays."""
     return any(
         not is_object(leaf) and hasattr(leaf, "shape")
         for part in _fixed_parts(value)

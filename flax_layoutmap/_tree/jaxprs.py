@@ -117,7 +117,7 @@ def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
     return own(closed)
 
 
-# ---------------------------------------------------------------------------- in line
+# ---------------------------------------------------------------- inlined calls
 
 
 def calls_in_line(jaxpr: Jaxpr) -> tuple[Jaxpr, dict[Any, Any]]:
@@ -208,7 +208,7 @@ def structure(
 
     def atom(var: Any) -> Any:
         if isinstance(var, Literal):
-            host = np.asarray(var.val)  # of a type of its own in some versions of JAX
+            host = np.asarray(var.val)  # some versions of JAX have their own type
             return "literal", str(host.dtype), host.tobytes(), var.aval
         return numbers[var]
 
@@ -276,7 +276,7 @@ def hashes_of_outputs(
 
 
 def _digested(consts: Iterable[Any], digest: Callable[[Any], str]) -> list[str]:
-    # A host array is of a type of its own in some versions of JAX.
+    # Some versions of JAX have their own type for host arrays.
     return [digest(x if isinstance(x, jax.Array) else np.asarray(x)) for x in consts]
 
 

@@ -37,10 +37,10 @@ from flax_layoutmap._tree.flax_internals import (
 # Kinds of NumPy dtypes that no device holds: objects, texts, dates.
 NO_NUMBERS = "OSUMm"
 
-# What converts Variables, by its name of flax 0.12.5 on, and before.
+# Flax's function that converts Variables: since 0.12.5, and before.
 WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
 
-# What holds no other object that a constructor could have made.
+# Types whose values refer to nothing that a constructor could have made.
 _ALONE = (
     str,
     bytes,
@@ -119,7 +119,7 @@ def unfit(leaf: Any) -> str | None:
     return f"{where}the number {number}, which {held.dtype} does not hold"
 
 
-# ----------------------------------------------------------------------- out of a trace
+# ------------------------------------------------ objects that a trace has made
 
 
 def originals_of(node: Any) -> list[Any]:
@@ -153,12 +153,12 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
                 replace_content(ours(new), new)
             continue
         attributes = {name: content(value) for name, value in vars(new).items()}
-        # Past Flax, for which the original belongs to the trace still.
+        # Not through Flax, for which the original still belongs to the trace.
         object.__setattr__(ours(new), "__dict__", attributes)
     return ours(copy)
 
 
-# -------------------------------------------------------------------- what cannot leave
+# ------------------------------------------------ objects that depend on a trace
 
 
 class LeftByTrace(StructureError):
@@ -170,7 +170,7 @@ def arrays_as_data(node: Any, kind: type) -> None:
     for owner in objects_of(node):
         for name, value in _statics(owner).items():
             if isinstance(value, kind):
-                # The class's own __setattr__ may do more than to set.
+                # Bypass the class's own __setattr__, which may have effects.
                 nnx.Pytree.__setattr__(owner, name, nnx.data(value))
 
 
@@ -278,9 +278,9 @@ def _parts(value: Any) -> Iterable[Any]:
     """What a function, a container, or any other Python object refers to."""
     if isinstance(value, _ALONE):
         return ()
-    if isinstance(value, types.FunctionType):  # but its module
+    if isinstance(value, types.FunctionType):  # without its module
         defaults = value.__defaults__, value.__kwdefaults__
         return (*(value.__closure__ or ()), *defaults, value.__dict__)
-    # What jax.jit, nnx.jit and functools.wraps have made of a function.
+    # The function in the wrapper of jax.jit, nnx.jit and functools.wraps.
     wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
     return (*gc.get_referents(value), wrapped)

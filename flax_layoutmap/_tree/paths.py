@@ -229,7 +229,7 @@ def parameter_keys(flat: Flat) -> dict[int, str]:
                 if at not in flat.fixed:
                     key = flat.paths[at]
                     key = section.prefix + key if key in taken else key
-                    while key in taken:  # the path within a section is that of a leaf
+                    while key in taken:  # a leaf has the path within a section
                         key = f"./{key}"
                     taken.add(key)
                     keys[at] = key
@@ -274,7 +274,7 @@ _TO_LAST_INDEX = re.compile(".*" + _INDEX.pattern)
 # of them stay apart.
 _GLUED = 4
 
-# More runs of indices than these are not all written out.
+# Runs of indices that are written before `…`.
 _RUNS = 6
 
 Indices = tuple[int, ...]
@@ -352,7 +352,7 @@ def relation(path: str, other: str) -> Relation:
     mine = _INDEX.split(path)[1::2]
     pieces = _INDEX.split(other)
     theirs = pieces[1::2]
-    # An index of the other without a counterpart would have no slot to stand in.
+    # Each index of the other needs a counterpart, whose slot it takes.
     if len(theirs) > len(mine):
         return (other,), ()
     tail = mine[len(mine) - len(theirs) :]

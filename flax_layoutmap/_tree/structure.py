@@ -1,7 +1,7 @@
 """Recognise a tree with the same structure, shapes, dtypes and metadata as before.
 
-The memory of a tree is a tree of the same form, whose nodes know what they are equal
-to; so Python's own comparison of dicts and lists does the work, in less time than
+The signature of a tree is a tree of the same form, whose nodes equal the nodes they
+describe. Python's own comparison of dicts and lists does the work, in less time than
 `jax.tree.flatten` takes.
 """
 
@@ -38,7 +38,7 @@ class Structure:
 def structure_of(tree: Any) -> Structure | None:
     """The structure of a tree of dicts, lists and States of arrays; else None."""
     try:
-        return Structure(Memory().of(tree))
+        return Structure(Signatures().of(tree))
     except (UnknownNodeError, TypeError, ValueError, RecursionError):
         return None  # metadata that cannot be compared, or a very deep tree
 
@@ -48,7 +48,7 @@ class UnknownNodeError(Exception):
 
 
 def container(kind: type, children: Any) -> Any:
-    """The pattern of a dict, a list or a State with these patterns of its children."""
+    """The signature of a dict, a list or a State, from those of its children."""
     return _State(children) if kind is nnx.State else _Container(kind, children)
 
 
@@ -109,8 +109,8 @@ class _Variable:
         )
 
 
-class Memory:
-    """Makes the pattern of one tree; equal leaves share one object."""
+class Signatures:
+    """Makes the signature of one tree; equal leaves share one object."""
 
     def __init__(self) -> None:
         self.makers: dict[type, Callable[[Any], Any]] = {}
@@ -124,7 +124,7 @@ class Memory:
         return make(node)
 
     def maker(self, node: Any) -> Callable[[Any], Any]:
-        """The function that makes the pattern of nodes of this type."""
+        """The function that makes the signatures of nodes of this type."""
         kind = type(node)
         if kind is dict:
             return lambda node: _Container(dict, self.children(node))

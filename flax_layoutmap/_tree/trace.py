@@ -182,7 +182,7 @@ class Traced:
         if self._input_nodes is not None:
             nodes, treedef = self._input_nodes
             for node, state in zip(nodes, treedef.unflatten(values), strict=True):
-                # Values only: by the metadata of the trace nothing is sharded.
+                # Values only: the metadata of the trace must not reach the caller.
                 own = jax.tree.structure(nnx_state(node))
                 update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
 
@@ -400,7 +400,7 @@ def _is_read(error: Exception) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    # An nnx.Rngs returns a stream for any attribute.
+    # An nnx.Rngs has every attribute: a stream.
     if is_nnx_object(value):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype") and not unfit(value)

@@ -45,7 +45,7 @@ class Walk:
         self.names = Names(fold)
         self.box_roles: dict[type, tuple[bool, bool]] = {}
         self.base = ""  # prefix of the current section
-        self.unseen = 0  # so much of it the rules do not see
+        self.unseen = 0  # how many characters of it rules do not see
         self.role: Role = "parameter"
         self.start = 0
         self.node: Any = None
@@ -147,7 +147,7 @@ class Walk:
             return is_optimizer_with_model(self.node) and "model" in tree
         if "model" not in tree or not isinstance(tree.get("step"), OptState):
             return False
-        # Without opt_state where the optimizer keeps nothing.
+        # An optimizer without state has no opt_state.
         return set(tree) <= {"model", "opt_state", "step"}
 
     def train_state(self, state: Any) -> None:
@@ -230,7 +230,7 @@ class Walk:
         """Walk a node if it starts its own section, and return whether it does."""
         below = f"{prefix}{part}/"
         if self.role == "optimizer" and not is_optimizer(node):
-            return False  # moments of a module are a module, to optax
+            return False  # optax keeps moments of a module as a module
         if is_nnx_object(node):
             self.flat.has_objects = True
             role: Role = "optimizer" if is_optimizer(node) else "parameter"

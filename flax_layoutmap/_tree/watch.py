@@ -121,7 +121,7 @@ def _parts(value: Any) -> Iterable[Any]:
     return [*made[:3], *(tuple(items or ()) for items in made[3:5])]
 
 
-# Types that are taken apart here, and how: quickly, or as they cannot be copied.
+# Types that `copy.copy` cannot copy, or slowly, and the function for their parts.
 _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
     tuple: iter,
     list: iter,
@@ -135,7 +135,7 @@ _CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
 
 _ATTRIBUTES = operator.attrgetter("__dict__")
 
-# Among so many kinds of metadata equal ones are looked for.
+# The number of distinct metadata that are shared.
 _KINDS = 8
 
 # Static attributes that cannot change in place.
@@ -232,8 +232,8 @@ class Watch:
             ) != self._keys:
                 return False
             values = self._all_values(mappings)
-            # The order matters: after the first, `==` meets no Variable that is another
-            # one, whose `==` would be that of its array.
+            # Identity comes first: then `==` compares no two different Variables, for
+            # which it would compare their arrays.
             return (
                 all(map(operator.is_, self._picked(values), self._nodes))
                 and (values == self._values or self._is_renewed(values))
@@ -277,7 +277,7 @@ class Watch:
             for child in node:
                 self._look(child, seen)
         elif id(node) in self._roots:
-            self.exact = False  # keeping what refers to it would keep it alive
+            self.exact = False  # the record would keep the root alive
         elif node is None or id(node) in seen:
             pass
         elif is_nnx_object(node):

@@ -124,27 +124,6 @@ def test_a_failed_edit_changes_nothing(layout_map: flm.LayoutMap) -> None:
     assert layout_map.freeze() is before
 
 
-@pytest.mark.parametrize(
-    ("value", "axes"),
-    [
-        ((None, "model"), (None, "model")),
-        ([None, "model"], (None, "model")),
-        ([["data", "model"]], (("data", "model"),)),
-        (P(None, "model"), (None, "model", ...)),
-        (flm.TensorLayout(("data",)), ("data",)),
-        (None, (...,)),
-        ((), (...,)),
-        ((..., "model"), (..., "model")),
-    ],
-)
-def test_values_of_every_kind(value: Any, axes: Any) -> None:
-    layout_map = flm.LayoutMap(ABSTRACT)
-    layout_map["w"] = value
-    layout = layout_map["w"]
-    assert layout is not None
-    assert (layout.axes, layout.device_mesh) == (axes, ABSTRACT)
-
-
 def test_the_callers_layout_is_not_changed(mesh: flm.DeviceMesh) -> None:
     layout = flm.TensorLayout(("data",))
     flm.LayoutMap(mesh)["w"] = layout
