@@ -1,4 +1,4 @@
-"""Read the layout of an array."""
+"""Read the layout of an array, and whether it is traced."""
 
 import functools
 from typing import Any
@@ -183,6 +183,14 @@ def concrete(x: Any) -> Any:
     if isinstance(x, Tracer):
         return x.to_concrete_value()
     return x if isinstance(x, jax.Array) else None
+
+
+def is_eager() -> bool:
+    """Whether this runs outside of `jit` and the like (`grad` and `vmap` do not count).
+
+    A constant in `jit` is not a tracer, but a value computed from no argument is one.
+    """
+    return not isinstance(jax.lax.full((), 0), Tracer)
 
 
 def unboxed(x: Any) -> Any:

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import ProcessError, warn
+from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.mesh import DeviceMesh
 
 # A process that waits longer warns; one that failed stops waiting.
@@ -79,7 +79,7 @@ class Agreement:
         traceback: TracebackType | None,
     ) -> None:
         mesh = self._mesh
-        if mesh is None or jax.process_count() == 1 or _tracing():
+        if mesh is None or jax.process_count() == 1 or not is_eager():
             return
         members = _device_of_each(mesh)
         if len(members) == 1:
@@ -348,7 +348,3 @@ def _gather(row: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
 
 def _unchanged(x: Any) -> Any:
     return x
-
-
-def _tracing() -> bool:
-    return isinstance(jax.lax.full((), 0), Tracer)

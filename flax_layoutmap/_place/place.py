@@ -22,7 +22,7 @@ from flax_layoutmap._core.errors import (
     StructureError,
     did_you_mean,
 )
-from flax_layoutmap._core.fetch import concrete, known_layout, own_mesh
+from flax_layoutmap._core.fetch import concrete, is_eager, known_layout, own_mesh
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
@@ -86,14 +86,6 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     return jax.tree_util.tree_map_with_path(
         lambda keys, leaf: distribute(leaf, wanted, keys), x, is_leaf=is_nnx_object
     )
-
-
-def is_eager() -> bool:
-    """Whether this runs outside of `jit` and the like (`grad` and `vmap` do not count).
-
-    A constant in `jit` is not a tracer, but a value computed from no argument is one.
-    """
-    return not isinstance(jax.lax.full((), 0), Tracer)
 
 
 def place(tree: Any, resolution: Resolution) -> Any:

@@ -4,7 +4,6 @@ import pickle
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -47,16 +46,6 @@ def test_axes_and_their_spec(
     sharding = layout.sharding(len(shape))
     assert sharding == NamedSharding(mesh.jax_mesh, spec)
     assert layout.shard_shape(shape) == sharding.shard_shape(shape)
-
-
-def test_the_array_lies_as_the_layout_says(mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout((("data", "model"), None), mesh)
-    values = np.arange(48.0).reshape(16, 3)
-    array = jax.device_put(values, layout.sharding(2))
-    assert len(array.addressable_shards) == 8
-    for shard in array.addressable_shards:
-        assert shard.data.shape == layout.shard_shape((16, 3)) == (2, 3)
-        np.testing.assert_array_equal(shard.data, values[shard.index])
 
 
 def test_one_normal_form_makes_equal_layouts_equal(mesh: flm.DeviceMesh) -> None:

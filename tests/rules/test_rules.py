@@ -319,15 +319,3 @@ def test_folding_never_makes_what_matters() -> None:
     assert Folding({"00"})("12") == "11"
     every = Folding({digit * 2 for digit in "0123456789"})
     assert every("12") == "12"
-
-
-def test_the_matcher_answers_for_a_kind_of_path() -> None:
-    matcher = Matcher(rules(r"layers/\d+/kernel", "layers/7/", "[1-3]$"), "search")
-
-    def answer(path: str) -> tuple[int, ...]:
-        folded = "/".join(map(matcher.fold_part, path.split("/")))
-        sure, maybe = matcher.fold_forms((folded,))
-        return matcher.refine_forms((path,), sure, maybe)
-
-    for path in ["layers/7/kernel", "layers/8/kernel", "layers/7/bias", "w2", "w4"]:
-        assert answer(path) == matcher.matching(path)
