@@ -82,33 +82,39 @@ class Walk:
                 role: Role = "optimizer" if name == "opt_state" else "parameter"
                 self.unseen = 0 if _is_of_flax(part) else len(name) + 1
                 self.section(f"{name}/", role, None, part, is_whole=True)
-        elif is_train_state(tree):
+            return
+        if is_train_state(tree):
             self.train_state(tree)
-        elif self.role != "optimizer" and is_optax_state(tree):
+            return
+        if self.role != "optimizer" and is_optax_state(tree):
             self._close()
             self.role = "optimizer"
+        is_tree = self.separate(tree, is_whole)
+        if is_tree is None:
             self.walk(tree, "", "")
-        elif isinstance(tree, nnx.State) and self.is_optimizer_with_model(tree):
-            self.split(tree, _is_model)
-        elif self.role == "parameter" and isinstance(tree, Mapping):
-            if not isinstance(tree, nnx.State) and "params" in tree:
-                # Linen variables: parameters are named within `params/`.
-                self.split(tree, self.is_params)
-            elif self.holds_optimizer(tree):
-                # States of several NNX objects, one an optimizer.
-                self.split(tree, lambda _, child: isinstance(child, Mapping))
-            elif is_whole and self.holds_variables(tree):
-                # `{"model": variables, "step": 3}`.
-                self.split(tree, lambda _, child: self.is_variables(child))
-            else:
-                self.walk(tree, "", "")
         else:
-            self.walk(tree, "", "")
+            self.split(tree, is_tree)
+
+    def separate(self, tree: Any, is_whole: bool) -> Callable[[Any, Any], bool] | None:
+        """Which children, by key and value, are separate trees; None: not any."""
+        is_state = isinstance(tree, nnx.State)
+        if is_state and self.is_optimizer_with_model(tree):
+            return _is_model
+        if self.role != "parameter" or not isinstance(tree, Mapping):
+            return None
+        if not is_state and "params" in tree:
+            return self.is_params  # Linen variables
+        if self.holds_optimizer(tree):  # States of several NNX objects
+            return lambda _, child: isinstance(child, Mapping)
+        if is_whole and not is_state and any(map(self.is_variables, tree.values())):
+            # `{"model": variables, "step": 3}`
+            return lambda _, child: self.is_variables(child)
+        return None
 
     def split(
         self, tree: Mapping[Any, Any], is_tree: Callable[[Any, Any], bool]
     ) -> None:
-        """Walk a mapping of which some children are trees by themselves."""
+        """Walk a mapping of which some children are separate trees."""
         for key in self.ordered(tree, ""):
             child, name = tree[key], self.names[key]
             if is_tree(key, child):
@@ -125,12 +131,6 @@ class Walk:
         if self.kind(node) not in (_DICT, _MAPPING) or isinstance(node, nnx.State):
             return False
         return isinstance(node.get("params"), Mapping)
-
-    def holds_variables(self, tree: Mapping[Any, Any]) -> bool:
-        """Whether a child is Linen variables."""
-        if isinstance(tree, nnx.State):
-            return False
-        return any(map(self.is_variables, tree.values()))
 
     def holds_optimizer(self, tree: Mapping[Any, Any]) -> bool:
         """Whether a child is the state of an `nnx.Optimizer` (or a TrainState's)."""
