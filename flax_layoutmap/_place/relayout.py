@@ -329,8 +329,8 @@ def _no_mesh(x: Any, like: Any) -> LayoutError:
 
 
 # JAX lowers equal calls of a primitive once, and `shard_alike` names its group when it
-# is lowered: all pairs of one shape in a program would be one group. A number for each
-# of them in the context keeps them apart.
+# is lowered, so that all pairs of one shape would be one group. A number in the context
+# separates them.
 _NUMBERS = itertools.count()
 
 
@@ -338,16 +338,15 @@ def constrained(x: Any, sharding: NamedSharding) -> Any:
     """A sharding constraint whose cotangent has the sharding of `x`.
 
     `x` is kept until the backward pass, as a reference for its sharding, and the
-    cotangent is gathered there. `sharding` is on Auto axes, with
-    `PartitionSpec.UNCONSTRAINED` dims.
+    cotangent is gathered there. `sharding` is on Auto axes; dims may be unconstrained.
 
     Plain JAX: `jax.lax.with_sharding_constraint(x, sharding)`, whose cotangent has
     the sharding of the result.
     """
     if jnp.issubdtype(x.dtype, jnp.inexact):
         x = _constraint.bind(x, x, there=sharding, back=None, mesh=sharding.mesh)
-    # JAX looks for the devices of a program in its own constraints only; and this one
-    # knows the `spmd_axis_name` of `jax.vmap`.
+    # JAX finds the devices of a program in its own constraints only, and this one
+    # applies the `spmd_axis_name` of `jax.vmap`.
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
