@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from flax_layoutmap._birth.layout_scope import layout_map_scope
-from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
@@ -23,6 +22,7 @@ from flax_layoutmap._rules.rules import (
 )
 from flax_layoutmap._rules.rules_file import read_rules
 from flax_layoutmap._rules.rules_toml import write_rules
+from flax_layoutmap._rules.scope import Block
 from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 
 _MISSING = object()

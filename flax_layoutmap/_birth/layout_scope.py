@@ -21,13 +21,12 @@ from flax_layoutmap._birth.linen_scope import sharded_inits
 from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth, BlockState
 from flax_layoutmap._birth.scope_end import Made, fill
 from flax_layoutmap._birth.scope_optimizer import Follower
-from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._core.mesh import spread
 from flax_layoutmap._place.place import is_eager, need_devices, put
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import using_rules
+from flax_layoutmap._rules.scope import Block, using_rules
 from flax_layoutmap._tree.flax_internals import (
     metaclass_of_objects,
     nnx_state,

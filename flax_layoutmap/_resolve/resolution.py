@@ -19,9 +19,8 @@ from flax_layoutmap._core.errors import (
 from flax_layoutmap._core.layout import named_sharding
 from flax_layoutmap._resolve.decide import decide
 from flax_layoutmap._resolve.stages import Matches
-from flax_layoutmap._rules.announce import announce
 from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.rules import RuleSet, announce
 from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
 from flax_layoutmap._show.diff import ResolutionDiff, difference
@@ -34,7 +33,7 @@ from flax_layoutmap._show.snapshot import (
 )
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import show
-from flax_layoutmap._tree.fold import fold
+from flax_layoutmap._tree.paths import fold
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions

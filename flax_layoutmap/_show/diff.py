@@ -38,7 +38,7 @@ from flax_layoutmap._show.table import (
     path_cell,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, show, wrapped
-from flax_layoutmap._tree.fold import Fold, apart, fold, natural_key, relation
+from flax_layoutmap._tree.paths import Fold, apart, fold, natural_key, relation
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from flax_layoutmap._core.errors import visible
-from flax_layoutmap._rules.announce import Remark
 from flax_layoutmap._rules.records import (
     Decision,
     ResolvedLeaf,
@@ -18,7 +17,7 @@ from flax_layoutmap._rules.records import (
     section_of,
     show_shape,
 )
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.rules import Remark, RuleSet
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
 from flax_layoutmap._show.table import human_bytes, human_share, path_cell
 from flax_layoutmap._tree.paths import Role

@@ -36,8 +36,7 @@ from flax_layoutmap._show.table import (
     with_headings,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
-from flax_layoutmap._tree.fold import Fold, relation
-from flax_layoutmap._tree.paths import Role
+from flax_layoutmap._tree.paths import Fold, Role, relation
 
 if TYPE_CHECKING:
     from rich.text import Text

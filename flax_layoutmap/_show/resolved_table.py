@@ -21,8 +21,7 @@ from flax_layoutmap._rules.records import (
     section_of,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._tree.fold import Fold, apart, fold, relation
-from flax_layoutmap._tree.paths import Flat, Role
+from flax_layoutmap._tree.paths import Flat, Fold, Role, apart, fold, relation
 
 # Random state, strings, and whole numbers (a `step`) are no parameters.
 _OTHER = ("random state", "not an array", "scalar")

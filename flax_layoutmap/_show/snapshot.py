@@ -10,7 +10,7 @@ from flax_layoutmap._core.whole_file import readable_json
 from flax_layoutmap._rules.records import Decision, Shape, show_shape, show_spec
 from flax_layoutmap._rules.rules import SECTIONS, RuleSet
 from flax_layoutmap._rules.serialise import rules_to_json
-from flax_layoutmap._tree.fold import natural_key
+from flax_layoutmap._tree.paths import natural_key
 
 Change = Literal["added", "removed", "reshaped", "moved", "decided"]
 CHANGES: tuple[Change, ...] = get_args(Change)

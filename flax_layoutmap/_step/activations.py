@@ -17,21 +17,19 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.announce import Remark, news
 from flax_layoutmap._rules.matching import (
     Matcher,
     Rule,
     is_for_outputs,
     reaching_the_end,
 )
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import keyed, using_rules
+from flax_layoutmap._rules.rules import Remark, RuleSet, news
+from flax_layoutmap._rules.scope import Block, keyed, using_rules
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     intercept_calls,

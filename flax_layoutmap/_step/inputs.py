@@ -26,9 +26,8 @@ from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.lay import fits
-from flax_layoutmap._rules.announce import Remark, announce
 from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.rules import Remark, RuleSet, announce
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._core.constants import Uncomparable, comparable
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.processes import (
@@ -60,6 +59,7 @@ from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._step.trace import Job, call_job, context_key, mesh_context
 from flax_layoutmap._tree.paths import join_keys
+from flax_layoutmap._tree.watch import Uncomparable, comparable
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64

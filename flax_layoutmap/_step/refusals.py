@@ -22,7 +22,6 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from flax_layoutmap._core.constants import Uncomparable, comparable
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._step.arguments import Argument, first_four
@@ -37,6 +36,7 @@ from flax_layoutmap._tree.flax_internals import (
     were_made_alike,
 )
 from flax_layoutmap._tree.jaxprs import results_read
+from flax_layoutmap._tree.watch import Uncomparable, comparable
 
 # Names of the functions that make the stand-ins.
 _STAND_IN = "value_of_variable_"

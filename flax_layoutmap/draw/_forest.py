@@ -4,7 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from flax_layoutmap._tree.fold import spell_indices
+from flax_layoutmap._tree.paths import spell_indices
 from flax_layoutmap.draw import _treemap
 from flax_layoutmap.draw._scene import Forest, Kind
 

@@ -19,7 +19,7 @@ from flax_layoutmap._show.table import (
     markdown_text,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
-from flax_layoutmap._tree.fold import fold
+from flax_layoutmap._tree.paths import fold
 from flax_layoutmap.pod._records import (
     Collective,
     Drift,
