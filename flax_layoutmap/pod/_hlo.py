@@ -13,8 +13,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
-from flax_layoutmap.pod._hlo_loops import trips
-from flax_layoutmap.pod._hlo_source import Sources
 from flax_layoutmap.pod._hlo_text import (
     Array,
     Instruction,
@@ -30,7 +28,7 @@ from flax_layoutmap.pod._hlo_text import (
     rendezvous,
     split,
 )
-from flax_layoutmap.pod._hlo_values import Call
+from flax_layoutmap.pod._hlo_values import Call, Sources, trips
 from flax_layoutmap.pod._records import Collective, Kind
 
 _KINDS: dict[str, Kind] = {

@@ -1,18 +1,26 @@
 """Follow the values of a compiled program backwards, from results to arguments.
 
-A value goes through fusions, loops, branches, tuples and transfers between slices. What
-a collective moves is followed to the argument that it is a part of, or to the
-parameters that it is computed from (`origin`). What an optimizer computes element by
-element is followed from a result to the collectives that sum its gradient
-(`results_of`).
+A value goes through fusions, loops, branches, tuples and transfers between slices.
+`trips` finds the trip count of a loop; `origin` follows what a collective moves to the
+argument that it is a part of, or to the parameters that it is computed from;
+`results_of` follows a result through the elementwise operations of an optimizer to the
+collectives that sum its gradient; `Sources` names the leaf and the source line.
 """
 
 import collections
 import dataclasses
+import functools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from flax_layoutmap.pod._hlo_text import Instruction, Module, arrays_of, rendezvous
+from flax_layoutmap.pod._hlo_text import (
+    Frames,
+    Instruction,
+    Line,
+    Module,
+    arrays_of,
+    rendezvous,
+)
 
 # The place of a call: the computation that it is in, and the calling instruction.
 Call = tuple[str, Instruction]
@@ -21,23 +29,21 @@ _COLLECTIVE = re.compile(
     r"(all-reduce(?:-scatter)?|all-gather|reduce-scatter|all-to-all|collective-permute)"
     r"(-start)?"
 )
-_MOVES = frozenset(
-    (
-        *("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"),
-        *("transpose", "slice", "slice-start", "slice-done", "dynamic-slice"),
-        *("all-gather", "all-gather-start", "all-gather-done", "all-to-all"),
-        *("collective-permute", "collective-permute-start"),
-        *("collective-permute-done", "opt-barrier", "async-done"),
-        *("async-update", "call-done", "bitcast-convert", "reduce-precision"),
-        *("send-done", "recv-done"),
-    )
+# Operations that copy or convert all elements.
+_COPIES = frozenset("bitcast convert copy copy-done copy-start reshape".split())
+_MOVES = _COPIES.union(
+    """
+    all-gather all-gather-done all-gather-start all-to-all async-done async-update
+    bitcast-convert call-done collective-permute collective-permute-done
+    collective-permute-start dynamic-slice opt-barrier recv-done reduce-precision
+    send-done slice slice-done slice-start transpose
+    """.split()
 )
 _ELEMENTWISE = frozenset(
-    (
-        *("add", "subtract", "multiply", "divide", "negate", "sqrt", "rsqrt"),
-        *("power", "maximum", "minimum", "clamp", "abs", "sign", "concatenate"),
-        *("select", "pad"),
-    )
+    """
+    abs add clamp concatenate divide maximum minimum multiply negate pad power rsqrt
+    select sign sqrt subtract
+    """.split()
 )
 # What may stand between parameters and a value that is made of them alone.
 _COMPUTES = _ELEMENTWISE | {"broadcast", "dot", "exponential", "log", "tanh"}
@@ -47,12 +53,99 @@ _CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# The parts of one array, put together again after they were moved apart.
+# The parts of one array, concatenated again after they were moved separately.
 _JOINS = '"ConcatBitcast"'
 _STEPS = 400
 # A program of many layers without a scan has this many values behind its results.
 _STEPS_OF_RESULTS = 500_000
 _DEEP = 64
+
+
+# --------------------------------------------------------------------- trip counts
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LOOP_PARTS = re.compile(r"\b(body|condition|calls)=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"[su](?:8|16|32|64)\[\]\S* constant\((-?\d+)\)")
+
+
+def trips(module: Module, where: str, loop: Instruction) -> int | None:
+    """The trip count of a loop; None if unknown.
+
+    The CPU compiler writes it down. The TPU's does not: it is found from the start
+    (a constant in the initial tuple), the bound (the one constant of the condition),
+    and the step (what the body adds), which is 2 for the loops of collective matrix
+    products, and the start 1 where the first iteration was peeled off.
+    """
+    known = _KNOWN.search(loop.attributes)
+    if known:
+        return int(known[1])
+    called = dict(_LOOP_PARTS.findall(loop.attributes))
+    condition, body = called.get("condition", ""), called.get("body", "")
+    lines = module.computations.get(condition, [])
+    at = {
+        int(found[1])
+        for line in lines
+        if " get-tuple-element(" in line.text and (found := _INDEX.search(line.text))
+    }
+    below = any("direction=LT" in line.text for line in lines)
+    bounds = {bound for bound in _constants(module, condition, set()) if bound > 0}
+    if len(bounds) != 1 or len(at) != 1 or not below:
+        return None
+    index = at.pop()
+    first = module.instruction(where, loop.operands[0] if loop.operands else None)
+    start, step = _element(module, where, first, index), None
+    added = _element(module, body, module.root(body), index)
+    if added is not None and added.instruction and added.instruction.opcode == "add":
+        steps = [_number(_copied(module, body, n)) for n in added.instruction.operands]
+        (step, *more) = [n for n in steps if n is not None and n > 0] or [None]
+        step = None if more else step
+    begin = _number(start)
+    if begin is None or step is None:
+        return None
+    return max(0, -(-(bounds.pop() - begin) // step))
+
+
+def _constants(module: Module, computation: str, seen: set[str]) -> set[int]:
+    """The integer constants of a computation and those that it calls."""
+    if computation in seen:
+        return set()
+    seen.add(computation)
+    found: set[int] = set()
+    for line in module.computations.get(computation, []):
+        number = _number(line)
+        found |= set() if number is None else {number}
+        for _, name in _LOOP_PARTS.findall(line.text):
+            found |= _constants(module, name, seen)
+    return found
+
+
+def _element(
+    module: Module, where: str, given: Instruction | None, index: int
+) -> Line | None:
+    """The line of one element of a tuple, behind copies of it."""
+    if given is None or given.opcode != "tuple" or index >= len(given.operands):
+        return None
+    return _copied(module, where, given.operands[index])
+
+
+def _copied(module: Module, where: str, name: str) -> Line | None:
+    """The line of the value that an instruction copies or converts."""
+    for _ in range(32):
+        line = module.by_name.get((where, name))
+        one = None if line is None else line.instruction
+        if one is None or one.opcode not in _COPIES or len(one.operands) != 1:
+            return line
+        name = one.operands[0]
+    return None
+
+
+def _number(line: Line | None) -> int | None:
+    """The value of an integer constant; None for other lines."""
+    found = None if line is None else _CONSTANT.search(line.text)
+    return int(found[1]) if found else None
+
+
+# -------------------------------------------------------------------------- values
 
 # Computation and name of a collective → its operand → results of the program.
 Results = dict[tuple[str, str], dict[int, list[int]]]
@@ -317,3 +410,63 @@ def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
         yield from value.of(operands[:2])
     elif _JOINS in own.attributes:
         yield from value.of(operands)
+
+
+# ------------------------------------------------------------------ leaf and line
+
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+
+
+class Sources:
+    """Paths and lines of the collectives of one program."""
+
+    def __init__(
+        self,
+        module: Module,
+        paths: Sequence[str],
+        results: Mapping[int, str],
+        parameters: Collection[int],
+        new_parameters: Collection[int],
+    ) -> None:
+        self.module = module
+        self.frames = Frames(module.text)
+        self.paths = paths
+        self.results = results
+        self.parameters = parameters
+        self.summed = results_of(module, list(results), new_parameters)
+
+    def __call__(
+        self, home: str, own: Instruction, calls: Sequence[Call]
+    ) -> tuple[list[tuple[str, ...]], str | None]:
+        """The leaf that each operand is, or those that it becomes; and the line."""
+        paths: list[tuple[str, ...]] = []
+        attributes = [own.attributes]
+        to = self.summed.get((home, own.name), {})
+        for place, operand in enumerate(own.operands or ("",)):
+            one = dataclasses.replace(own, operands=(operand,))
+            came = origin(self.module, home, one, calls, self.parameters)
+            attributes += came.attributes
+            made_of = came.arguments
+            if not made_of and len(own.operands) == 1:
+                name = _OP_NAME.search(own.attributes)
+                at = None if name is None else self.arguments.get(name[1])
+                made_of = [] if at is None else [at]
+            if made_of and max(made_of) < len(self.paths):
+                paths.append(tuple(self.paths[at] for at in made_of))
+            else:
+                into = [self.results[result] for result in to.get(place, ())]
+                paths.append(tuple(dict.fromkeys(into)))
+        found = (self.frames.source(text) for text in attributes)
+        return paths, next((source for source in found if source is not None), None)
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, int]:
+        """What the program calls an argument → its position, where one has the name."""
+        found: dict[str, list[int]] = collections.defaultdict(list)
+        entry = self.module.entry or ""
+        for line in self.module.computations.get(entry, []):
+            number = self.module.parameter_number(entry, line.name or "")
+            name = _OP_NAME.search(line.text)
+            if number is not None and name is not None:
+                found[name[1]].append(number)
+        return {name: at[0] for name, at in found.items() if len(at) == 1}

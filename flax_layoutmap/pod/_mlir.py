@@ -18,36 +18,40 @@ AxisRef = tuple[str, int]
 Dims = tuple[tuple[AxisRef, ...], ...]
 
 
-# Bits of an element where its name does not say them; `i1` takes a byte in memory.
-_BITS = {"i1": 8, "ui1": 8, "complex<f32>": 64, "complex<f64>": 128}
-# The first number in a name is the width: `bf16`, `ui4`, `f8E4M3FN`.
-_WIDTH = re.compile(r"\d+")
-_SMALL_FLOAT = re.compile(r"f(\d)(E\w+)")
-
-# How a dtype is called in Python.
-_NAMES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "i1": "bool",
-    "complex<f32>": "complex64",
-    "complex<f64>": "complex128",
+# `bf16`, `ui4`, `f8E4M3FN` of MLIR; `u4`, `f8e4m3fn` of HLO.
+_ELEMENT = re.compile(r"(bf|f|ui?|s?i|s)(\d+)(e\w+)?")
+_KINDS = {"bf": "bfloat", "f": "float", "u": "uint", "ui": "uint"}
+_ELEMENTS = {
+    "i1": ("bool", 8),
+    "pred": ("bool", 8),
+    "ui1": ("uint1", 8),
+    "complex<f32>": ("complex64", 64),
+    "complex<f64>": ("complex128", 128),
+    "c64": ("complex64", 64),
+    "c128": ("complex128", 128),
 }
+
+
+@functools.cache
+def element_type(name: str) -> tuple[str, int] | None:
+    """NumPy's name and the bits of an element type of MLIR or HLO.
+
+    >>> element_type("f8E4M3FN"), element_type("s4"), element_type("token")
+    (('float8_e4m3fn', 8), ('int4', 4), None)
+    """
+    found = _ELEMENT.fullmatch(name.lower())
+    if name in _ELEMENTS or found is None:
+        return _ELEMENTS.get(name)
+    kind, bits, form = found.groups()
+    return f"{_KINDS.get(kind, 'int')}{bits}{'_' * bool(form)}{form or ''}", int(bits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-    """An array and its sharding.
+    """An array and its sharding."""
 
-    Attributes:
-        shape: global shape.
-        element: MLIR's name of the element type.
-        dims: mesh axes of each dim.
-    """
-
-    shape: tuple[int, ...]
-    element: str
+    shape: tuple[int, ...]  # global
+    element: str  # MLIR's name of the element type
     dims: Dims
 
     @property
@@ -65,30 +69,20 @@ class Array:
 
 
 def parts(axes: Sequence[AxisRef]) -> int:
-    """Into how many parts axes cut a dim."""
+    """The number of parts that axes shard a dim into."""
     return math.prod(size for _, size in axes)
 
 
 def bytes_of(shape: tuple[int, ...], element: str) -> int:
-    """Bytes of an array."""
-    bits = _BITS.get(element)
-    if bits is None:
-        width = _WIDTH.search(element)
-        bits = int(width[0]) if width else 32
+    """Bytes of an array; an unknown type counts as four bytes."""
+    _, bits = element_type(element) or ("", 32)
     return -(-math.prod(shape) * bits // 8)
 
 
 def dtype_name(element: str) -> str:
-    """`bf16` → `bfloat16`."""
-    if element in _NAMES:
-        return _NAMES[element]
-    small = _SMALL_FLOAT.fullmatch(element)
-    if small:
-        return f"float{small[1]}_{small[2].lower()}"
-    for short, long in (("ui", "uint"), ("i", "int")):
-        if element.startswith(short) and element[len(short) :]:
-            return long + element[len(short) :].lower()
-    return element
+    """NumPy's name of an element type; MLIR's if it is unknown."""
+    name, _ = element_type(element) or (element, 0)
+    return name
 
 
 def spec_text(dims: Dims) -> str:
@@ -110,13 +104,8 @@ def functions(module: Any) -> dict[str, Any]:
     return found
 
 
-def mesh_sizes(module: Any) -> dict[str, int]:
-    """Axis name → size, of the mesh that the program was lowered for."""
-    return mesh_of(module)[1]
-
-
 def mesh_of(module: Any) -> tuple[str, dict[str, int]]:
-    """Name and axes of the first mesh that has any."""
+    """Name and axes of the mesh of a program: the first that has axes."""
     found = meshes(module)
     return next((one for one in found if one[1]), found[-1] if found else ("mesh", {}))
 
@@ -136,14 +125,10 @@ def meshes(module: Any) -> list[tuple[str, dict[str, int]]]:
 
 
 class Attributes:
-    """Reads what is written on the operations of a program; equal attributes once."""
+    """A reader of the attributes of operations, which parses equal ones once."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """Knows nothing yet.
-
-        Args:
-            sizes: axis name → size, of the program's mesh.
-        """
+        """`sizes`: axis name → size, of the program's mesh."""
         self.sizes = sizes
         self._known: dict[Any, Any] = {}
 
@@ -162,12 +147,7 @@ class Attributes:
         return found
 
     def per_value(self, op: Any, where: str = "sdy.sharding") -> Sequence[Dims]:
-        """The axes of each dim, of each result of an operation; none if not said.
-
-        Args:
-            op: the operation.
-            where: the attribute; `in_shardings` is of operands.
-        """
+        """The axes of each dim, of each result, or operand with `in_shardings`."""
         if where not in op.attributes:
             return ()
         attribute = op.attributes[where]
@@ -247,7 +227,7 @@ _NAME = re.compile(r'loc\("([^"]*)"')
 
 @functools.cache
 def _others() -> tuple[str, ...]:
-    """Folders of code that is not the user's."""
+    """Folders of the libraries whose frames are skipped."""
     import flax
     import jax
     import jaxlib
@@ -264,7 +244,7 @@ def _others() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def source_line(location: str) -> str | None:
-    """The user's line in a location of MLIR; the innermost one where none is his.
+    """The innermost frame of the user in a location of MLIR, else the innermost.
 
     >>> source_line('loc("jit(f)/dot"("Up.__call__"("/home/me/model.py":36:8 to :20)))')
     'model.py:36 Up.__call__'

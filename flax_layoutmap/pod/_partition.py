@@ -22,13 +22,13 @@ from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._aot import Answer, Code, Compiled, partition_for
 from flax_layoutmap.pod._hlo import Program, members_of, read_program, wire_bytes
 from flax_layoutmap.pod._hlo_text import Module
-from flax_layoutmap.pod._links import dcn_axes
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._mlir import functions
+from flax_layoutmap.pod._passes import inline_calls
+from flax_layoutmap.pod._placement import dcn_axes
 from flax_layoutmap.pod._records import Collective
-from flax_layoutmap.pod._rewrite import inline_calls, rewrite_for_tpus
-from flax_layoutmap.pod._tpu_sums import scatters, within_and_between
+from flax_layoutmap.pod._tpu import rewrite_for_tpus, scatters, within_and_between
 
 _NOT_SCALED = "collectives of which two smaller meshes do not tell the size, left out"
 _MIXED = "collectives over parts of axes that cross slices, counted as if all crossed"
