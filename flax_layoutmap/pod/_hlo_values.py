@@ -153,13 +153,13 @@ Results = dict[tuple[str, str], dict[int, list[int]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Value:
-    """An element of what an instruction gives, in one call of its computation."""
+    """The result of an instruction, or an element of it, in one call."""
 
     module: Module
     where: str
     name: str
     calls: tuple[Call, ...] = ()
-    # Which elements of tuples are followed, the innermost last.
+    # Indices of the elements of nested tuples, the innermost last.
     wanted: tuple[int, ...] = ()
 
     @property
@@ -180,7 +180,7 @@ class _Value:
             yield dataclasses.replace(self, name=name, wanted=given)
 
     def in_tuples(self, own: Instruction) -> Iterator["_Value"]:
-        """The tuple that it is taken from, or what a tuple has in its place."""
+        """The tuple that it is an element of, or that element of a tuple."""
         index = _INDEX.search(own.attributes)
         if own.opcode == "tuple" and self.wanted:
             at = self.wanted[-1]
@@ -189,13 +189,13 @@ class _Value:
             yield from self.of(own.operands[:1], (*self.wanted, int(index[1])))
 
     def sent(self, own: Instruction) -> Iterator["_Value"]:
-        """What another slice sends, of a `recv`."""
+        """The value that another slice sends to a `recv`."""
         send = self.module.sends.get((self.where, rendezvous(own.attributes)))
         if send is not None:
             yield dataclasses.replace(self, name=send.name, wanted=())
 
     def into(self, call: Instruction) -> Iterator["_Value"]:
-        """What the computations that are called give; of a branch, each of them."""
+        """The results of the called computations: of a conditional, all of them."""
         calls = (*self.calls, (self.where, call))
         for name in _called(call) if len(self.calls) <= _DEEP else ():
             root = self.module.root(name)
@@ -203,7 +203,7 @@ class _Value:
                 yield _Value(self.module, name, root.name, calls, self.wanted)
 
     def out(self) -> Iterator["_Value"]:
-        """What a parameter of a computation stands for."""
+        """The operand of the call that a parameter of a computation is."""
         number = self.module.parameter_number(self.where, self.name)
         if not self.calls or number is None:
             return
@@ -230,16 +230,12 @@ def _called(call: Instruction) -> list[str]:
 
 @dataclasses.dataclass(slots=True)
 class Origin:
-    """Where a value comes from.
+    """The arguments that a value comes from."""
 
-    Attributes:
-        arguments: position of the argument that the value is, or is a part of, or those
-            of the parameters that it is computed from, the largest first; empty for
-            others.
-        attributes: attributes of the instructions on the way, the nearest first.
-    """
-
+    # Position of the argument that the value is a part of, or those of the parameters
+    # that it is computed from, the largest first; empty for other values.
     arguments: list[int]
+    # Attributes of the instructions on the way, the nearest first.
     attributes: list[str]
 
 
@@ -252,12 +248,8 @@ def origin(
 ) -> Origin:
     """Follow the first operand of an instruction backwards.
 
-    Args:
-        module: the program.
-        where: the computation of the instruction.
-        start: the instruction.
-        calls: how the computation was reached, the outermost call first.
-        parameters: the arguments that are parameters of the model.
+    `calls` are those by which its computation was reached, the outermost first;
+    `parameters` are the arguments that are parameters of the model.
     """
     found, sizes, computed = Origin([], []), dict[int, int](), False
     todo = [_Value(module, where, name, tuple(calls)) for name in start.operands[:1]]
@@ -287,7 +279,7 @@ def origin(
 
 
 def _before(value: _Value, own: Instruction) -> Iterator[_Value]:
-    """What an instruction moves; several where it takes one of them."""
+    """The value that an instruction moves; several if it selects one of them."""
     if own.opcode in ("tuple", "get-tuple-element"):
         yield from value.in_tuples(own)
     elif own.opcode == "parameter":
@@ -306,9 +298,9 @@ def _before(value: _Value, own: Instruction) -> Iterator[_Value]:
 
 
 def _unmasked(value: _Value, operands: Sequence[str]) -> list[str]:
-    """What is kept where a mask has it.
+    """The operands of a select that are not broadcast constants.
 
-    Each device looks up what it has of a table, and puts zeros for the rest.
+    In a lookup in a sharded table each device has zeros for rows of other devices.
     """
     made = [value.module.instruction(value.where, name) for name in operands[1:]]
     kept = zip(operands[1:], made, strict=True)
@@ -316,7 +308,7 @@ def _unmasked(value: _Value, operands: Sequence[str]) -> list[str]:
 
 
 def _is_kept(value: _Value, loop: Instruction) -> bool:
-    """Whether a loop gives back the element that is followed as it got it."""
+    """Whether the element of a loop that is followed is loop-invariant."""
     body = _called(loop)
     made = value.module.root(body[0]) if body and value.wanted else None
     if made is None or made.opcode != "tuple" or value.wanted[-1] >= len(made.operands):
@@ -337,14 +329,10 @@ def _is_kept(value: _Value, loop: Instruction) -> bool:
 def results_of(
     module: Module, order: Sequence[int], parameters: Collection[int] = ()
 ) -> Results:
-    """Find the result of each collective on the way to one.
+    """Find the result of the program that each collective contributes to elementwise.
 
-    Args:
-        module: the program.
-        order: positions of the results to follow; what is on the way to several is the
-            first one's.
-        parameters: the first ones of these, of which one array may hold several: the
-            compiler packs small sums.
+    Of several results the first in `order` counts, but for `parameters`, which are
+    first: the compiler packs small sums of several into one array.
     """
     found: Results = collections.defaultdict(dict)
     entry = module.entry or ""
@@ -377,7 +365,7 @@ def results_of(
 
 
 def _place_in(value: _Value, own: Instruction) -> int | None:
-    """Which operand of a collective a value is the result of; None for others."""
+    """The operand of a collective that a value is the result of; else None."""
     if own.opcode == "send":
         return 0
     if not _COLLECTIVE.fullmatch(own.opcode):
@@ -386,7 +374,7 @@ def _place_in(value: _Value, own: Instruction) -> int | None:
 
 
 def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
-    """The values that one is made from, where it is made element by element."""
+    """The values that one is computed from elementwise."""
     opcode, operands, place = own.opcode, own.operands, _place_in(value, own)
     if place is not None:
         wanted = value.wanted[:-1] if len(operands) > 1 else value.wanted
@@ -395,7 +383,7 @@ def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
         yield from value.in_tuples(own)
     elif opcode == "parameter":
         if value.calls and value.calls[-1][1].opcode == "while":
-            root = value.module.root(value.where)  # of the round before
+            root = value.module.root(value.where)  # of the previous iteration
             yield from value.of([root.name] if root else [])
         yield from value.out()
     elif opcode == "while" or opcode == "conditional" or opcode in _CALLS:
@@ -438,7 +426,7 @@ class Sources:
     def __call__(
         self, home: str, own: Instruction, calls: Sequence[Call]
     ) -> tuple[list[tuple[str, ...]], str | None]:
-        """The leaf that each operand is, or those that it becomes; and the line."""
+        """The paths of the leaves that each operand is or updates; the source line."""
         paths: list[tuple[str, ...]] = []
         attributes = [own.attributes]
         to = self.summed.get((home, own.name), {})
@@ -461,7 +449,7 @@ class Sources:
 
     @functools.cached_property
     def arguments(self) -> dict[str, int]:
-        """What the program calls an argument → its position, where one has the name."""
+        """The program's name of an argument → its position, for unique names."""
         found: dict[str, list[int]] = collections.defaultdict(list)
         entry = self.module.entry or ""
         for line in self.module.computations.get(entry, []):

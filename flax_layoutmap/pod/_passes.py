@@ -1,7 +1,9 @@
 """Shardy's passes over a lowered module, through jaxlib's public MLIR bindings.
 
 Nothing is compiled, and no device is needed. The names of the passes are no stable
-interface of jaxlib, so that they are looked for before they are used.
+interface of jaxlib, so that `prepare` checks for them. Calls are inlined before: a
+program without calls is laid out faster, and in the same way (with jax 0.8.1 Shardy's
+passes stop at calls).
 """
 
 import dataclasses
@@ -17,8 +19,7 @@ from flax_layoutmap.pod._mlir import (
     source_line,
 )
 
-# Decides a sharding for every value; then says where a value must change it, and by
-# which collectives.
+# Propagate shardings to every value, then insert collectives where one must change.
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,"
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},"
@@ -37,34 +38,17 @@ Pairs = Mapping[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A lowered program without its calls, to be laid out.
-
-    Attributes:
-        module: a copy of its module.
-        sizes: axis name → size, of the mesh that it was lowered for.
-        attributes: what was read of its operations, to be read once.
-    """
+    """A lowered program without calls, to be laid out under any specs."""
 
     module: Any
-    sizes: dict[str, int]
-    attributes: Attributes
+    sizes: dict[str, int]  # axis name → size, of its mesh
+    attributes: Attributes  # kept, as most attributes are the same in every layout
 
     def lay_out(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
-        """Lay a copy of the program out.
+        """Return a copy in which every value has a sharding, and `sdy` collectives.
 
-        Args:
-            specs: position of an argument → its spec, instead of the sharding that it
-                was lowered with.
-            pairs: position of a result → that of the argument that it is the new value
-                of; where both were lowered with one sharding, it follows.
-
-        Returns:
-            The module: every value with its sharding, and `sdy` collectives between
-            them.
-
-        Raises:
-            LayoutError: a spec names an axis that the program's mesh does not have, or
-                the passes refuse the program.
+        The specs replace the shardings of arguments. A result of `pairs` that was
+        lowered with the sharding of its argument follows it.
         """
         texts = {at: _checked(spec, self.sizes) for at, spec in (specs or {}).items()}
         module = self.module.clone()
@@ -73,8 +57,8 @@ class Prepared:
             if texts:
                 _rewrite(module, texts, pairs or {})
             manager = passmanager.PassManager.parse(_PASSES)
-            # The program was verified; between all passes it takes two thirds of the
-            # time.
+            # The program was verified; to verify it after each pass takes two thirds of
+            # the time.
             manager.enable_verifier(False)
             try:
                 manager.run(module)
@@ -84,14 +68,7 @@ class Prepared:
 
 
 def prepare(lowered: Any) -> Prepared:
-    """Take the calls out of a copy of a lowered module.
-
-    Args:
-        lowered: what `jax.jit(...).trace(...).lower(...)` gives.
-
-    Raises:
-        LayoutError: this jaxlib has no such passes, or they refuse the program.
-    """
+    """Inline the calls in a copy of a lowered module, and verify it."""
     ir, passmanager = _bindings()
     original = lowered.compiler_ir("stablehlo")
     with original.context:
@@ -144,13 +121,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
-    """Give arguments, and the results that go with them, other shardings.
-
-    Args:
-        module: a module, which is changed.
-        specs: position of an argument → its spec.
-        pairs: position of a result → that of an argument.
-    """
+    """Change the shardings of arguments, and of the results that follow them."""
     ir, _ = _bindings()
     main, name = functions(module)["main"], mesh_of(module)[0]
     kinds = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).inputs
@@ -179,7 +150,7 @@ _SHARDING = "sdy.sharding"
 
 
 def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """A spec without axes of a single device, which the passes take out first."""
+    """A spec without axes of a single device, which the passes remove first."""
     for axis in {axis for entry in spec for axis in _axes(entry)} - set(sizes):
         raise LayoutError(
             f"the rules name the axis {axis!r}, and the step was traced for a mesh of "
@@ -189,21 +160,16 @@ def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, .
     return [tuple(axis for axis in _axes(entry) if sizes[axis] > 1) for entry in spec]
 
 
-# ------------------------------------------------------------------------ before
+# ------------------------------------------------------------- before the passes
 
 _CALLS = ("func.call", "call")
 _BROADCAST = "stablehlo.broadcast_in_dim"
 
 
 def inline_calls(functions: dict[str, Any]) -> set[str]:
-    """Put the bodies of functions in the place of their calls.
+    """Inline the calls in `main`, and return the names of all operations.
 
-    Args:
-        functions: the functions of a module by name, which are changed. Those that were
-            called stay: something else may name them.
-
-    Returns:
-        The names of all operations.
+    Functions that were called stay: something else may name them.
     """
     names: set[str] = set()
     done: set[str] = set()
@@ -233,7 +199,7 @@ def inline_calls(functions: dict[str, Any]) -> set[str]:
 def _inline(call: Any, callee: Any) -> None:
     copy = callee.operation.clone()
     block = copy.regions[0].blocks[0]
-    # Within the copy, where none of what stays is in the way.
+    # Uses are replaced in the copy, where there are few.
     for argument, operand in zip(block.arguments, call.operands, strict=True):
         argument.replace_all_uses_with(operand)
     *body, end = block.operations
@@ -247,14 +213,10 @@ def _inline(call: Any, callee: Any) -> None:
 
 
 def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
-    """Give operations without a line that of their call, behind their own name.
+    """Give operations without a source line that of their call.
 
-    A function of JAX is lowered once for all that call it, and says no line.
-
-    Args:
-        operations: the operations, which are changed; and those in their regions.
-        caller: where the call is.
-        known: what was given before, by their own locations.
+    A function of JAX is lowered once for all calls, without a source line. `known` maps
+    the locations of operations to those that they get.
     """
     from jaxlib.mlir import ir
 
@@ -275,10 +237,11 @@ def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
 
 
 def replace_early(block: Any) -> None:
-    """Replace such operations in a block and below.
+    """Replace operations that Shardy does not know by others with the same layout.
 
-    Args:
-        block: the block, which is changed. What has no like stays.
+    XLA expands CHLO (`erf`, `square`, `top_k`) before Shardy runs. A broadcast that
+    only adds dims of one element becomes a reshape, through which Shardy keeps
+    shardings.
     """
     from jaxlib.mlir import ir
 
@@ -309,7 +272,7 @@ def replace_early(block: Any) -> None:
 
 
 def _replace_broadcast(op: Any) -> None:
-    """Make a reshape of a broadcast that repeats nothing and keeps the order."""
+    """Replace a broadcast that repeats nothing and keeps the order by a reshape."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -325,7 +288,7 @@ def _replace_broadcast(op: Any) -> None:
 
 
 def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
-    """Name, operands and attributes of what is laid out alike; "" where nothing is."""
+    """Name, operands and attributes of one with the same layout; "" without one."""
     from jaxlib.mlir import ir
 
     operands = list(op.operands)

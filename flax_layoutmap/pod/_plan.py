@@ -293,7 +293,7 @@ def compile(
     lowered = lower_step(step, args, kwargs, rules, donate_argnames, "tpu", own)
     ends = start + timeout
     done = compile_for(
-        code_of(lowered.lowered),
+        code_of(lowered.lowered.compiler_ir("stablehlo").operation),
         where,
         own.axis_sizes,
         timeout=timeout,

@@ -34,18 +34,38 @@ if TYPE_CHECKING:
 
 # Rows of the second table; the others are in the JSON form.
 _ROWS = 20
-# Narrower cells are not readable.
+# The least width of a cell, in characters.
 _CELL = 16
 
 
 def as_text(report: Findings, width: int | None) -> str:
     """Title, two tables, remarks."""
-    parts = [title(report), "", _by_axis(report).text()]
+    parts = _parts(report, width)
+    return "\n".join(
+        part.text() if isinstance(part, Grid) else "\n".join(part) for part in parts
+    )
+
+
+def coloured(report: Findings, width: int) -> "Iterator[Text]":
+    """The lines of the text for rich; without colours, those of the text."""
+    axes = report.mesh.axis_names
+    for part in _parts(report, width):
+        if isinstance(part, Grid):
+            yield from coloured_grid(part, axes)
+        else:
+            yield from coloured_lines(part, axes)
+
+
+def _parts(report: Findings, width: int | None) -> Iterator[Grid | list[str]]:
+    """Tables, and lines between them."""
+    yield [title(report), ""]
+    yield _by_axis(report)
     largest, more = _largest(report, width)
     if largest.lines:
-        parts += ["", largest.text()]
-        parts += [more] if more else []
-    return "\n".join([*parts, "", *wrapped(remarks(report), width)])
+        yield [""]
+        yield largest
+        yield from [[more]] if more else []
+    yield ["", *wrapped(remarks(report), width)]
 
 
 def as_markdown(report: Findings) -> str:
@@ -57,19 +77,6 @@ def as_markdown(report: Findings) -> str:
             parts.append(markdown_table(grid, ("path", "source")))
     lines = [more] if more else []
     return "\n\n".join([*parts, markdown_list([*lines, *remarks(report)])])
-
-
-def coloured(report: Findings, width: int) -> "Iterator[Text]":
-    """The lines of the text for rich; without colours, those of the text."""
-    axes = report.mesh.axis_names
-    yield from coloured_lines([title(report), ""], axes)
-    yield from coloured_grid(_by_axis(report), axes)
-    largest, more = _largest(report, width)
-    if largest.lines:
-        yield from coloured_lines([""], axes)
-        yield from coloured_grid(largest, axes)
-        yield from coloured_lines([more] if more else [], axes)
-    yield from coloured_lines(["", *wrapped(remarks(report), width)], axes)
 
 
 def as_json(report: Findings) -> dict[str, Any]:
@@ -123,7 +130,7 @@ def title(report: Findings) -> str:
 
 
 def _by_axis(report: Findings) -> Grid:
-    """One line per axes and kind, what is sent most first."""
+    """One row per axes and kind, the most bytes first."""
     sums: dict[tuple[str, str], list[int]] = {}
     by_axes: dict[str, int] = {}
     for one in report.collectives:
@@ -151,7 +158,7 @@ def _by_axis(report: Findings) -> Grid:
 
 
 def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
-    """What is sent most, leaf by leaf or line by line; and what is left out."""
+    """The leaves or source lines that send the most bytes, and the remainder."""
     rows = grouped(report.collectives)
     names = ("path", "axes", "kind", "source", "times", "sent/device")
     right = (False, False, False, False, True, True)
@@ -174,7 +181,7 @@ def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Collectives that are alike, over all layers."""
+    """Equal collectives of all layers."""
 
     path: str
     axes: str
@@ -189,7 +196,7 @@ class Row:
 
 
 def grouped(collectives: Sequence[Collective]) -> list[Row]:
-    """One row for those of one path, source, kind and axes; layers are folded."""
+    """One row per path, source, kind and axes; layers are folded."""
     sums: dict[tuple[str, str, str, str], list[int]] = {}
     for one in collectives:
         source = one.source or ""
@@ -259,7 +266,7 @@ def remarks(report: Findings) -> list[str]:
 
 
 def not_read(report: Findings) -> list[str]:
-    """What was not read in the program, how often, and where: the first three lines."""
+    """The parts that were not read, with counts and the first three source lines."""
     found = []
     for what, times in report.unrecognised.items():
         lines = report.unrecognised_at.get(what, ())
@@ -322,7 +329,7 @@ def _compute(report: Findings) -> Iterator[str]:
 
 
 def _reshards(reshards: Sequence[Reshard]) -> Iterator[str]:
-    """Those that are alike, as in every layer, are one line."""
+    """One line for equal reshards, such as those of every layer."""
     count = collections.Counter(reshards)
     alike: dict[Any, list[Reshard]] = {}
     for one, times in count.items():

@@ -1,4 +1,4 @@
-"""Gradient sums as the TPU compiler emits them, within and across slices.
+"""Measured rules of the TPU compiler: sums, slices, and rewrites before Shardy.
 
 Where every device keeps its part of a sum, the compiler makes a reduce-scatter, which
 moves chunks of 4 KiB: 8 rows of 512 bytes. It makes an all-reduce, with twice the
@@ -12,8 +12,16 @@ bytes,
   vocabulary with a large prime factor).
 
 A collective over several slices is one within each slice, and one of a share between
-them. Found by compiling single gradients and collectives for v2 to tpu7x with libtpu
-0.0.42, on 2026-11-22.
+them.
+
+Before it runs Shardy (`rewrite_for_tpus`), the compiler gives a scatter in which each
+row has its own place, such as the gradient of `jnp.take_along_axis`, iota indices;
+`top_k` becomes a sort, for which rows stay where they are; a product with a vector in
+each batch becomes a multiplication and a sum, and its transposed operands are computed
+in that order.
+
+Found by compiling single gradients and collectives for v2 to tpu7x with libtpu 0.0.42,
+on 2026-11-22.
 """
 
 import dataclasses
@@ -30,34 +38,32 @@ from flax_layoutmap.pod._records import Collective, Kind
 
 # Rows and lanes of a tile, and bytes of a row of a chunk.
 _ROWS, _LANES, _ROW_BYTES = 8, 128, 512
-# Over so many, sums of few rows are whole, too.
+# Over so many devices, sums of few rows are all-reduces, too.
 _MANY = 256
-# Generation → the fewest and most tiles that are moved at a time by all devices of a
-# group, of elements of two bytes; each lies between two sizes that were compiled.
+# Generation → the fewest and most tiles, of elements of two bytes, that all devices of
+# a group move at a time; each lies between two sizes that were compiled.
 _PIECES = {
     "v4": (176, 1440),
     "v5p": (176, 1440),
     "v5e": (208, 1600),
     "v6e": (400, 3408),
 }
-# Their sums are made beside the cores, in parts of any shape.
+# These sum outside of the cores, in parts of any shape.
 _SCATTER_ANYTHING = ("tpu7x",)
 
 
 def scatters(
     topology: Topology, longer: tuple[int, int] = (1, 1)
 ) -> Callable[[tuple[int, ...], int, int, int, str], bool]:
-    """Find the sums that the compiler makes with a reduce-scatter.
+    """Return the test whether the compiler makes a sum with a reduce-scatter.
 
-    Args:
-        topology: where the step runs.
-        longer: the size of an axis in what is asked of, and by how much it is longer
-            where the step runs.
+    `longer` is for programs on a shortened mesh: the size of the axis there, and the
+    factor to its real size.
     """
     generation = topology.generation.name
     has_three_dims = len(_sides(topology)) == 3
 
-    def asked(
+    def is_scattered(
         part: tuple[int, ...], cut: int, item: int, members: int, name: str
     ) -> bool:
         if generation in _SCATTER_ANYTHING:
@@ -76,16 +82,11 @@ def scatters(
             part, cut, item, members, many, pieces
         )
 
-    return asked
+    return is_scattered
 
 
 def scatters_over(count: int, topology: Topology) -> bool:
-    """Whether the compiler has a reduce-scatter for groups of so many devices.
-
-    Args:
-        count: how many devices of a slice.
-        topology: where the step runs.
-    """
+    """Whether the compiler has a reduce-scatter over so many devices of a slice."""
     if topology.generation.name in _SCATTER_ANYTHING:
         return True
     everywhere = topology.devices // topology.slices
@@ -93,7 +94,7 @@ def scatters_over(count: int, topology: Topology) -> bool:
 
 
 def _has_all_links(topology: Topology) -> bool:
-    """Whether the compiler has an all-reduce for all links of such a slice."""
+    """Whether the compiler has an all-reduce over all links of such a slice."""
     sides, cores = _sides(topology), topology.generation.devices_per_chip
     if len(sides) == 2:
         return sides[0] == sides[1] and sides[0] * cores >= 4
@@ -201,13 +202,7 @@ _TILE = 8 * 128
 def within_and_between(
     whole: Collective, sizes: Mapping[str, int], topology: Topology
 ) -> Iterator[Collective]:
-    """What a collective is made of: the part within slices and the one between them.
-
-    Args:
-        whole: the collective, as if there were one slice.
-        sizes: axis name → number of devices.
-        topology: where the step runs.
-    """
+    """Split a collective, as of one slice, into those within slices and between."""
     crosses = dcn_axes(sizes, topology)
     slices = math.prod(crosses.get(name, 1) for name in whole.axes)
     members = members_of(whole, sizes)
@@ -258,11 +253,7 @@ def within_and_between(
 
 
 def rewrite_for_tpus(block: Any) -> None:
-    """Write operations in a block and below as the compiler for TPUs does.
-
-    Args:
-        block: the block, which is changed. Nothing of it is laid out yet.
-    """
+    """Rewrite the operations in a block and its regions as the TPU compiler does."""
     for op in list(block.operations):
         operation = op.operation
         for region in operation.regions:
@@ -301,7 +292,7 @@ def _count(op: Any) -> None:
 
 
 def _columns(places: Any) -> list[Any]:
-    """The elements of each place, one by one."""
+    """The elements of each index vector, as arrays of one column."""
     from jaxlib.mlir.dialects import stablehlo
 
     shape = list(places.type.shape)
@@ -326,7 +317,7 @@ def _sort(op: Any) -> None:
     with ir.InsertionPoint(op), op.location:
         kind = ir.RankedTensorType.get(shape, place)
         places = stablehlo.IotaOp(kind, last).result
-        # The order is of no matter to where the rows are.
+        # The order has no effect on the layout.
         made = stablehlo.SortOp(
             [operand.type, kind], [operand, places], dimension=last, is_stable=True
         )
@@ -364,7 +355,7 @@ def _write_product(op: Any) -> None:
 
 
 def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
-    """Swap the operands of a product that is only used transposed to that order."""
+    """Swap the operands of a product whose only use is its transpose."""
     from jaxlib.mlir.dialects import stablehlo
 
     users = [use.owner.operation for use in op.results[0].uses]
@@ -387,7 +378,7 @@ def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
 
 
 def _multiply(op: Any, batch: Any, own: Any, summed: Any) -> None:
-    """Write a product as a multiplication of arrays with all dims, and a sum."""
+    """Replace a product by a multiplication of broadcast operands and a sum."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -412,24 +403,21 @@ def _multiply(op: Any, batch: Any, own: Any, summed: Any) -> None:
     op.erase()
 
 
-# Operations of which a transpose is the operation of transposes.
+# A transpose of these is the operation on transposed operands.
 _ELEMENTWISE = ("convert", "multiply", "add", "subtract", "select", "compare")
 
 
-# So many operations before a product are looked through: a residual stream may be long.
+# Operations before a product that are transposed at most: a residual stream is long.
 _FAR = 100
 
 
 def _transposed(
     value: Any, order: list[int], done: dict[Any, Any], left: int = _FAR
 ) -> Any:
-    """Make a transpose of a value, of what it is computed from where that is possible.
+    """Transpose a value, by transposing what it is computed from if possible.
 
-    Args:
-        value: an array.
-        order: its dims in the new order.
-        done: what was transposed in this order before, by the value.
-        left: how many operations back it may still go.
+    `done` has the values that were transposed in this order; `left` is the number of
+    operations that it may still go back.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo

@@ -694,4 +694,4 @@ def test_a_mesh_that_cannot_be_shortened() -> None:
 
 def test_an_axis_of_a_prime_size_is_not_shortened() -> None:
     mesh = shortened({"data": 17, "fsdp": 16, "tensor": 16}, 2048)
-    assert (mesh.axis, mesh.both) == ("fsdp", (4, 2))
+    assert (mesh.axis, mesh.short, mesh.shorter) == ("fsdp", 4, 2)
