@@ -95,9 +95,11 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
     import numpy as np
     from jax.experimental import topologies
 
-    found = topologies.get_topology_desc(
-        request["topology"], "tpu", **_tuples(request["options"])
-    )
+    options = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in request["options"].items()
+    }
+    found = topologies.get_topology_desc(request["topology"], "tpu", **options)
     answer["stage"] = "mesh"
     devices = _grid(found.devices, request, answer)
     flat = list(np.asarray(devices, dtype=object).flat)
@@ -220,13 +222,6 @@ def _end_with_the_parent(folder: Path) -> None:
         time.sleep(0.5)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
-
-
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-    }
 
 
 def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:

@@ -259,7 +259,7 @@ def _lower_step(
     platform: str,
 ) -> Lowered:
     _check_step(step)
-    is_nnx = _is_nnx_jit(step)
+    is_nnx = type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
     if not isinstance(step, Jitted):
         if not is_nnx and callable(getattr(step, "trace", None)):
             return lower_jitted(step, args, kwargs, rules, platform)
@@ -327,10 +327,6 @@ def _lower_program(
         notes=notes_of(arguments, rules),
         gradients=gradients,
     )
-
-
-def _is_nnx_jit(step: Any) -> bool:
-    return type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
 
 
 def lower_jitted(

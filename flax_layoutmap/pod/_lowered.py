@@ -76,14 +76,9 @@ class Layouts:
 
 def _without_values(argument: Argument) -> Argument:
     """The argument without its arrays, which a report would keep alive."""
-    raw = list(map(_struct, argument.raw))
+    raw = [abstract(one, getattr(one, "sharding", None)) for one in argument.raw]
     value = None if argument.is_state else jax.tree.unflatten(argument.treedef, raw)
     return dataclasses.replace(argument, value=value, nodes=[], raw=raw, leaves=raw)
-
-
-def _struct(leaf: Any) -> Any:
-    """The shape, dtype and sharding of a leaf."""
-    return abstract(leaf, getattr(leaf, "sharding", None))
 
 
 def split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:

@@ -341,7 +341,9 @@ class _Merged:
                     user.attributes
                 ):
                     found = True
-                elif user.opcode == "convert" and _dtype(user) == "bfloat16":
+                elif user.opcode == "convert" and (
+                    isinstance(user.type, Array) and user.type.dtype == "bfloat16"
+                ):
                     found = True
                 elif user.opcode in _MOVES | _TURNED | _SLICES | _PICKED:
                     todo.append(user.name)
@@ -353,10 +355,6 @@ class _Merged:
 def _said(text: str) -> str:
     """The text of an operation without its name and number, for comparison."""
     return _UNLIKE.sub("", text.partition(" = ")[2] if " = " in text[:200] else text)
-
-
-def _dtype(one: Instruction) -> str:
-    return one.type.dtype if isinstance(one.type, Array) else ""
 
 
 def _shape(one: Instruction) -> tuple[int, ...]:

@@ -130,35 +130,15 @@ class Attributes:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         """`sizes`: axis name → size, of the program's mesh."""
         self.sizes = sizes
-        self._known: dict[Any, Any] = {}
-
-    def of(self, attribute: Any) -> Dims:
-        """The axes of each dim, from one sharding."""
-        found = self._known.get(attribute)
-        if found is None:
-            from jaxlib.mlir.dialects import sdy
-
-            dims = sdy.TensorShardingAttr(attribute).dimension_shardings
-            found = tuple(
-                tuple(self._axis(axis) for axis in sdy.DimensionShardingAttr(dim).axes)
-                for dim in dims
-            )
-            self._known[attribute] = found
-        return found
+        self.of = functools.cache(self._of)
+        self.axes_in = functools.cache(self._axes_in)
+        self._of_each = functools.cache(self._of_values)
+        self._type = functools.cache(_type)
+        self._text = functools.cache(str)
 
     def per_value(self, op: Any, where: str = "sdy.sharding") -> Sequence[Dims]:
         """The axes of each dim, of each result, or operand with `in_shardings`."""
-        if where not in op.attributes:
-            return ()
-        attribute = op.attributes[where]
-        found = self._known.get(attribute)
-        if found is None:
-            from jaxlib.mlir.dialects import sdy
-
-            per_value = sdy.TensorShardingPerValueAttr(attribute).shardings
-            found = [self.of(sharding) for sharding in per_value]
-            self._known[attribute] = found
-        return found
+        return self._of_each(op.attributes[where]) if where in op.attributes else ()
 
     def dims(self, op: Any, result: Any) -> Dims | None:
         """The axes of each dim of a result of an operation; None for replicated."""
@@ -181,43 +161,37 @@ class Attributes:
 
     def location(self, op: Any) -> str:
         """Where an operation comes from, as MLIR writes it."""
-        key = op.location.attr
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = str(op.location)
-        return found
+        return self._text(op.location.attr)
 
     def type_of(self, value: Any) -> tuple[tuple[int, ...], str]:
         """Shape and name of the element type, of a value."""
-        kind = value.type
-        found = self._known.get(kind)
-        if found is None:
-            found = (), str(kind)  # a token
-            if hasattr(kind, "shape"):
-                found = tuple(kind.shape), str(kind.element_type)
-            self._known[kind] = found
-        return found
+        return self._type(value.type)
 
-    def axes_in(self, attribute: Any) -> tuple[AxisRef, ...]:
-        """The axes that an attribute names, in its order."""
-        found = self._known.get(attribute)
-        if found is None:
-            named = _AXIS.findall(str(attribute))
-            found = tuple(
-                (name, int(size) if size else self.sizes.get(name, 1))
-                for name, _, size in named
-            )
-            self._known[attribute] = found
-        return found
-
-    def _axis(self, attribute: Any) -> AxisRef:
+    def _of(self, attribute: Any) -> Dims:
+        """The axes of each dim, from one sharding."""
         from jaxlib.mlir.dialects import sdy
 
-        axis = sdy.AxisRefAttr(attribute)
-        part = axis.sub_axis_info
-        if part is None:
-            return axis.name, self.sizes.get(axis.name, 1)
-        return axis.name, sdy.SubAxisInfoAttr(part).size
+        dims = sdy.TensorShardingAttr(attribute).dimension_shardings
+        return tuple(map(self.axes_in, dims))
+
+    def _of_values(self, attribute: Any) -> Sequence[Dims]:
+        from jaxlib.mlir.dialects import sdy
+
+        return [*map(self.of, sdy.TensorShardingPerValueAttr(attribute).shardings)]
+
+    def _axes_in(self, attribute: Any) -> tuple[AxisRef, ...]:
+        """The axes that an attribute names, in its order."""
+        return tuple(
+            (name, int(size) if size else self.sizes.get(name, 1))
+            for name, _, size in _AXIS.findall(str(attribute))
+        )
+
+
+def _type(kind: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and name of the element type; of a token its own name."""
+    if hasattr(kind, "shape"):
+        return tuple(kind.shape), str(kind.element_type)
+    return (), str(kind)
 
 
 # `"Attention.__call__"("/home/me/model.py":36:8 to :20)`, the innermost frame first.

@@ -131,8 +131,11 @@ def look_at(
     }
     found = {start + at: leaf for at, leaf in same_trees(result, arguments).items()}
     gradients: set[int] = set()
-    held = _of_containers(arguments)
-    for leaves in _positions(arguments):
+    positions = list(zip(arguments, _positions(arguments), strict=True))
+    held = {
+        at for one, own in positions if one.is_container or one.is_state for at in own
+    }
+    for _, leaves in positions:
         some = [at for at, leaf in found.items() if leaf in leaves]
         # A tree is updated as a whole, or a gradient as a whole.
         if not any(flowing[at] & held for at in some):
@@ -199,13 +202,6 @@ def _by_value(
 
 def _alike(leaf: Any, shape: Any) -> bool:
     return tuple(np.shape(leaf)) == tuple(shape.shape) and leaf.dtype == shape.dtype
-
-
-def _of_containers(arguments: Sequence[Argument]) -> frozenset[int]:
-    positions = zip(arguments, _positions(arguments), strict=True)
-    return frozenset(
-        at for one, own in positions if one.is_container or one.is_state for at in own
-    )
 
 
 def _positions(arguments: Sequence[Argument]) -> Iterator[range]:

@@ -282,29 +282,13 @@ def _count(op: Any) -> None:
     with ir.InsertionPoint(op), op.location:
         kind = ir.RankedTensorType.get([*shape[:at], 1], places.type.element_type)
         rows = [stablehlo.IotaOp(kind, dim).result for dim in own_places]
-        joined = stablehlo.ConcatenateOp([*rows, *_columns(places)], at)
+        joined = stablehlo.ConcatenateOp([*rows, places], at)
         op.operands[place] = joined.result
     gone = sorted([*numbers.inserted_window_dims, *own])
     indexed = [*own, *numbers.scattered_dims_to_operand_dims]
     with op.context:
         made = stablehlo.ScatterDimensionNumbers.get([], gone, [], [], indexed, at)
         op.attributes[name] = made
-
-
-def _columns(places: Any) -> list[Any]:
-    """The elements of each index vector, as arrays of one column."""
-    from jaxlib.mlir.dialects import stablehlo
-
-    shape = list(places.type.shape)
-    if shape[-1] == 1:
-        return [places]
-    columns = []
-    for at in range(shape[-1]):
-        start, end = [0] * len(shape), list(shape)
-        start[-1], end[-1] = at, at + 1
-        made = stablehlo.SliceOp(places, start, end, [1] * len(shape))
-        columns.append(made.result)
-    return columns
 
 
 def _sort(op: Any) -> None:
