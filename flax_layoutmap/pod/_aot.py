@@ -179,13 +179,13 @@ class _Child:
                 f"{self.who} cannot work in the temporary folder: {error}; {_ROOM}"
             ) from error
 
-    def answer_of(self, folder: Path, code: int | None, said: str) -> Compiled:
+    def answer_of(self, folder: Path, code: int | None, log: str) -> Compiled:
         """The answer of a child that ended."""
         result = folder / "result.json"
         if not result.is_file():
             if shutil.disk_usage(folder).free < _LEAST_SPACE:
-                said += "\nNo space left on device"
-            raise LayoutError(self.how_it_ended(code, said))
+                log += "\nNo space left on device"
+            raise LayoutError(self.how_it_ended(code, log))
         answer = json.loads(result.read_text(encoding="utf-8"))
         error = answer.get("error")
         too_large = _too_large(error or "")
@@ -205,11 +205,11 @@ class _Child:
             memory=answer.get("memory", {}),
             too_large=too_large,
             slice_of=tuple(answer.get("slice_of", ())),
-            rematerialised=tuple(rematerialised(said)),
+            rematerialised=tuple(rematerialised(log)),
             warnings=tuple(notes),
         )
 
-    def how_it_ended(self, code: int | None, said: str) -> str:
+    def how_it_ended(self, code: int | None, log: str) -> str:
         who, where = self.who, self.where
         if code is None:
             text = (
@@ -217,7 +217,7 @@ class _Child:
                 "was ended; pass a larger timeout. A model whose layers are unrolled "
                 "takes 2 to 4 times as long as a scan over them"
             )
-        elif _NO_SPACE.search(said):
+        elif _NO_SPACE.search(log):
             text = f"{who} found no space on the disk; {_ROOM}"
         elif code < 0:
             name = signal.Signals(-code).name
@@ -226,7 +226,7 @@ class _Child:
                 text += " (out of memory, if nobody killed it)"
         else:
             text = f"{who} ended for {where}, with exit code {code}"
-        return _with_last_lines(text, said, self.warning)
+        return _with_last_lines(text, log, self.warning)
 
     def why_it_failed(self, error: str, stage: str) -> str:
         texts = {
@@ -345,12 +345,12 @@ def _environment() -> dict[str, str]:
 @contextlib.contextmanager
 def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run the child while the context is open."""
-    with (folder / "stderr.txt").open("wb") as said:
+    with (folder / "stderr.txt").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(folder)],
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=log,
+            stderr=log,
             # libtpu writes logs even if disabled: they are removed with the folder.
             env=_environment() | {"TMPDIR": str(folder)},
             start_new_session=True,
@@ -381,10 +381,10 @@ def _kill(child: "subprocess.Popen[bytes]") -> None:
         child.wait()
 
 
-def rematerialised(said: str) -> list[tuple[str, str]]:
+def rematerialised(log: str) -> list[tuple[str, str]]:
     """Name and type of the arrays that are gathered in full, by the compiler's log."""
     found: dict[tuple[str, str], None] = {}
-    for line in said.splitlines():
+    for line in log.splitlines():
         warned = _REMATERIALISED.search(line)
         if warned:
             name = re.search(r'op_name="([^"]*)"', warned[1])
@@ -404,8 +404,8 @@ def _too_large(error: str) -> tuple[int, int] | None:
     return None
 
 
-def _with_last_lines(text: str, said: str, warning: str | None) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
+def _with_last_lines(text: str, log: str, warning: str | None) -> str:
+    lines = [line for line in log.splitlines() if line.strip()]
     fatal = [
         line for line in lines if re.match(r"(F\d{4} |.*Error\b|.*Check fail)", line)
     ]

@@ -107,8 +107,10 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
     answer["stage"] = "compile"
     code = (folder / "module.mlirbc").read_bytes()
     options = request["compiler_options"] | _dump_to(folder)
-    early = None if request["exact_memory"] else _assigned
-    with _answering_early(folder, dict(answer), early):
+    early = contextlib.nullcontext()
+    if not request["exact_memory"]:
+        early = _answering_early(folder, dict(answer), _assigned)
+    with early:
         executable = _compiled(code, flat, options, request)
     answer["stage"] = "memory"
     stats = executable.get_compiled_memory_stats()
@@ -134,46 +136,38 @@ def _dump_to(folder: Path) -> dict[str, Any]:
 def _answering_early(
     folder: Path,
     answer: dict[str, Any],
-    found: Callable[[Path], dict[str, Any] | None] | None,
+    found: Callable[[Path], dict[str, Any] | None],
 ) -> Any:
     """Answer and end the process as soon as `found` finds the program in the dump.
 
     It returns the program as `"text"`, with more for the answer, or None if it is not
-    there yet. Without it the block runs to its end.
+    there yet.
     """
     is_compiled = threading.Event()
-    given = [folder, answer, found, is_compiled]
-    early = threading.Thread(target=_answer_early, args=given, daemon=True)
-    if found is not None:
-        early.start()
+
+    def look() -> None:
+        try:
+            while True:
+                ended = is_compiled.is_set()
+                more = found(folder / "dump")
+                if more is not None:
+                    break
+                if ended:
+                    return  # this compiler writes no such file
+                is_compiled.wait(0.02)
+            _write(folder / "program.txt", more.pop("text"))
+            answer.update(more, stage="done")
+        except _FAILURES as error:
+            answer.update(stage="text", error=f"{type(error).__name__}: {error}")
+        _end(folder, answer)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         is_compiled.set()
-        if found is not None:
-            early.join()
-
-
-def _answer_early(
-    folder: Path,
-    answer: dict[str, Any],
-    found: Callable[[Path], dict[str, Any] | None],
-    is_compiled: threading.Event,
-) -> None:
-    try:
-        while True:
-            ended = is_compiled.is_set()
-            more = found(folder / "dump")
-            if more is not None:
-                break
-            if ended:
-                return  # this compiler writes no such file
-            is_compiled.wait(0.02)
-        _write(folder / "program.txt", more.pop("text"))
-        answer |= more | {"stage": "done"}
-    except _FAILURES as error:
-        answer |= {"stage": "text", "error": f"{type(error).__name__}: {error}"}
-    _end(folder, answer)
+        thread.join()
 
 
 def _assigned(dump: Path) -> dict[str, Any] | None:

@@ -239,7 +239,7 @@ def _warnings_of(
     layers = _layers(found, lowered)
     if layers > _DEEP:
         yield (
-            f"{layers} layers stand one after the other in the program, "
+            f"{layers} unrolled layers in the program, "
             f"{found.operations} operations: with nnx.scan the compiler takes a half "
             "to a quarter of the time, and a fifth of the memory"
         )
@@ -275,7 +275,7 @@ def _overruled(found: LaidOut, lowered: Lowered, mesh: DeviceMesh) -> Iterator[s
         yield (
             f"{lowered.name} has in_shardings of its own, which count here and not the "
             f"rules: {_leaves(gone)}, such as {path}, which is {own}, and {spec} by "
-            "the rules; a call would refuse arrays that lie by the rules"
+            "the rules; a call would refuse arrays with the shardings of the rules"
         )
 
 

@@ -125,7 +125,7 @@ class _Reader:
         self.module = module
         self.grid = grid
         self.sources_of = sources
-        self.seen: dict[int, Line] = {}
+        self.seen: set[int] = set()
         self.found: list[_Found] = []
         self.trouble: dict[int, str] = {}
         self.loops: dict[str, None] = {}
@@ -143,7 +143,7 @@ class _Reader:
             repeated += len({found.line.number for found in group}) - 1
             collectives += self.collective(best)
         for line in self.unreached():
-            self.seen[line.number] = line
+            self.seen.add(line.number)
             self.trouble[line.number] = f"not reached: {_short(line.text)}"
         unread = (*self.loops, *(self.trouble[at] for at in sorted(self.trouble)))
         return Program(tuple(collectives), unread, repeated, self.idle, self.notes())
@@ -171,11 +171,11 @@ class _Reader:
         for line in self.active[computation]:
             instruction = read_alone(line)
             if instruction is None:
-                self.seen[line.number] = line
+                self.seen.add(line.number)
                 self.trouble[line.number] = f"cannot be read: {_short(line.text)}"
                 continue
             if communicates(line.text, instruction):
-                self.seen[line.number] = line
+                self.seen.add(line.number)
                 self.visit(_Found(line, instruction, computation, executions, calls))
             times = executions
             if instruction.opcode == "while":

@@ -45,7 +45,7 @@ _ELEMENTWISE = frozenset(
     select sign sqrt subtract
     """.split()
 )
-# What may stand between parameters and a value that is made of them alone.
+# A value that is computed from parameters by these is one of the parameters.
 _COMPUTES = _ELEMENTWISE | {"broadcast", "dot", "exponential", "log", "tanh"}
 _CONSTANTS = frozenset(("constant", "iota", "partition-id"))
 _CALLS = frozenset(("fusion", "call", "call-start", "async-start"))

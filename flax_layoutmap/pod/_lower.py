@@ -215,7 +215,7 @@ def _check_arguments(
 
 
 def _kind(value: Any) -> str:
-    """What an argument is, in a word: `float32[8,16]`, `dict`."""
+    """The type of an argument: `float32[8,16]`, `dict`."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return type(value).__name__

@@ -195,9 +195,9 @@ class _Merged:
                 if equal != one.name:
                     self.same[one.name] = equal
                 continue
-            # Constants and the like have no operands, and say what they are in a line.
-            written = "" if operands else _said(self.lines[one.name].text)
-            rest = _APPLIED.sub(self._applied, _said(one.attributes))
+            # Constants and the like have no operands: their text tells them apart.
+            written = "" if operands else _unnamed(self.lines[one.name].text)
+            rest = _APPLIED.sub(self._applied, _unnamed(one.attributes))
             key = (one.opcode, operands, one.type, rest, written)
             equal = first.setdefault(key, one.name)
             if equal != one.name and not one.root:
@@ -227,7 +227,7 @@ class _Merged:
     def _body(self, computation: str) -> str:
         """The text of a computation without names."""
         places: dict[str, int] = {}
-        said: list[object] = []
+        body: list[object] = []
         for at, line in enumerate(self.module.computations.get(computation, ())):
             one = line.instruction
             if one is None:
@@ -235,8 +235,8 @@ class _Merged:
             places[one.name] = at
             operands = tuple(places.get(name, name) for name in one.operands)
             rest = one.attributes if operands else line.text
-            said.append((one.opcode, operands, one.type, _said(rest), one.root))
-        return str(said)
+            body.append((one.opcode, operands, one.type, _unnamed(rest), one.root))
+        return str(body)
 
     # ------------------------------------------------------------------------ sums
 
@@ -352,7 +352,7 @@ class _Merged:
         return found
 
 
-def _said(text: str) -> str:
+def _unnamed(text: str) -> str:
     """The text of an operation without its name and number, for comparison."""
     return _UNLIKE.sub("", text.partition(" = ")[2] if " = " in text[:200] else text)
 

@@ -1,7 +1,7 @@
 """Pair the results of a step with the arguments that they update.
 
 A new value is computed from the old one element by element: `w - rate * gradient` from
-`w`. A gradient is not: products and sums over dims stand between it and every argument.
+`w`. A gradient is not: it is computed by products and sums over dims.
 """
 
 import dataclasses

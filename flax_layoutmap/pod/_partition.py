@@ -28,7 +28,7 @@ from flax_layoutmap.pod._placement import dcn_axes
 from flax_layoutmap.pod._records import Collective
 from flax_layoutmap.pod._tpu import rewrite_for_tpus, scatters, within_and_between
 
-_NOT_SCALED = "collectives of which two smaller meshes do not tell the size, left out"
+_NOT_SCALED = "collectives whose size does not follow from two smaller meshes, left out"
 _MIXED = "collectives over parts of axes that cross slices, counted as if all crossed"
 
 

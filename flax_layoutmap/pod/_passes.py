@@ -99,8 +99,8 @@ def _bindings() -> tuple[Any, Any]:
 def _refusal(error: Exception) -> LayoutError:
     """An error with the relevant part of an MLIR failure."""
     lines = [line.rstrip() for line in str(error).splitlines()]
-    said = (one for one in lines if "error:" in one and not one.endswith(":"))
-    reason = next((one.partition("error:")[2].strip() for one in said), lines[0])
+    errors = (one for one in lines if "error:" in one and not one.endswith(":"))
+    reason = next((one.partition("error:")[2].strip() for one in errors), lines[0])
     return LayoutError(f"Shardy does not lay this program out: {reason[:200]}")
 
 

@@ -1,8 +1,8 @@
 """Place a mesh on a topology: the bytes of its hosts, and the least time on its links.
 
 JAX orders the devices of a mesh along the links of the hardware. It reads only their
-coordinates, so that stand-ins do. Times are by bandwidth alone: no latency, no overlap
-with computation or with each other.
+coordinates, so that `Chip` replaces them. Times are by bandwidth alone: no latency, no
+overlap with computation or with each other.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def _trouble(
     return (
         f"the mesh {line} does not fit the links of {where.name} without splitting a "
         "physical axis: its axes share links, so that some are slower, and DeviceMesh "
-        f"makes it only where it is told to: {call}"
+        f"makes it only if asked to: {call}"
     )
 
 

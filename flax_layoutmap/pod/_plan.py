@@ -36,11 +36,11 @@ from flax_layoutmap.pod._report import PodReport
 _PLATFORMS = ("tpu", "cuda", "rocm", "cpu")
 _MOVED = (
     "activations that are moved to another layout, counted as XLA's partitioner does "
-    "it; the compiler for TPUs may move them otherwise (flm.pod.compile says it)"
+    "it; the compiler for TPUs may move them otherwise (see flm.pod.compile)"
 )
 # Ends of findings that the partitioner does not make: custom kernels in a shard_map,
 # ragged collectives.
-_IN_SHARD_MAPS = ("in a shard_map, not counted", "counted as if all were sent")
+_IN_SHARD_MAPS = ("in a shard_map, not counted", "counted as if all rows were sent")
 _MOVES = ("all-gather", "all-to-all", "collective-permute")
 # On the 22 steps of benchmarks/pod_steps.py, where the compiler for TPUs differs by
 # more than 5 %, such moves send more than this share of the bytes over some axes.
@@ -68,7 +68,7 @@ def plan(
     jaxlib; for TPUs, with the known rules of their compiler. Reshards, hosts, drift and
     operations are read from Shardy's passes. Nothing is allocated, whatever the size of
     the model or of the mesh. What the compiler does afterwards (its own memory,
-    fusions, overlap) is not in it: `flm.pod.compile` says that.
+    fusions, overlap) is not in it: `flm.pod.compile` reports that.
 
     On more than 2,048 devices, which the CPU client does not take, the collectives are
     scaled from two smaller meshes. In `with_layout` they are an estimate from Shardy's
@@ -346,13 +346,13 @@ def _too_large(planned: PodReport, done: Compiled) -> PodReport:
         limit_bytes=there,
         note="the compiler's figures: arguments, results and temporaries together",
     )
-    said = (
+    problem = (
         f"does not fit: the step needs {human_bytes(needed)} on a device, and the "
         f"compiler allows {human_bytes(there)} ({human_bytes(needed - there)} too "
         "much); shard more, take a smaller batch per device, or rematerialise. The "
         "collectives are the plan's"
     )
-    warnings = (said, *planned.warnings, *done.warnings, *_rematerialised(done))
+    warnings = (problem, *planned.warnings, *done.warnings, *_rematerialised(done))
     return dataclasses.replace(planned, fits=False, memory=memory, warnings=warnings)
 
 

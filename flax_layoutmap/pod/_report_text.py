@@ -141,20 +141,18 @@ def _by_axis(report: Findings) -> Grid:
         row[2] += one.wire_bytes_per_step
         by_axes[axes] = by_axes.get(axes, 0) + one.wire_bytes_per_step
     order = sorted(sums, key=lambda key: (-by_axes[key[0]], key[0], -sums[key][2]))
-    lines, last = [], None
+    rows, last = [], None
     for axes, kind in order:
         times, payload, sent = sums[axes, kind]
         bound = report.seconds_bound.get(axes)
         seconds = "" if bound is None or axes == last else seconds_text(bound)
         cells = (axes, kind, str(times), human_bytes(payload), human_bytes(sent))
-        lines.append(Line((*cells, seconds)))
+        rows.append((*cells, seconds))
         last = axes
     names = ("axes", "kind", "times", "payload", "sent/device", "at least")
-    right = (False, False, True, True, True, True)
-    if not report.seconds_bound:
-        lines = [Line(line.cells[:-1]) for line in lines]
-        return Grid(names[:-1], right[:-1], tuple(lines))
-    return Grid(names, right, tuple(lines))
+    shown = 6 if report.seconds_bound else 5
+    lines = tuple(Line(cells[:shown]) for cells in rows)
+    return Grid(names[:shown], (False, False, True, True, True, True)[:shown], lines)
 
 
 def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:

@@ -336,7 +336,7 @@ class _Walk:
         if parts(axes) == 1:
             return
         if name == RAGGED:
-            what = f"{name} of rows that the data says, counted as if all were sent"
+            what = f"{name} with data-dependent sizes, counted as if all rows were sent"
             self.note(what, op)
         gives = kind in ("all-gather", "all-to-all") and name != RAGGED
         for result, operand in zip(op.results, op.operands, strict=False):

@@ -241,7 +241,7 @@ _KINDS: dict[str, Kind] = {
     "stablehlo.collective_permute": "collective-permute",
 }
 OWN = frozenset({*_KINDS, "stablehlo.collective_broadcast"})
-# A custom call that sends as many rows as its operands say.
+# A custom call; its operands have the numbers of rows that are sent.
 RAGGED = "ragged_all_to_all"
 _KINDS[RAGGED] = "all-to-all"
 # Custom calls without matrix products.

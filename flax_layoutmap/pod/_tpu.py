@@ -144,25 +144,15 @@ def _is_whole(
 
 
 def _is_odd(tiles: int, count: int, pieces: tuple[int, int]) -> bool:
-    """Whether no piece of a size that is moved divides what a device has.
-
-    Args:
-        tiles: how many tiles of rows a device has.
-        count: how many devices sum.
-        pieces: the fewest and most tiles of all devices of a group at a time.
-    """
+    """Whether no piece size in the range `pieces` divides the tiles of a device."""
     least, most = (-(-pieces[0] // count), pieces[1] // count)
     return tiles > most and all(tiles % rows for rows in range(least, most + 1))
 
 
 def _falls_apart(rows: int, tiles: int) -> bool:
-    """Whether the pieces of a sum over 256 devices do not come out even.
+    """Whether the pieces of a sum over 256 devices are uneven.
 
-    Found by trying some forty shapes; we know no reason.
-
-    Args:
-        rows: rows of the part of a device.
-        tiles: how many tiles lie beside each other.
+    The rule is from some forty compiled shapes; `tiles` counts those in a row.
     """
     while tiles % 2 == 0 or tiles % 3 == 0:
         tiles //= 2 if tiles % 2 == 0 else 3

@@ -209,7 +209,7 @@ def test_rows_that_a_shard_map_sends() -> None:
         assert (one.kind, one.axes, one.shape) == ("all-to-all", ("model",), (16, 8))
         assert (one.bytes, one.wire_bytes, one.path) == (512, 384, "x")
         assert report.unrecognised == {
-            "ragged_all_to_all of rows that the data says, counted as if all were "
+            "ragged_all_to_all with data-dependent sizes, counted as if all rows were "
             "sent": 1
         }
 
