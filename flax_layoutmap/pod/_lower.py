@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._core.mesh_shape import fill, sizes_and_names
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
@@ -73,11 +73,9 @@ def rules_and_mesh(
     types = zip(own.axis_names, own.axis_types, strict=True)
     manual = [name for name, kind in types if kind == AxisType.Manual]
     if manual:
-        line = _line(own.axis_sizes)
         raise MeshError(
-            f"the axes {', '.join(map(repr, manual))} of the mesh {line} are manual, "
-            "as inside of a shard_map; plan for a mesh of auto axes: "
-            f'mesh="{line}"'
+            f"the axes {', '.join(map(repr, manual))} of the mesh {own} are manual, "
+            f'as inside of a shard_map; plan for a mesh of auto axes: mesh="{own}"'
         )
     if topology is not None:
         split_over_slices(own.axis_sizes, topology)
@@ -89,36 +87,15 @@ def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
     if mesh is None:
         return None
     if isinstance(mesh, str | Mapping):
-        sizes = dict(mesh) if isinstance(mesh, Mapping) else _sizes_of(mesh)
-        if topology is not None and list(sizes.values()).count(-1) == 1:
-            rest, left = divmod(
-                topology.devices,
-                math.prod(size for size in sizes.values() if size != -1) or 1,
-            )
-            if left:
-                raise MeshError(
-                    f"the mesh {_line(sizes)} does not fill {topology}, which has "
-                    f"{topology.devices} devices; change a size"
-                )
-            sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
-        return DeviceMesh.abstract(sizes)
+        sizes, names = sizes_and_names(mesh, None)
+        if topology is not None:
+            sizes = fill(sizes, names, topology.devices)
+        return DeviceMesh.abstract(sizes, names)
     given = as_mesh(mesh)
     assert given is not None
     jax_mesh: Any = given.jax_mesh
     # The abstract mesh of these devices: a shard_map compares the kind of device, too.
     return given if given.is_abstract else as_mesh(jax_mesh.abstract_mesh)
-
-
-def _sizes_of(line: str) -> dict[str, int]:
-    """`"fsdp=16,tensor=-1"` as a mapping; DeviceMesh refuses other lines."""
-    found = re.findall(r"([^,=\s]+)\s*=\s*(-?\d+)", line)
-    if not found or line.count("=") != len(found) or len(dict(found)) != len(found):
-        return DeviceMesh.abstract(line).axis_sizes
-    return {name: int(size) for name, size in found}
-
-
-def _line(sizes: Mapping[str, int]) -> str:
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _mesh_of_arguments(
@@ -244,9 +221,10 @@ def _check_mesh(lowered: Lowered, mesh: DeviceMesh) -> None:
     module = lowered.lowered.compiler_ir("stablehlo")
     for _, sizes in meshes(module.operation):
         if sizes and list(sizes.items()) != list(mesh.axis_sizes.items()):
+            other = ",".join(f"{name}={size}" for name, size in sizes.items())
             raise MeshError(
                 f"{lowered.name} is planned for the mesh {mesh}, and names another "
-                f"one, {_line(sizes)}{_WITHOUT_MESH}"
+                f"one, {other}{_WITHOUT_MESH}"
             )
 
 
