@@ -91,18 +91,24 @@ def trips(module: Module, where: str, loop: Instruction) -> int | None:
     bounds = {bound for bound in _constants(module, condition, set()) if bound > 0}
     if len(bounds) != 1 or len(at) != 1 or not below:
         return None
-    index = at.pop()
-    first = module.instruction(where, loop.operands[0] if loop.operands else None)
-    start, step = _element(module, where, first, index), None
-    added = _element(module, body, module.root(body), index)
-    if added is not None and added.instruction and added.instruction.opcode == "add":
-        steps = [_number(_copied(module, body, n)) for n in added.instruction.operands]
-        (step, *more) = [n for n in steps if n is not None and n > 0] or [None]
-        step = None if more else step
-    begin = _number(start)
-    if begin is None or step is None:
+    index, end = at.pop(), bounds.pop()
+    initial = module.instruction(where, loop.operands[0] if loop.operands else None)
+    start = _number(_element(module, where, initial, index))
+    step = _step(module, body, index)
+    if start is None or step is None:
         return None
-    return max(0, -(-(bounds.pop() - begin) // step))
+    return max(0, -(-(end - start) // step))
+
+
+def _step(module: Module, body: str, index: int) -> int | None:
+    """The positive constant that the body adds to an element; else None."""
+    line = _element(module, body, module.root(body), index)
+    added = None if line is None else line.instruction
+    if added is None or added.opcode != "add":
+        return None
+    numbers = [_number(_copied(module, body, name)) for name in added.operands]
+    steps = [number for number in numbers if number is not None and number > 0]
+    return steps[0] if len(steps) == 1 else None
 
 
 def _constants(module: Module, computation: str, seen: set[str]) -> set[int]:
