@@ -25,7 +25,6 @@ from flax_layoutmap.pod._records import (
     Drift,
     Findings,
     Host,
-    Memory,
     Reshard,
 )
 
@@ -85,11 +84,7 @@ def as_json(report: Findings) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(Findings)]
     left_out = ("replan", "values", "paths")
     return {
-        **{
-            name: _plain(getattr(report, name))
-            for name in names
-            if name not in left_out
-        },
+        **{n: _plain(getattr(report, n)) for n in names if n not in left_out},
         "mesh": mesh_to_json(report.mesh),
         "topology": None if topology is None else str(topology),
         "memory": {
@@ -101,18 +96,15 @@ def as_json(report: Findings) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Records as dicts, and what they hold."""
+    """Records as dicts, and tuples as lists."""
     if isinstance(value, tuple):
         return [*map(_plain, value)]
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
-    if type(value) in _RECORDS:
+    if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: _plain(getattr(value, field.name)) for field in fields}
     return value
-
-
-_RECORDS = (Collective, Drift, Host, Memory, Reshard)
 
 
 def title(report: Findings) -> str:
@@ -374,30 +366,28 @@ def _range(sizes: Sequence[int]) -> str:
 
 def comparison(first: Findings, second: Findings) -> str:
     """Two reports side by side."""
-    names = ("", title(first), title(second), "change")
     rows = [
         ("at rest", first.memory.at_rest_bytes, second.memory.at_rest_bytes),
         ("operations", first.flops_per_device, second.flops_per_device),
     ]
-    sums: list[dict[tuple[str, str], int]] = []
+    sums = []
     for report in (first, second):
-        own: dict[tuple[str, str], int] = {}
+        sent: collections.Counter[tuple[str, str]] = collections.Counter()
         for one in report.collectives:
-            key = (axes_text(one), one.kind)
-            own[key] = own.get(key, 0) + one.wire_bytes_per_step
-        sums.append(own)
-    for key in sorted({*sums[0], *sums[1]}):
-        rows.append((" ".join(key), sums[0].get(key, 0), sums[1].get(key, 0)))
-    rows.append(("all collectives", sum(sums[0].values()), sum(sums[1].values())))
+            sent[axes_text(one), one.kind] += one.wire_bytes_per_step
+        sums.append(sent)
+    rows += [
+        (" ".join(key), sums[0][key], sums[1][key])
+        for key in sorted({*sums[0], *sums[1]})
+    ]
+    rows.append(("all collectives", sums[0].total(), sums[1].total()))
     lines = []
     for name, before, after in rows:
         show = (lambda n: f"{n:.3g}") if name == "operations" else human_bytes
         lines.append(Line((name, show(before), show(after), _change(before, after))))
-    head = [f"1: {names[1]}", f"2: {names[2]}", ""]
-    grid = Grid(
-        ("per device", "1", "2", "change"), (False, True, True, True), tuple(lines)
-    )
-    return "\n".join([*head, grid.text()])
+    names, right = ("per device", "1", "2", "change"), (False, True, True, True)
+    table = Grid(names, right, tuple(lines)).text()
+    return "\n".join([f"1: {title(first)}", f"2: {title(second)}", "", table])
 
 
 def _change(before: int, after: int) -> str:

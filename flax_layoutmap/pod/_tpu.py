@@ -113,15 +113,10 @@ def _is_whole(
     many: bool,
     pieces: tuple[int, int] | None,
 ) -> bool:
-    """Whether the part of a device has a shape that is not scattered.
+    """Whether the shape of a device's part is not scattered.
 
-    Args:
-        shape: that part.
-        cut: the dim along which it is one.
-        item: bytes of an element.
-        members: how many devices sum.
-        many: whether they are 256 of a slice with three dims.
-        pieces: the fewest and most tiles that are moved at a time, where that is known.
+    `cut` is the sharded dim, `item` the bytes of an element, `many` whether `members`
+    are 256 devices of a slice with three dims, `pieces` those of the generation.
     """
     if sum(size > 1 for size in shape) < 2:
         return False
@@ -253,7 +248,8 @@ def rewrite_for_tpus(block: Any) -> None:
             _REWRITES[operation.name](operation)
 
 
-def _count(op: Any) -> None:
+def _index_rows(op: Any) -> None:
+    """Replace the batch dims of a scatter of elements by iota indices."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -281,7 +277,8 @@ def _count(op: Any) -> None:
         op.attributes[name] = made
 
 
-def _sort(op: Any) -> None:
+def _sort_all(op: Any) -> None:
+    """Replace `top_k` by a sort and a slice of it."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import stablehlo
 
@@ -313,6 +310,7 @@ _DIMS = "dot_dimension_numbers"
 
 
 def _write_product(op: Any) -> None:
+    """Swap the operands of a matrix product; write out one with a vector."""
     from jaxlib.mlir.dialects import stablehlo
 
     numbers = stablehlo.DotDimensionNumbers(op.attributes[_DIMS])
@@ -437,7 +435,7 @@ def _sum(value: Any, kind: Any, dims: list[int]) -> Any:
 
 
 _REWRITES = {
-    "stablehlo.scatter": _count,
-    "chlo.top_k": _sort,
+    "stablehlo.scatter": _index_rows,
+    "chlo.top_k": _sort_all,
     "stablehlo.dot_general": _write_product,
 }
