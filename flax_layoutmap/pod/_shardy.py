@@ -47,10 +47,10 @@ _KEEPS_SUMS = (COPIES - {"stablehlo.slice", "stablehlo.dynamic_slice"}) | {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """The loops and shard_maps around an operation."""
+    """The loops, branches and shard_maps around an operation."""
 
     times: int = 1  # executions in a step
-    scope: tuple[int, ...] = ()  # the loops around it, by number
+    scope: tuple[int, ...] = ()  # the loops and branches around it, by number
     cuts: int = 0  # into how many parts a shard_map splits the work; 0 outside of one
 
 
@@ -122,7 +122,7 @@ class _Walk:
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
         self.found = LaidOut()
-        self.loops = 0
+        self.scopes = 0
         self.arrays: dict[Any, Array] = {}
         self.leaves: dict[Any, int] = {}
         self.ends: Sequence[Any] = ()
@@ -358,12 +358,16 @@ class _Walk:
                 self.without_rule(operation, place)
         self.found.operations += len(block.operations)
 
+    def inner(self, place: Place) -> tuple[int, ...]:
+        """The scope of another loop or branch."""
+        self.scopes += 1
+        return (*place.scope, self.scopes)
+
     def loop(self, op: Any, place: Place) -> None:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
             self.note(_ONE_ROUND, op)
-        self.loops += 1
         ends = list(last_of(body).operands)
         given = zip(
             op.operands, op.results, condition.arguments, body.arguments, strict=True
@@ -376,8 +380,7 @@ class _Walk:
                 self.arrays[argument] = self.array(result)
                 self.sources[result] = [ends[at], operand]
         before = self.found.flops
-        scope = (*place.scope, self.loops)
-        within = Place(place.times * (count or 1), scope, place.cuts)
+        within = Place(place.times * (count or 1), self.inner(place), place.cuts)
         self.block(condition, within)
         self.block(body, within)
         if count is None and self.found.flops > before:
@@ -389,7 +392,7 @@ class _Walk:
         counted = 0
         for block in blocks:
             before = self.found.flops, len(self.found.collectives)
-            self.block(block, place)
+            self.block(block, Place(place.times, self.inner(place), place.cuts))
             counted += before != (self.found.flops, len(self.found.collectives))
         self.found.branching += counted > 0
         for at, result in enumerate(op.results):
@@ -441,6 +444,6 @@ class _Walk:
 
 
 def _alike(one: Found, other: Found) -> bool:
-    """Whether two sums are over the same axes, in the same loop."""
+    """Whether two sums are over the same axes, in the same loop or branch."""
     key = one.kind, one.axes, one.place.scope
     return key == (other.kind, other.axes, other.place.scope)

@@ -273,6 +273,20 @@ def test_a_move_of_a_part_of_an_axis() -> None:
     assert (one.bytes, one.wire_bytes) == (128, 64)
 
 
+def test_gathers_in_branches_are_not_merged() -> None:
+    def step(p: Any, x: Any, flag: Any) -> Any:
+        def branch(function: Any) -> Any:
+            return lambda x: function(x @ p["w"])
+
+        x = jax.lax.cond(flag, branch(jnp.tanh), branch(jnp.sin), x)
+        return (x @ p["w"]).sum()
+
+    given = SQUARE, struct(8192, 16), struct(dtype=jnp.bool_)
+    layouts = rules(("data", "model"), w=("data", None))
+    for report in both(step, *given, layout_map=layouts):
+        assert kinds(report)["all-gather", ("data",), "p/w"] == 3
+
+
 def test_sums_over_different_axes_are_not_merged() -> None:
     def step(p: Any, x: Any) -> Any:
         other = ASKED(p["d"] @ p["b"], P())
