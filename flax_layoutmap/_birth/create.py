@@ -23,8 +23,12 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import manual_axes, need_devices
-from flax_layoutmap._resolve.memory import known_rules
-from flax_layoutmap._resolve.resolve import resolve, resolve_tree, rule_set_of
+from flax_layoutmap._resolve.resolve import (
+    known_rules,
+    resolve,
+    resolve_tree,
+    rule_set_of,
+)
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten

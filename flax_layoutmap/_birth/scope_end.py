@@ -15,9 +15,8 @@ from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import put
-from flax_layoutmap._resolve.memory import remember_rules
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._resolve.resolve import remember_rules, resolve
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, objects_of

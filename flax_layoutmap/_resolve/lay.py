@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from flax_layoutmap._core.axes import clash, normal_spec
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
-from flax_layoutmap._resolve.stages import Leaves, Match
+from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.match import Match
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -38,13 +39,9 @@ class _Laid(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Layer:
-    """Lays the leaves of a tree out under one rule set; remembers every answer.
+    """Lays the leaves of a tree out under one rule set, and caches each decision.
 
-    Attributes:
-        rules: the rule set.
-        leaves: the leaves.
-        rows: what has been decided for each of them so far.
-        made: what was decided, by what the decision depends on.
+    `rows` has the decisions so far; `made` has them by what they depend on.
     """
 
     rules: RuleSet
@@ -100,14 +97,9 @@ class Layer:
         reason: Reason,
         **more: Any,
     ) -> Decision:
-        """Check a layout for a leaf; the decision has the problem, if there is one.
+        """Check a layout for a leaf; the decision records a problem, if there is one.
 
-        Args:
-            layout: the layout wanted.
-            shape: shape of the leaf.
-            name: whose layout it is, for messages; None where it is that of a rule.
-            reason: the reason of the Decision.
-            **more: other fields of the Decision.
+        `name` is the layout's name in messages, None for that of a rule.
         """
         key = layout, shape
         laid = self._laid.get(key)
@@ -207,7 +199,7 @@ def picked(
 def applicable(
     rules: Sequence[Rule], matched: Sequence[int], ndim: int
 ) -> tuple[int, ...]:
-    """Without the rules that pass over leaves of another rank."""
+    """The rules without those that skip leaves of another rank."""
     return tuple(
         at
         for at in matched

@@ -13,9 +13,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_layoutmap._resolve.kernels import find_adapters
-from flax_layoutmap._resolve.stages import Dims, Leaves, Origin, Origins
-from flax_layoutmap._resolve.state_dims import is_refusal, owner_of, tagged_dims, tells
+from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.lora import Adapter, find_adapters
+from flax_layoutmap._resolve.state_dims import (
+    Dims,
+    is_refusal,
+    owner_of,
+    tagged_dims,
+    tells,
+)
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flax_internals import nnx_state
 from flax_layoutmap._tree.paths import (
@@ -24,6 +30,44 @@ from flax_layoutmap._tree.paths import (
     parameter_keys,
     unescape,
 )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """The parameter that a leaf of optimizer state was made from.
+
+    Attributes:
+        owner: key of the parameter (see `parameter_keys`), or None.
+        dims: per dim of the leaf, the parameter dim that it came from, or None; None
+            if unknown.
+        how: in words, for reports.
+        others: other parameters that may equally be the owner.
+    """
+
+    owner: str | None
+    dims: Dims | None
+    how: str
+    others: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origins:
+    """The origin of each leaf, from paths, shapes and the optimizer alone.
+
+    Attributes:
+        state: the origin of each leaf, None for a leaf outside optimizer state; None if
+            the tree has no optimizer state.
+        owners: key → position of each parameter, if there is optimizer state.
+        adapters: position → LoRA matrix.
+        plain: position → the path that a leaf had before LoRA was added.
+    """
+
+    leaves: Leaves
+    state: Sequence[Origin | None] | None = None
+    owners: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[int, Adapter] = dataclasses.field(default_factory=dict)
+    plain: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
 
 # What `tagged_dims` found: path within the optax state → its shape and parameter dims.
 Tags = Mapping[str, tuple[Shape, Dims | None]]
@@ -42,10 +86,8 @@ Owners = Mapping[str, Owner]
 def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
     """Find the origin of each leaf from paths, shapes and the optimizer alone.
 
-    Args:
-        leaves: the leaves of the tree.
-        tx: the optax transformation; None takes that of an `nnx.Optimizer` or
-            TrainState in the tree.
+    `tx` is the optax transformation; None takes that of an optimizer or TrainState in
+    the tree.
     """
     flat, shapes = leaves.flat, leaves.shapes
     if all(section.role != "optimizer" for section in flat.sections):
@@ -78,12 +120,9 @@ def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
 
 
 def known_origins(leaves: Leaves, found: Sequence[Origin | None] | None) -> Origins:
-    """The origins where those of optimizer state are known (of a checkpoint).
+    """The origins if those of optimizer state are known, as from a checkpoint.
 
-    Args:
-        leaves: the leaves of the tree.
-        found: for each leaf its origin, None for what is no optimizer state; None where
-            the tree has no optimizer state.
+    `found` is None if the tree has no optimizer state.
     """
     if found is None:
         return _with_adapters(leaves, None, {})
@@ -123,10 +162,10 @@ def _explained(found: Sequence[Origin]) -> int:
 
 
 def _nearest(prefix: str, groups: Mapping[str, Owners]) -> list[Owners]:
-    """Of models with the same paths, the one that an optimizer is for by its place.
+    """Of models with the same paths, those that an optimizer is for by its position.
 
-    It is beside the model, in one container that holds no other, or has its name in
-    its own: `generator_optimizer`. All of them, where this tells none apart.
+    It is beside its model, in a container that holds no other, or has the model's name
+    in its own: `generator_optimizer`.
     """
 
     def nearness(other: str) -> tuple[int, bool]:
@@ -140,10 +179,10 @@ def _nearest(prefix: str, groups: Mapping[str, Owners]) -> list[Owners]:
 
 
 def _parameter_groups(leaves: Leaves, owners: Mapping[int, str]) -> dict[str, Owners]:
-    """By its prefix, each section of parameters: a model, Linen's `params`, …
+    """The parameters of each section (a model, Linen's `params`), by its prefix.
 
-    An optimizer may have been given what is in the section, or what the section is in:
-    each form of a path counts.
+    A parameter is under each form of its path: the optimizer may have been given the
+    section or a tree around it.
     """
     groups: dict[str, Owners] = {}
     for section in leaves.flat.sections:
@@ -170,7 +209,7 @@ def _section_tags(
 ) -> Tags:
     """Trace the optimizer of one section over the parameters that fit its state.
 
-    It may refuse guesses; if it refuses what was given as well, that error is raised.
+    An optimizer may refuse guesses; if it refuses `given` as well, that is an error.
     """
     best: Tags = {}
     refusals: list[Exception] = []
@@ -198,9 +237,9 @@ def _section_tags(
 
 
 def _parts_at(prefix: str, tags: Tags) -> Iterator[Tags]:
-    """The whole state, and what it holds at an end of a section's prefix.
+    """The whole state, and the part below each ending of a section's prefix.
 
-    Where optax's state lies in that of a user's own wrapper, as in
+    If optax's state is inside that of a user's own wrapper, as in
     `{"optimizer": Wrapped(copy, inner)}`, the section is the inner state alone.
     """
     yield tags
@@ -277,9 +316,9 @@ def paths_below(prefix: str, paths: Mapping[str, Any]) -> dict[str, Any]:
 def best_origins(
     state: Mapping[str, Shape], groups: Sequence[Owners], tags: Tags
 ) -> list[Origin]:
-    """The origins under that view of the parameters which explains most of a state.
+    """The origins under the view of the parameters that explains most of a state.
 
-    Where several views explain as much, the other owners are named, too.
+    If several views explain as much, the other owners are recorded, too.
     """
     best: list[list[Origin]] = []
     best_score = 0
@@ -307,8 +346,11 @@ def _others(origin: Origin, same_leaf: Sequence[Origin]) -> tuple[str, ...]:
 
 
 def _views(state: Mapping[str, Shape], groups: Sequence[Owners]) -> Iterator[Owners]:
-    """Ways to see the parameters: all of them; with one model (of several that have
-    the same paths) first; below a prefix that the optimizer did not know."""
+    """Ways to see the parameters that an optimizer was given.
+
+    All of them; with one model first, of several that have the same paths; below a
+    prefix that the optimizer did not know.
+    """
     every: Owners = {}
     for group in reversed(groups):
         every = {**every, **group}

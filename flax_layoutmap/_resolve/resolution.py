@@ -18,7 +18,7 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.layout import named_sharding
 from flax_layoutmap._resolve.decide import decide
-from flax_layoutmap._resolve.stages import Matches
+from flax_layoutmap._resolve.match import Matches
 from flax_layoutmap._rules.announce import announce
 from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -377,11 +377,7 @@ class Resolution(ResolvedTable):
 
 
 def decided(matches: Matches, rules: RuleSet) -> Resolution:
-    """Decide every leaf.
-
-    Args:
-        matches: the rules that match each leaf, and its origin.
-        rules: the rules that were matched, maybe on another mesh.
+    """Decide every leaf, by rules that were matched, possibly on another mesh.
 
     Raises:
         ResolveError: leaves do not fit the rules; one error lists all of them.

@@ -23,7 +23,7 @@ from flax_layoutmap._core.dtensor_format import layout_from_proto
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._place.batch import split_of
-from flax_layoutmap._resolve.metadata import mark_of, mesh_axes
+from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.serialise import rules_from_json
 from flax_layoutmap._show.snapshot import snapshot_of

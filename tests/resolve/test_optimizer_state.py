@@ -15,8 +15,7 @@ from optimizers import AXES, TABLE, Case, adam, arrays, check, rules, same
 from shapes import axes_of, struct
 
 import flax_layoutmap as flm
-from flax_layoutmap._resolve.origins import Owner, best_origins
-from flax_layoutmap._resolve.stages import Origin
+from flax_layoutmap._resolve.origins import Origin, Owner, best_origins
 from flax_layoutmap._resolve.state_dims import owner_of, tagged_dims
 
 # What optax is about to drop must work for as long as it is there.

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shapes import ABSTRACT, all_axes, mapped, struct
 
 import flax_layoutmap as flm
+from flax_layoutmap._resolve.origins import Origin
 from flax_layoutmap._resolve.resolve import resolve_with_origins
-from flax_layoutmap._resolve.stages import Origin
 from flax_layoutmap._rules.matching import Matcher
 
 P = PartitionSpec
