@@ -69,15 +69,10 @@ def framed(text: str) -> str:
 
 
 def _page(name: str, title: str, more: dict[str, str]) -> str:
-    """A page from its template.
+    """A page from the template and style sheet `name`; `more` is HTML.
 
     Styles and scripts are allowed by their hashes, and nothing else is: a path that
-    holds markup cannot run, and no address can be asked.
-
-    Args:
-        name: of the template and its style sheet.
-        title: plain text.
-        more: what else stands in the template, as HTML.
+    holds markup cannot run, and no address can be requested.
     """
     style = _file(f"{name}.css")
     parts = {
