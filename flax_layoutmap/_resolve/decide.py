@@ -38,8 +38,8 @@ from flax_layoutmap._rules.rules import RuleSet
 _RULE_WINS = "a rule for it wins over the metadata"
 _ANNOTATION_FIX = f"name one axis or None for each dim; {_RULE_WINS}"
 _STACKED_FIX = (
-    "of layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
-    "tells it the new dim"
+    "for layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
+    "adds the new dim to it"
 )
 _NO_PARAMETERS = "its parameters are not in the tree: pass params= and tx= to resolve"
 
@@ -173,8 +173,8 @@ def _explicit(
     if own is not None and mesh is not None and not same_places(own, mesh):
         name += f" of another mesh, {own!r}"
         moved = (
-            f"its layout is on {own!r}, the rules are on {mesh!r}, and so is this leaf "
-            "now: write layout.on(mesh) with the mesh of the rules, or a layout "
+            f"its layout is on {own!r}, the rules are on {mesh!r}, to which this leaf "
+            "is moved: write layout.on(mesh) with the mesh of the rules, or a layout "
             "without a mesh"
         )
     row = layer.lay(bare, shape, name, "explicit layout", matched=matched)
@@ -275,7 +275,7 @@ def _follow(
     """
     rules, row = layer.rules.optimizer, layer.rows[owner]
     of = layer.leaves.shapes[owner]
-    # No rule lays out a scalar, nor what belongs to one.
+    # No rule lays out a scalar, nor the state of one.
     matched = applicable(rules, match.rules, len(of)) if of else ()
     if match.key is not None and match.key in matched:
         matched = (match.key,)

@@ -76,7 +76,7 @@ class Layer:
         if not fitting:
             if self.rules.unmatched == "error":
                 return self.trouble(
-                    "no rule matches it; add one (None says: replicated), or use "
+                    "no rule matches it; add one (None replicates it), or use "
                     'unmatched="replicate"',
                     shape,
                 )
@@ -127,7 +127,7 @@ class Layer:
             if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
                 return _Laid(
                     problem=f" is on another mesh, {own!r}, than the rules, {mesh!r}; "
-                    "a tree lies on one mesh: leave the mesh of the layout out"
+                    "a tree has one mesh: leave out the mesh of the layout"
                 )
         if not fits(layout, len(shape)):
             return _Laid(

@@ -292,7 +292,7 @@ def _names(value: Any) -> Names | None:
 def _entry(entry: Any) -> tuple[str, ...]:
     if isinstance(entry, str):
         return (entry,)
-    # None, and UNCONSTRAINED, which leaves the choice to others.
+    # None, or UNCONSTRAINED, which leaves the choice to the compiler.
     return tuple(entry) if isinstance(entry, tuple | list) else ()
 
 

@@ -30,15 +30,15 @@ _MATRIX = re.compile(
 _MODULE = re.compile(r"(?:(?P<before>.+)_)?lora(?:_(?P<after>.+))?", re.IGNORECASE)
 _PARTNER = {"a": "b", "b": "a", "A": "B", "B": "A", "down": "up", "up": "down"}
 _FIRST = ("a", "A", "down")
-# What a Dense module calls its matrix, where LoRA's are such modules.
+# Names of the matrix in a Dense module, if LoRA matrices are such modules.
 _WEIGHTS = ("kernel", "weight", "w")
 
-# Names of kernels, which count first where several arrays have a fitting shape.
+# Names of kernels, which are preferred if several arrays have a fitting shape.
 _KERNELS = ("kernel", "embedding", "weight", "w", "qvalue")
 # How far below a module its kernel may be: `base_module/kernel/array/qvalue`.
 _DEPTH = 3
 
-# What `nnx.LoRA` calls the module that it was put around.
+# The attribute of `nnx.LoRA` for the module that it wraps.
 _BASE = "base_module"
 
 
@@ -105,7 +105,7 @@ def _adapters_in(
         if at not in matrices and at not in flat.fixed
     }
     index = Index(others)
-    # Without its matrices too, in a State of what is not trained.
+    # Also without its matrices, as in a State of frozen parameters.
     wrapped = set().union(*(_base_modules(path) for path in others if _BASE in path))
     found: dict[int, Adapter] = {}
     for at, matrix in matrices.items():

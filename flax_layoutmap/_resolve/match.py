@@ -94,7 +94,7 @@ def _runs(origins: Origins, rules: RuleSet) -> list[Run]:
     runs: list[Run] = []
     stop, prefix, folded_prefix = 0, "", ""
     for start, folded, names in flat.blocks:
-        if start >= stop:  # a new section; those whose prefixes fold to one ask alike
+        if start >= stop:  # a new section
             section = flat.section(start)
             stop, prefix = section.stop, section.seen
             folded_prefix = matcher.fold_path(prefix)

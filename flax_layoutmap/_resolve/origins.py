@@ -69,7 +69,7 @@ class Origins:
     plain: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
-# What `tagged_dims` found: path within the optax state → its shape and parameter dims.
+# From `tagged_dims`: path within the optax state → its shape and parameter dims.
 Tags = Mapping[str, tuple[Shape, Dims | None]]
 
 
@@ -129,7 +129,7 @@ def known_origins(leaves: Leaves, found: Sequence[Origin | None] | None) -> Orig
     owners = parameter_keys(leaves.flat)
     keys = set(owners.values())
     names = {name for o in found if o is not None for name in (o.owner, *o.others)}
-    # A checkpoint has `dense/kernel` for what is `model/dense/kernel` here.
+    # A checkpoint may have `dense/kernel` for `model/dense/kernel` of the tree.
     ends = {
         name: [key for key in keys if key.endswith(f"/{name}")]
         for name in names - keys - {None}
@@ -301,7 +301,7 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------- matching
 
-# A prefix is looked for among so many candidates.
+# The most candidates for a prefix that are tried.
 _MOST_PREFIXES = 8
 
 
@@ -374,7 +374,7 @@ def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]
         whole = orphan.split("/")
         for owner in owners:
             parts = owner.split("/")
-            # The last part may be an index behind the path of the parameter (sm3).
+            # The last part may be an index after the path of the parameter (sm3).
             same = max(_common_ending(parts, whole), _common_ending(parts, whole[:-1]))
             for count in range(1, min(same, len(parts) - 1) + 1):
                 found.add("/".join(parts[:-count]) + "/")

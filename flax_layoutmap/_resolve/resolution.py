@@ -60,7 +60,7 @@ class Resolution(ResolvedTable):
     def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
         leaves = matches.origins.leaves
         shapes, dtypes = leaves.shapes, leaves.dtypes
-        if leaves.state is not None:  # without the parameters given beside it
+        if leaves.state is not None:  # without separately given parameters
             own = slice(leaves.start, None)
             shapes, dtypes, rows = shapes[own], dtypes[own], rows[own]
         super().__init__(rules, leaves.own, shapes, dtypes, rows)
@@ -357,7 +357,7 @@ class Resolution(ResolvedTable):
         object.__setattr__(self, "_announced", True)
 
     def _repr_html_(self) -> str:
-        # Its page is large; nothing but a notebook needs what makes it.
+        # Imported here, as only a notebook needs it.
         from flax_layoutmap import draw
 
         return (
@@ -394,7 +394,7 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
             )
             if row.problem
         }
-        if leaves.state is not None:  # what does not fit may be a parameter beside it
+        if leaves.state is not None:  # it may be a parameter
             resolution = Resolution(rules, _as_one_tree(matches), rows)
         raise ResolveError(
             _problems_text(found, resolution.mesh),

@@ -128,7 +128,7 @@ def _resolve_or_recall(tree: Any, rules: RuleSet) -> Resolution:
     resolution = resolve_tree(tree, rules, None, None)
     flat = resolution._flat
     # Annotations depend on Flax's logical rules in context, and state of an unknown
-    # kind on the layouts that the arrays have: no structure tells these.
+    # kind on the current layouts of arrays; the structure has neither.
     if not (flat.has_objects or flat.annotations or _depends_on_arrays(resolution)):
         structure = flat.structure or structure_of(tree)
         if structure is not None:
@@ -152,7 +152,7 @@ def rule_set_of(rules: Any, what: str) -> RuleSet:
     """
     if isinstance(rules, RuleSet):
         return rules
-    # Asked of the type: an nnx.Rngs has a stream for any attribute.
+    # Looked up on the type: an nnx.Rngs has a stream for any attribute.
     if isinstance(rules, type) or not hasattr(type(rules), "freeze"):
         shown = repr(rules)
         if len(shown) > 200:
@@ -180,7 +180,7 @@ def abstract_tree(tree: Any) -> Any:
 
 # ------------------------------------------------------------------ resolved trees
 
-# Kept per rule set; they end with it.
+# Cached in their rule set, newest first.
 _MOST_TREES = 4
 
 
@@ -201,8 +201,8 @@ def remember(structure: Structure, resolution: Resolution) -> None:
 
 # ---------------------------------------------------------------- rules of a model
 
-# By the id of an NNX object, which stays when a step gives it other arrays, or of an
-# array, since trees are values. Only what was laid out by optimizer rules is here.
+# By the id of an NNX object, which stays the same when its arrays change, or of an
+# array, as trees are values. Only models with optimizer rules are recorded.
 _KNOWN: dict[int, tuple[weakref.ref[Any], RuleSet]] = {}
 
 
@@ -241,6 +241,6 @@ def known_rules(tree: Any) -> RuleSet | None:
 def _parts(tree: Any) -> Iterator[Any]:
     """The arrays of a tree, and its NNX objects."""
     for node in objects_in(tree):
-        # A Variable cannot be referred to weakly.
+        # A Variable cannot have weak references.
         yield from (n for n in objects_of(node) if not isinstance(n, nnx.Variable))
     yield from (leaf for leaf in flatten(tree).leaves if isinstance(leaf, jax.Array))

@@ -33,7 +33,7 @@ def tagged_dims(
     """
     shapes = jax.tree.map(_shape_of, params)
     with without_eager_sharding():
-        # Raises what the user's own mistakes raise.
+        # A mistake in `init` raises its own error here.
         plain = flatten(jax.eval_shape(init, shapes))
         dims = _dims_by_sharding(init, shapes, plain)
         untold = [
@@ -200,7 +200,7 @@ def tells(dims: Dims) -> bool:
 def owner_of(path: str, owners: Mapping[str, Any]) -> str | None:
     """The parameter whose path is the longest run of parts of a state path.
 
-    A run at the end wins over one in the middle (sm3 adds an index behind it).
+    A run at the end wins over one in the middle (sm3 appends an index).
     """
     stop = len(path)
     while stop > 0:

@@ -1,7 +1,7 @@
 """The in and out shardings of a program, chosen before it is compiled.
 
-State has the layouts of the rules on both sides. In the result, what is like an
-argument has its sharding; other state is laid out by the rules.
+State has the layouts of the rules on both sides. A result like an argument has its
+sharding; other state is laid out by the rules.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, jo
 # Of one leaf of the result: whether it is state, and its sharding.
 Pin = tuple[bool, Any]
 
-# Stands for such a sharding until the rules are resolved.
+# A placeholder for such a sharding until the rules are resolved.
 _BY_RULE = object()
 
 # The root of the result in messages; no argument can have this name.
@@ -42,12 +42,7 @@ InSharding = Callable[[Slot], Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolved:
-    """Trees that the rules were resolved for.
-
-    Attributes:
-        trees: the trees, by name.
-        resolution: the answer; None where there are none.
-    """
+    """Trees by name, and their Resolution; None if there are no trees."""
 
     trees: dict[str, Any]
     resolution: Resolution | None
@@ -98,7 +93,7 @@ def wanted_before(
 
 
 def _resolved(trees: dict[str, Any], rules: RuleSet | None) -> Resolved:
-    """Resolve the rules for trees, if there are some."""
+    """Resolve the rules for trees, if there are any."""
     if rules is None or not trees:
         return Resolved(trees, None)
     return Resolved(trees, resolve(Roots(trees), rules))
@@ -109,7 +104,7 @@ def _mesh_of(rules: RuleSet | None) -> DeviceMesh | None:
 
 
 def _without_arrays(argument: Argument) -> Any:
-    """What the rules are resolved for; a Resolution may be kept, arrays must not."""
+    """The tree to resolve the rules for, without arrays, as a Resolution is cached."""
     if argument.has_objects:
         return argument.value
     return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
@@ -124,15 +119,15 @@ def wanted_after(
     in_sharding: InSharding,
     rules: RuleSet | None,
 ) -> tuple[list[Any], Resolved]:
-    """One sharding per leaf of the graph that a function left; None leaves it to JAX.
+    """One sharding per leaf of the objects after a change; None leaves it to JAX.
 
     Args:
         arguments: the arguments.
         wanted: the shardings of their leaves.
-        change: what the function did to the objects in them.
-        returned: where in the result the new objects are: `policy/`.
-        avals: the types of the outputs that are leaves after it.
-        in_sharding: what the user says of an argument.
+        change: the change of their objects.
+        returned: where in the result new objects are: `policy/`.
+        avals: the types of the outputs that are leaves of the objects.
+        in_sharding: the user's layouts for an argument.
         rules: the rule set, or None.
     """
     every = [leaf for argument in arguments for leaf in argument.leaves]
@@ -172,7 +167,7 @@ def wanted_after(
 
 
 def _array(leaf: jax.ShapeDtypeStruct) -> Any:
-    """An array of one element, spread: flax 0.12.4 takes nothing else for an array."""
+    """An array of one element, broadcast: flax 0.12.4 takes no abstract array."""
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
@@ -186,18 +181,18 @@ def pin_results(
     rules: RuleSet | None,
     resolved: Resolved,
 ) -> tuple[list[Pin], Resolved]:
-    """Per result: whether it is state, and its sharding (None: the compiler's).
+    """Per leaf of the result: whether it is state, and its sharding or None.
 
-    A part of the result with the structure of an argument keeps its layouts. What else
-    is state is laid out by the rules.
+    None leaves it to the compiler. A part of the result with the structure of an
+    argument keeps its layouts. Other state is laid out by the rules.
 
     Args:
         arguments: the arguments.
         wanted: the shardings of their leaves.
         out: the structure of the result, and the types of its leaves.
-        out_shardings: what the user says of it.
+        out_shardings: the user's layouts for it.
         rules: the rule set, or None.
-        resolved: what the rules were resolved for so far.
+        resolved: the trees that the rules were resolved for so far.
     """
     known: dict[Any, list[list[Pin]]] = {}
     data: dict[Any, list[list[Pin]]] = {}
@@ -207,7 +202,7 @@ def pin_results(
             known.setdefault(key, []).append([(True, wanted[at]) for at in span])
         elif argument.pins:
             data.setdefault(key, []).append([(False, at) for at in argument.pins])
-    # Without the types of Explicit axes, which are not what the rules say.
+    # Without the types of Explicit axes, which the rules override.
     plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out[1]]
     result = jax.tree.unflatten(out[0], plain)
     said: list[Any] = [None] * len(plain)
@@ -273,13 +268,13 @@ def _pin_tree(
 
 
 def _below(keys: tuple[Any, ...]) -> str:
-    """How the path of a result goes on: `[1]`, or `/policy`, which rules may name."""
+    """The key of a part of a result: `[1]`, or `/policy`, which rules may name."""
     named = isinstance(keys[0], DictKey | GetAttrKey) if keys else False
     return f"/{join_keys(keys)}" if named else jax.tree_util.keystr(keys)
 
 
 def _is_made_state(tree: Any) -> bool:
-    """Whether a result is a state by its kind: new, or of another structure."""
+    """Whether a result is a state by its type: a new one, or of another structure."""
     return (
         is_train_state(tree)
         or is_optax_state(tree)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
-# A notebook keeps what it shows; of larger models it shows the folded layers only.
+# A notebook stores its output, so larger models are shown with folded layers only.
 _IN_NOTEBOOK = 5000
 
 

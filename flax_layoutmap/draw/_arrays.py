@@ -33,11 +33,11 @@ from flax_layoutmap.draw._scene import (
 
 Shape = tuple[int, ...]
 
-# Rows and columns that are drawn; more become a gap before the last one.
+# The most rows and columns to draw; others are a gap before the last one.
 _SHOWN = 16
 _PANELS = 8
 
-# In place of rows and columns that are left out.
+# Replaces rows and columns that are left out.
 GAP = "…"
 
 _LINE = 18.0  # height of a line of labels
@@ -348,7 +348,7 @@ class _Slices:
         group, many = index_of(offset, self.parts), math.prod(self.parts)
         colour = group
         if many > COLOURS:
-            # The first dim that is cut: neighbours along it differ.
+            # The first sharded dim: neighbours along it differ.
             colour = offset[next(d for d, count in enumerate(self.parts) if count > 1)]
         return Cell(NEUTRAL if many == 1 else colour % COLOURS, group, lines, detail)
 
@@ -430,8 +430,8 @@ def _array(x: Any, shape: Sequence[int] | None) -> _Array:
             sharding, SingleDeviceSharding
         ):
             raise LayoutError(
-                f"flm.draw.array of a {type(x).__name__}, which says nothing of "
-                "devices; pass a jax.Array, a jax.ShapeDtypeStruct with a sharding, a "
+                f"flm.draw.array of a {type(x).__name__}, which has no "
+                "sharding; pass a jax.Array, a jax.ShapeDtypeStruct with a sharding, a "
                 "leaf of a Resolution, or a layout and a shape"
             )
         mesh = DeviceMesh((1,), ("device",), list(sharding.device_set))

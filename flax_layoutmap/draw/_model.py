@@ -35,8 +35,8 @@ from flax_layoutmap.draw._scene import (
 
 Leaf = tuple[str, Shape, Any, Decision, Role]
 
-# For so many leaves without a rule the closest rule is looked for one by one; of more
-# than these, those whose paths differ in numbers alone share the words of the first.
+# The most leaves without a rule for which the closest rule is searched one by one; of
+# further ones, those whose paths differ only in numbers share the text of the first.
 _ASKED = 100
 
 # Width of the outline of an array, in points.
@@ -48,7 +48,7 @@ ROLES: tuple[tuple[Role, str], ...] = (
     ("other", "Other"),
 )
 
-# Nobody reads more remarks than these.
+# The most remarks to show.
 _REMARKS = 50
 
 _NOTHING = (
@@ -128,7 +128,7 @@ class Kinds:
 
 
 def _rule(row: Decision, rules: RuleSet) -> str:
-    # Words that do not name the owner are the same for all layers.
+    # Without the name of the owner, the text is equal for all layers.
     if row.reason == "follows parameter":
         return "follows its parameter"
     if row.reason == "follows kernel":

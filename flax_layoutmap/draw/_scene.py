@@ -15,14 +15,14 @@ from typing import Literal
 # Length of the side of a tree-map.
 UNIT = 65535
 
-# Mark of a leaf that no rule places, or not fully.
+# The mark of a leaf without a rule, or with a fallback.
 Mark = Literal["", "unmatched", "fallback"]
 
-# The colour of what every device holds in full.
+# The colour of replicated arrays.
 NEUTRAL = -1
 GREY = "#dddddd"
 
-# Colours that people with any kind of colour vision can tell apart: Paul Tol's "light"
+# Colours for every kind of colour vision: Paul Tol's "light"
 # scheme (Colour Schemes, technical note SRON/EPS/TN/09-002), made for cells with dark
 # words in them; each has a contrast of at least 8 to `INK`. The style sheet of the page
 # of a model has the same, and darker ones for dark screens.
@@ -38,13 +38,13 @@ PALETTE = (
 )
 COLOURS = len(PALETTE)
 
-# Words on any of them.
+# The colour of text on any of them.
 INK = "#14181f"
 
-# Of those that come a second, third or fourth time, as matplotlib writes it.
+# Patterns for the second, third and fourth use of a colour, as in matplotlib.
 _HATCHES = (None, "....", "----", "xxxx")
 
-# One character per colour, for where there are none; as many again for the second time.
+# One character per colour, for output without colours, and for repeated ones.
 _FILLS, _NEUTRAL_FILL = "█▓▒▚▞▄▀▌▙▜▟▛▐▂▆╬", "░"
 
 

@@ -19,7 +19,7 @@ from flax_layoutmap.draw._scene import (
     fill,
 )
 
-# Without a terminal, lines are so long at most.
+# The longest line without a terminal.
 WIDTH = 80
 
 _BETWEEN = 4  # columns between two grids

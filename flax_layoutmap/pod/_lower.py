@@ -321,9 +321,9 @@ def _lower_program(
         for leaf, wanted in zip(leaves, program.wanted, strict=True)
     ]
     with mesh_context(rules, leaves):
-        traced = program.jitted.trace(*program.inputs(avals))
+        traced = program.jitted.trace(*program.places.inputs(avals))
         lowered = lower(traced, platform, job.name)
-    order = jax.tree.leaves(program.inputs(range(len(leaves))))
+    order = jax.tree.leaves(program.places.inputs(range(len(leaves))))
     kept = [order[at] for at in kept_by(lowered, ["inputs"], variadic=True)]
     place = {leaf: at for at, leaf in enumerate(kept)}
     known: dict[int, int] = {}

@@ -787,7 +787,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: draw.array(np.ones(3)),
         flm.LayoutError,
-        "flm.draw.array of a ndarray, which says nothing of devices; pass a "
+        "flm.draw.array of a ndarray, which has no sharding; pass a "
         "jax.Array, a jax.ShapeDtypeStruct with a sharding, a leaf of a Resolution, or "
         "a layout and a shape",
     ),

@@ -967,8 +967,8 @@ def test_without_a_map_a_host_batch_is_told_of(mesh: flm.DeviceMesh) -> None:
     model = flm.create(make, layout_map)
     step = flm.jit(predict)
     text = (
-        "predict has no rules, so what comes from the host is not split, but whole on "
-        "each device of the mesh data=2,model=4: x (8,8); give it the rules, "
+        "predict has no rules, so host arrays are replicated, not split, on the mesh "
+        "data=2,model=4: x (8,8); give it the rules, "
         "@flm.jit(layout_map=layout_map), or place it yourself, batch = "
         "flm.distribute_batch(batch, layout_map)"
     )
