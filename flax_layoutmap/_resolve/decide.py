@@ -107,11 +107,10 @@ def _given(layout: TensorLayout, shape: Shape) -> Decision:
 
 def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
     """Positions of random state, and of what is no array."""
-    if all(issubclass(kind, np.dtype) for kind in {type(dtype) for dtype in dtypes}):
-        return fixed
     return fixed | {
         at
         for at, dtype in enumerate(dtypes)
+        if not isinstance(dtype, np.dtype)
         if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
     }
 

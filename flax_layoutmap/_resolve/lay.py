@@ -61,10 +61,7 @@ class Layer:
 
     def by_match(self, match: Match, shape: Shape) -> Decision:
         """The decision of the parameter rules that match a leaf."""
-        row = self.made.get((match, shape))
-        if row is None:
-            row = self.made[match, shape] = self._by_match(match, shape)
-        return row
+        return self.once((match, shape), lambda: self._by_match(match, shape))
 
     def _by_match(self, match: Match, shape: Shape) -> Decision:
         rules, matched = self.rules.rules, match.rules

@@ -271,7 +271,7 @@ def kernel_dims(
     first: dict[KernelDims, None] = {}
     others: dict[KernelDims, None] = {}
     for lead, into, out in _splits(len(kernel)):
-        dims = _fits_a(kernel, lead, into, a), _fits_b(kernel, lead, out, b)
+        dims = _fits(kernel, lead, into, a, "A"), _fits(kernel, lead, out, b, "B")
         if None in dims or (a and b and a[-1] != b[lead]):
             continue
         found = dims[0] if role == "A" else dims[1]
@@ -290,28 +290,17 @@ def _splits(ndim: int) -> Iterator[tuple[int, Sequence[int], Sequence[int]]]:
                 yield lead, into, [dim for dim in rest if dim not in into]
 
 
-def _fits_a(
-    kernel: Shape, lead: int, into: Sequence[int], a: Shape | None
+def _fits(
+    kernel: Shape, lead: int, dims: Sequence[int], matrix: Shape | None, role: str
 ) -> KernelDims | None:
-    """The dims of A under a split; empty if A is unknown, None if it does not fit."""
-    if a is None:
+    """The dims of a matrix under a split; empty if it is unknown, None if none fit."""
+    if matrix is None:
         return ()
-    own = _merged(kernel, into, a[lead:-1])
-    if own is None or a[:lead] != kernel[:lead]:
+    inner = matrix[lead:-1] if role == "A" else matrix[lead + 1 :]
+    own = _merged(kernel, dims, inner)
+    if own is None or matrix[:lead] != kernel[:lead]:
         return None
-    return (*range(lead), *own, None)
-
-
-def _fits_b(
-    kernel: Shape, lead: int, out: Sequence[int], b: Shape | None
-) -> KernelDims | None:
-    """The dims of B under a split, likewise."""
-    if b is None:
-        return ()
-    own = _merged(kernel, out, b[lead + 1 :])
-    if own is None or b[:lead] != kernel[:lead]:
-        return None
-    return (*range(lead), None, *own)
+    return (*range(lead), *own, None) if role == "A" else (*range(lead), None, *own)
 
 
 def _merged(kernel: Shape, dims: Sequence[int], shape: Shape) -> tuple[int, ...] | None:

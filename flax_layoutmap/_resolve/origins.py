@@ -8,6 +8,7 @@ distinguish such models, then the optimizer's position and name.
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -384,14 +385,9 @@ def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]
     return sorted(found, key=lambda prefix: (len(prefix), prefix))[:_MOST_PREFIXES]
 
 
-def _common_ending(first: Sequence[str], second: Sequence[str]) -> int:
+def _common_ending(first: list[str], second: list[str]) -> int:
     """How many of the last parts are the same."""
-    same = 0
-    for one, other in zip(reversed(first), reversed(second), strict=False):
-        if one != other:
-            break
-        same += 1
-    return same
+    return len(os.path.commonprefix([first[::-1], second[::-1]]))
 
 
 def _origin(
@@ -430,12 +426,9 @@ def _origin(
 
 def _only_subsequence(shape: Shape, of: Shape) -> Dims | None:
     """Dims of `of` that make `shape` in order, if there is exactly one choice."""
-    found: list[Dims] = [()]
-    for size in shape:
-        found = [
-            (*dims, dim)
-            for dims in found
-            for dim in range((dims[-1] or 0) + 1 if dims else 0, len(of))
-            if of[dim] == size
-        ]
+    found = [
+        dims
+        for dims in itertools.combinations(range(len(of)), len(shape))
+        if tuple(of[dim] for dim in dims) == shape
+    ]
     return found[0] if len(found) == 1 else None

@@ -123,11 +123,12 @@ def call_activated(
         report: gets the warnings about rules that matched nothing; in a trace, a
             warning would point at JAX's code.
     """
-    was = _ACTIVE.get()
+    was, block = _ACTIVE.get(), _activated(rules, roots, parameters, report)
     try:
-        with _activated(rules, roots, parameters, report):
+        with block:
             return call()
     finally:
+        block.gen.close()  # Ctrl-C may come while the block is entered or left
         _ACTIVE.set(was)
 
 

@@ -21,6 +21,7 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
 )
 from flax_layoutmap._core.fetch import own_sharding
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
@@ -305,6 +306,11 @@ class Call:
     slots: Sequence[tuple[Slot, Any]]
     static: Mapping[Slot, Any]
     arguments: Sequence[Argument]
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the rules."""
+        return None if self.rules is None else self.rules.mesh
 
     @property
     def leaves(self) -> list[Any]:

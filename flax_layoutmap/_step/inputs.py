@@ -38,6 +38,7 @@ from flax_layoutmap._step.arguments import (
     slots_of,
     take_apart,
 )
+from flax_layoutmap._step.program import Program
 from flax_layoutmap._step.refusals import check_not_shared
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
@@ -274,33 +275,23 @@ def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
 # ------------------------------------------------------------------ every input
 
 
-def fit(
-    arguments: Sequence[Argument],
-    wanted: Sequence[Any],
-    donated: Sequence[int],
-    rules: RuleSet | None,
-) -> list[Any]:
-    """The leaves of all arguments, in exactly the wanted shardings.
+def fit(program: Program, call: Call) -> list[Any]:
+    """The leaves of all arguments, in exactly the shardings of a program.
 
     Uncommitted arrays are placed, and equal placements get one spelling, as `jax.jit`
     would do in every call. A donated leaf shares no memory with another one.
-
-    Args:
-        arguments: the arguments.
-        wanted: the sharding of each leaf; None for one that stays.
-        donated: positions of the donated leaves.
-        rules: the rule set, for messages.
 
     Raises:
         LayoutError: arrays are deleted, abstract, committed somewhere else, or donated
             and used twice.
     """
+    arguments, donated = call.arguments, program.gives_away
     leaves: list[Any] = []
     problems: list[str] = []
     deleted: list[str] = []
     hints: dict[str, None] = {}
     every = leaves_with_owners(arguments)
-    for (argument, at, leaf), sharding in zip(every, wanted, strict=True):
+    for (argument, at, leaf), sharding in zip(every, program.wanted, strict=True):
         leaves.append(leaf)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise LayoutError(
@@ -323,7 +314,7 @@ def fit(
                 f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
                 f"{show_sharding(sharding)}, it is {show_sharding(leaf.sharding)}"
             )
-            hints[_hint(arguments, argument, at, rules)] = None
+            hints[_hint(call, argument, at)] = None
         else:
             leaves[-1] = put(leaf, sharding)
     if deleted:  # given to a program, some backends end the process
@@ -404,11 +395,10 @@ def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _hint(
-    arguments: Sequence[Argument], argument: Argument, at: int, rules: RuleSet | None
-) -> str:
+def _hint(call: Call, argument: Argument, at: int) -> str:
     """The fix for a leaf that is placed elsewhere."""
     flat, name = flatten(Roots({argument.name: argument.value})), argument.name
+    rules = call.rules
     if flat.section(at).role != "optimizer":
         if rules is not None and _goes_by_its_name(flat, at, rules):
             return (
@@ -430,7 +420,7 @@ def _hint(
         )
     # The state of an optimizer alone does not say which parameters it follows.
     more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
-    named = [one.name for one in arguments if one.has_objects or one is argument]
+    named = [one.name for one in call.arguments if one.has_objects or one is argument]
     named = ["model", name] if len(named) == 1 else named
     both = ", ".join(f"{one!r}: {one}" for one in named)
     return (

@@ -244,7 +244,7 @@ class Jitted:
 
     def _run(self, call: Call, stale: Program | None = None) -> Any:
         program = self._program(call, runs=True, stale=stale)
-        leaves = fit(call.arguments, program.wanted, program.gives_away, call.rules)
+        leaves = fit(program, call)
         try:
             result = run_program(program, call, leaves)
         except StaleProgramError:  # while JAX traces it: nothing has run
@@ -351,7 +351,7 @@ class Jitted:
             )
         elif program is None or (runs and not program.agreed):
             # Only a run involves all processes; one may lower the function alone.
-            mesh = call.rules.mesh if call.rules is not None and runs else None
+            mesh = call.mesh if runs else None
             what = f"the first call of {self._job.name}"
             with Agreement(what, mesh) as agreement:
                 program = program or make_program(self._job, call)

@@ -118,9 +118,9 @@ def make_program(job: Job, call: Call) -> Program:
     Raises:
         LayoutError: rules, options or the function do not fit the arguments.
     """
-    arguments, rules, leaves = call.arguments, call.rules, call.leaves
+    arguments, leaves = call.arguments, call.leaves
     check_plain(arguments)
-    wanted, resolved = wanted_before(arguments, job.in_sharding, rules)
+    wanted, resolved = wanted_before(job, call)
     avals = [
         leaf if sharding is None else abstract(leaf, sharding)
         for leaf, sharding in zip(leaves, wanted, strict=True)
@@ -129,23 +129,15 @@ def make_program(job: Job, call: Call) -> Program:
     parameters = () if made is None else tuple(made._flat.every_form())
     traced = trace_job(job, call, avals, parameters)
     outcome, change = traced.outcome, traced.outcome.change
-    # In every version of JAX, types have Explicit axes; shapes may not.
-    types = traced.closed.out_avals
     layouts = [wanted[at] for at in (*outcome.changed, *outcome.nested)]
     moved: list[int] = []  # leaves that are as they were, and come out elsewhere
     if change is not None:
-        new = outcome.returned, types[: outcome.count]
-        after, resolved = wanted_after(
-            arguments, wanted, change, *new, job.in_sharding, rules
-        )
+        after, resolved = wanted_after(job, call, wanted, traced, change)
         stays = {at: wanted[at] != where for at, where in change.at(after, stays=True)}
         moved = [at for at, moves in stays.items() if moves]
         change = change.moving(moved)
         layouts = [where for _, where in sorted(change.at(after, stays=False))]
-    out = (outcome.out_tree, types[outcome.count :])
-    pinned, resolved = pin_results(
-        arguments, wanted, out, job.out_shardings, rules, resolved
-    )
+    pinned, resolved = pin_results(job, call, wanted, traced, resolved)
     for text in traced.remarks:
         warn(text)
     fingerprints: Mapping[str, Sequence[str]] = {}

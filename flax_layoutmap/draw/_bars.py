@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -133,21 +132,13 @@ def _empty(_: object) -> collections.Counter[int]:
 def _modules(listed: Sequence[Sequence[Size]]) -> _Module:
     """The leaves of each Resolution in one tree of modules, layers as one."""
     layers = _layer_names(path for sizes in listed for path, _, _ in sizes)
-
-    @functools.cache
-    def spelled(path: str) -> str:
-        return "/".join(layers.get(part, part) for part in path.split("/"))
-
     root = _Module("", tuple(map(_empty, listed)))
     for at, sizes in enumerate(listed):
-        sums: collections.Counter[tuple[str, int]] = collections.Counter()
         for path, shade, size in sizes:
-            above, slash, name = path.rpartition("/")
-            sums[spelled(above) + slash + layers.get(name, name), shade] += size
-        for (path, shade), size in sums.items():
             node, above = root, ""
             node.sizes[at][shade] += size
             for part in path.split("/"):
+                part = layers.get(part, part)
                 above = f"{above}/{part}" if above else part
                 if part not in node.children:
                     new = _Module(above, tuple(map(_empty, listed)))

@@ -5,6 +5,7 @@ Leaves of equal shape, layout, rule and explanation are of one kind.
 
 import collections
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -166,11 +167,7 @@ def _owner_pieces(path: str, owner: str | None) -> tuple[str | int, ...]:
     parts = owner.split("/")
     if path.endswith(f"/{owner}"):
         return (len(parts),)
-    same = 0
-    for own, other in zip(path.split("/"), parts, strict=False):
-        if own != other:
-            break
-        same += 1
+    same = len(os.path.commonprefix([path.split("/"), parts]))
     if not same:
         return (owner,)
     return (-same, "".join(f"/{part}" for part in parts[same:]))

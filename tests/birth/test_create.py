@@ -13,7 +13,8 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
-from shards import Dims, assert_lies, bare
+from shards import KINDS, Dims, assert_lies, bare, grid, leaves_of
+from shards import plain as bits
 
 import flax_layoutmap as flm
 from flax_layoutmap._birth import arrays as _arrays
@@ -21,22 +22,12 @@ from flax_layoutmap._birth import create as _create
 from flax_layoutmap._birth import programs as _programs
 from flax_layoutmap._resolve import resolve as _resolve
 from flax_layoutmap._tree import trace as _trace
-from flax_layoutmap._tree.flatten import flatten
 
 pytestmark = pytest.mark.optimised
 
 P = PartitionSpec
 NAMES = ("data", "model")
-KINDS: dict[str, Any] = {
-    "auto": "auto",
-    "explicit": "explicit",
-    "mixed": ("explicit", "auto"),
-}
 ROW, COLUMN, BOTH = (("model",), ()), ((), ("model",)), (("data",), ("model",))
-
-
-def grid(kind: str) -> flm.DeviceMesh:
-    return flm.DeviceMesh((2, 4), NAMES, axis_types=KINDS[kind])
 
 
 @pytest.fixture(params=KINDS)
@@ -107,17 +98,6 @@ def make() -> Any:
 
 def make_random() -> Any:
     return Block(nnx.Rngs(0), normal)
-
-
-def leaves_of(tree: Any) -> dict[str, Any]:
-    flat = flatten(tree)
-    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
-
-
-def bits(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
 
 
 def assert_same_bits(tree: Any, other: Any) -> None:

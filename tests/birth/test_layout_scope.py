@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from shards import Dims, bare
+from shards import Dims, bare, plain
 from shards import assert_lies as lies_on
 
 import flax_layoutmap as flm
@@ -38,13 +38,7 @@ def assert_lies(array: Any, dims: Dims) -> None:
 
 
 def values(node: Any) -> list[np.ndarray]:
-    leaves = jax.tree.leaves(nnx.state(node))
-    return [np.asarray(_plain(leaf)) for leaf in leaves]
-
-
-def _plain(leaf: Any) -> Any:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return [plain(leaf) for leaf in jax.tree.leaves(nnx.state(node))]
 
 
 def assert_same(first: Any, second: Any) -> None:

@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from interrupts import interrupted, interrupted_at
+from shards import plain
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules import scope as _scope
@@ -74,14 +75,7 @@ def pair(layout_map: Any = None) -> tuple[Any, Any]:
 
 
 def values(*nodes: Any) -> list[np.ndarray]:
-    return [
-        np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for leaf in jax.tree.leaves(nnx.state(nodes))
-    ]
-
-
-def is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return [plain(leaf) for leaf in jax.tree.leaves(nnx.state(nodes))]
 
 
 def assert_same(one: Any, other: Any) -> None:
