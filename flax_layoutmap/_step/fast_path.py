@@ -442,7 +442,7 @@ class _Route:
             return False
         if are_deleted(leaves):
             # Deleted by the program itself, or else before the call.
-            return bool(program.gives_away)
+            return bool(program.donated)
         wanted = (program.wanted[at] for at in order)
         return all(
             where is None or getattr(leaf, "sharding", None) == where

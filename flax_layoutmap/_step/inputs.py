@@ -285,7 +285,7 @@ def fit(program: Program, call: Call) -> list[Any]:
         LayoutError: arrays are deleted, abstract, committed somewhere else, or donated
             and used twice.
     """
-    arguments, donated = call.arguments, program.gives_away
+    arguments, donated = call.arguments, program.donated
     leaves: list[Any] = []
     problems: list[str] = []
     deleted: list[str] = []

@@ -102,7 +102,7 @@ class Program:
     agreed: bool = False
 
     @property
-    def gives_away(self) -> list[int]:
+    def donated(self) -> list[int]:
         """Positions of all leaves that are donated."""
         trees = [at for tree in self.places.given for at in tree.positions]
         return [*self.places.donated, *trees]

@@ -336,11 +336,11 @@ def _lower_program(
     shapes = [*changed, *out_shapes]
     found, gradients = pairs_of(results, arguments, shapes, known)
     fixed = [one.name for one in arguments if job.in_sharding(one.slot) is not None]
-    gives_away = set(program.gives_away)
+    donated = set(program.donated)
     return Lowered(
         job.name,
         lowered,
-        leaves_of(arguments, kept, [at in gives_away for at in kept]),
+        leaves_of(arguments, kept, [at in donated for at in kept]),
         {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(arguments, fixed),
