@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.whole_file import write_whole
 from flax_layoutmap._show.resolved_table import ResolvedTable
-from flax_layoutmap.draw import _arrays, _html, _model, _png, _terminal
-from flax_layoutmap.draw._scene import GridScene, ModelScene, Scene
+from flax_layoutmap.draw import _arrays, _html, _model, _png, _scene, _terminal
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -61,7 +60,7 @@ class Drawing:
         └───┴───┘
     """
 
-    scene: Scene
+    scene: _scene.Scene
 
     def text(self, width: int | None = None) -> str:
         """Return the picture as plain text, without colours.
@@ -73,7 +72,7 @@ class Drawing:
 
     def html(self) -> str:
         """Return the picture as one self-contained page."""
-        if isinstance(self.scene, ModelScene):
+        if isinstance(self.scene, _scene.ModelScene):
             return _html.model_page(self.scene)
         return _html.grid_page(self.scene.title, self._fragment())
 
@@ -104,13 +103,13 @@ class Drawing:
         write_whole(path, made.encode() if isinstance(made, str) else made)
 
     def _fragment(self) -> str:
-        if isinstance(self.scene, GridScene):
+        if isinstance(self.scene, _scene.GridScene):
             return _html.fragment(self.scene)
         return f"<pre>{html.escape(self.text(100))}</pre>"
 
     def _repr_html_(self) -> str:
         scene = self.scene
-        if not isinstance(scene, ModelScene):
+        if not isinstance(scene, _scene.ModelScene):
             return self._fragment()
         if sum(view.leaves for view in scene.views) > _IN_NOTEBOOK:
             views = tuple(dataclasses.replace(view, flat=None) for view in scene.views)
