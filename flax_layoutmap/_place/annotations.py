@@ -9,9 +9,9 @@ from flax.core.meta import AxisMetadata, Partitioned
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import RuleError
-from flax_layoutmap._resolve.memory import remember_rules
-from flax_layoutmap._resolve.metadata import Mark, mark_of, mesh_axes
+from flax_layoutmap._resolve.leaves import Mark, mark_of, mesh_axes
 from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import remember_rules
 from flax_layoutmap._rules.records import ResolvedLeaf
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of

@@ -20,12 +20,10 @@ from flax import linen, nnx
 from flax_layoutmap._core.errors import CheckpointError, LayoutError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._resolve.leaves import without_arrays
-from flax_layoutmap._resolve.metadata import Mark, mark_of
-from flax_layoutmap._resolve.origins import known_origins
+from flax_layoutmap._resolve.leaves import Leaves, Mark, mark_of, without_arrays
+from flax_layoutmap._resolve.origins import Origin, known_origins
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve_origins
-from flax_layoutmap._resolve.stages import Leaves, Origin
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._rules.serialise import (
     mesh_from_json,

@@ -16,9 +16,9 @@ from typing import Any, Unpack
 import numpy as np
 
 from flax_layoutmap._core.errors import CheckpointError
+from flax_layoutmap._resolve.leaves import Leaves
 from flax_layoutmap._resolve.origins import find_origins
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.stages import Leaves
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Flat, Role, Section, parameter_keys
 from flax_layoutmap.checkpoint import _orbax, _record

@@ -278,9 +278,9 @@ def _lower_program(
         for leaf, wanted in zip(leaves, program.wanted, strict=True)
     ]
     with mesh_context(rules, leaves):
-        traced = program.jitted.trace(*program.inputs(avals))
+        traced = program.jitted.trace(*program.places.inputs(avals))
         lowered = lower(traced, platform, job.name)
-    order = jax.tree.leaves(program.inputs(range(len(leaves))))
+    order = jax.tree.leaves(program.places.inputs(range(len(leaves))))
     kept = [order[at] for at in kept_by(lowered, ["inputs"], variadic=True)]
     place = {leaf: at for at, leaf in enumerate(kept)}
     known: dict[int, int] = {}
@@ -293,11 +293,11 @@ def _lower_program(
     shapes = [*changed, *out_shapes]
     found, gradients = pairs_of(results, arguments, shapes, known)
     fixed = [one.name for one in arguments if job.in_sharding(one.slot) is not None]
-    gives_away = set(program.gives_away)
+    donated = set(program.donated)
     return Lowered(
         job.name,
         lowered,
-        leaves_of(arguments, kept, [at in gives_away for at in kept]),
+        leaves_of(arguments, kept, [at in donated for at in kept]),
         {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(arguments, fixed),

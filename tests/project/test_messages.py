@@ -23,7 +23,7 @@ from flax_layoutmap._core.dtensor_format import layout_from_proto
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._place.batch import split_of
-from flax_layoutmap._resolve.metadata import mark_of, mesh_axes
+from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.serialise import rules_from_json
 from flax_layoutmap._show.snapshot import snapshot_of
@@ -776,7 +776,7 @@ CASES: dict[str, Case] = {
         lambda: fit({}, {"w": struct(8)}, unmatched="error"),
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): no rule matches it; add one "
-        '(None says: replicated), or use unmatched="replicate"',
+        '(None replicates it), or use unmatched="replicate"',
     ),
     "leaf: overlap": Case(
         lambda: fit({"up": ("data",), "k": ("model",)}, {"up": {"k": struct(8)}}),
@@ -821,7 +821,7 @@ CASES: dict[str, Case] = {
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → ('x',) is on "
         "another mesh, DeviceMesh('x=8'), than the rules, DeviceMesh('data=2,model=4', "
-        "abstract); a tree lies on one mesh: leave the mesh of the layout out",
+        "abstract); a tree has one mesh: leave out the mesh of the layout",
     ),
     "leaf: explicit layout": Case(
         lambda: fit({}, annotated(layout=("data", "data"))),
@@ -856,15 +856,15 @@ CASES: dict[str, Case] = {
         f"1 leaf does not fit the rules{ON_MESH}w (3,8,8): Flax metadata ('data', "
         "'model'): dim 0 of size 3 does not divide by mesh axis 'data' of size 2; "
         "change the size, use another layout (None for this dim), or "
-        'indivisible="replicate"; a rule for it wins over the metadata; of layers '
-        "stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} tells it "
-        "the new dim",
+        'indivisible="replicate"; a rule for it wins over the metadata; for '
+        "layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
+        "adds the new dim to it",
     ),
     "leaf: LoRA without its kernel": Case(
         lambda: fit({}, {"up": {"lora_a": struct(8, 2)}}, unmatched="error"),
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}up/lora_a (8,2): no rule matches it; "
-        'add one (None says: replicated), or use unmatched="replicate"; it is a LoRA '
+        'add one (None replicates it), or use unmatched="replicate"; it is a LoRA '
         "matrix whose kernel is not in the tree: resolve the whole model, or add a "
         "rule for it",
     ),
