@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from flax_layoutmap._birth.layout_scope import layout_map_scope
-from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import RuleError, did_you_mean
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
@@ -14,15 +13,16 @@ from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.matching import Match, Matcher, Rule
 from flax_layoutmap._rules.rules import (
+    OPTIONS,
     Indivisible,
     Overlap,
     RuleSet,
     Unmatched,
-    check_options,
     make_rules,
 )
 from flax_layoutmap._rules.rules_file import read_rules
 from flax_layoutmap._rules.rules_toml import write_rules
+from flax_layoutmap._rules.scope import Block
 from flax_layoutmap._rules.serialise import rules_from_json, rules_to_json
 
 _MISSING = object()
@@ -47,18 +47,17 @@ class _Section(MutableMapping[str, TensorLayout]):
         """
         if path in self._rules:
             return self._rules[path].layout
-        rules, options = tuple(self._rules.values()), self._owner._options
-        found = Matcher(rules, options["match"]).matching(path)
+        rules, frozen = tuple(self._rules.values()), self._owner.freeze()
+        found = Matcher(rules, frozen.match).matching(path)
         if not found:
             return default
-        layouts = {rules[at].layout for at in found}
-        if len(layouts) > 1 and options["overlap"] == "error":
+        at = frozen.winner(rules, found)
+        if at is None:
             listed = ", ".join(repr(rules[at].pattern) for at in found)
             raise RuleError(
                 f"{path!r} is matched by rules with different layouts: {listed}; make "
                 'one narrower, or use overlap="first" or "last"'
             )
-        at = found[-1] if options["overlap"] == "last" else found[0]
         return rules[at].layout
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -225,11 +224,11 @@ class LayoutMap(_Section):
             "indivisible": indivisible,
             "strict": strict,
         }
-        check_options(**self._options)
         self._mesh = as_mesh(device_mesh)
         self._batch = _batch_axes(batch, self._mesh)
         self._frozen: RuleSet | None = None
         self._sections = {name: _Section(self) for name in _SECTIONS}
+        self.freeze()  # checks the options
 
     @classmethod
     def from_rules(
@@ -263,13 +262,9 @@ class LayoutMap(_Section):
         """Make an editable map from a frozen rule set."""
         layout_map = cls(
             rules.mesh,
-            match=rules.match,
-            overlap=rules.overlap,
-            unmatched=rules.unmatched,
-            indivisible=rules.indivisible,
-            # Without a mesh, no axes means that the first one of a mesh will do.
+            # Without a mesh, no axes means the first axis of a later mesh.
             batch=rules.batch if rules.mesh is not None else rules.batch or None,
-            strict=rules.strict,
+            **{name: getattr(rules, name) for name in OPTIONS},
         )
         layout_map._rules.update({rule.pattern: rule for rule in rules.rules})
         for name, section in layout_map._sections.items():
@@ -347,8 +342,7 @@ class LayoutMap(_Section):
         """Return an independent copy."""
         return LayoutMap.from_rule_set(self.freeze())
 
-    def __copy__(self) -> "LayoutMap":
-        return self.copy()
+    __copy__ = copy
 
     def __deepcopy__(self, memo: Any) -> "LayoutMap":
         return self.copy()

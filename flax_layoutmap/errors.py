@@ -1,12 +1,12 @@
 """The subclasses of `LayoutError`, for code that distinguishes them.
 
     LayoutError(ValueError)     everything below
-    ├── RuleError               a rule is wrong by itself: bad regex, value, taken key
+    ├── RuleError               a rule is invalid: a bad regex, value or duplicate key
     ├── MeshError               a mesh cannot be made, or is missing, or is abstract
     ├── ResolveError            rules do not fit a tree: rank, divisibility, overlap
     ├── StructureError          a tree has no unique paths, or does not fit another
     ├── CheckpointError         a checkpoint cannot be written, read or used
-    └── ProcessError            the processes of one job disagree, or do not meet
+    └── ProcessError            the processes of one job disagree, or do not connect
     LayoutWarning(UserWarning)  a rule unused, a leaf unmatched, a fallback
 
 `ResolveError` and `CheckpointError` list every problem of a tree in `.problems`.

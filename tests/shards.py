@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import flax_layoutmap as flm
+from flax_layoutmap._tree.flatten import flatten
 
 # Per dim of an array: the mesh axes that it lies on, first the slowest.
 Dims = tuple[tuple[str, ...], ...]
@@ -15,6 +16,27 @@ Dims = tuple[tuple[str, ...], ...]
 def bare(mesh: flm.DeviceMesh) -> Any:
     """The mesh as JAX takes it (typed as Any: it may be abstract)."""
     return mesh.jax_mesh
+
+
+def grid(kind: Any = "auto") -> flm.DeviceMesh:
+    """The usual mesh of eight devices, with axes of a type; "mixed" has both."""
+    types = ("explicit", "auto") if kind == "mixed" else kind
+    return flm.DeviceMesh((2, 4), ("data", "model"), axis_types=types)
+
+
+KINDS = ("auto", "explicit", "mixed")
+
+
+def leaves_of(tree: Any) -> dict[str, Any]:
+    """Path → leaf."""
+    flat = flatten(tree)
+    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
+
+
+def plain(leaf: Any) -> np.ndarray:
+    """A leaf as NumPy has it; of a PRNG key its data."""
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 def expected_index(

@@ -35,7 +35,7 @@ from flax_layoutmap._tree.trace import Traced
 
 _LOG = logging.getLogger(__name__)
 
-# Warnings that this process has seen.
+# Warnings that this process has emitted.
 _TOLD: set[str] = set()
 
 
@@ -52,14 +52,15 @@ def arrays_of(
 
     Args:
         traced: the trace.
-        shardings: one for each computed leaf; None for what is not wanted.
-        names: what to call the leaves in the log.
-        exact: whether the values are to be those without shardings, also where an
-            element is computed from several others: that is then computed replicated,
-            one program at a time, and sliced.
+        shardings: one for each computed leaf; None to skip it.
+        names: names of the leaves, for the log.
+        exact: whether the values are to be those without shardings: elements that are
+            computed from several others are computed replicated, one program at a time,
+            and sliced.
 
     Returns:
-        The arrays of the leaves that are wanted, and the new state of NNX arguments.
+        The arrays of the leaves that are not skipped, and the new state of NNX
+            arguments.
     """
     wanted = [SKIP if sharding is None else sharding for sharding in shardings]
     wanted += [None] * traced.updates
@@ -77,8 +78,8 @@ def _on_the_mesh(
 ) -> tuple[Jaxpr, dict[Any, Any], Mesh | None]:
     """The jaxpr, the values of its inputs and constants, and the mesh to compute on.
 
-    They are on Auto axes: on Explicit axes JAX would ask for the sharding of a product
-    of them, which a constructor does not say. The results have the user's axis types.
+    All on Auto axes: on Explicit axes JAX would need the sharding of a product of them,
+    which a constructor does not give. The results have the user's axis types.
     """
     closed = traced.closed
     jaxpr, values = calls_in_line(closed.jaxpr)
@@ -88,7 +89,7 @@ def _on_the_mesh(
     if not meshes:
         return jaxpr, values, None
     mesh = meshes[0]
-    # What goes back to the arguments stays what it is.
+    # Values that are returned to the arguments stay unchanged.
     back = {v for v in jaxpr.outvars[len(shardings) :] if not isinstance(v, Literal)}
     for var, value in values.items():
         own = value if var in back else _from_host(value, mesh)
@@ -97,9 +98,9 @@ def _on_the_mesh(
 
 
 def _from_host(value: Any, mesh: Mesh) -> Any:
-    """A large array of one device as one of the host.
+    """A large array of one device as a host array.
 
-    From there it goes to its shards, and not as a whole to each device.
+    So that it is sliced, and not copied as a whole to each device.
     """
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
@@ -113,8 +114,8 @@ def _from_host(value: Any, mesh: Mesh) -> Any:
 def _on_auto_axes(value: Any, mesh: Mesh) -> Any:
     """An input of the program, on the mesh and with Auto axes.
 
-    On another mesh of the same devices it would not do: JAX folds no number of one mesh
-    into a key of another one.
+    Another mesh of the same devices does not work: JAX folds no number of one mesh into
+    a key of another one.
     """
     if not isinstance(value, jax.Array) or isinstance(value, Tracer):
         return value
@@ -183,7 +184,7 @@ def _run(plan: Plan, programs: Mapping[Any, Any]) -> list[Any]:
         if step.names and is_eager():
             made = _sliced(step, made)
             if _took_whole_arrays(step, programs):
-                # Or the next one would need memory for whole arrays too.
+                # Else the next program would need memory for whole arrays too.
                 jax.block_until_ready(made)
         results |= zip(step.results, made, strict=True)
     values = collections.ChainMap(results, dict(plan.values))
@@ -198,7 +199,7 @@ def _sliced(step: Step, made: list[Any]) -> list[Any]:
 
 
 def _took_whole_arrays(step: Step, programs: Mapping[Any, Any]) -> bool:
-    """Whether a device needed memory for whole arrays; such are named in the log."""
+    """Whether a device needed memory for whole arrays; these are logged by name."""
     names = list(step.names)
     whole = step.cut.unpartitioned()
     if step.wanted is not None or whole:
@@ -214,9 +215,9 @@ def _took_whole_arrays(step: Step, programs: Mapping[Any, Any]) -> bool:
 
 
 def _expected_bytes(step: Step) -> float:
-    """Temporaries up to this are no whole array: of what is split, parts only.
+    """Temporary bytes that sharded initialization needs at most.
 
-    Random numbers take three or four words beside each element of a part.
+    Random numbers take three or four words for each element of a shard.
     """
     expected = 0.0
     for var, sharding in zip(step.cut.outputs, step.shardings, strict=True):
@@ -229,7 +230,7 @@ def _expected_bytes(step: Step) -> float:
 
 
 def _output(key: Any, values: Mapping[Any, Any], sharding: Any) -> Any:
-    """An output in its sharding; a literal, or a value that no program made, too."""
+    """An output in its sharding: a literal, a known value or the result of a step."""
     value = key.val if isinstance(key, Literal) else values[key]
     if isinstance(key, Literal) or isinstance(value, np.ndarray):
         aval: Any = key.aval
@@ -242,7 +243,7 @@ def _output(key: Any, values: Mapping[Any, Any], sharding: Any) -> Any:
 def _respelled(value: Any, sharding: Any) -> Any:
     """A key whose data has the spec that a call of `jax.jit` returns.
 
-    A later call says P() where that says P(None), and JAX's caches tell these apart.
+    A later call has P() where that has P(None), and JAX's caches distinguish them.
     """
     if sharding is None or isinstance(value, Tracer):
         return value

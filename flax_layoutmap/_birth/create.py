@@ -23,8 +23,12 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import manual_axes, need_devices
-from flax_layoutmap._resolve.memory import known_rules
-from flax_layoutmap._resolve.resolve import resolve, resolve_tree, rule_set_of
+from flax_layoutmap._resolve.resolve import (
+    known_rules,
+    resolve,
+    resolve_tree,
+    rule_set_of,
+)
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
@@ -190,7 +194,7 @@ def create_optimizer(
         layout_map = known_rules(model)
     if layout_map is not None:
         given = rule_set_of(layout_map, "create_optimizer(..., layout_map=)")
-        # Of the map only the optimizer section counts; so do its axes.
+        # Only the optimizer section of the map applies.
         own = given.with_changes(rules=(), names=(), activations=())
         rules = own.on(mesh)
     with Agreement("creating the optimizer", mesh) as agreement:
@@ -245,11 +249,11 @@ def _refuse_manual(axes: Iterable[str], what: str) -> None:
 
 
 def _varying(value: Any) -> Iterable[str]:
-    """The axes of a surrounding `jax.shard_map` along which a traced value differs."""
+    """The axes of a surrounding `jax.shard_map` along which a traced value varies."""
     if not isinstance(value, Tracer):
         return ()
     aval: Any = jax.typeof(value)
-    # As it is called up to jax 0.9, and since.
+    # The attribute up to jax 0.9, and since.
     kind = getattr(aval, "vma", None)
     return (
         getattr(getattr(aval, "manual_axis_type", None), "varying", ())
@@ -284,7 +288,7 @@ def _refuse_abstract(
     read = [x for x, v in pairs if type(x) is jax.ShapeDtypeStruct and v in needed]
     if not read:
         return
-    # A node of NNX is a leaf for some versions of Flax.
+    # An NNX node is a leaf in some versions of Flax.
     named = jax.tree_util.tree_leaves_with_path((tuple(args), dict(kwargs)))
     for keys, leaf in named:
         if leaf is read[0]:
@@ -302,11 +306,7 @@ def _refuse_abstract(
 
 
 def refuse_unfit(paths: Sequence[str], leaves: Sequence[Any], what: str) -> None:
-    """Raise where a model has a leaf that cannot become an array as it is.
-
-    Raises:
-        StructureError: the first such leaf.
-    """
+    """Raise StructureError for the first leaf that cannot become an array as it is."""
     for path, leaf in zip(paths, leaves, strict=True):
         kind = unfit(leaf)
         if kind is None:
@@ -331,13 +331,13 @@ def _name_of(wrt: Any) -> str:
 
 
 def hashes_of(traced: Traced) -> list[str]:
-    """What each computed leaf is made from, as a hash: keys, constants, equations."""
+    """A hash of what each computed leaf is made from: keys, constants, equations."""
     every = hashes_of_outputs(traced.closed, traced.inputs, digest_of_value)
     return every[: traced.made]
 
 
 def made_from(paths: Sequence[str], hashes: Sequence[str]) -> Parts:
-    """Lines for an `Agreement`: processes that differ here make other values."""
+    """Lines for an `Agreement`: processes that differ in them make different values."""
     lines = [
         f"{path}: made from {own}" for path, own in zip(paths, hashes, strict=True)
     ]
@@ -345,7 +345,7 @@ def made_from(paths: Sequence[str], hashes: Sequence[str]) -> Parts:
 
 
 def layouts_of(params: Any) -> tuple[list[TensorLayout], DeviceMesh]:
-    """The layout that each parameter has now, and their mesh."""
+    """The current layout of each parameter, and their mesh."""
     flat = flatten(params)
     layouts: list[TensorLayout] = []
     problems: list[str] = []

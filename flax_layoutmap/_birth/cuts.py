@@ -1,9 +1,9 @@
 """Stage "cuts": split the jaxpr of a constructor into programs, in order.
 
-What makes one large array is cut out of the jaxpr of a constructor. Cuts that are the
-same but for their inputs (the layers of a model, each with its own key) share a
-program, so that its compilation does not grow with depth. Small whole numbers and keys
-are computed one equation at a time, which is exact everywhere.
+Each large array is computed by a part of the jaxpr, cut out of it. Cuts that are equal
+but for their inputs (the layers of a model, each with its own key) share a program, so
+that compile time does not grow with depth. Small integers and keys are computed one
+equation at a time, which is exact on every backend.
 """
 
 import collections
@@ -26,8 +26,8 @@ _LOG = logging.getLogger(__name__)
 # An output that is not needed.
 SKIP = object()
 
-# So many elements may have keys, and what raw ones are made of: all the keys of a
-# model, say, which are split from one.
+# The most elements of small arrays of keys, typed or raw: all keys of a model may be
+# split from one.
 _MANY = 2**16
 
 
@@ -45,11 +45,11 @@ def cuts_of(
     Args:
         jaxpr: the jaxpr.
         values: its inputs and constants, by variable.
-        wanted: for each output its sharding, None for any, or `SKIP`.
-        mesh: where to compute what is small, with Auto axes; None: wherever it is.
-        names: what to call the first outputs in the log.
-        exact: whether to compute replicated, and slice then, what shards may round
-            otherwise.
+        wanted: the sharding of each output, None for any, or `SKIP`.
+        mesh: where to compute small values, with Auto axes; None for anywhere.
+        names: names of the first outputs, for the log.
+        exact: whether to compute replicated, then slice, what may be rounded otherwise
+            in shards.
     """
     at = [at for at, sharding in enumerate(wanted) if sharding is not SKIP]
     outputs = [(number, jaxpr.outvars[number]) for number in at]
@@ -95,14 +95,14 @@ def _name(names: Sequence[str], number: int) -> str:
 
 
 class _Graph:
-    """The equations of a jaxpr, each by what it makes."""
+    """The equations of a jaxpr, by the variables that they define."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         self._jaxpr = jaxpr
         self._producer = {v: at for at, e in enumerate(jaxpr.eqns) for v in e.outvars}
 
     def needed(self, outputs: Sequence[Any], values: Mapping[Any, Any]) -> list[int]:
-        """Numbers of the equations that outputs need, as far as values are unknown."""
+        """Numbers of the equations that outputs need, without those of known values."""
         found: set[int] = set()
         stack = list(outputs)
         while stack:
@@ -115,7 +115,7 @@ class _Graph:
     def cuts(
         self, outputs: Sequence[tuple[int, Any]], values: Mapping[Any, Any]
     ) -> Iterator[tuple[tuple[int, ...], Cut]]:
-        """Numbers of outputs that share a large intermediate value, and their cut."""
+        """Groups of outputs that share a large intermediate value, and their cuts."""
         eqns = self._jaxpr.eqns
         leader = {at: at for at, _ in outputs}
 
@@ -149,8 +149,8 @@ def _large_step(
 ) -> Step:
     """The program of a cut.
 
-    A large value that is on no mesh yet goes to the shards of the result where it can:
-    `jax.jit` would copy it to each device as a whole.
+    A large value that is on no mesh yet is put into the shards of the result if
+    possible: `jax.jit` would copy it to each device as a whole.
     """
     asked = tuple(map(_replicated, shardings)) if whole else shardings
     given = tuple(values[var] for var in cut.inputs)
@@ -190,32 +190,32 @@ def _is_known(var: Any, values: Any) -> bool:
     return isinstance(var, Literal) or var in values
 
 
-# ------------------------------------------------------------------- what is small
+# -------------------------------------------------------------------- small values
 
 
 class _Small:
-    """Plans the steps for whole numbers and keys, as far as these need nothing else.
+    """Plans the steps for small integers and keys that depend on nothing else.
 
-    Whole numbers that are made from nothing (`jnp.arange(8)`) are computed only for
-    keys and outputs. Elsewhere they stay in the program: XLA computes with constants
-    when it compiles, and may round otherwise than with inputs.
+    Integers made without inputs (`jnp.arange(8)`) are computed only for keys and
+    outputs. Otherwise they stay in the program: XLA folds constants when it compiles,
+    and may round otherwise than with inputs.
 
     Attributes:
-        values: values by variable, `jax.ShapeDtypeStruct` for what a step computes.
-        folded: likewise, what is made from nothing and was asked for.
+        values: values by variable, `jax.ShapeDtypeStruct` for the result of a step.
+        folded: likewise, for requested values that are made without inputs.
         steps: the steps, in order.
     """
 
     def __init__(self, jaxpr: Jaxpr, values: Mapping[Any, Any], place: Any) -> None:
-        """Take what is known already, and the sharding of results; None for any."""
+        """Start from known values, with the sharding of results; None for any."""
         self.values = dict(values)
         self.folded: dict[Any, Any] = {}
         self.steps: list[Step] = []
         self._jaxpr, self._place = jaxpr, place
-        self._constant: dict[Any, JaxprEqn] = {}  # what is made from nothing: by what
+        self._constant: dict[Any, JaxprEqn] = {}  # made without inputs, by equation
 
     def plan(self, eqns: Iterable[JaxprEqn]) -> None:
-        """Plan what some equations make, in order."""
+        """Plan the results of equations, in order."""
         for eqn in eqns:
             read = [v for v in eqn.invars if not isinstance(v, Literal)]
             if not all(v in self.values or v in self._constant for v in read):
@@ -231,7 +231,7 @@ class _Small:
                 self.values |= self._computed(eqn)
 
     def plan_constants(self, outputs: Sequence[Any]) -> None:
-        """Plan outputs that are made from nothing; other programs do not read them."""
+        """Plan outputs that are made without inputs; no other program reads them."""
         for var in outputs:
             if not isinstance(var, Literal) and var in self._constant:
                 self._fold(var)
@@ -256,7 +256,7 @@ class _Small:
             self.folded |= self._computed(self._constant[var])
 
     def _computed(self, eqn: JaxprEqn) -> dict[Any, Any]:
-        """The results of an equation: of the host, or to come from a step."""
+        """The results of an equation: computed on the host, or by a step."""
         for var in eqn.invars:
             if not isinstance(var, Literal) and var in self._constant:
                 self._fold(var)
@@ -273,7 +273,7 @@ class _Small:
 
 
 def _place_among(values: Iterable[Any]) -> Any:
-    """Where what is computed from values will be; None for anywhere."""
+    """The sharding of what is computed from values; None for anywhere."""
     for own in filter(None, map(sharding_of, values)):
         if isinstance(own, NamedSharding):
             return NamedSharding(own.mesh, PartitionSpec())
@@ -281,7 +281,7 @@ def _place_among(values: Iterable[Any]) -> Any:
     return None
 
 
-# What a counter of keys goes through.
+# The operations of a counter of keys.
 _ON_HOST: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "mul": np.multiply,
@@ -290,8 +290,8 @@ _ON_HOST: dict[str, Callable[..., Any]] = {
 
 
 def _on_host(eqn: JaxprEqn, values: Mapping[Any, Any]) -> np.ndarray | None:
-    """The result of whole numbers of the host; None where that needs a program."""
-    # A literal is of a type of its own in some versions of JAX.
+    """The result of integers on the host; None if that needs a program."""
+    # The value of a literal has its own type in some versions of JAX.
     read = [
         np.asarray(v.val) if isinstance(v, Literal) else values[v] for v in eqn.invars
     ]
@@ -322,7 +322,7 @@ def _with_numbers_as_inputs(
 ) -> tuple[Cut, tuple[Any, ...]]:
     """An equation whose literals are inputs, with the values of its inputs.
 
-    The number that is folded into a key is another one in each layer.
+    So that the number that is folded into a key differs by layer, and not the program.
     """
     found: dict[Any, Any] = {}
     read: list[Any] = []

@@ -19,15 +19,13 @@ from jax.core import Tracer
 
 from flax_layoutmap._birth.linen_scope import sharded_inits
 from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth, BlockState
-from flax_layoutmap._birth.scope_end import Made, fill
-from flax_layoutmap._birth.scope_optimizer import Follower
-from flax_layoutmap._core.block import Block
+from flax_layoutmap._birth.scope_end import Follower, Made, fill
 from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._core.mesh import spread
 from flax_layoutmap._place.place import is_eager, need_devices, put
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import using_rules
+from flax_layoutmap._rules.scope import Block, using_rules
 from flax_layoutmap._tree.flax_internals import (
     metaclass_of_objects,
     nnx_state,
@@ -141,7 +139,7 @@ def _opened(rules: RuleSet, layout_map: Any) -> Iterator[Any]:
 
 def _scope_here() -> "_Scope | None":
     scope = _SCOPE.get()
-    # A task that outlives the block has it in its context still.
+    # The context of a task that outlives the block still has it.
     return scope if scope is not None and scope.block.stage == "open" else None
 
 
@@ -151,13 +149,7 @@ def _rules_here() -> RuleSet | None:
 
 
 class _Scope:
-    """An open block, and what has been made in it.
-
-    Attributes:
-        rules: the rules.
-        outer: the block around it.
-        block: its state, for the placeholders.
-    """
+    """An open block inside `outer`, and the objects made in it."""
 
     def __init__(self, rules: RuleSet, outer: "_Scope | None") -> None:
         self.rules = rules
@@ -168,7 +160,7 @@ class _Scope:
         self._followers: list[Follower] = []
         self._settled: list[Any] = []  # arrays that an inner block has laid out
         self._parts: list[weakref.ref[Any]] = []  # the modules and their parts
-        # Names of classes, and how many were made inside of a transformation.
+        # Class names → how many were made inside a transformation.
         self._hidden: collections.Counter[str] = collections.Counter()
         self._needs_values = False  # in a constructor that reads some
 
@@ -189,7 +181,7 @@ class _Scope:
         nodes = objects_in((args, kw))
         if all(map(_is_random, nodes)) and not pending:
             return self._traced(make, cls, args, kw, nodes)
-        # Its parts keep their identity; what it makes itself is made at once.
+        # Its parts keep their identity; its own arrays are made at once.
         return self._keep(_eagerly(make, args, kw))
 
     def _keep(self, module: Any, parts: Sequence[Any] = ()) -> Any:
@@ -221,7 +213,7 @@ class _Scope:
     def _at_once(
         self, make: Callable[..., Any], cls: type, args: Any, kw: Any, why: str
     ) -> Any:
-        """Run a constructor that needs values: its modules are made when it asks."""
+        """Run a constructor that needs values; modules in it are made as it runs."""
         before, self._needs_values = self._needs_values, True
         try:
             module = _eagerly(make, args, kw)
@@ -242,7 +234,7 @@ class _Scope:
         return self._keep(module)
 
     def _owner_of(self, pending: Sequence[AfterTheScope]) -> "_Scope":
-        """The outermost block of which something has no value yet."""
+        """The outermost block with a value that does not exist yet."""
         scope, owner = self.outer, self
         while scope is not None:
             if any(leaf.block is scope.block for leaf in pending):
@@ -275,7 +267,7 @@ class _Scope:
         return optimizer
 
     def made(self) -> Made:
-        """What has been made, as far as it is alive."""
+        """The objects that were made and are alive."""
         return Made(
             rules=self.rules,
             block=self.block,
@@ -288,12 +280,12 @@ class _Scope:
         )
 
     def adopt(self, inner: "_Scope", arrays: list[Any]) -> None:
-        """Take note of what an inner block has made, and of all its arrays."""
+        """Record the objects that an inner block has made, and its arrays."""
         self._settled += arrays
         self._parts += inner._parts
 
     def forget(self) -> None:
-        """Keep no model alive: a task may have the block in its context for long."""
+        """Keep no model alive: a task may hold the context of the block for long."""
         self._births.clear()
         self._modules.clear()
         self._followers.clear()
@@ -301,7 +293,7 @@ class _Scope:
 
 @contextlib.contextmanager
 def _sharded_constructors() -> Iterator[None]:
-    """Inside, the scope of the context makes NNX modules."""
+    """Inside, the scope of the context constructs NNX modules."""
     meta = metaclass_of_objects()
     if meta is None:
         raise StructureError(
@@ -335,7 +327,7 @@ def _mesh_of(rules: RuleSet) -> Any:
 
 
 def _spread(module: Any, mesh: Any) -> None:
-    """Move whole arrays to all devices, where they take less room."""
+    """Move whole arrays to all devices, in shards."""
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer):

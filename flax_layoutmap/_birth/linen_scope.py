@@ -31,10 +31,9 @@ _OUTPUT = "output of init_with_output"
 
 @contextlib.contextmanager
 def sharded_inits(rules_here: Callable[[], RuleSet | None]) -> Iterator[None]:
-    """Inside, Linen modules are made with sharded `init`s, and those of others are.
+    """Inside, Linen modules are created with sharded `init`s, and older ones have them.
 
-    Args:
-        rules_here: gives the rules where the caller is; None if it is in no scope.
+    `rules_here` returns the rules of the caller's scope, or None.
     """
     binding = functools.partial(_binding, rules_here)
     with contextlib.ExitStack() as stack:
@@ -48,7 +47,7 @@ def sharded_inits(rules_here: Callable[[], RuleSet | None]) -> Iterator[None]:
 def _binding(
     rules_here: Callable[[], RuleSet | None], plain: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`__post_init__`, after which the `init` of the module itself is sharded."""
+    """`__post_init__` that binds a sharded `init` to the module itself."""
 
     @functools.wraps(plain)
     def post_init(self: Any) -> None:
@@ -79,7 +78,7 @@ def _scoped_init(
 
 
 def _is_linens(module: Any, name: str) -> bool:
-    """Whether a name is still the method of Linen: no field, no method of the class."""
+    """Whether a name is Linen's own method: no field, no method of a subclass."""
     own = getattr(type(module), name, None) is getattr(linen.Module, name)
     return own and name not in vars(module)
 
@@ -90,7 +89,7 @@ def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) ->
         return plain(self, *args, **kwargs)
     if not is_eager():
         made = plain(self, *args, **kwargs)
-        # The others come here again, since they call it.
+        # The other methods call this one.
         if name == "init_with_output":
             return made[0], _constrained(made[1], rules)
         return made
@@ -109,9 +108,9 @@ def _init(self: Any, name: str, rules: RuleSet, /, *args: Any, **kwargs: Any) ->
 def _made(
     self: Any, make: Callable[..., Any], rules: RuleSet, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """What the `init` of a module gives, sharded; one that reads values runs at once.
+    """The sharded variables of a module's `init`; one that reads values runs at once.
 
-    Its variables are then on one device, for a moment.
+    Its variables are then on one device first.
     """
     try:
         return create(make, rules, *args, **kwargs)
@@ -130,7 +129,7 @@ def _made(
 
 
 def _constrained(variables: Any, rules: RuleSet) -> Any:
-    """Variables of an `init` under `jax.jit`, fixed where the rules want them."""
+    """Variables of an `init` under `jax.jit`, constrained to their layouts."""
     resolution = resolve(variables, rules)
     resolution.announce()
     leaves = [

@@ -25,15 +25,15 @@ from flax_layoutmap._tree.jaxprs import (
     structure,
 )
 
-# Equations that compute what their inner jaxprs say.
+# Equations that only call their inner jaxprs.
 _TRANSPARENT = {
     *CALLS,
     *("scan", "while", "cond"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
 }
 
-# What makes or moves elements, or computes each one by itself: the sharding does not
-# change their bits.
+# Operations that make or move elements, or compute each one by itself, to the same bits
+# in any sharding.
 _ELEMENTWISE = frozenset(
     """
     abs add add_any and bitcast_convert_type broadcast_in_dim cbrt ceil clamp clz
@@ -48,7 +48,7 @@ _ELEMENTWISE = frozenset(
     """.split()
 )
 
-# Of these, operations whose approximation may differ by where they are computed.
+# Those of them whose approximation may differ between backends or XLA's folding.
 _ROUNDED = frozenset(
     """
     cbrt cos cosh div erf erf_inv erfc exp exp2 expm1 integer_pow log log1p logistic pow
@@ -56,7 +56,7 @@ _ROUNDED = frozenset(
     """.split()
 )
 
-# What XLA does not partition: each device needs the whole matrix.
+# Operations that XLA does not partition: each device needs the whole matrix.
 _UNPARTITIONED = frozenset(
     """
     cholesky eig eigh geqp3 geqrf hessenberg householder_product lu qr schur svd
@@ -67,13 +67,7 @@ _UNPARTITIONED = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cut:
-    """A part of a jaxpr.
-
-    Attributes:
-        of: the jaxpr.
-        eqns: its equations in the part, in order.
-        outputs: the outputs of the part.
-    """
+    """Some equations of the jaxpr `of`, in order, and the outputs that they compute."""
 
     of: Jaxpr
     eqns: tuple[JaxprEqn, ...]
@@ -81,7 +75,7 @@ class Cut:
 
     @functools.cached_property
     def inputs(self) -> tuple[Any, ...]:
-        """What it reads, in the order of first use."""
+        """The variables that it reads, in the order of first use."""
         own = {var for eqn in self.eqns for var in eqn.outvars}
         read = (*(var for eqn in self.eqns for var in eqn.invars), *self.outputs)
         found = (v for v in read if not isinstance(v, Literal) and v not in own)
@@ -93,7 +87,7 @@ class Cut:
         return structure(self.inputs, self.eqns, self.outputs)
 
     def jaxpr(self) -> Jaxpr:
-        """The cut as a jaxpr, with nothing of the rest of the one that it is of."""
+        """The cut as a jaxpr of its own."""
         return self.of.replace(
             constvars=[],
             invars=list(self.inputs),
@@ -103,10 +97,10 @@ class Cut:
         )
 
     def is_elementwise(self) -> bool:
-        """Whether each element is computed by itself, in any sharding to the same bits.
+        """Whether each element is computed by itself, to the same bits in any sharding.
 
-        Not so what rounds and is made from nothing, as a table of sines: XLA computes
-        it when it compiles, but not when it is sharded, and to other bits.
+        This excludes what rounds and has no inputs, such as a table of sines: XLA folds
+        it when it compiles, but not when it is sharded, to different bits.
         """
         return self._folds_nothing() and all(
             eqn.primitive.name in _ELEMENTWISE
@@ -135,24 +129,21 @@ class Cut:
         )
 
     def unpartitioned(self) -> list[str]:
-        """Names of what it computes with that XLA does not partition."""
+        """Names of its operations that XLA does not partition."""
         return sorted({eqn.primitive.name for eqn in every(self.eqns)} & _UNPARTITIONED)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """A program to run: a cut, what it is given, and the shardings of its results.
+    """A program to run: a cut, its inputs, and the shardings of its results.
 
     Attributes:
-        cut: what it computes.
-        given: per input its value; a `jax.ShapeDtypeStruct` for what an earlier step
-            computes.
-        places: per input the sharding that the program takes it in; None for the one
-            that the value has.
-        shardings: per output its sharding; None for any.
-        results: per output its key among the results of all steps.
-        names: what to call the outputs in the log.
-        wanted: where the outputs are moved afterwards; None to leave them.
+        given: the value of each input; a `jax.ShapeDtypeStruct` for an earlier result.
+        places: the sharding of each input; None for that of its value.
+        shardings: the sharding of each output; None for any.
+        results: the key of each output among the results of all steps.
+        names: names of the outputs, for the log.
+        wanted: the shardings that the outputs are moved to afterwards, if any.
     """
 
     cut: Cut
@@ -172,19 +163,16 @@ class Step:
 
     @property
     def size(self) -> int:
-        """How many elements it makes."""
+        """The number of elements of its results."""
         return sum(map(size_of, self.cut.outputs))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is computed by which program; nothing is computed yet.
+    """The programs to run, in order; nothing is computed yet.
 
-    Attributes:
-        values: values that are known, by variable.
-        steps: the programs to run, in order.
-        outputs: per wanted output its key among values and results (or the literal
-            that it is), and its sharding.
+    `values` are known values by variable; `outputs` has the key of each output among
+    values and results (or the literal that it is), and its sharding.
     """
 
     values: Mapping[Any, Any]
@@ -193,12 +181,12 @@ class Plan:
 
 
 def is_split(sharding: Any) -> bool:
-    """Whether a sharding leaves each device a part."""
+    """Whether a sharding gives each device a part."""
     return isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated
 
 
 def sharding_of(value: Any) -> Any:
-    """The sharding that a program takes a value in; None for any."""
+    """The sharding in which a program takes a value; None for any."""
     if isinstance(value, Tracer):
         return None
     if not isinstance(value, jax.ShapeDtypeStruct):  # of what a program will give
@@ -206,26 +194,25 @@ def sharding_of(value: Any) -> Any:
             return None
     own = value.sharding
     if isinstance(own, NamedSharding) and own.is_fully_replicated:
-        # For keys JAX returns sometimes P(), sometimes P(None).
+        # For keys, JAX returns P() or P(None).
         return NamedSharding(own.mesh, PartitionSpec(), memory_kind=own.memory_kind)
     return own
 
 
 # ------------------------------------------------------------- compiling and running
 
-# The cache of compiled programs, over all models, by the key of a step; the oldest is
-# dropped.
+# The cache of compiled programs of all models, by the key of a step, oldest first.
 _KEPT = 256
 _PROGRAMS: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _LOCK = threading.Lock()
 
 
 def compiled(steps: Sequence[Step]) -> dict[Any, Any]:
-    """The programs of steps, by key; new ones are compiled side by side.
+    """The programs of steps, by key; new ones are compiled in parallel.
 
-    There is none for a step that `jax.jit` has to run: inside of a trace, with an input
-    of one (that of `jax.grad`, say), or where JAX looks for NaNs: only `jax.jit` itself
-    then says which operation made one.
+    A step has none if `jax.jit` has to run it: inside a trace, with an input of one
+    (that of `jax.grad`, say), or with JAX's check for NaNs: only `jax.jit` itself then
+    says which operation made one.
     """
     config: Any = jax.config
     if not is_eager() or config.jax_debug_nans or config.jax_debug_infs:
@@ -247,13 +234,7 @@ def compiled(steps: Sequence[Step]) -> dict[Any, Any]:
 def run(
     step: Step, results: Mapping[Any, Any], programs: Mapping[Any, Any]
 ) -> list[Any]:
-    """Run one step.
-
-    Args:
-        step: the step.
-        results: those of earlier steps.
-        programs: from `compiled`.
-    """
+    """Run one step, given the results of earlier ones and the `compiled` programs."""
     given = zip(step.cut.inputs, step.given, step.places, strict=True)
     inputs = [
         _moved(results[var] if type(value) is jax.ShapeDtypeStruct else value, place)
@@ -278,10 +259,9 @@ def _has_tracers(values: Iterable[Any]) -> bool:
 
 
 def _compile(steps: Sequence[Step]) -> list[Any]:
-    """Compile several at a time, each as soon as it is lowered.
+    """Compile several at a time, each as soon as it is lowered, the largest first.
 
-    What makes most takes longest, and comes first, so that nothing waits for it alone.
-    Lowered here, as the settings of this thread (`jax.enable_x64`) are no other's.
+    Lowered in this thread, as its settings (`jax.enable_x64`) do not apply in others.
     """
     if len(steps) < 2:
         return [_lowered(step).compile() for step in steps]
@@ -296,7 +276,7 @@ def _lowered(step: Step) -> Any:
         _template(value, place)
         for value, place in zip(step.given, step.places, strict=True)
     ]
-    # What `jax.disable_jit` shows has been seen when the constructor was traced.
+    # `jax.disable_jit` applied when the constructor was traced.
     with no_mesh(), jax.disable_jit(False):
         return _jitted(step).lower(*inputs)
 
@@ -305,16 +285,16 @@ def _jitted(step: Step) -> Any:
     """The cut of a step as a function."""
     part = step.cut.jaxpr()
 
-    def born(*inputs: Any) -> list[Any]:
-        # Not jaxpr_as_fun, after which debug_nans checks nothing any more.
+    def part_of_init(*inputs: Any) -> list[Any]:
+        # Not jaxpr_as_fun, after which debug_nans checks nothing.
         with no_mesh():
             return eval_jaxpr(part, [], *inputs)
 
-    return jax.jit(born, out_shardings=list(step.shardings))
+    return jax.jit(part_of_init, out_shardings=list(step.shardings))
 
 
 def _template(value: Any, place: Any) -> Any:
-    """What a program is lowered for: a value, or its shape where it will be moved."""
+    """An input to lower a program for: a value, or its shape if it will be moved."""
     if place is None or sharding_of(value) is not None:
         return value
     aval: Any = jax.typeof(value)
@@ -323,7 +303,7 @@ def _template(value: Any, place: Any) -> Any:
 
 
 def _moved(value: Any, place: Any) -> Any:
-    """A value in the sharding of a program; small ones JAX moves with the call."""
+    """A value in the sharding of a program; JAX moves small ones with the call."""
     if place is None or value.size <= SMALL or getattr(value, "committed", False):
         return value
     return put(value, place)

@@ -51,10 +51,7 @@ class _NoSharding(jax.sharding.Sharding):
 class AfterTheScope(jax.ShapeDtypeStruct):
     """The placeholder of a value that is made when its block ends: shape and dtype.
 
-    Whatever would need the value raises StructureError, and says what to do.
-
-    Attributes:
-        block: the block that makes the value.
+    Whatever needs the value raises StructureError with a fix.
     """
 
     __hash__ = object.__hash__
@@ -65,10 +62,10 @@ class AfterTheScope(jax.ShapeDtypeStruct):
 
     @property
     def sharding(self) -> Any:
-        """None when the block ends, and its values are planned; else unreadable."""
+        """None while the block ends and its values are planned; else unreadable."""
         return None if self.block.stage == "ending" else _NoSharding(self)
 
-    # A property, as JAX looks whether there is one.
+    # A property, as JAX checks whether it exists.
     @property
     def __jax_array__(self) -> Any:
         raise StructureError(self.why_not())
@@ -84,14 +81,14 @@ class AfterTheScope(jax.ShapeDtypeStruct):
     __str__ = __repr__
 
     def __getattr__(self, name: str) -> Any:
-        # Asked only for what is not there: methods of arrays, such as `mean`. What the
-        # base class has is not there while it is set.
+        # Called for missing attributes: methods of arrays, such as `mean`. Those of the
+        # base class are missing while it is being set up.
         if is_of_arrays(name) and not hasattr(jax.ShapeDtypeStruct, name):
             raise NoValueYet(self.why_not())
         raise AttributeError(f"a value of a layout_map_scope has no {name!r}")
 
     def why_not(self) -> str:
-        """Why there is no value, and what to do."""
+        """Why there is no value, and the fix."""
         shape = tuple(self.shape)
         if self.block.stage == "open":
             return (
@@ -138,12 +135,7 @@ class Together(nnx.Pytree):
 
 
 class Birth:
-    """A traced constructor, and the placeholders of what it computes.
-
-    Attributes:
-        traced: the trace.
-        leaves: the placeholders.
-    """
+    """A traced constructor, and the placeholders (`leaves`) of its results."""
 
     def __init__(self, make: Callable[..., Any], args: Any, kw: Any, block: BlockState):
         def both(*args: Any, **kw: Any) -> Any:
@@ -156,7 +148,7 @@ class Birth:
     def objects(self) -> Together | None:
         """The new object and the arguments, with placeholders.
 
-        None if they do not hold all of them: an attribute that is no Variable is no
+        None if they do not hold all of them: an attribute that is no Variable is not
         data for flax 0.12.4 while it is a shape.
         """
         together = self.traced.rebuild(self.traced.leaves_of(self.leaves))
@@ -164,17 +156,16 @@ class Birth:
         return together if all(id(leaf) in seen for leaf in self.leaves) else None
 
     def at_once(self, mesh: Mesh) -> Together:
-        """The new object and the arguments, with their values, in parts on a mesh."""
+        """The new object and the arguments, with their values, sharded over a mesh."""
         wanted = [spread(leaf.shape, mesh) for leaf in self.leaves]
         made, _ = arrays_of(self.traced, wanted)
         return self.traced.rebuild(self.traced.leaves_of(made))
 
     def settle(self, together: Together, nodes: Sequence[Any]) -> Any:
-        """The new object; its arguments go on, as if the constructor had run.
+        """The new object; its arguments advance, as if the constructor had run.
 
-        Args:
-            together: from `objects` or `at_once`.
-            nodes: the NNX objects among the arguments.
+        `together` is from `objects` or `at_once`; `nodes` are the NNX objects among the
+        arguments.
         """
         if nodes:
             _, inputs = arrays_of(self.traced, [None] * self.traced.made)
@@ -190,10 +181,8 @@ class Birth:
     ) -> dict[int, Any]:
         """Id of a placeholder → its array, for those that have a sharding.
 
-        Args:
-            shardings: id of a placeholder → its sharding.
-            paths: id of such a placeholder → what to call it in the log.
-            values: id of an argument that was a placeholder → its value.
+        All mappings are by the id of a placeholder: shardings, names for the log, and
+        values of arguments that were placeholders.
         """
         wanted = [shardings.get(id(leaf)) for leaf in self.leaves]
         traced = self.traced

@@ -1,28 +1,216 @@
-"""The end of a `layout_map_scope` block: objects → models → layouts → arrays."""
+"""The end of a `layout_map_scope` block: objects → models → layouts → arrays.
+
+The state of an `nnx.Optimizer` made in the block follows the parameters. If its model
+has no values yet, the optimizer is traced, as a model is, and its state is computed
+after the model.
+"""
 
 import collections
 import dataclasses
+import inspect
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
-from flax_layoutmap._birth.create import hashes_of, made_from, refuse_unfit
+from flax_layoutmap._birth.create import (
+    hashes_of,
+    layouts_of,
+    made_from,
+    refuse_unfit,
+)
 from flax_layoutmap._birth.scope_birth import AfterTheScope, Birth, BlockState
-from flax_layoutmap._birth.scope_optimizer import Follower
 from flax_layoutmap._core.errors import StructureError, warn
 from flax_layoutmap._core.processes import Agreement, Parts, digest_of_value
 from flax_layoutmap._place.annotations import settle_metadata
 from flax_layoutmap._place.place import put
-from flax_layoutmap._resolve.memory import remember_rules
 from flax_layoutmap._resolve.resolution import Resolution
-from flax_layoutmap._resolve.resolve import resolve
+from flax_layoutmap._resolve.resolve import remember_rules, resolve, resolve_tree
+from flax_layoutmap._resolve.state_dims import owner_of
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, objects_of
+from flax_layoutmap._tree.flax_internals import (
+    is_nnx_object,
+    metadata_of,
+    nnx_state,
+    objects_of,
+    variables_of,
+)
 from flax_layoutmap._tree.graph import update
-from flax_layoutmap._tree.objects import arrays_as_data, refuse_left_over
+from flax_layoutmap._tree.objects import arrays_as_data, objects_in, refuse_left_over
+
+# ---------------------------------------------------------------------- optimizers
+
+_FROM_PARAMETER = ("out_sharding", "sharding_rules")
+
+
+class Follower:
+    """An optimizer of a block.
+
+    Attributes:
+        models: the objects that it was made from; they live as long as it does.
+        birth: the traced constructor; None if the state has values already.
+    """
+
+    def __init__(
+        self, optimizer: Any, cls: type, args: Any, kw: Any, birth: Birth | None = None
+    ) -> None:
+        self.models = objects_in((args, kw))
+        self._optimizer = weakref.ref(optimizer)
+        self._name = cls.__name__
+        self._model = _model_among(cls, args, kw)
+        others = {id(v) for node in self.models for v in variables_of(node)}
+        self._own = {id(v) for v in variables_of(optimizer)} - others
+        self.birth = birth
+        # The parameters by path: one may be given another value later.
+        self._before = {} if self._model is None else _leaves(self._params(optimizer))
+
+    def _params(self, optimizer: Any) -> Any:
+        return nnx_state(self._model, optimizer.wrt)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; None if it was garbage collected."""
+        return self._optimizer()
+
+    def owns(self, part: Any) -> bool:
+        """Whether a Variable is the optimizer's own, and not its model's."""
+        return id(part) in self._own
+
+    def resolve(
+        self, rules: RuleSet, shardings: dict[int, Any]
+    ) -> tuple[Any, Resolution] | None:
+        """Its own state with its Resolution; None if the model is on no mesh.
+
+        `shardings` maps the id of a leaf of a model to its sharding; leaves that the
+        state is computed from are added.
+
+        Raises:
+            StructureError: a parameter of it is part of no model.
+        """
+        optimizer = self.optimizer
+        state = nnx.from_flat_state(
+            (path, part)
+            for path, part in nnx.to_flat_state(nnx_state(optimizer))
+            if self.owns(part)
+        )
+        if self._model is None:
+            resolution = resolve(optimizer, rules)
+        else:
+            params = self._params(optimizer)
+            placed = jax.tree.map(lambda leaf: _placed(leaf, shardings), params)
+            self._check_placed(placed)
+            known = [leaf.sharding for leaf in jax.tree.leaves(placed)]
+            if not all(known):
+                return None
+            # If `wrt` selects nothing, there are only counters.
+            layouts, mesh = layouts_of(placed) if known else ([], rules.mesh)
+            self._add_inputs(shardings, _leaves(placed))
+            own = rules.with_changes(rules=(), names=(), activations=())
+            resolution = resolve_tree(
+                state, own.on(mesh), params, optimizer.tx, layouts
+            )
+        leaves = flatten(state).leaves
+        for leaf, wanted in zip(leaves, resolution.sharding_list(), strict=True):
+            shardings[id(leaf)] = wanted
+        return state, resolution
+
+    def _add_inputs(self, shardings: dict[int, Any], now: Mapping[str, Any]) -> None:
+        """Add values that are in no model any more, but that the state may need."""
+        for path, leaf in self._before.items():
+            if isinstance(leaf, AfterTheScope) and path in now:
+                if now[path].shape == leaf.shape:
+                    shardings.setdefault(id(leaf), now[path].sharding)
+
+    def _check_placed(self, params: Any) -> None:
+        """Raise where a parameter will have no value."""
+        for path, leaf in _leaves(params).items():
+            if isinstance(leaf, AfterTheScope):
+                raise StructureError(
+                    f"the {self._name} made in the layout_map_scope block trains "
+                    f"{path} {tuple(leaf.shape)}, which is part of no model at its "
+                    "end: keep the model, or make the optimizer after the block"
+                )
+
+    def fill(
+        self, state: Any, resolution: Resolution, values: dict[int, Any]
+    ) -> list[Any]:
+        """Make its state, or move it, and update the optimizer; return the arrays.
+
+        `state` and `resolution` are from `resolve`; `values` maps the id of a leaf to
+        its array, and the new ones are added.
+        """
+        leaves, shardings = flatten(state).leaves, resolution.sharding_list()
+        if self.birth is not None:
+            own = dict(zip(map(id, leaves), shardings, strict=True))
+            paths = dict(zip(map(id, leaves), resolution.paths, strict=True))
+            values |= self.birth.make(own, paths, values)
+        new = [
+            put(values.get(id(leaf), leaf), own)
+            for leaf, own in zip(leaves, shardings, strict=True)
+        ]
+        treedef = jax.tree.structure(state)
+        nnx.update(self.optimizer, jax.tree.unflatten(treedef, new))
+        self._settle_metadata(state)
+        return new
+
+    def _settle_metadata(self, state: Any) -> None:
+        """Update metadata that Flax copied from parameters before a rule changed it."""
+        if self._model is None:
+            return
+        flat = nnx.to_flat_state(self._params(self.optimizer))
+        owners = {"/".join(map(str, path)): variable for path, variable in flat}
+        for path, part in nnx.to_flat_state(state):
+            owner = owner_of("/".join(map(str, path)), owners)
+            if owner is None or not isinstance(part, nnx.Variable):
+                continue
+            known = metadata_of(owners[owner])
+            if "optimizer_sharding" in known:
+                continue
+            for name in _FROM_PARAMETER:
+                if name in known and name in metadata_of(part):
+                    part.set_metadata(name, known[name])
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Path → leaf."""
+    flat = flatten(tree)
+    return dict(zip(flat.paths, flat.leaves, strict=True))
+
+
+def _placed(leaf: Any, shardings: Mapping[int, Any]) -> Any:
+    """A parameter in its final sharding; without one if that is on no mesh."""
+    own = shardings.get(id(leaf))
+    if own is None:
+        if isinstance(leaf, AfterTheScope):
+            return leaf
+        own = getattr(leaf, "sharding", None)
+        if not isinstance(own, NamedSharding) or not isinstance(own.mesh, Mesh):
+            own = None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+
+
+def _model_among(cls: type, args: Sequence[Any], kw: Mapping[str, Any]) -> Any:
+    """The argument that an optimizer trains; None if it makes its model itself."""
+    try:
+        given = inspect.signature(cls.__init__).bind(None, *args, **kw).arguments
+    except (TypeError, ValueError):
+        given = dict(kw)
+    if "model" in given:
+        return given["model"]
+    of_kind = [
+        node
+        for node in [*args, *kw.values()]
+        if isinstance(node, nnx.State)
+        or (is_nnx_object(node) and not isinstance(node, nnx.Rngs))
+    ]
+    return of_kind[0] if of_kind else None
+
+
+# ------------------------------------------------------------------------- models
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +218,11 @@ class Made:
     """What was made in a block.
 
     Attributes:
-        rules: the rules of the block.
-        block: its state.
-        births: the constructors that were traced.
-        modules: the modules.
+        births: the traced constructors.
         followers: the optimizers.
         settled: arrays that an inner block has laid out.
         parts: ids of the modules and their parts, those of inner blocks too.
-        hidden: names of classes, and how many were made inside of a transformation.
+        hidden: class names → how many were made inside a transformation.
     """
 
     rules: RuleSet
@@ -52,14 +237,7 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A finished model, as far as no inner block has laid it out.
-
-    Attributes:
-        root: the module.
-        state: its Variables and arrays.
-        leaves: their values.
-        paths: where these are.
-    """
+    """A finished model, without what an inner block has laid out."""
 
     root: Any
     state: Any
@@ -69,13 +247,9 @@ class _Model:
 
 @dataclasses.dataclass(frozen=True)
 class _Layouts:
-    """The layouts of what was made.
+    """Each model with its Resolution, each optimizer with its own state and Resolution.
 
-    Attributes:
-        models: each model with its Resolution.
-        followers: each optimizer with its own state and the Resolution of that.
-        shardings: id of a leaf → its sharding.
-        paths: id of a leaf → its path.
+    `shardings` and `paths` are those of each leaf, by its id.
     """
 
     models: Sequence[tuple[_Model, Resolution]]
@@ -92,10 +266,10 @@ def fill(made: Made) -> list[Any]:
 
 
 def _models(made: Made) -> list[_Model]:
-    """The modules that are part of no other one, and what is to be laid out of them.
+    """The modules that are part of no other one, and their state to lay out.
 
     Raises:
-        StructureError: a model would keep a value that is not made.
+        StructureError: a model would keep a placeholder.
     """
     for module in made.modules:
         arrays_as_data(module, AfterTheScope)  # a value of the block was set
@@ -138,7 +312,7 @@ def _own(made: Made, state: Any) -> Any:
 def _check_complete(
     made: Made, nodes: Iterable[Any], leaves: Sequence[Any], paths: Sequence[str]
 ) -> None:
-    """Raise where a model would keep a value that is not made."""
+    """Raise where a model would keep a placeholder."""
     for leaf, path in zip(leaves, paths, strict=True):
         if isinstance(leaf, AfterTheScope) and leaf.block is not made.block:
             raise StructureError(leaf.why_not())
@@ -155,7 +329,7 @@ def _check_complete(
 
 
 def _warn_of_lost(made: Made, nodes: Iterable[Any]) -> None:
-    """Warn of modules that were made inside of a transformation, and are lost."""
+    """Warn of modules that were made inside a transformation, and are not laid out."""
     others = {id(node): node for node in nodes if id(node) not in made.parts}
     found = collections.Counter(type(node).__name__ for node in others.values())
     lost = [name for name, count in made.hidden.items() if found[name] < count]
@@ -204,7 +378,7 @@ def _layouts(made: Made, models: Sequence[_Model]) -> _Layouts:
 def _made_from(
     births: Sequence[Birth], leaves: Sequence[Any], found: Sequence[Resolution]
 ) -> Parts:
-    """What the leaves of all models are made from; their values, if they are here."""
+    """Hashes of what each leaf is computed from, or of its value."""
     hashes: dict[int, str] = {}
     for birth in births:
         hashes |= zip(map(id, birth.leaves), hashes_of(birth.traced), strict=True)
@@ -220,14 +394,14 @@ def _numbered(parts: Mapping[str, list[str]], number: int) -> dict[str, list[str
 
 
 def _arrays(made: Made, layouts: _Layouts) -> list[Any]:
-    """Make the arrays, and give them to the models and then to the optimizers."""
+    """Make the arrays, and assign them to the models and then to the optimizers."""
     values: dict[int, Any] = {}
     for birth in made.births:
         values |= birth.make(layouts.shardings, layouts.paths)
     arrays: list[Any] = []
     for model, resolution in layouts.models:
         new = [
-            # An abstract leaf of the user's own stays one.
+            # A user's own abstract leaf stays abstract.
             leaf
             if type(leaf) is jax.ShapeDtypeStruct
             else put(values.get(id(leaf), leaf), own)

@@ -36,8 +36,7 @@ def dim_axes(dim: Dim) -> tuple[str, ...]:
 def normal_spec(dims: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """The one `PartitionSpec` for these dims: no trailing None, no 1-tuples.
 
-    JAX tells `P("data")` from `P("data", None)`, so that a jitted function given
-    both compiles twice; the normal form keeps equal layouts equal.
+    JAX compiles a function again for `P("data", None)` after `P("data")`.
     """
     entries = [
         None if not names else names[0] if len(names) == 1 else names for names in dims
@@ -51,8 +50,8 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
     """A `PartitionSpec` as axes: missing trailing dims are not sharded."""
     if spec.unreduced or spec.reduced:
         raise RuleError(
-            f"{spec!r} speaks of values that are not yet reduced, which a layout does "
-            "not: say only how the dims are sharded"
+            f"{spec!r} has reduced or unreduced axes, which a layout cannot have: give "
+            "only the axes of the dims"
         )
     return (*spec, ...)
 
@@ -60,19 +59,15 @@ def spec_entries(spec: PartitionSpec) -> tuple[Any, ...]:
 def read_dims(
     axes: tuple[Any, ...], given: Any, names: Collection[str]
 ) -> tuple[Dim, ...]:
-    """The dims of a layout on a mesh with these axes; `given` is named in errors.
-
-    Raises:
-        RuleError: they are none.
-    """
+    """The dims of a layout on a mesh with these axes; errors quote `given`."""
     if sum(dim is ... for dim in axes) > 1:
         raise RuleError(f"a layout may hold one '...', got {given!r}")
     dims: list[Dim] = []
     for dim in axes:
         if dim is PartitionSpec.UNCONSTRAINED:
             raise RuleError(
-                f"{given!r} leaves a dim unconstrained; a layout says where every dim "
-                "lies: use None for a dim that is not sharded"
+                f"{given!r} leaves a dim unconstrained, which a layout cannot do: use "
+                "None for a dim that is not sharded"
             )
         if dim is None or dim is ... or isinstance(dim, str):
             dims.append(None if dim == UNSHARDED and dim not in names else dim)
@@ -84,7 +79,7 @@ def read_dims(
 
 
 def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """Unwrap 1-tuples, drops empty ones and None beside a '...'."""
+    """Unwrap 1-tuples; drop empty ones, and None beside a '...'."""
     result: list[Dim] = []
     for dim in dims:
         if isinstance(dim, tuple) and len(dim) < 2:
@@ -97,7 +92,7 @@ def normal_dims(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def not_a_layout(value: Any) -> str:
-    """State that a value is no layout, and what to write."""
+    """Say that a value is not a layout, and what to write instead."""
     if isinstance(value, str):
         return (
             f"a layout cannot be a string, got {value!r}; write a tuple with one entry "

@@ -57,7 +57,8 @@ def get_device_count(device_type: str | None = None) -> int:
 def _devices(device_type: str | None) -> list[Any]:
     if not isinstance(device_type, str | None):
         raise MeshError(
-            f'device_type is a text such as "cpu", "gpu" or "tpu", got {device_type!r}'
+            'device_type must be a string such as "cpu", "gpu" or "tpu", got '
+            f"{device_type!r}"
         )
     kind = device_type if device_type is None else device_type.lower()
     try:
@@ -75,11 +76,7 @@ def key_of(device: Any) -> tuple[str, int]:
 
 
 def key_in(name: str) -> tuple[str, int]:
-    """Platform and id in a name such as `"cpu:0"`.
-
-    Raises:
-        MeshError: it is no such name.
-    """
+    """Platform and id in a name such as `"cpu:0"`."""
     found = _NAME.fullmatch(name)
     if found is None:
         raise MeshError(
@@ -89,11 +86,7 @@ def key_in(name: str) -> tuple[str, int]:
 
 
 def key_given(device: Any) -> tuple[str, int]:
-    """Platform and id of a device or in its name.
-
-    Raises:
-        MeshError: it is neither, or no such name.
-    """
+    """Platform and id of a device, or of its name."""
     if isinstance(device, str):
         return key_in(device)
     if not hasattr(device, "device_kind"):
@@ -113,7 +106,7 @@ def long_name(device: Any) -> str:
 
 
 def devices_here(keys: Sequence[tuple[str, int]]) -> list[Any | None]:
-    """The devices with these platforms and ids; None for one that is not here."""
+    """The devices with these platforms and ids; None where there is no such device."""
     known = {
         (platform, device.id): device
         for platform in {platform for platform, _ in keys}
@@ -123,11 +116,7 @@ def devices_here(keys: Sequence[tuple[str, int]]) -> list[Any | None]:
 
 
 def require_here(keys: Sequence[tuple[str, int]]) -> list[Any]:
-    """The devices with these platforms and ids.
-
-    Raises:
-        MeshError: some are not here.
-    """
+    """The devices with these platforms and ids; raises if some are missing."""
     found = devices_here(keys)
     missing = [key for key, device in zip(keys, found, strict=True) if device is None]
     if missing:

@@ -2,7 +2,7 @@
 
 The formats are those of TensorFlow's `tensorflow/dtensor/proto/layout.proto` and of
 `Layout.to_string()` and `Mesh.to_string()`, checked against TensorFlow 2.21. One
-extension: a dim that lies on several mesh axes is written `x+y`.
+extension: a dim on several mesh axes is written `x+y`.
 """
 
 import functools
@@ -22,25 +22,15 @@ _XLA = "use_xla_spmd"
 
 
 class MeshRecord(NamedTuple):
-    """What DTensor writes of a mesh.
+    """What DTensor writes of a mesh."""
 
-    Attributes:
-        dims: name and size of each axis.
-        global_ids: the numbers of the places of the mesh, row by row.
-        local_ids: those of this process.
-        local_devices: the devices of this process, one for each of `local_ids`.
-        global_devices: the devices of all processes, or none.
-        name: DTensor's name of the mesh.
-        use_xla_spmd: whether XLA, not DTensor, partitions the program.
-    """
-
-    dims: tuple[tuple[str, int], ...]
-    global_ids: tuple[int, ...]
-    local_ids: tuple[int, ...] = ()
-    local_devices: tuple[str, ...] = ()
-    global_devices: tuple[str, ...] = ()
+    dims: tuple[tuple[str, int], ...]  # name and size of each axis
+    global_ids: tuple[int, ...]  # numbers of the places, row-major
+    local_ids: tuple[int, ...] = ()  # those of this process
+    local_devices: tuple[str, ...] = ()  # one for each of `local_ids`
+    global_devices: tuple[str, ...] = ()  # of all processes, or empty
     name: str = ""
-    use_xla_spmd: bool = False
+    use_xla_spmd: bool = False  # whether XLA, not DTensor, partitions
 
 
 class LayoutRecord(NamedTuple):
@@ -64,11 +54,7 @@ def word_of(dim: None | str | tuple[str, ...] | EllipsisType) -> str:
 def dim_of(
     word: str, names: Collection[str], strict: bool = False
 ) -> None | str | tuple[str, ...]:
-    """The dim that a word stands for, on a mesh with these axes.
-
-    Raises:
-        LayoutError: the word is none of DTensor's and `strict`, or has two meanings.
-    """
+    """The dim that a word stands for, on a mesh with these axes."""
     if word == UNSHARDED:
         return None
     if word == MATCH and MATCH in names:
@@ -80,18 +66,14 @@ def dim_of(
         return word
     if strict:
         raise LayoutError(
-            f"the dim {word!r} lies on several mesh axes, which DTensor cannot read; "
+            f"the dim {word!r} is on several mesh axes, which DTensor cannot read; "
             "leave out strict=True"
         )
     return tuple(word.split("+"))
 
 
 def words_of(dims: Sequence[Any], names: Collection[str]) -> tuple[str, ...]:
-    """DTensor's words for the dims of a layout.
-
-    Raises:
-        LayoutError: a name of an axis would be read as something else.
-    """
+    """DTensor's words for the dims of a layout."""
     words = tuple(map(word_of, dims))
     for word, dim in zip(words, dims, strict=True):
         if dim_of(word, names) != dim:
@@ -106,11 +88,7 @@ def words_of(dims: Sequence[Any], names: Collection[str]) -> tuple[str, ...]:
 
 
 def mesh_to_text(mesh: MeshRecord) -> str:
-    """Write `name|x=3,y=2|global ids|local ids|local devices[|global devices][|…]`.
-
-    Raises:
-        MeshError: a name has a character that the text gives a meaning to.
-    """
+    """Write `name|x=3,y=2|global ids|local ids|local devices[|global devices][|…]`."""
     parts = [
         mesh.name,
         ",".join(f"{name}={size}" for name, size in mesh.dims),
@@ -132,11 +110,7 @@ def mesh_to_text(mesh: MeshRecord) -> str:
 
 
 def mesh_from_text(text: str) -> MeshRecord:
-    """Read what `mesh_to_text` wrote, and DTensor's short form `name|x=2|*CPU`.
-
-    Raises:
-        MeshError: it is no such text, or its parts do not fit together.
-    """
+    """Read what `mesh_to_text` wrote, and DTensor's short form `name|x=2|*CPU`."""
     parts = text.split("|")
     use_xla_spmd = len(parts) > 5 and parts[-1] == _XLA
     if use_xla_spmd:
@@ -195,7 +169,7 @@ def _number(word: str, text: str) -> int:
 
 
 def _checked(mesh: MeshRecord) -> MeshRecord:
-    """The same record; raises MeshError where its parts do not fit together."""
+    """The same record; raises MeshError where its parts contradict each other."""
     places = math.prod(size for _, size in mesh.dims)
     first = mesh.global_ids[0] if mesh.global_ids else 0
     listed = mesh.global_devices
@@ -225,12 +199,7 @@ def layout_to_text(layout: LayoutRecord) -> str:
 
 
 def layout_from_text(text: str) -> LayoutRecord:
-    """Read what `layout_to_text` wrote.
-
-    Raises:
-        LayoutError: it is no such text.
-        MeshError: so is its mesh.
-    """
+    """Read what `layout_to_text` wrote."""
     head, _, tail = text.partition(" ")
     named = head.startswith("sharding_specs:") and tail.startswith("mesh:")
     if not named or " " in tail:
@@ -255,65 +224,70 @@ def layout_from_text(text: str) -> LayoutRecord:
 
 # --------------------------------------------------------------------- protos
 
-# Message → (field, number, type, repeated). Field numbers are TensorFlow's.
-_FIELDS: dict[str, tuple[tuple[str, int, str, bool], ...]] = {
-    "ShardingSpec": (("sharding_spec", 2, "string", False),),
-    "MeshDimensionProto": (("name", 1, "string", False), ("size", 2, "int64", False)),
-    "MeshProto": (
-        ("mesh_dimensions", 1, "MeshDimensionProto", True),
-        ("global_device_ids", 2, "int64", True),
-        ("name", 3, "string", False),
-        ("local_device_ids", 4, "int64", True),
-        ("local_devices", 5, "string", True),
-        ("global_devices", 6, "string", True),
-        ("use_xla_spmd", 7, "bool", False),
-        ("single_device", 8, "string", False),
-    ),
-    "LayoutProto": (
-        ("sharding_specs", 1, "ShardingSpec", True),
-        ("mesh_config", 2, "MeshProto", False),
-        ("type", 3, "LayoutProto.LayoutType", False),
-    ),
+# The messages of TensorFlow's file, as a FileDescriptorProto in text format.
+_FILE = """
+name: "tensorflow/dtensor/proto/layout.proto"
+package: "tensorflow.dtensor"
+syntax: "proto3"
+message_type {
+  name: "ShardingSpec"
+  field { name: "sharding_spec" number: 2 type: TYPE_STRING label: LABEL_OPTIONAL }
 }
-_TYPES = ("UNKNOWN", "STATIC", "PARTED", "SINGLE_DEVICE")
+message_type {
+  name: "MeshDimensionProto"
+  field { name: "name" number: 1 type: TYPE_STRING label: LABEL_OPTIONAL }
+  field { name: "size" number: 2 type: TYPE_INT64 label: LABEL_OPTIONAL }
+}
+message_type {
+  name: "MeshProto"
+  field { name: "mesh_dimensions" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED
+    type_name: ".tensorflow.dtensor.MeshDimensionProto" }
+  field { name: "global_device_ids" number: 2 type: TYPE_INT64 label: LABEL_REPEATED }
+  field { name: "name" number: 3 type: TYPE_STRING label: LABEL_OPTIONAL }
+  field { name: "local_device_ids" number: 4 type: TYPE_INT64 label: LABEL_REPEATED }
+  field { name: "local_devices" number: 5 type: TYPE_STRING label: LABEL_REPEATED }
+  field { name: "global_devices" number: 6 type: TYPE_STRING label: LABEL_REPEATED }
+  field { name: "use_xla_spmd" number: 7 type: TYPE_BOOL label: LABEL_OPTIONAL }
+  field { name: "single_device" number: 8 type: TYPE_STRING label: LABEL_OPTIONAL }
+}
+message_type {
+  name: "LayoutProto"
+  field { name: "sharding_specs" number: 1 type: TYPE_MESSAGE label: LABEL_REPEATED
+    type_name: ".tensorflow.dtensor.ShardingSpec" }
+  field { name: "mesh_config" number: 2 type: TYPE_MESSAGE label: LABEL_OPTIONAL
+    type_name: ".tensorflow.dtensor.MeshProto" }
+  field { name: "type" number: 3 type: TYPE_ENUM label: LABEL_OPTIONAL
+    type_name: ".tensorflow.dtensor.LayoutProto.LayoutType" }
+  enum_type {
+    name: "LayoutType"
+    value { name: "UNKNOWN" number: 0 }
+    value { name: "STATIC" number: 1 }
+    value { name: "PARTED" number: 2 }
+    value { name: "SINGLE_DEVICE" number: 3 }
+  }
+}
+"""
 
 
 @functools.cache
 def _messages() -> dict[str, Any]:
     """Message name → class, in a pool of its own, apart from TensorFlow's."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-
-    kinds = descriptor_pb2.FieldDescriptorProto
-    scalars = {
-        "string": kinds.TYPE_STRING,
-        "int64": kinds.TYPE_INT64,
-        "bool": kinds.TYPE_BOOL,
-    }
-    file = descriptor_pb2.FileDescriptorProto(
-        name="tensorflow/dtensor/proto/layout.proto",
-        package="tensorflow.dtensor",
-        syntax="proto3",
+    from google.protobuf import (
+        descriptor_pb2,
+        descriptor_pool,
+        message_factory,
+        text_format,
     )
-    for name, fields in _FIELDS.items():
-        message = file.message_type.add(name=name)
-        for field, number, kind, repeated in fields:
-            label = kinds.LABEL_REPEATED if repeated else kinds.LABEL_OPTIONAL
-            made = message.field.add(name=field, number=number, label=label)
-            if kind in scalars:
-                made.type = scalars[kind]
-            else:
-                made.type = kinds.TYPE_ENUM if "." in kind else kinds.TYPE_MESSAGE
-                made.type_name = f".{file.package}.{kind}"
-    kind_of_layout = file.message_type[-1].enum_type.add(name="LayoutType")
-    for number, name in enumerate(_TYPES):
-        kind_of_layout.value.add(name=name, number=number)
+
+    file = text_format.Parse(_FILE, descriptor_pb2.FileDescriptorProto())
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
+    find = pool.FindMessageTypeByName
     return {
-        name: message_factory.GetMessageClass(
-            pool.FindMessageTypeByName(f"{file.package}.{name}")
+        message.name: message_factory.GetMessageClass(
+            find(f"{file.package}.{message.name}")
         )
-        for name in _FIELDS
+        for message in file.message_type
     }
 
 
@@ -331,11 +305,7 @@ def mesh_to_proto(mesh: MeshRecord) -> Any:
 
 
 def mesh_from_proto(proto: Any) -> MeshRecord:
-    """Read a `MeshProto`, ours, TensorFlow's or its bytes.
-
-    Raises:
-        MeshError: it is none, or its parts do not fit together.
-    """
+    """Read a `MeshProto`, ours, TensorFlow's or its bytes."""
     read = _parsed("MeshProto", proto, MeshError)
     if read.single_device:
         raise MeshError(
@@ -367,15 +337,11 @@ def layout_to_proto(layout: LayoutRecord) -> Any:
 
 
 def layout_from_proto(proto: Any) -> LayoutRecord:
-    """Read a `LayoutProto`, ours, TensorFlow's or its bytes.
-
-    Raises:
-        LayoutError: it is none, or of a kind that has no meaning here.
-        MeshError: its mesh cannot be read.
-    """
+    """Read a `LayoutProto`, ours, TensorFlow's or its bytes."""
     read = _parsed("LayoutProto", proto, LayoutError)
     if read.type > _STATIC:
-        kind = _TYPES[read.type] if read.type < len(_TYPES) else read.type
+        types = read.DESCRIPTOR.enum_types_by_name["LayoutType"].values_by_number
+        kind = types[read.type].name if read.type in types else read.type
         raise LayoutError(
             f"a layout of type {kind} has no meaning here; only STATIC ones are read"
         )

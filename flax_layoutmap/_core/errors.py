@@ -1,13 +1,4 @@
-"""The exceptions and warnings of flax_layoutmap.
-
-    LayoutError(ValueError)     everything below
-    ├── RuleError               a rule is wrong by itself: bad regex, value, taken key
-    ├── MeshError               a mesh cannot be made, or is missing, or is abstract
-    ├── ResolveError            rules do not fit a tree: rank, divisibility, overlap
-    ├── StructureError          a tree has no unique paths, or does not fit another
-    ├── CheckpointError         a checkpoint cannot be written, read or used
-    └── ProcessError            the processes of one job disagree, or do not meet
-    LayoutWarning(UserWarning)  a rule unused, a leaf unmatched, a fallback
+"""The exceptions and warnings of flax_layoutmap, and helpers for their messages.
 
 A message says, in this order: which leaf, which rule, what clashed, what to do.
 """
@@ -31,7 +22,7 @@ class LayoutError(ValueError):
 
 
 class RuleError(LayoutError):
-    """A rule is invalid by itself: a bad regex, a bad value, a duplicate key."""
+    """A rule is invalid: a bad regex, a bad value, a duplicate key."""
 
     __module__ = "flax_layoutmap.errors"
 
@@ -98,15 +89,9 @@ class LayoutWarning(UserWarning):
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Escape the control characters and invisible characters of a text.
+    """Escape control characters and characters without a glyph, except those in `keep`.
 
     Names may come from an untrusted checkpoint or rule file.
-    Escaped are control characters, marks that change the direction of writing, and all
-    else without a glyph of its own.
-
-    Args:
-        text: the text.
-        keep: characters that stay, such as the line breaks of a message.
 
     >>> print(visible("up" + chr(27) + "[2J"))
     up\\x1b[2J
@@ -126,7 +111,7 @@ def closest(name: str, choices: Iterable[str], *, count: int = 1) -> list[str]:
 
 def meant(name: str, choices: Iterable[str]) -> str | None:
     """Return the choice that `name` most likely misspells, or None."""
-    # Of a short name, a few letters are a large share.
+    # In a short name, a few letters are a large fraction.
     cutoff = 0.6 if len(name) > 4 else 0.7
     found = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return found[0] if found else None
@@ -140,7 +125,7 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 def warn(text: str) -> None:
     """Issue a LayoutWarning that points at the user's line, not at one of ours."""
-    # A block of ours ends by way of contextlib.
+    # Context managers of this package end in a frame of contextlib.
     ours = (os.path.dirname(os.path.dirname(__file__)), contextlib.__file__)
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):

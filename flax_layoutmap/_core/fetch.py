@@ -1,4 +1,4 @@
-"""Read the layout of an array."""
+"""Read the layout of an array, and whether it is traced."""
 
 import functools
 from typing import Any
@@ -131,7 +131,7 @@ def _same(found: TensorLayout, wanted: TensorLayout, ndim: int) -> bool:
 def known_layout(x: Any) -> TensorLayout | None:
     """The layout of an array on a mesh; None if it has none or it is unknown.
 
-    It is known of arrays; of a traced value on Explicit axes; and of a value that is
+    It is known for arrays, for traced values on Explicit axes, and for values that are
     differentiated outside of `jit`, whose tracer holds the array.
     """
     value = concrete(x)
@@ -185,6 +185,14 @@ def concrete(x: Any) -> Any:
     return x if isinstance(x, jax.Array) else None
 
 
+def is_eager() -> bool:
+    """Whether this runs outside of `jit` and the like (`grad` and `vmap` do not count).
+
+    A constant in `jit` is not a tracer, but a value computed from no argument is one.
+    """
+    return not isinstance(jax.lax.full((), 0), Tracer)
+
+
 def unboxed(x: Any) -> Any:
     """What a Variable or a Linen box holds; anything else as it is."""
     while is_box(x):
@@ -202,7 +210,7 @@ def is_box(x: Any) -> bool:
 
 
 def _unknown(x: Any) -> str:
-    """Why no layout of this is known, and what to do."""
+    """Why this has no known layout, and what to do."""
     if isinstance(x, Tracer) and concrete(x) is None:
         return (
             f"a traced value {x.shape}: on Auto axes the compiler chooses its layout "
@@ -214,12 +222,12 @@ def _unknown(x: Any) -> str:
     if isinstance(x, dict | list | tuple):
         return f"{what}, which is no array: pass its leaves, one by one"
     if isinstance(x, np.ndarray | np.generic):
-        what = f"a NumPy array {x.shape}, which lies on no mesh"
+        what = f"a NumPy array {x.shape}, which is on no mesh"
     elif isinstance(x, jax.ShapeDtypeStruct):
         what = f"the abstract {x}, which has no sharding"
     elif isinstance(x, jax.Array | Tracer):
         sharding = getattr(concrete(x), "sharding", None)
         one = isinstance(sharding, SingleDeviceSharding)
-        lies = "on one device and no mesh" if one else f"by a {type(sharding).__name__}"
-        what = f"an array {x.shape} that lies {lies}"
+        where = "on one device" if one else f"with a {type(sharding).__name__}"
+        what = f"an array {x.shape} {where} and on no mesh"
     return f"{what}; flm.relayout(x, layout) puts an array on a mesh"

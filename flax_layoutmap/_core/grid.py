@@ -24,7 +24,7 @@ def whole(value: Any) -> int | None:
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """How far apart neighbours along each axis are, counted row by row.
+    """The distance of neighbours along each axis, row-major.
 
     >>> strides_of((2, 4, 2))
     (8, 2, 1)
@@ -36,7 +36,7 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def coords_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The coordinates of the place with this number, counted row by row."""
+    """The coordinates of the place with this number, row-major."""
     return tuple(
         index // stride % size
         for stride, size in zip(strides_of(shape), shape, strict=True)
@@ -44,7 +44,7 @@ def coords_of(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def index_of(coords: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of the place with these coordinates, counted row by row."""
+    """The number of the place with these coordinates, row-major."""
     return sum(
         at * stride for at, stride in zip(coords, strides_of(shape), strict=True)
     )
@@ -53,15 +53,10 @@ def index_of(coords: Sequence[int], shape: Sequence[int]) -> int:
 def shard_offsets(
     shape: Sequence[int], dims: Sequence[Sequence[int]]
 ) -> list[tuple[int, ...]]:
-    """Which shard of an array each place of a mesh holds.
+    """The position in each dim of the shard at each place of a mesh, row-major.
 
-    Args:
-        shape: sizes of the mesh axes.
-        dims: per dim of the array, the positions of the mesh axes that it lies on;
-            the first of them changes most slowly.
-
-    Returns:
-        Per place of the mesh, row by row, the position of its shard in each dim.
+    `dims` has, per dim of the array, the positions of the mesh axes that shard it; the
+    first of them varies slowest.
 
     >>> shard_offsets((3, 2), [(0,), ()])
     [(0, 0), (0, 0), (1, 0), (1, 0), (2, 0), (2, 0)]
@@ -81,12 +76,7 @@ def _offsets(shape: Sequence[int], dims: Sequence[Sequence[int]]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """How an array is sharded over a mesh, as plain numbers.
-
-    Attributes:
-        mesh_shape: sizes of the mesh axes.
-        dims: per dim of the array, the positions of the mesh axes that it lies on.
-    """
+    """How an array is sharded: the mesh axes, by position, that shard each dim."""
 
     mesh_shape: Shape
     dims: tuple[tuple[int, ...], ...]
@@ -98,19 +88,11 @@ def received(
     after: Placement,
     same: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """How many elements each device has to receive when the layout changes.
+    """How many elements each device receives when the layout changes.
 
-    Every device keeps what its old and its new shard have in common.
-
-    Args:
-        shape: the global shape.
-        before: the current placement of the array.
-        after: the wanted placement; every dim divides by the axes that shard it.
-        same: per device of the new mesh, row by row, which device of the old one it
-            is, or -1; None takes those of equal number.
-
-    Returns:
-        One whole number per device of the new mesh.
+    Every device keeps what its old and its new shard have in common. `same` has, per
+    device of the new mesh, its number in the old mesh, or -1; None: equal numbers are
+    the same device.
 
     >>> rows, columns = Placement((2,), ((0,), ())), Placement((2,), ((), (0,)))
     >>> received((4, 4), rows, columns).tolist()

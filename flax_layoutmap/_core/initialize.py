@@ -1,14 +1,20 @@
-"""Join a job of several processes: Keras's `initialize`."""
+"""Join a job of several processes: Keras's `initialize`.
+
+The coordinator's address is tested before JAX uses it: where JAX's runtime cannot
+listen or connect, it ends the process without naming the address.
+"""
 
 import contextlib
+import errno
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from flax_layoutmap._core.coordinator import Address, host_and_port, try_address
 from flax_layoutmap._core.errors import ProcessError, warn
 
 _ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
@@ -19,8 +25,18 @@ _ADDRESS_OF_JAX = "JAX_COORDINATOR_ADDRESS"
 # JAX's own default.
 _TIMEOUT_SECONDS = 300
 
-# Seconds after which a process warns what it waits for.
+# Seconds after which a process warns that it waits.
 _PATIENCE_SECONDS = 60.0
+
+
+class Address(NamedTuple):
+    """An address `"host:port"`, and the argument or variable that it comes from."""
+
+    text: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.text} (from {self.source})"
 
 
 def initialize(
@@ -31,44 +47,40 @@ def initialize(
 ) -> None:
     """Join a job of several processes; call it before any other use of JAX.
 
-    Keras's `initialize`, over `jax.distributed`. What is None is taken from the
-    environment: `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES`
-    and `KERAS_DISTRIBUTION_PROCESS_ID`, then what JAX itself reads
-    (`JAX_COORDINATOR_ADDRESS` and others), then the cluster that JAX detects: Cloud
-    TPU, Slurm, Open MPI, Kubernetes. On a TPU VM pod slice: `flm.keras.initialize()`.
+    Keras's `initialize`, over `jax.distributed`. What is None is read from
+    `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `KERAS_DISTRIBUTION_NUM_PROCESSES` and
+    `KERAS_DISTRIBUTION_PROCESS_ID`, then from JAX's own variables
+    (`JAX_COORDINATOR_ADDRESS` and others), then from the cluster that JAX detects:
+    Cloud TPU, Slurm, Open MPI, Kubernetes. A second call without arguments does
+    nothing.
 
-    Unlike Keras's it agrees on no seed: Flax models are made from an explicit one, and
-    `flm.create` raises where that differs between processes. Called again without
-    arguments, it does nothing.
+    Unlike Keras's it sets no seed: Flax models are made from an explicit one, and
+    `flm.create` raises where that differs between processes.
 
-    Where address, count and number are all known here, process 0 first tries whether
-    it can listen, and every process whether it reaches process 0, for at most
-    `initialization_timeout` seconds (300 by default). That all have come is then seen
-    by JAX: where one never comes, JAX ends the others 5 s after the same time, with
-    `DEADLINE_EXCEEDED` and its own words, which no program can catch. A `LayoutWarning`
-    says so before, after a minute.
+    If address, count and number are known here, process 0 tests that it can listen, and
+    every process that it can connect to process 0, for at most `initialization_timeout`
+    seconds (300 by default). After that, JAX waits for all processes; where one is
+    missing, it ends the others 5 s after the timeout, with `DEADLINE_EXCEEDED`, which
+    no program can catch. A `LayoutWarning` announces that after a minute.
 
-    A process that has ended, by an error too, waits for the others to end. JAX ends
-    those that have not after `shutdown_timeout_seconds` (300 by default): so long after
-    an error in one process the job goes on, and so long a process may go on alone, such
-    as process 0 with an export. Pass less to learn of errors sooner, or more.
+    A process that ends, even with an error, waits for the others. JAX ends the others
+    after `shutdown_timeout_seconds` (300 by default): for that time they may go on, as
+    process 0 does with an export. Pass less to notice errors sooner.
 
     Args:
-        job_addresses: `"host:port"` of process 0; or those of all processes, with
-            commas between them, of which the first is that of process 0.
-        num_processes: how many processes there are.
-        process_id: the number of this one, from 0.
+        job_addresses: `"host:port"` of process 0, or of all processes, separated by
+            commas, that of process 0 first.
+        num_processes: the number of processes.
+        process_id: the number of this process, from 0.
         **options: further arguments of `jax.distributed.initialize`, such as
             `initialization_timeout` and `shutdown_timeout_seconds`.
 
     Raises:
-        ProcessError: what is given does not fit together, no cluster was found, JAX
-            has been used already, process 0 cannot listen at its port, or cannot be
-            reached in time.
+        ProcessError: the arguments contradict each other, no cluster was found, JAX has
+            been used already, or process 0 cannot listen or be reached in time.
 
     Example:
-        In every process, before anything else of JAX, where a cluster (a TPU slice,
-        Slurm, GKE) says which process this is: `flm.keras.initialize()`. By hand:
+        On a TPU slice, Slurm or GKE: `flm.keras.initialize()`. Elsewhere:
 
         >>> import flax_layoutmap as flm
         >>> flm.keras.initialize("10.0.0.1:1234,10.0.0.2:1234", process_id=2)
@@ -122,7 +134,7 @@ def initialize(
 def _addresses(text: Any, source: str) -> list[str]:
     if not isinstance(text, str | None):
         raise ProcessError(
-            f'{source} is a text, "host:port", with commas between several, got '
+            f'{source} must be a string, "host:port", with commas between several, got '
             f"{text!r}"
         )
     known = [part.strip() for part in text.split(",")] if text else []
@@ -159,9 +171,9 @@ def _warn_of_a_long_wait(address: Address | None, seconds: int) -> Iterator[None
     where = f" at {address}" if address else ""
     patience = min(_PATIENCE_SECONDS, seconds / 2)
     text = (
-        f"this process has waited {patience:.0f} s for the others of the job{where}, "
-        "and goes on waiting: at least one has not come; see which of them have called "
-        f"flm.keras.initialize. When they do not come in {seconds} s, this process ends"
+        f"this process has waited {patience:.0f} s for the others of the job{where}: "
+        "at least one has not called flm.keras.initialize. JAX ends this process if "
+        f"they do not connect in {seconds} s"
     )
     timer = threading.Timer(patience, warn, [text])
     timer.daemon = True
@@ -222,3 +234,165 @@ def _number(given: int | None, name: str, variable: str) -> int | None:
     except (TypeError, ValueError) as error:
         where = f"the variable {variable}" if given is None else name
         raise ProcessError(f"{where} is no whole number: {value!r}") from error
+
+
+# ------------------------------------------------------------ the coordinator's address
+
+
+# The longest attempt to connect: process 0 may start later.
+_TRY_SECONDS = 10.0
+# The shortest one, where looking up the name took all the time.
+_SHORTEST_TRY_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 1.0
+
+_EVERYWHERE = ("::", "0.0.0.0")
+
+_BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+
+# In a large job, this many processes may connect before process 0 does.
+_BACKLOG = 4096
+
+
+def host_and_port(address: Address) -> tuple[str, int]:
+    """Split `"host:port"`; an IPv6 host is in brackets.
+
+    >>> host_and_port(Address("[::1]:1234", "job_addresses"))
+    ('::1', 1234)
+    """
+    host, _, text = address.text.rpartition(":")
+    port = int(text) if text.isascii() and text.isdigit() else 0
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not bare or not 0 < port < 2**16 or (":" in host and bare == host):
+        raise ProcessError(
+            'an address is "host:port", with a port from 1 to 65535 and an IPv6 host '
+            f'in brackets, such as "10.0.0.1:1234" or "[::1]:1234", got '
+            f"{address.text!r} (from {address.source})"
+        )
+    return bare, port
+
+
+def try_address(
+    address: Address, process_id: int, seconds: float, bind: str | None = None
+) -> None:
+    """Try to listen (in process 0) and to connect (in every process).
+
+    Connecting is retried for `seconds`, over all addresses of the name together, as the
+    name may be unknown at first. `bind` is where process 0 listens; None, as for JAX:
+    all addresses of the host.
+    """
+    host, port = host_and_port(address)
+    if process_id:
+        error = _connect(host, port, seconds)
+        if error is not None:
+            raise ProcessError(
+                f"process {process_id} could not reach process 0 at {address} in "
+                f"{seconds:.0f} s: {error}; see whether process 0 runs and has called "
+                "flm.keras.initialize, whether a firewall is between them, and "
+                "whether all processes were given this address"
+            ) from error
+        return
+    with contextlib.ExitStack() as stack:
+        for server in _listen(_where_to_listen(bind, port), address):
+            stack.enter_context(server)
+        error = _connect(host, port, seconds)
+    if error is not None:
+        raise ProcessError(
+            f"process 0 could not reach itself at {address} in {seconds:.0f} s: "
+            f"{error}; the address is to be that of the host on which process 0 runs"
+        ) from error
+
+
+def _where_to_listen(bind: str | None, port: int) -> Address:
+    """What JAX takes: its argument, its variable, or all addresses."""
+    if bind:
+        return Address(bind, "coordinator_bind_address")
+    found = os.environ.get(_BIND_VARIABLE)
+    if found is not None:
+        return Address(found, f"the variable {_BIND_VARIABLE}")
+    return Address(f"[::]:{port}", "JAX's default, all addresses of the host")
+
+
+def _listen(bind: Address, address: Address) -> list[socket.socket]:
+    """Listen as JAX's runtime does: at all local addresses of a name."""
+    host, port = host_and_port(bind)
+    servers: list[socket.socket] = []
+    errors: dict[str, OSError] = {}
+    try:
+        everywhere = [(socket.AF_INET6, (host, port))]
+        places = everywhere if host in _EVERYWHERE else _places(host, port)
+        for family, place in places:
+            try:
+                servers.append(_server(family, place))
+            except OSError as error:
+                errors[place[0]] = error
+        if not servers:
+            raise _one_of(host, errors)
+    except (OSError, UnicodeError) as error:
+        held = any(one.errno == errno.EADDRINUSE for one in errors.values())
+        advice = (
+            "the last job may still hold the port: end it, or choose another port, the "
+            "same one in all processes"
+            if held
+            else "see whether it is an address of the host on which process 0 runs"
+        )
+        raise ProcessError(
+            f"process 0 cannot listen at {bind}, for the others to find it at "
+            f"{address}: {error}; {advice}"
+        ) from error
+    return servers
+
+
+def _places(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """(family, address) of each address of a host, in the system's order."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, place) for family, *_, place in found))
+
+
+def _server(family: socket.AddressFamily, place: Any) -> socket.socket:
+    if place[0] in _EVERYWHERE:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(
+            ("", place[1]), family=family, dualstack_ipv6=both, backlog=_BACKLOG
+        )
+    return socket.create_server(place, family=family, backlog=_BACKLOG)
+
+
+def _connect(host: str, port: int, seconds: float) -> Exception | None:
+    """Connects, and ends the connection; returns why it could not."""
+    end = time.monotonic() + seconds
+    pause = 0.05
+    while True:
+        try:
+            _connect_once(host, port, end)
+            return None
+        except UnicodeError as error:  # not a valid host name
+            return error
+        except OSError as error:
+            if time.monotonic() + pause > end:
+                return error
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _connect_once(host: str, port: int, end: float) -> None:
+    """Try the addresses of the host in turn, each with its share of the time."""
+    places = _places(host, port)
+    errors: dict[str, OSError] = {}
+    for at, (family, place) in enumerate(places):
+        part = (end - time.monotonic()) / (len(places) - at)
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.settimeout(min(max(part, _SHORTEST_TRY_SECONDS), _TRY_SECONDS))
+                probe.connect(place)
+            return
+        except OSError as error:
+            errors[place[0]] = error
+    raise _one_of(host, errors)
+
+
+def _one_of(host: str, errors: dict[str, OSError]) -> OSError:
+    """One error for several addresses, each with its own text."""
+    if errors.keys() == {host}:
+        return errors[host]
+    return OSError(", ".join(f"{place}: {error}" for place, error in errors.items()))

@@ -43,25 +43,24 @@ class TensorLayout:
     """How the dims of an array are sharded over the axes of a mesh.
 
     Keras's `TensorLayout(axes, device_mesh)`, immutable and hashable, with two
-    additions: one dim may lie on several axes, `(("data", "model"), None)`, and one
-    `...` stands for any number of dims that are not sharded, `(..., None, "model")`.
+    additions: a dim may be sharded over several axes, `(("data", "model"), None)`, and
+    one `...` stands for any number of unsharded dims, `(..., None, "model")`.
 
-    DTensor's `Layout` is here too: its members have its names. Those that speak of
-    single dims raise LayoutError where the rank is open, by a `...` or by `()`, which
-    is replicated at any rank (`TensorLayout.replicated(mesh, 0)` has rank 0), and
-    where a dim is `MATCH`. Those that count shards raise MeshError without a mesh.
+    It also has the members of DTensor's `Layout`. Those about single dims raise
+    LayoutError if the rank is open, by a `...` or by `()`, which is replicated at any
+    rank (`TensorLayout.replicated(mesh, 0)` has rank 0), and if a dim is `MATCH`. Those
+    that count shards raise MeshError without a mesh.
 
     Args:
         axes: per dim `None` (not sharded), the name of a mesh axis, or a tuple of
             names; at most one `...`. `None`, `()` and `(..., None)` mean the same:
-            replicated, at any rank, 0 too. `(None, None)` is for two dims.
-            A `PartitionSpec` keeps JAX's meaning: missing trailing dims are not
-            sharded. A `NamedSharding` brings its mesh and memory kind. DTensor's two
-            words are understood, unless the mesh has an axis of that very name:
-            `TensorLayout.UNSHARDED` is None, and `TensorLayout.MATCH` keeps what the
-            dim of an array has (for `relayout` and `distribute_tensor` only).
+            replicated, at any rank. A `PartitionSpec` keeps JAX's meaning: missing
+            trailing dims are not sharded. A `NamedSharding` sets mesh and memory kind
+            too. `TensorLayout.UNSHARDED` is None, and `TensorLayout.MATCH` keeps the
+            axes of an array's dim (for `relayout` and `distribute_tensor` only), unless
+            the mesh has an axis of that name.
         device_mesh: the mesh; anything that `DeviceMesh` accepts; None to let a
-            `LayoutMap` or a scope give it later.
+            `LayoutMap` or a scope set it later.
         memory_kind: memory of the device, such as `"pinned_host"`; None: the default.
         mesh: DTensor's name for `device_mesh`.
 
@@ -195,8 +194,7 @@ class TensorLayout:
     def on_host(self) -> Self:
         """Return the same layout in host memory, `memory_kind="pinned_host"`.
 
-        What DTensor's `Mesh.host_mesh` is for. The shards stay with their devices, and
-        the mesh stays as it is.
+        It replaces DTensor's `Mesh.host_mesh`: mesh and shards stay the same.
 
         Plain JAX: `sharding.with_memory_kind("pinned_host")`.
         """
@@ -206,11 +204,11 @@ class TensorLayout:
         """Return the layout with every `MATCH` replaced by the axes of an array.
 
         Args:
-            dims: per dim of the array, the names of the axes it lies on.
+            dims: per dim of the array, the names of the axes that shard it.
 
         Raises:
-            LayoutError: the layout has another rank, or gives an axis that a kept dim
-                lies on to another dim, or its mesh lacks that axis.
+            LayoutError: the layout has another rank, or uses an axis of a kept dim for
+                another dim, or its mesh lacks that axis.
         """
         if not self.has_match:
             return self
@@ -253,7 +251,7 @@ class TensorLayout:
             )
 
     def _written_out(self, ndim: int) -> tuple[Dim, ...]:
-        """The axes without the `...`, for this many dims."""
+        """The axes for this many dims, without the `...`."""
         axes = self.axes
         if ... in axes:
             at, missing = axes.index(...), ndim - len(axes) + 1
@@ -308,9 +306,8 @@ class TensorLayout:
     def backend_layout(self) -> NamedSharding:
         """Keras's name for `sharding()`.
 
-        Its spec has no `None` at its end, so `==` says that it is not a
-        `NamedSharding(mesh, P("data", None))` of the same meaning, as Keras makes;
-        `.is_equivalent_to(other, ndim)` says that it is.
+        Its spec has no trailing `None`, as Keras's may, so compare with
+        `.is_equivalent_to(other, ndim)`, not `==`.
         """
         return self.sharding()
 
@@ -699,13 +696,7 @@ class TensorLayout:
         return f"TensorLayout({axes}{mesh}{kind})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.axes, self.device_mesh, self.memory_kind)
-
-
-def _rebuild(
-    axes: tuple[Dim, ...], mesh: DeviceMesh | None, memory_kind: str | None
-) -> TensorLayout:
-    return TensorLayout._exactly(axes, mesh, memory_kind)
+        return TensorLayout._exactly, (self.axes, self.device_mesh, self.memory_kind)
 
 
 def named_sharding(
@@ -721,7 +712,7 @@ def names_of(mesh: DeviceMesh | None) -> tuple[str, ...]:
 
 
 def _own_memory_kind(sharding: NamedSharding) -> str | None:
-    """The memory kind, or None for the default, which JAX fills in by itself."""
+    """The memory kind, or None for the default, which JAX fills in."""
     kind = sharding.memory_kind
     if kind is None or not isinstance(sharding.mesh, Mesh):
         return kind

@@ -47,35 +47,32 @@ from flax_layoutmap._core.mesh_shape import (
 class DeviceMesh:
     """A named grid of devices.
 
-    The constructor is Keras's (`keras.distribution.DeviceMesh`) and more: the shape
-    may hold one `-1`, be one line (`"data=2,model=-1"`) or a dict, or be a mesh that
-    exists.
-    Values are immutable, hashable, and equal when shape, axis names, axis types and
-    devices are equal. They pickle, with or without devices: a mesh with devices is
-    read back where devices of the same platform and ids are.
+    An extension of Keras's `DeviceMesh`: the shape may have one `-1`, be one line
+    (`"data=2,model=-1"`) or a dict, or be an existing mesh. Values are immutable,
+    hashable, and equal when shape, axis names, axis types and devices are. A mesh with
+    devices can be unpickled where there are devices of the same platform and ids.
 
-    DTensor's `Mesh` is here too: `from_dtensor` is the constructor that its pages
-    show, and its members have their names. They number the devices by their place in
-    the mesh, row by row, as DTensor does, which need not be `jax.Device.id`.
+    It also has the members of DTensor's `Mesh`, and `from_dtensor`, the constructor in
+    DTensor's documentation. They number the devices by their place in the mesh,
+    row-major, which need not be `jax.Device.id`.
 
     Args:
         shape: sizes of the axes, `(2, 4)`; or one line, `"data=2,model=-1"`; or a
             mapping, `{"data": 2, "model": -1}`; or a `jax.sharding.Mesh`,
             `AbstractMesh` or `DeviceMesh`.
-        axis_names: one name per axis; must be left out when `shape` brings names.
+        axis_names: one name per axis, unless `shape` has the names.
         devices: the devices to use, in the order of the grid (row-major), or their
-            names, `"cpu:0"`. None takes all devices of all processes, ordered by
-            `jax.make_mesh` for the hardware. To use only some, pass them:
-            `devices=jax.devices()[:4]`.
-        axis_types: `"auto"` (the default: the compiler decides what no layout says),
-            `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. A
-            mesh that exists keeps its own.
+            names, `"cpu:0"`. None takes all devices of all processes, in the order of
+            `jax.make_mesh`. To use only some, pass `devices=jax.devices()[:4]`.
+        axis_types: `"auto"` (the default: the compiler decides what no layout sets),
+            `"explicit"`, or one of these (or a `jax.sharding.AxisType`) per axis. An
+            existing mesh keeps its own.
         allow_split_physical_axes: whether a mesh axis may take a part of a physical
-            axis of the slice, where the sizes do not fit otherwise. `devices` that
-            are given keep their order.
+            axis of the slice, if the sizes do not fit otherwise. It does not apply to
+            explicit `devices`.
 
     Raises:
-        MeshError: sizes, names and devices do not fit together, or not on the links of
+        MeshError: sizes, names and devices do not fit together, or not the links of
             the slice; or the devices are of several slices, which is for `hybrid`.
 
     Example:
@@ -83,8 +80,8 @@ class DeviceMesh:
         >>> flm.DeviceMesh.abstract("data=2,model=4")
         DeviceMesh('data=2,model=4', abstract)
 
-    Plain JAX: `jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * n)`; note
-    that `jax.make_mesh` without `axis_types` makes Explicit axes.
+    Plain JAX: `jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * n)`; without
+    `axis_types`, `jax.make_mesh` makes Explicit axes.
     """
 
     __module__ = "flax_layoutmap"
@@ -163,22 +160,20 @@ class DeviceMesh:
         axis_types: Any = "auto",
         allow_split_physical_axes: bool = False,
     ) -> "DeviceMesh":
-        """Make a mesh over several slices, between which the network is slower.
+        """Make a mesh over several slices, which a slower network connects.
 
-        The axes of `dcn` come first. An axis that is in both is cut over the slices
-        first, and within each of them then. A slice is what TPUs say
-        (`slice_index`); of devices that are of one slice by name only, as those of CPUs
-        and GPUs are, each process is one.
+        The axes of `dcn` come first; an axis in both is split over the slices, then
+        within each slice. Slices are known for TPUs (`slice_index`); for CPUs and GPUs,
+        each process is one.
 
         Args:
             ici: axis → size within a slice (over the inter-chip interconnect), or one
                 line, `"fsdp=16,tensor=4"`; one size may be -1.
             dcn: axis → size over the slices (over the data-centre network); one size
                 may be -1.
-            devices: the devices; None takes all of all processes.
+            devices: the devices; None takes all devices of all processes.
             axis_types: as for `DeviceMesh`.
-            allow_split_physical_axes: whether a mesh axis may take a part of a physical
-                axis of the slice, where the sizes do not fit otherwise.
+            allow_split_physical_axes: as for `DeviceMesh`.
 
         Raises:
             MeshError: the sizes are not those of the slices, which are listed.
@@ -207,8 +202,7 @@ class DeviceMesh:
 
         Args:
             devices: names such as `"TPU:0"` in row-major order, or JAX devices. If
-                some of them are not here, the mesh is abstract, with a LayoutWarning:
-                it has the axes, and does not keep the names.
+                some do not exist here, the mesh is abstract, with a LayoutWarning.
             dims: name and size of each axis; one size may be -1.
             axis_types: as for `DeviceMesh`.
 
@@ -382,9 +376,9 @@ class DeviceMesh:
     def host_mesh(self) -> "DeviceMesh":
         """Return a mesh of the same axes on the CPU devices of the same processes.
 
-        A mesh on CPU devices, or without devices, is its own. To keep arrays in host
-        memory beside their accelerators, `TensorLayout.on_host` is what JAX has for
-        it: it needs no other mesh, and as many CPU devices are rarely there.
+        A mesh on CPU devices, or without devices, is returned as it is. To keep arrays
+        in host memory beside their accelerators, use `TensorLayout.on_host`, which
+        needs no CPU devices.
 
         Raises:
             MeshError: there are fewer CPU devices than places.
@@ -418,17 +412,17 @@ class DeviceMesh:
 
     @classmethod
     def from_string(cls, text: str, *, axis_types: Any = "auto") -> "DeviceMesh":
-        """Read the text of `to_string`, from here or TensorFlow.
+        """Read the text of `to_string`, or of TensorFlow's.
 
-        DTensor's name of the mesh, and where its device ids start, are not kept.
+        DTensor's name of the mesh and the start of its device ids are not kept.
 
         Args:
             text: the text of a mesh.
             axis_types: as for `DeviceMesh`.
 
         Returns:
-            A mesh with devices, if the text lists all of them and all are here;
-            otherwise an abstract one.
+            A mesh with devices if the text lists all of them and they exist here,
+            else an abstract one.
 
         Raises:
             MeshError: the text cannot be read.
@@ -493,11 +487,7 @@ class DeviceMesh:
 
 
 def as_mesh(mesh: Any) -> DeviceMesh | None:
-    """Make a `DeviceMesh` of anything that a mesh argument accepts; None stays None.
-
-    Raises:
-        MeshError: `mesh` is something else.
-    """
+    """Make a `DeviceMesh` of anything that a mesh argument accepts; None stays None."""
     if mesh is None or isinstance(mesh, DeviceMesh):
         return mesh
     if isinstance(mesh, Mesh | AbstractMesh | str | Mapping):
@@ -529,7 +519,7 @@ def retyped(mesh: Mesh, kind: AxisType) -> Mesh:
 
 
 def spread(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-    """A sharding for an array without a layout: evenly over all axes that divide it.
+    """A sharding for an array without a layout: over all axes that divide it.
 
     Its axes are Auto, so that any computation may use the array.
     """
@@ -557,11 +547,7 @@ def mesh_to_record(mesh: DeviceMesh) -> MeshRecord:
 
 
 def mesh_from_record(record: MeshRecord, axis_types: Any = "auto") -> DeviceMesh:
-    """A mesh with devices, if all are listed and here; otherwise an abstract one.
-
-    Raises:
-        MeshError: its names, or those of its devices, cannot be read.
-    """
+    """A mesh with devices if all are listed and present, else an abstract one."""
     local = dict(zip(record.local_ids, record.local_devices, strict=True))
     devices = record.global_devices or [local.get(at, "") for at in record.global_ids]
     if not all(devices):
@@ -575,7 +561,7 @@ def _of_devices(
     dims: Sequence[tuple[str, int]] | Mapping[str, int],
     axis_types: Any,
 ) -> DeviceMesh:
-    """A mesh of devices by name; an abstract one, if some of them are not here."""
+    """A mesh of devices by name; an abstract one if some of them do not exist here."""
     try:
         sizes_of = dict(dims)
     except (TypeError, ValueError) as error:
@@ -613,12 +599,11 @@ def _rebuild(
 
 def _checked_devices(given: Sequence[Any] | np.ndarray) -> list[Any]:
     devices = list(np.asarray(given, dtype=object).ravel())
-    named = [at for at, device in enumerate(devices) if isinstance(device, str)]
-    found = require_here([key_in(devices[at]) for at in named])
-    for at, device in zip(named, found, strict=True):
-        devices[at] = device
+    names = [device for device in devices if isinstance(device, str)]
+    named = iter(require_here(list(map(key_in, names))))
+    devices = [next(named) if isinstance(d, str) else d for d in devices]
     for device in devices:
-        key_given(device)
+        key_given(device)  # raises for what is not a device
     if not devices:
         raise MeshError("devices is empty; leave it out to use all devices")
     if len(set(devices)) != len(devices):

@@ -18,7 +18,7 @@ from flax_layoutmap._core.errors import MeshError
 
 Shape = Sequence[int] | int | np.integer | np.ndarray | Mapping[str, int] | str
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-# At most so many slices are listed.
+# The number of slices and ids that a message lists.
 _SHOWN = 8
 # Kinds of devices whose physical axes jax.make_mesh splits by default.
 _SPLIT_UNASKED = ("TPU v5 lite", "TPU v5e")
@@ -34,7 +34,7 @@ def sizes_and_names(
         if names is not None:
             kind = "line" if isinstance(shape, str) else "mapping"
             raise MeshError(
-                f"the {kind} {shape!r} brings axis names; leave out the rest"
+                f"the {kind} {shape!r} has axis names; leave out axis_names"
             )
         shape, names = (
             _parse(shape)
@@ -153,15 +153,7 @@ def _not_a_type(kind: Any) -> str:
 
 
 def granules_of(devices: Sequence[Any]) -> tuple[str, dict[int, list[Any]]]:
-    """The groups of devices between which the network is slow.
-
-    Args:
-        devices: the devices.
-
-    Returns:
-        `"slice"` where the devices are of several, or are TPUs, else `"process"`; and
-        number → devices.
-    """
+    """The devices by slice number, or by process where they report no slices."""
     slices = {getattr(device, "slice_index", None) for device in devices}
     # CPUs and GPUs of several processes say that all of them are slice 0.
     is_tpu = devices[0].platform == "tpu"
@@ -179,18 +171,7 @@ def one_slice_grid(
     devices: Sequence[Any],
     allow_split_physical_axes: bool,
 ) -> np.ndarray:
-    """The devices as a grid, in the order of `jax.make_mesh`.
-
-    Args:
-        sizes: sizes of the axes.
-        names: their names.
-        devices: as many devices.
-        allow_split_physical_axes: see `DeviceMesh`.
-
-    Raises:
-        MeshError: the devices are of several slices, or the sizes do not fit the links
-            of one.
-    """
+    """The devices as a grid, in the order of `jax.make_mesh`."""
     kind, granules = granules_of(devices)
     line = ",".join(f"{name}={n}" for name, n in zip(names, sizes, strict=True))
     if kind == "slice" and len(granules) > 1:
@@ -211,7 +192,7 @@ def one_slice_grid(
 
 @contextlib.contextmanager
 def _explained(what: str, links: str, otherwise: str) -> Iterator[None]:
-    """Raise what JAX raises where it finds no order as a MeshError."""
+    """Raise JAX's error about the order of devices as a MeshError."""
     try:
         yield
     except NotImplementedError as error:
@@ -227,7 +208,7 @@ def _explained(what: str, links: str, otherwise: str) -> Iterator[None]:
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> list[int] | None:
-    """Over how many slices each axis goes, first axes first; None if none fit.
+    """Over how many slices each axis is split, first axes first; None if impossible.
 
     >>> over_slices((4, 8), 8), over_slices((4, 12), 3)
     ([4, 2], None)
@@ -272,17 +253,7 @@ def hybrid_grid(
     devices: Sequence[Any],
     allow_split_physical_axes: bool,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """The devices as a grid, slow axes first; an axis of both is slow outside.
-
-    Args:
-        ici: axis → size within a slice (or process); one size may be -1.
-        dcn: axis → size over the slices; one size may be -1.
-        devices: the devices.
-        allow_split_physical_axes: see `DeviceMesh.hybrid`.
-
-    Raises:
-        MeshError: the sizes are not those of the slices.
-    """
+    """The devices as a grid, and the axis names: axes over slices (`dcn`) first."""
     kind, granules = granules_of(devices)
     ici = _filled(ici, min(map(len, granules.values())))
     dcn = _filled(dcn, len(granules))

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.errors import ProcessError, warn
+from flax_layoutmap._core.fetch import is_eager
 from flax_layoutmap._core.mesh import DeviceMesh
 
 # A process that waits longer warns; one that failed stops waiting.
@@ -22,10 +22,10 @@ PATIENCE_SECONDS = 60.0
 # After this long it raises.
 LIMIT_SECONDS = 1800.0
 
-# A line that differs is cut to this length in the error.
+# The characters of a differing line in the error.
 _LINE_CHARACTERS = 300
 
-# The size of every message, since all processes have to send equally many bytes.
+# The size of every message: a collective needs equal sizes.
 _BYTES = 8192
 
 _SETTINGS = (
@@ -40,31 +40,21 @@ Parts = Mapping[str, str | Sequence[str]]
 
 
 class Agreement:
-    """A block that all processes of a mesh enter and must leave with the same parts.
+    """A block that compares parts (name → text or lines) over all processes of a mesh.
 
-    The block adds parts (name → text that must be equal everywhere, or lines of it).
-    Settings of JAX that change values, such as `jax_enable_x64`, are one of them.
-    At its end the processes compare them, and those that differ are named, on every
-    process, with the first line that differs. When the block raises, the others get the
-    error instead of waiting; a process that waits half an hour gives up.
+    At its end the processes exchange hashes of their parts, of the mesh and of the
+    settings of JAX that change values; if some differ, every process raises
+    ProcessError, with the first line that differs. If the block raises in one process,
+    the others raise too. Nothing is exchanged where the mesh has only this process or
+    no devices, or inside a trace. All processes of the mesh must enter it, as for every
+    collective.
 
-    Nothing is exchanged where only this process is on the mesh, or while a function is
-    being traced. All processes of the mesh must come here, as to every collective.
+    `what` names the next step in messages: `"creating the model"`. After `patience`
+    seconds (a minute) a process warns that it waits, and a process whose block raised
+    stops waiting; after half an hour it raises.
 
-    Args:
-        what: what comes next, for the message: `"creating the model"`.
-        mesh: the mesh, which is itself a part; None, or one without devices, compares
-            nothing.
-        patience: seconds until a process says that it waits, and that one whose block
-            raised waits for the others to come and hear of it; None: a minute. Long
-            work takes more.
-
-    Raises:
-        ProcessError: at the end of the block, on every process.
-
-    Example:
-        >>> with Agreement("creating the model", None) as agreement:
-        ...     agreement.add(lambda: {"rules": "(gate|up)/kernel: (None, 'model')"})
+    >>> with Agreement("creating the model", None) as agreement:
+    ...     agreement.add(lambda: {"rules": "(gate|up)/kernel: (None, 'model')"})
     """
 
     def __init__(
@@ -79,7 +69,7 @@ class Agreement:
         return self
 
     def add(self, parts: Callable[[], Parts]) -> None:
-        """Add parts; the function is called only where there is a comparison."""
+        """Add parts; the function is called only if there is a comparison."""
         self._parts.append(parts)
 
     def __exit__(
@@ -89,7 +79,7 @@ class Agreement:
         traceback: TracebackType | None,
     ) -> None:
         mesh = self._mesh
-        if mesh is None or jax.process_count() == 1 or _tracing():
+        if mesh is None or jax.process_count() == 1 or not is_eager():
             return
         members = _device_of_each(mesh)
         if len(members) == 1:
@@ -115,12 +105,7 @@ def tell_of_others(
     error: BaseException | None,
     go_on: Callable[[], str] = lambda: ", from the last checkpoint",
 ) -> None:
-    """Add to an error of JAX's runtime a note on the other processes of the job.
-
-    Args:
-        error: what was raised; other kinds are passed over.
-        go_on: how to continue, in words.
-    """
+    """Add a note about the other processes to an error of JAX's runtime."""
     count = jax.process_count()
     failed_running = isinstance(error, jax.errors.JaxRuntimeError)
     if error is not None and failed_running and count > 1:
@@ -133,12 +118,12 @@ def tell_of_others(
 
 
 def digest_of_values(leaves: Iterable[Any]) -> str:
-    """A checksum of shapes, dtypes and values on the host; others are passed over."""
+    """A checksum of shapes, dtypes and values on the host; skips everything else."""
     return repr([text for leaf in leaves if (text := digest_of_value(leaf))])
 
 
 def digest_of_value(leaf: Any) -> str:
-    """A checksum of shape, dtype and value; empty for what other processes have too."""
+    """A checksum of shape, dtype and value; empty for values of several processes."""
     if isinstance(leaf, jax.Array):
         if not leaf.is_fully_addressable:
             return ""
@@ -153,14 +138,7 @@ def digest_of_value(leaf: Any) -> str:
 
 
 def differences(messages: Mapping[int, Message]) -> list[str]:
-    """List the processes whose message is not that of most of them.
-
-    Args:
-        messages: the message of each process.
-
-    Returns:
-        One text per process that failed or differs.
-    """
+    """List the processes whose message is not that of the majority, one text each."""
     problems = [
         f"process {process} failed: {message['error']}"
         for process, message in messages.items()
@@ -170,7 +148,7 @@ def differences(messages: Mapping[int, Message]) -> list[str]:
     if not well:
         return problems
     texts = collections.Counter(json.dumps(message) for message in well.values())
-    # Of equally many, the first to come is that of the lowest process.
+    # With equal counts, the message of the lowest process is first.
     usual = json.loads(texts.most_common(1)[0][0])
     for process, message in well.items():
         if message["what"] != usual["what"]:
@@ -210,14 +188,14 @@ def _disagreement(
 
 
 def _listed(messages: Mapping[int, Message]) -> str | None:
-    """The last part that differs and is made of lines in all processes, if any.
+    """The last part that differs and is given as lines in all processes, if any.
 
-    The last one says what the others come to: the table, where the rules differ too.
+    The last one follows from the others: the table differs where the rules do.
     """
     if any(message["error"] for message in messages.values()):
         return None
     if len({json.dumps([m["what"], m["mesh"]]) for m in messages.values()}) > 1:
-        return None  # which covers everything
+        return None  # these explain all other differences
     first, *others = messages.values()
     return next(
         (
@@ -256,7 +234,7 @@ def _first_line(
     texts = {process: message["line"] for process, message in received.items()}
     usual = collections.Counter(texts.values()).most_common(1)[0][0]
     odd = next((p for p, text in texts.items() if text != usual), None)
-    if odd is None:  # they differ after the part of a line that is shown
+    if odd is None:  # they differ beyond the shown characters
         return f"; the first difference in the {name} is in {usual!r}"
     other = next(p for p, text in texts.items() if text == usual)
     return (
@@ -292,7 +270,7 @@ def _short_hash(text: str) -> str:
 def _device_of_each(mesh: DeviceMesh) -> dict[int, Any]:
     """One device for each process of a mesh, the same ones in every process.
 
-    Not the first ones of the mesh, whose order may be what the processes differ in.
+    By id, as the processes may differ in the order of the mesh.
     """
     if mesh.is_abstract:
         return {jax.process_index(): None}
@@ -324,7 +302,7 @@ def _exchange(
             failed.append(error)
 
     # A thread of its own is out of reach of the caller's mesh, transfer guard and other
-    # settings, and can be left behind when nobody answers.
+    # settings, and can be abandoned when no process answers.
     thread = threading.Thread(target=gather, daemon=True)
     thread.start()
     patience = patience or PATIENCE_SECONDS
@@ -333,15 +311,15 @@ def _exchange(
     if thread.is_alive() and gives_up_after is None:
         warn(
             f"process {jax.process_index()} has waited {patience:.0f} s before "
-            f"{what} and goes on waiting: the processes {list(members)} of the mesh "
-            "must all come here, and at least one has not"
+            f"{what} and is still waiting: the processes {list(members)} of the mesh "
+            "must all get here, and at least one has not"
         )
         thread.join(limit - patience)
         if thread.is_alive():
             raise ProcessError(
                 f"process {jax.process_index()} has waited {limit:.0f} s "
                 f"before {what}, and gives up: of the processes {list(members)} at "
-                "least one has not come; look at what each one printed last"
+                "least one has not got here; see the last output of each"
             )
     if received:
         rows = (json.loads(bytes(row).decode(errors="replace")) for row in received[0])
@@ -350,7 +328,7 @@ def _exchange(
         return {}
     raise ProcessError(
         f"process {jax.process_index()} could not reach the other processes before "
-        f"{what}: one of them has ended (look at what each printed last), or the "
+        f"{what}: one of them has ended (see the last output of each), or the "
         f"network between them fails: {failed[0]}"
     ) from failed[0]
 
@@ -370,7 +348,3 @@ def _gather(row: np.ndarray, devices: Sequence[Any]) -> np.ndarray:
 
 def _unchanged(x: Any) -> Any:
     return x
-
-
-def _tracing() -> bool:
-    return isinstance(jax.lax.full((), 0), Tracer)

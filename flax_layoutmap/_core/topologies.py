@@ -164,7 +164,8 @@ class Topology:
     @property
     def name(self) -> str:
         """Name such as `"v5p:4x4x4"`, without the number of slices."""
-        return f"{self.generation.name}:{_written(self)}"
+        twisted = "_twisted" if self.twisted else ""
+        return f"{self.generation.name}:{_by_x(self.shape)}{twisted}"
 
     @property
     def accelerator_type(self) -> str:
@@ -388,7 +389,7 @@ def _checked_slices(slices: int) -> int:
 def _checked_host(generation: Generation, shape: Shape, given: Any) -> Shape:
     if given is None:
         if generation.max_dim is not None and math.prod(shape) <= 8:
-            # The slices of v5e and v6e with eight chips are one host's.
+            # Slices of v5e and v6e with eight chips are on one host.
             return shape
         usual = _HOST[: len(shape)]
         return tuple(map(min, usual, shape))
@@ -406,7 +407,3 @@ def _checked_host(generation: Generation, shape: Shape, given: Any) -> Shape:
 
 def _by_x(shape: Shape) -> str:
     return "x".join(map(str, shape))
-
-
-def _written(of: Topology) -> str:
-    return _by_x(of.shape) + ("_twisted" if of.twisted else "")

@@ -6,31 +6,21 @@ import re
 import tempfile
 from typing import Any
 
-# Controls that JSON leaves, and marks of no width, some of which reverse what follows.
+# Control characters that JSON leaves, and zero-width marks, some of which reverse text.
 _HIDDEN = re.compile(r"[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 
 
 def readable_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON to be reviewed: letters of all languages stay, hidden marks are escapes."""
+    """JSON for review: letters of all languages stay, invisible ones are escaped."""
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Write a file atomically: a temporary file beside it is moved to its place.
-
-    Several processes that write one file at once leave what one of them wrote.
-
-    Args:
-        path: the file; where it is a link, what that points to.
-        raw: its content.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file atomically, by moving a temporary file; links are followed."""
     path = os.path.realpath(path)
     if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "wb") as file:  # a pipe, say; nothing can stand in its place
+        with open(path, "wb") as file:  # a pipe, say, cannot be replaced
             file.write(raw)
         return
     folder, name = os.path.split(path)

@@ -9,9 +9,9 @@ from flax.core.meta import AxisMetadata, Partitioned
 from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import RuleError
-from flax_layoutmap._resolve.memory import remember_rules
-from flax_layoutmap._resolve.metadata import Mark, mark_of, mesh_axes
+from flax_layoutmap._resolve.leaves import Mark, mark_of, mesh_axes
 from flax_layoutmap._resolve.resolution import Resolution
+from flax_layoutmap._resolve.resolve import remember_rules
 from flax_layoutmap._rules.records import ResolvedLeaf
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of
@@ -21,13 +21,11 @@ from flax_layoutmap._tree.paths import parameter_keys
 def settle_metadata(tree: Any, resolution: Resolution) -> Any:
     """Rewrite Flax's layout metadata where it differs from the actual layout.
 
-    Also record the rules, for an optimizer that is made of the tree later.
-
-    Metadata differs where a rule has overruled it, where it did not fit fully (an axis
-    that the mesh lacks), and where it names another mesh. Otherwise a later
-    `nnx.Optimizer` or `unbox` would follow it. Metadata that agrees is kept, so that
-    the tree keeps its structure. NNX Variables are changed in place; Linen boxes are
-    replaced.
+    It differs where a rule has overruled it, where it did not fit fully (an axis that
+    the mesh lacks), and where it names another mesh; a later `nnx.Optimizer` or `unbox`
+    would follow it. Metadata that agrees is kept, and with it the structure of the
+    tree. NNX Variables are changed in place; Linen boxes are replaced. The rules are
+    recorded for an optimizer of the tree.
     """
     remember_rules(tree, resolution.rules)
     flat = flatten(tree)
@@ -42,7 +40,7 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
         is_elsewhere = other is not None and own is not None and other != own
         decisive, mark = leaf, mark_of(box)
         if leaf.role == "optimizer" and leaf.owner in owners:
-            # Boxes of moments must equal those of the parameters: trees are mapped.
+            # Moments are mapped with parameters, so that their boxes must be equal.
             decisive = resolution.leaf(owners[leaf.owner])
             same_rank = len(leaf.shape) == len(decisive.shape)
             if not isinstance(box, nnx.Variable):
@@ -70,13 +68,13 @@ def settle_metadata(tree: Any, resolution: Resolution) -> Any:
 def _is_overruled(leaf: ResolvedLeaf, mark: Mark) -> bool:
     """Whether the sharding of a leaf differs from its metadata."""
     if leaf.reason == "flax metadata":
-        # Linen itself leaves names that it has no rule for whole.
+        # Linen replicates dims whose names have no rule.
         return leaf.fallback is not None and mark.kind != "linen"
     return leaf.reason in ("rule", "exact key", "explicit layout")
 
 
 def _is_bound(box: Any) -> bool:
-    """Whether a Variable is annotated by a sharding on a mesh, not by names.
+    """Whether a Variable is annotated by a NamedSharding, not by names.
 
     Flax reads those when a Variable is made, and fails on them later.
     """
@@ -96,15 +94,10 @@ def _mesh_of_box(box: Any) -> Any:
 def _settled_names(
     mark: Mark, dims: Sequence[tuple[str, ...]], axes: Sequence[str]
 ) -> tuple[tuple[Any, ...], tuple[tuple[str, None], ...]]:
-    """Axis names for the layout of a leaf, and rules for those that are no mesh axes.
+    """Axis names for the layout of a leaf, and rules for names that are not mesh axes.
 
-    The name of a dim that stands for no mesh axis is kept, with a rule to that effect:
+    The name of a dim that is on no mesh axis is kept, with a rule that says so:
     `nnx.scan` looks for the name that it gave the dim of the layers.
-
-    Args:
-        mark: the annotation of the leaf.
-        dims: the mesh axes of each dim.
-        axes: all axes of the mesh.
     """
     try:
         were = mesh_axes(mark)[0]
@@ -124,13 +117,10 @@ def _settled_names(
 def _reannotated(
     box: Any, names: tuple[Any, ...], rules: tuple[tuple[str, None], ...], mesh: Any
 ) -> Any:
-    """A Variable, changed in place, or a new Linen box, with other names.
+    """A Variable, changed in place, or a new Linen box, with these names, one per dim.
 
-    Args:
-        box: the Variable or box.
-        names: one entry per dim.
-        rules: which of the names are no mesh axes.
-        mesh: the mesh that the names are on, or None to leave that to the context.
+    `rules` are for names that are not mesh axes; a `mesh` of None leaves that to the
+    context.
     """
     if isinstance(box, nnx.Variable):
         metadata = metadata_of(box)
@@ -150,7 +140,8 @@ def _reannotated(
 class SettledBox(Partitioned[Any]):
     """A Linen box that names mesh axes alone.
 
-    `nn.scan` takes the dim of the layers from it, whatever name it gave that dim.
+    `nn.scan` removes the dim of the layers by its position, whatever name it gave that
+    dim.
     """
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "SettledBox":

@@ -26,15 +26,13 @@ from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flax_internals import is_nnx_object
+from flax_layoutmap._tree.objects import NO_NUMBERS
 from flax_layoutmap._tree.paths import join_keys
 
 Rows = Literal["local", "global", "partial"]
 Fill = Literal["repeat", "zeros"]
 
 _NUMBERS = bool | int | float | complex
-
-# Kinds of NumPy dtypes that no device holds: objects, texts, dates.
-_NO_NUMBERS = "OSUMm"
 
 
 def distribute_batch(
@@ -43,41 +41,39 @@ def distribute_batch(
     """Make global arrays from a host batch, sharded over the `batch` axes.
 
     Dim 0 of every array, its rows, is split over the map's `batch` axes; other dims,
-    a sequence too, stay whole. Scalars and PRNG keys are replicated: typed ones, and
-    JAX arrays of `jax.random.PRNGKey`. Arrays that are there already are returned as
-    they are, arrays elsewhere on the mesh are moved. Nothing is donated. As with
-    `jax.device_put`, do not write into a NumPy array afterwards: on CPU its memory may
-    be shared.
+    also a sequence, are not. Scalars and PRNG keys are replicated: typed keys, and JAX
+    arrays of `jax.random.PRNGKey`. Arrays with that sharding are returned as they are,
+    other arrays on the mesh are moved. Nothing is donated. As with `jax.device_put`, do
+    not write into a NumPy array afterwards: on CPU its memory may be shared.
 
     Args:
-        batch: a tree of NumPy arrays, JAX arrays, numbers, or anything that NumPy
-            makes arrays of; all with the same number of rows. None stays None.
-        layout_map: the rules, on a mesh of devices; only their `batch` axes count.
+        batch: a tree of NumPy arrays, JAX arrays, numbers, or objects with
+            `__array__`; all with the same number of rows. None stays None.
+        layout_map: the rules, on a mesh of devices; only their `batch` axes matter.
         rows: which rows a process passes; in a single process, always all of them.
 
-            - `"local"`: those of its own devices. A process that holds one half of
-              the batch axes passes that half of the global batch. Processes that hold
-              the same part, as replicas along other axes, each pass the same rows,
-              which is not checked.
-            - `"global"`: all rows, the same ones in every process, as `flm.jit` takes
-              a batch on the host.
-            - `"partial"`: as `"local"`, but processes that hold the same part share
-              the reading: each passes an equal share, in the order of their
-              numbers, and the devices exchange them.
+            - `"local"`: those of its own devices. A process with one half of the batch
+              axes passes that half of the global batch. Processes with the same part,
+              as replicas along other axes, pass the same rows, which is not checked.
+            - `"global"`: all rows, the same in every process, as `flm.jit` takes a
+              batch on the host.
+            - `"partial"`: as `"local"`, but processes with the same part share the
+              reading: each passes an equal share, in the order of their numbers, and
+              the devices exchange them.
 
         check: with several processes, whether to compare structures, shapes and the
-            values of scalars and keys before anything is made, so that a difference is
-            an error in every process. All must come here in the same order as to other
-            collectives, and it waits for the devices: pass False in a loop whose
-            batches all have one shape (`flm.pad_batch`), and in threads that prefetch.
+            values of scalars and keys first, so that a difference is an error in every
+            process. It is a collective, and waits for the devices: pass False in a loop
+            whose batches all have one shape (`flm.pad_batch`), and in threads that
+            prefetch.
 
     Returns:
-        The same tree of global `jax.Array`s, in the dtypes that JAX makes of them.
+        The same tree of global `jax.Array`s, in JAX's dtypes.
 
     Raises:
-        LayoutError: leaves that are no arrays, differ in their rows, or do not divide.
+        LayoutError: leaves that are not arrays, differ in their rows, or do not divide.
         MeshError: no mesh of devices, or one that `rows` does not fit.
-        ProcessError: the processes do not fit together, on every process.
+        ProcessError: the processes disagree; raised in every process.
 
     Example:
         >>> import numpy as np, flax_layoutmap as flm
@@ -115,9 +111,9 @@ def pad_batch(
 ) -> tuple[Any, np.ndarray]:
     """Pad a host batch with rows until it divides; return the mask of real rows.
 
-    Give the last batch of an epoch the `size` of the others, and nothing is compiled
-    for it. The mask goes along with the batch; what is averaged over rows must use it
-    (batch statistics inside a model, as of BatchNorm, do see the added rows).
+    Pad the last batch of an epoch to the `size` of the others, so that nothing is
+    compiled for it. What is averaged over rows must use the mask (batch statistics
+    inside a model, as in BatchNorm, include the added rows).
 
     Args:
         batch: a tree of arrays, all with the same number of rows (dim 0). Scalars and
@@ -126,17 +122,16 @@ def pad_batch(
             the product of its `batch` axes' sizes (with several processes, the part of
             it that this process fills).
         size: the number of rows to reach; None: the next multiple.
-        fill: the rows to add: `"repeat"` repeats the last row, whose values are valid
-            whatever they mean; `"zeros"`, also for a batch without any rows.
-        rows: as for `flm.distribute_batch`; counts where `multiple` is a map. The rows
-            are those that this process passes there.
+        fill: the rows to add: `"repeat"` repeats the last row, so that values are
+            valid; `"zeros"` works for a batch without rows too.
+        rows: as for `flm.distribute_batch`, if `multiple` is a map.
 
     Returns:
         The batch, in NumPy arrays where rows were added, else as it was; and a mask,
         a bool array of shape (rows,), True for the rows of `batch`.
 
     Raises:
-        LayoutError: leaves that are no arrays or differ in their rows, no leaf with
+        LayoutError: leaves that are not arrays or differ in their rows, no leaf with
             rows, no row to repeat, or a `size` that is too small or does not divide.
         MeshError: a map without a mesh.
 
@@ -192,7 +187,7 @@ def pad_batch(
 
 
 def has_rows(leaf: Any) -> bool:
-    """Whether dim 0 of a leaf holds rows: no number, no scalar, no PRNG key.
+    """Whether dim 0 of a leaf is its rows: not for numbers, scalars and PRNG keys.
 
     A JAX array of two or four uint32 is an old-style key, of `jax.random.PRNGKey`; a
     NumPy array never is.
@@ -217,13 +212,7 @@ def rows_sharding(axes: tuple[str, ...], mesh: DeviceMesh) -> NamedSharding:
 
 @dataclasses.dataclass(frozen=True)
 class _Flat:
-    """A batch, flattened.
-
-    Attributes:
-        paths: one per leaf.
-        leaves: arrays (of NumPy or JAX) and Python numbers.
-        structure: of the tree.
-    """
+    """A flattened batch; leaves are arrays of NumPy or JAX, and Python numbers."""
 
     paths: tuple[str, ...]
     leaves: tuple[Any, ...]
@@ -265,12 +254,12 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _trouble(leaf: Any, what: str) -> str:
-    """What a leaf is, if it is no data that can be worked on."""
+    """Describe a leaf that cannot be part of a batch; empty if it can."""
     if isinstance(leaf, Tracer):
         return f"a traced value {show_shape(leaf.shape)}"
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked array, whose mask would be lost"
-    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in _NO_NUMBERS:
+    if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in NO_NUMBERS:
         return f"a NumPy array of {leaf.dtype}"
     if what == "pad_batch" and _is_spread(leaf):
         return f"a global array {show_shape(leaf.shape)}; pad first, distribute then"
@@ -293,11 +282,9 @@ def _is_spread(leaf: Any) -> bool:
 class Split:
     """How the rows that a process passes map to the global batch.
 
-    Attributes:
-        parts: the number of parts into which the batch axes split the global batch.
-        own: how many of them this process fills.
-        sharers: how many processes fill these together, each with a share.
-        order: the processes in the order of their rows; empty without sharers.
+    The batch axes split the global batch into `parts`; this process fills `own` of
+    them, together with `sharers` processes that each pass a share, in `order` of their
+    rows.
     """
 
     parts: int
@@ -326,14 +313,8 @@ _WHOLE = Split(1, 1)
 def split_of(owners: np.ndarray, process: int, rows: Rows) -> Split:
     """Find which rows of a global batch a process passes.
 
-    Args:
-        owners: the process of each device, one row per part of the batch, one column
-            per copy of it.
-        process: the process that asks.
-        rows: as for `distribute_batch`.
-
-    Raises:
-        MeshError: the process has no device, or `rows` does not fit the mesh.
+    `owners` has the process of each device: one row per part of the batch, one column
+    per copy of it.
     """
     parts = len(owners)
     if process not in owners:
@@ -368,7 +349,7 @@ def split_of(owners: np.ndarray, process: int, rows: Rows) -> Split:
     if apart or len({*map(len, groups)}) > 1 or len({*devices.tolist()}) > 1:
         raise MeshError(
             'rows="partial" needs processes with equally many devices, each with parts '
-            f"of the batch that lie side by side; process {process} has "
+            f"of the batch side by side; process {process} has "
             f"{(owners == process).sum()} devices, with {_few(own)} of {parts} parts; "
             'use rows="local" or "global"'
         )
@@ -417,26 +398,23 @@ def _check_same_rows(flat: _Flat, split: Split) -> None:
     counts: set[int] = set()
     shown: list[str] = []
     for path, leaf in flat.rows():
-        count, note = leaf.shape[0], ""
-        if _is_spread(leaf):
-            note = ", global already"
-            count = count * split.own
-        else:
-            count = count * split.sharers * split.parts
-            if count != leaf.shape[0] * split.own:
-                note = f", of {count // split.own} rows in all"
+        count, note = leaf.shape[0], ", global already"
+        if not _is_spread(leaf):
+            total = split.total(count)
+            note = "" if total == count else f", of {total} rows in all"
+            count = total
         counts.add(count)
         shown.append(f"{path} {show_shape(leaf.shape)}{note}")
     if len(counts) > 1:
         raise LayoutError(
             "the arrays of a batch must have equally many rows (dim 0):\n"
-            f"{bullet_list(shown)}\ntreat those of other rows by themselves, or place "
-            "them with flm.distribute_tensor"
+            f"{bullet_list(shown)}\ndistribute arrays with other rows separately, or "
+            "place them with flm.distribute_tensor"
         )
 
 
 def clash_of_rows(count: int, rules: RuleSet, split: Split | None = None) -> str:
-    """Explain why `count` rows do not divide over the batch axes; empty if they do."""
+    """Say why `count` rows do not divide over the batch axes; empty if they do."""
     mesh = rules.mesh
     assert mesh is not None
     parts = math.prod(mesh.axis_sizes[axis] for axis in rules.batch)
@@ -478,11 +456,11 @@ def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         shape = np.shape(leaf)
         if not has_rows(leaf):
-            same.append(_on_host(leaf))
+            same.append(leaf)
         elif not _is_spread(leaf):
             shape = (split.total(shape[0]), *shape[1:])
             if rows == "global":
-                # A sample, as all of a large batch every time would take too long.
+                # The first row only: comparing a large batch would take too long.
                 same.append(np.asarray(leaf)[:1])
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         shapes.append(f"{path} {show_shape(shape)} {dtype}")
@@ -493,14 +471,6 @@ def _parts(flat: _Flat, rules: RuleSet, split: Split, rows: Rows) -> Parts:
         "option rows": rows,
         "batch values": digest_of_values(same),
     }
-
-
-def _on_host(leaf: Any) -> Any:
-    if not isinstance(leaf, jax.Array) or _is_spread(leaf):
-        return leaf
-    if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
 
 
 # ------------------------------------------------------------------ the work
@@ -543,7 +513,7 @@ def _by_process(mesh: DeviceMesh, order: Sequence[int]) -> Mesh:
 
 
 def _multiple_of(multiple: Any, rows: Rows) -> int:
-    """What the number of rows is to divide by, of a number or a map."""
+    """What the number of rows must divide by, from a number or a map."""
     if isinstance(multiple, int | np.integer) and not isinstance(multiple, bool):
         if multiple < 1:
             raise LayoutError(f"multiple must be 1 or more, got {multiple}")

@@ -22,7 +22,7 @@ from flax_layoutmap._core.errors import (
     StructureError,
     did_you_mean,
 )
-from flax_layoutmap._core.fetch import concrete, known_layout, own_mesh
+from flax_layoutmap._core.fetch import concrete, is_eager, known_layout, own_mesh
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.processes import Agreement, digest_of_value
@@ -88,19 +88,11 @@ def distribute_tensor(x: Any, layout: Any) -> Any:
     )
 
 
-def is_eager() -> bool:
-    """Whether this runs outside of `jit` and its like (`grad` and `vmap` do not count).
-
-    A constant inside of `jit` is no tracer; what is computed from nothing is one.
-    """
-    return not isinstance(jax.lax.full((), 0), Tracer)
-
-
 def place(tree: Any, resolution: Resolution) -> Any:
-    """Move every leaf of a tree to the layout that a Resolution of it says.
+    """Move every leaf of a tree to its layout in a Resolution of the tree.
 
-    Everything is moved before anything is written back, so that a failure leaves the
-    tree as it was.
+    All are moved before anything is written back, so that a failure leaves the tree
+    unchanged.
     """
     leaves = flatten(tree).leaves
     _check_movable(leaves, resolution)
@@ -119,9 +111,9 @@ def place(tree: Any, resolution: Resolution) -> Any:
 
 def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
     """Raise LayoutError where a leaf is nothing that can be moved."""
-    for at, leaf in enumerate(leaves):
+    for path, leaf in zip(resolution.paths, leaves, strict=True):
+        path = path or "the leaf"
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            path = resolution.paths[at] or "the leaf"
             raise LayoutError(
                 f"place moves arrays, but {path} is abstract, a jax.ShapeDtypeStruct "
                 f"{tuple(leaf.shape)} without values: make the tree with "
@@ -129,7 +121,6 @@ def _check_movable(leaves: list[Any], resolution: Resolution) -> None:
                 "layout_map.abstract(tree) gives it its shardings"
             )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in NO_NUMBERS:
-            path = resolution.paths[at] or "the leaf"
             raise LayoutError(
                 f"place moves arrays of numbers, but {path} is a NumPy array of "
                 f"{leaf.dtype}: take it out of the tree"
@@ -162,9 +153,10 @@ def need_devices(rules: RuleSet, what: str) -> None:
 
 
 def put(x: Any, sharding: NamedSharding) -> Any:
-    """Move one concrete value to a sharding; no copy where it is there already.
+    """Move one concrete value to a sharding; no copy where it has it already.
 
-    What is no array and no number (a string, a function) stays as it is.
+    A value that is not an array or a number (a string, a function) is returned as it
+    is.
     """
     if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
         return x
@@ -176,9 +168,9 @@ def put(x: Any, sharding: NamedSharding) -> Any:
 
 
 def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
-    """Each process hands over its part of a value that all of them hold."""
+    """Move a value that all processes hold: each supplies its own shards."""
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-        # JAX moves no keys between processes, but their data; its last dim is whole.
+        # JAX moves the data of keys between processes, not keys.
         data = _put_across_processes(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -186,7 +178,7 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
             return jax.device_put(x, sharding)
         except NotImplementedError as error:
             raise MeshError(
-                f"an array {tuple(x.shape)} that lies on devices of other processes "
+                f"an array {tuple(x.shape)} on devices of other processes "
                 "too can only be moved to a mesh of the same devices, not to "
                 f"{DeviceMesh(sharding.mesh)!r}; save a checkpoint and restore it there"
             ) from error
@@ -195,11 +187,9 @@ def _put_across_processes(x: Any, sharding: NamedSharding) -> Any:
 
 
 def wanted_layout(layout: Any, otherwise: DeviceMesh | None = None) -> TensorLayout:
-    """The layout that is meant, with the mesh of the surroundings if it has none.
+    """The layout, or that of this name, with the ambient mesh if it has none.
 
-    Raises:
-        RuleError: no such name.
-        MeshError: no mesh to be found, and none given to take `otherwise`.
+    Without an ambient mesh it gets the mesh `otherwise`, or raises MeshError.
     """
     if isinstance(layout, str):
         layout = _named(layout)
@@ -235,7 +225,7 @@ def _ambient_mesh() -> DeviceMesh | None:
     context: Any = jax.sharding.get_abstract_mesh()
     if is_eager() and not manual_axes(context):
         with contextlib.suppress(ValueError):
-            # Under `grad` and `vmap` JAX does not give it, eagerly neither.
+            # JAX raises under `grad` and `vmap`, even eagerly.
             found = jax.sharding.get_mesh()
             context = context if found.empty else found
     return DeviceMesh(context) if context.axis_names else None
@@ -275,21 +265,12 @@ def distribute(
 ) -> Any:
     """Give one array a layout on a mesh, as `distribute_tensor` does.
 
-    Args:
-        x: the array.
-        layout: the layout, with its mesh.
-        keys: where the array stands in its tree.
-        what: the name of the caller, for messages.
-        pin: what fixes a traced value on Auto axes.
-
-    Raises:
-        LayoutError: another rank, a dim that does not divide, or no array.
-        MeshError: an abstract mesh, or a manual axis.
-        StructureError: an NNX object.
+    For messages: `keys`, the key path of the array, and `what`, the calling function.
+    `pin` constrains a traced value on Auto axes.
     """
     x = as_array(x, keys, what)
     mesh = mesh_of(layout)
-    # First: inside shard_map, rank and divisibility are those of a part.
+    # Before rank and divisibility, which inside shard_map are those of a part.
     manual = manual_axes(jax.sharding.get_abstract_mesh())
     for axis in layout.axis_names:
         if axis in manual:
@@ -317,12 +298,7 @@ def distribute(
 
 
 def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
-    """An array, traced or on the host.
-
-    Raises:
-        LayoutError: it is none.
-        StructureError: an NNX object.
-    """
+    """An array, traced or on the host; raises for anything else."""
     if is_nnx_object(x):
         raise StructureError(
             f"{what} takes arrays, not a {type(x).__name__}: move a module by rules, "
@@ -345,11 +321,7 @@ def as_array(x: Any, keys: Any = (), what: str = "distribute_tensor") -> Any:
 
 
 def move(x: Any, layout: TensorLayout, dims: _Dims) -> Any:
-    """Move an array to the devices of a mesh; one that `grad` traces too, eagerly.
-
-    Raises:
-        MeshError: the mesh has no devices.
-    """
+    """Move an array to a mesh of devices, eagerly; also one that `grad` traces."""
     mesh = mesh_of(layout)
     if mesh.is_abstract:
         raise MeshError(
@@ -375,12 +347,12 @@ def _constrain(
             # JAX would silently drop the Auto axes.
             raise LayoutError(
                 f"{what} of a traced array {tuple(x.shape)} to {layout}: dim {dim} "
-                f"lies on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
+                f"is on Explicit and on Auto axes of the mesh {mesh!r}; use axes of "
                 "one type for it"
             )
     jax_mesh: Any = mesh.jax_mesh
     if inside_manual:
-        # Inside shard_map the context knows which axes are manual; only it will do.
+        # Inside shard_map only the mesh of the context has its manual axes.
         jax_mesh = jax.sharding.get_abstract_mesh()
     lies_on = None if inside_manual else own_mesh(x)
     if explicit or (lies_on is not None and explicit_axes(lies_on)):
@@ -392,14 +364,14 @@ def _constrain(
         auto = [tuple(a for a in axes if a not in explicit) for axes in dims]
         x = pin(x, NamedSharding(jax_mesh, normal_spec(auto)))
     if layout.memory_kind is not None:
-        # Neither of the two heeds a memory kind.
+        # Neither of the two applies a memory kind.
         spec, kind = normal_spec(dims), layout.memory_kind
         x = jax.device_put(x, NamedSharding(jax_mesh, spec, memory_kind=kind))
     return x
 
 
 def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
-    """Whether `grad` traces an array that is to stay on other devices, eagerly."""
+    """Whether `grad` traces, eagerly, an array that is committed to other devices."""
     array = concrete(x)
     if mesh.is_abstract or not getattr(array, "committed", False):
         return False
@@ -407,22 +379,19 @@ def _held_elsewhere(x: Tracer, mesh: DeviceMesh) -> bool:
 
 
 def check_same_devices(x: Any, mesh: DeviceMesh, what: str) -> None:
-    """Raise where a traced value would have to go to other devices.
+    """Raise MeshError where a traced value would move to other devices.
 
     A trace shows how many devices there are, not which.
-
-    Raises:
-        MeshError: the mesh has another number of devices.
     """
     context = None if is_eager() else jax.sharding.get_abstract_mesh()
     traced = isinstance(x, Tracer) and concrete(x) is None
     for known in (own_mesh(x) if traced else None, context):
         if known is not None and known.axis_names and known.size != mesh.size:
             raise MeshError(
-                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it lies on "
+                f"{what} of a traced array {tuple(x.shape)} to {mesh!r}: it is on "
                 f"{known.size} devices, and goes to others only outside of jit and "
                 f"vmap; call {what} there, or name axes alone, "
-                'TensorLayout(("data", None)), for the devices that it lies on'
+                'TensorLayout(("data", None)), for the devices that it is on'
             )
 
 
@@ -442,10 +411,9 @@ def _axes_of_type(mesh: Any, wanted: AxisType) -> set[str]:
 
 
 def checked_dims(layout: TensorLayout, x: Any, what: str) -> _Dims:
-    """The layout written out for this array; JAX checks less of it, or nothing.
+    """The mesh axes of each dim of this array; raises where the layout does not fit.
 
-    Raises:
-        LayoutError: another rank, or a dim that does not divide.
+    JAX checks less of it, or nothing.
     """
     shape, mesh = tuple(x.shape), mesh_of(layout)
     known = known_layout(x) if layout.has_match else None

@@ -4,10 +4,17 @@ DTensor's `relayout`, `relayout_like` and `copy_to_mesh`.
 """
 
 import contextlib
+import functools
+import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
+from jax.experimental.shard_alike import shard_alike
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_layoutmap._core.axes import dim_axes
@@ -21,7 +28,6 @@ from flax_layoutmap._core.fetch import (
 )
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh
-from flax_layoutmap._place.follow import alike, constrained
 from flax_layoutmap._place.place import (
     as_array,
     check_same_devices,
@@ -43,29 +49,28 @@ def relayout(
 ) -> Any:
     """Give an array another layout; its gradient has the original layout.
 
-    As `flm.distribute_tensor`, but the cotangent takes the layout of the forward
-    input, at every order of differentiation. Outside of `jit`, and on Explicit axes,
-    that is always so (an array on no certain device gets its gradient in the layout of
-    the result). Under `jit` on Auto axes a value has no layout that could be read, and
-    JAX's own constraint sends the cotangent back in the layout of the result. There,
-    `gradient` says what to do:
+    As `flm.distribute_tensor`, but the cotangent gets the layout of the forward input,
+    at every order of differentiation. Outside of `jit`, and on Explicit axes, that is
+    always so (except for an uncommitted array, whose gradient has the layout of the
+    result). Under `jit` on Auto axes a value has no layout to read, and JAX's own
+    constraint gives the cotangent the layout of the result. There, `gradient` chooses:
 
-    - `"input"`: the cotangent is constrained to the sharding of `x`. Exact where
-      the layout of `x` is fixed: an argument of `jit`, the result of another relayout.
+    - `"input"`: the cotangent is constrained to the sharding of `x`. It is exact where
+      the layout of `x` is fixed (an argument of `jit`, the result of another relayout).
       Otherwise, as in the body of a `scan` or `jax.checkpoint`, or in a function under
-      `jax.jit` that another one calls several times, the compiler has chosen one for
-      `x`, not always the same for the gradient. It has a price: `x` is kept
-      until the backward pass, and there every device gathers the whole cotangent.
-    - a layout: that of `x`, which is fixed too. Exact; `x` is not kept, and the
-      cotangent goes there directly. Take this one for large activations. (The carry
-      of a `scan` has its own layout, whatever is set inside.)
+      `jax.jit` that another one calls several times, the compiler chooses one for `x`,
+      and possibly another for the gradient. `x` is kept until the backward pass, where
+      every device gathers the whole cotangent.
+    - a layout: that of `x`, which is fixed too. It is exact, `x` is not kept, and
+      nothing is gathered: use it for large activations. (The carry of a `scan` has its
+      own layout, whatever is set inside.)
     - `"output"`: the behaviour of JAX. On Auto axes only.
 
     Args:
         x: an array, a traced value, or a tree of them; None leaves stay None.
         layout: anything that `TensorLayout` takes, or a name, as for
-            `distribute_tensor`; axes without a mesh take at last the mesh that `x` is
-            on. `TensorLayout.MATCH` keeps the axes of a dim. A mesh keeps the dims and
+            `distribute_tensor`; the last choice for the mesh is that of `x`.
+            `TensorLayout.MATCH` keeps the axes of a dim. A mesh keeps the dims, and
             moves them to that mesh; an array on no mesh is replicated there.
         gradient: `"input"`, `"output"`, or the layout that `x` has.
         name: shown in profiles, as by `jax.named_scope`.
@@ -74,10 +79,10 @@ def relayout(
         The array (or tree) with that layout; the same object where it has it already.
 
     Raises:
-        LayoutError: another rank, a dim that does not divide, no array, or an unknown
-            layout that is to be kept.
-        MeshError: no mesh to be found, or one without devices; in a trace, one with
-            another number of devices (as for `distribute_tensor`).
+        LayoutError: another rank, a dim that does not divide, not an array, or an
+            unknown layout that should be kept.
+        MeshError: no mesh, or one without devices; in a trace, one with another number
+            of devices (as for `distribute_tensor`).
         RuleError: no such name or axis.
 
     Example:
@@ -90,7 +95,7 @@ def relayout(
         ('data', 'model')
 
     Plain JAX: `jax.device_put(x, s)`, `jax.sharding.reshard(x, s)`, or
-    `jax.lax.with_sharding_constraint(x, s)`, twice to say the input's layout too.
+    `jax.lax.with_sharding_constraint(x, s)`, twice to fix the input's layout too.
     """
     _check_gradient(gradient)
 
@@ -110,20 +115,20 @@ def relayout_like(x: Any, like: Any, *, name: str | None = None) -> Any:
     """Give an array the mesh and layout of another; gradients keep its own.
 
     Where the layout of `like` is known (an array, one closed over, a value on Explicit
-    axes), `like` may have any shape of the same rank and any dtype, and nothing else
-    changes. An array on no mesh is followed by replicating `x` on its own mesh.
+    axes), `like` may have any shape of the same rank and any dtype. If it is on no
+    mesh, `x` is replicated on its own mesh.
 
-    Under `jit` on Auto axes a traced `like` has no layout to read. Then both are
-    constrained alike. It costs a gather, forward and backward, and memory, as both
-    are kept until the backward pass. It is exact where the layouts of both are fixed,
-    as those of arguments are; a value in between, or in a function under `jax.jit` that
-    another one calls several times, may get any layout that the compiler chooses.
-    In the body of a loop (`scan`, `while_loop`) it raises, as the layout of the
-    carry gets mixed in. There, pass the layout, `flm.relayout(x, layout)`.
+    Under `jit` on Auto axes a traced `like` has no layout to read, so both are
+    constrained alike. That costs a gather, forward and backward, and both are kept
+    until the backward pass. It is exact where the layouts of both are fixed, as those
+    of arguments are; for other values, and in a function under `jax.jit` that another
+    one calls several times, the compiler may choose any layout. In the body of a loop
+    (`scan`, `while_loop`) it raises, as the layout of the carry would be mixed in:
+    there, pass the layout, `flm.relayout(x, layout)`.
 
     Args:
         x: an array or a traced value; an `nnx.Variable` or a Linen box too.
-        like: the array to follow, or a Variable or box. No gradient reaches it.
+        like: the array to follow, or a Variable or box. It gets no gradient.
         name: shown in profiles, as by `jax.named_scope`.
 
     Returns:
@@ -239,7 +244,7 @@ def _relayout(
         # Two constraints, since the cotangent passes them in the other order.
         x, gradient = distribute(x, known, what=what), "output"
     inside_manual = bool(manual_axes(jax.sharding.get_abstract_mesh()))
-    # What is on Explicit axes goes there and back by JAX's own reshard.
+    # On Explicit axes JAX's own reshard does the same.
     own = gradient == "output" or inside_manual
     own = own or array is not None or known is not None
     pin: Any = jax.lax.with_sharding_constraint if own else constrained
@@ -254,11 +259,11 @@ def _committed(array: Any) -> bool:
 
 
 def _keeping(x: Any, layout: TensorLayout, pin: Any, what: str) -> Any:
-    """A constraint of a value on Auto axes that leaves its `MATCH` dims as they are."""
+    """A constraint on Auto axes that leaves the `MATCH` dims unconstrained."""
     if explicit_axes(mesh_of(layout)):
         raise LayoutError(
             f"{what} of a traced array {tuple(x.shape)} to {layout}: on a mesh with "
-            f"Auto and Explicit axes, {mesh_of(layout)!r}, nobody can tell what a "
+            f"Auto and Explicit axes, {mesh_of(layout)!r}, it is unknown what a "
             "MATCH dim has; name its axes"
         )
     check_same_devices(x, mesh_of(layout), what)
@@ -274,14 +279,14 @@ def _keeping(x: Any, layout: TensorLayout, pin: Any, what: str) -> Any:
 
 
 def _like_traced(x: Any, like: Any) -> Any:
-    """`x`, lying as a traced value on Auto axes."""
+    """`x` with the sharding of a traced value on Auto axes."""
     ways = (
         "pass its layout, flm.relayout(x, layout); or read it outside of jit, "
         "flm.dtensor.fetch_layout(like); or use Explicit axes"
     )
     what = f"relayout_like of an array {tuple(x.shape)} to a traced {tuple(like.shape)}"
     if manual_axes(jax.sharding.get_abstract_mesh()):
-        raise LayoutError(f"{what} inside shard_map: nobody knows its layout; {ways}")
+        raise LayoutError(f"{what} in shard_map, where its layout is unknown; {ways}")
     if is_in_a_loop(x) or is_in_a_loop(like):
         raise LayoutError(
             f"{what} in the body of a loop: the layout that the carry has would be "
@@ -308,6 +313,122 @@ def _like_traced(x: Any, like: Any) -> Any:
 def _no_mesh(x: Any, like: Any) -> LayoutError:
     return LayoutError(
         f"relayout_like of an array {tuple(x.shape)} to one {tuple(like.shape)}: "
-        "neither lies on a mesh; pass a layout, "
+        "neither is on a mesh; pass a layout, "
         "flm.relayout(x, flm.TensorLayout(axes, mesh))"
     )
+
+
+# -------------------------------------------- constraints that follow another array
+
+# Under `jit` on Auto axes a traced value has no sharding to read: the compiler chooses
+# it later. What can be expressed is that two values have the same sharding, by
+# `jax.experimental.shard_alike`: a cotangent that of the forward input, or one array
+# that of another. It is a primitive of JAX, since nothing smaller supports forward and
+# reverse mode, higher orders and `vmap`: `custom_vjp` has no forward mode, and
+# `custom_derivatives.linear_call` no `vmap`.
+
+
+# JAX lowers equal calls of a primitive once, and `shard_alike` names its group when it
+# is lowered, so that all pairs of one shape would be one group. A number in the context
+# separates them.
+_NUMBERS = itertools.count()
+
+
+def constrained(x: Any, sharding: NamedSharding) -> Any:
+    """A sharding constraint whose cotangent has the sharding of `x`.
+
+    `x` is kept until the backward pass, as a reference for its sharding, and the
+    cotangent is gathered there. `sharding` is on Auto axes; dims may be unconstrained.
+
+    Plain JAX: `jax.lax.with_sharding_constraint(x, sharding)`, whose cotangent has
+    the sharding of the result.
+    """
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = _constraint.bind(x, x, there=sharding, back=None, mesh=sharding.mesh)
+    # JAX finds the devices of a program in its own constraints only, and this one
+    # applies the `spmd_axis_name` of `jax.vmap`.
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def alike(x: Any, like: Any, mesh: Any) -> Any:
+    """`x` in the sharding of `like` on Auto axes; its cotangent in that of `x`."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return _follow(x, like, mesh)
+    return _constraint.bind(x, like, x, there=None, back=None, mesh=mesh)
+
+
+def _follow(x: Any, like: Any, mesh: Any) -> Any:
+    # shard_alike is symmetric: an x in any sharding must come first. The barrier
+    # keeps that constraint from spreading to `like`.
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
+    x = jax.lax.optimization_barrier(x)
+    with set_xla_metadata(pair=next(_NUMBERS)):
+        return shard_alike(like, x)[1]
+
+
+def _value(x: Any, *leaders: Any, there: Any, back: Any, mesh: Any) -> Any:
+    """The primitive's computation: constrain x to `there`, or as its leader is."""
+    if there is None:
+        return _follow(x, leaders[0], mesh)
+    return jax.lax.with_sharding_constraint(x, there)
+
+
+def _eager(x: Any, *leaders: Any, **params: Any) -> Any:
+    return _compiled(**params)(x, *leaders)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(**params: Any) -> Any:
+    return jax.jit(functools.partial(_value, **params))
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> tuple[Any, Any]:
+    x, *leaders = primals
+    tangent = ad.instantiate_zeros(tangents[0])
+    moved = [_constraint.bind(value, *leaders, **params) for value in (x, tangent)]
+    return moved[0], moved[1]
+
+
+def _transpose(
+    cotangent: Any, x: Any, *leaders: Any, there: Any, back: Any, mesh: Any
+) -> list[Any]:
+    nothing = [None] * len(leaders)
+    if any(ad.is_undefined_primal(leader) for leader in leaders):
+        # jax.linear_transpose of a bare relayout: there is no value to follow.
+        return [cotangent, *nothing]
+    back_again = _constraint.bind(
+        cotangent, *reversed(leaders), there=back, back=there, mesh=mesh
+    )
+    return [back_again, *nothing]
+
+
+def _batch(args: Any, at: Any, *, there: Any, back: Any, mesh: Any) -> tuple[Any, int]:
+    """The batch dim goes first, unconstrained."""
+    size = next(a.shape[d] for a, d in zip(args, at, strict=True) if d is not None)
+    args = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(args, at, strict=True)
+    ]
+    there, back = _with_free_dim(there), _with_free_dim(back)
+    return _constraint.bind(*args, there=there, back=back, mesh=mesh), 0
+
+
+def _with_free_dim(sharding: NamedSharding | None) -> NamedSharding | None:
+    if sharding is None:
+        return None
+    spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, *sharding.spec)
+    return NamedSharding(sharding.mesh, spec)
+
+
+# The leaders are the arrays to follow, forward and backward, without a sharding.
+_constraint = Primitive("relayout")
+_constraint.def_impl(_eager)
+_constraint.def_abstract_eval(lambda x, *leaders, **params: x)
+ad.primitive_jvps[_constraint] = _jvp
+ad.primitive_transposes[_constraint] = _transpose
+batching.primitive_batchers[_constraint] = _batch
+mlir.register_lowering(
+    _constraint,
+    mlir.lower_fun(_value, multiple_results=False),
+    cacheable=False,  # so that each has its own number
+)

@@ -29,16 +29,17 @@ from flax_layoutmap._resolve.lay import (
     rank_fix,
     show_rank,
 )
-from flax_layoutmap._resolve.metadata import Mark, mesh_axes
-from flax_layoutmap._resolve.stages import Match, Matches, Origin
+from flax_layoutmap._resolve.leaves import Mark, mesh_axes
+from flax_layoutmap._resolve.match import Match, Matches
+from flax_layoutmap._resolve.origins import Origin
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
 
 _RULE_WINS = "a rule for it wins over the metadata"
 _ANNOTATION_FIX = f"name one axis or None for each dim; {_RULE_WINS}"
 _STACKED_FIX = (
-    "of layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
-    "tells it the new dim"
+    "for layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
+    "adds the new dim to it"
 )
 _NO_PARAMETERS = "its parameters are not in the tree: pass params= and tx= to resolve"
 
@@ -46,9 +47,7 @@ _NO_PARAMETERS = "its parameters are not in the tree: pass params= and tx= to re
 def decide(matches: Matches, rules: RuleSet) -> list[Decision]:
     """Decide every leaf: parameters, then what follows them.
 
-    Args:
-        matches: the rules that match each leaf, and its origin.
-        rules: the rules that were matched, maybe on another mesh.
+    `rules` are those that were matched, possibly on another mesh.
     """
     leaves, origins = matches.origins.leaves, matches.origins
     shapes, marks = leaves.shapes, leaves.flat.annotations
@@ -108,11 +107,10 @@ def _given(layout: TensorLayout, shape: Shape) -> Decision:
 
 def _not_sharded(fixed: set[int], dtypes: Sequence[Any]) -> set[int]:
     """Positions of random state, and of what is no array."""
-    if all(issubclass(kind, np.dtype) for kind in {type(dtype) for dtype in dtypes}):
-        return fixed
     return fixed | {
         at
         for at, dtype in enumerate(dtypes)
+        if not isinstance(dtype, np.dtype)
         if dtype is None or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
     }
 
@@ -174,8 +172,8 @@ def _explicit(
     if own is not None and mesh is not None and not same_places(own, mesh):
         name += f" of another mesh, {own!r}"
         moved = (
-            f"its layout is on {own!r}, the rules are on {mesh!r}, and so is this leaf "
-            "now: write layout.on(mesh) with the mesh of the rules, or a layout "
+            f"its layout is on {own!r}, the rules are on {mesh!r}, to which this leaf "
+            "is moved: write layout.on(mesh) with the mesh of the rules, or a layout "
             "without a mesh"
         )
     row = layer.lay(bare, shape, name, "explicit layout", matched=matched)
@@ -237,8 +235,7 @@ def _owner(
 ) -> tuple[str | None, str]:
     """The parameter that a leaf follows, or None and why it follows none.
 
-    Where it may belong to several with different layouts, the layout that it has
-    already tells which, if it has one.
+    Among several candidates with different layouts, the leaf's current layout decides.
     """
     found = {
         name: (row.dims, row.mesh, row.memory_kind)
@@ -271,19 +268,13 @@ def _follow(
     dims: tuple[int | None, ...],
     shape: Shape,
 ) -> Decision:
-    """The decision for a leaf that has some dims of a parameter.
+    """Decide a leaf whose dims are those of a parameter, as `dims` maps them.
 
-    Args:
-        layer: lays it out.
-        match: the optimizer rules that match the parameter.
-        key: how the parameter is called.
-        owner: its position.
-        dims: per dim of the leaf, the dim of the parameter.
-        shape: shape of the leaf.
+    `match` has the optimizer rules of the parameter `key`, at position `owner`.
     """
     rules, row = layer.rules.optimizer, layer.rows[owner]
     of = layer.leaves.shapes[owner]
-    # No rule lays out a scalar, nor what belongs to one.
+    # No rule lays out a scalar, nor the state of one.
     matched = applicable(rules, match.rules, len(of)) if of else ()
     if match.key is not None and match.key in matched:
         matched = (match.key,)
@@ -318,7 +309,7 @@ def _follow(
 def _alone(
     layer: Layer, is_optimizer: bool, matched: tuple[int, ...], shape: Shape
 ) -> Decision:
-    """State without its parameters, by the rules that match an ending of its path."""
+    """Decide state without its parameters, by the endings of its path."""
     rules = layer.rules.optimizer if is_optimizer else layer.rules.rules
     winner = layer.rules.winner(rules, matched)
     assert winner is not None  # the stage before sees to it

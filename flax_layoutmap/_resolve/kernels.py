@@ -1,191 +1,31 @@
-"""Leaves that follow a kernel: LoRA matrices, and scales of quantised kernels.
+"""Lay out leaves that follow a kernel: LoRA matrices, scales of quantised kernels.
 
-A LoRA matrix has some dims of a kernel. A rule is written for the kernel. So a rule
-that matches the kernel too is not about the matrix, which then follows the kernel, dim
-by dim; a rule that matches a matrix and not its kernel is about the matrix, and wins.
+A LoRA matrix has some dims of a kernel, and a rule is written for the kernel. So a rule
+that matches both is about the kernel, and the matrix follows it, dim by dim; a rule
+that matches a matrix and not its kernel is about the matrix, and wins.
 
 A scale has the dims of its kernel at size 1 or in blocks, or some of them. A dim of
-size 1 cannot be split. Where a leaf is the scale of another one (by its name, or
-the other has 8 bits or fewer) which the same rule lays out, that is no mistake: such
-dims are replicated, and the note of the leaf says so. Any other leaf with a dim of size
-1 is an error as with any size: the rule is not about it.
+size 1 cannot be split. If a leaf is the scale of another one (by its name, or the other
+has 8 bits or fewer) that the same rule lays out, such dims are replicated, and the note
+of the leaf says so. In any other leaf a dim of size 1 is an error as with any size.
 """
 
-import bisect
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.lay import Layer, fits, picked
-from flax_layoutmap._resolve.lora import (
-    KernelDims,
-    Matrix,
-    is_about_lora,
-    kernel_dims,
-    matrix_of,
-    places_of,
-)
-from flax_layoutmap._resolve.stages import Adapter, Leaves, Matches
-from flax_layoutmap._rules.records import Decision, Shape, show_shape
-from flax_layoutmap._tree.paths import Section
-
-# Names of kernels, which count first where several arrays have a fitting shape.
-_KERNELS = ("kernel", "embedding", "weight", "w", "qvalue")
-# How far below a module its kernel may be: `base_module/kernel/array/qvalue`.
-_DEPTH = 3
-
-# What `nnx.LoRA` calls the module that it was put around.
-_BASE = "base_module"
+from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.lora import Index
+from flax_layoutmap._resolve.match import Matches
+from flax_layoutmap._rules.records import Decision, show_shape
 
 _NO_KERNEL = (
     "it is a LoRA matrix whose kernel is not in the tree: resolve the whole model, or "
     "add a rule for it"
 )
-
-
-# ----------------------------------------------------------- finding LoRA matrices
-
-
-def find_adapters(leaves: Leaves) -> tuple[dict[int, Adapter], dict[int, str]]:
-    """Find the LoRA matrices of a tree, from paths and shapes.
-
-    Returns:
-        Position → matrix, and position → path without the LoRA module around it, as
-        `Origins` has them.
-    """
-    adapters: dict[int, Adapter] = {}
-    plain: dict[int, str] = {}
-    text = "\n".join(leaves.flat.paths)
-    if is_about_lora(text) or _BASE in text:
-        for section in leaves.flat.sections:
-            if section.role == "parameter":
-                found, wrapped, index = _adapters_in(section, leaves)
-                adapters |= found
-                plain |= _without(wrapped, index)
-    return adapters, plain
-
-
-def _adapters_in(
-    section: Section, leaves: Leaves
-) -> "tuple[dict[int, Adapter], set[str], Index]":
-    """The matrices of a section, the modules in LoRA modules, and its other paths."""
-    flat, shapes = leaves.flat, leaves.shapes
-    paths = {flat.paths[at]: at for at in range(section.start, section.stop)}
-    matrices = {
-        at: matrix
-        for path, at in paths.items()
-        if is_about_lora(path) and len(shapes[at]) > 1
-        for matrix in [matrix_of(path)]
-        if matrix is not None
-    }
-    others = {
-        path: at
-        for path, at in paths.items()
-        if at not in matrices and at not in flat.fixed
-    }
-    index = Index(others)
-    # Without its matrices too, in a State of what is not trained.
-    wrapped = set().union(*(_base_modules(path) for path in others if _BASE in path))
-    found: dict[int, Adapter] = {}
-    for at, matrix in matrices.items():
-        partner = paths.get(matrix.partner)
-        shape = None if partner is None else shapes[partner]
-        found[at] = Adapter(matrix.role, ())
-        for place in places_of(matrix):
-            kernels = _kernels_at(index, place, matrix, shapes[at], shape, shapes)
-            if kernels:
-                found[at] = Adapter(matrix.role, kernels)
-                if matrix.kernel is None:
-                    wrapped |= _wrapped(index, place, kernels[0][0], shapes)
-                break
-    return found, wrapped, index
-
-
-class Index:
-    """Paths in order, to find those below a place."""
-
-    def __init__(self, positions: Mapping[str, int]) -> None:
-        self.paths = sorted(positions)
-        self.positions = positions
-
-    def below(self, place: str) -> Iterator[tuple[str, int]]:
-        """The rest of each path below a place, and its position; not too deep."""
-        if not place:
-            for path in self.paths:
-                yield path, self.positions[path]
-            return
-        if place in self.positions:
-            yield "", self.positions[place]
-        start = bisect.bisect_left(self.paths, f"{place}/")
-        for path in itertools.islice(self.paths, start, None):
-            if not path.startswith(f"{place}/"):
-                break
-            yield path[len(place) + 1 :], self.positions[path]
-
-
-def _kernels_at(
-    index: Index,
-    place: str,
-    matrix: Matrix,
-    shape: Shape,
-    partner: Shape | None,
-    shapes: Sequence[Shape],
-) -> Sequence[tuple[int, KernelDims]]:
-    """The kernels at or below a place that a matrix fits; the nearest ones only."""
-    by_depth: dict[int, list[tuple[str, int, KernelDims]]] = {}
-    for rest, at in index.below(place):
-        depth = rest.count("/")
-        if depth <= _DEPTH:
-            for dims in kernel_dims(shapes[at], shape, partner, matrix.role):
-                by_depth.setdefault(depth, []).append((rest, at, dims))
-    if not by_depth:
-        return ()
-    nearest = by_depth[min(by_depth)]
-    named = [entry for entry in nearest if entry[0].rpartition("/")[2] in _KERNELS]
-    return [(at, dims) for _, at, dims in named or nearest]
-
-
-def _wrapped(
-    index: Index, place: str, kernel: int, shapes: Sequence[Shape]
-) -> set[str]:
-    """The module at a place that a LoRA module was put around, if it is so.
-
-    Then the place holds that one alone, and `up/base_module/kernel` was `up/kernel`.
-    """
-    below = [(rest, at) for rest, at in index.below(place) if len(shapes[at]) > 1]
-    inner = {rest.partition("/")[0] for rest, _ in below if "/" in rest}
-    (path,) = (rest for rest, at in below if at == kernel)
-    name = path.partition("/")[0]
-    has_own = any("/" not in rest for rest, _ in below)
-    if inner != {name} or has_own or name in _KERNELS:
-        return set()
-    return {f"{place}/{name}" if place else name}
-
-
-def _base_modules(path: str) -> set[str]:
-    """The modules on a path that `nnx.LoRA` was put around."""
-    parts = path.split("/")
-    return {
-        "/".join(parts[:end]) for end in range(1, len(parts)) if parts[end - 1] == _BASE
-    }
-
-
-def _without(wrapped: set[str], index: Index) -> dict[int, str]:
-    """Position → path without the parts that only a LoRA module around it adds."""
-    plain: dict[int, str] = {}
-    for module in wrapped:
-        for rest, at in index.below(module):
-            parts = f"{module}/{rest}".split("/")
-            path = "/".join(
-                part
-                for end, part in enumerate(parts, 1)
-                if "/".join(parts[:end]) not in wrapped
-            )
-            if path not in index.positions:
-                plain[at] = path
-    return plain
 
 
 # ----------------------------------------------------------------- LoRA matrices

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from flax_layoutmap._core.axes import clash, normal_spec
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import DeviceMesh, same_grid
-from flax_layoutmap._resolve.stages import Leaves, Match
+from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.match import Match
 from flax_layoutmap._rules.matching import Rule
 from flax_layoutmap._rules.records import Decision, Reason, Shape
 from flax_layoutmap._rules.rules import RuleSet
@@ -38,13 +39,9 @@ class _Laid(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Layer:
-    """Lays the leaves of a tree out under one rule set; remembers every answer.
+    """Lays the leaves of a tree out under one rule set, and caches each decision.
 
-    Attributes:
-        rules: the rule set.
-        leaves: the leaves.
-        rows: what has been decided for each of them so far.
-        made: what was decided, by what the decision depends on.
+    `rows` has the decisions so far; `made` has them by what they depend on.
     """
 
     rules: RuleSet
@@ -64,10 +61,7 @@ class Layer:
 
     def by_match(self, match: Match, shape: Shape) -> Decision:
         """The decision of the parameter rules that match a leaf."""
-        row = self.made.get((match, shape))
-        if row is None:
-            row = self.made[match, shape] = self._by_match(match, shape)
-        return row
+        return self.once((match, shape), lambda: self._by_match(match, shape))
 
     def _by_match(self, match: Match, shape: Shape) -> Decision:
         rules, matched = self.rules.rules, match.rules
@@ -79,7 +73,7 @@ class Layer:
         if not fitting:
             if self.rules.unmatched == "error":
                 return self.trouble(
-                    "no rule matches it; add one (None says: replicated), or use "
+                    "no rule matches it; add one (None replicates it), or use "
                     'unmatched="replicate"',
                     shape,
                 )
@@ -100,14 +94,9 @@ class Layer:
         reason: Reason,
         **more: Any,
     ) -> Decision:
-        """Check a layout for a leaf; the decision has the problem, if there is one.
+        """Check a layout for a leaf; the decision records a problem, if there is one.
 
-        Args:
-            layout: the layout wanted.
-            shape: shape of the leaf.
-            name: whose layout it is, for messages; None where it is that of a rule.
-            reason: the reason of the Decision.
-            **more: other fields of the Decision.
+        `name` is the layout's name in messages, None for that of a rule.
         """
         key = layout, shape
         laid = self._laid.get(key)
@@ -135,7 +124,7 @@ class Layer:
             if not (same_grid(own, mesh) and (own.is_abstract or mesh.is_abstract)):
                 return _Laid(
                     problem=f" is on another mesh, {own!r}, than the rules, {mesh!r}; "
-                    "a tree lies on one mesh: leave the mesh of the layout out"
+                    "a tree has one mesh: leave out the mesh of the layout"
                 )
         if not fits(layout, len(shape)):
             return _Laid(
@@ -207,7 +196,7 @@ def picked(
 def applicable(
     rules: Sequence[Rule], matched: Sequence[int], ndim: int
 ) -> tuple[int, ...]:
-    """Without the rules that pass over leaves of another rank."""
+    """The rules without those that skip leaves of another rank."""
     return tuple(
         at
         for at in matched

@@ -1,32 +1,96 @@
-"""Stage "leaves": a flattened tree → columns of its leaves, without the arrays."""
+"""Stage "leaves": a flattened tree → columns of its leaves, without the arrays.
+
+And the layout metadata of NNX Variables and Linen boxes.
+"""
 
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, cast
 
 import jax
-from flax import nnx
-from jax.sharding import NamedSharding
+from flax import linen, nnx
+from flax.core.meta import AxisMetadata
+from flax.core.spmd import get_logical_axis_rules
+from flax.linen import spmd as linen_spmd
+from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_layoutmap._core.errors import RuleError
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.metadata import mark_of
-from flax_layoutmap._resolve.stages import Leaves
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import plain_tree
-from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
+from flax_layoutmap._tree.flax_internals import is_nnx_object, metadata_of, nnx_state
 from flax_layoutmap._tree.paths import Flat, Section
 
-_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+# One entry per dim: names of mesh axes, or of Flax's logical axes.
+Names = tuple[tuple[str, ...], ...]
+Kind = Literal["nnx", "linen", "mesh"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mark:
+    """The layout metadata of one Variable or box.
+
+    Attributes:
+        layout: the explicit layout, which wins over every rule.
+        problem: why the explicit layout is invalid.
+        names: Flax's axis names.
+        rules: the Variable's own logical rules: (name, mesh axes) pairs.
+        kind: how names become mesh axes: `"nnx"` (a rule renames them), `"linen"` (only
+            a rule makes them mesh axes), `"mesh"` (they are mesh axes).
+    """
+
+    layout: TensorLayout | None = None
+    problem: str | None = None
+    names: Names | None = None
+    rules: tuple[tuple[str, Any], ...] = ()
+    kind: Kind = "mesh"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaves:
+    """The leaves of a tree before matching; columns with one entry each.
+
+    `nodes`, `modules` and `given` hold arrays, and go no further than `find_origins`.
+
+    Attributes:
+        flat: the flattened tree, with a `Mark` for each annotation.
+        dtypes: None for a leaf that is not an array.
+        others: position → leaf, for leaves that are not arrays.
+        live: position → the current layout of an array of optimizer state.
+        layouts: position → the layout of a parameter that has one, whatever the rules.
+        state: the optimizer state alone, if its parameters were given separately: these
+            are then the first leaves, and not part of the tree itself.
+        nodes: the object of each section, or None.
+        modules: the NNX modules of the tree.
+        given: trees of parameters that an optimizer may have been given.
+    """
+
+    flat: Flat
+    shapes: Sequence[Shape]
+    dtypes: Sequence[Any]
+    treedef: Any = None
+    others: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    live: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[int, TensorLayout] = dataclasses.field(default_factory=dict)
+    state: Flat | None = None
+    nodes: Sequence[Any] = ()
+    modules: Sequence[Any] = ()
+    given: Sequence[Any] = ()
+
+    @property
+    def own(self) -> Flat:
+        """The tree itself, without parameters that were given separately."""
+        return self.flat if self.state is None else self.state
+
+    @property
+    def start(self) -> int:
+        """Position of the first leaf of the tree itself."""
+        return len(self.flat.paths) - len(self.own.paths)
 
 
 def leaves_of(flat: Flat, tree: Any) -> Leaves:
-    """Read the leaves of a tree.
-
-    Args:
-        flat: the tree, flattened.
-        tree: the tree.
-    """
+    """Read the columns of a flattened tree."""
     shapes, dtypes, others = _columns(flat.leaves)
     treedef = flat.treedef
     if treedef is None:
@@ -79,11 +143,7 @@ def beside(
 ) -> Leaves:
     """The leaves of an optimizer state, behind those of its parameters.
 
-    Args:
-        own: the leaves of the parameters.
-        state: the leaves of the optimizer state, in one section.
-        params: the parameters.
-        layouts: the layouts that they have; None where the rules say.
+    `layouts` are those of the parameters; None lets the rules decide.
     """
     one, other, start = own.flat, state.flat, len(own.shapes)
     (section,) = other.sections
@@ -112,7 +172,7 @@ def beside(
 
 
 def _given(params: Any) -> list[Any]:
-    """What `tx.init` may have been given, of what the user calls the parameters."""
+    """The trees that `tx.init` may have been given, among what the user passes."""
     if is_nnx_object(params):
         return [nnx_state(params, nnx.Param)]
     if isinstance(params, Mapping) and not isinstance(params, nnx.State):
@@ -122,6 +182,9 @@ def _given(params: Any) -> list[Any]:
 
 def _moved(entries: Mapping[int, Any], start: int) -> dict[int, Any]:
     return {at + start: entry for at, entry in entries.items()}
+
+
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, Any]]:
@@ -149,3 +212,92 @@ def _columns(leaves: Sequence[Any]) -> tuple[list[Shape], list[Any], dict[int, A
             shapes.append(())
             dtypes.append(dtype)
     return shapes, dtypes, others
+
+
+# ----------------------------------------------------------------------- metadata
+
+
+def mark_of(box: Any) -> Mark:
+    """Read the mark of an NNX Variable or a Linen box."""
+    if not isinstance(box, nnx.Variable):
+        kind: Kind = "mesh" if isinstance(box, AxisMetadata) else "nnx"
+        if isinstance(box, linen_spmd.LogicallyPartitioned):
+            kind = "linen"
+        return Mark(
+            names=_names(getattr(box, "names", None)),
+            rules=_rules(getattr(box, "rules", None)),
+            kind=kind,
+        )
+    metadata = metadata_of(box)
+    layout, problem = _explicit(metadata.get("layout"))
+    names = metadata.get("out_sharding")
+    if names is None:  # an empty tuple means replicated
+        names = metadata.get("sharding_names")
+    return Mark(
+        layout=layout,
+        problem=problem,
+        names=_names(names),
+        rules=_rules(metadata.get("sharding_rules")),
+        kind="nnx",
+    )
+
+
+def mesh_axes(mark: Mark) -> tuple[Names, tuple[str, ...]]:
+    """The mesh axes of each dim after Flax's logical rules, and names without a rule.
+
+    Raises:
+        RuleError: Linen cannot map the names to mesh axes.
+    """
+    names = mark.names or ()
+    if mark.kind == "mesh":
+        return names, ()
+    if mark.kind == "nnx":
+        # The last rule for a name counts, as in Flax; the Variable's own come last.
+        renamed = dict((*get_logical_axis_rules(), *mark.rules))
+        axes = [
+            _entry(renamed.get(dim[0], dim) if len(dim) == 1 else dim) for dim in names
+        ]
+        return tuple(axes), ()
+    rules = mark.rules or tuple(linen.get_logical_axis_rules())
+    bare = [dim[0] if len(dim) == 1 else dim or None for dim in names]
+    try:
+        spec: Any = linen_spmd.logical_to_mesh_axes(cast(Any, bare), rules)
+    except ValueError as error:
+        raise RuleError(str(error)) from error
+    known = {name for name, _ in rules}
+    lost = [dim[0] for dim in names if len(dim) == 1 and dim[0] not in known]
+    return tuple(_entry(entry) for entry in spec), tuple(lost)
+
+
+def _explicit(value: Any) -> tuple[TensorLayout | None, str | None]:
+    """The metadata `layout`; other things may go by that name too."""
+    if not isinstance(
+        value, TensorLayout | tuple | list | PartitionSpec | NamedSharding
+    ):
+        return None, None
+    try:
+        return TensorLayout(value), None
+    except RuleError as error:
+        return None, str(error)
+
+
+def _names(value: Any) -> Names | None:
+    value = getattr(value, "sharding", value)  # a jax.experimental Format has one
+    value = getattr(value, "spec", value)
+    if not isinstance(value, tuple | list | PartitionSpec):
+        return None
+    return tuple(_entry(entry) for entry in value)
+
+
+def _entry(entry: Any) -> tuple[str, ...]:
+    if isinstance(entry, str):
+        return (entry,)
+    # None, or UNCONSTRAINED, which leaves the choice to the compiler.
+    return tuple(entry) if isinstance(entry, tuple | list) else ()
+
+
+def _rules(rules: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(
+        (name, tuple(axes) if isinstance(axes, list) else axes)
+        for name, axes in rules or ()
+    )

@@ -3,12 +3,54 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from flax_layoutmap._core.layout import TensorLayout
-from flax_layoutmap._resolve.stages import Match, Matches, Origins, Run
+from flax_layoutmap._resolve.origins import Origins
 from flax_layoutmap._rules.matching import Matcher, Rule
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.paths import Block, forms
+
+
+class Match(NamedTuple):
+    """The positions of all rules that match a path, and of its exact key."""
+
+    rules: tuple[int, ...] = ()
+    key: int | None = None
+
+
+class Run(NamedTuple):
+    """Consecutive leaves; equal runs, as layers have them, share their `matches`."""
+
+    start: int
+    matches: tuple[Match, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Matches:
+    """Which rules match which leaf; patterns are not used afterwards.
+
+    Attributes:
+        runs: parameter rules, for all leaves in order.
+        plain: position → parameter rules by the path without the LoRA module, where
+            these apply.
+        adapters: position of a LoRA matrix → parameter rules that match it and not its
+            kernel.
+        state: key of a parameter → the optimizer rules that match it.
+        alone: position of state without its parameters → whether the rules are
+            optimizer rules, and those that match an ending of its path and name every
+            dim of it.
+    """
+
+    origins: Origins
+    runs: Sequence[Run]
+    plain: Mapping[int, Match] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[int, Match] = dataclasses.field(default_factory=dict)
+    state: Mapping[str, Match] = dataclasses.field(default_factory=dict)
+    alone: Mapping[int, tuple[bool, tuple[int, ...]]] = dataclasses.field(
+        default_factory=dict
+    )
+
 
 _NO_MATCH = Match()
 
@@ -44,7 +86,7 @@ def _with_blocks(origins: Origins, matcher: Matcher) -> Origins:
 def _runs(origins: Origins, rules: RuleSet) -> list[Run]:
     """Match the parameter rules with each block of leaves, equal blocks once.
 
-    Optimizer state is not asked: it follows its parameters.
+    Optimizer state is skipped: it follows its parameters.
     """
     flat, state, matcher = origins.leaves.flat, origins.state, rules.matcher
     known: dict[tuple[str, str], Match] = {}
@@ -52,7 +94,7 @@ def _runs(origins: Origins, rules: RuleSet) -> list[Run]:
     runs: list[Run] = []
     stop, prefix, folded_prefix = 0, "", ""
     for start, folded, names in flat.blocks:
-        if start >= stop:  # a new section; those whose prefixes fold to one ask alike
+        if start >= stop:  # a new section
             section = flat.section(start)
             stop, prefix = section.stop, section.seen
             folded_prefix = matcher.fold_path(prefix)
@@ -87,7 +129,7 @@ def _runs(origins: Origins, rules: RuleSet) -> list[Run]:
 def _match(
     rules: Sequence[Rule], positions: tuple[int, ...], own: Sequence[str]
 ) -> Match:
-    """The rules, and which of them has one of the forms of a path as its pattern."""
+    """The rules, and the one whose pattern is one of the forms of a path."""
     if not positions:
         return _NO_MATCH
     keys = {rules[at].pattern: at for at in positions}
@@ -95,9 +137,9 @@ def _match(
 
 
 def _without_lora(origins: Origins, rules: RuleSet) -> dict[int, Match]:
-    """A leaf inside of a LoRA module is matched by its path without the module.
+    """Match a leaf in a LoRA module by its path without the module.
 
-    Unless a rule matches it inside of the module alone.
+    Unless a rule matches only the path with the module.
     """
     flat, matcher = origins.leaves.flat, rules.matcher
     found: dict[int, Match] = {}
@@ -158,10 +200,10 @@ def _by_owner(origins: Origins, rules: RuleSet) -> Mapping[str, Match]:
 def _by_endings(
     origins: Origins, rules: RuleSet
 ) -> dict[int, tuple[bool, tuple[int, ...]]]:
-    """For state without its parameters: the rules see its path from some part on.
+    """Match state without its parameters by the endings of its path.
 
-    Only a rule that names every dim of the leaf applies: the leaf may have lost some
-    dims of its parameter, and nothing tells which.
+    Only a rule that names every dim of the leaf applies: the leaf may lack some dims of
+    its parameter, and it is unknown which.
     """
     state, leaves = origins.state, origins.leaves
     if state is None or origins.owners:
@@ -196,8 +238,8 @@ def _by_endings(
 def _names_every_dim(layout: TensorLayout, ndim: int) -> bool:
     """Whether a layout determines the sharding of each of `ndim` dims.
 
-    A spec such as `P(None, "model")` does so for a matrix; of a vector nobody knows
-    which dim of a matrix it was.
+    A spec such as `P(None, "model")` does so for a matrix, but not for a vector, which
+    may have been either dim of one.
     """
     if layout.rank is not None or layout.is_replicated:
         return layout.is_replicated or layout.rank == ndim

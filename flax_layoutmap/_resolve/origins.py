@@ -8,14 +8,21 @@ distinguish such models, then the optimizer's position and name.
 import dataclasses
 import itertools
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from flax_layoutmap._resolve.kernels import find_adapters
-from flax_layoutmap._resolve.stages import Dims, Leaves, Origin, Origins
-from flax_layoutmap._resolve.state_dims import is_refusal, owner_of, tagged_dims, tells
+from flax_layoutmap._resolve.leaves import Leaves
+from flax_layoutmap._resolve.lora import Adapter, find_adapters
+from flax_layoutmap._resolve.state_dims import (
+    Dims,
+    is_refusal,
+    owner_of,
+    tagged_dims,
+    tells,
+)
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flax_internals import nnx_state
 from flax_layoutmap._tree.paths import (
@@ -25,7 +32,45 @@ from flax_layoutmap._tree.paths import (
     unescape,
 )
 
-# What `tagged_dims` found: path within the optax state → its shape and parameter dims.
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """The parameter that a leaf of optimizer state was made from.
+
+    Attributes:
+        owner: key of the parameter (see `parameter_keys`), or None.
+        dims: per dim of the leaf, the parameter dim that it came from, or None; None
+            if unknown.
+        how: in words, for reports.
+        others: other parameters that may equally be the owner.
+    """
+
+    owner: str | None
+    dims: Dims | None
+    how: str
+    others: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origins:
+    """The origin of each leaf, from paths, shapes and the optimizer alone.
+
+    Attributes:
+        state: the origin of each leaf, None for a leaf outside optimizer state; None if
+            the tree has no optimizer state.
+        owners: key → position of each parameter, if there is optimizer state.
+        adapters: position → LoRA matrix.
+        plain: position → the path that a leaf had before LoRA was added.
+    """
+
+    leaves: Leaves
+    state: Sequence[Origin | None] | None = None
+    owners: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[int, Adapter] = dataclasses.field(default_factory=dict)
+    plain: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+
+# From `tagged_dims`: path within the optax state → its shape and parameter dims.
 Tags = Mapping[str, tuple[Shape, Dims | None]]
 
 
@@ -42,10 +87,8 @@ Owners = Mapping[str, Owner]
 def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
     """Find the origin of each leaf from paths, shapes and the optimizer alone.
 
-    Args:
-        leaves: the leaves of the tree.
-        tx: the optax transformation; None takes that of an `nnx.Optimizer` or
-            TrainState in the tree.
+    `tx` is the optax transformation; None takes that of an optimizer or TrainState in
+    the tree.
     """
     flat, shapes = leaves.flat, leaves.shapes
     if all(section.role != "optimizer" for section in flat.sections):
@@ -78,19 +121,16 @@ def find_origins(leaves: Leaves, tx: Any = None) -> Origins:
 
 
 def known_origins(leaves: Leaves, found: Sequence[Origin | None] | None) -> Origins:
-    """The origins where those of optimizer state are known (of a checkpoint).
+    """The origins if those of optimizer state are known, as from a checkpoint.
 
-    Args:
-        leaves: the leaves of the tree.
-        found: for each leaf its origin, None for what is no optimizer state; None where
-            the tree has no optimizer state.
+    `found` is None if the tree has no optimizer state.
     """
     if found is None:
         return _with_adapters(leaves, None, {})
     owners = parameter_keys(leaves.flat)
     keys = set(owners.values())
     names = {name for o in found if o is not None for name in (o.owner, *o.others)}
-    # A checkpoint has `dense/kernel` for what is `model/dense/kernel` here.
+    # A checkpoint may have `dense/kernel` for `model/dense/kernel` of the tree.
     ends = {
         name: [key for key in keys if key.endswith(f"/{name}")]
         for name in names - keys - {None}
@@ -123,10 +163,10 @@ def _explained(found: Sequence[Origin]) -> int:
 
 
 def _nearest(prefix: str, groups: Mapping[str, Owners]) -> list[Owners]:
-    """Of models with the same paths, the one that an optimizer is for by its place.
+    """Of models with the same paths, those that an optimizer is for by its position.
 
-    It is beside the model, in one container that holds no other, or has its name in
-    its own: `generator_optimizer`. All of them, where this tells none apart.
+    It is beside its model, in a container that holds no other, or has the model's name
+    in its own: `generator_optimizer`.
     """
 
     def nearness(other: str) -> tuple[int, bool]:
@@ -140,10 +180,10 @@ def _nearest(prefix: str, groups: Mapping[str, Owners]) -> list[Owners]:
 
 
 def _parameter_groups(leaves: Leaves, owners: Mapping[int, str]) -> dict[str, Owners]:
-    """By its prefix, each section of parameters: a model, Linen's `params`, …
+    """The parameters of each section (a model, Linen's `params`), by its prefix.
 
-    An optimizer may have been given what is in the section, or what the section is in:
-    each form of a path counts.
+    A parameter is under each form of its path: the optimizer may have been given the
+    section or a tree around it.
     """
     groups: dict[str, Owners] = {}
     for section in leaves.flat.sections:
@@ -170,7 +210,7 @@ def _section_tags(
 ) -> Tags:
     """Trace the optimizer of one section over the parameters that fit its state.
 
-    It may refuse guesses; if it refuses what was given as well, that error is raised.
+    An optimizer may refuse guesses; if it refuses `given` as well, that is an error.
     """
     best: Tags = {}
     refusals: list[Exception] = []
@@ -198,9 +238,9 @@ def _section_tags(
 
 
 def _parts_at(prefix: str, tags: Tags) -> Iterator[Tags]:
-    """The whole state, and what it holds at an end of a section's prefix.
+    """The whole state, and the part below each ending of a section's prefix.
 
-    Where optax's state lies in that of a user's own wrapper, as in
+    If optax's state is inside that of a user's own wrapper, as in
     `{"optimizer": Wrapped(copy, inner)}`, the section is the inner state alone.
     """
     yield tags
@@ -262,7 +302,7 @@ def _nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------- matching
 
-# A prefix is looked for among so many candidates.
+# The most candidates for a prefix that are tried.
 _MOST_PREFIXES = 8
 
 
@@ -277,9 +317,9 @@ def paths_below(prefix: str, paths: Mapping[str, Any]) -> dict[str, Any]:
 def best_origins(
     state: Mapping[str, Shape], groups: Sequence[Owners], tags: Tags
 ) -> list[Origin]:
-    """The origins under that view of the parameters which explains most of a state.
+    """The origins under the view of the parameters that explains most of a state.
 
-    Where several views explain as much, the other owners are named, too.
+    If several views explain as much, the other owners are recorded, too.
     """
     best: list[list[Origin]] = []
     best_score = 0
@@ -307,8 +347,11 @@ def _others(origin: Origin, same_leaf: Sequence[Origin]) -> tuple[str, ...]:
 
 
 def _views(state: Mapping[str, Shape], groups: Sequence[Owners]) -> Iterator[Owners]:
-    """Ways to see the parameters: all of them; with one model (of several that have
-    the same paths) first; below a prefix that the optimizer did not know."""
+    """Ways to see the parameters that an optimizer was given.
+
+    All of them; with one model first, of several that have the same paths; below a
+    prefix that the optimizer did not know.
+    """
     every: Owners = {}
     for group in reversed(groups):
         every = {**every, **group}
@@ -332,7 +375,7 @@ def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]
         whole = orphan.split("/")
         for owner in owners:
             parts = owner.split("/")
-            # The last part may be an index behind the path of the parameter (sm3).
+            # The last part may be an index after the path of the parameter (sm3).
             same = max(_common_ending(parts, whole), _common_ending(parts, whole[:-1]))
             for count in range(1, min(same, len(parts) - 1) + 1):
                 found.add("/".join(parts[:-count]) + "/")
@@ -342,14 +385,9 @@ def prefixes(state: Mapping[str, Shape], owners: Mapping[str, Any]) -> list[str]
     return sorted(found, key=lambda prefix: (len(prefix), prefix))[:_MOST_PREFIXES]
 
 
-def _common_ending(first: Sequence[str], second: Sequence[str]) -> int:
+def _common_ending(first: list[str], second: list[str]) -> int:
     """How many of the last parts are the same."""
-    same = 0
-    for one, other in zip(reversed(first), reversed(second), strict=False):
-        if one != other:
-            break
-        same += 1
-    return same
+    return len(os.path.commonprefix([first[::-1], second[::-1]]))
 
 
 def _origin(
@@ -388,12 +426,9 @@ def _origin(
 
 def _only_subsequence(shape: Shape, of: Shape) -> Dims | None:
     """Dims of `of` that make `shape` in order, if there is exactly one choice."""
-    found: list[Dims] = [()]
-    for size in shape:
-        found = [
-            (*dims, dim)
-            for dims in found
-            for dim in range((dims[-1] or 0) + 1 if dims else 0, len(of))
-            if of[dim] == size
-        ]
+    found = [
+        dims
+        for dims in itertools.combinations(range(len(of)), len(shape))
+        if tuple(of[dim] for dim in dims) == shape
+    ]
     return found[0] if len(found) == 1 else None

@@ -18,20 +18,22 @@ from flax_layoutmap._core.errors import (
 )
 from flax_layoutmap._core.layout import named_sharding
 from flax_layoutmap._resolve.decide import decide
-from flax_layoutmap._resolve.stages import Matches
-from flax_layoutmap._rules.announce import announce
+from flax_layoutmap._resolve.match import Matches
 from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, show_shape
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.rules import RuleSet, announce
 from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
-from flax_layoutmap._show.diff import ResolutionDiff
-from flax_layoutmap._show.difference import difference
-from flax_layoutmap._show.explain import explain, leaf_line, rule_lines
+from flax_layoutmap._show.diff import ResolutionDiff, difference
 from flax_layoutmap._show.resolved_table import ResolvedTable
-from flax_layoutmap._show.snapshot import Snapshot, snapshot_of
+from flax_layoutmap._show.snapshot import (
+    Snapshot,
+    leaf_line,
+    rule_lines,
+    snapshot_of,
+)
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import show
-from flax_layoutmap._tree.fold import fold
+from flax_layoutmap._tree.paths import fold
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
@@ -60,7 +62,7 @@ class Resolution(ResolvedTable):
     def __init__(self, rules: RuleSet, matches: Matches, rows: list[Decision]) -> None:
         leaves = matches.origins.leaves
         shapes, dtypes = leaves.shapes, leaves.dtypes
-        if leaves.state is not None:  # without the parameters given beside it
+        if leaves.state is not None:  # without separately given parameters
             own = slice(leaves.start, None)
             shapes, dtypes, rows = shapes[own], dtypes[own], rows[own]
         super().__init__(rules, leaves.own, shapes, dtypes, rows)
@@ -246,7 +248,7 @@ class Resolution(ResolvedTable):
             KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
-        return explain(self.leaf(at), self._rows[at], self.rules)
+        return _remarks.explain(self.leaf(at), self._rows[at], self.rules)
 
     # ------------------------------------------------------------------ output
 
@@ -357,7 +359,7 @@ class Resolution(ResolvedTable):
         object.__setattr__(self, "_announced", True)
 
     def _repr_html_(self) -> str:
-        # Its page is large; nothing but a notebook needs what makes it.
+        # Imported here, as only a notebook needs it.
         from flax_layoutmap import draw
 
         return (
@@ -377,11 +379,7 @@ class Resolution(ResolvedTable):
 
 
 def decided(matches: Matches, rules: RuleSet) -> Resolution:
-    """Decide every leaf.
-
-    Args:
-        matches: the rules that match each leaf, and its origin.
-        rules: the rules that were matched, maybe on another mesh.
+    """Decide every leaf, by rules that were matched, possibly on another mesh.
 
     Raises:
         ResolveError: leaves do not fit the rules; one error lists all of them.
@@ -398,7 +396,7 @@ def decided(matches: Matches, rules: RuleSet) -> Resolution:
             )
             if row.problem
         }
-        if leaves.state is not None:  # what does not fit may be a parameter beside it
+        if leaves.state is not None:  # it may be a parameter
             resolution = Resolution(rules, _as_one_tree(matches), rows)
         raise ResolveError(
             _problems_text(found, resolution.mesh),

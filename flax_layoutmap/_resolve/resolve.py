@@ -5,24 +5,31 @@ Five stages, each a function from one frozen value to the next:
     tree → flatten → find_origins → match → decide → Resolution
 """
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from flax_layoutmap._core.errors import RuleError, StructureError
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._resolve.leaves import as_one_state, beside, leaves_of
 from flax_layoutmap._resolve.match import match
-from flax_layoutmap._resolve.memory import recall, remember
-from flax_layoutmap._resolve.origins import find_origins, known_origins
+from flax_layoutmap._resolve.origins import (
+    Origin,
+    Origins,
+    find_origins,
+    known_origins,
+)
 from flax_layoutmap._resolve.resolution import Resolution, decided
-from flax_layoutmap._resolve.stages import Origin, Origins
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
-from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state
+from flax_layoutmap._tree.flax_internals import is_nnx_object, nnx_state, objects_of
+from flax_layoutmap._tree.objects import objects_in
 from flax_layoutmap._tree.paths import is_train_state
-from flax_layoutmap._tree.structure import structure_of
+from flax_layoutmap._tree.structure import Structure, structure_of
 from flax_layoutmap._tree.trace import trace
 
 
@@ -83,12 +90,7 @@ def resolve_tree(
 ) -> Resolution:
     """Resolve a tree, or optimizer state whose parameters are not in it.
 
-    Args:
-        tree: the tree.
-        rules: the rules.
-        params: the parameters of optimizer state, or None.
-        tx: the optax transformation; None takes that of an optimizer in the tree.
-        layouts: the layout that each of `params` has; None where the rules say.
+    `layouts` has the current layout of each of `params`; None lets the rules decide.
     """
     fold = rules.matcher.fold_part
     flat = flatten(tree, fold)
@@ -126,7 +128,7 @@ def _resolve_or_recall(tree: Any, rules: RuleSet) -> Resolution:
     resolution = resolve_tree(tree, rules, None, None)
     flat = resolution._flat
     # Annotations depend on Flax's logical rules in context, and state of an unknown
-    # kind on the layouts that the arrays have: no structure tells these.
+    # kind on the current layouts of arrays; the structure has neither.
     if not (flat.has_objects or flat.annotations or _depends_on_arrays(resolution)):
         structure = flat.structure or structure_of(tree)
         if structure is not None:
@@ -145,16 +147,12 @@ def _depends_on_arrays(resolution: Resolution) -> bool:
 def rule_set_of(rules: Any, what: str) -> RuleSet:
     """The frozen rules of a `LayoutMap`; a `RuleSet` as it is.
 
-    Args:
-        rules: one of these.
-        what: the call, for the message.
-
     Raises:
-        RuleError: it is none of these.
+        RuleError: `rules` is neither; the message names the call, `what`.
     """
     if isinstance(rules, RuleSet):
         return rules
-    # Asked of the type: an nnx.Rngs has a stream for any attribute.
+    # Looked up on the type: an nnx.Rngs has a stream for any attribute.
     if isinstance(rules, type) or not hasattr(type(rules), "freeze"):
         shown = repr(rules)
         if len(shown) > 200:
@@ -178,3 +176,71 @@ def abstract_tree(tree: Any) -> Any:
             "function that makes them, lambda: module.init(key, x), or the variables"
         )
     return trace(tree).abstract
+
+
+# ------------------------------------------------------------------ resolved trees
+
+# Cached in their rule set, newest first.
+_MOST_TREES = 4
+
+
+def recall(tree: Any, rules: RuleSet) -> Resolution | None:
+    """The Resolution of a tree with the same structure under these rules."""
+    for structure, resolution in tuple(rules._caches.resolved):
+        if structure.fits(tree):
+            return resolution
+    return None
+
+
+def remember(structure: Structure, resolution: Resolution) -> None:
+    """Cache a Resolution for `recall`, as long as its rule set lives."""
+    trees = resolution.rules._caches.resolved
+    trees.insert(0, (structure, resolution))
+    del trees[_MOST_TREES:]
+
+
+# ---------------------------------------------------------------- rules of a model
+
+# By the id of an NNX object, which stays the same when its arrays change, or of an
+# array, as trees are values. Only models with optimizer rules are recorded.
+_KNOWN: dict[int, tuple[weakref.ref[Any], RuleSet]] = {}
+
+
+def remember_rules(tree: Any, rules: RuleSet) -> None:
+    """Record the rules that a tree was laid out by, if they have optimizer rules."""
+    if not rules.optimizer and not _KNOWN:
+        return
+    own = dataclasses.replace(rules, rules=(), names=(), activations=())
+    for part in _parts(tree):
+        key = id(part)
+        _KNOWN.pop(key, None)
+        if own.optimizer:
+            gone = weakref.ref(part, lambda _, key=key: _KNOWN.pop(key, None))
+            _KNOWN[key] = gone, own
+
+
+def known_rules(tree: Any) -> RuleSet | None:
+    """The rules with an optimizer section that a tree was laid out by, or None.
+
+    Raises:
+        RuleError: its parts were laid out by several such rule sets.
+    """
+    if not _KNOWN:
+        return None
+    entries = [_KNOWN.get(id(part)) for part in _parts(tree)]
+    found = {entry[1] for entry in entries if entry is not None}
+    if len(found) > 1:
+        raise RuleError(
+            f"parts of the model were laid out by {len(found)} maps with different "
+            "rules for optimizer state: pass the one that counts, "
+            "flm.create_optimizer(model, tx, layout_map=layout_map)"
+        )
+    return next(iter(found), None)
+
+
+def _parts(tree: Any) -> Iterator[Any]:
+    """The arrays of a tree, and its NNX objects."""
+    for node in objects_in(tree):
+        # A Variable cannot have weak references.
+        yield from (n for n in objects_of(node) if not isinstance(n, nnx.Variable))
+    yield from (leaf for leaf in flatten(tree).leaves if isinstance(leaf, jax.Array))

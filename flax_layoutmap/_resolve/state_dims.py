@@ -15,11 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from flax_layoutmap._resolve.stages import Dims
 from flax_layoutmap._rules.records import Shape
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import no_mesh, without_eager_sharding
 from flax_layoutmap._tree.paths import Flat
+
+# Per dim of a state leaf: the dim of its parameter, or None.
+Dims = tuple[int | None, ...]
 
 
 def tagged_dims(
@@ -27,17 +29,11 @@ def tagged_dims(
 ) -> dict[str, tuple[Shape, Dims | None]]:
     """Trace `init(params)`: path of each state leaf → its shape and parameter dims.
 
-    Args:
-        init: `tx.init` of an optax transformation.
-        params: the parameters; arrays or `jax.ShapeDtypeStruct`s in any tree.
-
-    Returns:
-        The dims are None, or None everywhere, where neither trace tells them; shapes
-        must then do.
+    The dims are None, or all None, where neither trace determines them.
     """
     shapes = jax.tree.map(_shape_of, params)
     with without_eager_sharding():
-        # Raises what the user's own mistakes raise.
+        # A mistake in `init` raises its own error here.
         plain = flatten(jax.eval_shape(init, shapes))
         dims = _dims_by_sharding(init, shapes, plain)
         untold = [
@@ -60,8 +56,8 @@ def _dims_by_sharding(
 ) -> list[Dims | None]:
     """Trace on a mesh whose axes are the dim numbers; one entry per leaf of `plain`.
 
-    All None where the trace is impossible: an `init` that contracts parameters, such
-    as `p @ p.T`.
+    All None if the trace is impossible: an `init` that contracts parameters (`p @
+    p.T`).
     """
     ndim = max((leaf.ndim for leaf in jax.tree.leaves(shapes)), default=0) or 1
     names = tuple(f"d{number}" for number in range(ndim))
@@ -89,8 +85,9 @@ def _dims_by_size(
     """Trace over parameters whose dims all have different sizes, and read the sizes.
 
     For state made of bare shapes, `jnp.zeros(p.shape[:-1])`, which carry no sharding
-    (Adafactor up to optax 0.2.6, sm3, GaLore). Equal dims become different in one
-    order or the other: an `init` that compares them may do something else in one.
+    (Adafactor up to optax 0.2.6, sm3, GaLore). Equal dims are made different in one
+    order and then in the other: an `init` that compares them may behave differently in
+    one.
     """
     dims, misled = _read_sizes(init, shapes, 1, plain)
     if misled:
@@ -105,9 +102,9 @@ def _read_sizes(
 ) -> tuple[list[Dims | None], set[int]]:
     """Dims of each leaf by its sizes, and the leaves with ambiguous sizes.
 
-    Every dim has either the size that it has over `shapes`, or that of a dim of its
-    parameter in both. Where one does not, the other sizes led `init` elsewhere, and no
-    leaf of that parameter says anything.
+    Every dim must have either its size over `shapes`, or that of a dim of its parameter
+    in both traces. Otherwise the sizes changed what `init` does, and the leaves of that
+    parameter are ambiguous.
     """
     params = jax.tree.map(functools.partial(_all_different, order=order), shapes)
     dims: list[Dims | None] = [None] * len(plain.leaves)
@@ -137,10 +134,10 @@ def _read_sizes(
 
 
 def _dim_of(before: int, after: int, old: Shape, new: Shape) -> int | None:
-    """The dim of a parameter that has both sizes, before and after; None for none.
+    """The dim of a parameter with these sizes in both traces, or None.
 
     Raises:
-        ValueError: the size changed and not as any dim did.
+        ValueError: the size changed, but not as any dim did.
     """
     sizes = list(zip(old, new, strict=True))
     if before != after or (before, after) in sizes:
@@ -168,7 +165,7 @@ def _try_init(init: Callable[[Any], Any], params: Any, plain: Flat) -> Any:
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether `init` cannot be traced so; a true mistake failed the plain trace."""
+    """Whether `init` refused these inputs; a real mistake fails the plain trace."""
     # JAX has no public name for ShardingTypeError, which derives from Exception.
     return isinstance(error, _REFUSALS) or type(error).__name__ == "ShardingTypeError"
 
@@ -188,8 +185,7 @@ def _all_different(leaf: jax.ShapeDtypeStruct, order: int) -> jax.ShapeDtypeStru
     """The leaf with equal dims made different by the smallest increases.
 
     Their order is kept and none is 1, the size of placeholders. Ties are broken by
-    position, as a stable sort does, (256, 256) → (256, 257), or with order -1 the
-    other way.
+    position, (256, 256) → (256, 257), or with order -1 the other way.
     """
     sizes, last = list(leaf.shape), 1
     for dim in sorted(range(leaf.ndim), key=lambda dim: (leaf.shape[dim], order * dim)):
@@ -204,7 +200,7 @@ def tells(dims: Dims) -> bool:
 def owner_of(path: str, owners: Mapping[str, Any]) -> str | None:
     """The parameter whose path is the longest run of parts of a state path.
 
-    A run at the end wins over one in the middle (sm3 adds an index behind it).
+    A run at the end wins over one in the middle (sm3 appends an index).
     """
     stop = len(path)
     while stop > 0:

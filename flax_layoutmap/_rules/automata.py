@@ -1,8 +1,8 @@
 """Patterns as automata, to find what a regular expression can match over all paths.
 
-For questions that no single path answers: can a pattern match any path, does it match
-every path that another one matches, which path tells them apart. Where a pattern is not
-understood, or it would take too long, the answer is None, never a guess.
+They decide whether a pattern can match any path, and whether it matches every path
+that another one matches. Where a pattern is not understood, or the search takes too
+long, the result is None, never a guess.
 """
 
 import functools
@@ -22,7 +22,7 @@ Mode = Literal["search", "match", "fullmatch"]
 
 _ALL = (1 << len(CHARACTERS)) - 1
 _SLASH = 1 << PLACE["/"]
-# An example is written with the first of these that fits.
+# The order in which characters are chosen for an example.
 _PREFERRED = [*"xkernalbiup0123456789_-.", *CHARACTERS]
 
 # Sets of states visited by one search, and characters of an example.
@@ -31,14 +31,11 @@ _LONGEST = 10_000
 
 
 class Automaton:
-    """The states of one pattern, under one way to meet a path.
+    """The states of one pattern for one match mode.
 
-    Attributes:
-        steps: state → (characters, next state), or None.
-        free: state → (next state, where: `""`, `"start"` or `"end"`), without reading.
-        first: the first state.
-        last: the accepting state.
-        settled: states after which the path is matched, whatever follows, as bits.
+    `steps`: state → (characters, next state) or None. `free`: state → (next state,
+    where), without reading; where is `""`, `"start"` or `"end"`. `settled` has, as
+    bits, the states after which the path matches, whatever follows.
     """
 
     most_states = 400
@@ -102,7 +99,7 @@ class Automaton:
             return end
         _, inner, least, most = node
         if max(least, most or 0) > self.most_states:
-            raise NotUnderstood  # something empty needs no state
+            raise NotUnderstood  # repeating an empty node needs no states
         for _ in range(least):
             start = self._build(inner, start)
         if most is None:
@@ -177,7 +174,7 @@ def automaton(pattern: str, mode: Mode) -> Automaton | None:
 def witness(pattern: str, mode: Mode) -> str | None:
     """A short path that the pattern matches; `""` if there is none.
 
-    None where the pattern is not understood, or takes too long.
+    None where the pattern is not understood, or the search takes too long.
     """
     own = automaton(pattern, mode)
     return None if own is None else _shortest(own, _NOTHING)
@@ -185,9 +182,9 @@ def witness(pattern: str, mode: Mode) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def difference(pattern: str, mode: Mode, other: str, other_mode: Mode) -> str | None:
-    """A short path that `pattern` matches and `other` does not; `""` if there is none.
+    """A short path that only `pattern` matches, not `other`; `""` if there is none.
 
-    None where one is not understood, or it takes too long.
+    None where one is not understood, or the search takes too long.
     """
     own, beside = automaton(pattern, mode), automaton(other, other_mode)
     return None if own is None or beside is None else _shortest(own, beside)
@@ -198,9 +195,9 @@ _NOTHING = Automaton(("set", 0), "fullmatch")
 
 
 def _shortest(own: Automaton, other: Automaton) -> str | None:
-    """The shortest path that one matches and the other does not; `""`: there is none.
+    """The shortest path that `own` matches and `other` does not; `""`: there is none.
 
-    A path is parts that are not empty, joined by single slashes.
+    A path consists of non-empty parts, joined by single slashes.
     """
     if other.start() & other.settled:
         return ""
@@ -241,7 +238,7 @@ def _one_of(mask: int) -> str:
     """A character of a set to write it by."""
     char = next((char for char in _PREFERRED if mask & 1 << PLACE[char]), "/")
     if not mask & 1 << PLACE[char]:
-        raise NotUnderstood  # it has none, or none that paths are written with
+        raise NotUnderstood  # no character, or none that paths have
     return char
 
 
@@ -256,10 +253,9 @@ def _bits(states: int) -> Iterator[int]:
 
 
 def sample(pattern: str, mode: Mode) -> str | None:
-    """A path that the pattern may well match, read off its tree.
+    """A path that the pattern probably matches, from its tree; None: none is found.
 
-    It is not the pattern itself if it need not be, so that no exact key answers for
-    it. None where none is found: `witness` then knows.
+    Where possible it is not the pattern itself, which an exact key would match alone.
     """
     try:
         tree = read(pattern)
@@ -274,7 +270,7 @@ def sample(pattern: str, mode: Mode) -> str | None:
 
 
 def _written(node: Node) -> str:
-    """A text that a node reads: the first branch, as often as it must be read."""
+    """A text that a node matches: the first branch, and the fewest repetitions."""
     kind = node[0]
     if kind == "text":
         return node[1]
@@ -285,7 +281,7 @@ def _written(node: Node) -> str:
     if kind == "alt":
         return _written(node[1][0])
     if kind == "rep":
-        # Something that may be absent mostly stands for what is there.
+        # `x*` mostly stands for an x that is there.
         times, once = max(node[2], node[3] is None), _written(node[1])
         if len(once) * times > _LONGEST:
             raise NotUnderstood
@@ -294,7 +290,7 @@ def _written(node: Node) -> str:
 
 
 def is_literal(pattern: str) -> bool:
-    """Whether a pattern is found just where its own text is."""
+    """Whether a pattern matches just where its own text occurs."""
     try:
         return read(pattern).root == ("text", pattern)
     except NotUnderstood:

@@ -14,6 +14,9 @@ from flax_layoutmap._rules.patterns import Folding, View, key_chunks, view_of, w
 Match = Literal["search", "match", "fullmatch"]
 RankPolicy = Literal["error", "skip"]
 
+# Parts of paths whose candidate rules a Matcher caches.
+_MOST_PARTS = 4096
+
 
 @dataclasses.dataclass(frozen=True, slots=True, init=False, repr=False)
 class Rule:
@@ -43,7 +46,7 @@ class Rule:
     rank: RankPolicy
     optional: bool
     _compiled: re.Pattern[str] = dataclasses.field(compare=False)
-    # What is known of the pattern without trying it.
+    # What paths that match must have.
     view: View = dataclasses.field(compare=False)
 
     def __init__(
@@ -132,13 +135,10 @@ _FOR_OUTPUTS = re.compile(r"[/.*+]output\$?\Z")
 class Matcher:
     """Finds the rules that match a path: the only place where patterns are tried.
 
-    A question is asked once for all paths that fold to one (see `Folding`); patterns
-    that are not understood are tried path by path. A pattern is tried where the path
-    has its rarest word alone, so that of ten thousand rules for a layer each, one path
-    tries those of its own layer.
-
-    Attributes:
-        fold_part: folds one part of a path, as `fold_forms` expects it.
+    Paths that fold to one (see `Folding`) are matched once; patterns that the parser
+    does not understand are tried path by path. A pattern is tried only where the path
+    has its rarest word, so that of ten thousand rules for single layers, a path tries
+    those of its own layer.
     """
 
     def __init__(self, rules: Sequence[Rule], match: Match) -> None:
@@ -166,7 +166,7 @@ class Matcher:
                 first, *rest = view.texts or ("",)
                 understood.setdefault(word, []).append((at, first, tuple(rest)))
         # The same for a part of a path; for "", those that any path may match.
-        self._tried = functools.cache(
+        self._tried = functools.lru_cache(maxsize=_MOST_PARTS)(
             lambda part: [
                 test
                 for word in words_of(part) or [""]
@@ -183,7 +183,7 @@ class Matcher:
         return self.matching_forms((path,))
 
     # A leaf below a section has its path in several forms (see `paths.forms`). A rule
-    # is for the leaf if it matches one of them; of exact keys, the longest wins alone.
+    # applies if it matches one of them; of exact keys, the longest wins alone.
 
     def matching_forms(self, forms: Sequence[str]) -> tuple[int, ...]:
         """Positions of the rules that match a path in one of its forms."""
@@ -194,9 +194,8 @@ class Matcher:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Match all paths whose forms fold to these.
 
-        Returns:
-            Positions that match all of them, and positions that may match some: those
-            are to be asked path by path, with `refine_forms`.
+        Returns positions that match all of them, and positions that may match some,
+        which `refine_forms` decides path by path.
         """
         for form in folded:
             if form in self._exact:
@@ -242,12 +241,7 @@ def reaching_the_end(
 ) -> tuple[int, ...]:
     """Positions of the rules that match a path up to its end; an exact key wins alone.
 
-    So that a rule for the output of `mlp` is none for that of `mlp/up`.
-
-    Args:
-        rules: the rules.
-        match: `"search"` begins anywhere in the path, the others at its start.
-        forms: the forms of the path.
+    A rule for the output of `mlp` must not apply to that of `mlp/up`.
     """
     exact = {rule.pattern: at for at, rule in enumerate(rules) if rule.rank == "error"}
     for form in forms:

@@ -1,10 +1,10 @@
-"""Upper bound of the time that `re` takes to try a pattern on a path.
+"""Upper bound of the steps that `re` takes to try a pattern on a path.
 
-`re` tries every way to match before it gives up. Where the number of ways doubles with
+`re` tries every way to match before it fails. Where the number of ways doubles with
 each character, as in `(a+)+`, a path of 40 characters takes days. Here each character
-that it may try is counted, on the worst path that there could be: repetitions such as
-`{60}` are written out, and where it has a choice, the next character is the one with
-which most ways go on. What `re` knows to leave out is counted too: it never tries more.
+that it may try is counted, on the worst possible path: repetitions such as `{60}` are
+expanded, and at each choice the next character is the one that most ways can read.
+Optimizations of `re` are not considered, so it never tries more.
 """
 
 import functools
@@ -18,8 +18,8 @@ import numpy as np
 from flax_layoutmap._rules.automata import Automaton
 from flax_layoutmap._rules.patterns import ANY, Node, NotUnderstood, is_plain, read
 
-# Steps of one pattern, and of all of a file, on a path of so many characters: a step
-# is one character tried, and takes some nanoseconds.
+# The limits of one pattern, and of all in a file, on a path of USUAL_PATH characters. A
+# step is one character tried, and takes some nanoseconds.
 MOST_STEPS = 300_000_000
 MOST_STEPS_TOGETHER = 2_000_000_000
 USUAL_PATH = 100
@@ -50,8 +50,8 @@ QUICKER = (
 def slow_because(pattern: str, length: int = USUAL_PATH) -> str | None:
     """Why a pattern that compiles may take very long on some path; None if it cannot.
 
-    "Cannot": at most `MOST_STEPS` steps on a path of this length, and a polynomial in
-    the length of longer ones.
+    It cannot if it takes at most `MOST_STEPS` steps on a path of this length, and a
+    polynomial number of steps in the length of longer ones.
     """
     if len(pattern) > LONGEST_PATTERN:
         return f"it is {len(pattern)} characters long, more than {LONGEST_PATTERN}"
@@ -66,13 +66,11 @@ def slow_because(pattern: str, length: int = USUAL_PATH) -> str | None:
 
 
 def slow_together(patterns: Iterable[str], seconds: float) -> str | None:
-    """State that all patterns together may take too long, and which take the most.
+    """Why all patterns together may take too long, and which take the most; or None.
 
-    Args:
-        patterns: patterns of which none is slow alone.
-        seconds: how long counting them may take.
+    None of them is slow alone. Counting stops after some seconds of CPU time.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.thread_time() + seconds
     steps = dict.fromkeys(patterns, MOST_STEPS)
     for pattern in steps:
         most = _at_most(read(pattern).root, USUAL_PATH)
@@ -81,8 +79,11 @@ def slow_together(patterns: Iterable[str], seconds: float) -> str | None:
     for pattern in sorted(steps, key=lambda pattern: -steps[pattern]):
         if total <= MOST_STEPS_TOGETHER:
             return None
-        if time.monotonic() > deadline:
-            return f"to count the steps of all patterns takes more than {seconds:.0f} s"
+        if time.thread_time() > deadline:
+            return (
+                "to count the steps of all patterns takes more than "
+                f"{seconds:.0f} s of CPU time"
+            )
         counted = _steps(read(pattern).root)
         total += counted - steps[pattern]
         steps[pattern] = counted
@@ -122,10 +123,10 @@ def _counted(root: Node, length: int) -> tuple[str | None, int]:
 
 
 def _steps(root: Node) -> int:
-    """How many steps it takes at most; counted once for patterns that are alike.
+    """At most how many steps it takes; patterns that differ in words share one count.
 
-    Those that differ in their words alone take no more than twice the steps of what
-    they have in common: dots, as many for a word as a power of two allows for.
+    They take no more than twice the steps of their common form, in which each word is
+    as many dots as the next lower power of two.
     """
     why, steps = _counted(_dotted(root), USUAL_PATH)
     if why is None and 2 * steps <= _FEW_STEPS:
@@ -154,9 +155,9 @@ def _dotted(node: Node) -> Node:
 
 
 def _at_most(root: Node, length: int) -> int | None:
-    """A bound that needs no automaton: most patterns are far below what is allowed.
+    """A bound without an automaton: most patterns are far below the limit.
 
-    None where there is none: a repetition of something that has choices itself.
+    None for a repetition of something that has choices itself.
     """
     try:
         bound = _Bound(length)
@@ -169,9 +170,8 @@ def _at_most(root: Node, length: int) -> int | None:
 class _Bound:
     """Counts characters that are tried, as if each choice was between all that follows.
 
-    What stands behind `n` repetitions of one character is tried from as many places as
-    there are ways to end them in order: `comb(length + n, n)`, or one `n` more over all
-    places where a search begins.
+    After `n` repetitions of one character, the rest is tried once for each way to end
+    them in order, `comb(length + n, n)`, and from each start of a search.
     """
 
     def __init__(self, length: int) -> None:
@@ -207,7 +207,7 @@ class _Bound:
     ) -> tuple[int, int]:
         if most is None:
             if not is_plain(inner):
-                raise NotUnderstood  # it may end in several ways, or be empty
+                raise NotUnderstood  # it has several ways to match, or may be empty
             return self.go(inner, ways, loops + 1)
         left = 0
         for count in range(most):
@@ -217,12 +217,11 @@ class _Bound:
 
 
 class _Tries(Automaton):
-    """What `re` may go through with a pattern, from one place in a path.
+    """What `re` may try with a pattern, from one place in a path.
 
-    Attributes:
-        turns: whether something can be repeated without reading a character.
-        after: state behind a character → how often the next one is tried, and for each
-            kind of it, as bits, the states behind that: how often each.
+    `turns`: whether something can be repeated without reading a character. `after`:
+    state after a character → how often the next one is tried, and for each kind of it,
+    as bits, the next states and how often each.
     """
 
     most_states = 4_000
@@ -328,9 +327,9 @@ class _Tries(Automaton):
         """As `after`, for groups of states that read the same characters.
 
         In `.*encoder.*layers` the first `.*` goes on while a word is read behind it.
-        Alone, each state would be given the character that is worst for it, as if a
-        word could begin and end at every place. So `.*` and the words begun behind it
-        are one group, up to the next repetition.
+        Counted alone, each state would get its own worst character, as if a word could
+        begin and end everywhere. So `.*` and the words begun after it are one group, up
+        to the next repetition.
         """
         groups: _Groups = {}
         waiting: list[_Group] = [(self.first,)]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 # Every set of characters is a bit mask over these. `é` and `٣` stand for the letters
-# and digits of other scripts, the last ones for what no path is written with.
+# and digits of other scripts, the last ones for characters that paths do not have.
 CHARACTERS = [*map(chr, range(32, 127)), "é", "٣"]
 ALL_CHARACTERS = [*CHARACTERS, "\n", "\t", "\0", "\xa0", "–"]
 PLACE = {char: at for at, char in enumerate(CHARACTERS)}
@@ -43,19 +43,16 @@ Node = tuple
 class NotUnderstood(Exception):
     """The pattern has a construct that the parser does not support."""
 
-    def __init__(self, reason: str = "it is too complicated to tell") -> None:
+    def __init__(self, reason: str = "it is too complicated to check") -> None:
         super().__init__(reason)
 
 
 class Tree(NamedTuple):
-    """A pattern taken apart.
+    """A parsed pattern; its root matches everything that the pattern matches.
 
-    Attributes:
-        root: reads everything that `re` reads with the pattern.
-        is_exact: whether it reads nothing else. Look-around, back-references, flags,
-            word boundaries and characters beyond ASCII are not exact.
-        is_foldable: whether its texts stand for themselves, and nothing else in it
-            distinguishes digits.
+    It is exact if it matches nothing else: not with look-around, back-references,
+    flags, word boundaries, or characters beyond ASCII. It is foldable if its texts
+    stand for themselves and nothing else in it distinguishes digits.
     """
 
     root: Node
@@ -65,11 +62,10 @@ class Tree(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def read(pattern: str) -> Tree:
-    """Read a pattern that compiles.
+    """Parse a pattern that compiles.
 
-    Raises:
-        NotUnderstood: it has comments, conditions, verbose flags, look-behind with
-            choices, or too many groups within each other.
+    Raises NotUnderstood for comments, conditions, verbose flags, look-behind with
+    choices, and groups that are nested too deeply.
     """
     if _TEXT.fullmatch(pattern):
         return Tree(("text", pattern), True, True)
@@ -117,12 +113,7 @@ class _Reader:
         if plain is None:
             return None
         self.at, text = plain.end(), plain.group()
-        if len(text) > 1 and self.pattern[self.at : self.at + 1] in (
-            "*",
-            "+",
-            "?",
-            "{",
-        ):
+        if len(text) > 1 and self.pattern.startswith(tuple("*+?{"), self.at):
             self.at, text = self.at - 1, text[:-1]
         return ("text", text)
 
@@ -185,7 +176,7 @@ class _Reader:
         if kind == ":" or kind.startswith("P"):
             return node
         self.is_exact = False
-        if kind in ("<=", "<!"):  # of one length: one step, if it may not choose
+        if kind in ("<=", "<!"):  # of fixed length: one step, if without choices
             if not is_plain(node):
                 raise NotUnderstood
             return ("behind", node)
@@ -250,12 +241,9 @@ _WORD = re.compile(r"[^\W\d_]+|\d+")
 class View(NamedTuple):
     """What is known of the paths that a pattern matches.
 
-    Attributes:
-        understood: whether the pattern sees no digits but those in `chunks`.
-        texts: texts that every match holds, longest first.
-        words: words that every match has, by themselves: see `words_of`.
-        chunks: the runs of plain characters with digits in them, none of which holds
-            a `/`: each lies within one part of any path where it matters.
+    A pattern is understood if it distinguishes no digits but those in `chunks`, which
+    are runs of plain characters without a `/`. Every match has the `texts` (longest
+    first) and, as whole words, the `words` (see `words_of`).
     """
 
     understood: bool
@@ -315,15 +303,13 @@ def _whole_words(text: str) -> list[str]:
 
 
 class Folding:
-    """Folds the digits of a part of a path that no pattern distinguishes.
+    """Replaces the digits of a part of a path where no pattern distinguishes them.
 
-    Where none can, `layers/17/kernel` and `layers/42/kernel` are one question. A part
-    that holds one of the chunks is kept; in all others every ASCII digit becomes one
-    digit, such that no chunk comes into being. So a chunk occurs in the folded path
-    just where it occurs in the path, and every understood pattern gives one answer.
-
-    Args:
-        chunks: texts without `/` whose digits matter.
+    Without chunks, `layers/17/kernel` and `layers/42/kernel` become equal. A part that
+    holds a chunk (a text with digits that a pattern needs) is kept; elsewhere every
+    ASCII digit becomes one digit, chosen so that no chunk appears. So a chunk occurs in
+    the folded path just where it occurs in the path, and every understood pattern gives
+    the same answer.
     """
 
     def __init__(self, chunks: Iterable[str]) -> None:
@@ -356,7 +342,7 @@ _TO_DIGIT = {
 def key_chunks(key: str, chunks: Iterable[str]) -> set[str]:
     """Parts of a key with digits that hold none of the chunks.
 
-    Added to them, a path folds to the key only if it is the key.
+    With them as chunks too, a path folds to the key only if it is the key.
     """
     return {
         part

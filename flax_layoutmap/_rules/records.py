@@ -36,7 +36,7 @@ Reason = Literal[
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What was decided for all leaves of one shape that the rules treat alike."""
+    """The decision for all leaves of one shape that the rules treat alike."""
 
     dims: tuple[tuple[str, ...], ...]
     spec: PartitionSpec
@@ -50,7 +50,7 @@ class Decision:
     problem: str | None = None  # text of a ResolveError after path and shape
     owner: str | None = None  # parameter that an optimizer-state leaf belongs to
     owner_dims: tuple[int | None, ...] | None = None
-    note: str | None = None  # what else there is to say about it
+    note: str | None = None  # more about the reason
     warns: bool = False  # whether the fallback is worth a warning
 
 
@@ -91,7 +91,7 @@ class ResolvedLeaf:
 
 
 class Columns(NamedTuple):
-    """What a table has of its leaves, without an object for each."""
+    """The columns of a table of leaves."""
 
     paths: Sequence[str]
     shapes: Sequence[Shape]
@@ -102,15 +102,7 @@ class Columns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over the leaves of one role, in bytes.
-
-    Attributes:
-        leaves: number of leaves.
-        total_bytes: bytes of the global arrays.
-        bytes_per_device: bytes that each device holds.
-        replicated_bytes: bytes of the leaves that no mesh axis of more than one
-            device shards.
-    """
+    """Sums over the leaves of one role, in bytes."""
 
     leaves: int
     total_bytes: int
@@ -153,10 +145,10 @@ def because(row: Decision, rules: RuleSet, *, short: bool = False) -> str:
 
 
 def closest_rule(path: str, rules: Sequence[Rule]) -> tuple[int, Rule] | None:
-    """Number (from 1) and rule whose pattern looks most like the end of a path.
+    """Number (from 1) and rule whose pattern is most similar to the end of a path.
 
-    Compared are the pattern and as many of the last parts of the path as it has; None
-    where they are not alike.
+    The pattern is compared with as many of the last parts of the path as it has; None
+    where none is similar.
     """
     best, found = 0.6, None
     for number, rule in enumerate(rules, start=1):

@@ -1,11 +1,20 @@
-"""RuleSet: all rules and options of a LayoutMap, as one frozen value."""
+"""RuleSet, all rules and options of a LayoutMap as one frozen value; its warnings."""
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
-from flax_layoutmap._core.errors import MeshError, RuleError, did_you_mean
+import jax
+
+from flax_layoutmap._core.errors import (
+    MeshError,
+    ResolveError,
+    RuleError,
+    bullet_list,
+    did_you_mean,
+    warn,
+)
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.matching import Match, Matcher, Rule
 
@@ -21,12 +30,9 @@ OPTIONS = ("match", "overlap", "unmatched", "indivisible", "strict")
 class Caches:
     """The caches of a rule set, which are no part of its value.
 
-    Attributes:
-        matcher: matches paths with the parameter rules, once it is made.
-        announced: leaves → the warnings about them so far; the same rules on other
-            meshes share it.
-        fired: ids of the activation rules that matched the output of a module.
-        resolved: structures of the last trees and their Resolutions, newest first.
+    `announced` maps leaves to the warnings about them so far, shared by the same rules
+    on other meshes; `fired` has the ids of activation rules that matched; `resolved`
+    has the last structures of trees and their Resolutions, newest first.
     """
 
     matcher: Matcher | None = None
@@ -209,7 +215,7 @@ def make_rules(rules: Iterable[Any]) -> tuple[Rule, ...]:
 
 
 def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The same rules; raises RuleError where two have one pattern."""
+    """The same rules; raises RuleError where two have the same pattern."""
     seen: dict[str, int] = {}
     for number, rule in enumerate(rules, start=1):
         if seen.setdefault(rule.pattern, number) != number:
@@ -218,3 +224,60 @@ def _unique(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
                 f"{rule.pattern!r}: keep one"
             )
     return rules
+
+
+class Remark(NamedTuple):
+    """A warning to emit once for the same leaves.
+
+    Warnings with the same `about` (a kind, or a rule) are the same. `paths` are within
+    the section: `down/kernel` for `model/down/kernel`, as another function may name the
+    model otherwise.
+    """
+
+    text: str
+    about: str
+    paths: frozenset[str]
+
+
+def announce(rules: RuleSet, remarks: Sequence[Remark]) -> None:
+    """Emit warnings, each once for a rule set, and in one process of a job.
+
+    A strict rule set raises ResolveError instead; one with `strict=False` is quiet.
+    """
+    if rules.strict is False or not remarks:
+        return
+    if rules.strict:
+        count = "1 finding" if len(remarks) == 1 else f"{len(remarks)} findings"
+        texts = [one.text for one in remarks]
+        raise ResolveError(f"strict: {count}\n{bullet_list(texts)}", texts)
+    found = news(rules, remarks)
+    if found and _is_first(rules.mesh):
+        warn(
+            f"{bullet_list(found, limit=10)}\n  (a rule None says that a leaf is "
+            "to be replicated; strict=False is quiet, strict=True raises)"
+        )
+
+
+def news(rules: RuleSet, remarks: Sequence[Remark]) -> list[str]:
+    """The texts of new remarks: not emitted yet for these leaves or a superset.
+
+    They are recorded for the rule set and the same rules on other meshes.
+    """
+    announced = rules._caches.announced
+    before = tuple(announced.items())
+
+    @functools.cache
+    def known(paths: frozenset[str]) -> set[str]:
+        return set().union(*(about for some, about in before if paths <= some))
+
+    found = [one for one in remarks if one.about not in known(one.paths)]
+    for one in found:
+        announced.setdefault(one.paths, set()).add(one.about)
+    return [one.text for one in found]
+
+
+def _is_first(mesh: DeviceMesh | None) -> bool:
+    """Whether this process has the first device of the mesh."""
+    if mesh is None or mesh.is_abstract:
+        return True
+    return mesh.devices.flat[0].process_index == jax.process_index()

@@ -31,7 +31,8 @@ MOST_BYTES = 1 << 20
 MOST_RULES = 10_000
 MOST_FILES = 16
 MOST_DOTS = 32  # in a line
-# For all patterns of a file and what it extends, to be judged.
+# CPU time for checking the patterns of a file and what it extends: not wall-clock time,
+# so that a busy machine reads the same files.
 PATIENCE_SECONDS = 10.0
 
 _COMMON = {"mesh", "batch", *OPTIONS, *SECTIONS}
@@ -95,11 +96,7 @@ class _Entry(NamedTuple):
 
 
 def suffix_of(path: str) -> str:
-    """`".toml"` or `".json"`.
-
-    Raises:
-        RuleError: it is neither.
-    """
+    """`".toml"` or `".json"`; raises RuleError for anything else."""
     kind = os.path.splitext(path)[1].lower()
     if kind not in SUFFIXES:
         raise RuleError(
@@ -109,14 +106,10 @@ def suffix_of(path: str) -> str:
 
 
 def load(path: str) -> Source:
-    """Read and parses one file.
-
-    Raises:
-        RuleError: it is no file of rules, too large, or damaged.
-    """
+    """Read and parse one file of limited size."""
     kind = suffix_of(path)
     if os.path.exists(path) and not os.path.isfile(path):
-        raise RuleError(f"{path}: is no file")  # reading a pipe would never end
+        raise RuleError(f"{path}: is no file")  # reading a pipe might not end
     try:
         with open(path, "rb") as file:
             raw = file.read(MOST_BYTES + 1)
@@ -143,7 +136,7 @@ def load(path: str) -> Source:
 
 
 def _check_dots(text: str) -> None:
-    """tomllib takes the square of the parts of a dotted key, or more."""
+    """tomllib takes quadratic time, or more, in the parts of a dotted key."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.count(".") > MOST_DOTS:
             raise ValueError(f"line {number} has more than {MOST_DOTS} dots")
@@ -186,12 +179,8 @@ def read_rules(
 class _Reading:
     """The merged content of a file and those that it extends, and its problems.
 
-    Attributes:
-        folder: where all files have to be.
-        options: name → the value that wins.
-        sections: section → pattern → the value that wins, in order.
-        variants: name → the tables of this variant, each with its file.
-        problems: what does not stop the reading, in the order of discovery.
+    All files must be in `folder`. `options`, and per section the patterns in order, map
+    to the value that wins; `variants` has the tables of each variant with their files.
     """
 
     def __init__(self, folder: str) -> None:
@@ -224,16 +213,18 @@ class _Reading:
         self.merge(source, source.data)
         variants = source.data.get("variants", {})
         if not isinstance(variants, dict):
-            where = source.line("variants")
-            self.problems.append(f"{where}: variants must be tables")
+            self._problem(source, "variants", "variants must be tables")
             return
         for name, data in variants.items():
             if not isinstance(data, dict):
-                where = source.line(name)
-                self.problems.append(f"{where}: the variant {name!r} is no table")
+                self._problem(source, name, f"the variant {name!r} is no table")
                 continue
             self._check_keys(source, data, _VARIANT_KEYS, f" in variant {name!r}")
             self.variants.setdefault(name, []).append((source, data))
+
+    def _problem(self, source: Source, name: str, text: str) -> None:
+        """Record a problem, with the line where this name stands."""
+        self.problems.append(f"{source.line(name)}: {text}")
 
     def _bases(self, source: Source) -> list[str]:
         """The files that a file extends."""
@@ -241,10 +232,8 @@ class _Reading:
         bases = [given] if isinstance(given, str) else given
         if isinstance(bases, list) and all(isinstance(base, str) for base in bases):
             return bases
-        self.problems.append(
-            f"{source.line('extends')}: extends must be a file or a list of files, got "
-            f"{given!r}"
-        )
+        text = f"extends must be a file or a list of files, got {given!r}"
+        self._problem(source, "extends", text)
         return []
 
     def _beside(self, source: Source, base: str) -> str:
@@ -263,18 +252,16 @@ class _Reading:
     def _check_keys(
         self, source: Source, data: Mapping[str, Any], known: set[str], place: str
     ) -> None:
-        self.problems += [
-            f"{source.line(key)}: unknown key {key!r}{place}"
-            f"{did_you_mean(key, sorted(known))}"
-            for key in data
-            if key not in known
-        ]
+        for key in data:
+            if key not in known:
+                near = did_you_mean(key, sorted(known))
+                self._problem(source, key, f"unknown key {key!r}{place}{near}")
 
     def merge(self, source: Source, data: Mapping[str, Any]) -> None:
         """Merge a table; its values win over earlier ones.
 
-        A pattern that is there keeps its place; a new one goes where it wins: in front
-        with `overlap="first"`, else behind.
+        An existing pattern keeps its place; a new one goes where it wins: in front with
+        `overlap="first"`, else behind.
         """
         for name in ("mesh", "batch", *OPTIONS):
             if name in data:
@@ -287,15 +274,13 @@ class _Reading:
             for entry in self._entries(source, data, name):
                 pattern = entry.name
                 if pattern in given:
-                    self.problems.append(
-                        f"{entry.where}: the pattern {pattern!r} is there twice"
-                    )
+                    text = f"the pattern {pattern!r} is there twice"
+                    self._problem(source, pattern, text)
                 elif entry.value is False:
                     if known.pop(pattern, None) is None:
                         near = did_you_mean(pattern, known)
-                        self.problems.append(
-                            f"{entry.where}: there is no rule {pattern!r} to drop{near}"
-                        )
+                        text = f"there is no rule {pattern!r} to drop{near}"
+                        self._problem(source, pattern, text)
                 else:
                     (known if pattern in known else new)[pattern] = entry
                 given.add(pattern)
@@ -313,10 +298,8 @@ class _Reading:
                 yield _Entry(value, source, pattern)
             return
         if not isinstance(given, list):
-            self.problems.append(
-                f"{source.line(section)}: {section} must be a table of patterns, got "
-                f"{short(given)}"
-            )
+            text = f"{section} must be a table of patterns, got {short(given)}"
+            self._problem(source, section, text)
             return
         for number, entry in enumerate(given, start=1):
             if isinstance(entry, dict) and isinstance(entry.get("pattern"), str):
@@ -349,10 +332,8 @@ class _Reading:
                 if axes is None or name == variant or name in chosen:
                     continue
                 if not _are_names(axes):
-                    self.problems.append(
-                        f"{source.line('mesh_axes')}: mesh_axes must be a list of axis "
-                        f"names, got {short(axes)}"
-                    )
+                    text = f"mesh_axes must be a list of axis names, got {short(axes)}"
+                    self._problem(source, "mesh_axes", text)
                 elif mesh is not None and set(axes) <= set(mesh.axis_names):
                     chosen.append(name)
         if variant is not None:
@@ -366,20 +347,15 @@ class _Reading:
         return chosen
 
     def built(self, mesh: DeviceMesh | None, *, moved: bool) -> RuleSet | None:
-        """The rule set; None if there are problems.
-
-        Args:
-            mesh: the mesh of the rules.
-            moved: whether it is another one than the files say.
-        """
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """The rule set, or None if there are problems; `moved`: on another mesh."""
+        deadline = time.thread_time() + PATIENCE_SECONDS
         sections: dict[str, list[Rule]] = {name: [] for name in SECTIONS}
         for name, entries in self.sections.items():
             for pattern, entry in entries.items():
-                if time.monotonic() > deadline:
+                if time.thread_time() > deadline:
                     raise RuleError(
-                        f"{entry.where}: to judge the patterns up to here took more "
-                        f"than {PATIENCE_SECONDS:.0f} s; write simpler ones"
+                        f"{entry.where}: to check the patterns up to here took more "
+                        f"than {PATIENCE_SECONDS:.0f} s of CPU time; write simpler ones"
                     )
                 optional = entry.source.data.get("optional", False)
                 make = functools.partial(
@@ -412,7 +388,7 @@ class _Reading:
         return self._caught(entry, "batch", make) or ()
 
     def _caught(self, entry: _Entry, what: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes; None, with a problem noted, where it refuses."""
+        """The result of `make`; None, with a problem recorded, if it raises."""
         try:
             return make()
         except (LayoutError, TypeError, KeyError) as error:

@@ -50,7 +50,7 @@ def write_rules(rules: RuleSet, path: Any) -> None:
         raw = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RuleError(
-            f"{path}: a pattern holds what is no text: {error.object!r}"
+            f"{path}: a pattern is not valid Unicode: {error.object!r}"
         ) from error
     try:
         write_whole(path, raw)
@@ -227,7 +227,7 @@ def _with_comments(text: str, wanted: dict[str, Any]) -> str:
             if key.key in wanted:
                 table = _table(item, wanted[key.key])
                 new.append(key, table)
-                # Not before: a table that is appended gets an empty line above.
+                # After append, which adds an empty line above a table.
                 for part in ("indent", "comment_ws", "comment"):
                     setattr(table.trivia, part, getattr(item.trivia, part))
         elif key.key in wanted:
@@ -262,7 +262,7 @@ def _table(old: Any, wanted: dict[str, Any]) -> Any:
     for key, item in old.value.body if old is not None else ():
         if key is None:
             pending.append(item)
-        elif key.key in wanted:  # else what stands above goes to the next one
+        elif key.key in wanted:  # else its comments go to the next one
             above[key.key], items[key.key], pending = pending, (key, item), []
     table = tomlkit.table()
     for pattern, value in wanted.items():

@@ -1,15 +1,61 @@
-"""The ambient rule set and the default mesh: two context variables."""
+"""The ambient rule set and the default mesh, and blocks that set such values."""
 
 import contextlib
 import contextvars
+import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 
 from flax_layoutmap._core.errors import MeshError
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
 from flax_layoutmap._rules.rules import RuleSet
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class Block:
+    """A context manager that suppresses no error, can be entered again, and decorates.
+
+    A type checker assumes that one made by `contextlib.contextmanager` may suppress
+    errors, so that a name bound in the `with` block is possibly unbound after it.
+    """
+
+    def __init__(self, open_: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._open = open_
+        self._managers: list[AbstractContextManager[Any]] = []
+
+    def __enter__(self) -> Any:
+        manager = self._open()
+        entered = manager.__enter__()
+        self._managers.append(manager)
+        return entered
+
+    def __exit__(self, *error: Any) -> None:
+        self._managers.pop().__exit__(*error)
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """The function with a separate block around each call."""
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def later(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+                with self._open():
+                    return await function(*args, **kwargs)
+
+            return later  # type: ignore[return-value]
+
+        @functools.wraps(function)
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with self._open():
+                return function(*args, **kwargs)
+
+        return inside
+
 
 _CURRENT: contextvars.ContextVar[RuleSet | None] = contextvars.ContextVar(
     "flax_layoutmap_rules", default=None
@@ -24,13 +70,12 @@ _DEFAULT_MESH: contextvars.ContextVar[DeviceMesh | None] = contextvars.ContextVa
 def default_mesh(mesh: Any) -> Iterator[DeviceMesh]:
     """Set the mesh of layouts without one, in a block or a decorated function.
 
-    A layout's own mesh wins over it, and so does that of the surrounding
-    `flm.jit(layout_map=…)`; it wins over `jax.set_mesh`. Blocks nest, and what was
-    before is restored, on an exception too. It is seen by this library only, and only
-    where it runs in the same thread or task: unlike `jax.set_mesh` it works inside of
-    `jit` and with an abstract mesh, and changes nothing that JAX does. A function under
-    `jax.jit` reads it when it is traced: call it with another default mesh, and JAX
-    may use what it has compiled.
+    A layout's own mesh and that of the surrounding `flm.jit(layout_map=…)` take
+    precedence over it, and it over `jax.set_mesh`. Blocks nest. It applies to this
+    library only, in the same thread or task; unlike `jax.set_mesh` it works inside of
+    `jit` and with an abstract mesh. A function under `jax.jit` reads it when it is
+    traced: called with another default mesh, it may reuse what was compiled for the
+    first.
 
     Args:
         mesh: anything that `DeviceMesh` accepts.
@@ -85,7 +130,7 @@ _TRACE_KEY: Any = jax.make_user_context(None)
 
 
 def trace_key() -> Any:
-    """What the scopes around make of JAX's caches; None outside of all."""
+    """What the surrounding scopes add to the keys of JAX's caches, or None."""
     return _TRACE_KEY.value
 
 
@@ -111,9 +156,8 @@ def using_rules(rules: RuleSet | None) -> Iterator[None]:
 def call_with_rules(rules: RuleSet | None, call: Callable[[], Any]) -> Any:
     """Call with a rule set as the ambient one; None leaves it as it is.
 
-    Not with a block: what a block has set stays, if Ctrl-C comes as it begins or ends.
-    Python looks for signals where it calls its own functions, and after calls: not
-    between what raises here and the first thing that is put back.
+    It is not a context manager, whose settings would stay if Ctrl-C comes as it begins
+    or ends: Python handles signals at calls, not between the exception and `finally`.
     """
     if rules is None:
         return call()

@@ -25,15 +25,7 @@ def rules_to_json(rules: RuleSet) -> dict[str, Any]:
 
 
 def rules_from_json(data: Any, *, mesh: Any = None) -> RuleSet:
-    """Read a rule set.
-
-    Args:
-        data: what `rules_to_json` wrote.
-        mesh: the mesh to put the rules on; None takes the recorded one, abstract.
-
-    Raises:
-        RuleError: unknown schema, missing or unknown keys, values that are no rules.
-    """
+    """Read a rule set; without `mesh`, on the recorded one, abstract."""
     if not isinstance(data, dict) or data.get("schema") != 1:
         schema = data.get("schema") if isinstance(data, dict) else type(data).__name__
         raise RuleError(f"rules of schema {schema!r} cannot be read; this is schema 1")
@@ -115,7 +107,7 @@ def _rule_from_json(entry: dict[str, Any], mesh: DeviceMesh | None) -> Rule:
     )
 
 
-# -------------------------------------------------------- as people write them
+# -------------------------------------------------------- values in rule files
 
 # What stands for None, for any number of dims, and for a layout without axes.
 NOTHING, ANY_DIMS, REPLICATED = "-", "...", "replicated"
@@ -145,17 +137,11 @@ def rule_of(
     moved: bool,
     optional: bool = False,
 ) -> Rule:
-    """The rule of a pattern and its value in a file.
+    """The rule of a pattern and its value in a file: axes, or a table with options.
 
-    Args:
-        pattern: the pattern.
-        value: axes, or a table of axes and options.
-        mesh: the mesh of the rules.
-        moved: whether it is another one than the file says, for all layouts.
-        optional: whether the rules of the file are, unless they say otherwise.
-
-    Raises:
-        RuleError: it is no rule, or the pattern may take very long.
+    `mesh` is the mesh of the rules, `moved` whether it replaces the file's, `optional`
+    what the file says of its rules. Raises RuleError for an invalid rule, and a pattern
+    that may take very long.
     """
     given = value if isinstance(value, dict) else {"axes": value}
     for key in given:

@@ -19,7 +19,7 @@ from flax_layoutmap._show.snapshot import (
     mesh_text,
     rule_text,
 )
-from flax_layoutmap._tree.fold import natural_key
+from flax_layoutmap._tree.paths import natural_key
 
 
 def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:

@@ -1,9 +1,9 @@
-"""Layouts of the outputs of layers, by the paths of their modules.
+"""Constrain the outputs of layers, by the paths of their modules.
 
-Nothing is changed in the model: while a function is traced, the calls of modules are
-intercepted (by `linen.intercept_methods`, and `intercept_calls` for NNX) to fix the
-layout of what they return. NNX modules do not know their paths, so each carries its
-path as a note meanwhile, which passes through `nnx.grad`, `scan`, `remat` and `merge`.
+Models are not changed: while a function is traced, the calls of modules are intercepted
+(by `linen.intercept_methods`, and `intercept_calls` for NNX) to constrain their
+outputs. NNX modules do not know their paths, so each carries its path as a note
+meanwhile, which passes through `nnx.grad`, `scan`, `remat` and `merge`.
 """
 
 import contextlib
@@ -17,21 +17,19 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
-from flax_layoutmap._core.block import Block
 from flax_layoutmap._core.errors import LayoutError, MeshError, RuleError, closest, warn
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._place.place import distribute_tensor
 from flax_layoutmap._resolve.lay import fits
 from flax_layoutmap._resolve.resolve import rule_set_of
-from flax_layoutmap._rules.announce import Remark, news
 from flax_layoutmap._rules.matching import (
     Matcher,
     Rule,
     is_for_outputs,
     reaching_the_end,
 )
-from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._rules.scope import keyed, using_rules
+from flax_layoutmap._rules.rules import Remark, RuleSet, news
+from flax_layoutmap._rules.scope import Block, keyed, using_rules
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
     intercept_calls,
@@ -110,24 +108,25 @@ def call_activated(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> Any:
-    """Call; layers give their outputs the layouts of the activation rules.
+    """Call a function with the activation rules applied to the outputs of layers.
 
     Not a block alone, for the same reason as `call_with_rules`.
 
     Args:
-        call: what to call.
-        rules: the rules; without any for activations nothing is done.
-        roots: NNX objects, each with what its own paths begin with: `policy/`.
+        call: the function.
+        rules: the rules; None, or none for activations, changes nothing.
+        roots: NNX objects, each with the prefix of its paths: `policy/`.
         parameters: paths of parameters, in all their forms: a rule `…/output` that
             matches one of them is no rule for outputs.
         report: gets the warnings about rules that matched nothing; in a trace, a
             warning would point at JAX's code.
     """
-    was = _ACTIVE.get()
+    was, block = _ACTIVE.get(), _activated(rules, roots, parameters, report)
     try:
-        with _activated(rules, roots, parameters, report):
+        with block:
             return call()
     finally:
+        block.gen.close()  # Ctrl-C may come while the block is entered or left
         _ACTIVE.set(was)
 
 
@@ -138,7 +137,7 @@ def _activated(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> Iterator[None]:
-    """Lay out the outputs of layers inside the block."""
+    """Constrain the outputs of layers inside the block."""
     was, active = _ACTIVE.get(), None
     if rules is not None and (
         rules.activations or any(map(is_for_outputs, rules.rules))
@@ -147,7 +146,7 @@ def _activated(
         active.learn(parameters)
     try:
         with contextlib.ExitStack() as stack:
-            # None too: what `jit` keeps must not depend on a scope around the call.
+            # Also None: a program of `jit` must not depend on a scope around the call.
             _ACTIVE.set(active)
             if active is not None:
                 stack.enter_context(keyed(("activations", rules)))
@@ -164,19 +163,16 @@ def _activated(
 
 
 def forget_path(node: Any) -> None:
-    """Take the path off the modules of an object that leaves a function."""
+    """Remove the note from the modules of an object that leaves a function."""
     for _, module in _modules_of(node):
         set_note(module, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """The note that a module carries; with the rules, so that caches keep maps apart.
+    """The note of a module; it has the rules, so that caches distinguish maps.
 
-    Attributes:
-        prefix: the names that lead to the outermost module that it is in.
-        path: its path in there.
-        rules: the rules.
+    `prefix` leads to the outermost module that it is in, `path` from there to it.
     """
 
     prefix: str
@@ -185,13 +181,13 @@ class _Mark:
 
 
 class Active:
-    """The rules in force, and which of them have been used."""
+    """The rules in force, and which of them have matched."""
 
     def __init__(self, rules: RuleSet) -> None:
         self._rules = rules
-        # Keras's spelling, until it is known that a parameter has such a path.
+        # Rules in Keras's spelling, except those for parameters (see `learn`).
         self._outputs = [rule for rule in rules.rules if is_for_outputs(rule)]
-        # By the forms of a path (see `paths.forms`), of which the first is shown.
+        # By the forms of a path (see `paths.forms`); messages show the first.
         self._found: dict[tuple[str, ...], Rule | None] = {}
         # Whether the module at a path was called.
         self._called: dict[tuple[str, ...], bool] = {}
@@ -217,25 +213,25 @@ class Active:
                     self._called.setdefault(forms(prefix, own), False)
                 mark = note_of(node)
                 before.append((node, mark))
-                # A scope of the same rules around this one has marked it already.
+                # An outer scope of the same rules may have marked it.
                 if mark is None or mark.rules != self._rules:
                     set_note(node, _Mark(prefix, own, self._rules))
         try:
             yield
         finally:
-            # Copies that were made in between have the mark too.
+            # Copies that were made in the block have the mark, too.
             for _, root in roots:
                 forget_path(root)
             for node, mark in reversed(before):
                 set_note(node, mark)
 
     def call(self, plain: Callable[..., Any], module: Any, args: Any, kw: Any) -> Any:
-        """Call a module, and lay its output out."""
+        """Call a module, and constrain its output."""
         mark = note_of(module)
         if mark is not None and mark.rules != self._rules:
             mark = None  # a copy from another scope
         if mark is None and not self._depth:
-            # A model that was put together here, by nnx.merge: it is a root.
+            # A model that was merged in the block (nnx.merge): it is a root.
             if self._outputs:
                 self.learn(flatten(module).every_form())
             with self.marked([("", module)]):
@@ -250,7 +246,7 @@ class Active:
         return self.laid_out(mark.prefix, mark.path, output)
 
     def laid_out(self, prefix: str, path: str, output: Any) -> Any:
-        """The output of the module at a path, leaf by leaf in its layout."""
+        """The output of the module at a path, each leaf constrained to its layout."""
         self._called[forms(prefix, path)] = True
         leaves, treedef = jax.tree_util.tree_flatten_with_path(
             output, is_leaf=is_nnx_object
@@ -265,7 +261,7 @@ class Active:
         return jax.tree.unflatten(treedef, [laid(keys, x) for keys, x in leaves])
 
     def _leaf(self, paths: Sequence[tuple[str, ...]], x: Any, several: bool) -> Any:
-        """A leaf of an output; its own path, if it has one, and then the module's."""
+        """Constrain a leaf of an output, by its own path or else the module's."""
         if is_nnx_object(x) or not hasattr(x, "shape") or not hasattr(x, "dtype"):
             return x
         rule = self._rule(*paths[0])
@@ -293,11 +289,7 @@ class Active:
             ) from error
 
     def _rule(self, *own: str) -> Rule | None:
-        """The rule for an output; of activations first, then Keras's spelling.
-
-        Args:
-            *own: the forms of its path.
-        """
+        """The rule for an output, from the forms of its path, activations first."""
         if own not in self._found:
             rule = self._chosen(self._rules.activations, own)
             if rule is None and self._outputs:
@@ -322,7 +314,7 @@ class Active:
         return rules[winner]
 
     def _layout(self, rule: Rule, shape: tuple[int, ...]) -> TensorLayout:
-        """The layout of a rule, on the mesh, without what `indivisible` leaves out."""
+        """The layout of a rule on the mesh; `indivisible` may replicate some dims."""
         mesh = self._rules.mesh
         layout = rule.layout if rule.layout.device_mesh else rule.layout.on(mesh)
         if self._rules.indivisible == "error" or layout.device_mesh is None:
@@ -335,10 +327,11 @@ class Active:
         return TensorLayout(dims, mesh, memory_kind=layout.memory_kind)
 
     def report_unused(self, report: Callable[[str], None]) -> None:
-        """Report once the rules that match no module, here and earlier.
+        """Report once the rules that match no module, now and in earlier calls.
 
-        A rule for a module that is there and was not called is none of these. Where
-        some were not called, a rule may be for one of their outputs: no error then.
+        A rule for a module that exists and was not called is not reported. If some
+        modules were not called, a rule may be for one of their outputs, and is no
+        error.
         """
         rules = self._rules
         unused = [
@@ -381,7 +374,7 @@ _ACTIVE: ContextVar[Active | None] = ContextVar(
 
 
 def _scoped_call(owner: type, plain: Any) -> Any:
-    """The `__call__` of a class, which lays out what it returns in a scope."""
+    """The `__call__` of a class, with its output constrained in a scope."""
 
     @functools.wraps(plain)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
 )
 from flax_layoutmap._core.fetch import own_sharding
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.flax_internals import (
@@ -40,11 +41,9 @@ _NUMBERS = bool | int | float | complex
 class Slot:
     """The place of an argument in a signature.
 
-    Attributes:
-        name: as options and messages call it: `batch`, `args[0]`; a keyword in
-            `**kwargs` has its own name.
-        parameter: the parameter, `args` for `args[0]`.
-        key: position or keyword within a variadic parameter, else None.
+    `name` is that of options and messages (`batch`, `args[0]`, or a keyword of
+    `**kwargs`), `parameter` the parameter (`args`), `key` the position or keyword
+    within a variadic one.
     """
 
     name: str
@@ -52,16 +51,12 @@ class Slot:
     key: int | str | None = None
 
     def is_among(self, names: frozenset[str]) -> bool:
-        """Whether an option that lists these names means this argument."""
+        """Whether an option with these names refers to this argument."""
         return self.name in names or self.parameter in names
 
 
 def signature_of(fun: Any) -> inspect.Signature:
-    """The signature of a function.
-
-    Raises:
-        LayoutError: it is no function, or one without a signature.
-    """
+    """The signature of a function; LayoutError if there is none."""
     try:
         return inspect.signature(fun)
     except (TypeError, ValueError) as error:
@@ -72,7 +67,7 @@ def signature_of(fun: Any) -> inspect.Signature:
 
 
 def slots_of(bound: inspect.BoundArguments) -> list[tuple[Slot, Any]]:
-    """The arguments one by one, those in `*args` and `**kwargs` too."""
+    """The arguments one by one, also those in `*args` and `**kwargs`."""
     found: list[tuple[Slot, Any]] = []
     parameters = bound.signature.parameters
     for name, value in bound.arguments.items():
@@ -161,15 +156,14 @@ class Argument:
     """One argument, taken apart.
 
     Attributes:
-        slot: its place in the signature.
-        value: as the caller gave it.
+        value: as the caller passed it.
         outer: the structure with NNX objects (and States) as leaves.
         nodes: the leaves of `outer`.
-        graphdefs: GraphDef of each node, None for what is no NNX object.
+        graphdefs: GraphDef of each node, None for other nodes than NNX objects.
         raw: all leaves as the caller has them.
         leaves: all leaves as the program gets them: Python numbers of a state are
             arrays, data is placed.
-        treedef: structure of the plain tree, `nnx.State` for each NNX object.
+        treedef: structure of the plain tree, with an `nnx.State` for each NNX object.
         is_state: whether the rules lay it out.
         is_donated: whether its buffers may be reused.
     """
@@ -202,9 +196,9 @@ class Argument:
 
     @functools.cached_property
     def pins(self) -> tuple[NamedSharding, ...]:
-        """The shardings of a container of data that was on a mesh when it was given.
+        """The shardings of a container of data that the caller put on a mesh.
 
-        A result of the same structure stays there. Empty for all else.
+        A result of the same structure keeps them. Empty for other arguments.
         """
         if self.is_state or not self.raw or not self.is_container:
             return ()
@@ -214,8 +208,8 @@ class Argument:
         return tuple(sharding for sharding in own if sharding is not None)
 
     def key(self) -> Any:
-        """What a compiled program depends on; equal keys share one."""
-        # State is put where the rules say, so it does not matter where it is.
+        """The part of a program's cache key."""
+        # State is placed by the rules, so its current sharding does not matter.
         avals = tuple(_aval_key(leaf, not self.is_state) for leaf in self.leaves)
         return self.slot, self.outer, self.graphdefs, self.treedef, avals, self.pins
 
@@ -229,7 +223,7 @@ class Argument:
         return dataclasses.replace(self, leaves=leaves)
 
     def plain(self, leaves: Sequence[Any] | None = None) -> Any:
-        """The tree with `nnx.State` for each NNX object."""
+        """The tree with an `nnx.State` for each NNX object."""
         return jax.tree.unflatten(
             self.treedef, self.leaves if leaves is None else leaves
         )
@@ -239,7 +233,7 @@ class Argument:
         return self.outer.flatten_up_to(self.plain(leaves))
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The argument again, from leaves; and the NNX objects in it."""
+        """The argument with new leaves, and the NNX objects in it."""
         merged = [
             part if graphdef is None else nnx.merge(graphdef, part)
             for graphdef, part in zip(self.graphdefs, self.parts(leaves), strict=True)
@@ -252,7 +246,7 @@ class Argument:
         return self._of_objects(self.nodes)
 
     def _of_objects(self, entries: Iterable[Any]) -> list[Any]:
-        """Of one entry per node, those of NNX objects."""
+        """The entries of NNX objects, from one entry per node."""
         has_graph = (graphdef is not None for graphdef in self.graphdefs)
         return list(itertools.compress(entries, has_graph))
 
@@ -298,14 +292,11 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of the function: its arguments, sorted and taken apart.
+    """A call of the function, taken apart.
 
     Attributes:
-        args: positional arguments as given.
-        kwargs: those by name.
-        rules: the rule set in force, or None.
         slots: all arguments, in the order of the signature.
-        static: those that are constants.
+        static: those that are compile-time constants.
         arguments: the others.
     """
 
@@ -315,6 +306,11 @@ class Call:
     slots: Sequence[tuple[Slot, Any]]
     static: Mapping[Slot, Any]
     arguments: Sequence[Argument]
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of the rules."""
+        return None if self.rules is None else self.rules.mesh
 
     @property
     def leaves(self) -> list[Any]:
@@ -335,7 +331,7 @@ def spans(arguments: Iterable[Argument]) -> list[range]:
 def leaves_with_owners(
     arguments: Iterable[Argument],
 ) -> Iterator[tuple[Argument, int, Any]]:
-    """Each leaf of all arguments, after its argument and its number in there."""
+    """Each leaf of all arguments, with its argument and its position there."""
     for argument in arguments:
         for at, leaf in enumerate(argument.leaves):
             yield argument, at, leaf
@@ -344,12 +340,12 @@ def leaves_with_owners(
 def take_apart(slot: Slot, value: Any, *, is_state: bool, is_donated: bool) -> Argument:
     """Take an argument apart.
 
-    It is state if it is said to be, or holds an NNX object, an `nnx.State`, a
+    It is state if `is_state`, or if it holds an NNX object, an `nnx.State`, a
     TrainState or an optax state.
 
     Raises:
         LayoutError: a leaf is neither an array nor a number.
-        StructureError: the argument is no tree to JAX.
+        StructureError: JAX cannot flatten the argument.
     """
 
     def stops(node: Any) -> bool:
@@ -397,7 +393,7 @@ def is_on_mesh(leaf: Any) -> bool:
 
 
 def no_array(leaf: Any) -> str:
-    """What a leaf is, if it is neither an array that JAX takes nor a number; or ''."""
+    """A description of a leaf that is neither an array nor a number; else ''."""
     if isinstance(leaf, np.ndarray | np.generic):
         return f"array of {leaf.dtype}" if leaf.dtype.kind in "OSUMm" else ""
     if hasattr(leaf, "dtype") or isinstance(leaf, _NUMBERS):
@@ -406,9 +402,9 @@ def no_array(leaf: Any) -> str:
 
 
 def strong(leaf: Any) -> Any:
-    """A number in a state as an array, so that the next call looks the same.
+    """A number in a state as an array, so that the next call has the same types.
 
-    Also takes off JAX's weak type, which the results of a step would not have.
+    Also removes JAX's weak type, which the results of a step would not have.
     """
     if isinstance(leaf, _NUMBERS):
         return np.asarray(leaf, jax.dtypes.result_type(leaf))
@@ -441,11 +437,7 @@ def shape_key(leaves: Iterable[Any]) -> tuple[Any, ...]:
 
 
 def static_key(values: Mapping[Slot, Any]) -> tuple[Any, ...]:
-    """The static arguments as part of a key.
-
-    Raises:
-        LayoutError: one cannot be hashed.
-    """
+    """The static arguments as part of a key; LayoutError if one cannot be hashed."""
     for slot, value in values.items():
         try:
             hash(value)
@@ -459,6 +451,6 @@ def static_key(values: Mapping[Slot, Any]) -> tuple[Any, ...]:
 
 
 def first_four(names: Sequence[str]) -> str:
-    """The first of many, for messages, and how many more there are."""
+    """The first four names, and how many more there are."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(names[:4]) + more

@@ -1,10 +1,9 @@
 """The fast path: a call like an earlier one runs the same program directly.
 
-What was found about a call is cached as a route: its program, which Variables go in,
-which come out. The next call that looks the same splits no argument. What a route does
-not compare (the leaves of a pure tree, the values of Variables) the program compares
-when JAX traces it for them: it then raises, the route is dropped, and the call takes
-the slow path.
+A route caches what was found out about a call: its program, the Variables it reads and
+writes. The next equal call splits no argument. What a route does not compare (the
+leaves of a pure tree, the values of Variables) the program compares when JAX traces it:
+it then raises, the route is dropped, and the call takes the slow path.
 """
 
 import collections
@@ -36,13 +35,13 @@ from flax_layoutmap._tree.flax_internals import (
 from flax_layoutmap._tree.graph import drain
 from flax_layoutmap._tree.watch import Watch
 
-# Kinds of calls that one function remembers; each has up to `_STATES` routes, for the
+# Kinds of calls that one function caches; each has up to `_STATES` routes, for the
 # states of its objects (modes such as train and eval).
 _KINDS = 64
 _STATES = 8
 
 # After so many stale routes in a row, a kind of call keeps none: states of several
-# shapes in turn would have JAX trace a program in vain at every call.
+# shapes in turn would make JAX trace a program for nothing at every call.
 _PATIENCE = 4
 
 # The part of a key for an argument that cannot be recognised; no kept key has it.
@@ -50,14 +49,10 @@ _UNKNOWN = object()
 
 
 class FastPath:
-    """The routes of one function."""
+    """The routes of one function with these positional parameters."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Begin without any.
-
-        Args:
-            names: the positional parameters, in order.
-        """
+        """Start without routes; `names` are the positional parameters, in order."""
         self._names = tuple(names)
         # (name, type) of an argument → function that returns its part of the key.
         self._parts: dict[tuple[str, type], Any] = {}
@@ -96,12 +91,10 @@ class FastPath:
     def _look(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
     ) -> tuple[Any, list[Any]]:
-        """What a call looks like, and the NNX objects among its arguments.
+        """The key of a call, and the NNX objects among its arguments.
 
-        Returns:
-            A key that is equal for calls that may share a route, or None for a call of
-            no kind that was seen. Routes keep the rule set alive, so that its id is no
-            other's.
+        Calls with equal keys may share a route; None is the key of a call of no known
+        kind. Routes keep the rule set alive, so that its id stays unique.
         """
         key: list[Any] = [id(rules), len(args), *context_key()]
         roots: list[Any] = []
@@ -122,13 +115,10 @@ class FastPath:
     def remember(self, call: Call, program: Program, leaves: Sequence[Any]) -> None:
         """Keep the route of a call that took the slow path, if it can have one.
 
-        Args:
-            call: the call.
-            program: its program, which has run.
-            leaves: what it was given.
+        `leaves` are those that the program was given.
         """
         if call.rules is None:
-            return  # a program depends on where its state lies
+            return  # the program depends on the shardings of its state
         outcome = program.outcome
         if outcome.change or outcome.nested or outcome.returns_objects:
             return  # a change of structure comes once
@@ -161,8 +151,8 @@ class FastPath:
         if not watch.exact or watch.ids != set(map(id, variables.values())):
             return
         route = _Route(program, call.rules, watch, variables, fetches)
-        # Others of that program are of Variables that are there no more, and so are
-        # those that know other Variables: they would keep them alive.
+        # Drop routes of this program, or with other Variables: these are no longer in
+        # the objects, and a route would keep them alive.
         others = [
             other
             for other in self._routes.pop(key, ())
@@ -179,7 +169,7 @@ class FastPath:
             self._keep(key, [route for route in known if route.program is not program])
 
     def _keep(self, key: Any, routes: Sequence["_Route"]) -> None:
-        """Make these the routes of a kind of call."""
+        """Replace the routes of a kind of call."""
         if routes:
             self._routes[key] = routes
         else:
@@ -192,7 +182,7 @@ class FastPath:
 def _has_route(argument: Argument, leaves: Sequence[Any]) -> bool:
     """Whether a later argument like this one can be recognised.
 
-    A pure state must need no change; of an NNX object the Variables must hold the
+    A pure state must need no change; the Variables of an NNX object must hold the
     leaves, one each.
     """
     if any(isinstance(leaf, Tracer) for leaf in argument.raw):
@@ -207,7 +197,7 @@ def _has_route(argument: Argument, leaves: Sequence[Any]) -> bool:
 
 
 def _moved(argument: Argument, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Where we put the leaves of data; None if all stayed."""
+    """The shardings that the leaves of data were put in; None if all stayed."""
     shardings = tuple(
         None if new is old else new.sharding
         for old, new in zip(argument.raw, leaves, strict=True)
@@ -216,7 +206,7 @@ def _moved(argument: Argument, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def _part_of(argument: Argument) -> Callable[[Any], Any]:
-    """What gives the part of the key for an argument of this kind."""
+    """The function that returns the part of the key for an argument of this kind."""
     if argument.has_objects:
         return id
     if argument.is_state:
@@ -234,7 +224,7 @@ _part_of_host_array = operator.attrgetter("shape", "dtype")
 
 @functools.lru_cache(maxsize=256)
 def _part_of_leaf(kind: type) -> Any:
-    """What gives the part of the key for a leaf of a type; None for a container."""
+    """The same for a leaf of a type; None for a container."""
     if issubclass(kind, Tracer):
         return None
     if issubclass(kind, jax.Array):
@@ -257,11 +247,9 @@ def _part_of_container(value: Any) -> Any:
 
 
 class _Fetch(NamedTuple):
-    """Where a pure tree is found in a call, and where its leaves are put.
+    """A pure tree of a call, by position or name, and the shardings of its leaves.
 
-    Attributes:
-        at: position, or name.
-        shardings: one per leaf, None for leaves that stay; None if all do.
+    A leaf with None stays; `shardings` is None if all do.
     """
 
     at: int | str
@@ -281,7 +269,7 @@ class _Fetch(NamedTuple):
 
 
 class _Route:
-    """The way of one kind of call to its program."""
+    """The program of one kind of call, its Variables and pure trees."""
 
     # The last few of all functions that have run.
     _recent: ClassVar[tuple["weakref.ref[_Route]", ...]] = ()
@@ -294,20 +282,12 @@ class _Route:
         variables: Mapping[int, nnx.Variable[Any]],
         fetches: Mapping[Slot, _Fetch],
     ) -> None:
-        """Keep what a call needs.
-
-        Args:
-            program: the program.
-            rules: the rule set, which the key holds by identity.
-            watch: compares the objects with what they were.
-            variables: position, over all leaves → the Variable.
-            fetches: where the pure trees are.
-        """
+        """`variables` are by position over all leaves; `watch` compares the objects."""
         self.program, self.rules, self.watch = program, rules, watch
         self._mesh = mesh_needed(rules)
         places = program.places
         positions = (*places.donated, *places.kept)
-        # Those that the program changes come first.
+        # Those that the program changes are the first.
         self._variables = [variables[at] for at in positions]
         self._wanted = [program.wanted[at] for at in positions]
         self._changed = self._variables[: len(program.outcome.changed)]
@@ -368,10 +348,10 @@ class _Route:
         return True, result
 
     def _run(self, inputs: Any, outputs: dict[int, list[Any]]) -> Any:
-        """The function's result; what the program gave is kept in `outputs`.
+        """The function's result; the outputs of the program are kept in `outputs`.
 
         One expression in C runs the step and writes every value back: an interrupt
-        comes between two steps of Python, so it cannot fall in between.
+        comes between two steps of Python, so it cannot separate them.
         """
         if not self._changed:
             return self.program.jitted(*inputs)[-1]
@@ -389,8 +369,8 @@ class _Route:
     ) -> tuple[Any, ...] | None:
         """The inputs of the program; None if they do not fit it.
 
-        An array that was given away, or one that is donated and comes twice, may be the
-        end of the process (jax 0.10, several devices). JAX refuses other layouts.
+        A deleted array, or one that is donated and passed twice, may end the process
+        (jax 0.10, several devices). JAX refuses other layouts.
         """
         given: list[Any] = []
         for fetch, treedef in self._given:
@@ -405,7 +385,7 @@ class _Route:
         if are_deleted(values):
             return None
         if ids != self._ids:
-            # Somebody else has put values there.
+            # Values were set outside this route.
             if not self._knows(ids):
                 if not all(map(_is_placed, values, self._wanted)):
                     return None
@@ -425,15 +405,15 @@ class _Route:
                 return None
         return values[:count], values[count:], given, rest
 
-    # What a program has written shares memory with nothing; what it left as it was has
-    # been compared once, where the route donates it. So values that are known to one of
-    # the last few routes need no look.
+    # Values that a program has written share memory with no others; values that it left
+    # unchanged have been compared once, if the route donates them. So values known to
+    # one of the last few routes need no check.
 
     def _knows(self, ids: list[int]) -> bool:
         """Whether values were written by programs, or are those of the last call."""
         recent = [route for ref in _Route._recent if (route := ref()) is not None]
         count, own = self._donates, set(ids)
-        # As after the same step in another mode; less work than what follows.
+        # As after the same step in another mode; the cheapest check.
         if any(other._donates == count and other._ids == ids for other in recent):
             return True
         written = {at for other in recent for at in other._written}
@@ -444,7 +424,7 @@ class _Route:
         )
 
     def _note(self, written: list[int]) -> None:
-        """Note what a call has written; the other values are what they were."""
+        """Record the ids that a call has written; the other values are unchanged."""
         self._ids = [*written, *self._ids[len(written) :]]
         self._written = written
         own: weakref.ref[_Route] = weakref.ref(self)
@@ -455,14 +435,14 @@ class _Route:
 
     def _are_as_wanted(self, inputs: tuple[Any, ...]) -> bool:
         """Whether inputs have the structures and layouts of the program."""
-        program = self.program
-        order, structure = jax.tree.flatten(program.inputs(range(len(program.wanted))))
+        program, count = self.program, len(self.program.wanted)
+        order, structure = jax.tree.flatten(program.places.inputs(range(count)))
         leaves, own = jax.tree.flatten(inputs)
         if own != structure:
             return False
         if are_deleted(leaves):
-            # By the program itself, which loses them, or else before the call.
-            return bool(program.gives_away)
+            # Deleted by the program itself, or else before the call.
+            return bool(program.donated)
         wanted = (program.wanted[at] for at in order)
         return all(
             where is None or getattr(leaf, "sharding", None) == where
@@ -475,7 +455,7 @@ def are_deleted(leaves: Sequence[Any]) -> bool:
     if not leaves:
         return False
     try:
-        # The method of the type: far less work than one attribute after the other.
+        # The method of the type is much faster than an attribute of each array.
         return any(map(type(leaves[0]).is_deleted, leaves))
     except (AttributeError, TypeError):  # other things among them
         return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)

@@ -26,9 +26,8 @@ from flax_layoutmap._core.mesh import DeviceMesh, same_grid
 from flax_layoutmap._place.batch import clash_of_rows, has_rows, rows_sharding
 from flax_layoutmap._place.place import put
 from flax_layoutmap._resolve.lay import fits
-from flax_layoutmap._rules.announce import Remark, announce
 from flax_layoutmap._rules.records import closest_rule, show_shape, show_spec
-from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._rules.rules import Remark, RuleSet, announce
 from flax_layoutmap._step.arguments import (
     Argument,
     Call,
@@ -38,12 +37,13 @@ from flax_layoutmap._step.arguments import (
     slots_of,
     take_apart,
 )
+from flax_layoutmap._step.program import Program
 from flax_layoutmap._step.refusals import check_not_shared
 from flax_layoutmap._step.trace import Job
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.paths import Flat, Roots
 
-# What Flax calls the matrices of its layers; a batch has none that is called so.
+# Flax's names of the matrices of layers, which no batch has.
 _PARAMETER = re.compile(r"(?:^|/)(?:kernel|embedding)$")
 _NUMBERS = (bool, int, float, complex)
 
@@ -60,14 +60,7 @@ def bind(
     rules: RuleSet | None,
     place: Placer | None = None,
 ) -> Call:
-    """Take the arguments of a call apart; data is put where it belongs.
-
-    Args:
-        job: the function.
-        args: positional arguments.
-        kwargs: those by name.
-        rules: the rule set, or None.
-        place: in place of `place_data`.
+    """Take the arguments of a call apart; data is placed by `place`, or `place_data`.
 
     Raises:
         LayoutError: an argument is no tree of arrays, or data does not fit the mesh.
@@ -95,7 +88,7 @@ def bind(
 
 
 def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
-    """Whether an argument is a container of what a rule shards.
+    """Whether an argument is a container with a leaf that a rule shards.
 
     A rule that replicates does not count, so that a catch-all makes no batch a state.
     """
@@ -117,7 +110,7 @@ def holds_parameters(argument: Argument, rules: RuleSet) -> bool:
 def _warn_of_parameters(name: str, flat: Flat, rules: RuleSet) -> None:
     """Warn once where an argument looks like parameters and no rule matches any.
 
-    As after a renaming: it would silently be split like a batch.
+    After a renaming, for example, they would silently be split like a batch.
 
     Raises:
         ResolveError: the rule set is strict.
@@ -159,12 +152,12 @@ def _is_sharded(rules: RuleSet, own: tuple[str, ...], ndim: int) -> bool:
 
 
 def place_data(argument: Argument, rules: RuleSet | None) -> list[Any]:
-    """The leaves of a data argument where they belong.
+    """Place the leaves of a data argument.
 
     Host arrays are split over the batch axes. Arrays on the mesh keep their layout.
 
     Raises:
-        LayoutError: an array does not divide, or lives on other devices.
+        LayoutError: an array does not divide, or is on other devices.
     """
     if rules is None or rules.mesh is None:
         return list(map(_respelled, argument.leaves))
@@ -209,11 +202,10 @@ def _is_put_on(leaf: Any, mesh: DeviceMesh) -> bool:
 
 
 def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
-    """A host array over the batch axes; scalars and PRNG keys are replicated.
+    """Split a host array over the batch axes; scalars and PRNG keys are replicated.
 
-    Of a `jax.ShapeDtypeStruct`, one with that sharding.
-
-    Old-style keys too: a plain array of two or four uint32, of `jax.random.PRNGKey`.
+    Also old-style keys, a plain array of two or four uint32 (`jax.random.PRNGKey`). A
+    `jax.ShapeDtypeStruct` gets the sharding.
     """
     is_old_key = leaf.dtype == np.uint32 and leaf.shape in ((2,), (4,))
     rows = has_rows(leaf) and not is_old_key
@@ -231,7 +223,7 @@ def split_leaf(argument: Argument, at: int, leaf: Any, rules: RuleSet) -> Any:
 
 
 def _on_mesh(sharding: Sharding, mesh: DeviceMesh, ndim: int) -> Sharding | None:
-    """The same placement in its one spelling; None if it is on other devices."""
+    """The same placement in normal form; None if it is on other devices."""
     if isinstance(sharding, NamedSharding):
         normal = normal_sharding(sharding)
         if sharding.mesh == mesh.jax_mesh:
@@ -258,11 +250,7 @@ def _respelled(leaf: Any) -> Any:
 
 
 def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
-    """Warn where host data is used with a mesh, and no rules shard it.
-
-    Returns:
-        Whether it did.
-    """
+    """Warn if host data is used with a mesh and without rules; say whether it did."""
     every = list(leaves_with_owners(arguments))
     found = (own.mesh for *_, leaf in every if (own := own_sharding(leaf)) is not None)
     mesh = next((mesh for mesh in found if mesh.size > 1), None)
@@ -275,8 +263,8 @@ def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
     if mesh is None or not whole:
         return False
     warn(
-        f"{name} has no rules, so what comes from the host is not split, but whole on "
-        f"each device of the mesh {DeviceMesh(mesh)}: {first_four(whole)}; "
+        f"{name} has no rules, so host arrays are replicated, not split, on the mesh "
+        f"{DeviceMesh(mesh)}: {first_four(whole)}; "
         "give it the rules, @flm.jit(layout_map=layout_map), or place it yourself, "
         "batch = flm.distribute_batch(batch, layout_map)"
     )
@@ -286,33 +274,23 @@ def warn_of_whole_batches(arguments: Sequence[Argument], name: str) -> bool:
 # ------------------------------------------------------------------ every input
 
 
-def fit(
-    arguments: Sequence[Argument],
-    wanted: Sequence[Any],
-    donated: Sequence[int],
-    rules: RuleSet | None,
-) -> list[Any]:
-    """The leaves of all arguments, in exactly the wanted shardings.
+def fit(program: Program, call: Call) -> list[Any]:
+    """The leaves of all arguments, in exactly the shardings of a program.
 
-    Uncommitted arrays are placed, and equal placements respelled, as `jax.jit` would
-    do in every call. What is donated shares no memory with another leaf.
-
-    Args:
-        arguments: the arguments.
-        wanted: per leaf, its sharding; None for one that stays.
-        donated: positions of the leaves that are given away.
-        rules: the rule set, for messages.
+    Uncommitted arrays are placed, and equal placements get one spelling, as `jax.jit`
+    would do in every call. A donated leaf shares no memory with another one.
 
     Raises:
         LayoutError: arrays are deleted, abstract, committed somewhere else, or donated
             and used twice.
     """
+    arguments, donated = call.arguments, program.donated
     leaves: list[Any] = []
     problems: list[str] = []
     deleted: list[str] = []
     hints: dict[str, None] = {}
     every = leaves_with_owners(arguments)
-    for (argument, at, leaf), sharding in zip(every, wanted, strict=True):
+    for (argument, at, leaf), sharding in zip(every, program.wanted, strict=True):
         leaves.append(leaf)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise LayoutError(
@@ -335,7 +313,7 @@ def fit(
                 f"{argument.path(at)} {show_shape(leaf.shape)}: wanted "
                 f"{show_sharding(sharding)}, it is {show_sharding(leaf.sharding)}"
             )
-            hints[_hint(arguments, argument, at, rules)] = None
+            hints[_hint(call, argument, at)] = None
         else:
             leaves[-1] = put(leaf, sharding)
     if deleted:  # given to a program, some backends end the process
@@ -378,10 +356,10 @@ def _check_not_donated_twice(
 
 
 def _copy_shared_memory(leaves: list[Any], donated: Sequence[int]) -> None:
-    """Copy what is donated and shares its memory with another array.
+    """Copy donated arrays that share their memory with another array.
 
-    So it is with two arrays that were put on a mesh from one. Donating them may end the
-    process (jax 0.10.2).
+    As two arrays do that were put on a mesh from one. Donating them may end the process
+    (jax 0.10.2).
     """
     parts = list(map(buffers_of, leaves))
     count = collections.Counter(itertools.chain.from_iterable(parts))
@@ -391,7 +369,7 @@ def _copy_shared_memory(leaves: list[Any], donated: Sequence[int]) -> None:
 
 
 def buffers_of(leaf: Any) -> set[Any]:
-    """The memory of an array in this process, to compare; empty where it is unknown."""
+    """The memory of an array in this process, to compare; empty if unknown."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
         return set()
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -416,11 +394,10 @@ def deleted_paths(arguments: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _hint(
-    arguments: Sequence[Argument], argument: Argument, at: int, rules: RuleSet | None
-) -> str:
-    """What to do with a leaf that is elsewhere."""
+def _hint(call: Call, argument: Argument, at: int) -> str:
+    """The fix for a leaf that is placed elsewhere."""
     flat, name = flatten(Roots({argument.name: argument.value})), argument.name
+    rules = call.rules
     if flat.section(at).role != "optimizer":
         if rules is not None and _goes_by_its_name(flat, at, rules):
             return (
@@ -440,9 +417,9 @@ def _hint(
             "move them first, layout_map.place(model), or make the model with "
             "flm.create(make, layout_map)"
         )
-    # The state of an optimizer alone does not show which parameters it follows.
+    # The state of an optimizer alone does not say which parameters it follows.
     more = ", layout_map=layout_map" if rules is not None and rules.optimizer else ""
-    named = [one.name for one in arguments if one.has_objects or one is argument]
+    named = [one.name for one in call.arguments if one.has_objects or one is argument]
     named = ["model", name] if len(named) == 1 else named
     both = ", ".join(f"{one!r}: {one}" for one in named)
     return (

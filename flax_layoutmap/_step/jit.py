@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_layoutmap._core.constants import Uncomparable, comparable
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.fetch import own_sharding
 from flax_layoutmap._core.processes import (
@@ -60,6 +59,7 @@ from flax_layoutmap._step.refusals import refuse_constants
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._step.trace import Job, call_job, context_key, mesh_context
 from flax_layoutmap._tree.paths import join_keys
+from flax_layoutmap._tree.watch import Uncomparable, comparable
 
 # Compiled programs that one function keeps; the oldest is dropped.
 _PROGRAMS = 64
@@ -220,7 +220,7 @@ class Jitted:
         except LayoutError:
             raise
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            # Where JAX's own fast path runs a program, its failure is a ValueError.
+            # If JAX's own fast path runs a program, a failure is a ValueError.
             tell_of_others(error)
             self._raise_if_lost(args, kwargs, error)
             raise
@@ -228,7 +228,7 @@ class Jitted:
     def _slow_path(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rules: RuleSet | None
     ) -> Any:
-        """A call that is new: taken apart, its program found or made, and run."""
+        """A new call: bind its arguments, find or make its program, run it."""
         config: Any = jax.config
         if config.jax_disable_jit:
             given = slots_of(self._job.signature.bind(*args, **kwargs))
@@ -244,7 +244,7 @@ class Jitted:
 
     def _run(self, call: Call, stale: Program | None = None) -> Any:
         program = self._program(call, runs=True, stale=stale)
-        leaves = fit(call.arguments, program.wanted, program.gives_away, call.rules)
+        leaves = fit(program, call)
         try:
             result = run_program(program, call, leaves)
         except StaleProgramError:  # while JAX traces it: nothing has run
@@ -255,7 +255,7 @@ class Jitted:
     def _raise_if_lost(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
     ) -> None:
-        """Raise LayoutError if the state is gone with a program that failed."""
+        """Raise LayoutError if donated state was lost with a program that failed."""
         slots = slots_of(self._job.signature.bind(*args, **kwargs))
         lost = deleted_paths(
             {slot.name: x for slot, x in slots if slot.is_among(self._job.donated)}
@@ -291,7 +291,7 @@ class Jitted:
         ]
         try:
             with mesh_context(call.rules, call.leaves):
-                return getattr(program.jitted, stage)(*program.inputs(avals))
+                return getattr(program.jitted, stage)(*program.places.inputs(avals))
         except StaleProgramError:
             return self._stage(stage, call, program)
 
@@ -302,19 +302,11 @@ class Jitted:
         rules: RuleSet,
         place: Placer,
     ) -> tuple[Job, Sequence[Argument], Program]:
-        """Make the program of a call for a mesh that need not be there.
+        """Make the program of a call for a mesh that need not exist; for `flm.pod`.
 
-        The seam for `flm.pod`: the same function, options and treatment of arguments as
-        in a call, and nothing of it is kept here.
-
-        Args:
-            args: arguments; abstract or not.
-            kwargs: those by name.
-            rules: instead of this function's own; their mesh may be abstract.
-            place: gives the leaves of an argument that is data their shardings.
-
-        Returns:
-            What was compiled for, the arguments, and the program.
+        The same function, options and treatment of arguments as in a call; nothing is
+        cached. `rules` replace this function's own, on a mesh that may be abstract;
+        `place` places arguments that are data.
         """
         job = dataclasses.replace(self._job, runs=False)
         call = bind(job, args, kwargs, rules, place)
@@ -344,24 +336,22 @@ class Jitted:
     def _program(
         self, call: Call, *, runs: bool = False, stale: Program | None = None
     ) -> Program:
-        """The program of a call: one that is kept, or a new one.
+        """The program of a call: a cached one, or a new one.
 
-        Args:
-            call: the call.
-            runs: whether it will run, for which all processes have to agree.
-            stale: one that JAX wants to trace again, though it was that of the call.
+        `runs` says whether it will run, for which all processes have to agree; `stale`
+        is one that JAX would trace again, though it was cached for the call.
         """
         key = _key(call)
         program = self._programs.get(key)
         if stale is not None and program is stale:
             self._fast_path.forget(stale)
-            # One process alone may have to do this, so nothing is compared.
+            # Only one process may have to do this, so nothing is compared.
             program = dataclasses.replace(
                 make_program(self._job, call), agreed=stale.agreed
             )
         elif program is None or (runs and not program.agreed):
-            # Only what runs needs all processes; one alone may look at a lowering.
-            mesh = call.rules.mesh if call.rules is not None and runs else None
+            # Only a run involves all processes; one may lower the function alone.
+            mesh = call.mesh if runs else None
             what = f"the first call of {self._job.name}"
             with Agreement(what, mesh) as agreement:
                 program = program or make_program(self._job, call)
@@ -381,7 +371,7 @@ class Jitted:
 
 
 def _key(call: Call) -> Any:
-    """What a program depends on: rules, constants, contexts, settings, arguments.
+    """The cache key of a program: rules, constants, contexts, settings, arguments.
 
     Raises:
         StructureError: a constant in an NNX object cannot be compared.
@@ -401,7 +391,7 @@ def _key(call: Call) -> Any:
 
 
 def _data_parts(arguments: Sequence[Argument]) -> Parts:
-    """What the processes must have in common of the data: host values too."""
+    """The data that the processes must have in common: shapes and host values."""
     data = [argument for argument in arguments if not argument.is_state]
     shapes = [
         f"{join_keys((jax.tree_util.GetAttrKey(a.name), *keys))} "

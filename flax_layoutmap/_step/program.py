@@ -1,7 +1,7 @@
 """The compiled program for one structure of arguments, cached by `jit`.
 
-State has the layouts of the rules on both sides; what the function changed in NNX
-objects comes out beside its results, and is written into the caller's own.
+State has the layouts of the rules on both sides. Changes of NNX objects are extra
+outputs, which are written into the caller's own objects.
 """
 
 import dataclasses
@@ -39,13 +39,7 @@ from flax_layoutmap._tree.graph import drain, with_objects
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tree:
-    """A pure tree among the arguments.
-
-    Attributes:
-        slot: the place of the argument.
-        treedef: its structure.
-        positions: of its leaves, over all leaves.
-    """
+    """A pure tree among the arguments; `positions` are over all leaves."""
 
     slot: Slot
     treedef: Any
@@ -57,8 +51,7 @@ class Places:
     """The leaves of all arguments, sorted into the inputs of a program.
 
     Attributes:
-        donated: positions, over all leaves, of those in NNX objects whose buffers are
-            given away.
+        donated: positions, over all leaves, of those in NNX objects that are donated.
         kept: positions of the others in NNX objects; those that change come first.
         given: the pure trees that are donated; a program takes their leaves.
         rest: the other pure trees.
@@ -82,21 +75,20 @@ class Places:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What one structure of arguments compiled to. Holds no array of the caller.
+    """The program for one structure of arguments. Holds no array of the caller.
 
     Attributes:
-        jitted: what `inputs` gives → what the function changed in NNX objects, and the
+        jitted: from `places.inputs` to the changes of NNX objects, and the function's
             result as last entry.
-        wanted: one sharding (or None: as it is) per leaf of all arguments.
-        places: where the leaves are among its inputs.
-        outcome: what its outputs are. What is `nested` in a value or outside of
-            Variables is not donated, as it is not written in one step.
-        shapes: abstract outputs: what the function changed, and the leaves of its
-            result.
-        cacheable: whether nothing of an outer trace is inside, and the function sets
-            or edits no constant that cannot be hashed, for the next call's.
-        fingerprints: lines of rules, mesh and table; empty where there is one process,
-            and once the processes have agreed.
+        wanted: one sharding (or None: any) per leaf of all arguments.
+        places: the positions of the leaves among its inputs.
+        outcome: what its outputs are. Changes that are `nested` in a value or outside
+            Variables are not donated, as they are not written in one step.
+        shapes: abstract outputs: the changes, and the leaves of the result.
+        cacheable: whether it closes over no outer trace, and the function sets or edits
+            no constant that cannot be hashed, for the next call's.
+        fingerprints: lines of rules, mesh and table; empty for one process, and once
+            the processes have agreed.
         agreed: whether the processes have compared them.
     """
 
@@ -109,30 +101,26 @@ class Program:
     fingerprints: Mapping[str, Sequence[str]]
     agreed: bool = False
 
-    def inputs(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
-        """The leaves of all arguments as `jitted` takes them."""
-        return self.places.inputs(leaves)
-
     @property
-    def gives_away(self) -> list[int]:
+    def donated(self) -> list[int]:
         """Positions of all leaves that are donated."""
         trees = [at for tree in self.places.given for at in tree.positions]
         return [*self.places.donated, *trees]
 
 
 class StaleProgramError(Exception):
-    """A program is not that of its arguments: they, or what is around, have changed."""
+    """The program was traced for other arguments, or in another context."""
 
 
 def make_program(job: Job, call: Call) -> Program:
-    """Decide the layouts, trace the function, and make the program of it.
+    """Choose the layouts, trace the function, and make its program.
 
     Raises:
         LayoutError: rules, options or the function do not fit the arguments.
     """
-    arguments, rules, leaves = call.arguments, call.rules, call.leaves
+    arguments, leaves = call.arguments, call.leaves
     check_plain(arguments)
-    wanted, resolved = wanted_before(arguments, job.in_sharding, rules)
+    wanted, resolved = wanted_before(job, call)
     avals = [
         leaf if sharding is None else abstract(leaf, sharding)
         for leaf, sharding in zip(leaves, wanted, strict=True)
@@ -141,23 +129,15 @@ def make_program(job: Job, call: Call) -> Program:
     parameters = () if made is None else tuple(made._flat.every_form())
     traced = trace_job(job, call, avals, parameters)
     outcome, change = traced.outcome, traced.outcome.change
-    # The types know about Explicit axes in every version of JAX; the shapes do not.
-    types = traced.closed.out_avals
     layouts = [wanted[at] for at in (*outcome.changed, *outcome.nested)]
     moved: list[int] = []  # leaves that are as they were, and come out elsewhere
     if change is not None:
-        new = outcome.returned, types[: outcome.count]
-        after, resolved = wanted_after(
-            arguments, wanted, change, *new, job.in_sharding, rules
-        )
+        after, resolved = wanted_after(job, call, wanted, traced, change)
         stays = {at: wanted[at] != where for at, where in change.at(after, stays=True)}
         moved = [at for at, moves in stays.items() if moves]
         change = change.moving(moved)
         layouts = [where for _, where in sorted(change.at(after, stays=False))]
-    out = (outcome.out_tree, types[outcome.count :])
-    pinned, resolved = pin_results(
-        arguments, wanted, out, job.out_shardings, rules, resolved
-    )
+    pinned, resolved = pin_results(job, call, wanted, traced, resolved)
     for text in traced.remarks:
         warn(text)
     fingerprints: Mapping[str, Sequence[str]] = {}
@@ -189,10 +169,11 @@ def make_program(job: Job, call: Call) -> Program:
 
 
 def _places(arguments: Sequence[Argument], changed: set[int]) -> Places:
-    """Where the leaves are: in lists, those of NNX objects; in trees, the others.
+    """Sort the leaves: those of NNX objects into lists, the others into trees.
 
-    What a function leaves unchanged in an NNX object stays in use, so its buffer must
-    not be taken for a result that happens to have the same shape: it is not donated.
+    A leaf that a function leaves unchanged in an NNX object stays in use, so its buffer
+    must not be reused for a result that happens to have the same shape: it is not
+    donated.
     """
     donated: list[int] = []
     kept: list[int] = []
@@ -215,19 +196,16 @@ def _on_inputs(
 ) -> Callable[..., Any]:
     """The traced function on the inputs of a program; not traced a second time.
 
-    Args:
-        traced: the function on all leaves in order.
-        moved: positions of leaves that come out as they are, after what it changed.
-        pinned: of each leaf of its result, whether it is state.
-        places: where the leaves are among the inputs.
+    `moved` are positions of leaves that are unchanged but get another sharding, and
+    follow the changes; `pinned` says of each leaf of the result whether it is state.
     """
     closed, outcome = traced.closed, traced.outcome
     was_traced: list[bool] = []
 
     def program(*inputs: Any) -> Any:
         donated, kept, given, rest = inputs
-        # Where JAX traces again, the user's function must be: something around it that
-        # JAX knows of is another one, such as the size of a mapped axis.
+        # If JAX traces again, the user's function must be traced again: its context has
+        # changed, such as the size of a mapped axis.
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(inputs)):
             if was_traced:
                 raise StaleProgramError
@@ -247,7 +225,7 @@ def _on_inputs(
                 values[at] = leaf
         if any(map(_differ, values, closed.in_avals)):
             raise StaleProgramError
-        # Not jaxpr_as_fun, after which debug_nans checks nothing any more (jax 0.10.2).
+        # Not jaxpr_as_fun, after which debug_nans checks nothing (jax 0.10.2).
         after = eval_jaxpr(closed.jaxpr, closed.consts, *values)
         new, results = after[: outcome.count], after[outcome.count :]
         results = [
@@ -261,7 +239,7 @@ def _on_inputs(
 
 
 def _differ(value: Any, aval: Any) -> bool:
-    """Whether a value is of another type than the one that was traced."""
+    """Whether a value has another type than the traced one."""
     own: Any = jax.typeof(value)
     return (
         own.shape != aval.shape
@@ -274,18 +252,10 @@ def _differ(value: Any, aval: Any) -> bool:
 
 
 def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
-    """Run a program, and write what it changed into the caller's NNX objects.
+    """Run a program, and write its changes into the caller's NNX objects.
 
-    Both at once, as far as an interrupt can see. If the structure changes, the program
-    has donated nothing of the objects, so that they are whole in between.
-
-    Args:
-        program: the program.
-        call: its call.
-        leaves: those of all arguments, where the program wants them.
-
-    Returns:
-        The function's result.
+    Without an interrupt in between. If the structure changes, the program has donated
+    nothing of the objects, so that they stay valid.
     """
     outcome, arguments = program.outcome, call.arguments
     change = outcome.change
@@ -301,14 +271,14 @@ def run_program(program: Program, call: Call, leaves: Sequence[Any]) -> Any:
         check_can_write(changed)
     with mesh_context(call.rules, leaves):
         results = itertools.chain.from_iterable(
-            itertools.starmap(program.jitted, (program.inputs(leaves),))
+            itertools.starmap(program.jitted, (program.places.inputs(leaves),))
         )
         drain(map(write_value, changed, results))
         *outputs, result = results
     if change is not None:
         objects = change.apply(objects, change.leaves(leaves, outputs))
     else:
-        # What was placed, or has lost its weak type, stays so.
+        # Keep leaves that were placed, or lost their weak type.
         raw = (leaf for argument in arguments for leaf in argument.raw)
         pairs = enumerate(zip(raw, leaves, strict=True))
         new = {at: leaf for at, (was, leaf) in pairs if was is not leaf}

@@ -2,9 +2,9 @@
 
 Variables that two arguments share, or that are references; constants that cannot be
 compared; gradients of integers; and Variables that a function reads though no argument
-holds them. The values of these would be constants of the program, whatever becomes of
-the Variables. So, while a function is traced, what it reads of them is a stand-in of
-the same shape; where it computes with that, an error names the module to pass.
+holds them. The values of these would be constants of the program, and stale once the
+Variables change. So, while a function is traced, reading one returns a stand-in of the
+same shape; where it is computed with, an error names the module to pass.
 """
 
 import collections
@@ -22,7 +22,6 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.core import Tracer
 
-from flax_layoutmap._core.constants import Uncomparable, comparable
 from flax_layoutmap._core.errors import StructureError
 from flax_layoutmap._rules.records import show_shape
 from flax_layoutmap._step.arguments import Argument, first_four
@@ -37,20 +36,21 @@ from flax_layoutmap._tree.flax_internals import (
     were_made_alike,
 )
 from flax_layoutmap._tree.jaxprs import results_read
+from flax_layoutmap._tree.watch import Uncomparable, comparable
 
 # Names of the functions that make the stand-ins.
 _STAND_IN = "value_of_variable_"
 
-# Part of the key of JAX's own caches: what a function of `jax.jit` that is called in
-# the trace has read there is no use elsewhere, nor the other way round.
+# Part of the key of JAX's own caches: a function of `jax.jit` that is called in the
+# trace has read stand-ins, so its trace must not be used elsewhere, nor the reverse.
 _TRACED: Any = jax.make_user_context(None)
 
-# Made where nothing is traced.
+# A Variable that was made outside every trace.
 _EAGER = nnx.Variable(0)
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
-# What JAX raises where Python reads the values of a traced array.
+# The errors of JAX where Python reads the values of a traced array.
 _ASKS_FOR_NUMBERS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -81,10 +81,10 @@ def named_objects(arguments: Iterable[Argument]) -> list[tuple[str, Any]]:
 def check_not_shared(arguments: Sequence[Argument]) -> None:
     """Raise StructureError where two NNX objects share a Variable.
 
-    They would come apart, as each is rebuilt on its own.
+    Each is rebuilt on its own, so it would not stay shared.
     """
     leaves = [leaf for a in arguments if a.has_objects for leaf in a.raw]
-    # A shared Variable shows as a leaf that comes twice; this is much less work.
+    # A shared Variable is a leaf that occurs twice; this check is much faster.
     if len(set(map(id, leaves))) < len(leaves):
         check_apart(arguments, [a.objects for a in arguments], nnx.Variable)
 
@@ -92,12 +92,9 @@ def check_not_shared(arguments: Sequence[Argument]) -> None:
 def check_apart(
     arguments: Sequence[Argument], nodes: Sequence[Sequence[Any]], kinds: Any
 ) -> None:
-    """Raise StructureError where NNX objects have a part in common.
+    """Raise StructureError where NNX objects share a part of these kinds.
 
-    Args:
-        arguments: the arguments.
-        nodes: of each, its NNX objects, or what the function made of them.
-        kinds: types of the parts that count.
+    `nodes` are those of each argument, before or after the function has changed them.
     """
     named = [
         (argument.name + (f" (object {at})" if len(own) > 1 else ""), node)
@@ -118,7 +115,7 @@ def check_apart(
 
 
 def check_plain(arguments: Sequence[Argument]) -> None:
-    """Raise StructureError where a Variable holds no value, but a reference to one."""
+    """Raise StructureError where a Variable holds a reference instead of a value."""
     for path, part in named_parts(named_objects(arguments)):
         if isinstance(part, nnx.Variable) and not is_plain_variable(part):
             raise StructureError(
@@ -128,12 +125,9 @@ def check_plain(arguments: Sequence[Argument]) -> None:
 
 
 def refuse_integers(arguments: Sequence[Argument], name: str, cause: Exception) -> None:
-    """Raise StructureError for gradients of integers.
+    """Raise StructureError for gradients of integers, if JAX has refused them.
 
-    Args:
-        arguments: in which Params, and leaves of other states, are looked at.
-        name: the function's name.
-        cause: what JAX has raised.
+    It names the integer Params, and leaves of other states.
     """
     if "requires real- or complex-valued inputs" not in str(cause):
         return
@@ -174,22 +168,19 @@ def refuse_constants(arguments: Sequence[Argument], cause: Exception) -> None:
 
 
 class Closures:
-    """The Variables that a function reads, and that none of its arguments holds."""
+    """The Variables that a function reads, and that none of its arguments holds.
+
+    To be made right before the trace; `given` are the arguments, with names.
+    """
 
     def __init__(self, fun: Any, name: str, given: Sequence[tuple[str, Any]]):
-        """Start empty. To be made right before the trace.
-
-        Args:
-            fun: the function.
-            name: its name.
-            given: its arguments, with names.
-        """
+        """Start empty."""
         self._fun, self._name, self._given = fun, name, given
         outer = reader()
         around = outer if isinstance(outer, Closures) else None
         self._levels: list[Any] = [_EAGER] if around is None else around._levels
         self._levels = [*self._levels, nnx.Variable(0)]
-        # Shared with the traces around: what is read is read in all of them.
+        # Shared with outer traces: a Variable that is read is read in all of them.
         self._read: dict[int, Any] = {} if around is None else around._read
 
     def call(self, call: Callable[[], Any]) -> Any:
@@ -215,12 +206,12 @@ class Closures:
         except ValueError as error:
             if not self._read or "different trace level" not in str(error):
                 raise
-            # Flax's own text has all values of the Variable.
+            # Flax's own message prints all values of the Variable.
             last = dict([list(self._read.items())[-1]])
             raise self._error("differentiates", last) from None
 
     def check(self, jaxpr: Any) -> None:
-        """Raise StructureError where the traced function makes use of a value."""
+        """Raise StructureError where the traced function uses a stand-in."""
         names = results_read(jaxpr, _STAND_IN)
         used = [int(name.removeprefix(_STAND_IN)) for name in names]
         if used:
@@ -232,7 +223,7 @@ class Closures:
         )
 
     def __call__(self, variable: Any, value: Any) -> Any:
-        """What a Variable is read as: as it is, or a stand-in."""
+        """What reading a Variable returns: its value, or a stand-in."""
         if isinstance(value, Tracer) or not self._is_outside(variable):
             return value
         self._read[id(variable)] = variable
@@ -278,15 +269,11 @@ def _self_of(error: Exception) -> Any:
 def _paths(
     objects: Iterable[tuple[str, Any]], wanted: dict[int, Any]
 ) -> list[tuple[str, str]]:
-    """Of each Variable its path with its shape, and the name of what it was found in.
+    """The path and shape of each Variable, and the name of the object that holds it.
 
-    Names are those that the function itself uses: of its closure, of globals. Where
-    none leads to the Variable, its type stands for its path.
-
-    Args:
-        objects: where to look, with names.
-        wanted: id → Variable, or None: one that a function of `jax.jit` has read in an
-            earlier trace.
+    Names are those that the function itself uses: of its closure, of globals. If none
+    leads to the Variable, its type replaces its path. In `wanted`, None is a Variable
+    that a function of `jax.jit` has read in an earlier trace.
     """
     found: list[tuple[str, str]] = []
     for name, node in objects:
@@ -308,7 +295,7 @@ def _shown(name: str, variable: Any) -> str:
 
 
 def _objects_within(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """NNX objects, Variables and States within reach, with names; nearest first."""
+    """Reachable NNX objects, Variables and States, with names; nearest first."""
     queue, seen = collections.deque(named), set[int]()
     while queue and len(seen) < _LOOKED_AT:
         name, value = queue.popleft()
@@ -325,7 +312,7 @@ def _objects_within(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any
 
 
 def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What a function uses, a container holds, or an object has as attributes."""
+    """The references of a function, entries of a container, attributes of an object."""
     if isinstance(value, types.FunctionType):
         yield from _used_by(value)
     elif isinstance(value, types.MethodType):
@@ -345,7 +332,7 @@ def _named_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function has in its closure, its defaults, and by names of globals."""
+    """The closure, defaults and globals of a function."""
     for name, cell in zip(
         function.__code__.co_freevars, function.__closure__ or (), strict=True
     ):
@@ -358,7 +345,7 @@ def _used_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         value = function.__globals__[name]
         yield name, value
         if isinstance(value, type | types.ModuleType):
-            # Of what holds this much, what the function says.
+            # Only the attributes that the function names.
             for other in filter(vars(value).__contains__, names):
                 yield f"{name}.{other}", vars(value)[other]
 

@@ -1,11 +1,11 @@
 """The in and out shardings of a program, chosen before it is compiled.
 
-State has the layouts of the rules on both sides. In the result, what is like an
-argument has its sharding; other state is laid out by the rules.
+State has the layouts of the rules on both sides. A result like an argument has its
+sharding; other state is laid out by the rules.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Argument, Slot, shape_key, spans
+from flax_layoutmap._step.arguments import Argument, Call, shape_key, spans
+from flax_layoutmap._step.trace import Job, Traced
 from flax_layoutmap._tree.flatten import plain_tree
 from flax_layoutmap._tree.graph import Change
 from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, join_keys
@@ -30,24 +31,16 @@ from flax_layoutmap._tree.paths import Roots, is_optax_state, is_train_state, jo
 # Of one leaf of the result: whether it is state, and its sharding.
 Pin = tuple[bool, Any]
 
-# Stands for such a sharding until the rules are resolved.
+# A placeholder for such a sharding until the rules are resolved.
 _BY_RULE = object()
 
 # The root of the result in messages; no argument can have this name.
 RESULT = "the result"
 
-# The user's layouts for an argument: a prefix tree of layouts, or None.
-InSharding = Callable[[Slot], Any]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Resolved:
-    """Trees that the rules were resolved for.
-
-    Attributes:
-        trees: the trees, by name.
-        resolution: the answer; None where there are none.
-    """
+    """Trees by name, and their Resolution; None if there are no trees."""
 
     trees: dict[str, Any]
     resolution: Resolution | None
@@ -71,25 +64,23 @@ def abstract(leaf: Any, sharding: Any) -> Any:
     )
 
 
-def wanted_before(
-    arguments: Sequence[Argument], in_sharding: InSharding, rules: RuleSet | None
-) -> tuple[list[Any], Resolved]:
+def wanted_before(job: Job, call: Call) -> tuple[list[Any], Resolved]:
     """One sharding per leaf of all arguments; None leaves it to JAX."""
     trees: dict[str, Any] = {}
-    if rules is not None:
+    if call.rules is not None:
         trees = {
             argument.name: _without_arrays(argument)
-            for argument in arguments
-            if argument.is_state and in_sharding(argument.slot) is None
+            for argument in call.arguments
+            if argument.is_state and job.in_sharding(argument.slot) is None
         }
-    resolved = _resolved(trees, rules)
+    resolved = _resolved(trees, call.rules)
     by_rule = iter(resolved.shardings)
     found: list[Any] = []
-    for argument in arguments:
-        prefix, leaves = in_sharding(argument.slot), argument.leaves
+    for argument in call.arguments:
+        prefix, leaves = job.in_sharding(argument.slot), argument.leaves
         if prefix is not None:
             what = f"in_shardings[{argument.name!r}]"
-            found += broadcast(prefix, argument.plain(), _mesh_of(rules), what)
+            found += broadcast(prefix, argument.plain(), call.mesh, what)
         elif argument.name in trees:
             found += [next(by_rule) for _ in leaves]
         else:
@@ -98,44 +89,29 @@ def wanted_before(
 
 
 def _resolved(trees: dict[str, Any], rules: RuleSet | None) -> Resolved:
-    """Resolve the rules for trees, if there are some."""
+    """Resolve the rules for trees, if there are any."""
     if rules is None or not trees:
         return Resolved(trees, None)
     return Resolved(trees, resolve(Roots(trees), rules))
 
 
-def _mesh_of(rules: RuleSet | None) -> DeviceMesh | None:
-    return None if rules is None else rules.mesh
-
-
 def _without_arrays(argument: Argument) -> Any:
-    """What the rules are resolved for; a Resolution may be kept, arrays must not."""
+    """The tree to resolve the rules for, without arrays, as a Resolution is cached."""
     if argument.has_objects:
         return argument.value
     return argument.plain([abstract(leaf, None) for leaf in argument.leaves])
 
 
 def wanted_after(
-    arguments: Sequence[Argument],
-    wanted: Sequence[Any],
-    change: Change,
-    returned: Sequence[str],
-    avals: Sequence[Any],
-    in_sharding: InSharding,
-    rules: RuleSet | None,
+    job: Job, call: Call, wanted: Sequence[Any], traced: Traced, change: Change
 ) -> tuple[list[Any], Resolved]:
-    """One sharding per leaf of the graph that a function left; None leaves it to JAX.
+    """One sharding per leaf of the objects after a change; None leaves it to JAX.
 
-    Args:
-        arguments: the arguments.
-        wanted: the shardings of their leaves.
-        change: what the function did to the objects in them.
-        returned: where in the result the new objects are: `policy/`.
-        avals: the types of the outputs that are leaves after it.
-        in_sharding: what the user says of an argument.
-        rules: the rule set, or None.
+    `wanted` are the shardings of the leaves of all arguments.
     """
-    every = [leaf for argument in arguments for leaf in argument.leaves]
+    outcome = traced.outcome
+    avals = traced.closed.out_avals[: outcome.count]
+    every = call.leaves
     given: list[Any] = [None] * len(every)
     for at in change.stays:
         shape, dtype = every[at].shape, every[at].dtype
@@ -148,23 +124,23 @@ def wanted_after(
     nodes = iter(change.merged(leaves))
     found: dict[int, Any] = {}  # by the id of an abstract leaf
     trees: dict[str, Any] = {}
-    for argument in arguments:
-        tree, prefix = argument.with_objects(nodes), in_sharding(argument.slot)
+    for argument in call.arguments:
+        tree, prefix = argument.with_objects(nodes), job.in_sharding(argument.slot)
         if prefix is not None and argument.has_objects:
             plain = plain_tree(tree)
             name = argument.name
             what = f"in_shardings[{name!r}] (after {name} has changed)"
-            layouts = broadcast(prefix, plain, _mesh_of(rules), what)
+            layouts = broadcast(prefix, plain, call.mesh, what)
             found.update(zip(map(id, jax.tree.leaves(plain)), layouts, strict=True))
         elif prefix is None and argument.is_state:
             whole = argument.has_objects
             trees[argument.name] = tree if whole else _without_arrays(argument)
-    names = [f"{RESULT}/{path}".removesuffix("/") for path in returned]
+    names = [f"{RESULT}/{path}".removesuffix("/") for path in outcome.returned]
     trees.update(zip(names, nodes, strict=True))
-    if rules is None:
+    if call.rules is None:
         own = [getattr(leaf, "sharding", None) for leaf in leaves]
         return list(map(found.get, map(id, leaves), own)), Resolved({}, None)
-    resolved = _resolved(trees, rules)
+    resolved = _resolved(trees, call.rules)
     ids = map(id, jax.tree.leaves(plain_tree(Roots(trees))))
     for key, sharding in zip(ids, resolved.shardings, strict=True):
         found.setdefault(key, sharding)
@@ -172,68 +148,58 @@ def wanted_after(
 
 
 def _array(leaf: jax.ShapeDtypeStruct) -> Any:
-    """An array of one element, spread: flax 0.12.4 takes nothing else for an array."""
+    """An array of one element, broadcast: flax 0.12.4 takes no abstract array."""
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf
     return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def pin_results(
-    arguments: Sequence[Argument],
-    wanted: Sequence[Any],
-    out: tuple[Any, Sequence[Any]],
-    out_shardings: Any,
-    rules: RuleSet | None,
-    resolved: Resolved,
+    job: Job, call: Call, wanted: Sequence[Any], traced: Traced, resolved: Resolved
 ) -> tuple[list[Pin], Resolved]:
-    """Per result: whether it is state, and its sharding (None: the compiler's).
+    """Per leaf of the result: whether it is state, and its sharding or None.
 
-    A part of the result with the structure of an argument keeps its layouts. What else
-    is state is laid out by the rules.
-
-    Args:
-        arguments: the arguments.
-        wanted: the shardings of their leaves.
-        out: the structure of the result, and the types of its leaves.
-        out_shardings: what the user says of it.
-        rules: the rule set, or None.
-        resolved: what the rules were resolved for so far.
+    None leaves it to the compiler. A part of the result with the structure of an
+    argument keeps its layouts. Other state is laid out by the rules. `wanted` are the
+    shardings of the leaves of all arguments, `resolved` the trees so far.
     """
+    # Types have Explicit axes in every version of JAX; shapes may not.
+    types = traced.closed.out_avals[traced.outcome.count :]
     known: dict[Any, list[list[Pin]]] = {}
     data: dict[Any, list[list[Pin]]] = {}
-    for argument, span in zip(arguments, spans(arguments), strict=True):
+    for argument, span in zip(call.arguments, spans(call.arguments), strict=True):
         key = (argument.treedef, shape_key(argument.leaves))
         if argument.is_state and span:
             known.setdefault(key, []).append([(True, wanted[at]) for at in span])
         elif argument.pins:
             data.setdefault(key, []).append([(False, at) for at in argument.pins])
-    # Without the types of Explicit axes, which are not what the rules say.
-    plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out[1]]
-    result = jax.tree.unflatten(out[0], plain)
-    said: list[Any] = [None] * len(plain)
-    if out_shardings is not None:
-        said = broadcast(out_shardings, result, _mesh_of(rules), "out_shardings")
-    asks = rules is not None and any(given is None for given in said)
+    # Without the types of Explicit axes, which the rules override.
+    plain = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in types]
+    result = jax.tree.unflatten(traced.outcome.out_tree, plain)
+    chosen: list[Any] = [None] * len(plain)  # by the user
+    if job.out_shardings is not None:
+        chosen = broadcast(job.out_shardings, result, call.mesh, "out_shardings")
+    by_rules = call.rules is not None and None in chosen
     made: dict[str, Any] = {}
-    found = _pin_tree(result, {**data, **known}, made if asks else None, RESULT)
+    found = _pin_tree(result, {**data, **known}, made if by_rules else None, RESULT)
     if made:
         # With the arguments: optimizer state follows parameters among them.
-        resolved = _resolved({**made, **resolved.trees}, rules)
+        resolved = _resolved({**made, **resolved.trees}, call.rules)
         every = iter(resolved.shardings)
         found = [(s, next(every) if at is _BY_RULE else at) for s, at in found]
-    typed = [_typed(aval, rules) for aval in out[1]]
+    typed = [_typed(aval, call.mesh) for aval in types]
     return [
         (state, given or sharding or own)
-        for (state, sharding), given, own in zip(found, said, typed, strict=True)
+        for (state, sharding), given, own in zip(found, chosen, typed, strict=True)
     ], resolved
 
 
-def _typed(aval: Any, rules: RuleSet | None) -> NamedSharding | None:
+def _typed(aval: Any, mesh: DeviceMesh | None) -> NamedSharding | None:
     """The sharding on Explicit axes from the type of a result.
 
     Without this, a program of no arguments would not know its devices.
     """
-    mesh, own = _mesh_of(rules), getattr(aval, "sharding", None)
+    own = getattr(aval, "sharding", None)
     if mesh is None or not isinstance(own, NamedSharding):
         return None
     jax_mesh: Any = mesh.jax_mesh
@@ -273,13 +239,13 @@ def _pin_tree(
 
 
 def _below(keys: tuple[Any, ...]) -> str:
-    """How the path of a result goes on: `[1]`, or `/policy`, which rules may name."""
+    """The key of a part of a result: `[1]`, or `/policy`, which rules may name."""
     named = isinstance(keys[0], DictKey | GetAttrKey) if keys else False
     return f"/{join_keys(keys)}" if named else jax.tree_util.keystr(keys)
 
 
 def _is_made_state(tree: Any) -> bool:
-    """Whether a result is a state by its kind: new, or of another structure."""
+    """Whether a result is a state by its type: a new one, or of another structure."""
     return (
         is_train_state(tree)
         or is_optax_state(tree)

@@ -65,10 +65,10 @@ def context_key() -> tuple[Any, ...]:
 
 
 def mesh_needed(rules: RuleSet | None) -> Any:
-    """The abstract mesh that tracing and running need as context; None if none.
+    """The abstract mesh that tracing and running need as context, or None.
 
-    Explicit axes need their mesh in context; and with rules on one mesh, another one
-    that happens to be in context must not count.
+    Explicit axes need their mesh in context; and with rules on one mesh, another mesh
+    in context must not apply.
     """
     mesh = None if rules is None else rules.mesh
     if mesh is None:
@@ -80,7 +80,7 @@ def mesh_needed(rules: RuleSet | None) -> Any:
 
 
 def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
-    """That mesh as context; inside of an outer trace, that of its tracers."""
+    """That mesh as context; inside an outer trace, that of its tracers."""
     mesh = mesh_needed(rules)
     if mesh is None or any(isinstance(x, Tracer) for x in leaves):
         return contextlib.nullcontext()
@@ -89,12 +89,10 @@ def mesh_context(rules: RuleSet | None, leaves: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What to compile, whatever the arguments.
+    """A function to compile, and its options.
 
     Attributes:
-        fun: the user's function.
-        signature: its signature.
-        in_shardings: argument name → prefix tree of layouts, over the rules.
+        in_shardings: argument name → prefix tree of layouts, which override the rules.
         out_shardings: prefix tree of layouts for the result, or None.
         static: the arguments that are constants.
         donated: the arguments whose buffers may be reused.
@@ -115,22 +113,22 @@ class Job:
         return getattr(self.fun, "__name__", "a_function")
 
     def in_sharding(self, slot: Slot) -> Any:
-        """The entry of `in_shardings` for an argument; None without one."""
+        """The entry of `in_shardings` for an argument, or None."""
         by_parameter = self.in_shardings.get(slot.parameter)
         return self.in_shardings.get(slot.name, by_parameter)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a function did to its NNX objects, and what it returned. Holds no tracer.
+    """The changes of NNX objects by a function, and its result. Holds no tracer.
 
     Attributes:
         changed: positions of the values that it changed; those of donated arguments
             come first.
-        nested: positions of what else it changed.
-        change: what else it did to NNX objects, or None.
+        nested: positions of other changed leaves.
+        change: the change of structure, or None.
         returned: where in its result the new NNX objects are.
-        count: how many outputs come before its result.
+        count: how many outputs precede its result.
         out_tree: the structure of its result.
         returns_objects: whether NNX objects or their Variables are in it.
         keeps_constants: whether it set and edited no constant that cannot be hashed.
@@ -151,10 +149,10 @@ class Traced:
     """A function, traced on leaves.
 
     Attributes:
-        closed: all leaves in order → what it changed, and the leaves of its result.
+        closed: from all leaves in order to the changes and the leaves of its result.
         shapes: abstract values of both.
         outcome: what these are.
-        remarks: what to warn of: in a trace, a warning would point at JAX's code.
+        remarks: warnings to emit: in a trace, one would point at JAX's code.
     """
 
     closed: ClosedJaxpr
@@ -166,13 +164,9 @@ class Traced:
 def trace_job(
     job: Job, call: Call, avals: Sequence[Any], parameters: Iterable[str]
 ) -> Traced:
-    """Trace the user's function.
+    """Trace the user's function on `avals` of all leaves.
 
-    Args:
-        job: the function.
-        call: its arguments.
-        avals: abstract values of all leaves.
-        parameters: paths of the parameters among the arguments, in all their forms.
+    `parameters` are the paths of parameters among the arguments, in all their forms.
 
     Raises:
         StructureError: the function uses NNX objects as `flm.jit` does not allow.
@@ -212,15 +206,10 @@ def call_job(
     parameters: Iterable[str],
     report: Callable[[str], None] = warn,
 ) -> Any:
-    """Call the user's function; the layers lay out what they return.
+    """Call the user's function on its arguments, with activation rules applied.
 
-    Args:
-        job: the function.
-        given: the arguments in the order of the signature.
-        rules: the rule set, or None.
-        parameters: paths of the parameters among the arguments, in all their forms,
-            for rules `…/output`.
-        report: gets the warnings about activation rules that matched nothing.
+    `parameters` are the paths of parameters among the arguments, in all their forms,
+    for rules `…/output`; `report` gets the warnings about rules that matched nothing.
     """
 
     def call() -> Any:
@@ -234,7 +223,7 @@ def call_job(
 
 
 def _roots(value: Any) -> list[tuple[str, Any]]:
-    """The NNX objects in an argument, each with what its paths begin with there."""
+    """The NNX objects in an argument, each with the prefix of its paths there."""
     try:
         leaves, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_nnx_object)
     except (TypeError, ValueError):  # a constant that JAX cannot flatten
@@ -250,7 +239,7 @@ def _on_leaves(
     parameters: Iterable[str],
     report: Callable[[str], None],
 ) -> tuple[list[Any], list[Any], Outcome]:
-    """Call the function on leaves: what it changed, its result, and what these are."""
+    """Call the function on leaves: its changes, result leaves and outcome."""
     values: dict[Slot, Any] = dict(call.static)
     copies: list[list[Any]] = []  # of the NNX objects of each argument
     positions: list[int] = []  # of the leaves in them
@@ -299,7 +288,7 @@ def _on_leaves(
 
 
 def _changed(before: Graph, after: Graph) -> tuple[list[int], list[int]]:
-    """Numbers of the leaves that are new: whole values of Variables, and others."""
+    """Positions of the leaves that changed: whole values of Variables, and others."""
     pairs = enumerate(zip(before.leaves, after.leaves, strict=True))
     changed = [at for at, (old, new) in pairs if old is not new]
     is_whole = [is_value(after.leaves[at], after.holders[at]) for at in changed]
@@ -313,7 +302,7 @@ def _check_new(
     returned: Sequence[Any],
     before: Graph,
 ) -> None:
-    """Raise StructureError where objects come from elsewhere, or hold no arrays."""
+    """Raise StructureError where objects are not of this trace, or hold no arrays."""
     known = set(map(id, before.objects))
     named = [("the result", node) for node in returned]
     for argument, own in zip(arguments, copies, strict=True):

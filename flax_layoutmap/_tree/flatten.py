@@ -22,7 +22,7 @@ from flax_layoutmap._tree.paths import (
     Section,
     escape,
 )
-from flax_layoutmap._tree.structure import ARRAYS, Memory, Structure, container
+from flax_layoutmap._tree.structure import ARRAYS, Signatures, Structure, container
 from flax_layoutmap._tree.walk import Walk
 
 
@@ -38,23 +38,14 @@ def plain_tree(tree: Any) -> Any:
 
 
 def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
-    """Flatten any tree with its paths.
-
-    Args:
-        tree: the tree.
-        fold: makes parts of paths that are to be one question equal; see `Folding`.
-
-    Raises:
-        StructureError: two leaves would have one path, a node cannot be flattened, or
-            the tree is nested deeper than Python can follow.
-    """
+    """Flatten any tree with its paths; `fold` merges parts that rules treat alike."""
     try:
         return _flatten(tree, fold)
     except (RecursionError, SystemError):  # the latter of JAX's own flattening
         depth, path = _deepest(tree)
         limit = sys.getrecursionlimit()
         if 3 * depth < limit:
-            raise  # it is not the tree
+            raise  # the tree is not the cause
         raise StructureError(
             f"the tree is nested {depth} levels deep, at {path}, which is more than "
             f"Python's recursion limit of {limit} allows for; make it flatter, or call "
@@ -63,7 +54,7 @@ def flatten(tree: Any, fold: Callable[[str], str] = str) -> Flat:
 
 
 def _deepest(tree: Any) -> tuple[int, str]:
-    """How many containers are in one another, and where that path begins."""
+    """The depth of nested containers, and where the deepest path begins."""
     depth, first = 0, ""
     stack: list[tuple[Any, int, str]] = [(tree, 0, "")]
     while stack:
@@ -92,15 +83,12 @@ def _flatten(tree: Any, fold: Callable[[str], str]) -> Flat:
 
 
 def _saved_state(tree: Any, flat: Flat) -> Any:
-    """Orbax's metadata of an `nnx.State`, or of a dict of some, without the boxes.
+    """Orbax's metadata of an `nnx.State`, or of a dict of States, without the boxes.
 
-    There the Variables have become dicts with the one key `value`. A single parameter
-    may be called so; where every leaf is, these are the boxes. Other trees stay.
+    There a Variable is a dict with the one key `value`. A single parameter may have
+    that name, so it is a box only where every leaf of the State has it.
     """
-    types = {
-        kind: kind.__module__.startswith("orbax.")
-        for kind in set(map(type, flat.leaves))
-    }
+    types = {kind: _is_orbax(kind) for kind in set(map(type, flat.leaves))}
     if not isinstance(tree, Mapping) or not any(types.values()):
         return tree
     boxed: dict[str, bool] = {}  # of each child of the root
@@ -128,18 +116,18 @@ def _without_saved_boxes(tree: Any) -> Any:
     return {key: _without_saved_boxes(child) for key, child in tree.items()}
 
 
-# ------------------------------------------------------------------ the short way
+# ------------------------------------------------------------ repeated structure
 
-# Sub-trees of up to so many leaves are named in one go: a layer, not a stack of them.
+# The largest sub-tree that is named at once: a layer, not a stack of them.
 _BLOCK_LEAVES = 64
-# More different ones than this are no repetition.
+# With more different sub-trees than this, `Walk` is faster.
 _TEMPLATES = 256
-# Sets of shapes that are cached.
+# Sets of shapes per template whose signatures are cached.
 _SHAPES = 8
 
 
 class _Irregular(Exception):
-    """The tree holds something that only the long way understands."""
+    """The tree has a node that only `Walk` can flatten."""
 
 
 class _Template(NamedTuple):
@@ -166,22 +154,22 @@ def _flatten_repeats(tree: Any, fold: Callable[[str], str]) -> Flat | None:
     try:
         leaves, treedef = jax.tree.flatten(tree)
         kinds = list(map(type, leaves))
-        if any(map(_is_special, set(kinds))):
+        if any(issubclass(k, nnx.Pytree) or _is_orbax(k) for k in set(kinds)):
             return None
         return _Repeats(fold, leaves, kinds).flatten(treedef)
     except (_Irregular, TypeError, ValueError):
         return None  # the walk raises the error, if there is one
 
 
-def _is_special(kind: type) -> bool:
-    return issubclass(kind, nnx.Pytree) or kind.__module__.startswith("orbax.")
+def _is_orbax(kind: type) -> bool:
+    return kind.__module__.startswith("orbax.")
 
 
 class _Repeats:
     """Names the leaves of one tree from its structure alone.
 
-    Each method that goes down returns what recognises the node (see `structure`);
-    None where some leaf is no array.
+    Methods that descend return the node's signature (see `structure`), or None where a
+    leaf is not an array.
     """
 
     def __init__(
@@ -191,8 +179,8 @@ class _Repeats:
         self.names = Names(fold)
         self.templates: dict[Any, _Template] = {}
         self.in_state = False
-        self.memory = Memory()
-        # By id of a template: columns of a block, and what recognises it.
+        self.signatures = Signatures()
+        # id of a template → columns of a block, and its signature
         self.seen: dict[int, list[tuple[Any, Any]]] = {}
         self.columns: tuple[list[Any], ...] | None = None
         first = dict(zip(kinds, leaves, strict=True))
@@ -250,27 +238,27 @@ class _Repeats:
             flat.paths += [path + below for below in template.paths]
             if template.fixed:
                 flat.fixed.update(start + at for at in template.fixed)
-        return self.remember(treedef, template, start)
+        return self.signature(treedef, template, start)
 
-    def remember(self, treedef: Any, template: _Template, start: int) -> Any:
-        """What recognises a block; the same object for all equal ones."""
+    def signature(self, treedef: Any, template: _Template, start: int) -> Any:
+        """The signature of a block; the same object for all equal blocks."""
         if self.columns is None:
             return None
         stop = start + len(template.paths)
         own = [column[start:stop] for column in self.columns]
         seen = self.seen.setdefault(id(template), [])
-        for columns, memory in seen:
+        for columns, signature in seen:
             if columns == own:
-                return memory
+                return signature
         block = jax.tree.unflatten(treedef, self.flat.leaves[start:stop])
         try:
-            memory = self.memory.of(block)
+            signature = self.signatures.of(block)
         except RecursionError:
-            self.columns = None  # so deep that it is not recognised next time
+            self.columns = None  # too deep for a signature
             return None
         if len(seen) < _SHAPES:
-            seen.append((own, memory))
-        return memory
+            seen.append((own, signature))
+        return signature
 
     def down(self, treedef: Any, path: str, folded: str, is_root: bool = False) -> Any:
         keys = self.keys(treedef, is_root)

@@ -1,44 +1,38 @@
 """Private or moved names of Flax and JAX that this package uses.
 
-Flax:
+Flax (0.12.4 to 0.12.8):
 
-- `Variable._var_metadata` (flax 0.12.4 to 0.12.8): read without a copy, 30,000 times in
-  a large model. Fallback: `Variable.get_metadata()`.
-- `Variable._raw_value` (0.12.4 to 0.12.8): a slot, read and written without a call of
-  Python for each of hundreds of Variables in every step. Fallback: `get_raw_value` and
-  `set_raw_value`. All that Flax and users read comes from it, so it is replaced while
-  the function of `jit` is traced. Fallback: what it reads from a closure is constant.
-- `Variable._raw_value`, `_var_metadata` and `_trace_state` (0.12.4 to 0.12.8) are all
-  that a Variable holds: copied where a new Variable takes the place of one that was
-  kept. Fallback: if there are others, the kept one is not found, and is a copy.
-- `Variable._can_update` (0.12.4 to 0.12.8): whether a Variable may be written at this
-  level of tracing. Fallback: to write its own value into it.
-- `Pytree._pytree__nodes` (0.12.4 to 0.12.8): which attributes of an object are data.
-  Fallback: none is known, so its graph is flattened in every call.
-- `Pytree._pytree__state` (0.12.4 to 0.12.8): no part of the graph, and renewed by
-  `nnx.jit`; its `trace_state` says at which level of tracing an object was made.
-  Fallback: without it, nothing is left out, and what a constructor makes in a trace is
-  a copy of its `self`.
-- `Pytree.__dict__`: set as a whole, in one step of C, where a function changed the
-  structure of an object. It is plain Python; no fallback.
-- the metaclass of `nnx.Pytree` (0.12.4 to 0.12.8), whose `__call__` makes every NNX
-  object, and `linen.Module.__post_init__`, which runs for every Linen module: replaced
-  inside of a `layout_map_scope`. Fallback: `flm.create`, which the error names.
-- the prefix `_pytree__` (0.12.4 to 0.12.8) of attributes that loops over an `nnx.Dict`
-  or an `nnx.List` leave out: a note on a module is a static attribute with it, and goes
-  through `nnx.split` and `nnx.merge`. Fallback: a name of its own, which they show.
+- `Variable._var_metadata`, `_raw_value`: slots, read and written without a call of
+  Python for each of hundreds of Variables in every step. Fallback: the public getters
+  and setters. `_raw_value` is also replaced while the function of `jit` is traced.
+  Fallback: what it reads from a closure is constant.
+- `Variable._raw_value`, `_var_metadata` and `_trace_state` are all that a Variable
+  holds, and are copied where it takes the place of another. Fallback: if there are
+  others, the kept Variable is not found, and is a copy.
+- `Variable._can_update`: whether it may be written at this level of tracing. Fallback:
+  to write its own value into it.
+- `Pytree._pytree__nodes`: which attributes of an object are data. Without it, its graph
+  is flattened in every call.
+- `Pytree._pytree__state`: no part of the graph, and renewed by `nnx.jit`; its
+  `trace_state` is the level of tracing at which an object was made. Without it, what a
+  constructor makes in a trace is a copy of its `self`.
+- the metaclass of `nnx.Pytree`, whose `__call__` makes every NNX object, and
+  `linen.Module.__post_init__`: replaced inside of a `layout_map_scope`. Fallback:
+  `flm.create`, which the error names.
+- the prefix `_pytree__` of attributes that loops over an `nnx.Dict` or an `nnx.List`
+  leave out: a note on a module has it. Fallback: a name of its own, which they show.
 - `__call__` of the classes of NNX modules: wrapped while functions with activation
-  rules are traced, as NNX has no hook like `linen.intercept_methods`. It is plain
-  Python; no fallback.
-- `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from flax 0.12.5): says
-  that shared Variables are wanted once, as the default may change. Before: left out.
+  rules are traced, as NNX has no hook like `linen.intercept_methods`. Plain Python.
+- `Pytree.__dict__`: set as a whole, in one step of C. Plain Python.
+- `graph=True` of `nnx.state`, `nnx.split` and `nnx.iter_graph` (from 0.12.5): shared
+  Variables once, as the default may change.
 
-JAX:
+JAX (0.8.1 to 0.10.2):
 
-- `Tracer.sharding` (0.8.1 to 0.10.2): replaced while a constructor is traced. Fallback:
-  the time of a trace grows with the square of its length.
-- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is (0.8.1
-  to 0.10.2): tell the body of a loop. Fallback: no value counts as one in a loop.
+- `Tracer.sharding`: replaced while a constructor is traced. Fallback: the time of a
+  trace grows with the square of its length.
+- `Tracer._trace`, `parent_trace` and `frame.debug_info.traced_for` of what it is: show
+  whether it is the body of a loop. Fallback: none is.
 
 `tests/tree/test_flax_internals.py` fails when one of them moves.
 """
@@ -61,10 +55,10 @@ from jax.core import Tracer
 _GRAPH = {"graph": True} if "graph" in inspect.signature(nnx.split).parameters else {}
 
 
-# The attribute in which an NNX object notes at which level of tracing it was made.
+# The attribute of an NNX object with the level of tracing at which it was made.
 BOOK_KEEPING = "_pytree__state"
 
-# All that a Variable holds, and whether this is all in the Flax in use.
+# The slots of a Variable, and whether the Flax in use has no others.
 _HELD_BY_VARIABLES = ("_raw_value", "_trace_state", "_var_metadata")
 _VARIABLES_ARE_KNOWN = _HELD_BY_VARIABLES == tuple(
     sorted(
@@ -91,11 +85,10 @@ def _slot(name: str) -> Any:
 
 
 def accessors(value: Any, metadata: Any) -> tuple[Any, Any, Any, Any]:
-    """How to read and write the value, and read and write the metadata of a Variable.
+    """Functions that read and write a Variable's value, and its metadata.
 
-    Args:
-        value: the slot of the value, or None.
-        metadata: the slot of the metadata, or None.
+    `value` and `metadata` are the slots of the class, or None where Flax has no such
+    slot.
     """
     return (
         nnx.Variable.get_raw_value if value is None else value.__get__,
@@ -146,10 +139,9 @@ def is_plain_variable(variable: nnx.Variable[Any]) -> bool:
 
 
 def attributes_of(node: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """The attributes of an NNX object that are data, and those that are static.
+    """The data and the static attributes of an NNX object; None if it does not tell.
 
-    None if it does not tell. Its own book-keeping, which changes with them, is left
-    out.
+    NNX's own bookkeeping, which changes with them, is left out.
     """
     if not getattr(node, "_pytree__is_pytree", False):
         return None
@@ -244,17 +236,15 @@ def named_objects_of(node: Any) -> list[tuple[tuple[Any, ...], Any]]:
 
 @contextlib.contextmanager
 def without_eager_sharding() -> Iterator[None]:
-    """Constructors only note `out_sharding`: no mesh needed, no copy made."""
+    """In the block, constructors record `out_sharding` but shard nothing."""
     with nnx.use_eager_sharding(False):
         yield
 
 
 def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
-    """Give Variables made under `without_eager_sharding` the flag they would have.
+    """Set the eager-sharding flag of Variables made under `without_eager_sharding`.
 
-    Args:
-        node: an NNX object or a Variable.
-        flag: the flag; None takes the one that new Variables get here and now.
+    None sets the flag that new Variables get in the current context.
     """
     if flag is None:
         flag = nnx.using_eager_sharding()
@@ -264,7 +254,7 @@ def restore_eager_flag(node: Any, flag: bool | None = None) -> None:
 
 
 def forget_eager_flag(node: Any) -> None:
-    """Keep Variables from sharding what is made of them while there is no mesh."""
+    """Turn off the eager-sharding flag of Variables, as there is no mesh."""
     for variable in variables_of(node):
         if metadata_of(variable).get("eager_sharding"):
             variable.set_metadata("eager_sharding", False)
@@ -277,14 +267,14 @@ def metaclass_of_objects() -> type | None:
 
 
 _LOCK = threading.Lock()
-_PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # how often, what was there
+_PATCHED: dict[tuple[type, str], tuple[int, Any]] = {}  # number of blocks, original
 
 
 @contextlib.contextmanager
 def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside, a method (or slot) of a class is `wrap` of what it was; for all threads.
+    """Replace a method (or slot) of a class by `wrap` of it, in all threads.
 
-    Nests; the outermost block that ends puts back what was there. So `wrap` must not
+    Blocks nest, and the outermost to end restores the original, so `wrap` must not
     depend on the block.
     """
     key = (owner, name)
@@ -304,7 +294,7 @@ def patched(owner: type, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
                 setattr(owner, name, plain)
 
 
-# What a Variable and its value are read as, in this thread.
+# Maps a Variable and its value to what reading it gives, in this context.
 _READ_AS: contextvars.ContextVar[Callable[[Any, Any], Any] | None] = (
     contextvars.ContextVar("_READ_AS", default=None)
 )
@@ -332,9 +322,9 @@ def reader() -> Callable[[Any, Any], Any] | None:
 
 
 def call_reading_as(read_as: Callable[[Any, Any], Any], call: Callable[[], Any]) -> Any:
-    """Call; inside, Variables are read as a function of them and of their values.
+    """Call a function; in it, reading a Variable gives `read_as(variable, value)`.
 
-    No block: wherever Ctrl-C comes, they are read as ever afterwards.
+    It is not a context manager, so that Ctrl-C at any point restores the usual reading.
     """
     before = _READ_AS.get()
     try:
@@ -377,9 +367,9 @@ def note_of(module: Any) -> Any:
 
 
 def set_note(module: Any, note: Any) -> None:
-    """Put a note (hashable) on an NNX module, and its later copies; None takes it off.
+    """Put a hashable note on an NNX module and its later copies; None removes it.
 
-    At any level of tracing, and whatever the class's own `__setattr__` does.
+    It works at any level of tracing, and bypasses the class's own `__setattr__`.
     """
     if note is None:
         vars(module).pop(_NOTE, None)
@@ -389,9 +379,9 @@ def set_note(module: Any, note: Any) -> None:
 
 @contextlib.contextmanager
 def intercept_calls(wrap: Callable[[type, Any], Any]) -> Iterator[None]:
-    """Inside, `__call__` of every class of NNX modules is `wrap(class, __call__)`.
+    """Replace `__call__` of every class of NNX modules by `wrap(class, __call__)`.
 
-    For all threads, and as `patched`: `wrap` must not depend on the block.
+    In all threads; as for `patched`, `wrap` must not depend on the block.
     """
     with contextlib.ExitStack() as stack:
         for owner in _with_subclasses(nnx.Module):
@@ -408,10 +398,10 @@ def _with_subclasses(cls: type) -> set[type]:
 
 @contextlib.contextmanager
 def tracers_without_sharding() -> Iterator[None]:
-    """In the block, tracers report no sharding, without computing it.
+    """In the block, tracers have no `sharding`, without computing it.
 
-    Flax asks it for every key that an `nnx.Rngs` gives. JAX (0.10.2) then looks through
-    the whole program for the words of its AttributeError, which nobody reads.
+    Flax reads it for every key that an `nnx.Rngs` makes, and JAX (0.10.2) searches the
+    whole program for the text of an AttributeError that is then ignored.
     """
     if "sharding" not in vars(Tracer):
         yield
@@ -430,9 +420,9 @@ _LOOPS = {"scan", "fori_loop", "while_loop", "while_body", "while_cond"}
 
 
 def is_in_a_loop(x: Any) -> bool:
-    """Whether a traced value is traced for the body of a loop, `scan` or `while_loop`.
+    """Whether a value is traced for the body of `scan` or `while_loop`.
 
-    No public name of JAX tells.
+    JAX has no public name for this.
     """
     trace = getattr(x, "_trace", None)
     while trace is not None:

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from flax import nnx
 
-from flax_layoutmap._core.constants import comparable, contents, is_hashable
 from flax_layoutmap._tree.flax_internals import (
     attributes_of,
     check_can_write,
@@ -30,35 +29,26 @@ from flax_layoutmap._tree.flax_internals import (
     write_value,
 )
 from flax_layoutmap._tree.objects import is_object
+from flax_layoutmap._tree.paths import key_of
+from flax_layoutmap._tree.watch import comparable, contents, is_hashable
 
-# Runs iterators to their ends in C. An interrupt comes between two steps of Python, so
-# what one call does is done as a whole.
+# Exhausts an iterator in C. Interrupts come between steps of Python, never in one call.
 drain = collections.deque[Any](maxlen=0).extend
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, slots=True)
 class Own:
-    """Stands for an NNX object or a Variable in the result of a function.
-
-    Attributes:
-        at: its number among the objects of the graph after the function.
-    """
+    """Stands for an NNX object or a Variable, by its number, in a function's result."""
 
     at: int
 
 
 class Graph:
-    """The graph below some NNX objects. Keeps them alive.
+    """The graph below some NNX objects, which it keeps alive.
 
-    Attributes:
-        graphdef: its structure.
-        treedef: the structure of its State.
-        leaves: the arrays in it, each Variable's once.
-        holders: per leaf, the Variable that it is in, and its number in there; None if
-            it is in none.
-        objects: its objects and Variables, in the order of the graph.
-        mutable: their constants that cannot be hashed, in that order.
+    `holders` has, per leaf of its State, the Variable that holds it and its number in
+    there, or None; `mutable` has the constants that cannot be hashed, in order.
     """
 
     def __init__(self, nodes: Sequence[Any]) -> None:
@@ -81,7 +71,7 @@ class Graph:
         )
 
     def keeps_constants(self, after: "Graph") -> bool:
-        """Whether a function has set and edited no constant that cannot be hashed."""
+        """Whether a function has neither set nor edited an unhashable constant."""
         known = set(map(id, self.mutable))
         is_known = all(id(constant) in known for constant in after.mutable)
         return is_known and contents(self.mutable) == self._contents
@@ -107,19 +97,14 @@ def is_value(leaf: Any, holder: tuple[Any, int] | None) -> bool:
 class Change:
     """How a function changed the structure of the objects that it was given.
 
-    Attributes:
-        graphdef: the structure after it: of those objects, and of what it returned.
-        treedef: that of the State.
-        origins: per object after it, its number before it; None for a new one.
-        sources: per leaf after it, where it comes from: True and the position of the
-            leaf of the arguments that it still is, or False and its number among the
-            outputs of the program.
-        mutable: the constants before it that cannot be hashed. The caller's own, equal
-            ones, stay where these would come.
+    `origins` has, per object afterwards, its number before, or None if it is new.
+    `sources` has, per leaf afterwards, (True, its position among the arguments) or
+    (False, its number among the outputs). `mutable` has the constants from before that
+    cannot be hashed: the caller's equal ones stay in their place.
     """
 
-    graphdef: Any
-    treedef: Any
+    graphdef: Any  # of the objects and of the result, afterwards
+    treedef: Any  # of their State
     origins: tuple[int | None, ...]
     sources: tuple[tuple[bool, int], ...]
     mutable: tuple[Any, ...]
@@ -135,7 +120,7 @@ class Change:
         return [(at, entry) for (kind, at), entry in pairs if kind is stays]
 
     def moving(self, positions: Iterable[int]) -> "Change":
-        """The same, where these leaves of the arguments come as outputs, at the end."""
+        """The same, where these leaves of the arguments become outputs, at the end."""
         moved = {(True, at): number for number, at in enumerate(positions)}
         count = sum(not stays for stays, _ in self.sources)
         sources = [
@@ -160,14 +145,9 @@ class Change:
     def apply(self, before: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
         """Apply the changes of the function's copies to the caller's objects.
 
-        All at once: an interrupt comes before it or after it.
-
-        Args:
-            before: the caller's objects and Variables, in the order of the graph.
-            leaves: the arrays after the function.
-
-        Returns:
-            The objects and Variables after it, in the order of the graph.
+        The writes run in one call of C, so an interrupt comes before or after all of
+        them. Returns the objects and Variables after the function, in the order of the
+        graph.
         """
         check_can_write(before)
         made = objects_of(self.merged(leaves))
@@ -201,16 +181,10 @@ class Change:
 def change_of(
     before: Graph, after: Graph, positions: Sequence[int], leaves: Sequence[Any]
 ) -> tuple[Change, list[Any]]:
-    """How `after` came from `before`, and what is new in it.
+    """How `after` came from `before`, and the leaves that become the first outputs.
 
-    Args:
-        before: the graph before the function.
-        after: that after it, of all objects of `before` and of what was returned.
-        positions: per leaf of `before`, its position over all leaves.
-        leaves: all leaves that the function was given.
-
-    Returns:
-        The change, and the leaves that its first outputs are.
+    `after` is the graph of all objects of `before` and of the function's result;
+    `positions` has the position of each leaf of `before` among all `leaves`.
     """
     number = {id(node): at for at, node in enumerate(before.objects)}
     place = {
@@ -233,9 +207,9 @@ def change_of(
 
 
 def without_objects(tree: Any, objects: Iterable[Any]) -> tuple[Any, bool]:
-    """A result with `Own` for each of these objects in it; and whether there is one.
+    """A result with `Own` for each of these objects, and whether there is one.
 
-    In an `nnx.State` there is none: it holds values.
+    An `nnx.State` has none: it holds values.
     """
     number = {id(node): at for at, node in enumerate(objects)}
     found = False
@@ -295,8 +269,8 @@ def _translated(value: Any, own: Mapping[int, Any]) -> Any:
 def update(node: Any, state: Any) -> None:
     """Give an NNX object the values of a State.
 
-    As `nnx.update`, which cannot write an array that a tuple holds, or another
-    container that does not change: such an attribute becomes a new container.
+    As `nnx.update`, which cannot write an array in a tuple or another immutable
+    container: here such an attribute gets a new container.
     """
     if not isinstance(state, nnx.State):  # that of a Variable is one
         nnx.update(node, state)
@@ -311,11 +285,11 @@ def update(node: Any, state: Any) -> None:
             leaves = []
             parts, treedef = _flatten(value)
             for keys, leaf in parts:
-                where = (*path, name, *map(_plain, keys))
+                where = (*path, name, *map(key_of, keys))
                 is_other = is_object(leaf) or where not in new
                 leaves.append(leaf if is_other else new.pop(where))
             if any(a is not b for a, (_, b) in zip(leaves, parts, strict=True)):
-                # The class's own __setattr__ may do more than to set.
+                # Bypass the class's own __setattr__, which may have effects.
                 changed = nnx.data(jax.tree.unflatten(treedef, leaves))
                 nnx.Pytree.__setattr__(owner, name, changed)
     nnx.update(node, state if len(new) == before else nnx.from_flat_state(new.items()))
@@ -326,7 +300,7 @@ def _flatten(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether a value is, or holds, a container with arrays that does not change."""
+    """Whether a value is, or holds, an immutable container with arrays."""
     return any(
         not is_object(leaf) and hasattr(leaf, "shape")
         for part in _fixed_parts(value)
@@ -341,11 +315,3 @@ def _fixed_parts(value: Any) -> Iterator[Any]:
             yield from _fixed_parts(part)
     elif not is_object(value) and not jax.tree_util.all_leaves([value]):
         yield value
-
-
-def _plain(key: Any) -> Any:
-    """The value of a JAX key, as in Flax's paths."""
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return getattr(key, name)
-    return key

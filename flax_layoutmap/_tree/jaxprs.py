@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from flax_layoutmap._tree.watch import Same
+
 # Values of up to this many elements are small.
 SMALL = 64
 
@@ -87,9 +89,9 @@ def results_read(jaxpr: Jaxpr, prefix: str) -> set[str]:
 def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same with copies of its NumPy arrays, which their owners may change.
 
-    As long as a jaxpr holds what JAX made of an array, JAX gives that to later traces
-    too, though the array has changed (jax 0.10.2). Inner jaxprs without such arrays
-    stay the same objects, so that what is called twice is lowered once.
+    While a jaxpr holds JAX's version of an array, later traces reuse that, even if the
+    array has changed (jax 0.10.2). Inner jaxprs without such arrays stay the same
+    objects, so that what is called twice is lowered once.
     """
     known: dict[int, ClosedJaxpr] = {}
 
@@ -115,18 +117,15 @@ def with_own_arrays(closed: ClosedJaxpr) -> ClosedJaxpr:
     return own(closed)
 
 
-# ---------------------------------------------------------------------------- in line
+# ---------------------------------------------------------------- inlined calls
 
 
 def calls_in_line(jaxpr: Jaxpr) -> tuple[Jaxpr, dict[Any, Any]]:
-    """The jaxpr with the equations of some calls in place of the calls.
+    """The jaxpr with some calls inlined, and variable → value of their constants.
 
     A call (`jax.jit`, `jax.checkpoint`) that makes several large arrays, or one from
-    another one, would tie them together. One that closes over an array would have its
-    program keep that, and share it with no other.
-
-    Returns:
-        The jaxpr, and variable → value of what the calls close over.
+    another, would tie them together; one that closes over an array would put it in its
+    own program.
     """
     if not any(map(_goes_in_line, jaxpr.eqns)):
         return jaxpr, {}
@@ -195,19 +194,6 @@ def _in_line(
 # -------------------------------------------------------------------------- structure
 
 
-class _Same:
-    """Equal to what holds the very same object, which it keeps alive."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
 def structure(
     inputs: Sequence[Any],
     eqns: Iterable[JaxprEqn],
@@ -222,7 +208,7 @@ def structure(
 
     def atom(var: Any) -> Any:
         if isinstance(var, Literal):
-            host = np.asarray(var.val)  # of a type of its own in some versions of JAX
+            host = np.asarray(var.val)  # some versions of JAX have their own type
             return "literal", str(host.dtype), host.tobytes(), var.aval
         return numbers[var]
 
@@ -251,7 +237,7 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     """A value as something hashable that is equal for equal values only."""
     if isinstance(value, ClosedJaxpr):
         inner = _plain(value.jaxpr, seen)
-        return inner, tuple(map(_Same, value.consts))
+        return inner, tuple(map(Same, value.consts))
     if isinstance(value, Jaxpr):
         if id(value) not in seen:
             inputs = [*value.constvars, *value.invars]
@@ -269,7 +255,7 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return Same(value)
     return type(value), value
 
 
@@ -279,22 +265,18 @@ def _plain(value: Any, seen: dict[int, Any]) -> Any:
 def hashes_of_outputs(
     closed: ClosedJaxpr, inputs: Sequence[Any], digest: Callable[[Any], str]
 ) -> list[str]:
-    """For each output, a hash of the equations and numbers that it is computed from.
+    """For each output, a hash of the equations and numbers that it depends on.
 
-    The same in every process that traces the same function: names, functions and
-    devices among the parameters of equations do not count.
-
-    Args:
-        closed: the jaxpr.
-        inputs: its inputs.
-        digest: what to take of a number or an array; empty to pass over it.
+    It is the same in every process that traces the same function: names, functions and
+    devices among the parameters do not count. `digest` summarizes a number or an array;
+    an empty text skips it.
     """
     given = [*_digested(closed.consts, digest), *map(digest, inputs)]
     return _hashes(closed.jaxpr, given, digest, {})
 
 
 def _digested(consts: Iterable[Any], digest: Callable[[Any], str]) -> list[str]:
-    # A host array is of a type of its own in some versions of JAX.
+    # Some versions of JAX have their own type for host arrays.
     return [digest(x if isinstance(x, jax.Array) else np.asarray(x)) for x in consts]
 
 

@@ -37,10 +37,10 @@ from flax_layoutmap._tree.flax_internals import (
 # Kinds of NumPy dtypes that no device holds: objects, texts, dates.
 NO_NUMBERS = "OSUMm"
 
-# What converts Variables, by its name of flax 0.12.5 on, and before.
+# Flax's function that converts Variables: since 0.12.5, and before.
 WITH_VARS = "with_vars" if hasattr(nnx, "with_vars") else "vars_as"
 
-# What holds no other object that a constructor could have made.
+# Types whose values refer to nothing that a constructor could have made.
 _ALONE = (
     str,
     bytes,
@@ -99,7 +99,7 @@ def _flat(tree: Any) -> list[Any]:
 
 
 def unfit(leaf: Any) -> str | None:
-    """What a leaf is, where JAX makes no array of it, or one with other numbers."""
+    """Describe a leaf that JAX cannot hold, or only with other numbers; else None."""
     if isinstance(leaf, np.ma.MaskedArray):
         return "a masked NumPy array"
     if isinstance(leaf, bool) or not isinstance(leaf, np.ndarray | np.generic | int):
@@ -119,27 +119,16 @@ def unfit(leaf: Any) -> str | None:
     return f"{where}the number {number}, which {held.dtype} does not hold"
 
 
-# ----------------------------------------------------------------------- out of a trace
+# ------------------------------------------------ objects that a trace has made
 
 
 def originals_of(node: Any) -> list[Any]:
-    """The objects of a graph, in order, for `adopt`; call it inside of the trace.
-
-    None for those that were there before the trace.
-    """
+    """The objects of a graph that this trace made, in order, else None; for `adopt`."""
     return [part if was_made_here(part) else None for part in objects_of(node)]
 
 
 def adopt(originals: Sequence[Any], copy: Any) -> Any:
-    """Give the content of a copy to the objects that it is a copy of.
-
-    Args:
-        originals: from `originals_of`.
-        copy: a graph of the same structure.
-
-    Returns:
-        The graph, of the originals where there are such.
-    """
+    """Give the content of a copied graph to the originals, and return their graph."""
     copies = objects_of(copy)
     own = {
         id(new): old
@@ -164,40 +153,32 @@ def adopt(originals: Sequence[Any], copy: Any) -> Any:
                 replace_content(ours(new), new)
             continue
         attributes = {name: content(value) for name, value in vars(new).items()}
-        # Past Flax, for which the original belongs to the trace still.
+        # Not through Flax, for which the original still belongs to the trace.
         object.__setattr__(ours(new), "__dict__", attributes)
     return ours(copy)
 
 
-# -------------------------------------------------------------------- what cannot leave
+# ------------------------------------------------ objects that depend on a trace
 
 
 class LeftByTrace(StructureError):
-    """A value of a trace that has ended is used."""
+    """A value of an ended trace is used."""
 
 
 def arrays_as_data(node: Any, kind: type) -> None:
-    """Make static attributes data where an array would be.
-
-    Args:
-        node: an NNX object, with all that it holds.
-        kind: what stands for an array.
-    """
+    """Make static attributes of an NNX object data where an array would be."""
     for owner in objects_of(node):
         for name, value in _statics(owner).items():
             if isinstance(value, kind):
-                # The class's own __setattr__ may do more than to set.
+                # Bypass the class's own __setattr__, which may have effects.
                 nnx.Pytree.__setattr__(owner, name, nnx.data(value))
 
 
 def refuse_traced(node: Any) -> None:
-    """Raise where an NNX object is tied to the trace that it was made in.
+    """Raise where an NNX object depends on the trace that it was made in.
 
-    Where a static attribute leads to a value of the trace: a function that holds one
-    would go on with it. And where a Variable is a reference.
-
-    Raises:
-        StructureError: the first such attribute or Variable.
+    That is a static attribute that leads to a value of the trace, such as a function
+    that holds one, or a Variable that is a reference.
     """
     refuse_references(node)
     made = objects_of(node)
@@ -227,14 +208,9 @@ def refuse_traced(node: Any) -> None:
 
 
 def refuse_left_over(value: Any, what: str) -> None:
-    """Raise where a value is of a trace that has ended.
+    """Raise LeftByTrace where a value belongs to a trace that has ended.
 
-    Args:
-        value: anything.
-        what: the subject and the verb of the message.
-
-    Raises:
-        LeftByTrace: it is.
+    `what` is the subject and verb of the message.
     """
     if not isinstance(value, Tracer):
         return
@@ -245,7 +221,7 @@ def refuse_left_over(value: Any, what: str) -> None:
 
 
 def left_by_trace(error: jax.errors.UnexpectedTracerError, what: str) -> LeftByTrace:
-    """The error for a value of a trace that has ended, of JAX's own error."""
+    """The error for a value of an ended trace, from JAX's error."""
     kind, line = _TYPE_OF_LEAK.search(str(error)), _LINE_OF_LEAK.search(str(error))
     where = line and f" (made in {line[2].split('<locals>.')[-1]}, {line[1]})"
     return LeftByTrace(
@@ -299,12 +275,12 @@ def _is_function(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """What a function, a container, or any other object of Python refers to."""
+    """What a function, a container, or any other Python object refers to."""
     if isinstance(value, _ALONE):
         return ()
-    if isinstance(value, types.FunctionType):  # but its module
+    if isinstance(value, types.FunctionType):  # without its module
         defaults = value.__defaults__, value.__kwdefaults__
         return (*(value.__closure__ or ()), *defaults, value.__dict__)
-    # What jax.jit, nnx.jit and functools.wraps have made of a function.
+    # The function in the wrapper of jax.jit, nnx.jit and functools.wraps.
     wrapped = getattr(value, "__wrapped__", None) if callable(value) else None
     return (*gc.get_referents(value), wrapped)

@@ -1,7 +1,7 @@
 """Recognise a tree with the same structure, shapes, dtypes and metadata as before.
 
-The memory of a tree is a tree of the same form, whose nodes know what they are equal
-to; so Python's own comparison of dicts and lists does the work, in less time than
+The signature of a tree is a tree of the same form, whose nodes equal the nodes they
+describe. Python's own comparison of dicts and lists does the work, in less time than
 `jax.tree.flatten` takes.
 """
 
@@ -22,7 +22,7 @@ ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 
 class Structure:
-    """What the layouts of a tree depend on; holds no arrays."""
+    """The structure that the layouts of a tree depend on; it holds no arrays."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -38,17 +38,17 @@ class Structure:
 def structure_of(tree: Any) -> Structure | None:
     """The structure of a tree of dicts, lists and States of arrays; else None."""
     try:
-        return Structure(Memory().of(tree))
+        return Structure(Signatures().of(tree))
     except (UnknownNodeError, TypeError, ValueError, RecursionError):
         return None  # metadata that cannot be compared, or a very deep tree
 
 
 class UnknownNodeError(Exception):
-    """A node that is no dict, list, State, Variable or None, and no array."""
+    """A node that is not a dict, list, State, Variable, None or array."""
 
 
 def container(kind: type, children: Any) -> Any:
-    """The memory of a dict, a list or a State with these memories of its children."""
+    """The signature of a dict, a list or a State, from those of its children."""
     return _State(children) if kind is nnx.State else _Container(kind, children)
 
 
@@ -57,7 +57,6 @@ def container(kind: type, children: Any) -> Any:
 
 class _Array:
     __slots__ = ("kind", "shape", "dtype")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, kind: type, shape: tuple[int, ...], dtype: Any) -> None:
         self.kind, self.shape, self.dtype = kind, shape, dtype
@@ -73,7 +72,6 @@ class _Container:
     """A dict or a list, and no subclass, which JAX may flatten in another order."""
 
     __slots__ = ("kind", "children")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, kind: type, children: Any) -> None:
         self.kind, self.children = kind, children
@@ -84,7 +82,6 @@ class _Container:
 
 class _State:
     __slots__ = ("children",)
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, children: Any) -> None:
         self.children = children
@@ -94,15 +91,12 @@ class _State:
 
 
 class _Nothing:
-    __hash__ = None  # type: ignore[assignment]
-
     def __eq__(self, other: Any) -> bool:
         return other is None
 
 
 class _Variable:
     __slots__ = ("kind", "metadata", "content")
-    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, kind: type, metadata: dict[str, Any], content: Any) -> None:
         self.kind, self.metadata, self.content = kind, metadata, content
@@ -115,12 +109,8 @@ class _Variable:
         )
 
 
-class Memory:
-    """Makes the memory of one tree; leaves that are alike are one object.
-
-    Raises:
-        UnknownNodeError: a node is of no kind that is known here.
-    """
+class Signatures:
+    """Makes the signature of one tree; equal leaves share one object."""
 
     def __init__(self) -> None:
         self.makers: dict[type, Callable[[Any], Any]] = {}
@@ -134,7 +124,7 @@ class Memory:
         return make(node)
 
     def maker(self, node: Any) -> Callable[[Any], Any]:
-        """What makes the memory of nodes of this type."""
+        """The function that makes the signatures of nodes of this type."""
         kind = type(node)
         if kind is dict:
             return lambda node: _Container(dict, self.children(node))

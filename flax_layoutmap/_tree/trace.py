@@ -82,13 +82,13 @@ def is_of_arrays(name: str) -> bool:
 
 
 def is_tracing_constructor() -> bool:
-    """Whether `trace` runs a constructor right now, or it is as if it did."""
+    """Whether a constructor is traced, or runs as if it were."""
     return _TRACING.get()
 
 
 @contextlib.contextmanager
 def in_constructor() -> Iterator[None]:
-    """Inside, what is made is a part of something that is laid out as a whole."""
+    """In the block, `is_tracing_constructor` holds: the result is laid out later."""
     token = _TRACING.set(True)
     try:
         yield
@@ -100,8 +100,8 @@ def in_constructor() -> Iterator[None]:
 def _tracing() -> Iterator[None]:
     """The contexts that a constructor is traced in.
 
-    JAX traces in spite of `jax.disable_jit`, and looks for no leaks: the objects that a
-    constructor makes keep what is traced, until they get values.
+    `jax.disable_jit` and leak checks are off: the objects that a constructor makes keep
+    traced values until they get arrays.
     """
     with no_mesh(), without_eager_sharding(), in_constructor():
         with tracers_without_sharding():
@@ -113,12 +113,10 @@ def _tracing() -> Iterator[None]:
 class Traced:
     """One trace of a constructor.
 
-    Attributes:
-        abstract: the result with `nnx.State` for each NNX object and
-            `jax.ShapeDtypeStruct` for each array; leaves that are no arrays (a
-            string, say) are kept.
-        closed: the program: inputs → leaves of the result, new state of the inputs.
-        inputs: its inputs.
+    `abstract` is the result with `nnx.State` for each NNX object and
+    `jax.ShapeDtypeStruct` for each array; other leaves (a string, say) are kept.
+    `closed` is the program: inputs → leaves of the result, then the new state of the
+    inputs.
     """
 
     abstract: Any
@@ -160,7 +158,7 @@ class Traced:
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The constructor's own result, from leaves in the order of `abstract`.
 
-        Its objects are those that the constructor made; if asked again, copies.
+        Its objects are those that the constructor made; a second call returns copies.
         """
         plain = jax.tree.unflatten(self._treedef, leaves)
         outer = self._graph_treedef.flatten_up_to(plain)
@@ -184,7 +182,7 @@ class Traced:
         if self._input_nodes is not None:
             nodes, treedef = self._input_nodes
             for node, state in zip(nodes, treedef.unflatten(values), strict=True):
-                # Values only: by the metadata of the trace nothing is sharded.
+                # Values only: the metadata of the trace must not reach the caller.
                 own = jax.tree.structure(nnx_state(node))
                 update(node, jax.tree.unflatten(own, jax.tree.leaves(state)))
 
@@ -199,21 +197,14 @@ def trace(
 ) -> Traced:
     """Trace `make(*args, **kwargs)` once, abstractly.
 
-    Args:
-        make: a function that returns a module, a tree of arrays, or a tree of both.
-        args: its arguments. Arrays (`jax.ShapeDtypeStruct` too, where the values do
-            not matter) and NNX objects are inputs; everything else is static.
-        kwargs: its keyword arguments, likewise.
-        keep_inputs: whether the new state of NNX arguments is wanted.
-        own_objects: whether an object in the result that is neither made by `make` nor
-            an argument is refused. Otherwise the result has a copy of it.
+    Arrays among the arguments (`jax.ShapeDtypeStruct` too) and NNX objects are inputs;
+    everything else is static. With `own_objects`, a result must not hold an object that
+    is neither made by `make` nor an argument; otherwise it gets a copy of it.
 
-    Raises:
-        StructureError: two objects of the result (or of the arguments) share a
-            Variable, `make` changes an NNX object that is no argument, or the
-            structure of one that is, or an object of the result keeps what belongs to
-            the trace in a static attribute: a method bound to itself, say. Or `make`
-            uses what an earlier trace has left in a cache.
+    Raises StructureError if objects share a Variable, if `make` changes an object that
+    is not an argument or the structure of one that is, if a static attribute of the
+    result keeps a value of the trace, or if `make` uses what an earlier trace left in a
+    cache.
     """
     given = _Inputs.of(args, kwargs or {})
     eager = nnx.using_eager_sharding()
@@ -287,13 +278,9 @@ def trace(
 class _Inputs:
     """Arguments, taken apart.
 
-    Attributes:
-        slots: leaves of the arguments: NNX objects, arrays, and what is static.
-        treedef: the structure that the slots are in.
-        nodes: the NNX objects, each once.
-        graphdefs: GraphDef of each of them.
-        values: the arrays in them, and then the other arrays.
-        values_def: the structure that the values are in.
+    `slots` are the leaves of the arguments (NNX objects, arrays, static values),
+    `nodes` the NNX objects, each once, and `values` the arrays in them and then the
+    others.
     """
 
     slots: list[Any]
@@ -390,7 +377,7 @@ def _describe(result: Any, seen: dict[str, Any]) -> Any:
 
 
 def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
-    """Raise where objects share a Variable: taken apart, each would have its own."""
+    """Raise where objects share a Variable: split apart, each would have a copy."""
     owners: dict[int, int] = {}
     for number, node in enumerate(nodes):
         for variable in variables_of(node):
@@ -404,7 +391,7 @@ def _refuse_shared(nodes: Sequence[Any], of_what: str, verb: str) -> None:
 
 
 def _is_read(error: Exception) -> bool:
-    """Whether an error is that of reading from a traced value what only arrays have."""
+    """Whether an error comes from reading the value of a traced array."""
     if isinstance(error, _READS_VALUES):
         return True
     if isinstance(error, AttributeError):
@@ -413,7 +400,7 @@ def _is_read(error: Exception) -> bool:
 
 
 def _is_array(value: Any) -> bool:
-    # An nnx.Rngs returns a stream for any attribute.
+    # An nnx.Rngs has every attribute: a stream.
     if is_nnx_object(value):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype") and not unfit(value)

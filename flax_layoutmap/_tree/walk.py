@@ -33,7 +33,7 @@ _LEAF, _DICT, _MAPPING, _BOX, _NONE, _OTHER = range(6)
 
 
 class Walk:
-    """Flattens one tree. A loop over plain containers, and a step for each other type.
+    """Flattens one tree: a loop over plain containers, methods for other types.
 
     Faster than `tree_flatten_with_path`: a parent's path is made once, not once per
     leaf, and no key objects are made.
@@ -45,7 +45,7 @@ class Walk:
         self.names = Names(fold)
         self.box_roles: dict[type, tuple[bool, bool]] = {}
         self.base = ""  # prefix of the current section
-        self.unseen = 0  # so much of it the rules do not see
+        self.unseen = 0  # how many characters of it rules do not see
         self.role: Role = "parameter"
         self.start = 0
         self.node: Any = None
@@ -76,44 +76,45 @@ class Walk:
         self.base, self.role, self.node = before
 
     def root(self, tree: Any, is_whole: bool = False) -> None:
-        """Walk a tree whose paths start here; it may be a whole one of the user's."""
+        """Walk a tree whose paths start here; `is_whole` for the user's whole tree."""
         if isinstance(tree, Roots):
             for name, part in tree.trees.items():
                 role: Role = "optimizer" if name == "opt_state" else "parameter"
                 self.unseen = 0 if _is_of_flax(part) else len(name) + 1
                 self.section(f"{name}/", role, None, part, is_whole=True)
-        elif is_train_state(tree):
+            return
+        if is_train_state(tree):
             self.train_state(tree)
-        elif self.role != "optimizer" and is_optax_state(tree):
+            return
+        if self.role != "optimizer" and is_optax_state(tree):
             self._close()
             self.role = "optimizer"
+        is_tree = self.separate(tree, is_whole)
+        if is_tree is None:
             self.walk(tree, "", "")
-        elif isinstance(tree, nnx.State) and self.is_optimizer_with_model(tree):
-            self.split(tree, _is_model)
-        elif self.role == "parameter" and isinstance(tree, Mapping):
-            if not isinstance(tree, nnx.State) and "params" in tree:
-                # Linen variables: parameters are named within `params/`.
-                self.split(tree, self.is_params)
-            elif self.holds_optimizer(tree):
-                # States of several NNX objects, one an optimizer.
-                self.split(tree, lambda _, child: isinstance(child, Mapping))
-            elif is_whole and self.holds_variables(tree):
-                # `{"model": variables, "step": 3}`.
-                self.split(tree, lambda _, child: self.is_variables(child))
-            else:
-                self.walk(tree, "", "")
         else:
-            self.walk(tree, "", "")
+            self.split(tree, is_tree)
+
+    def separate(self, tree: Any, is_whole: bool) -> Callable[[Any, Any], bool] | None:
+        """Which children, by key and value, are separate trees; None: not any."""
+        is_state = isinstance(tree, nnx.State)
+        if is_state and self.is_optimizer_with_model(tree):
+            return _is_model
+        if self.role != "parameter" or not isinstance(tree, Mapping):
+            return None
+        if not is_state and "params" in tree:
+            return self.is_params  # Linen variables
+        if self.holds_optimizer(tree):  # States of several NNX objects
+            return lambda _, child: isinstance(child, Mapping)
+        if is_whole and not is_state and any(map(self.is_variables, tree.values())):
+            # `{"model": variables, "step": 3}`
+            return lambda _, child: self.is_variables(child)
+        return None
 
     def split(
         self, tree: Mapping[Any, Any], is_tree: Callable[[Any, Any], bool]
     ) -> None:
-        """Walk a mapping of which some children are trees by themselves.
-
-        Args:
-            tree: the mapping.
-            is_tree: whether the child with a key is a tree by itself.
-        """
+        """Walk a mapping of which some children are separate trees."""
         for key in self.ordered(tree, ""):
             child, name = tree[key], self.names[key]
             if is_tree(key, child):
@@ -131,12 +132,6 @@ class Walk:
             return False
         return isinstance(node.get("params"), Mapping)
 
-    def holds_variables(self, tree: Mapping[Any, Any]) -> bool:
-        """Whether a child is Linen variables."""
-        if isinstance(tree, nnx.State):
-            return False
-        return any(map(self.is_variables, tree.values()))
-
     def holds_optimizer(self, tree: Mapping[Any, Any]) -> bool:
         """Whether a child is the state of an `nnx.Optimizer` (or a TrainState's)."""
         children = tree.raw_mapping if isinstance(tree, nnx.State) else tree
@@ -152,7 +147,7 @@ class Walk:
             return is_optimizer_with_model(self.node) and "model" in tree
         if "model" not in tree or not isinstance(tree.get("step"), OptState):
             return False
-        # Without opt_state where the optimizer keeps nothing.
+        # An optimizer without state has no opt_state.
         return set(tree) <= {"model", "opt_state", "step"}
 
     def train_state(self, state: Any) -> None:
@@ -232,10 +227,10 @@ class Walk:
                 self.mapping(_inside(node), below, below_folded)
 
     def special(self, node: Any, part: str, prefix: str) -> bool:
-        """Walk a node if it starts its own section; return whether it did."""
+        """Walk a node if it starts its own section, and return whether it does."""
         below = f"{prefix}{part}/"
         if self.role == "optimizer" and not is_optimizer(node):
-            return False  # moments of a module are a module, to optax
+            return False  # optax keeps moments of a module as a module
         if is_nnx_object(node):
             self.flat.has_objects = True
             role: Role = "optimizer" if is_optimizer(node) else "parameter"
@@ -269,7 +264,7 @@ class Walk:
                 path = self.base + prefix + part
                 raise StructureError(
                     f"two different keys both have the path {path!r} (an int and a "
-                    "string, say): rename one, so that rules can tell them apart"
+                    "string, say): rename one, so that rules can distinguish them"
                 )
             seen.add(part)
 

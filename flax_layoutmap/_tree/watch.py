@@ -1,21 +1,24 @@
 """Detect changes to a graph of NNX objects without flattening it.
 
-A graph is what it was if its objects and Variables are the very ones they were, and all
-constants equal: a comparison done in C, which takes a few per cent of the time of
-`nnx.split`, but for constants that cannot be hashed: they are read each time. Values of
-Variables do not count, their metadata does.
+A graph is unchanged if its objects and Variables are the same objects, and all its
+constants are equal. The comparison runs in C, in a few per cent of the time of
+`nnx.split`.
+Constants that cannot be hashed (a list, a dict, a dataclass) may change in place, so
+their contents are recorded and compared each time. Values of Variables do not count,
+their metadata does.
 """
 
 import itertools
 import operator
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
-from flax_layoutmap._core.constants import contents, is_hashable
 from flax_layoutmap._tree.flax_internals import (
     BOOK_KEEPING,
     attributes_of,
@@ -25,9 +28,114 @@ from flax_layoutmap._tree.flax_internals import (
     read_metadata,
 )
 
+_NUMBERS = (bool, int, float, complex)
+_BY_IDENTITY = (jax.Array, nnx.Pytree, nnx.Variable)
+_STATIC = nnx.graph.Static
+
+
+class Uncomparable(TypeError):
+    """A constant that can neither be hashed nor copied; it is in `args`."""
+
+
+def is_hashable(value: Any) -> bool:
+    """Whether a value has a usable hash and `==`; a method, if its object has."""
+    if type(value) is tuple:
+        return all(map(is_hashable, value))
+    if isinstance(value, types.MethodType):
+        return is_hashable(value.__self__)
+    if isinstance(value, _STATIC):
+        return is_hashable(value.value)
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    if isinstance(value, nnx.GraphDef):
+        return all(is_hashable(attribute) for _, attribute in value.attributes)
+    return True
+
+
+def comparable(value: Any) -> Any:
+    """The value if it can be hashed, else `contents` of it."""
+    return value if is_hashable(value) else contents(value)
+
+
+def contents(value: Any) -> Any:
+    """What a value holds, hashable: equal for values that hold the same.
+
+    Hashable parts are compared by `==`, numbers with their types; JAX arrays and NNX
+    objects by identity; all else part by part, as `copy.copy` would copy it. Raises
+    Uncomparable for a part that can be neither hashed nor copied.
+    """
+    return _Reader().read(value)
+
+
+class Same:
+    """Equal to what holds the very same object, which it keeps alive."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Reader:
+    """Reads one value, which may refer to itself."""
+
+    def __init__(self) -> None:
+        # id → number, and the value, which keeps its id while it is read.
+        self.seen: dict[int, tuple[int, Any]] = {}
+
+    def read(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is str or value is None:
+            return value
+        if kind in _NUMBERS:
+            return kind, repr(value)
+        if kind not in _CONTAINERS:
+            if isinstance(value, _BY_IDENTITY):
+                return Same(value)
+            if is_hashable(value):
+                return kind, value
+        if id(value) in self.seen:
+            return kind, self.seen[id(value)][0]
+        self.seen[id(value)] = len(self.seen), value
+        return kind, tuple(map(self.read, _parts(value)))
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The parts of a value; those that can change are its own, not copies."""
+    take_apart = _CONTAINERS.get(type(value))
+    if take_apart is not None:
+        return take_apart(value)
+    try:
+        made = value.__reduce_ex__(4)
+    except TypeError as error:
+        raise Uncomparable(value) from error
+    if isinstance(made, str):
+        return (made,)
+    # The items of lists and of dicts come as iterators.
+    return [*made[:3], *(tuple(items or ()) for items in made[3:5])]
+
+
+# Types that `copy.copy` cannot copy, or slowly, and the function for their parts.
+_CONTAINERS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    tuple: iter,
+    list: iter,
+    set: iter,
+    dict: lambda value: tuple(value.items()),
+    types.MappingProxyType: lambda value: tuple(value.items()),
+    types.MethodType: lambda value: (value.__func__, value.__self__),
+    jax.tree_util.PyTreeDef: lambda value: (value.node_data(), *value.children()),
+}
+
+
 _ATTRIBUTES = operator.attrgetter("__dict__")
 
-# Among so many kinds of metadata equal ones are looked for.
+# The number of distinct metadata that are shared.
 _KINDS = 8
 
 # Static attributes that cannot change in place.
@@ -38,7 +146,7 @@ _flat = itertools.chain.from_iterable
 
 
 def _equal_as_one(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same, where equal ones are one object: less memory to go through."""
+    """The same entries, where equal ones are one object: less memory to read."""
     kinds: list[dict[str, Any]] = []
     found: list[dict[str, Any]] = []
     for entry in entries:
@@ -56,11 +164,7 @@ def _equal_as_one(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_node(name: str, value: Any) -> bool:
-    """Whether an attribute must not be compared by `==`.
-
-    That of a Variable or an array compares elements. Other values that change at all
-    are equal only if they are alike.
-    """
+    """Whether an attribute is compared by identity, as its `==` is elementwise."""
     return (
         not isinstance(value, _ATOMS)
         and type(value).__eq__ is not object.__eq__
@@ -69,12 +173,10 @@ def _is_node(name: str, value: Any) -> bool:
 
 
 class Watch:
-    """What was seen of the graph below some NNX objects, which it does not keep alive.
+    """A record of the graph below some NNX objects, which it does not keep alive.
 
-    Attributes:
-        variables: the Variables of the graph, in no particular order.
-        exact: whether every change would be seen. If not, it must not be used: there
-            is a node of an unknown kind, or an array that is no Variable.
+    It must not be used unless it is `exact`: a node of unknown kind, or an array that
+    is not a Variable, could change without being noticed.
     """
 
     def __init__(
@@ -115,10 +217,10 @@ class Watch:
         return set(map(id, self.variables))
 
     def fits(self, roots: Sequence[Any]) -> bool:
-        """Whether these are the objects, and their graph is what it was.
+        """Whether these are the same objects with an unchanged graph.
 
-        What takes time is to fetch from memory what lay idle during the last step; so
-        what is compared with is in few lists, and no object is looked into twice.
+        Most of the time goes into fetching memory that was idle during the last step,
+        so the expected values are in few lists, and each object is read once.
         """
         for alive, root in zip(self._alive, roots, strict=True):
             if alive() is not root:
@@ -130,8 +232,8 @@ class Watch:
             ) != self._keys:
                 return False
             values = self._all_values(mappings)
-            # The order matters: after the first, `==` meets no Variable that is another
-            # one, whose `==` would be that of its array.
+            # Identity comes first: then `==` compares no two different Variables, for
+            # which it would compare their arrays.
             return (
                 all(map(operator.is_, self._picked(values), self._nodes))
                 and (values == self._values or self._is_renewed(values))
@@ -144,7 +246,7 @@ class Watch:
             return False
 
     def _is_renewed(self, values: list[Any]) -> bool:
-        """Whether only the book-keeping of the objects differs, as after `nnx.jit`."""
+        """Whether only NNX's bookkeeping of the objects differs, as after `nnx.jit`."""
         renewed = list(self._values)
         for at in self._noted:
             renewed[at] = values[at]
@@ -170,12 +272,12 @@ class Watch:
     # ------------------------------------------------------------------ looking
 
     def _look(self, node: Any, seen: set[int]) -> None:
-        """Look at a node of the graph; tuples are seen by what holds them."""
+        """Record a node of the graph; a tuple is compared by its owner."""
         if isinstance(node, tuple):
             for child in node:
                 self._look(child, seen)
         elif id(node) in self._roots:
-            self.exact = False  # keeping what refers to it would keep it alive
+            self.exact = False  # the record would keep the root alive
         elif node is None or id(node) in seen:
             pass
         elif is_nnx_object(node):
@@ -226,10 +328,7 @@ class Watch:
             self._static(value)
 
     def _static(self, value: Any) -> None:
-        """A static attribute is compared by identity, and by hash if it has its own.
-
-        By what it holds if it cannot be hashed.
-        """
+        """Compare a static attribute by identity, by its hash, or by its contents."""
         if not is_hashable(value):
             self._read[id(value)] = value
         elif type(value) is tuple:

@@ -1,8 +1,9 @@
 """The scenes of a mesh and of an array: which device holds which slice."""
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +21,173 @@ from flax_layoutmap._rules.records import (
     show_spec,
 )
 from flax_layoutmap._show.table import human_bytes
-from flax_layoutmap.draw._grids import Cell, Side, picture
-from flax_layoutmap.draw._scene import COLOURS, NEUTRAL, GridScene, Picture
+from flax_layoutmap.draw._scene import (
+    COLOURS,
+    NEUTRAL,
+    Box,
+    Grid,
+    GridScene,
+    Label,
+    Picture,
+)
 
 Shape = tuple[int, ...]
+
+# The most rows and columns to draw; others are a gap before the last one.
+_SHOWN = 16
+_PANELS = 8
+
+# Replaces rows and columns that are left out.
+GAP = "…"
+
+_LINE = 18.0  # height of a line of labels
+_LETTER = 6.9  # width of a letter, about
+_STRONG = 8.4  # of a bold one
+_SPACE = 22.0  # between panels
+_WIDE = 760.0  # panels go on in the next line from here
+
+
+# --------------------------------------------------- cells in rows and columns
+
+
+class Cell(NamedTuple):
+    """The content of one box; see `Box`."""
+
+    colour: int
+    group: int
+    lines: tuple[str, ...]
+    detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Side:
+    """What the rows, the columns or the panels of a picture count.
+
+    `name` precedes an index in the title of a panel; `title` is that of rows or
+    columns.
+    """
+
+    name: str
+    title: str
+    count: int
+    label: Callable[[int], str]
+
+
+_NO_SIDE = Side("", "", 1, lambda at: "")
+
+
+def picture(
+    title: str,
+    sides: Sequence[Side],
+    cell: Callable[[Shape], Cell],
+    size: Callable[[int, int, int], tuple[float, float]],
+) -> Picture:
+    """Draw cells of any rank: the last two sides are rows and columns.
+
+    `size` gives the least width and height of a cell, in points, from the numbers of
+    rows, columns and panels.
+    """
+    rank = len(sides)
+    *outer, down, across = (*(_NO_SIDE,) * (2 - rank), *sides)
+    counts = tuple(side.count for side in outer)
+    leads = [
+        coords_of(at, counts)
+        for at in _shown(math.prod(counts), _PANELS)
+        if at is not None
+    ]
+    frame = _Frame(down, across, size, len(leads), has_names=bool(outer))
+    boxes: list[Box] = []
+    labels: list[Label] = []
+    grids: list[Grid] = []
+    left = top = right = bottom = 0.0
+    for lead in leads:
+        pairs = zip(outer, lead, strict=True)
+        name = ", ".join(f"{side.name} {side.label(at)}" for side, at in pairs)
+        wide = frame.indent + max(frame.inner, len(name) * _STRONG) + 2
+        if left and left + wide > _WIDE:
+            left, top = 0.0, bottom + _SPACE
+        labels += frame.labels(name, left, top)
+        positions: list[tuple[int | None, ...]] = []
+        for y, row in zip(frame.tops, frame.rows, strict=True):
+            own: list[int | None] = []
+            for x, column in zip(frame.lefts, frame.columns, strict=True):
+                if row is None or column is None:
+                    own.append(None)
+                    continue
+                own.append(len(boxes))
+                index = (*lead, row, column)[max(0, 2 - rank) :]
+                corner, (width, height) = (left + x + 1.5, top + y + 1.5), frame.cell
+                boxes.append(Box(*corner, width - 3, height - 3, *cell(index)))
+            positions.append(tuple(own))
+        texts = (frame.row_labels, frame.column_labels, down.title, across.title)
+        grids.append(Grid(name, *texts, tuple(positions)))
+        right, bottom = max(right, left + wide), max(bottom, top + frame.height)
+        left += wide + _SPACE
+    return Picture(title, right, bottom, tuple(boxes), tuple(labels), tuple(grids))
+
+
+class _Frame:
+    """The positions of rows, columns and labels within each panel."""
+
+    def __init__(
+        self,
+        down: Side,
+        across: Side,
+        size: Callable[[int, int, int], tuple[float, float]],
+        panels: int,
+        has_names: bool,
+    ) -> None:
+        self.down, self.across = down, across
+        self.rows, self.columns = (_shown(s.count, _SHOWN) for s in (down, across))
+        self.row_labels = _labels(down, self.rows)
+        self.column_labels = _labels(across, self.columns)
+        width, height = size(len(self.rows), len(self.columns), panels)
+        width = max(width, _longest(self.column_labels) * _LETTER + 8)
+        names = max(_longest(self.row_labels) * _LETTER, len(down.title) * _STRONG)
+        above = (has_names, bool(across.title), any(self.column_labels))
+        self.indent = names + 10 if names else 2.0
+        self.head = sum(above) * _LINE + 4
+        self.cell = width, height
+        self.lefts = [self.indent + at * width for at in range(len(self.columns))]
+        self.tops = [self.head + at * height for at in range(len(self.rows))]
+        self.middle = self.indent + len(self.columns) * width / 2
+        self.inner = max(len(self.columns) * width, len(across.title) * _STRONG)
+        self.height = self.head + len(self.rows) * height + 2
+
+    def labels(self, name: str, left: float, top: float) -> Iterator[Label]:
+        """The labels of the panel with this name and corner."""
+        edge, line = left + self.indent - 8, top + _LINE / 2
+        if name:
+            yield Label(left, line, name, "start", True)
+            line += _LINE
+        if self.across.title:
+            yield Label(left + self.middle, line, self.across.title, "middle", True)
+            line += _LINE
+        if self.down.title:
+            y = top + self.head - _LINE / 2 - 4
+            yield Label(edge, y, self.down.title, "end", True)
+        width, height = self.cell
+        for x, text in zip(self.lefts, self.column_labels, strict=True):
+            if text:
+                yield Label(left + x + width / 2, line, text)
+        for y, text in zip(self.tops, self.row_labels, strict=True):
+            if text:
+                yield Label(edge, top + y + height / 2, text, "end")
+
+
+def _shown(count: int, limit: int) -> list[int | None]:
+    """The rows or panels to draw, None for a gap: 9 with limit 4 give 0, 1, None, 8."""
+    if count <= limit:
+        return list(range(count))
+    return [*range(limit - 2), None, count - 1]
+
+
+def _labels(side: Side, places: Sequence[int | None]) -> tuple[str, ...]:
+    return tuple(GAP if at is None else side.label(at) for at in places)
+
+
+def _longest(texts: Sequence[str]) -> int:
+    return max(map(len, texts))
 
 
 # ------------------------------------------------------------------------- meshes
@@ -55,7 +219,7 @@ def mesh_scene(given: Any) -> GridScene:
 
 
 def _mesh(given: Any) -> DeviceMesh | None:
-    """A mesh in words is drawn without its devices, unless it counts them."""
+    """A mesh given as text is abstract, unless it counts the devices (-1)."""
     sizes = given.values() if isinstance(given, Mapping) else str(given).split(",")
     if isinstance(given, str | Mapping) and "-1" not in "".join(map(str, sizes)):
         return DeviceMesh.abstract(given)
@@ -63,7 +227,7 @@ def _mesh(given: Any) -> DeviceMesh | None:
 
 
 class _Devices:
-    """What a picture says of the devices of a mesh, by their places in it."""
+    """The texts about the devices of a mesh, by their positions in it."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -76,15 +240,15 @@ class _Devices:
 
     @property
     def kind(self) -> str:
-        """The kind of device, to stand behind their number."""
+        """The kind of device, to follow their number."""
         return f", {self.flat[0].device_kind}" if self.flat else ", abstract"
 
     def number(self, place: int) -> str:
-        """JAX's id of a device, or its place in a mesh that has no devices."""
+        """JAX's id of a device, or its position in an abstract mesh."""
         return str(self.flat[place].id if self.flat else place)
 
     def where(self, place: int) -> str:
-        """Which device it is, in words."""
+        """The device with its coordinates and process."""
         at = zip(self.names, coords_of(place, self.mesh.shape), strict=True)
         words = [f"{name}={index}" for name, index in at]
         if self._several:
@@ -92,7 +256,7 @@ class _Devices:
         return f"device {self.number(place)} ({', '.join(words)})"
 
     def few(self, places: Sequence[int]) -> str:
-        """Some devices, in the room of one box."""
+        """Several devices, short enough for a box."""
         text = ", ".join(self.number(place) for place in places[:5])
         if len(places) > 4 or len(text) > 9:
             return _count(len(places))
@@ -101,7 +265,7 @@ class _Devices:
     def picture(
         self, title: str, cell: Callable[[int], Cell], *, lines: int
     ) -> Picture:
-        """The mesh with a cell of so many lines per place."""
+        """The mesh, with a cell of `lines` lines per position."""
         shape = self.mesh.shape
         sides = [
             Side(name, name, size, str)
@@ -150,7 +314,7 @@ def array_scene(x: Any, shape: Sequence[int] | None) -> GridScene:
 
 
 class _Slices:
-    """The slices of an array, and the places of the mesh that hold them."""
+    """The slices of an array, and the positions in the mesh that hold them."""
 
     def __init__(self, array: _Array) -> None:
         mesh = array.mesh
@@ -166,14 +330,14 @@ class _Slices:
             self.holders.setdefault(offset, []).append(place)
 
     def at_place(self, place: int) -> Cell:
-        """What a device holds."""
+        """The slice of a device."""
         offset = self.offsets[place]
         number, name = self.devices.number(place), self._name(offset)
         detail = f"{self.devices.where(place)} holds {name} = {self._text(offset)}"
         return self._cell(offset, (number, name), detail)
 
     def at_offset(self, offset: Shape) -> Cell:
-        """Who holds a slice."""
+        """The devices of a slice."""
         places, name = self.holders[offset], self._name(offset)
         noun = "device" if len(places) == 1 else "devices"
         held = ", ".join(map(self.devices.number, places))
@@ -184,7 +348,7 @@ class _Slices:
         group, many = index_of(offset, self.parts), math.prod(self.parts)
         colour = group
         if many > COLOURS:
-            # The first dim that is cut: neighbours along it differ.
+            # The first sharded dim: neighbours along it differ.
             colour = offset[next(d for d, count in enumerate(self.parts) if count > 1)]
         return Cell(NEUTRAL if many == 1 else colour % COLOURS, group, lines, detail)
 
@@ -211,7 +375,7 @@ class _Slices:
         return Side(name, title, self.parts[dim], lambda at: _range(at, step))
 
     def _cell_size(self, rows: int, columns: int, panels: int) -> tuple[float, float]:
-        """Cells in which two lines fit, and that show which side is the longer."""
+        """A cell that fits two lines, with about the aspect ratio of a slice."""
         tall, wide = (1, 1, *self.sizes)[-2:]
         ratio = min(2.0, max(0.6, wide / max(1, tall)))
         side = 150.0 if panels < 3 else 96.0
@@ -219,7 +383,7 @@ class _Slices:
         return min(240.0, max(78.0, height * rows * ratio / columns)), height
 
     def lines(self, dtype: Any) -> tuple[str, ...]:
-        """How many slices there are, and how large they are."""
+        """The number of slices, and their size."""
         mesh, many = self.devices.mesh, math.prod(self.parts)
         each = f"each device holds {show_shape(self.shard)}"
         if dtype is not None:
@@ -238,11 +402,7 @@ def _range(at: int, step: int) -> str:
 
 
 def letters(number: int) -> str:
-    """The name of a slice: A to Z, then AA.
-
-    >>> letters(0), letters(25), letters(26)
-    ('A', 'Z', 'AA')
-    """
+    """The name of a slice: A to Z, then AA."""
     name = ""
     number += 1
     while number:
@@ -252,7 +412,7 @@ def letters(number: int) -> str:
 
 
 def _array(x: Any, shape: Sequence[int] | None) -> _Array:
-    """Layout, mesh, shape and dtype of what `flm.draw.array` was given."""
+    """Layout, mesh, shape and dtype of the argument of `flm.draw.array`."""
     if isinstance(x, ResolvedLeaf):
         return _on_mesh(x.layout, _same_shape(x.shape, shape), x.dtype)
     if isinstance(x, TensorLayout | NamedSharding | PartitionSpec):
@@ -270,8 +430,8 @@ def _array(x: Any, shape: Sequence[int] | None) -> _Array:
             sharding, SingleDeviceSharding
         ):
             raise LayoutError(
-                f"flm.draw.array of a {type(x).__name__}, which says nothing of "
-                "devices; pass a jax.Array, a jax.ShapeDtypeStruct with a sharding, a "
+                f"flm.draw.array of a {type(x).__name__}, which has no "
+                "sharding; pass a jax.Array, a jax.ShapeDtypeStruct with a sharding, a "
                 "leaf of a Resolution, or a layout and a shape"
             )
         mesh = DeviceMesh((1,), ("device",), list(sharding.device_set))

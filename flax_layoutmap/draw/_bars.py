@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -11,19 +10,19 @@ from flax_layoutmap.draw._scene import Bar, BarScene, Forest, Kind, Shade, View
 
 Size = tuple[str, int, int]  # path of a leaf, position of its shade, bytes per device
 
-# Most bars; the last one is all that is left over.
+# The most bars; the last one has the rest.
 _BARS = 12
 
-# A module is worth a bar of its own when it holds so much of the whole.
+# The least share of all bytes for which a module has a bar of its own.
 _WORTH = 1 / 50
 
-# Modules are as large as each other from this ratio on.
+# Modules with at least this ratio of sizes count as equal.
 _ALIKE = 0.98
 
-# A name with an index is that of a layer where there are so many of them.
+# The least number of names with an index that are layers.
 _LAYERS = 3
 
-# The indices of layers that are one: `{0..31}`.
+# The indices of folded layers: `{0..31}`.
 _FOLDED = re.compile(r"\{[\d,.]+\}")
 
 _NUMBERED = re.compile(r"(.*_)?(0|[1-9]\d*)")
@@ -33,7 +32,7 @@ def scene(
     views: Sequence[View], kinds: Sequence[Kind], shades: tuple[Shade, ...], where: str
 ) -> BarScene:
     """The bars of one Resolution."""
-    # Layers that are alike are counted at once.
+    # Folded layers are counted together.
     sizes = [size for view in views for size in _sizes(view.folded, kinds)]
     per_device = sum(view.bytes_per_device for view in views)
     total = sum(view.total_bytes for view in views)
@@ -133,21 +132,13 @@ def _empty(_: object) -> collections.Counter[int]:
 def _modules(listed: Sequence[Sequence[Size]]) -> _Module:
     """The leaves of each Resolution in one tree of modules, layers as one."""
     layers = _layer_names(path for sizes in listed for path, _, _ in sizes)
-
-    @functools.cache
-    def spelled(path: str) -> str:
-        return "/".join(layers.get(part, part) for part in path.split("/"))
-
     root = _Module("", tuple(map(_empty, listed)))
     for at, sizes in enumerate(listed):
-        sums: collections.Counter[tuple[str, int]] = collections.Counter()
         for path, shade, size in sizes:
-            above, slash, name = path.rpartition("/")
-            sums[spelled(above) + slash + layers.get(name, name), shade] += size
-        for (path, shade), size in sums.items():
             node, above = root, ""
             node.sizes[at][shade] += size
             for part in path.split("/"):
+                part = layers.get(part, part)
                 above = f"{above}/{part}" if above else part
                 if part not in node.children:
                     new = _Module(above, tuple(map(_empty, listed)))
@@ -190,7 +181,7 @@ def _opened(root: _Module) -> list[_Module]:
     chosen, closed = [_innermost(root)], []
     while chosen:
         largest = max(chosen, key=lambda module: module.weight)
-        # What is as large (both moments of an optimizer) is shown alike.
+        # Modules of equal size (both moments of an optimizer) are treated alike.
         peers = [m for m in chosen if m.weight >= largest.weight * _ALIKE]
         chosen = [module for module in chosen if module not in peers]
         inner = [_innermost(m) for peer in peers for m in peer.children.values()]

@@ -25,19 +25,19 @@ from flax_layoutmap.draw._scene import (
     colour,
 )
 
-# In a notebook the page is shown in a frame of this height, in points.
+# Height of the frame in a notebook, in points.
 _FRAME = 860
 
 _FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
 
-# What the script reads of a kind, in its order.
+# The fields of a kind that the script reads, in its order.
 _COLUMNS = operator.attrgetter(
     *("shape", "dtype", "shade", "rule", "shard"),
     *("total_bytes", "bytes_per_device", "mark", "explain", "outline"),
 )
 
-# Most boxes that are listed in words.
-_TOLD = 64
+# The most boxes that are described in words.
+_DESCRIBED = 64
 
 
 # ------------------------------------------------------------------------- pages
@@ -69,15 +69,10 @@ def framed(text: str) -> str:
 
 
 def _page(name: str, title: str, more: dict[str, str]) -> str:
-    """A page from its template.
+    """A page from the template and style sheet `name`; `more` is HTML.
 
     Styles and scripts are allowed by their hashes, and nothing else is: a path that
-    holds markup cannot run, and no address can be asked.
-
-    Args:
-        name: of the template and its style sheet.
-        title: plain text.
-        more: what else stands in the template, as HTML.
+    holds markup cannot run, and no address can be requested.
     """
     style = _file(f"{name}.css")
     parts = {
@@ -163,16 +158,15 @@ def _numbers(values: Sequence[int]) -> str:
 
 def fragment(scene: GridScene) -> str:
     """The pictures with their words, to stand in any page; no styles, no script."""
-    told = [
+    described = [
         f"<li>{html.escape(box.detail)}</li>"
         for picture in scene.pictures
         for box in picture.boxes
     ]
     words = ""
-    if len(told) <= _TOLD:
-        words = (
-            f"<details><summary>In words</summary><ul>{''.join(told)}</ul></details>"
-        )
+    if len(described) <= _DESCRIBED:
+        listed = f"<ul>{''.join(described)}</ul>"
+        words = f"<details><summary>In words</summary>{listed}</details>"
     lines = "".join(f"<p>{html.escape(line)}</p>" for line in scene.lines)
     drawn = "".join(map(_svg, scene.pictures))
     return (

@@ -1,16 +1,29 @@
-"""The scenes of a whole model, and of two models compared."""
+"""The scenes of a whole model, and of two models compared.
+
+Leaves of equal shape, layout, rule and explanation are of one kind.
+"""
 
 import collections
 import dataclasses
+import os
+import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._rules.records import leaf_bytes, show_spec
-from flax_layoutmap._show.remarks import remarks
+from flax_layoutmap._rules.records import (
+    Decision,
+    Shape,
+    because,
+    leaf_bytes,
+    show_shape,
+    show_spec,
+)
+from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.remarks import UNMATCHED, explain, remarks
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.draw import _bars, _forest
-from flax_layoutmap.draw._kinds import Kinds, Leaf
 from flax_layoutmap.draw._scene import (
     NEUTRAL,
     BarScene,
@@ -20,19 +33,165 @@ from flax_layoutmap.draw._scene import (
     View,
 )
 
+Leaf = tuple[str, Shape, Any, Decision, Role]
+
+# The most leaves without a rule for which the closest rule is searched one by one; of
+# further ones, those whose paths differ only in numbers share the text of the first.
+_ASKED = 100
+
+# Width of the outline of an array, in points.
+_OUTLINE = 170.0
+
 ROLES: tuple[tuple[Role, str], ...] = (
     ("parameter", "Parameters"),
     ("optimizer", "Optimizer"),
     ("other", "Other"),
 )
 
-# Nobody reads more remarks than these.
+# The most remarks to show.
 _REMARKS = 50
 
 _NOTHING = (
     "there is nothing to draw: the Resolution has no leaves; resolve a model: "
     "flm.draw.model(layout_map.resolve(model))"
 )
+
+
+# ------------------------------------------------------------------ kinds of leaves
+
+
+class Kinds:
+    """The kinds of leaves, collected leaf by leaf.
+
+    `alike` has per kind the first one that differs in its explanation at most; `specs`
+    has the specs as text, by `Kind.shade`.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: list[Kind] = []
+        self.alike: list[int] = []
+        self.specs: list[str] = []
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._first: dict[Kind, int] = {}
+        self._asked = 0
+
+    def of(self, table: ResolvedTable, at: int, leaf: Leaf) -> int:
+        """The position of the kind of a leaf, added if it is new."""
+        path, shape, dtype, row, _ = leaf
+        asks = ""
+        if row.reason == "no rule":
+            self._asked += 1
+            asks = path if self._asked <= _ASKED else re.sub(r"\d+", "0", path)
+        key = (
+            shape,
+            dtype,
+            row.spec,
+            row.shard_shape,
+            row.reason,
+            row.rule,
+            row.matched,
+            row.memory_kind,
+            row.fallback,
+            row.note,
+            _owner_pieces(path, row.owner),
+            asks,
+            id(table),
+        )
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = len(self.kinds)
+            kind = self._kind(leaf, table.rules)
+            self.alike.append(self._first.setdefault(kind, found))
+            text = explain(table.leaf(at), row, table.rules)
+            said = pieces(text, path, row.owner)
+            self.kinds.append(dataclasses.replace(kind, explain=said))
+        return found
+
+    def _kind(self, leaf: Leaf, rules: RuleSet) -> Kind:
+        _, shape, dtype, row, _ = leaf
+        spec, shard = show_spec(row.spec), row.shard_shape
+        if spec not in self.specs:
+            self.specs.append(spec)
+        is_unmatched = row.reason in UNMATCHED
+        return Kind(
+            shape=show_shape(shape),
+            dtype="-" if dtype is None else str(dtype),
+            shade=self.specs.index(spec),
+            rule=_rule(row, rules),
+            shard="-" if shard is None else show_shape(shard),
+            total_bytes=leaf_bytes(shape, dtype),
+            bytes_per_device=leaf_bytes(shard or shape, dtype),
+            mark="unmatched" if is_unmatched else "fallback" if row.fallback else "",
+            outline=_outline(shape, shard or shape),
+            explain=(),
+        )
+
+
+def _rule(row: Decision, rules: RuleSet) -> str:
+    # Without the name of the owner, the text is equal for all layers.
+    if row.reason == "follows parameter":
+        return "follows its parameter"
+    if row.reason == "follows kernel":
+        return "as its kernel"
+    return because(row, rules, short=True)
+
+
+def _outline(shape: Shape, shard: Shape) -> tuple[int, ...]:
+    """Sides of an array and of one shard, in points, with the aspect ratio limited."""
+    if not shape or 0 in shape:
+        return ()
+    tall, wide = shape[-2:] if len(shape) > 1 else (1, 5)
+    ratio = min(4.0, max(0.5, wide / tall))
+    width = min(_OUTLINE, _OUTLINE * ratio / 1.4)
+    sides = (width, width / ratio)
+    parts = [own / whole for own, whole in zip(shard, shape, strict=True)][-2:]
+    down, across = parts if len(parts) > 1 else (1.0, *parts)
+    return (
+        *map(round, sides),
+        max(1, round(sides[0] * across)),
+        max(1, round(sides[1] * down)),
+    )
+
+
+def _owner_pieces(path: str, owner: str | None) -> tuple[str | int, ...]:
+    """The path that a leaf follows, by parts of its own path, as in `Kind.explain`.
+
+    >>> _owner_pieces("mu/0/up/kernel", "0/up/kernel")
+    (3,)
+    >>> _owner_pieces("0/up/lora_a", "0/up/kernel")
+    (-2, '/kernel')
+    """
+    if owner is None or path == owner:
+        return () if owner is None else (0,)
+    parts = owner.split("/")
+    if path.endswith(f"/{owner}"):
+        return (len(parts),)
+    same = len(os.path.commonprefix([path.split("/"), parts]))
+    if not same:
+        return (owner,)
+    return (-same, "".join(f"/{part}" for part in parts[same:]))
+
+
+def pieces(text: str, path: str, owner: str | None) -> tuple[str | int, ...]:
+    """The explanation of a leaf, with numbers for its path, as in `Kind.explain`.
+
+    >>> pieces("a/b (8,)\\n  because: follows b", "a/b", "b")
+    (0, ' (8,)\\n  because: follows ', 1)
+    """
+    rest, named = text.removeprefix(path), _owner_pieces(path, owner)
+    for start, name, said in (
+        ("\n  because: follows ", owner, named),
+        ("\n  because: from the layout of ", owner, named),
+        (f"\n  {repr(path)[0]}", path, (0,)),  # "… is matched by no rule"
+    ):
+        before, found, after = rest.partition(f"{start}{name}")
+        if found and name is not None:
+            parts = (0, before + start, *said, after)
+            return tuple(part for part in parts if part != "")
+    return (0, rest)
+
+
+# --------------------------------------------------------------------------- scenes
 
 
 def scene(
@@ -95,7 +254,7 @@ def _ranked(
 
 
 def _shaded(specs: Sequence[tuple[str, int]]) -> tuple[Shade, ...]:
-    """Give each spec a colour, or one with a pattern; what is replicated has none."""
+    """Give each spec a colour; what is replicated is grey."""
     made: list[Shade] = []
     used = 0
     for text, count in specs:

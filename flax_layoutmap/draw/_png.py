@@ -109,7 +109,7 @@ def _picture(axes: "Axes", picture: Picture, left: float, top: float) -> None:
 
 def _write(axes: "Axes", x: float, y: float, text: str, **more: Any) -> None:
     options = {"size": 9.5, "color": INK, "ha": "center", "va": "center", **more}
-    # A `$` in a path is no formula.
+    # A `$` in a path does not start a formula.
     axes.text(x, y, text, parse_math=False, **options)
 
 
@@ -122,7 +122,7 @@ def _draw_bars(figure: "Figure", scene: BarScene) -> None:
     figure.set_size_inches(9.0, height)
     longest = max((len(bar.label) for bar in scene.bars), default=0)
     left = min(0.45, 0.03 + 0.0088 * longest)
-    # Room for the words at the end of the longest bar.
+    # Room for the label at the end of the longest bar.
     names = max(map(len, scene.names)) + 2 if len(scene.names) > 1 else 0
     right = 0.86 - 0.0098 * names
     axes = figure.add_axes((left, foot / height, right - left, inner / height))

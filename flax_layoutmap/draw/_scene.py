@@ -1,13 +1,12 @@
 """Scenes: the content of a picture as plain numbers and words.
 
 All geometry is done before a scene is made. A renderer loops over boxes and labels,
-scales them, and chooses type and colours; it adds no geometry of its own. Every scene
-is frozen and turns into JSON as it is (`dataclasses.asdict`).
+scales them, and chooses type and colours. Every scene is frozen and converts to JSON
+directly (`dataclasses.asdict`).
 
-Lengths in a `Picture` are in points of a screen. Rectangles of a tree-map are whole
-numbers from 0 to `UNIT`, so that a renderer can pack them and stretch them to any
-canvas. Colours are numbers: `NEUTRAL` for what is replicated, 0 and up for the others,
-which a renderer turns into those of one palette.
+Lengths in a `Picture` are in points. Rectangles of a tree-map are integers from 0 to
+`UNIT`, for a canvas of any size. Colours are numbers: `NEUTRAL` for what is replicated,
+0 and up for the others, which a renderer looks up in one palette.
 """
 
 import dataclasses
@@ -16,14 +15,14 @@ from typing import Literal
 # Length of the side of a tree-map.
 UNIT = 65535
 
-# Mark of a leaf that no rule places, or not fully.
+# The mark of a leaf without a rule, or with a fallback.
 Mark = Literal["", "unmatched", "fallback"]
 
-# The colour of what every device holds in full.
+# The colour of replicated arrays.
 NEUTRAL = -1
 GREY = "#dddddd"
 
-# Colours that people with any kind of colour vision can tell apart: Paul Tol's "light"
+# Colours for every kind of colour vision: Paul Tol's "light"
 # scheme (Colour Schemes, technical note SRON/EPS/TN/09-002), made for cells with dark
 # words in them; each has a contrast of at least 8 to `INK`. The style sheet of the page
 # of a model has the same, and darker ones for dark screens.
@@ -39,13 +38,13 @@ PALETTE = (
 )
 COLOURS = len(PALETTE)
 
-# Words on any of them.
+# The colour of text on any of them.
 INK = "#14181f"
 
-# Of those that come a second, third or fourth time, as matplotlib writes it.
+# Patterns for the second, third and fourth use of a colour, as in matplotlib.
 _HATCHES = (None, "....", "----", "xxxx")
 
-# One character per colour, for where there are none; as many again for the second time.
+# One character per colour, for output without colours, and for repeated ones.
 _FILLS, _NEUTRAL_FILL = "█▓▒▚▞▄▀▌▙▜▟▛▐▂▆╬", "░"
 
 
@@ -55,7 +54,7 @@ def colour(number: int) -> str:
 
 
 def hatch(number: int) -> str | None:
-    """The pattern that distinguishes a colour from similar ones."""
+    """The pattern that distinguishes colours that repeat."""
     if number == NEUTRAL:
         return "////"
     return _HATCHES[min(number // COLOURS, len(_HATCHES) - 1)]
@@ -70,15 +69,8 @@ def fill(number: int) -> str:
 class Box:
     """A rectangle: a slice of an array, or a device.
 
-    Attributes:
-        left: left edge, in points.
-        top: top edge, in points.
-        width: in points.
-        height: in points.
-        colour: number of its colour.
-        group: number of the slice; boxes that hold the same slice have the same.
-        lines: what stands in it, most important first.
-        detail: all there is to say about it.
+    Boxes that hold the same slice have the same `group`. `lines` are drawn in it, the
+    most important first; `detail` is the full description.
     """
 
     left: float
@@ -93,14 +85,9 @@ class Box:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Label:
-    """Words beside the boxes.
+    """Text beside the boxes; `top` is the middle of its line, `left` its `anchor`.
 
-    Attributes:
-        left: where they are anchored, in points.
-        top: the middle of the line, in points.
-        text: the words.
-        anchor: what of them is at `left`.
-        strong: whether they name something (an axis), not a place on it.
+    A `strong` one names something (an axis), not a position on it.
     """
 
     left: float
@@ -114,13 +101,7 @@ class Label:
 class Grid:
     """The same boxes by row and column, for renderers that have only characters.
 
-    Attributes:
-        title: what this grid is of, where there are several.
-        rows: one label per row.
-        columns: one label per column.
-        row_title: what the rows count.
-        column_title: what the columns count.
-        boxes: per row, the positions of its boxes in the picture; None for a gap.
+    `boxes` has per row the positions of its boxes in the picture; None for a gap.
     """
 
     title: str
@@ -145,13 +126,7 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GridScene:
-    """A mesh, or an array and its mesh.
-
-    Attributes:
-        title: what it is.
-        lines: what else there is to say, one sentence each.
-        pictures: the array, and the mesh.
-    """
+    """A mesh, or an array and its mesh; `lines` has one sentence each."""
 
     title: str
     lines: tuple[str, ...]
@@ -160,13 +135,7 @@ class GridScene:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shade:
-    """One spec and its colour.
-
-    Attributes:
-        text: the spec, in words.
-        colour: number of its colour; from `COLOURS` on they come again, with a pattern.
-        bytes_per_device: of all leaves with this spec, in bytes of one device.
-    """
+    """One spec, its colour, and the bytes per device of all leaves with it."""
 
     text: str
     colour: int
@@ -178,17 +147,12 @@ class Kind:
     """Leaves that differ in their paths alone.
 
     Attributes:
-        shape: global shape, as text.
-        dtype: dtype, as text.
         shade: position of the spec in the list of shades.
-        rule: what decided, as in the report.
+        rule: the rule or reason, as in the report.
         shard: shape of one device's part, as text.
-        total_bytes: bytes of the global array.
-        bytes_per_device: bytes of one device's part.
-        mark: `"unmatched"`, `"fallback"` or nothing.
         outline: the array and one device's part of it, in points: width and height,
             then those of the part; of the last two dims. Empty for a scalar.
-        explain: what `Resolution.explain` says, in pieces. A number stands for the
+        explain: the text of `Resolution.explain`, in pieces. A number stands for the
             path of the leaf: 0 for all of it, n for its last n parts, -n for its
             first n.
     """
@@ -215,8 +179,7 @@ class Forest:
         kinds: position of the kind of each leaf; -1 for a module.
         counts: how many modules a node stands for, within its parent: 1, unless
             repeated layers were folded into one.
-        wide: rectangles on a wide canvas, four numbers per node: left, top, right,
-            bottom, of `UNIT`.
+        wide: rectangles on a wide canvas: left, top, right, bottom of each node.
         tall: rectangles on a tall canvas.
     """
 
@@ -232,14 +195,8 @@ class Forest:
 class View:
     """The leaves of one role.
 
-    Attributes:
-        title: the role, in words.
-        leaves: number of leaves.
-        total_bytes: bytes of the global arrays.
-        bytes_per_device: bytes of one device.
-        replicated_bytes: bytes of the leaves that every device holds in full.
-        folded: repeated layers folded into one.
-        flat: every leaf by itself; None where nothing was folded.
+    `folded` has repeated layers folded into one; `flat` has every leaf, None if that is
+    the same. `replicated_bytes` are those of leaves that every device holds in full.
     """
 
     title: str
@@ -253,12 +210,10 @@ class View:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bar:
-    """Bytes per device of one module.
+    """Bytes per device of one module; `*` in its label stands for the index of a layer.
 
-    Attributes:
-        label: path of the module; `*` stands for the index of a layer.
-        parts: position of a shade and bytes per device, in the order of the shades.
-        before: the same of the Resolution that this one is compared with.
+    `parts` are positions of shades with bytes, and `before` those of the Resolution
+    that it is compared with.
     """
 
     label: str
@@ -270,14 +225,7 @@ class Bar:
 class BarScene:
     """Bytes per device by module, of one Resolution or of two.
 
-    Attributes:
-        title: what it is.
-        lines: what else there is to say.
-        shades: the specs in it.
-        bars: the largest first.
-        names: what `parts` and `before` are called; one name, or two.
-        total: bytes per device of all of it.
-        total_before: the same before; None where nothing is compared.
+    Bars are sorted, the largest first. `names` are those of `parts` and `before`.
     """
 
     title: str
@@ -301,11 +249,9 @@ class ModelScene:
     """A whole model: every leaf, and how much of each device it takes.
 
     Attributes:
-        title: what it is.
-        mesh: the mesh, as text; empty for none.
-        devices: number of devices; 0 without a mesh.
-        shades: the specs in it, by bytes per device, the largest first.
-        kinds: what leaves have in common.
+        mesh: as text; empty for none.
+        devices: their number; 0 without a mesh.
+        shades: by bytes per device, the largest first.
         views: one per role that has leaves.
         remarks: unused rules, unmatched leaves, fallbacks: one line each.
         bars: the same by module, for renderers without room for a tree-map.

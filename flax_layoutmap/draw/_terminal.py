@@ -19,7 +19,7 @@ from flax_layoutmap.draw._scene import (
     fill,
 )
 
-# Without a terminal, lines are so long at most.
+# The longest line without a terminal.
 WIDTH = 80
 
 _BETWEEN = 4  # columns between two grids
@@ -48,7 +48,7 @@ def lines(scene: Scene, width: int) -> Iterator[Text]:
 
 
 def _grids(scene: GridScene, width: int) -> Iterator[Text]:
-    """All grids side by side, where there is room; else each picture by itself."""
+    """All grids side by side, if they fit; else each picture by itself."""
     pictures = [
         [
             _block(picture, grid, width, "" if at else picture.title)
@@ -129,7 +129,7 @@ def _block(picture: Picture, grid: Grid, width: int, title: str) -> list[Text]:
 
 
 def _columns(count: int, room: int) -> list[int | None]:
-    """Which columns there is room for; None for those that are left out."""
+    """The columns that fit; None for those that are left out."""
     if count <= max(1, room):
         return list(range(count))
     # The gap takes less room than a column, but some.
@@ -165,7 +165,7 @@ def _bars(scene: BarScene, width: int) -> Iterator[Text]:
 def _bar(
     parts: Sequence[tuple[int, int]], shades: Sequence[Shade], largest: int, room: int
 ) -> Text:
-    """A bar: the ends of its parts are rounded, so that lengths add up."""
+    """A bar; the ends of its parts are rounded, so that lengths add up."""
     bar, done = Text(), 0
     for shade, size in parts:
         done += size

@@ -3,7 +3,7 @@
 from flax_layoutmap._core.topologies import Generation as Generation
 from flax_layoutmap._core.topologies import Topology as Topology
 from flax_layoutmap._core.topologies import topology as topology
-from flax_layoutmap.pod._compile import compile as compile
+from flax_layoutmap.pod._plan import compile as compile
 from flax_layoutmap.pod._plan import plan as plan
 from flax_layoutmap.pod._records import Collective as Collective
 from flax_layoutmap.pod._records import Drift as Drift

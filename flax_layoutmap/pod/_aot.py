@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,29 +60,23 @@ _LEAST_SPACE = 64 * 1024
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """What the child found.
+    """The answer of the child."""
 
-    Attributes:
-        text: the program after all optimisations; None where it does not fit.
-        memory: bytes on one device, by kind: `"arguments"`, `"temporary"`, and `"peak"`
-            of a finished executable; `"allocated"` where the compiler was ended early.
-        too_large: bytes that it needs and bytes there are, where it does not fit.
-        slice_of: slice of each place of the mesh, row by row; empty where the compiler
-            did not come so far.
-        rematerialised: name and type of what the compiler makes whole on every device
-            to change its sharding, because it knows no better way.
-        warnings: what the user should know.
-    """
-
+    # The partitioned or final program; None if it does not fit.
     text: str | None
+    # Bytes on one device: "arguments", "temporary", and "peak" of a finished executable
+    # or "allocated" if the compiler was ended early.
     memory: Mapping[str, int]
+    # Bytes needed and available, if the program does not fit.
     too_large: tuple[int, int] | None
+    # The slice of each place of the mesh, row by row.
     slice_of: tuple[int, ...]
+    # Name and type of each array that is gathered in full to change its sharding.
     rematerialised: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
 
 
-# Waits for a child, and returns its result.
+# Waits for a child and returns its answer.
 Answer = Callable[[], Compiled]
 
 
@@ -90,11 +84,8 @@ Answer = Callable[[], Compiled]
 class Code:
     """A lowered program, for another process with the same jaxlib.
 
-    Attributes:
-        bytecode: its module.
-        free_arguments: of each argument, whether it has no sharding of its own.
-        free_results: of each result.
-        has_manual: whether there is a shard_map in it.
+    `free_arguments` and `free_results` are those without a sharding, which XLA chooses;
+    `has_manual` says whether there is a shard_map.
     """
 
     bytecode: bytes
@@ -106,27 +97,15 @@ class Code:
 def compile_for(
     code: Code,
     topology: Topology,
-    sizes: Sequence[int],
+    sizes: Mapping[str, int],
     *,
     timeout: float,
     options: Mapping[str, Any] | None = None,
     exact_memory: bool = False,
 ) -> Compiled:
-    """Compile a lowered module for a topology, in a child process.
+    """Compile a module, lowered for a mesh of these sizes, in a child process.
 
-    Args:
-        code: the module, lowered for a mesh of these sizes.
-        topology: the slices.
-        sizes: sizes of the mesh axes; the first ones go over the slices.
-        timeout: seconds after which the child is ended; waiting for another compile
-            on this machine is part of it.
-        options: options of the XLA compiler.
-        exact_memory: finish the executable, for its own figures of memory.
-
-    Raises:
-        LayoutError: libtpu is missing, or the child died, hung or failed; or the
-            options set `xla_dump_to`.
-        MeshError: the mesh does not fill the slices.
+    The timeout, in seconds, includes waiting for another compile on this machine.
     """
     if "xla_dump_to" in (options or {}):
         raise LayoutError(
@@ -135,10 +114,10 @@ def compile_for(
         )
     within, between = split_over_slices(sizes, topology)
     warning = check_libtpu()
-    name, told = topology.compiler_arguments()
+    name, arguments = topology.compiler_arguments()
     request = {
         "topology": name,
-        "options": told,
+        "options": arguments,
         "within": within,
         "between": between,
         "compiler_options": dict(options or {}),
@@ -153,20 +132,9 @@ def compile_for(
 def partition_for(
     code: Code, devices: int, *, timeout: float
 ) -> contextlib.AbstractContextManager[Answer]:
-    """Partition a lowered module by the CPU client of jaxlib, in a child process.
+    """Partition a module by the CPU client of jaxlib, in a child process.
 
-    The child runs while the context is open, and is ended with it.
-
-    Args:
-        code: the module, lowered for a mesh of so many devices.
-        devices: how many.
-        timeout: seconds after which the child is ended.
-
-    Returns:
-        A context that gives what waits for the answer.
-
-    Raises:
-        LayoutError: the child died, hung or failed.
+    The child runs while the context is open.
     """
     partitioner = _Child("XLA's partitioner", f"{devices:,} devices", timeout)
     request = {"topology": None, "devices": devices}
@@ -175,33 +143,19 @@ def partition_for(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Child:
-    """A child process for one program.
+    """A child process for one program."""
 
-    Attributes:
-        who: what runs in it.
-        where: what it makes the program for.
-        timeout: seconds that it has.
-        warning: what may be the matter if it fails.
-        alone: whether others of this user on this machine wait for it.
-    """
-
-    who: str
-    where: str
-    timeout: float
-    warning: str | None = None
-    alone: bool = False
+    who: str  # "the compiler" or "XLA's partitioner"
+    where: str  # the topology, or the number of devices
+    timeout: float  # seconds
+    warning: str | None = None  # of another libtpu than the pinned one
+    alone: bool = False  # whether one runs at a time on this machine
 
     @contextlib.contextmanager
     def run(
         self, request: Mapping[str, Any], code: Code, ends: float
     ) -> Iterator[Answer]:
-        """Run the process while the context is open.
-
-        Args:
-            request: what it reads from `request.json`.
-            code: the program.
-            ends: when it is ended, by the monotonic clock.
-        """
+        """Run the process while the context is open, until `ends`, a monotonic time."""
         own = {
             "free_arguments": code.free_arguments,
             "free_results": code.free_results,
@@ -225,13 +179,13 @@ class _Child:
                 f"{self.who} cannot work in the temporary folder: {error}; {_ROOM}"
             ) from error
 
-    def answer_of(self, folder: Path, code: int | None, said: str) -> Compiled:
-        """What a child that ended has found; raises where it found nothing."""
+    def answer_of(self, folder: Path, code: int | None, log: str) -> Compiled:
+        """The answer of a child that ended."""
         result = folder / "result.json"
         if not result.is_file():
             if shutil.disk_usage(folder).free < _LEAST_SPACE:
-                said += "\nNo space left on device"
-            raise LayoutError(self.how_it_ended(code, said))
+                log += "\nNo space left on device"
+            raise LayoutError(self.how_it_ended(code, log))
         answer = json.loads(result.read_text(encoding="utf-8"))
         error = answer.get("error")
         too_large = _too_large(error or "")
@@ -251,11 +205,11 @@ class _Child:
             memory=answer.get("memory", {}),
             too_large=too_large,
             slice_of=tuple(answer.get("slice_of", ())),
-            rematerialised=tuple(rematerialised(said)),
+            rematerialised=tuple(rematerialised(log)),
             warnings=tuple(notes),
         )
 
-    def how_it_ended(self, code: int | None, said: str) -> str:
+    def how_it_ended(self, code: int | None, log: str) -> str:
         who, where = self.who, self.where
         if code is None:
             text = (
@@ -263,7 +217,7 @@ class _Child:
                 "was ended; pass a larger timeout. A model whose layers are unrolled "
                 "takes 2 to 4 times as long as a scan over them"
             )
-        elif _NO_SPACE.search(said):
+        elif _NO_SPACE.search(log):
             text = f"{who} found no space on the disk; {_ROOM}"
         elif code < 0:
             name = signal.Signals(-code).name
@@ -272,7 +226,7 @@ class _Child:
                 text += " (out of memory, if nobody killed it)"
         else:
             text = f"{who} ended for {where}, with exit code {code}"
-        return _with_last_lines(text, said, self.warning)
+        return _with_last_lines(text, log, self.warning)
 
     def why_it_failed(self, error: str, stage: str) -> str:
         texts = {
@@ -288,38 +242,28 @@ class _Child:
 
 
 def split_over_slices(
-    sizes: Sequence[int], topology: Topology
+    sizes: Mapping[str, int], topology: Topology
 ) -> tuple[list[int], list[int]]:
-    """Sizes of the mesh axes inside one slice, and over the slices.
-
-    Raises:
-        MeshError: the mesh does not fill the topology, or its first axes do not go
-            over whole slices.
-    """
-    count = math.prod(sizes)
-    grid = "×".join(map(str, sizes))
+    """Sizes of the mesh axes inside one slice, and over the slices."""
+    count = math.prod(sizes.values())
+    line = ",".join(f"{name}={size}" for name, size in sizes.items())
     if count != topology.devices:
         raise MeshError(
-            f"the mesh {grid} has {count:,} devices, and {topology} has "
-            f"{topology.devices:,}; change a size, let one be -1, or take another "
-            "topology"
+            f"the mesh {line} has {count:,} devices, and {topology} has "
+            f"{topology.devices:,}; change a size, or write -1 for one of them"
         )
-    between = over_slices(sizes, topology.slices)
+    between = over_slices(tuple(sizes.values()), topology.slices)
     if between is None:
         raise MeshError(
-            f"the mesh {grid} does not lie on {topology}: the first axes go over the "
+            f"the mesh {line} does not lie on {topology}: the first axes go over the "
             f"{topology.slices} slices; put an axis of size {topology.slices} first"
         )
-    within = [size // part for size, part in zip(sizes, between, strict=True)]
+    within = [size // part for size, part in zip(sizes.values(), between, strict=True)]
     return within, between
 
 
 def check_libtpu() -> str | None:
-    """Whether there is a TPU library; a warning where it is not the one JAX pins.
-
-    Raises:
-        LayoutError: there is none.
-    """
+    """Require a TPU library; return a warning if it is not the one that JAX pins."""
     pinned = wanted_libtpu()
     if os.environ.get("TPU_LIBRARY_PATH"):
         if not Path(os.environ["TPU_LIBRARY_PATH"]).is_file():
@@ -356,13 +300,10 @@ def wanted_libtpu() -> str | None:
 
 @contextlib.contextmanager
 def only_one(ends: float, timeout: float) -> Iterator[None]:
-    """Keep other compiles of this user on this machine waiting.
+    """Hold the lock for compiles of this user on this machine.
 
-    One takes 1 to 11 GB and both of two cores. The lock is given back by the system
-    when a process ends, however it ends.
-
-    Raises:
-        LayoutError: the other one takes too long.
+    A compile takes 1 to 11 GB and all cores. The system releases the lock when a
+    process ends, however it ends.
     """
     import fcntl
 
@@ -403,13 +344,13 @@ def _environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the child, and end it with the context."""
-    with (folder / "stderr.txt").open("wb") as said:
+    """Run the child while the context is open."""
+    with (folder / "stderr.txt").open("wb") as log:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), str(folder)],
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=log,
+            stderr=log,
             # libtpu writes logs even if disabled: they are removed with the folder.
             env=_environment() | {"TMPDIR": str(folder)},
             start_new_session=True,
@@ -423,7 +364,7 @@ def _running(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def _end_of(
     child: "subprocess.Popen[bytes]", folder: Path, ends: float
 ) -> tuple[int | None, str]:
-    """The exit code of the child (None: it was ended here) and what it said."""
+    """The exit code of the child (None if it was killed here) and its stderr."""
     try:
         code = child.wait(max(0.0, ends - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -433,17 +374,17 @@ def _end_of(
 
 
 def _kill(child: "subprocess.Popen[bytes]") -> None:
-    """End a child that is still there, and what it has started."""
+    """Kill a child that still runs, and the processes that it started."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
 
 
-def rematerialised(said: str) -> list[tuple[str, str]]:
-    """The reshards that, by the compiler's log, go through the whole array."""
+def rematerialised(log: str) -> list[tuple[str, str]]:
+    """Name and type of the arrays that are gathered in full, by the compiler's log."""
     found: dict[tuple[str, str], None] = {}
-    for line in said.splitlines():
+    for line in log.splitlines():
         warned = _REMATERIALISED.search(line)
         if warned:
             name = re.search(r'op_name="([^"]*)"', warned[1])
@@ -463,12 +404,12 @@ def _too_large(error: str) -> tuple[int, int] | None:
     return None
 
 
-def _with_last_lines(text: str, said: str, warning: str | None) -> str:
-    lines = [line for line in said.splitlines() if line.strip()]
+def _with_last_lines(text: str, log: str, warning: str | None) -> str:
+    lines = [line for line in log.splitlines() if line.strip()]
     fatal = [
         line for line in lines if re.match(r"(F\d{4} |.*Error\b|.*Check fail)", line)
     ]
     last = (fatal or lines)[-3:]
     if warning:
         text += f". {warning}"
-    return "\n  ".join([f"{text}. Its last words:" if last else text, *last])
+    return "\n  ".join([f"{text}. Its last output:" if last else text, *last])

@@ -95,9 +95,11 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
     import numpy as np
     from jax.experimental import topologies
 
-    found = topologies.get_topology_desc(
-        request["topology"], "tpu", **_tuples(request["options"])
-    )
+    options = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in request["options"].items()
+    }
+    found = topologies.get_topology_desc(request["topology"], "tpu", **options)
     answer["stage"] = "mesh"
     devices = _grid(found.devices, request, answer)
     flat = list(np.asarray(devices, dtype=object).flat)
@@ -105,8 +107,10 @@ def _compile(folder: Path, request: dict[str, Any], answer: dict[str, Any]) -> N
     answer["stage"] = "compile"
     code = (folder / "module.mlirbc").read_bytes()
     options = request["compiler_options"] | _dump_to(folder)
-    early = None if request["exact_memory"] else _assigned
-    with _answering_early(folder, dict(answer), early):
+    early = contextlib.nullcontext()
+    if not request["exact_memory"]:
+        early = _answering_early(folder, dict(answer), _assigned)
+    with early:
         executable = _compiled(code, flat, options, request)
     answer["stage"] = "memory"
     stats = executable.get_compiled_memory_stats()
@@ -132,53 +136,42 @@ def _dump_to(folder: Path) -> dict[str, Any]:
 def _answering_early(
     folder: Path,
     answer: dict[str, Any],
-    found: Callable[[Path], dict[str, Any] | None] | None,
+    found: Callable[[Path], dict[str, Any] | None],
 ) -> Any:
-    """Answers, and ends the process, while the block is still making code.
+    """Answer and end the process as soon as `found` finds the program in the dump.
 
-    Args:
-        folder: where the answer goes.
-        answer: the answer so far.
-        found: looks into the folder of dumps: the program as `"text"`, and more for the
-            answer; None until it is there. None instead of it waits for the block.
+    It returns the program as `"text"`, with more for the answer, or None if it is not
+    there yet.
     """
     is_compiled = threading.Event()
-    given = [folder, answer, found, is_compiled]
-    early = threading.Thread(target=_answer_early, args=given, daemon=True)
-    if found is not None:
-        early.start()
+
+    def look() -> None:
+        try:
+            while True:
+                ended = is_compiled.is_set()
+                more = found(folder / "dump")
+                if more is not None:
+                    break
+                if ended:
+                    return  # this compiler writes no such file
+                is_compiled.wait(0.02)
+            _write(folder / "program.txt", more.pop("text"))
+            answer.update(more, stage="done")
+        except _FAILURES as error:
+            answer.update(stage="text", error=f"{type(error).__name__}: {error}")
+        _end(folder, answer)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         is_compiled.set()
-        if found is not None:
-            early.join()
-
-
-def _answer_early(
-    folder: Path,
-    answer: dict[str, Any],
-    found: Callable[[Path], dict[str, Any] | None],
-    is_compiled: threading.Event,
-) -> None:
-    try:
-        while True:
-            ended = is_compiled.is_set()
-            more = found(folder / "dump")
-            if more is not None:
-                break
-            if ended:
-                return  # a compiler that writes no such file
-            is_compiled.wait(0.02)
-        _write(folder / "program.txt", more.pop("text"))
-        answer |= more | {"stage": "done"}
-    except _FAILURES as error:
-        answer |= {"stage": "text", "error": f"{type(error).__name__}: {error}"}
-    _end(folder, answer)
+        thread.join()
 
 
 def _assigned(dump: Path) -> dict[str, Any] | None:
-    """The final program and its memory; None until its buffers are assigned."""
+    """The final program and its memory; None until buffers are assigned."""
     if not any(dump.glob(f"*.{_ASSIGNED}")):
         return None
     memory = allocated(_dumped(dump, _BUFFERS, "\n"))
@@ -186,7 +179,7 @@ def _assigned(dump: Path) -> dict[str, Any] | None:
 
 
 def _dumped(dump: Path, name: str, end: str) -> str:
-    """A text of the compiler, which does not say when a disk has no space for it."""
+    """A text of the compiler, which does not report a full disk."""
     (path,) = dump.glob(f"*.{name}")
     text = path.read_text(encoding="utf-8")
     if not text.endswith(end):
@@ -210,14 +203,14 @@ def allocated(buffers: str) -> dict[str, int]:
 
 
 def _end(folder: Path, answer: dict[str, Any]) -> None:
-    """Write the answer; the library's own threads are not waited for."""
+    """Write the answer, and exit without waiting for the library's threads."""
     _write(folder / "result.json", json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)
 
 
 def _end_with_the_parent(folder: Path) -> None:
-    """End this process when the one that waits for it is gone."""
+    """Exit when the parent process is gone."""
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(0.5)
@@ -225,15 +218,8 @@ def _end_with_the_parent(folder: Path) -> None:
     os._exit(1)
 
 
-def _tuples(options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in options.items()
-    }
-
-
 def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
-    """The devices in the order of the mesh, neighbours on the links where it goes."""
+    """The devices in the order of the mesh, along the links if JAX finds such one."""
     import numpy as np
     from jax.experimental import mesh_utils
 
@@ -248,7 +234,7 @@ def _grid(devices: Any, request: dict[str, Any], answer: dict[str, Any]) -> Any:
             shape, devices, allow_split_physical_axes=True
         )
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        # Which devices are neighbours changes the cost, and no collective's axes.
+        # The order changes the cost of collectives, but not their axes.
         answer["mesh_note"] = f"{type(error).__name__}: {error}"
         return np.array(list(devices), dtype=object).reshape(shape)
 
@@ -276,7 +262,7 @@ def _compiled(
 def _options(ids: Any, options: dict[str, Any], own: dict[str, Any]) -> Any:
     """Options for one program on devices with these ids, of shape [1, devices].
 
-    Of the arguments and results, `own` says which have no sharding of their own.
+    `own` has which arguments and results have no sharding.
     """
     from jaxlib import xla_client
 
@@ -296,7 +282,7 @@ def _options(ids: Any, options: dict[str, Any], own: dict[str, Any]) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file that is whole or not there."""
+    """Write a file atomically."""
     part = path.with_suffix(".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

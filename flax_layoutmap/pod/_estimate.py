@@ -2,36 +2,41 @@
 
 import dataclasses
 import functools
+import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AxisType
 
+from flax_layoutmap._core.axes import dim_axes
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._resolve.resolve import rule_set_of
+from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap.pod._findings import listing, warnings_of
+from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap.pod._hlo import wire_bytes
-from flax_layoutmap.pod._links import seconds_bound
 from flax_layoutmap.pod._lowered import Lowered
-from flax_layoutmap.pod._memory import hosts_of, memory_of
 from flax_layoutmap.pod._mlir import (
+    Attributes,
     Dims,
     bytes_of,
     dtype_name,
+    functions,
+    mesh_of,
     operation_name,
     parts,
     source_line,
     spec_text,
 )
 from flax_layoutmap.pod._passes import Prepared, Specs
+from flax_layoutmap.pod._placement import hosts_of, memory_of, placed, seconds_bound
 from flax_layoutmap.pod._records import Collective, Drift, Reshard
 from flax_layoutmap.pod._report import PodReport
 from flax_layoutmap.pod._shardy import Found, LaidOut, read
-from flax_layoutmap.pod._tpu_sums import within_and_between
+from flax_layoutmap.pod._tpu import within_and_between
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Planner:
             )
         given = given.on(self.mesh)
         specs = self.lowered.specs_under(given)
-        # What in_shardings said instead of the first rules is of no matter now.
+        # in_shardings that differ from the first rules do not count for these.
         lowered = dataclasses.replace(self.lowered, wanted={})
         other = dataclasses.replace(self, lowered=lowered)
         return other.estimate(start, specs, tuple(_traced_before(self.rules, given)))
@@ -112,17 +117,17 @@ class Planner:
             },
             warnings=(
                 *notes,
-                *warnings_of(found, self.lowered, self.mesh, self.topology),
+                *_warnings_of(found, self.lowered, self.mesh, self.topology),
             ),
             took_seconds=time.perf_counter() - start,
             replan=self.with_layout,
-            values=functools.partial(listing, module),
+            values=functools.partial(_listing, module),
             paths=tuple(leaf.path for leaf in leaves),
         )
 
 
 def _traced_before(first: RuleSet | None, given: RuleSet) -> Iterator[str]:
-    """Check other rules against what was traced with the first ones."""
+    """Warn if other rules differ in sections that the program was traced with."""
     for section in ("activations", "names"):
         before = () if first is None else getattr(first, section)
         if getattr(given, section) != before:
@@ -136,7 +141,7 @@ def _traced_before(first: RuleSet | None, given: RuleSet) -> Iterator[str]:
 def _record(
     one: Found, lowered: Lowered, sizes: Mapping[str, int], topology: Topology | None
 ) -> Iterator[Collective]:
-    """A collective; several, where it goes within slices and between them."""
+    """The record of a collective, or those within slices and between them."""
     size = bytes_of(one.shape, one.element)
     whole = Collective(
         kind=one.kind,
@@ -155,7 +160,7 @@ def _record(
 
 
 def _reshards(found: LaidOut, lowered: Lowered) -> tuple[Reshard, ...]:
-    """What changes its sharding, without parameters that are gathered to be used."""
+    """Values that change their sharding, but for parameters gathered for use."""
     records = []
     for move in found.moves:
         leaf = move.leaf
@@ -197,5 +202,147 @@ def _drift(found: LaidOut, lowered: Lowered) -> tuple[Drift, ...]:
 
 
 def _plain(dims: Dims) -> Dims:
-    """Without axes of a single device, which are of no consequence."""
+    """Without axes of a single device."""
     return tuple(tuple(axis for axis in axes if axis[1] > 1) for axes in dims)
+
+
+# Arrays in a closure below this are tables of constants.
+_CLOSED_OVER = 1 << 20
+# Unrolled layers from which on a scan compiles much faster.
+_DEEP = 12
+# State below this is not worth donating.
+_UNDONATED = 1 << 20
+
+# `layers/3/`, `layers_3/` and `Dense_3/` of Linen, `block3/`; `weights/3` of a list.
+_INDEX = re.compile(r"(?<=[A-Za-z_./-])\d+(?=/|$)")
+
+
+def _warnings_of(
+    found: LaidOut, lowered: Lowered, mesh: DeviceMesh, topology: Topology | None
+) -> Iterator[str]:
+    """The warnings of the report."""
+    yield from lowered.notes
+    if topology is not None:
+        trouble = placed(mesh.axis_names, mesh.shape, topology).trouble
+        if trouble:
+            yield trouble
+    yield from _unsharded(found, mesh)
+    yield from _overruled(found, lowered, mesh)
+    yield from _closed_over(lowered)
+    yield from _undonated(found, lowered)
+    for what in found.more_flops:
+        yield f"matrix products that are not all counted: {what}"
+    if found.branching:
+        count = found.branching
+        which = "a conditional" if count == 1 else f"{count} conditionals"
+        yield f"each device takes one branch of {which}; all branches are counted"
+    layers = _layers(found, lowered)
+    if layers > _DEEP:
+        yield (
+            f"{layers} unrolled layers in the program, "
+            f"{found.operations} operations: with nnx.scan the compiler takes a half "
+            "to a quarter of the time, and a fifth of the memory"
+        )
+
+
+def _unsharded(found: LaidOut, mesh: DeviceMesh) -> Iterator[str]:
+    values = found.arguments
+    if mesh.size == 1 or not values or found.collectives:
+        return
+    if not any(parts(axes) > 1 for value in values for axes in value.dims):
+        yield (
+            f"no argument is sharded over {mesh}, so that every device does the whole "
+            "step; pass layout_map=layout_map, or arguments with shardings"
+        )
+
+
+def _overruled(found: LaidOut, lowered: Lowered, mesh: DeviceMesh) -> Iterator[str]:
+    """Arguments whose in_shardings of jax.jit differ from the rules."""
+    gone = []
+    for at, spec in lowered.wanted.items():
+        value = found.arguments[at]
+        entries = [dim_axes(entry) for entry in spec]
+        entries += [()] * (len(value.dims) - len(entries))
+        wanted = [
+            [a for a in axes if mesh.axis_sizes.get(a, 1) > 1] for axes in entries
+        ]
+        own = [[name for name, size in axes if size > 1] for axes in value.dims]
+        if own != wanted:
+            where = lowered.leaves[at].path, spec_text(value.dims), show_spec(spec)
+            gone.append(where)
+    if gone:
+        path, own, spec = gone[0]
+        yield (
+            f"{lowered.name} has in_shardings of its own, which count here and not the "
+            f"rules: {_leaves(gone)}, such as {path}, which is {own}, and {spec} by "
+            "the rules; a call would refuse arrays with the shardings of the rules"
+        )
+
+
+def _closed_over(lowered: Lowered) -> Iterator[str]:
+    large = [one for one in lowered.constants if one[1] >= _CLOSED_OVER]
+    if large:
+        shapes = ", ".join(show_shape(shape) for shape, _ in large[:4])
+        size = human_bytes(sum(size for _, size in large))
+        arrays = "1 array" if len(large) == 1 else f"{len(large)} arrays"
+        yield (
+            f"{lowered.name} closes over {arrays} ({shapes}; {size}): constants of the "
+            "program, which every device holds in full; pass them as arguments"
+        )
+
+
+def _undonated(found: LaidOut, lowered: Lowered) -> Iterator[str]:
+    kept = [
+        at
+        for at in lowered.updates.values()
+        if not lowered.leaves[at].is_donated and lowered.leaves[at].role != "data"
+    ]
+    size = sum(found.arguments[at].local_bytes for at in kept)
+    if size >= _UNDONATED:
+        yield (
+            f"{_leaves(kept)} of state, such as {lowered.leaves[kept[0]].path}, "
+            f"{'is' if len(kept) == 1 else 'are'} not donated: old and new are held at "
+            f"the same time, {human_bytes(size)} more per device; use donate_argnames"
+        )
+
+
+def _leaves(some: Sequence[object]) -> str:
+    return "1 leaf" if len(some) == 1 else f"{len(some)} leaves"
+
+
+def _layers(found: LaidOut, lowered: Lowered) -> int:
+    """The number of equal layers, by the indices in the paths of parameters."""
+    indices: dict[Any, set[str]] = {}
+    for leaf, value in zip(lowered.leaves, found.arguments, strict=True):
+        if leaf.role == "parameter":
+            for index in _INDEX.finditer(leaf.path):
+                place = leaf.path[: index.start()] + leaf.path[index.end() :]
+                indices.setdefault((place, value.shape), set()).add(index[0])
+    return max(map(len, indices.values()), default=0)
+
+
+def _listing(module: Any, pattern: str) -> list[tuple[str, str, str]]:
+    """Operation and source, type and spec of each value; equal ones once."""
+    attributes = Attributes(mesh_of(module)[1])
+    found: dict[tuple[str, str, str], None] = {}
+    for op in _operations(functions(module).values()):
+        location = attributes.location(op)
+        name = operation_name(location) or op.name.rpartition(".")[2]
+        text = f"{name} {source_line(location) or ''}".strip()
+        if re.search(pattern, text):
+            for result, dims in zip(op.results, attributes.per_value(op), strict=False):
+                shape, element = attributes.type_of(result)
+                sizes = ",".join(map(str, shape))
+                kind = f"{dtype_name(element)}[{sizes}]"
+                found[text, kind, spec_text(dims)] = None
+    return list(found)
+
+
+def _operations(ops: Iterable[Any]) -> Iterator[Any]:
+    """All operations in the regions of some, in order, each before those in it."""
+    for outer in ops:
+        for region in outer.operation.regions:
+            for block in region.blocks:
+                for op in block.operations:
+                    yield op.operation
+                    yield from _operations([op])

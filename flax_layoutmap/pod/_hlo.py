@@ -13,8 +13,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from flax_layoutmap.pod._hlo_groups import Grid, groups_of, pairs_of
-from flax_layoutmap.pod._hlo_loops import trips
-from flax_layoutmap.pod._hlo_source import Sources
 from flax_layoutmap.pod._hlo_text import (
     Array,
     Instruction,
@@ -30,7 +28,7 @@ from flax_layoutmap.pod._hlo_text import (
     rendezvous,
     split,
 )
-from flax_layoutmap.pod._hlo_values import Call
+from flax_layoutmap.pod._hlo_values import Call, Sources, trips
 from flax_layoutmap.pod._records import Collective, Kind
 
 _KINDS: dict[str, Kind] = {
@@ -43,7 +41,7 @@ _KINDS: dict[str, Kind] = {
     "ragged-all-to-all": "all-to-all",
     "collective-permute": "collective-permute",
 }
-# What goes between slices, by the name that the runtime has for it.
+# Transfers between slices, by the runtime's name.
 _BETWEEN_SLICES: dict[str, Kind] = {
     "ALL_REDUCE": "all-reduce",
     "ALL_GATHER": "all-gather",
@@ -60,22 +58,18 @@ _TRANSFER = re.compile(_ATTRIBUTE.format("_xla_megascale_transfer_type"))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What a compiled program communicates.
+    """The communication of a compiled program."""
 
-    Attributes:
-        collectives: one record for each operation and place that it is called from;
-            one for each leaf where an operation was made of those of several.
-        unrecognised: what was seen and not read, as text; each is one line of the
-            program or one loop whose length is not known.
-        repeated: lines that belong to an operation that another line stands for.
-        idle: lines that move nothing: each device is alone in its group.
-        notes: what the counts leave open.
-    """
-
+    # One for each operation and call of its computation; several if it was merged from
+    # operations of several leaves.
     collectives: tuple[Collective, ...]
+    # Lines that could not be read, and loops of unknown length.
     unrecognised: tuple[str, ...]
+    # Lines that repeat an operation of another line.
     repeated: int
+    # Lines that move nothing, as each device is alone in its group.
     idle: int
+    # Warnings about the counts.
     notes: tuple[str, ...]
 
 
@@ -97,11 +91,11 @@ def read_program(
         names: names of the mesh axes.
         sizes: their sizes.
         slice_of: slice of each place of the mesh, row by row; empty for one slice.
-        paths: path of the leaf that each argument of the program is, in order.
-        results: position of a result → path of the leaf that it becomes: what is summed
-            for it gets this path. The first ones come first.
+        paths: path of each argument of the program.
+        results: position of a result → path of the leaf that it updates, which the sums
+            that it is computed from get; of several results the first counts.
         parameters: positions of the arguments that are parameters.
-        new_parameters: those of the results, which are among the first.
+        new_parameters: positions of the results that are.
     """
     sizes, slices = tuple(sizes), tuple(slice_of)
     module = split(program) if isinstance(program, str) else program
@@ -117,7 +111,7 @@ def read_program(
 
 @dataclasses.dataclass(slots=True)
 class _Found:
-    """A line that was reached: how often it runs, and what it is."""
+    """A line that communicates, in one call of its computation."""
 
     line: Line
     instruction: Instruction
@@ -131,7 +125,7 @@ class _Reader:
         self.module = module
         self.grid = grid
         self.sources_of = sources
-        self.seen: dict[int, Line] = {}
+        self.seen: set[int] = set()
         self.found: list[_Found] = []
         self.trouble: dict[int, str] = {}
         self.loops: dict[str, None] = {}
@@ -149,7 +143,7 @@ class _Reader:
             repeated += len({found.line.number for found in group}) - 1
             collectives += self.collective(best)
         for line in self.unreached():
-            self.seen[line.number] = line
+            self.seen.add(line.number)
             self.trouble[line.number] = f"not reached: {_short(line.text)}"
         unread = (*self.loops, *(self.trouble[at] for at in sorted(self.trouble)))
         return Program(tuple(collectives), unread, repeated, self.idle, self.notes())
@@ -167,7 +161,7 @@ class _Reader:
         above: tuple[str, ...],
         calls: tuple[Call, ...],
     ) -> None:
-        """Follow everything that a computation calls."""
+        """Visit a computation and those that it calls."""
         if computation in above:
             self.loops[f"{computation} calls itself; its inner calls are left out"] = (
                 None
@@ -177,11 +171,11 @@ class _Reader:
         for line in self.active[computation]:
             instruction = read_alone(line)
             if instruction is None:
-                self.seen[line.number] = line
+                self.seen.add(line.number)
                 self.trouble[line.number] = f"cannot be read: {_short(line.text)}"
                 continue
             if communicates(line.text, instruction):
-                self.seen[line.number] = line
+                self.seen.add(line.number)
                 self.visit(_Found(line, instruction, computation, executions, calls))
             times = executions
             if instruction.opcode == "while":
@@ -247,7 +241,7 @@ class _Reader:
                     yield line
 
     def collective(self, found: _Found) -> list[Collective]:
-        """The records of one operation; a reason is kept where it has none."""
+        """The records of one operation; else the reason is in `trouble`."""
         if found.instruction.opcode == "send":
             made = self.between_slices(found)
         else:
@@ -307,7 +301,7 @@ class _Reader:
         members: int,
         over_dcn: bool,
     ) -> list[Collective]:
-        """One record for each leaf that the operation moves, most often one."""
+        """One record for each leaf that the operation moves, usually one."""
         own = found.instruction
         paths, source = self.sources_of(found.home, own, found.calls)
         parts = {paths[0]: arrays}
@@ -343,7 +337,7 @@ class _Reader:
 
 
 def wire_bytes(kind: Kind, size: int, members: int) -> int:
-    """What one device sends, on a ring: `size` as `Collective.bytes` says."""
+    """Bytes that one device sends on a ring; `size` is `Collective.bytes`."""
     if kind == "collective-permute" or members < 1:
         return size
     if kind == "all-reduce":
@@ -352,7 +346,7 @@ def wire_bytes(kind: Kind, size: int, members: int) -> int:
 
 
 def members_of(one: Collective, sizes: Mapping[str, int]) -> int | None:
-    """How many devices a collective is over: all along its axes, or fewer."""
+    """The size of a collective's groups: all devices along its axes, or fewer."""
     every = math.prod(sizes[name] for name in one.axes)
     for parts in range(1, every + 1):
         sent = wire_bytes(one.kind, one.bytes, every // parts)
@@ -362,10 +356,10 @@ def members_of(one: Collective, sizes: Mapping[str, int]) -> int | None:
 
 
 def _operations(found: Iterable[_Found]) -> Iterable[list[_Found]]:
-    """Lines that are one operation, together.
+    """Group the lines of one operation.
 
-    A gather that runs beside other work is written into each of the fusions that it
-    runs beside, with one chain of its own. All else is an operation by itself.
+    An asynchronous gather is in each of the fusions that it overlaps with, with one
+    chain id. Any other line is an operation by itself.
     """
     groups: dict[tuple[object, ...], list[_Found]] = collections.defaultdict(list)
     for at, one in enumerate(found):
@@ -379,7 +373,7 @@ def _operations(found: Iterable[_Found]) -> Iterable[list[_Found]]:
 
 
 def _payload(kind: Kind, instruction: Instruction) -> list[Array]:
-    """What a collective moves: its result, less the context of what is only started."""
+    """The result of a collective, without the context of an asynchronous start."""
     parts: Type = instruction.type
     starts = instruction.opcode.endswith("-start")
     if starts and kind != "all-reduce" and isinstance(parts, tuple):

@@ -1,8 +1,8 @@
 """Replica groups of a compiled program, as axes of the mesh.
 
-`replica_groups` comes in four spellings: lists, an iota with a transposition, a mesh
-with anonymous axes, and such a mesh over other device ids. All become lists of places
-in the mesh first; the axes are those along which the places of a group differ.
+`replica_groups` has four forms: lists, an iota with a transposition, a mesh with
+anonymous axes, and such a mesh over other device ids. All are parsed to lists of places
+in the mesh; the axes are those along which the places of a group differ.
 """
 
 import dataclasses
@@ -26,20 +26,12 @@ _PICKED_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The mesh as a compiled program numbers it.
-
-    Attributes:
-        names: names of the mesh axes.
-        sizes: their sizes.
-        slice_of: slice of each place of the mesh, row by row; empty for one slice.
-        partitions: ids that the program counts with. With several slices these are
-            the places of one slice alone.
-    """
+    """The mesh as a compiled program numbers it."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
-    slice_of: tuple[int, ...]
-    partitions: int
+    slice_of: tuple[int, ...]  # of each place of the mesh, row by row; () for one slice
+    partitions: int  # ids of the program: of several slices, those of one alone
 
     @property
     def slices(self) -> int:

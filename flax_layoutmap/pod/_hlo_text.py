@@ -8,20 +8,13 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-# HLO's name of a type → NumPy's name and bits of an element.
-_TYPES = {
-    "pred": ("bool", 8),
-    **{f"s{n}": (f"int{n}", n) for n in (2, 4, 8, 16, 32, 64)},
-    **{f"u{n}": (f"uint{n}", n) for n in (2, 4, 8, 16, 32, 64)},
-    "bf16": ("bfloat16", 16),
-    **{f"f{n}": (f"float{n}", n) for n in (16, 32, 64)},
-    "c64": ("complex64", 64),
-    "c128": ("complex128", 128),
-}
-_SMALL_FLOAT = re.compile(r"f(\d)e\d+m\d+\w*")
+from flax_layoutmap.pod._mlir import element_type
+
 _ARRAY = re.compile(
     r"([a-z]\w*)\[((?:<?=?[0-9]{1,18}(?:,<?=?[0-9]{1,18})*)?)\](?:\{[^{}]*\})?"
 )
@@ -62,12 +55,7 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class Line:
-    """A line of a program, parsed on first use.
-
-    Attributes:
-        number: its number in the text.
-        text: what is written there.
-    """
+    """A line of a program, parsed on first use."""
 
     number: int
     text: str
@@ -134,7 +122,7 @@ class Module:
 
     @functools.cached_property
     def sends(self) -> dict[tuple[str, str | None], Instruction]:
-        """Computation and rendezvous → what is sent there to another slice."""
+        """Computation and rendezvous → the `send` to another slice."""
         found = {}
         for computation, lines in self.computations.items():
             for line in lines:
@@ -145,14 +133,14 @@ class Module:
         return found
 
     def root(self, computation: str) -> Instruction | None:
-        """What a computation gives back."""
+        """The result of a computation."""
         for line in reversed(self.computations.get(computation, [])):
             if line.text.lstrip().startswith("ROOT "):
                 return line.instruction
         return None
 
     def parameter_number(self, computation: str, name: str) -> int | None:
-        """Which operand of its callers a parameter stands for."""
+        """The number of a parameter of a computation; None for other instructions."""
         line = self.by_name.get((computation, name))
         found = None if line is None else _PARAMETER.search(line.text)
         return int(found[1]) if found else None
@@ -168,7 +156,7 @@ def _written(one: Instruction, number: int) -> Line:
 
 
 def rendezvous(attributes: str) -> str | None:
-    """The name under which something is sent to another slice, and received there."""
+    """The name that a `send` to another slice and its `recv` share."""
     found = _RENDEZVOUS.search(attributes)
     return found[1] if found else None
 
@@ -240,7 +228,7 @@ def read_type(written: str) -> Type | None:
         return None
     if found[1] in ("token", "opaque"):
         return ()
-    known = _element(found[1])
+    known = element_type(found[1])
     if known is None:
         return None
     shape = tuple(int(size.lstrip("<=")) for size in found[2].split(",") if size)
@@ -252,13 +240,6 @@ def arrays_of(kind: Type) -> list[Array]:
     if isinstance(kind, Array):
         return [kind]
     return [array for part in kind for array in arrays_of(part)]
-
-
-def _element(name: str) -> tuple[str, int] | None:
-    small = _SMALL_FLOAT.fullmatch(name)
-    if small:
-        return f"float{name[1:].replace('e', '_e', 1)}", int(small[1])
-    return _TYPES.get(name)
 
 
 def _closing(text: str, start: int) -> int | None:
@@ -297,7 +278,7 @@ _CALLS_OUT = re.compile(
     r'reduce_?scatter|collective_?permute|ragged|remote)[^"]*"',
     re.IGNORECASE,
 )
-# Whatever its name, what has groups or pairs of devices communicates.
+# An operation with groups or pairs of devices communicates, whatever its name.
 _GROUPED = re.compile(r"\b(?:replica_groups|source_target_pairs)=")
 # What a line calls: `calls=%one`, `branch_computations={%one, %two}`.
 _REFERENCE = re.compile(r"(\w+)=(%[\w.\-]+|\{%[^{}]*\})")
@@ -366,3 +347,84 @@ def communicates(text: str, instruction: Instruction) -> bool:
         return bool(_CALLS_OUT.search(text))
     named = _COMMUNICATES.match(f" {opcode}(")
     return bool(named or _GROUPED.search(instruction.attributes))
+
+
+# ------------------------------------------------------------------ source lines
+
+_ENTRY = re.compile(r"(\w+)=(\d+)")
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+# The form of older versions, without the function.
+_OLD_LINE = re.compile(r'\bsource_file="([^"]+)" source_line=(\d+)')
+_ESCAPED = re.compile(rb"\\([\\'\"]|[0-3][0-7]{2})")
+# Frames of libraries, which are skipped.
+_LIBRARIES = re.compile(r"(?:site|dist)-packages[/\\]")
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+
+
+class Frames:
+    """The tables at the head of a program: files, functions, lines, stacks."""
+
+    def __init__(self, text: str) -> None:
+        self._files = _texts(text, "FileNames")
+        self._functions = _texts(text, "FunctionNames")
+        self._places = _fields(text, "FileLocations")
+        self._frames = _fields(text, "StackFrames")
+
+    def source(self, attributes: str) -> str | None:
+        """`"model.py:36 Attention.__call__"`: the innermost frame of the user."""
+        line = _OLD_LINE.search(attributes)
+        if line:
+            return f"{_file_name(_plain(line[1]))}:{line[2]}"
+        found = _FRAME.search(attributes)
+        at = int(found[1]) if found else 0
+        innermost: str | None = None
+        seen: set[int] = set()
+        while at in self._frames and at not in seen:
+            seen.add(at)
+            frame = self._frames[at]
+            place = self._places.get(frame.get("file_location_id", 0), {})
+            file = self._files.get(place.get("file_name_id", 0))
+            if file is not None:
+                function = self._functions.get(place.get("function_name_id", 0), "")
+                function = function.replace(".<locals>", "")  # as in a plan
+                written = (
+                    f"{_file_name(file)}:{place.get('line', 0)} {function}".rstrip()
+                )
+                innermost = innermost or written
+                if not _LIBRARIES.search(file) and not file.startswith(_OURS):
+                    return written
+            # Printed one too high: 1 means no parent.
+            at = frame.get("parent_frame_id", 1) - 1
+        return innermost
+
+
+def _file_name(path: str) -> str:
+    return re.split(r"[/\\]", path)[-1]
+
+
+def _rows(text: str, table: str) -> list[tuple[int, str]]:
+    found = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+    rows = found[1].splitlines() if found else []
+    split = [row.split(" ", 1) for row in rows]
+    return [(int(number), rest) for number, rest in split]
+
+
+def _texts(text: str, table: str) -> Mapping[int, str]:
+    return {number: _plain(rest.strip('"')) for number, rest in _rows(text, table)}
+
+
+def _plain(text: str) -> str:
+    """A text of XLA with its octal escapes decoded."""
+
+    def byte(found: re.Match[bytes]) -> bytes:
+        one = found[1]
+        return bytes([int(one, 8)]) if len(one) == 3 else one
+
+    return _ESCAPED.sub(byte, text.encode()).decode("utf-8", "replace")
+
+
+def _fields(text: str, table: str) -> Mapping[int, Mapping[str, int]]:
+    return {
+        number: {name: int(value) for name, value in _ENTRY.findall(rest)}
+        for number, rest in _rows(text, table)
+    }

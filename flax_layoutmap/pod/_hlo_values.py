@@ -1,18 +1,26 @@
 """Follow the values of a compiled program backwards, from results to arguments.
 
-A value goes through fusions, loops, branches, tuples and transfers between slices. What
-a collective moves is followed to the argument that it is a part of, or to the
-parameters that it is computed from (`origin`). What an optimizer computes element by
-element is followed from a result to the collectives that sum its gradient
-(`results_of`).
+A value goes through fusions, loops, branches, tuples and transfers between slices.
+`trips` finds the trip count of a loop; `origin` follows what a collective moves to the
+argument that it is a part of, or to the parameters that it is computed from;
+`results_of` follows a result through the elementwise operations of an optimizer to the
+collectives that sum its gradient; `Sources` names the leaf and the source line.
 """
 
 import collections
 import dataclasses
+import functools
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from flax_layoutmap.pod._hlo_text import Instruction, Module, arrays_of, rendezvous
+from flax_layoutmap.pod._hlo_text import (
+    Frames,
+    Instruction,
+    Line,
+    Module,
+    arrays_of,
+    rendezvous,
+)
 
 # The place of a call: the computation that it is in, and the calling instruction.
 Call = tuple[str, Instruction]
@@ -21,25 +29,23 @@ _COLLECTIVE = re.compile(
     r"(all-reduce(?:-scatter)?|all-gather|reduce-scatter|all-to-all|collective-permute)"
     r"(-start)?"
 )
-_MOVES = frozenset(
-    (
-        *("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"),
-        *("transpose", "slice", "slice-start", "slice-done", "dynamic-slice"),
-        *("all-gather", "all-gather-start", "all-gather-done", "all-to-all"),
-        *("collective-permute", "collective-permute-start"),
-        *("collective-permute-done", "opt-barrier", "async-done"),
-        *("async-update", "call-done", "bitcast-convert", "reduce-precision"),
-        *("send-done", "recv-done"),
-    )
+# Operations that copy or convert all elements.
+_COPIES = frozenset("bitcast convert copy copy-done copy-start reshape".split())
+_MOVES = _COPIES.union(
+    """
+    all-gather all-gather-done all-gather-start all-to-all async-done async-update
+    bitcast-convert call-done collective-permute collective-permute-done
+    collective-permute-start dynamic-slice opt-barrier recv-done reduce-precision
+    send-done slice slice-done slice-start transpose
+    """.split()
 )
 _ELEMENTWISE = frozenset(
-    (
-        *("add", "subtract", "multiply", "divide", "negate", "sqrt", "rsqrt"),
-        *("power", "maximum", "minimum", "clamp", "abs", "sign", "concatenate"),
-        *("select", "pad"),
-    )
+    """
+    abs add clamp concatenate divide maximum minimum multiply negate pad power rsqrt
+    select sign sqrt subtract
+    """.split()
 )
-# What may stand between parameters and a value that is made of them alone.
+# A value that is computed from parameters by these is one of the parameters.
 _COMPUTES = _ELEMENTWISE | {"broadcast", "dot", "exponential", "log", "tanh"}
 _CONSTANTS = frozenset(("constant", "iota", "partition-id"))
 _CALLS = frozenset(("fusion", "call", "call-start", "async-start"))
@@ -47,12 +53,105 @@ _CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-# The parts of one array, put together again after they were moved apart.
+# The parts of one array, concatenated again after they were moved separately.
 _JOINS = '"ConcatBitcast"'
 _STEPS = 400
 # A program of many layers without a scan has this many values behind its results.
 _STEPS_OF_RESULTS = 500_000
 _DEEP = 64
+
+
+# --------------------------------------------------------------------- trip counts
+
+_KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_LOOP_PARTS = re.compile(r"\b(body|condition|calls)=%?([\w.\-]+)")
+_CONSTANT = re.compile(r"[su](?:8|16|32|64)\[\]\S* constant\((-?\d+)\)")
+
+
+def trips(module: Module, where: str, loop: Instruction) -> int | None:
+    """The trip count of a loop; None if unknown.
+
+    The CPU compiler writes it down. The TPU's does not: it is found from the start
+    (a constant in the initial tuple), the bound (the one constant of the condition),
+    and the step (what the body adds), which is 2 for the loops of collective matrix
+    products, and the start 1 where the first iteration was peeled off.
+    """
+    known = _KNOWN.search(loop.attributes)
+    if known:
+        return int(known[1])
+    called = dict(_LOOP_PARTS.findall(loop.attributes))
+    condition, body = called.get("condition", ""), called.get("body", "")
+    lines = module.computations.get(condition, [])
+    at = {
+        int(found[1])
+        for line in lines
+        if " get-tuple-element(" in line.text and (found := _INDEX.search(line.text))
+    }
+    below = any("direction=LT" in line.text for line in lines)
+    bounds = {bound for bound in _constants(module, condition, set()) if bound > 0}
+    if len(bounds) != 1 or len(at) != 1 or not below:
+        return None
+    index, end = at.pop(), bounds.pop()
+    initial = module.instruction(where, loop.operands[0] if loop.operands else None)
+    start = _number(_element(module, where, initial, index))
+    step = _step(module, body, index)
+    if start is None or step is None:
+        return None
+    return max(0, -(-(end - start) // step))
+
+
+def _step(module: Module, body: str, index: int) -> int | None:
+    """The positive constant that the body adds to an element; else None."""
+    line = _element(module, body, module.root(body), index)
+    added = None if line is None else line.instruction
+    if added is None or added.opcode != "add":
+        return None
+    numbers = [_number(_copied(module, body, name)) for name in added.operands]
+    steps = [number for number in numbers if number is not None and number > 0]
+    return steps[0] if len(steps) == 1 else None
+
+
+def _constants(module: Module, computation: str, seen: set[str]) -> set[int]:
+    """The integer constants of a computation and those that it calls."""
+    if computation in seen:
+        return set()
+    seen.add(computation)
+    found: set[int] = set()
+    for line in module.computations.get(computation, []):
+        number = _number(line)
+        found |= set() if number is None else {number}
+        for _, name in _LOOP_PARTS.findall(line.text):
+            found |= _constants(module, name, seen)
+    return found
+
+
+def _element(
+    module: Module, where: str, given: Instruction | None, index: int
+) -> Line | None:
+    """The line of one element of a tuple, behind copies of it."""
+    if given is None or given.opcode != "tuple" or index >= len(given.operands):
+        return None
+    return _copied(module, where, given.operands[index])
+
+
+def _copied(module: Module, where: str, name: str) -> Line | None:
+    """The line of the value that an instruction copies or converts."""
+    for _ in range(32):
+        line = module.by_name.get((where, name))
+        one = None if line is None else line.instruction
+        if one is None or one.opcode not in _COPIES or len(one.operands) != 1:
+            return line
+        name = one.operands[0]
+    return None
+
+
+def _number(line: Line | None) -> int | None:
+    """The value of an integer constant; None for other lines."""
+    found = None if line is None else _CONSTANT.search(line.text)
+    return int(found[1]) if found else None
+
+
+# -------------------------------------------------------------------------- values
 
 # Computation and name of a collective → its operand → results of the program.
 Results = dict[tuple[str, str], dict[int, list[int]]]
@@ -60,13 +159,13 @@ Results = dict[tuple[str, str], dict[int, list[int]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Value:
-    """An element of what an instruction gives, in one call of its computation."""
+    """The result of an instruction, or an element of it, in one call."""
 
     module: Module
     where: str
     name: str
     calls: tuple[Call, ...] = ()
-    # Which elements of tuples are followed, the innermost last.
+    # Indices of the elements of nested tuples, the innermost last.
     wanted: tuple[int, ...] = ()
 
     @property
@@ -87,7 +186,7 @@ class _Value:
             yield dataclasses.replace(self, name=name, wanted=given)
 
     def in_tuples(self, own: Instruction) -> Iterator["_Value"]:
-        """The tuple that it is taken from, or what a tuple has in its place."""
+        """The tuple that it is an element of, or that element of a tuple."""
         index = _INDEX.search(own.attributes)
         if own.opcode == "tuple" and self.wanted:
             at = self.wanted[-1]
@@ -96,13 +195,13 @@ class _Value:
             yield from self.of(own.operands[:1], (*self.wanted, int(index[1])))
 
     def sent(self, own: Instruction) -> Iterator["_Value"]:
-        """What another slice sends, of a `recv`."""
+        """The value that another slice sends to a `recv`."""
         send = self.module.sends.get((self.where, rendezvous(own.attributes)))
         if send is not None:
             yield dataclasses.replace(self, name=send.name, wanted=())
 
     def into(self, call: Instruction) -> Iterator["_Value"]:
-        """What the computations that are called give; of a branch, each of them."""
+        """The results of the called computations: of a conditional, all of them."""
         calls = (*self.calls, (self.where, call))
         for name in _called(call) if len(self.calls) <= _DEEP else ():
             root = self.module.root(name)
@@ -110,7 +209,7 @@ class _Value:
                 yield _Value(self.module, name, root.name, calls, self.wanted)
 
     def out(self) -> Iterator["_Value"]:
-        """What a parameter of a computation stands for."""
+        """The operand of the call that a parameter of a computation is."""
         number = self.module.parameter_number(self.where, self.name)
         if not self.calls or number is None:
             return
@@ -137,16 +236,12 @@ def _called(call: Instruction) -> list[str]:
 
 @dataclasses.dataclass(slots=True)
 class Origin:
-    """Where a value comes from.
+    """The arguments that a value comes from."""
 
-    Attributes:
-        arguments: position of the argument that the value is, or is a part of, or those
-            of the parameters that it is computed from, the largest first; empty for
-            others.
-        attributes: attributes of the instructions on the way, the nearest first.
-    """
-
+    # Position of the argument that the value is a part of, or those of the parameters
+    # that it is computed from, the largest first; empty for other values.
     arguments: list[int]
+    # Attributes of the instructions on the way, the nearest first.
     attributes: list[str]
 
 
@@ -159,12 +254,8 @@ def origin(
 ) -> Origin:
     """Follow the first operand of an instruction backwards.
 
-    Args:
-        module: the program.
-        where: the computation of the instruction.
-        start: the instruction.
-        calls: how the computation was reached, the outermost call first.
-        parameters: the arguments that are parameters of the model.
+    `calls` are those by which its computation was reached, the outermost first;
+    `parameters` are the arguments that are parameters of the model.
     """
     found, sizes, computed = Origin([], []), dict[int, int](), False
     todo = [_Value(module, where, name, tuple(calls)) for name in start.operands[:1]]
@@ -194,7 +285,7 @@ def origin(
 
 
 def _before(value: _Value, own: Instruction) -> Iterator[_Value]:
-    """What an instruction moves; several where it takes one of them."""
+    """The value that an instruction moves; several if it selects one of them."""
     if own.opcode in ("tuple", "get-tuple-element"):
         yield from value.in_tuples(own)
     elif own.opcode == "parameter":
@@ -213,9 +304,9 @@ def _before(value: _Value, own: Instruction) -> Iterator[_Value]:
 
 
 def _unmasked(value: _Value, operands: Sequence[str]) -> list[str]:
-    """What is kept where a mask has it.
+    """The operands of a select that are not broadcast constants.
 
-    Each device looks up what it has of a table, and puts zeros for the rest.
+    In a lookup in a sharded table each device has zeros for rows of other devices.
     """
     made = [value.module.instruction(value.where, name) for name in operands[1:]]
     kept = zip(operands[1:], made, strict=True)
@@ -223,7 +314,7 @@ def _unmasked(value: _Value, operands: Sequence[str]) -> list[str]:
 
 
 def _is_kept(value: _Value, loop: Instruction) -> bool:
-    """Whether a loop gives back the element that is followed as it got it."""
+    """Whether the element of a loop that is followed is loop-invariant."""
     body = _called(loop)
     made = value.module.root(body[0]) if body and value.wanted else None
     if made is None or made.opcode != "tuple" or value.wanted[-1] >= len(made.operands):
@@ -244,14 +335,10 @@ def _is_kept(value: _Value, loop: Instruction) -> bool:
 def results_of(
     module: Module, order: Sequence[int], parameters: Collection[int] = ()
 ) -> Results:
-    """Find the result of each collective on the way to one.
+    """Find the result of the program that each collective contributes to elementwise.
 
-    Args:
-        module: the program.
-        order: positions of the results to follow; what is on the way to several is the
-            first one's.
-        parameters: the first ones of these, of which one array may hold several: the
-            compiler packs small sums.
+    Of several results the first in `order` counts, but for `parameters`, which are
+    first: the compiler packs small sums of several into one array.
     """
     found: Results = collections.defaultdict(dict)
     entry = module.entry or ""
@@ -284,7 +371,7 @@ def results_of(
 
 
 def _place_in(value: _Value, own: Instruction) -> int | None:
-    """Which operand of a collective a value is the result of; None for others."""
+    """The operand of a collective that a value is the result of; else None."""
     if own.opcode == "send":
         return 0
     if not _COLLECTIVE.fullmatch(own.opcode):
@@ -293,7 +380,7 @@ def _place_in(value: _Value, own: Instruction) -> int | None:
 
 
 def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
-    """The values that one is made from, where it is made element by element."""
+    """The values that one is computed from elementwise."""
     opcode, operands, place = own.opcode, own.operands, _place_in(value, own)
     if place is not None:
         wanted = value.wanted[:-1] if len(operands) > 1 else value.wanted
@@ -302,7 +389,7 @@ def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
         yield from value.in_tuples(own)
     elif opcode == "parameter":
         if value.calls and value.calls[-1][1].opcode == "while":
-            root = value.module.root(value.where)  # of the round before
+            root = value.module.root(value.where)  # of the previous iteration
             yield from value.of([root.name] if root else [])
         yield from value.out()
     elif opcode == "while" or opcode == "conditional" or opcode in _CALLS:
@@ -317,3 +404,63 @@ def _made_from(value: _Value, own: Instruction) -> Iterator[_Value]:
         yield from value.of(operands[:2])
     elif _JOINS in own.attributes:
         yield from value.of(operands)
+
+
+# ------------------------------------------------------------------ leaf and line
+
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+
+
+class Sources:
+    """Paths and lines of the collectives of one program."""
+
+    def __init__(
+        self,
+        module: Module,
+        paths: Sequence[str],
+        results: Mapping[int, str],
+        parameters: Collection[int],
+        new_parameters: Collection[int],
+    ) -> None:
+        self.module = module
+        self.frames = Frames(module.text)
+        self.paths = paths
+        self.results = results
+        self.parameters = parameters
+        self.summed = results_of(module, list(results), new_parameters)
+
+    def __call__(
+        self, home: str, own: Instruction, calls: Sequence[Call]
+    ) -> tuple[list[tuple[str, ...]], str | None]:
+        """The paths of the leaves that each operand is or updates; the source line."""
+        paths: list[tuple[str, ...]] = []
+        attributes = [own.attributes]
+        to = self.summed.get((home, own.name), {})
+        for place, operand in enumerate(own.operands or ("",)):
+            one = dataclasses.replace(own, operands=(operand,))
+            came = origin(self.module, home, one, calls, self.parameters)
+            attributes += came.attributes
+            made_of = came.arguments
+            if not made_of and len(own.operands) == 1:
+                name = _OP_NAME.search(own.attributes)
+                at = None if name is None else self.arguments.get(name[1])
+                made_of = [] if at is None else [at]
+            if made_of and max(made_of) < len(self.paths):
+                paths.append(tuple(self.paths[at] for at in made_of))
+            else:
+                into = [self.results[result] for result in to.get(place, ())]
+                paths.append(tuple(dict.fromkeys(into)))
+        found = (self.frames.source(text) for text in attributes)
+        return paths, next((source for source in found if source is not None), None)
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, int]:
+        """The program's name of an argument → its position, for unique names."""
+        found: dict[str, list[int]] = collections.defaultdict(list)
+        entry = self.module.entry or ""
+        for line in self.module.computations.get(entry, []):
+            number = self.module.parameter_number(entry, line.name or "")
+            name = _OP_NAME.search(line.text)
+            if number is not None and name is not None:
+                found[name[1]].append(number)
+        return {name: at[0] for name, at in found.items() if len(at) == 1}

@@ -1,7 +1,8 @@
 """Lower a step on an abstract mesh, with the arguments sharded by the rules."""
 
+import contextlib
 import functools
-import math
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,28 +12,37 @@ from jax.sharding import AxisType, NamedSharding
 
 from flax_layoutmap._core.errors import LayoutError, MeshError
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
+from flax_layoutmap._core.mesh_shape import fill, sizes_and_names
 from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._step.arguments import Argument, signature_of
+from flax_layoutmap._step.arguments import (
+    Argument,
+    Slot,
+    call_with,
+    signature_of,
+    slots_of,
+    take_apart,
+)
+from flax_layoutmap._step.inputs import holds_parameters
 from flax_layoutmap._step.jit import Jitted, jit
 from flax_layoutmap._step.program import Program
 from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._step.trace import Job, mesh_context
 from flax_layoutmap._tree.flax_internals import is_nnx_object
 from flax_layoutmap.pod._aot import split_over_slices
-from flax_layoutmap.pod._layouts import Layouts, split_data
-from flax_layoutmap.pod._lower_jit import lower_jitted
 from flax_layoutmap.pod._lowered import (
+    Layouts,
     Lowered,
     constants_of,
     kept_by,
     leaves_of,
     lower,
     notes_of,
+    split_data,
 )
 from flax_layoutmap.pod._mlir import meshes
-from flax_layoutmap.pod._pairs import look_at, pairs_of
+from flax_layoutmap.pod._pairs import Results, comes_back, look_at, pairs_of
 
 
 def rules_and_mesh(
@@ -43,19 +53,10 @@ def rules_and_mesh(
     layout_map: Any,
     topology: Topology | None,
 ) -> tuple[RuleSet | None, DeviceMesh]:
-    """The rules on an abstract mesh, and that mesh.
+    """The rules on an abstract mesh, and that mesh: the first that is given.
 
-    Args:
-        step: the step, which may bring rules.
-        args: its arguments, which may be on a mesh.
-        kwargs: those by name.
-        mesh: what the user says.
-        layout_map: what the user says.
-        topology: where the mesh is to be; None where that is not known.
-
-    Raises:
-        MeshError: there is none, it has manual axes, or it does not fill the topology.
-        RuleError: a rule names an axis that the mesh does not have.
+    The step may bring rules, the rules a mesh, and the arguments of a step of `jax.jit`
+    shardings.
     """
     if layout_map is None and isinstance(step, Jitted):
         layout_map = step.layout_map
@@ -72,19 +73,12 @@ def rules_and_mesh(
     types = zip(own.axis_names, own.axis_types, strict=True)
     manual = [name for name, kind in types if kind == AxisType.Manual]
     if manual:
-        line = _line(own.axis_sizes)
         raise MeshError(
-            f"the axes {', '.join(map(repr, manual))} of the mesh {line} are manual, "
-            "as inside of a shard_map; plan for a mesh of auto axes: "
-            f'mesh="{line}"'
-        )
-    if topology is not None and own.size != topology.devices:
-        raise MeshError(
-            f"the mesh {own} has {own.size} devices, and {topology} has "
-            f"{topology.devices}; change a size, or write -1 for one of them"
+            f"the axes {', '.join(map(repr, manual))} of the mesh {own} are manual, "
+            f'as inside of a shard_map; plan for a mesh of auto axes: mesh="{own}"'
         )
     if topology is not None:
-        split_over_slices(own.shape, topology)
+        split_over_slices(own.axis_sizes, topology)
     return None if rules is None else rules.on(own), own
 
 
@@ -93,36 +87,15 @@ def _abstract_mesh(mesh: Any, topology: Topology | None) -> DeviceMesh | None:
     if mesh is None:
         return None
     if isinstance(mesh, str | Mapping):
-        sizes = dict(mesh) if isinstance(mesh, Mapping) else _sizes_of(mesh)
-        if topology is not None and list(sizes.values()).count(-1) == 1:
-            rest, left = divmod(
-                topology.devices,
-                math.prod(size for size in sizes.values() if size != -1) or 1,
-            )
-            if left:
-                raise MeshError(
-                    f"the mesh {_line(sizes)} does not fill {topology}, which has "
-                    f"{topology.devices} devices; change a size"
-                )
-            sizes = {name: rest if n == -1 else n for name, n in sizes.items()}
-        return DeviceMesh.abstract(sizes)
+        sizes, names = sizes_and_names(mesh, None)
+        if topology is not None:
+            sizes = fill(sizes, names, topology.devices)
+        return DeviceMesh.abstract(sizes, names)
     given = as_mesh(mesh)
     assert given is not None
     jax_mesh: Any = given.jax_mesh
-    # That of devices, as a shard_map over them compares the kind of device, too.
+    # The abstract mesh of these devices: a shard_map compares the kind of device, too.
     return given if given.is_abstract else as_mesh(jax_mesh.abstract_mesh)
-
-
-def _sizes_of(line: str) -> dict[str, int]:
-    """`"fsdp=16,tensor=-1"` as a mapping; DeviceMesh refuses what is no such line."""
-    found = re.findall(r"([^,=\s]+)\s*=\s*(-?\d+)", line)
-    if not found or line.count("=") != len(found) or len(dict(found)) != len(found):
-        return DeviceMesh.abstract(line).axis_sizes
-    return {name: int(size) for name, size in found}
-
-
-def _line(sizes: Mapping[str, int]) -> str:
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _mesh_of_arguments(
@@ -143,7 +116,7 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-# A mesh of devices, of another number than the plan's.
+# A mesh of devices that has another size than the plan's.
 _OTHER_DEVICES = re.compile("AbstractMesh size: .* does not match the device")
 _WITHOUT_MESH = (
     ": in a NamedSharding, a jax.shard_map(mesh=…), or in out_shardings; name axes "
@@ -165,27 +138,14 @@ def lower_step(
     rules: RuleSet | None,
     donated: Any,
     platform: str,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh,
 ) -> Lowered:
     """Lower a step without devices.
 
-    Args:
-        step: a function, or what `flm.jit`, `jax.jit` or `nnx.jit` made of one.
-        args: its arguments; abstract or not.
-        kwargs: those by name.
-        rules: the rules, on an abstract mesh; None only for a function of `jax.jit`.
-        donated: names of arguments whose buffers are given away, for a function.
-        platform: what to lower for.
-        mesh: the mesh; None takes that of the rules.
-
-    Raises:
-        LayoutError: the step needs real values, has no rules, or uses what JAX does not
-            lower without devices.
-        MeshError: the step names another mesh.
+    The rules are on an abstract mesh; None is for a function of `jax.jit` alone. The
+    names of `donated` arguments count only for a plain function.
     """
     name = getattr(step, "__name__", "the step")
-    if rules is not None and mesh is None:
-        mesh = rules.mesh
     call = functools.partial(_lower_step, step, args, kwargs, rules, donated, platform)
     try:
         found = _in_its_mesh(call, mesh)
@@ -217,7 +177,7 @@ def lower_step(
 def _check_arguments(
     step: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise LayoutError where a step that failed was given too much, or too little."""
+    """Raise LayoutError if a step that failed does not take such arguments."""
     signature = signature_of(step)
     try:
         signature.bind(*args, **kwargs)
@@ -232,35 +192,32 @@ def _check_arguments(
 
 
 def _kind(value: Any) -> str:
-    """What an argument is, in a word: `float32[8,16]`, `dict`."""
+    """The type of an argument: `float32[8,16]`, `dict`."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     return type(value).__name__
 
 
-def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh | None) -> Lowered:
-    """Call; again with the mesh as context where the step needs one and has none.
+def _in_its_mesh(call: Callable[[], Lowered], mesh: DeviceMesh) -> Lowered:
+    """Lower, and again in the context of the mesh if the step needs one and has none.
 
-    So it is where its constraints name axes alone, as under `jax.set_mesh`.
+    Constraints that name axes alone, as under `jax.set_mesh`, need one.
     """
     try:
         return call()
     except (RuntimeError, ValueError) as error:
         context: Any = jax.sharding.get_abstract_mesh()
-        lacks_mesh = _LACKS_MESH.search(str(error))
-        if isinstance(error, LayoutError) or context.axis_names or mesh is None:
+        if isinstance(error, LayoutError) or context.axis_names:
             raise
-        if not lacks_mesh:
+        if not _LACKS_MESH.search(str(error)):
             raise
     jax_mesh: Any = mesh.jax_mesh
     with jax.sharding.use_abstract_mesh(jax_mesh):
         return call()
 
 
-def _check_mesh(lowered: Lowered, mesh: DeviceMesh | None) -> None:
-    """Raise MeshError where the step names a mesh that is not that of the plan."""
-    if mesh is None:
-        return
+def _check_mesh(lowered: Lowered, mesh: DeviceMesh) -> None:
+    """Raise MeshError where the step names another mesh than the plan's."""
     module = lowered.lowered.compiler_ir("stablehlo")
     for _, sizes in meshes(module.operation):
         if sizes and list(sizes.items()) != list(mesh.axis_sizes.items()):
@@ -280,7 +237,7 @@ def _lower_step(
     platform: str,
 ) -> Lowered:
     _check_step(step)
-    is_nnx = _is_nnx_jit(step)
+    is_nnx = type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
     if not isinstance(step, Jitted):
         if not is_nnx and callable(getattr(step, "trace", None)):
             return lower_jitted(step, args, kwargs, rules, platform)
@@ -321,9 +278,9 @@ def _lower_program(
         for leaf, wanted in zip(leaves, program.wanted, strict=True)
     ]
     with mesh_context(rules, leaves):
-        traced = program.jitted.trace(*program.inputs(avals))
+        traced = program.jitted.trace(*program.places.inputs(avals))
         lowered = lower(traced, platform, job.name)
-    order = jax.tree.leaves(program.inputs(range(len(leaves))))
+    order = jax.tree.leaves(program.places.inputs(range(len(leaves))))
     kept = [order[at] for at in kept_by(lowered, ["inputs"], variadic=True)]
     place = {leaf: at for at, leaf in enumerate(kept)}
     known: dict[int, int] = {}
@@ -336,11 +293,11 @@ def _lower_program(
     shapes = [*changed, *out_shapes]
     found, gradients = pairs_of(results, arguments, shapes, known)
     fixed = [one.name for one in arguments if job.in_sharding(one.slot) is not None]
-    gives_away = set(program.gives_away)
+    donated = set(program.donated)
     return Lowered(
         job.name,
         lowered,
-        leaves_of(arguments, kept, [at in gives_away for at in kept]),
+        leaves_of(arguments, kept, [at in donated for at in kept]),
         {result: place[leaf] for result, leaf in found.items() if leaf in place},
         kept,
         Layouts(arguments, fixed),
@@ -350,5 +307,124 @@ def _lower_program(
     )
 
 
-def _is_nnx_jit(step: Any) -> bool:
-    return type(step).__module__.startswith("flax.") and hasattr(step, "__wrapped__")
+def lower_jitted(
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    rules: RuleSet | None,
+    platform: str,
+) -> Lowered:
+    """Lower a `jax.jit` function, with its arguments sharded by the rules."""
+    signature = inspect.signature(step)
+    slots = slots_of(signature.bind(*args, **kwargs))
+    # An argument that holds anything else is static.
+    every = [
+        take_apart(slot, value, is_state=False, is_donated=False)
+        for slot, value in slots
+        if all(map(_is_array_or_number, jax.tree.leaves(value)))
+    ]
+
+    def trace() -> Any:
+        own = {one.slot: one for one in every}
+        values = [
+            (slot, own[slot].plain() if slot in own else value) for slot, value in slots
+        ]
+        leaves = [leaf for one in every for leaf in one.leaves]
+        with contextlib.nullcontext() if rules is None else mesh_context(rules, leaves):
+            return call_with(step.trace, signature, values)
+
+    if rules is not None:
+        for at, one in enumerate(every):
+            if not one.is_state and holds_parameters(one, rules):
+                every[at] = one.as_state()
+        if not any(one.is_state for one in every) and len(every) > 1:
+            every = _with_state(every, _donated(trace()))
+        every = _laid_out(every, rules)
+    traced = trace()
+    lowered = lower(traced, platform, getattr(step, "__name__", "the step"))
+    donated = _donated(lowered)
+    taken = _taken(every, len(donated))
+    kept = kept_by(lowered, [one.slot.parameter for one in taken])
+    place = {leaf: at for at, leaf in enumerate(kept)}
+    count = sum(len(one.leaves) for one in taken)
+    results = look_at(traced, range(count), lowered.out_info, 0, taken)
+    if rules is None:
+        taken = _with_state(taken, donated, results)
+    shapes = jax.tree.leaves(lowered.out_info)
+    found, gradients = pairs_of(results, taken, shapes, {})
+    return Lowered(
+        getattr(step, "__name__", "the step"),
+        lowered,
+        leaves_of(taken, kept, [donated[at] for at in kept]),
+        {result: place[leaf] for result, leaf in found.items() if leaf in place},
+        kept,
+        Layouts(taken),
+        constants_of(traced),
+        {} if rules is None else _specs(taken, kept),
+        () if rules is None else notes_of(taken, rules),
+        gradients,
+    )
+
+
+def _donated(step: Any) -> list[bool]:
+    """Whether each leaf that a traced or lowered step takes is donated."""
+    return [info.donated for info in jax.tree.leaves(step.args_info)]
+
+
+def _taken(arguments: Sequence[Argument], count: int) -> list[Argument]:
+    """The arguments that are not static, where a step takes so many leaves."""
+    if sum(len(one.leaves) for one in arguments) > count:
+        # Static numbers; only jax.jit knows which.
+        return [one for one in arguments if any(map(_is_array, one.raw))]
+    return list(arguments)
+
+
+def _with_state(
+    arguments: Sequence[Argument],
+    donated: Sequence[bool],
+    results: Results | None = None,
+) -> list[Argument]:
+    """Mark donated arguments as state, and those that are returned with other values.
+
+    With rules, which shard data over the batch axes, `results` is None: then only
+    containers that are donated are state.
+    """
+    start = 0
+    state: set[Slot] = set()
+    for one in _taken(arguments, len(donated)):
+        own = range(start, start + len(one.leaves))
+        start = own.stop
+        found = any(donated[at] for at in own)
+        if results is None:
+            found = found and one.is_container
+        else:
+            found = found or comes_back(results, one, own)
+        if found and not one.is_state:
+            state.add(one.slot)
+    return [one.as_state() if one.slot in state else one for one in arguments]
+
+
+def _specs(arguments: Sequence[Argument], kept: Sequence[int]) -> dict[int, Any]:
+    """Position of each argument of a program → the spec of its leaf."""
+    leaves = [leaf for one in arguments for leaf in one.leaves]
+    found = {
+        at: getattr(leaves[leaf], "sharding", None) for at, leaf in enumerate(kept)
+    }
+    return {at: one.spec for at, one in found.items() if one is not None}
+
+
+def _is_array(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype")
+
+
+def _is_array_or_number(leaf: Any) -> bool:
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
+def _laid_out(arguments: Sequence[Argument], rules: RuleSet) -> list[Argument]:
+    """Arguments whose leaves have the shardings of the rules."""
+    shardings = iter(Layouts(arguments).under(rules))
+    return [
+        one.with_leaves([abstract(leaf, next(shardings)) for leaf in one.leaves])
+        for one in arguments
+    ]

@@ -1,4 +1,4 @@
-"""A step lowered without devices, and its arguments."""
+"""A step lowered without devices, its arguments, and their layouts under any rules."""
 
 import dataclasses
 import re
@@ -9,15 +9,136 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding
 
 from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.layout import TensorLayout
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._resolve.lay import fits
+from flax_layoutmap._resolve.leaves import leaves_of as state_leaves_of
+from flax_layoutmap._resolve.origins import find_origins
+from flax_layoutmap._resolve.resolve import resolve_origins
+from flax_layoutmap._rules.records import show_shape, show_spec
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._step.arguments import Argument
+from flax_layoutmap._step.inputs import holds_parameters, split_leaf
+from flax_layoutmap._step.shardings import abstract
 from flax_layoutmap._tree.flatten import flatten
 from flax_layoutmap._tree.jaxprs import every
 from flax_layoutmap._tree.paths import Roots
-from flax_layoutmap.pod._layouts import Layouts
+from flax_layoutmap.pod._mlir import functions
+
+
+class Layouts:
+    """The shardings of the leaves of all arguments, under any rules.
+
+    What does not depend on the rules (paths, shapes, which parameter a moment belongs
+    to) is found once.
+    """
+
+    def __init__(
+        self, arguments: Sequence[Argument], fixed: Sequence[str] = ()
+    ) -> None:
+        """Flatten the state; `fixed` names arguments with in_shardings of their own."""
+        self.parts = [_without_values(one) for one in arguments]
+        self.fixed = set(fixed)
+        own = [one for one in arguments if one.is_state and one.name not in fixed]
+        self.names = {one.name for one in own}
+        tree = Roots({one.name: one.value for one in own})
+        leaves = [leaf for one in own for leaf in one.leaves]
+        flat = flatten(tree)
+        read = state_leaves_of(flat, tree)
+        read = dataclasses.replace(
+            read,
+            flat=dataclasses.replace(read.flat, blocks=[]),  # folded for no rules yet
+            shapes=[tuple(leaf.shape) for leaf in leaves],
+            dtypes=[leaf.dtype for leaf in leaves],
+        )
+        self.origins = find_origins(read)
+
+    def under(self, rules: RuleSet) -> list[NamedSharding | None]:
+        """One sharding per leaf; None where the rules do not apply."""
+        state = resolve_origins(self.origins, rules)
+        if self.names:
+            state.announce()
+        shardings = iter(state.sharding_list())
+        found: list[NamedSharding | None] = []
+        for one in self.parts:
+            if one.name in self.names:
+                found += [next(shardings) for _ in one.leaves]
+            elif one.name in self.fixed:
+                found += [None] * len(one.leaves)
+            else:
+                _check_still_data(one, rules)
+                found += [leaf.sharding for leaf in _with_shardings(one, rules)]
+        return found
+
+
+def _without_values(argument: Argument) -> Argument:
+    """The argument without its arrays, which a report would keep alive."""
+    raw = [abstract(one, getattr(one, "sharding", None)) for one in argument.raw]
+    value = None if argument.is_state else jax.tree.unflatten(argument.treedef, raw)
+    return dataclasses.replace(argument, value=value, nodes=[], raw=raw, leaves=raw)
+
+
+def split_data(argument: Argument, rules: RuleSet | None) -> Sequence[Any]:
+    """The leaves of an argument that is data, split over the batch axes.
+
+    A leaf that is sharded over axes of the mesh keeps its spec.
+    """
+    if rules is None or rules.mesh is None:
+        return argument.leaves
+    leaves = zip(argument.leaves, _with_shardings(argument, rules), strict=True)
+    return [
+        leaf if isinstance(leaf, bool | int | float | complex) else made
+        for leaf, made in leaves
+    ]
+
+
+def _with_shardings(argument: Argument, rules: RuleSet) -> list[jax.ShapeDtypeStruct]:
+    mesh = rules.mesh
+    assert mesh is not None
+    jax_mesh: Any = mesh.jax_mesh
+    found = []
+    for at, leaf in enumerate(argument.raw):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(leaf, bool | int | float | complex):
+            found.append(jax.ShapeDtypeStruct((), jax.dtypes.result_type(leaf)))
+            continue
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        plain = jax.ShapeDtypeStruct(leaf.shape, dtype)
+        if isinstance(sharding, NamedSharding) and set(sharding.mesh.axis_names) <= set(
+            mesh.axis_names
+        ):
+            own = NamedSharding(jax_mesh, sharding.spec)
+            _check_divides(argument, at, own)
+            found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=own))
+        else:
+            found.append(split_leaf(argument, at, plain, rules))
+    return found
+
+
+def _check_divides(argument: Argument, at: int, own: NamedSharding) -> None:
+    layout, shape = TensorLayout(own), argument.raw[at].shape
+    try:
+        layout.shard_shape(shape)
+    except LayoutError as error:
+        raise LayoutError(
+            f"{argument.path(at)} {show_shape(shape)} has the sharding "
+            f"{show_spec(own.spec)} of its own, which does not fit the mesh "
+            f"{DeviceMesh(own.mesh)}: {error}; pass its shape alone, "
+            "jax.ShapeDtypeStruct(x.shape, x.dtype)"
+        ) from error
+
+
+def _check_still_data(argument: Argument, rules: RuleSet) -> None:
+    if holds_parameters(argument, rules):
+        raise LayoutError(
+            f"these rules shard leaves of {argument.name!r}, which the plan took for "
+            "data, as its own rules shard none of them: plan again with these rules, "
+            f"or say that it is state, donate_argnames={argument.name!r}"
+        )
+
 
 # A collection of Linen, an argument or an entry of that name, and what is in them.
 _CACHE = re.compile(r"(?:^|/)(?:(?:kv_)?caches?|cached_(?:key|value))(?:/|$)")
@@ -25,66 +146,53 @@ _CACHE = re.compile(r"(?:^|/)(?:(?:kv_)?caches?|cached_(?:key|value))(?:/|$)")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """An argument of the lowered program.
+    """An argument of the lowered program."""
 
-    Attributes:
-        path: path of the leaf, with the name of the argument first.
-        role: `"parameter"`, `"optimizer"`, `"data"` or `"other"`.
-        is_donated: whether its buffer is given away.
-    """
-
-    path: str
-    role: str
+    path: str  # starts with the name of the argument
+    role: str  # "parameter", "optimizer", "data" or "other"
     is_donated: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lowered:
-    """A step, lowered for a mesh without devices.
-
-    Attributes:
-        name: the step's name.
-        lowered: as `jax.jit(...).lower` gives it.
-        leaves: one per argument of the program that is used, in order.
-        pairs: position of a result → that of the argument that it is the new value of,
-            or the gradient.
-        kept: position of each argument over the leaves of the step's arguments.
-        layouts: where these lie under other rules.
-        constants: shape and bytes of each array that the step closes over.
-        wanted: position of each argument → the spec that the rules gave it, where the
-            step may have said another.
-        notes: what of its arguments is worth a look.
-        gradients: those of the results in `pairs` that are no new values.
-    """
+    """A step, lowered for a mesh without devices."""
 
     name: str
+    # The `jax.stages.Lowered`.
     lowered: Any
+    # One for each argument of the program, in order: JAX drops what is unused.
     leaves: list[Leaf]
+    # Position of a result → that of the argument that it updates, or is the gradient
+    # of.
     pairs: dict[int, int]
+    # Position of each argument of the program among the leaves of the step's arguments.
     kept: list[int]
     layouts: Layouts
+    # Shape and bytes of each array that the step closes over.
     constants: list[tuple[tuple[int, ...], int]]
+    # Position of an argument → its spec by the rules, where jit's in_shardings may have
+    # overridden it.
     wanted: dict[int, Any] = dataclasses.field(default_factory=dict)
+    # Warnings about the arguments.
     notes: tuple[str, ...] = ()
+    # The results in `pairs` that are gradients.
     gradients: frozenset[int] = frozenset()
 
     @property
     def updates(self) -> dict[int, int]:
-        """The pairs of new and old values."""
+        """The pairs without the gradients."""
         return {r: at for r, at in self.pairs.items() if r not in self.gradients}
 
     def state(self) -> list[tuple[int, int]]:
-        """The results that are new state and their arguments, the parameters first.
+        """The pairs of parameters, then those of optimizer state.
 
-        What an optimizer sums for its own state it sums for a parameter.
+        In this order a sum that both are computed from counts as the parameter's.
         """
-        roles = {result: self.leaves[at].role for result, at in self.pairs.items()}
-        order = ("parameter", "optimizer")
         return [
-            (result, self.pairs[result])
-            for wanted in order
-            for result, role in roles.items()
-            if role == wanted
+            (result, at)
+            for role in ("parameter", "optimizer")
+            for result, at in self.pairs.items()
+            if self.leaves[at].role == role
         ]
 
     def specs_under(self, rules: RuleSet) -> dict[int, Any]:
@@ -95,11 +203,7 @@ class Lowered:
 
 
 def lower(traced: Any, platform: str, name: str) -> Any:
-    """Lower for a platform.
-
-    Raises:
-        LayoutError: the step calls back into Python.
-    """
+    """Lower a trace for a platform; callbacks into Python are refused."""
     try:
         return traced.lower(lowering_platforms=(platform,))
     except ValueError as error:
@@ -117,13 +221,7 @@ def lower(traced: Any, platform: str, name: str) -> Any:
 def leaves_of(
     arguments: Sequence[Argument], kept: Sequence[int], donated: Sequence[bool]
 ) -> list[Leaf]:
-    """What the arguments of a program are.
-
-    Args:
-        arguments: the arguments of the step.
-        kept: positions, over their leaves, of those of the program.
-        donated: of each of these, whether it is given away.
-    """
+    """Path and role of each argument of a program, whose leaves are `kept`."""
     every: list[tuple[str, str]] = []
     for one in arguments:
         flat = flatten(Roots({one.name: one.value}))
@@ -140,7 +238,7 @@ def leaves_of(
 
 
 def _caches(argument: Argument, paths: Sequence[str]) -> set[int]:
-    """Leaves that are keys and values of earlier tokens, by type or by name."""
+    """Positions of key-value caches, by type or by name."""
     held = enumerate(argument.holders())
     found = {at for at, holder in held if holder and isinstance(holder[0], nnx.Cache)}
     return found | {at for at, path in enumerate(paths) if _CACHE.search(path)}
@@ -156,12 +254,9 @@ def _role(role: str, leaf: Any) -> str:
 
 
 def kept_by(lowered: Any, names: Sequence[str], *, variadic: bool = False) -> list[int]:
-    """Which of its arguments a lowered program uses: JAX drops the others.
+    """The arguments that a lowered program uses: JAX drops the others.
 
-    Args:
-        lowered: the program.
-        names: its parameters.
-        variadic: whether the first of them is `*args`.
+    `names` are its parameters; with `variadic` the first of them is `*args`.
     """
     entries, _ = jax.tree_util.tree_flatten_with_path(lowered.args_info)
     spelled = []
@@ -170,8 +265,7 @@ def kept_by(lowered: Any, names: Sequence[str], *, variadic: bool = False) -> li
         at = getattr(keys[1], "idx", None)
         name = names[0] if variadic else keys[1].key if at is None else names[at]
         spelled.append(f"{name}{jax.tree_util.keystr(rest)}")
-    block = lowered.compiler_ir("stablehlo").operation.regions[0].blocks[0]
-    main = next(op for op in block.operations if _is_main(op))
+    main = functions(lowered.compiler_ir("stablehlo").operation)["main"]
     arguments = list(main.regions[0].blocks[0].arguments)
     if len(arguments) == len(spelled):
         return list(range(len(spelled)))
@@ -186,10 +280,6 @@ def kept_by(lowered: Any, names: Sequence[str], *, variadic: bool = False) -> li
     )
 
 
-def _is_main(op: Any) -> bool:
-    return op.operation.name == "func.func" and "main" in str(op.attributes["sym_name"])
-
-
 def constants_of(traced: Any) -> list[tuple[tuple[int, ...], int]]:
     """Shape and bytes of what a trace, or a function that it calls, closes over."""
     found = {id(one): one for one in traced.jaxpr.consts}
@@ -202,12 +292,12 @@ def constants_of(traced: Any) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _bytes(array: Any) -> int:
-    """What jax 0.8 makes of an array of NumPy does not know its `nbytes`."""
+    """Bytes of an array; what jax 0.8 makes of NumPy's lacks `nbytes`."""
     return int(np.prod(np.shape(array), dtype=int)) * int(array.dtype.itemsize)
 
 
 def notes_of(arguments: Sequence[Argument], rules: RuleSet) -> tuple[str, ...]:
-    """Whether what is meant as state was taken for data."""
+    """Warnings about arguments that seem to be state and were taken for data."""
     notes = [
         f"{one.name} is an array alone, which has no path for rules, so that rule "
         f"{pattern!r} has no effect; pass it in a container, "
@@ -230,7 +320,7 @@ def notes_of(arguments: Sequence[Argument], rules: RuleSet) -> tuple[str, ...]:
 def _meant(
     argument: Argument, arguments: Sequence[Argument], rules: RuleSet
 ) -> list[str]:
-    """The first rule that shards what is called as an array alone, and nothing else."""
+    """The first rule that matches only the name of an argument that is one array."""
     if argument.is_container or not argument.leaves:
         return []
     ndim = np.ndim(argument.leaves[0])

@@ -1,12 +1,11 @@
 """Merge the collectives of a partitioned program as XLA does on every accelerator.
 
-The partitioner makes a collective for each operation that needs one. What the compiler
-does with these afterwards is little, and is done here: equal operations become one; a
-sum of all-reduces is one all-reduce of a sum; an all-reduce of which every device keeps
-its slice is a reduce-scatter. The compiler for TPUs, too, sums after a loop what each
-turn only adds up, moves and sums in bfloat16 what it multiplies in bfloat16, and makes
-a gather again for a use that is far from the first (found with libtpu 0.0.42, on
-2026-11-24).
+The partitioner makes a collective for each operation that needs one. What XLA changes
+afterwards is done here: equal operations become one; a sum of all-reduces becomes one
+all-reduce of a sum; an all-reduce of which every device keeps its slice becomes a
+reduce-scatter. The compiler for TPUs also sums after a loop what each iteration only
+accumulates, moves and sums in bfloat16 what it multiplies in bfloat16, and repeats a
+gather for a use that is far from the first (found with libtpu 0.0.42, on 2026-11-24).
 """
 
 import collections
@@ -20,8 +19,8 @@ import numpy as np
 from flax_layoutmap.pod._hlo_groups import groups_of
 from flax_layoutmap.pod._hlo_text import Array, Instruction, Line, Module, split
 
-# Whether a sum is made by a reduce-scatter: a device's part, the dim that is cut, bytes
-# of an element, how many devices sum, and what the sum is of, as JAX names it.
+# Whether a sum becomes a reduce-scatter: the shape of a device's part, the dim that is
+# sharded, bytes of an element, the number of devices, and JAX's name of the operation.
 Scatters = Callable[[tuple[int, ...], int, int, int, str], bool]
 Changes = dict[Line, list[Instruction]]
 
@@ -30,15 +29,15 @@ _COLLECTIVE = re.compile(r" (?:all-reduce|all-gather|all-to-all|collective-permu
 _PASSED = frozenset(("convert", "reshape", "transpose", "copy", "bitcast"))
 _TURNED = frozenset(("transpose", "reverse", "copy", "bitcast", "reshape"))
 _SLICES = frozenset(("slice", "dynamic-slice"))
-# Of these, each element of the result is one that was given.
+# Each element of their results is one of an operand.
 _PICKED = frozenset(("concatenate", "pad", "select", "maximum", "minimum"))
 _SUMS = frozenset(("add", "subtract"))
 _COPIES_OF_ONE = _TURNED | _SLICES | {"convert", "broadcast"}
 _MOVES = frozenset(("all-gather", "all-to-all", "collective-permute"))
-# One after the other, over several axes, these are one over all of them.
+# Two of these in sequence, over different axes, become one over both.
 _AT_ONCE = frozenset(("all-gather", "all-reduce"))
 _PRODUCTS = frozenset(("dot", "convolution"))
-# Two of these are two, though they look the same.
+# Equal operations of these kinds are not merged.
 _APART = frozenset(("parameter", "send", "recv", "infeed", "outfeed", "custom-call"))
 _TAKEN = "get-tuple-element"
 _METADATA = re.compile(r", metadata=\{[^{}]*\}")
@@ -55,12 +54,9 @@ _GROUPS = re.compile(r"replica_groups=.*?(?=, [a-z_]+=)")
 def merge(
     text: str, scatters: Scatters | None = None, *, for_tpus: bool = False
 ) -> Module:
-    """The program with fewer collectives, for the reader of programs alone.
+    """Merge the collectives of a partitioned program; only `read_program` can read it.
 
-    Args:
-        text: a program as the partitioner gives it.
-        scatters: which sums are made by a reduce-scatter; None for all that can be.
-        for_tpus: whether the rules of the compiler for TPUs hold.
+    `scatters` says which sums become a reduce-scatter; None is for all that can.
     """
     module = split(text)
     if for_tpus:
@@ -73,7 +69,7 @@ def merge(
 
 
 def _copied(one: Instruction, of: str) -> Instruction:
-    """An instruction that moves nothing, so that values can be followed through it."""
+    """A copy in the place of an instruction, through which values can be followed."""
     metadata = _METADATA.search(one.attributes)
     attributes = metadata[0] if metadata else ""
     return dataclasses.replace(
@@ -93,7 +89,7 @@ def _read(lines: Sequence[Line]) -> list[Instruction]:
 
 
 class _Merged:
-    """One computation: what its collectives become."""
+    """The collectives of one computation, merged."""
 
     def __init__(self, module: Module, lines: list[Line]) -> None:
         self.module = module
@@ -103,14 +99,14 @@ class _Merged:
         # A name → that of an equal operation before it.
         self.same: dict[str, str] = {}
         self._heights: dict[str, int] | None = None
-        # A computation that is applied → what it does.
+        # The computation of a reduction → its body without names.
         self.done_by: dict[str, str] = {}
-        # A gather or sum that is made of several → the groups of it.
+        # A gather or sum that was merged from several → its groups.
         self.together_in: dict[str, np.ndarray] = {}
         self.users: dict[str, list[Instruction]] = collections.defaultdict(list)
 
     def changes(self, scatters: Scatters | None, for_tpus: bool) -> Changes:
-        """The lines that change, and what they become."""
+        """The lines that change → their new instructions."""
         made: dict[str, list[Instruction]] = {}
 
         def copy(name: str, of: str) -> None:
@@ -144,7 +140,7 @@ class _Merged:
         return {self.lines[name]: own for name, own in made.items()}
 
     def moved(self, one: Instruction) -> list[Instruction]:
-        """What the compiler for TPUs makes of an operation that moves an array."""
+        """A collective in the dtype, over the groups and as often as on TPUs."""
         kind, attributes = one.type, one.attributes
         if isinstance(kind, Array) and kind.dtype == "float32":
             if self.is_multiplied(one):
@@ -162,7 +158,7 @@ class _Merged:
         return [made, *[again] * more]
 
     def together(self, one: Instruction) -> Instruction | None:
-        """The operation before one that is made with it, over all axes of both."""
+        """The collective before one that is merged with it, over the axes of both."""
         before = self.own.get(self.same.get(one.operands[0], one.operands[0]))
         if before is None or before.opcode != one.opcode or one.opcode not in _AT_ONCE:
             return None
@@ -199,16 +195,16 @@ class _Merged:
                 if equal != one.name:
                     self.same[one.name] = equal
                 continue
-            # Constants and the like have no operands, and say what they are in a line.
-            written = "" if operands else _said(self.lines[one.name].text)
-            rest = _APPLIED.sub(self._applied, _said(one.attributes))
+            # Constants and the like have no operands: their text tells them apart.
+            written = "" if operands else _unnamed(self.lines[one.name].text)
+            rest = _APPLIED.sub(self._applied, _unnamed(one.attributes))
             key = (one.opcode, operands, one.type, rest, written)
             equal = first.setdefault(key, one.name)
             if equal != one.name and not one.root:
                 self.same[one.name] = equal
 
     def source(self, name: str) -> str:
-        """The value of which another is a transpose or the like."""
+        """The value that another is a transpose or reshape of."""
         one = self.own.get(name)
         while one is not None and one.opcode in _TURNED and one.operands:
             name = self.same.get(one.operands[0], one.operands[0])
@@ -216,25 +212,22 @@ class _Merged:
         return name
 
     def is_uniform(self, name: str) -> bool:
-        """Whether a value is one constant on all devices, which need not be sent.
-
-        Other scalars may differ from device to device in a shard_map.
-        """
+        """Whether a value is a scalar constant, which is the same on all devices."""
         one = self.own.get(name)
         while one is not None and one.opcode in _COPIES_OF_ONE:
             one = self.own.get(one.operands[0])
         return one is not None and one.opcode == "constant" and _shape(one) == ()
 
     def _applied(self, found: re.Match[str]) -> str:
-        """A computation of a reduction by what it does: it has many names."""
+        """The body of a reduction's computation: equal ones have many names."""
         if found[1] not in self.done_by:
             self.done_by[found[1]] = self._body(found[1])
         return self.done_by[found[1]]
 
     def _body(self, computation: str) -> str:
-        """What a computation does, without the names in it."""
+        """The text of a computation without names."""
         places: dict[str, int] = {}
-        said: list[object] = []
+        body: list[object] = []
         for at, line in enumerate(self.module.computations.get(computation, ())):
             one = line.instruction
             if one is None:
@@ -242,13 +235,13 @@ class _Merged:
             places[one.name] = at
             operands = tuple(places.get(name, name) for name in one.operands)
             rest = one.attributes if operands else line.text
-            said.append((one.opcode, operands, one.type, _said(rest), one.root))
-        return str(said)
+            body.append((one.opcode, operands, one.type, _unnamed(rest), one.root))
+        return str(body)
 
     # ------------------------------------------------------------------------ sums
 
     def joined(self) -> set[str]:
-        """All-reduces that are part of another, whose operand they are added to."""
+        """All-reduces that are merged into another, to whose result they are added."""
         # A value → the all-reduces that it is the sum of, and how it is sliced.
         sums: dict[str, tuple[list[Instruction], object]] = {}
         joined: set[str] = set()
@@ -315,7 +308,7 @@ class _Merged:
     # ------------------------------------------------------------------ gathers
 
     def heights(self) -> dict[str, int]:
-        """How far each operation is above the end, by its users."""
+        """The length of the path from each operation to the end, over its users."""
         heights: dict[str, int] = {}
         for name in reversed(self.own):
             if name in self.same:
@@ -327,7 +320,7 @@ class _Merged:
         return heights
 
     def gathers(self, one: Instruction) -> int:
-        """How often a gather is made: again for each use that is far from others."""
+        """How often a gather runs: again for each use that is far from the others."""
         if self._heights is None:
             self._heights = self.heights()
         near, count = math.inf, 0
@@ -340,7 +333,7 @@ class _Merged:
         return max(count, 1)
 
     def is_multiplied(self, one: Instruction) -> bool:
-        """Whether a value is used in products of no more precision alone."""
+        """Whether a value is only used in products of default precision."""
         todo, found = [one.name], False
         while todo:
             for user in self.users[todo.pop()]:
@@ -348,7 +341,9 @@ class _Merged:
                     user.attributes
                 ):
                     found = True
-                elif user.opcode == "convert" and _dtype(user) == "bfloat16":
+                elif user.opcode == "convert" and (
+                    isinstance(user.type, Array) and user.type.dtype == "bfloat16"
+                ):
                     found = True
                 elif user.opcode in _MOVES | _TURNED | _SLICES | _PICKED:
                     todo.append(user.name)
@@ -357,13 +352,9 @@ class _Merged:
         return found
 
 
-def _said(text: str) -> str:
-    """The text of an operation without its number and name, to compare."""
+def _unnamed(text: str) -> str:
+    """The text of an operation without its name and number, for comparison."""
     return _UNLIKE.sub("", text.partition(" = ")[2] if " = " in text[:200] else text)
-
-
-def _dtype(one: Instruction) -> str:
-    return one.type.dtype if isinstance(one.type, Array) else ""
 
 
 def _shape(one: Instruction) -> tuple[int, ...]:
@@ -374,9 +365,9 @@ def _shape(one: Instruction) -> tuple[int, ...]:
 
 
 def _sums_after_loops(module: Module) -> Changes:
-    """Sums that a loop only adds up to one that is carried, made once after the loop.
+    """Move sums that a loop only accumulates behind the loop.
 
-    Such are the gradients of microbatches. Out of a loop in a loop they are moved once.
+    These are gradients of microbatches. A sum in nested loops is moved out of one.
     """
     changes: Changes = {}
     for lines in module.computations.values():
@@ -403,7 +394,7 @@ def _sums_after_loops(module: Module) -> Changes:
 
 
 def _takers(loop: str, lines: list[Line]) -> dict[int, list[Line]] | None:
-    """What takes each result of a loop; None where it is used in another way."""
+    """The lines that take each element of a loop's result; None for other uses."""
     takers: dict[int, list[Line]] = collections.defaultdict(list)
     for line in lines:
         if f"%{loop})" in line.text or f"%{loop}," in line.text:
@@ -415,7 +406,7 @@ def _takers(loop: str, lines: list[Line]) -> dict[int, list[Line]] | None:
 
 
 def _added_up(module: Module, body: str) -> Iterator[tuple[int, Instruction]]:
-    """The sums of a turn that are only added up, and which result each makes."""
+    """The sums that a loop's body only accumulates, with the index of the result."""
     lines = module.computations.get(body, [])
     if not any(" all-reduce(" in line.text for line in lines):
         return

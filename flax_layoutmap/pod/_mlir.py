@@ -18,36 +18,40 @@ AxisRef = tuple[str, int]
 Dims = tuple[tuple[AxisRef, ...], ...]
 
 
-# Bits of an element where its name does not say them; `i1` takes a byte in memory.
-_BITS = {"i1": 8, "ui1": 8, "complex<f32>": 64, "complex<f64>": 128}
-# The first number in a name is the width: `bf16`, `ui4`, `f8E4M3FN`.
-_WIDTH = re.compile(r"\d+")
-_SMALL_FLOAT = re.compile(r"f(\d)(E\w+)")
-
-# How a dtype is called in Python.
-_NAMES = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "i1": "bool",
-    "complex<f32>": "complex64",
-    "complex<f64>": "complex128",
+# `bf16`, `ui4`, `f8E4M3FN` of MLIR; `u4`, `f8e4m3fn` of HLO.
+_ELEMENT = re.compile(r"(bf|f|ui?|s?i|s)(\d+)(e\w+)?")
+_KINDS = {"bf": "bfloat", "f": "float", "u": "uint", "ui": "uint"}
+_ELEMENTS = {
+    "i1": ("bool", 8),
+    "pred": ("bool", 8),
+    "ui1": ("uint1", 8),
+    "complex<f32>": ("complex64", 64),
+    "complex<f64>": ("complex128", 128),
+    "c64": ("complex64", 64),
+    "c128": ("complex128", 128),
 }
+
+
+@functools.cache
+def element_type(name: str) -> tuple[str, int] | None:
+    """NumPy's name and the bits of an element type of MLIR or HLO.
+
+    >>> element_type("f8E4M3FN"), element_type("s4"), element_type("token")
+    (('float8_e4m3fn', 8), ('int4', 4), None)
+    """
+    found = _ELEMENT.fullmatch(name.lower())
+    if name in _ELEMENTS or found is None:
+        return _ELEMENTS.get(name)
+    kind, bits, form = found.groups()
+    return f"{_KINDS.get(kind, 'int')}{bits}{'_' * bool(form)}{form or ''}", int(bits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-    """An array and its sharding.
+    """An array and its sharding."""
 
-    Attributes:
-        shape: global shape.
-        element: MLIR's name of the element type.
-        dims: mesh axes of each dim.
-    """
-
-    shape: tuple[int, ...]
-    element: str
+    shape: tuple[int, ...]  # global
+    element: str  # MLIR's name of the element type
     dims: Dims
 
     @property
@@ -65,30 +69,20 @@ class Array:
 
 
 def parts(axes: Sequence[AxisRef]) -> int:
-    """Into how many parts axes cut a dim."""
+    """The number of parts that axes shard a dim into."""
     return math.prod(size for _, size in axes)
 
 
 def bytes_of(shape: tuple[int, ...], element: str) -> int:
-    """Bytes of an array."""
-    bits = _BITS.get(element)
-    if bits is None:
-        width = _WIDTH.search(element)
-        bits = int(width[0]) if width else 32
+    """Bytes of an array; an unknown type counts as four bytes."""
+    _, bits = element_type(element) or ("", 32)
     return -(-math.prod(shape) * bits // 8)
 
 
 def dtype_name(element: str) -> str:
-    """`bf16` → `bfloat16`."""
-    if element in _NAMES:
-        return _NAMES[element]
-    small = _SMALL_FLOAT.fullmatch(element)
-    if small:
-        return f"float{small[1]}_{small[2].lower()}"
-    for short, long in (("ui", "uint"), ("i", "int")):
-        if element.startswith(short) and element[len(short) :]:
-            return long + element[len(short) :].lower()
-    return element
+    """NumPy's name of an element type; MLIR's if it is unknown."""
+    name, _ = element_type(element) or (element, 0)
+    return name
 
 
 def spec_text(dims: Dims) -> str:
@@ -110,13 +104,8 @@ def functions(module: Any) -> dict[str, Any]:
     return found
 
 
-def mesh_sizes(module: Any) -> dict[str, int]:
-    """Axis name → size, of the mesh that the program was lowered for."""
-    return mesh_of(module)[1]
-
-
 def mesh_of(module: Any) -> tuple[str, dict[str, int]]:
-    """Name and axes of the first mesh that has any."""
+    """Name and axes of the mesh of a program: the first that has axes."""
     found = meshes(module)
     return next((one for one in found if one[1]), found[-1] if found else ("mesh", {}))
 
@@ -136,49 +125,20 @@ def meshes(module: Any) -> list[tuple[str, dict[str, int]]]:
 
 
 class Attributes:
-    """Reads what is written on the operations of a program; equal attributes once."""
+    """A reader of the attributes of operations, which parses equal ones once."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        """Knows nothing yet.
-
-        Args:
-            sizes: axis name → size, of the program's mesh.
-        """
+        """`sizes`: axis name → size, of the program's mesh."""
         self.sizes = sizes
-        self._known: dict[Any, Any] = {}
-
-    def of(self, attribute: Any) -> Dims:
-        """The axes of each dim, from one sharding."""
-        found = self._known.get(attribute)
-        if found is None:
-            from jaxlib.mlir.dialects import sdy
-
-            dims = sdy.TensorShardingAttr(attribute).dimension_shardings
-            found = tuple(
-                tuple(self._axis(axis) for axis in sdy.DimensionShardingAttr(dim).axes)
-                for dim in dims
-            )
-            self._known[attribute] = found
-        return found
+        self.of = functools.cache(self._of)
+        self.axes_in = functools.cache(self._axes_in)
+        self._of_each = functools.cache(self._of_values)
+        self._type = functools.cache(_type)
+        self._text = functools.cache(str)
 
     def per_value(self, op: Any, where: str = "sdy.sharding") -> Sequence[Dims]:
-        """The axes of each dim, of each result of an operation; none if not said.
-
-        Args:
-            op: the operation.
-            where: the attribute; `in_shardings` is of operands.
-        """
-        if where not in op.attributes:
-            return ()
-        attribute = op.attributes[where]
-        found = self._known.get(attribute)
-        if found is None:
-            from jaxlib.mlir.dialects import sdy
-
-            per_value = sdy.TensorShardingPerValueAttr(attribute).shardings
-            found = [self.of(sharding) for sharding in per_value]
-            self._known[attribute] = found
-        return found
+        """The axes of each dim, of each result, or operand with `in_shardings`."""
+        return self._of_each(op.attributes[where]) if where in op.attributes else ()
 
     def dims(self, op: Any, result: Any) -> Dims | None:
         """The axes of each dim of a result of an operation; None for replicated."""
@@ -201,43 +161,37 @@ class Attributes:
 
     def location(self, op: Any) -> str:
         """Where an operation comes from, as MLIR writes it."""
-        key = op.location.attr
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = str(op.location)
-        return found
+        return self._text(op.location.attr)
 
     def type_of(self, value: Any) -> tuple[tuple[int, ...], str]:
         """Shape and name of the element type, of a value."""
-        kind = value.type
-        found = self._known.get(kind)
-        if found is None:
-            found = (), str(kind)  # a token
-            if hasattr(kind, "shape"):
-                found = tuple(kind.shape), str(kind.element_type)
-            self._known[kind] = found
-        return found
+        return self._type(value.type)
 
-    def axes_in(self, attribute: Any) -> tuple[AxisRef, ...]:
-        """The axes that an attribute names, in its order."""
-        found = self._known.get(attribute)
-        if found is None:
-            named = _AXIS.findall(str(attribute))
-            found = tuple(
-                (name, int(size) if size else self.sizes.get(name, 1))
-                for name, _, size in named
-            )
-            self._known[attribute] = found
-        return found
-
-    def _axis(self, attribute: Any) -> AxisRef:
+    def _of(self, attribute: Any) -> Dims:
+        """The axes of each dim, from one sharding."""
         from jaxlib.mlir.dialects import sdy
 
-        axis = sdy.AxisRefAttr(attribute)
-        part = axis.sub_axis_info
-        if part is None:
-            return axis.name, self.sizes.get(axis.name, 1)
-        return axis.name, sdy.SubAxisInfoAttr(part).size
+        dims = sdy.TensorShardingAttr(attribute).dimension_shardings
+        return tuple(map(self.axes_in, dims))
+
+    def _of_values(self, attribute: Any) -> Sequence[Dims]:
+        from jaxlib.mlir.dialects import sdy
+
+        return [*map(self.of, sdy.TensorShardingPerValueAttr(attribute).shardings)]
+
+    def _axes_in(self, attribute: Any) -> tuple[AxisRef, ...]:
+        """The axes that an attribute names, in its order."""
+        return tuple(
+            (name, int(size) if size else self.sizes.get(name, 1))
+            for name, _, size in _AXIS.findall(str(attribute))
+        )
+
+
+def _type(kind: Any) -> tuple[tuple[int, ...], str]:
+    """Shape and name of the element type; of a token its own name."""
+    if hasattr(kind, "shape"):
+        return tuple(kind.shape), str(kind.element_type)
+    return (), str(kind)
 
 
 # `"Attention.__call__"("/home/me/model.py":36:8 to :20)`, the innermost frame first.
@@ -247,7 +201,7 @@ _NAME = re.compile(r'loc\("([^"]*)"')
 
 @functools.cache
 def _others() -> tuple[str, ...]:
-    """Folders of code that is not the user's."""
+    """Folders of the libraries whose frames are skipped."""
     import flax
     import jax
     import jaxlib
@@ -264,7 +218,7 @@ def _others() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def source_line(location: str) -> str | None:
-    """The user's line in a location of MLIR; the innermost one where none is his.
+    """The innermost frame of the user in a location of MLIR, else the innermost.
 
     >>> source_line('loc("jit(f)/dot"("Up.__call__"("/home/me/model.py":36:8 to :20)))')
     'model.py:36 Up.__call__'

@@ -1,7 +1,7 @@
 """Pair the results of a step with the arguments that they update.
 
 A new value is computed from the old one element by element: `w - rate * gradient` from
-`w`. A gradient is not: products and sums over dims stand between it and every argument.
+`w`. A gradient is not: it is computed by products and sums over dims.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from flax_layoutmap._step.arguments import Argument
 Flow = frozenset[int]
 _NOTHING: Flow = frozenset()
 
-# An element of the result is made from others than that at its place.
+# Elements of the result depend on elements at other positions.
 _MIXES = frozenset(
     """
     all_gather all_to_all cholesky conv_general_dilated cumlogsumexp cummax cummin
@@ -25,19 +25,12 @@ _MIXES = frozenset(
     sort svd top_k triangular_solve
     """.split()
 )
-# The result is the first operand with other values at some places.
+# The result is the first operand, updated at some positions.
 _WRITES = ("dynamic_update_slice", "scatter")
 
 
 def flows(jaxpr: Jaxpr) -> list[Flow]:
-    """Of each output, the inputs of its shape that it is an element-by-element sum of.
-
-    Args:
-        jaxpr: what a step was traced to.
-
-    Returns:
-        Positions of inputs, one set per output.
-    """
+    """Positions of the inputs that each output is computed from elementwise."""
     return _flows(jaxpr, {})
 
 
@@ -65,7 +58,7 @@ def _flows(jaxpr: Jaxpr, seen: dict[int, list[Flow]]) -> list[Flow]:
 
 
 def _sources(eqn: Any, seen: dict[int, list[Flow]]) -> list[Flow]:
-    """Per output of an equation, the operands that it may be a new value of."""
+    """For each output of an equation, the operands that it may update."""
     name, places = eqn.primitive.name, range(len(eqn.invars))
     if name in _MIXES:
         return [_NOTHING] * len(eqn.outvars)
@@ -84,9 +77,9 @@ def _sources(eqn: Any, seen: dict[int, list[Flow]]) -> list[Flow]:
 
 
 def _inner(eqn: Any) -> Iterator[Jaxpr]:
-    """What an equation calls with its last operands, for all of its outputs.
+    """The jaxprs that an equation calls with its last operands, for all its outputs.
 
-    So do calls, `scan`, `cond` (after the index) and the body of a `while`.
+    These are calls, `scan`, `cond` (after the index) and the body of a `while`.
     """
     for value in eqn.params.values():
         parts: Sequence[Any] = value if isinstance(value, tuple | list) else (value,)
@@ -103,19 +96,16 @@ def _shape(var: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Results:
-    """The results of a step, beside its arguments.
+    """The results of a step, compared with its arguments."""
 
-    Attributes:
-        found: position of a result → that of the leaf, over the leaves of all
-            arguments, in whose place it stands in a tree of the same structure.
-        gradients: those of them that are no new values.
-        unchanged: those that are an argument as it came.
-        flows: of each result, the leaves that it may be a new value of.
-    """
-
+    # Position of a result → that of the leaf, over the leaves of all arguments, at the
+    # same place of a tree of the same structure.
     found: dict[int, int]
+    # Those of `found` that are gradients.
     gradients: frozenset[int]
+    # Results that are an argument itself.
     unchanged: frozenset[int]
+    # The leaves that each result may update.
     flows: list[frozenset[int]]
 
 
@@ -126,14 +116,10 @@ def look_at(
     start: int,
     arguments: Sequence[Argument],
 ) -> Results:
-    """Look for the arguments in the results of a step.
+    """Compare the results of a traced step with its arguments.
 
-    Args:
-        traced: the step.
-        order: position of an input of the trace → that of the leaf.
-        result: a tree of shapes.
-        start: position of its first leaf.
-        arguments: the arguments.
+    `order` maps inputs of the trace to leaves. The result is a tree of shapes, whose
+    first leaf is result number `start`.
     """
     jaxpr = traced.jaxpr.jaxpr
     flowing = [frozenset(order[at] for at in some) for some in flows(jaxpr)]
@@ -145,19 +131,22 @@ def look_at(
     }
     found = {start + at: leaf for at, leaf in same_trees(result, arguments).items()}
     gradients: set[int] = set()
-    held = _of_containers(arguments)
-    for leaves in _positions(arguments):
+    positions = list(zip(arguments, _positions(arguments), strict=True))
+    held = {
+        at for one, own in positions if one.is_container or one.is_state for at in own
+    }
+    for _, leaves in positions:
         some = [at for at, leaf in found.items() if leaf in leaves]
-        # That of a tree is a new value as a whole, or a gradient as a whole.
+        # A tree is updated as a whole, or a gradient as a whole.
         if not any(flowing[at] & held for at in some):
             gradients.update(some)
     return Results(found, frozenset(gradients), frozenset(unchanged), flowing)
 
 
 def comes_back(results: Results, argument: Argument, positions: range) -> bool:
-    """Whether an argument is state because it is returned, changed.
+    """Whether an argument is state, as it is returned with other values.
 
-    A tuple of arrays may be any: `(x, y)` in, and another `(x, y)` out.
+    A tuple of arrays is not: `(x, y)` in and out may be unrelated.
     """
     some = {at for at, leaf in results.found.items() if leaf in positions}
     is_tuple = argument.treedef == jax.tree.structure(tuple(argument.leaves))
@@ -170,16 +159,9 @@ def pairs_of(
     shapes: Sequence[Any],
     known: Mapping[int, int],
 ) -> tuple[dict[int, int], frozenset[int]]:
-    """The leaf that each result is the new value, or the gradient of.
+    """Position of a result → the leaf that it updates or is the gradient of.
 
-    Args:
-        results: the results.
-        arguments: the arguments.
-        shapes: of all results.
-        known: what is known to be a new value: position of a result → of the leaf.
-
-    Returns:
-        Position of a result → that of the leaf; and which of them are gradients.
+    The second value has the gradients. `known` are updates that are certain.
     """
     updates = {r: leaf for r, leaf in results.found.items() if r not in known}
     updates = {r: leaf for r, leaf in updates.items() if r not in results.gradients}
@@ -195,7 +177,7 @@ def _by_value(
     shapes: Sequence[Any],
     known: Mapping[int, int],
 ) -> dict[int, int]:
-    """New values of state that stand elsewhere than the state did, or alone."""
+    """Updates of state that are elsewhere in the results, or alone."""
     taken, paired = set(known), set(known.values())
     leaves = [leaf for one in arguments for leaf in one.leaves]
     positions = zip(arguments, _positions(arguments), strict=True)
@@ -209,7 +191,7 @@ def _by_value(
                 continue
             fits = {at for at in flow & state if _alike(leaves[at], shapes[result])}
             fits -= paired
-            # Of a parameter and its moments, the moments show first which is which.
+            # A parameter depends on its moments; once these are paired, it is unique.
             if len(fits) == 1:
                 found[result] = fits.pop()
                 paired.add(found[result])
@@ -222,15 +204,8 @@ def _alike(leaf: Any, shape: Any) -> bool:
     return tuple(np.shape(leaf)) == tuple(shape.shape) and leaf.dtype == shape.dtype
 
 
-def _of_containers(arguments: Sequence[Argument]) -> frozenset[int]:
-    positions = zip(arguments, _positions(arguments), strict=True)
-    return frozenset(
-        at for one, own in positions if one.is_container or one.is_state for at in own
-    )
-
-
 def _positions(arguments: Sequence[Argument]) -> Iterator[range]:
-    """Of each argument, where its leaves are among those of all."""
+    """The positions of each argument's leaves among those of all."""
     start = 0
     for one in arguments:
         yield range(start, start + len(one.leaves))
@@ -238,16 +213,10 @@ def _positions(arguments: Sequence[Argument]) -> Iterator[range]:
 
 
 def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
-    """Find the trees of the arguments in a result, from the outside in.
+    """Find the trees of the arguments in a tree of shapes, outer trees first.
 
-    A dict with more entries than the argument's counts, too: a state and the loss.
-
-    Args:
-        result: a tree of shapes.
-        arguments: the arguments.
-
-    Returns:
-        Position of a leaf of the result → that over the leaves of all arguments.
+    A dict may have more entries than the argument's, such as the loss. Returns the
+    position of a leaf of the result → that over the leaves of all arguments.
     """
     shapes, treedef = jax.tree.flatten(result)
     shapes = [tuple(np.shape(one)) for one in shapes]
@@ -281,7 +250,7 @@ def same_trees(result: Any, arguments: Sequence[Argument]) -> dict[int, int]:
 
 
 def _entries(tree: Any, argument: Argument) -> Any:
-    """Of a dict those entries that the argument has, if it has them all."""
+    """The entries of a dict that the argument has, if these are all of the argument."""
     if type(tree) is dict and type(argument.value) is dict:
         if tree.keys() > argument.value.keys():
             return {key: tree[key] for key in argument.value}
@@ -289,5 +258,5 @@ def _entries(tree: Any, argument: Argument) -> Any:
 
 
 def _is_state_like(treedef: Any, shapes: Sequence[tuple[int, ...]]) -> bool:
-    """A single array, or scalars alone (a loss, a counter), are no state."""
+    """Whether a tree may be state: not a single array, and not scalars alone."""
     return any(shapes) and not jax.tree_util.treedef_is_leaf(treedef)

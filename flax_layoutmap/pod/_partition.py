@@ -1,14 +1,12 @@
 """Find the collectives of a step with XLA's SPMD partitioner, without devices.
 
-The CPU client of jaxlib has the partitioner that every backend has. The compiler for
-TPUs does more around it. What was measured to matter is done here, too: some scatters
-and `top_k` are rewritten before (`_rewrite.py`); afterwards sums are merged, taken out
-of loops and scattered (`_merge.py`, `_tpu_sums.py`).
+The CPU client of jaxlib has the partitioner of every backend. What the compiler for
+TPUs does before and after it, as far as measured, is in `_tpu.py` and `_merge.py`.
 
-The client takes no more than 2,048 devices. The program has the same operations on any
-number of devices, and only sizes of arrays depend on it. So a step for a larger mesh is
-partitioned on the mesh with one axis shortened, twice: the largest where that can be.
-What is constant on both is constant, and what shrinks with the axis shrinks further.
+The client takes at most 2,048 devices. The program has the same operations on any
+number of devices; only sizes of arrays depend on it. So a step for a larger mesh is
+partitioned on two meshes with one axis shortened, the largest if possible. Sizes that
+are equal on both are constant; those that change with the axis are scaled.
 """
 
 import contextlib
@@ -22,15 +20,15 @@ from flax_layoutmap._core.topologies import Topology
 from flax_layoutmap.pod._aot import Answer, Code, Compiled, partition_for
 from flax_layoutmap.pod._hlo import Program, members_of, read_program, wire_bytes
 from flax_layoutmap.pod._hlo_text import Module
-from flax_layoutmap.pod._links import dcn_axes
 from flax_layoutmap.pod._lowered import Lowered
 from flax_layoutmap.pod._merge import merge
 from flax_layoutmap.pod._mlir import functions
+from flax_layoutmap.pod._passes import inline_calls
+from flax_layoutmap.pod._placement import dcn_axes
 from flax_layoutmap.pod._records import Collective
-from flax_layoutmap.pod._rewrite import inline_calls, rewrite_for_tpus
-from flax_layoutmap.pod._tpu_sums import scatters, within_and_between
+from flax_layoutmap.pod._tpu import rewrite_for_tpus, scatters, within_and_between
 
-_NOT_SCALED = "collectives of which two smaller meshes do not tell the size, left out"
+_NOT_SCALED = "collectives whose size does not follow from two smaller meshes, left out"
 _MIXED = "collectives over parts of axes that cross slices, counted as if all crossed"
 
 
@@ -40,40 +38,25 @@ class NotScaled(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shortened:
-    """A mesh and two smaller ones, which differ in the size of one axis.
-
-    Attributes:
-        sizes: axis name → size, of the mesh.
-        axis: the axis that is shortened.
-        short: its size on the larger of the two.
-        shorter: on the smaller.
-    """
+    """A mesh and two smaller ones, which differ in the size of one axis."""
 
     sizes: Mapping[str, int]
     axis: str
-    short: int
+    short: int  # its size on the larger of the two
     shorter: int
 
     def on(self, size: int) -> dict[str, int]:
-        """The sizes with another one of that axis."""
+        """The sizes with another size of that axis."""
         return {**self.sizes, self.axis: size}
 
     @property
-    def both(self) -> tuple[int, int]:
-        """The sizes of that axis on the two."""
-        return self.short, self.shorter
-
-    @property
     def factor(self) -> int:
-        """By how much the axis is longer than on the larger of the two."""
+        """The size of the axis over that on the larger of the two."""
         return self.sizes[self.axis] // self.short
 
 
 def shortened(sizes: Mapping[str, int], most: int) -> Shortened:
-    """Two meshes with no more than so many devices.
-
-    Raises:
-        NotScaled: there are none.
+    """Shorten a mesh to at most so many devices, or raise NotScaled.
 
     >>> mesh = shortened({"data": 3, "fsdp": 256, "tensor": 8}, 2048)
     >>> mesh.axis, mesh.short, mesh.shorter
@@ -90,19 +73,10 @@ def shortened(sizes: Mapping[str, int], most: int) -> Shortened:
 
 
 def scaled(large: Program, small: Program, mesh: Shortened) -> Program:
-    """The program on the whole mesh.
+    """Scale the programs on two smaller meshes, the larger first, to the whole mesh.
 
-    Args:
-        large: on the larger of the two smaller meshes.
-        small: on the smaller.
-        mesh: the meshes.
-
-    Returns:
-        The larger program with other sizes; what could not be told is in
-        `unrecognised`.
-
-    Raises:
-        NotScaled: the two are different programs.
+    Raises NotScaled if they are different programs. Single collectives that cannot be
+    scaled are in `unrecognised`.
     """
     pairs = list(zip(large.collectives, small.collectives, strict=False))
     same = len(large.collectives) == len(small.collectives) and all(
@@ -157,23 +131,10 @@ def partitioning(
     *,
     timeout: float,
 ) -> Iterator[Callable[[], Program]]:
-    """The collectives of a step, by XLA's partitioner.
+    """Partition a step by XLA while the context is open.
 
-    It runs while the context is open, and is ended with it.
-
-    Args:
-        lowered: the step.
-        code: its program, as `code_to_partition` gives it.
-        sizes: axis name → size, of the mesh that it was lowered for.
-        topology: where it is to run; None where that is not known.
-        timeout: seconds after which the partitioner is ended.
-
-    Yields:
-        What waits for them.
-
-    Raises:
-        LayoutError: the partitioner refused the program, died, or did not finish.
-        NotScaled: smaller meshes do not tell what happens on one that is too large.
+    Yields a function that waits for the program. Both raise NotScaled if the mesh is
+    too large and the program cannot be scaled from smaller ones.
     """
     mesh = None
     if math.prod(sizes.values()) > MOST_DEVICES:
@@ -183,7 +144,6 @@ def partitioning(
     with contextlib.ExitStack() as children:
 
         def begin(own: Mapping[str, int]) -> Answer:
-            """Partition on a mesh of such sizes."""
             written = code
             if mesh is not None:
                 bytecode = on_mesh(code.bytecode, own)
@@ -193,7 +153,9 @@ def partitioning(
                 partition_for(written, count, timeout=timeout)
             )
 
-        meshes = [sizes] if mesh is None else [*map(mesh.on, mesh.both)]
+        meshes = [sizes]
+        if mesh is not None:
+            meshes = [mesh.on(mesh.short), mesh.on(mesh.shorter)]
         answers = [begin(own) for own in meshes]
 
         def found() -> Program:
@@ -218,7 +180,7 @@ def _read(
     topology: Topology | None,
     mesh: Shortened | None,
 ) -> Program:
-    """The program on a mesh, which may be a shortened one."""
+    """Read the program on a mesh, which may be a shortened one."""
     assert done.text is not None
     longer = (1, 1)
     if mesh is not None:
@@ -232,7 +194,7 @@ def _read(
 def _over_slices(
     program: Program, sizes: Mapping[str, int], topology: Topology | None
 ) -> Program:
-    """The program with what goes within slices and between them."""
+    """Split collectives into those within slices and those between them."""
     if topology is None or topology.slices == 1:
         return program
     apart = [[*within_and_between(one, sizes, topology)] for one in program.collectives]
@@ -256,7 +218,7 @@ def read_step(
     sizes: Mapping[str, int],
     slice_of: Any = (),
 ) -> Program:
-    """Read a program of XLA, with the paths of a step's leaves."""
+    """Read a program of XLA with the paths of a step's leaves."""
     leaves = enumerate(lowered.leaves)
     parameters = {at for at, leaf in leaves if leaf.role == "parameter"}
     return read_program(
@@ -271,23 +233,8 @@ def read_step(
     )
 
 
-def code_of(lowered: Any) -> Code:
-    """A lowered module for a process with the same jaxlib.
-
-    Args:
-        lowered: what `jax.jit(...).trace(...).lower(...)` gives.
-    """
-    return _code(lowered.compiler_ir("stablehlo").operation)
-
-
 def code_to_partition(lowered: Any, *, as_tpus: bool) -> Code:
-    """The same for the partitioner alone.
-
-    Args:
-        lowered: what `jax.jit(...).trace(...).lower(...)` gives.
-        as_tpus: whether to write what the compiler for TPUs writes before it asks
-            Shardy.
-    """
+    """The code for the partitioner, with `as_tpus` rewritten as for TPUs."""
     module = lowered.compiler_ir("stablehlo").operation
     with module.context:
         module = module.clone()
@@ -295,7 +242,7 @@ def code_to_partition(lowered: Any, *, as_tpus: bool) -> Code:
         if as_tpus:
             block = functions(module)["main"].regions[0].blocks[0]
             rewrite_for_tpus(block)
-        return dataclasses.replace(_code(module), has_manual=_MANUAL in names)
+        return dataclasses.replace(code_of(module), has_manual=_MANUAL in names)
 
 
 def on_mesh(bytecode: bytes, sizes: Mapping[str, int]) -> bytes:
@@ -316,7 +263,8 @@ def on_mesh(bytecode: bytes, sizes: Mapping[str, int]) -> bytes:
     return made.getvalue()
 
 
-def _code(module: Any) -> Code:
+def code_of(module: Any) -> Code:
+    """The code of a module, for another process."""
     with module.context:
         main, made = functions(module)["main"], io.BytesIO()
         module.write_bytecode(made)

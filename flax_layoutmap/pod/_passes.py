@@ -1,19 +1,25 @@
 """Shardy's passes over a lowered module, through jaxlib's public MLIR bindings.
 
 Nothing is compiled, and no device is needed. The names of the passes are no stable
-interface of jaxlib, so that they are looked for before they are used.
+interface of jaxlib, so that `prepare` checks for them. Calls are inlined before: a
+program without calls is laid out faster, and in the same way (with jax 0.8.1 Shardy's
+passes stop at calls).
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap.pod._mlir import Attributes, functions, mesh_of, mesh_sizes
-from flax_layoutmap.pod._rewrite import inline_calls, replace_early
+from flax_layoutmap.pod._mlir import (
+    Attributes,
+    functions,
+    mesh_of,
+    source_line,
+)
 
-# Decides a sharding for every value; then says where a value must change it, and by
-# which collectives.
+# Propagate shardings to every value, then insert collectives where one must change.
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,"
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true},"
@@ -32,34 +38,17 @@ Pairs = Mapping[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A lowered program without its calls, to be laid out.
-
-    Attributes:
-        module: a copy of its module.
-        sizes: axis name → size, of the mesh that it was lowered for.
-        attributes: what was read of its operations, to be read once.
-    """
+    """A lowered program without calls, to be laid out under any specs."""
 
     module: Any
-    sizes: dict[str, int]
-    attributes: Attributes
+    sizes: dict[str, int]  # axis name → size, of its mesh
+    attributes: Attributes  # kept, as most attributes are the same in every layout
 
     def lay_out(self, specs: Specs | None = None, pairs: Pairs | None = None) -> Any:
-        """Lay a copy of the program out.
+        """Return a copy in which every value has a sharding, and `sdy` collectives.
 
-        Args:
-            specs: position of an argument → its spec, instead of the sharding that it
-                was lowered with.
-            pairs: position of a result → that of the argument that it is the new value
-                of; where both were lowered with one sharding, it follows.
-
-        Returns:
-            The module: every value with its sharding, and `sdy` collectives between
-            them.
-
-        Raises:
-            LayoutError: a spec names an axis that the program's mesh does not have, or
-                the passes refuse the program.
+        The specs replace the shardings of arguments. A result of `pairs` that was
+        lowered with the sharding of its argument follows it.
         """
         texts = {at: _checked(spec, self.sizes) for at, spec in (specs or {}).items()}
         module = self.module.clone()
@@ -68,8 +57,8 @@ class Prepared:
             if texts:
                 _rewrite(module, texts, pairs or {})
             manager = passmanager.PassManager.parse(_PASSES)
-            # The program was verified; between all passes it takes two thirds of the
-            # time.
+            # The program was verified; to verify it after each pass takes two thirds of
+            # the time.
             manager.enable_verifier(False)
             try:
                 manager.run(module)
@@ -79,14 +68,7 @@ class Prepared:
 
 
 def prepare(lowered: Any) -> Prepared:
-    """Take the calls out of a copy of a lowered module.
-
-    Args:
-        lowered: what `jax.jit(...).trace(...).lower(...)` gives.
-
-    Raises:
-        LayoutError: this jaxlib has no such passes, or they refuse the program.
-    """
+    """Inline the calls in a copy of a lowered module, and verify it."""
     ir, passmanager = _bindings()
     original = lowered.compiler_ir("stablehlo")
     with original.context:
@@ -101,7 +83,7 @@ def prepare(lowered: Any) -> Prepared:
             module.verify()
         except ir.MLIRError as error:
             raise _refusal(error) from error
-    sizes = mesh_sizes(module)
+    sizes = mesh_of(module)[1]
     return Prepared(module, sizes, Attributes(sizes))
 
 
@@ -117,8 +99,8 @@ def _bindings() -> tuple[Any, Any]:
 def _refusal(error: Exception) -> LayoutError:
     """An error with the relevant part of an MLIR failure."""
     lines = [line.rstrip() for line in str(error).splitlines()]
-    said = (one for one in lines if "error:" in one and not one.endswith(":"))
-    reason = next((one.partition("error:")[2].strip() for one in said), lines[0])
+    errors = (one for one in lines if "error:" in one and not one.endswith(":"))
+    reason = next((one.partition("error:")[2].strip() for one in errors), lines[0])
     return LayoutError(f"Shardy does not lay this program out: {reason[:200]}")
 
 
@@ -139,13 +121,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _rewrite(module: Any, specs: Specs, pairs: Pairs) -> None:
-    """Give arguments, and the results that go with them, other shardings.
-
-    Args:
-        module: a module, which is changed.
-        specs: position of an argument → its spec.
-        pairs: position of a result → that of an argument.
-    """
+    """Change the shardings of arguments, and of the results that follow them."""
     ir, _ = _bindings()
     main, name = functions(module)["main"], mesh_of(module)[0]
     kinds = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).inputs
@@ -174,7 +150,7 @@ _SHARDING = "sdy.sharding"
 
 
 def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """A spec without axes of a single device, which the passes take out first."""
+    """A spec without axes of a single device, which the passes remove first."""
     for axis in {axis for entry in spec for axis in _axes(entry)} - set(sizes):
         raise LayoutError(
             f"the rules name the axis {axis!r}, and the step was traced for a mesh of "
@@ -182,3 +158,144 @@ def _checked(spec: Sequence[Any], sizes: Mapping[str, int]) -> list[tuple[str, .
             "flm.pod.plan(step, …, layout_map=layout_map)"
         )
     return [tuple(axis for axis in _axes(entry) if sizes[axis] > 1) for entry in spec]
+
+
+# ------------------------------------------------------------- before the passes
+
+_CALLS = ("func.call", "call")
+_BROADCAST = "stablehlo.broadcast_in_dim"
+
+
+def inline_calls(functions: dict[str, Any]) -> set[str]:
+    """Inline the calls in `main`, and return the names of all operations.
+
+    Functions that were called stay: something else may name them.
+    """
+    names: set[str] = set()
+    done: set[str] = set()
+
+    def flatten(name: str) -> None:
+        """Inline the calls in a function, once for all that call it."""
+        if name not in done:
+            done.add(name)
+            walk(functions[name].regions[0].blocks[0])
+
+    def walk(block: Any) -> None:
+        for op in list(block.operations):
+            names.add(op.operation.name)
+            if op.operation.name in _CALLS:
+                callee = str(op.attributes["callee"]).lstrip("@").strip('"')
+                flatten(callee)
+                _inline(op, functions[callee])
+                continue
+            for region in op.regions:
+                for inner in region.blocks:
+                    walk(inner)
+
+    flatten("main")
+    return names
+
+
+def _inline(call: Any, callee: Any) -> None:
+    copy = callee.operation.clone()
+    block = copy.regions[0].blocks[0]
+    # Uses are replaced in the copy, where there are few.
+    for argument, operand in zip(block.arguments, call.operands, strict=True):
+        argument.replace_all_uses_with(operand)
+    *body, end = block.operations
+    _give_location(body, call.operation.location, {})
+    for op in body:
+        op.operation.move_before(call.operation)
+    for result, value in zip(call.results, end.operation.operands, strict=True):
+        result.replace_all_uses_with(value)
+    call.operation.erase()
+    copy.erase()
+
+
+def _give_location(operations: Any, caller: Any, known: dict[Any, Any]) -> None:
+    """Give operations without a source line that of their call.
+
+    A function of JAX is lowered once for all calls, without a source line. `known` maps
+    the locations of operations to those that they get.
+    """
+    from jaxlib.mlir import ir
+
+    for one in operations:
+        op = one.operation
+        own = op.location.attr
+        if own not in known:
+            text = str(op.location)
+            name = text.partition('"')[2].partition('"')[0]
+            known[own] = None
+            if source_line(text) is None:
+                known[own] = ir.Location.name(name, caller) if name else caller
+        if known[own] is not None:
+            op.location = known[own]
+        for region in op.regions:
+            for block in region.blocks:
+                _give_location(block.operations, caller, known)
+
+
+def replace_early(block: Any) -> None:
+    """Replace operations that Shardy does not know by others with the same layout.
+
+    XLA expands CHLO (`erf`, `square`, `top_k`) before Shardy runs. A broadcast that
+    only adds dims of one element becomes a reshape, through which Shardy keeps
+    shardings.
+    """
+    from jaxlib.mlir import ir
+
+    for op in list(block.operations):
+        operation = op.operation
+        for region in operation.regions:
+            for inner in region.blocks:
+                replace_early(inner)
+        if operation.name == _BROADCAST:
+            _replace_broadcast(operation)
+            continue
+        if not operation.name.startswith("chlo."):
+            continue
+        name, operands, attributes = _like(operation)
+        if not name:
+            continue
+        made = ir.Operation.create(
+            name,
+            results=[result.type for result in operation.results],
+            operands=operands,
+            attributes=attributes,
+            loc=operation.location,
+            ip=ir.InsertionPoint(operation),
+        )
+        for result, new in zip(operation.results, made.results, strict=True):
+            result.replace_all_uses_with(new)
+        operation.erase()
+
+
+def _replace_broadcast(op: Any) -> None:
+    """Replace a broadcast that repeats nothing and keeps the order by a reshape."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    given, wanted = op.operands[0].type, op.results[0].type
+    dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
+    repeats = math.prod(given.shape) != math.prod(wanted.shape)
+    if repeats or not dims or dims != sorted(dims):
+        return
+    with ir.InsertionPoint(op), op.location:
+        made = stablehlo.ReshapeOp(wanted, op.operands[0])
+    op.results[0].replace_all_uses_with(made.result)
+    op.erase()
+
+
+def _like(op: Any) -> tuple[str, list[Any], dict[str, Any]]:
+    """Name, operands and attributes of one with the same layout; "" without one."""
+    from jaxlib.mlir import ir
+
+    operands = list(op.operands)
+    if op.name == "chlo.top_k":
+        target = ir.StringAttr.get("mhlo.topk")
+        return "stablehlo.custom_call", operands, {"call_target_name": target}
+    types = {value.type for value in (*operands, *op.results)}
+    if len(op.results) == 1 and len(types) == 1:
+        return "stablehlo.maximum", [operands[0], operands[-1]], {}
+    return "", [], {}

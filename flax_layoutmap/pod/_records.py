@@ -180,7 +180,7 @@ class Drift:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """The fields of a PodReport, which says what they are."""
+    """The fields of a PodReport, which documents them."""
 
     engine: Engine
     step: str

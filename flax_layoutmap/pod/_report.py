@@ -2,23 +2,25 @@
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from flax_layoutmap._core.errors import LayoutError
+from flax_layoutmap._core.errors import LayoutError, bullet_list, did_you_mean
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import show
-from flax_layoutmap.pod import _assertions, _report_text
-from flax_layoutmap.pod._records import Findings, Kind
+from flax_layoutmap.pod import _report_text
+from flax_layoutmap.pod._records import KINDS, Collective, Findings, Kind
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
+
 Format = Literal["text", "markdown", "json"]
 
-# Below this many bytes on the wire in a step, `expect` looks away: the mean of a loss,
-# the norm of gradients.
+# Collectives that send fewer bytes than this in a step do not count for `expect`, such
+# as the mean of a loss or the norm of gradients.
 _SMALL = 64 * 1024
 
 
@@ -123,9 +125,9 @@ class PodReport(Findings):
             LayoutError: there is no such axis or kind.
         """
         if axis is not None:
-            _assertions.check_axis(self, axis)
+            _check_axis(self, axis)
         if kind is not None:
-            _assertions.check_kind(kind)
+            _check_kind(kind)
         return sum(
             one.wire_bytes_per_step
             for one in self.collectives
@@ -156,7 +158,23 @@ class PodReport(Findings):
                 `report.unrecognised` is not empty.
             LayoutError: there is no such axis or kind.
         """
-        _assertions.expect(self, axis, kinds, small_bytes, unrecognised)
+        wanted = {kinds} if isinstance(kinds, str) else set(kinds)
+        for kind in wanted:
+            _check_kind(kind)
+        _check_axis(self, axis)
+        every = [one for one in self.collectives if _may_be_over(one, axis)]
+        large = _large(every, small_bytes)
+        other = [one for one in large if one.kind not in wanted]
+        missing = sorted(wanted - {one.kind for one in large if axis in one.axes})
+        lines = _report_text.lines_of(other)
+        lines += [f"{kind}: expected, and none runs over it" for kind in missing]
+        if lines:
+            raise AssertionError(
+                f"over axis {axis!r} of mesh {self.mesh} {self.step} was expected to "
+                f"run {', '.join(sorted(wanted)) or 'no collectives'}:\n"
+                f"{bullet_list(lines)}"
+            )
+        _check_all_read(self, unrecognised)
 
     def forbid(
         self,
@@ -188,7 +206,36 @@ class PodReport(Findings):
             LayoutError: nothing is forbidden, there is no such axis, kind or leaf, or,
                 in a plan, nothing comes from such a line.
         """
-        _assertions.forbid(self, path, kind, axis, source, small_bytes, unrecognised)
+        given = {"path": path, "kind": kind, "axis": axis, "source": source}
+        what = ", ".join(f"{key}={value!r}" for key, value in given.items() if value)
+        if not what:
+            raise LayoutError(
+                'forbid what? pass path="embed", kind="all-gather", axis="tensor" or '
+                'source="model.py:36"'
+            )
+        _check_pattern("source", source)
+        _check_pattern("path", path)
+        if kind is not None:
+            _check_kind(kind)
+        if axis is not None:
+            _check_axis(self, axis)
+        _check_path(self, path)
+        _check_source(self, source)
+        some = [
+            one
+            for one in self.collectives
+            if (axis is None or _may_be_over(one, axis))
+            and kind in (None, one.kind)
+            and any(_matches(path, leaf) for leaf in (one.path, *one.joined))
+            and _matches(source, one.source)
+        ]
+        found = _large(some, small_bytes)
+        if found:
+            raise AssertionError(
+                f"{self.step} on mesh {self.mesh} was to have no collective with "
+                f"{what}:\n{bullet_list(_report_text.lines_of(found))}"
+            )
+        _check_all_read(self, unrecognised)
 
     def compare(self, other: "PodReport") -> str:
         """Compare with another report in a table.
@@ -238,7 +285,7 @@ class PodReport(Findings):
         Raises:
             LayoutError: this report is none of a plan, or the regex is none.
         """
-        _assertions.check_pattern("pattern", pattern)
+        _check_pattern("pattern", pattern)
         if self.values is None:
             raise LayoutError(
                 f"a report of {self.engine!r} has no shardings of values; use "
@@ -252,3 +299,94 @@ class PodReport(Findings):
             f"<PodReport of {self.engine}: {self.step} on {self.mesh}, "
             f"{len(self.collectives)} collectives, {sent} sent per device>"
         )
+
+
+def _may_be_over(one: Collective, axis: str) -> bool:
+    """Whether a collective may run over an axis: its own axes may be unknown."""
+    return not one.axes or axis in one.axes
+
+
+def _large(some: Iterable[Collective], small_bytes: int) -> list[Collective]:
+    """Those of a kind and axes that send at least so many bytes together in a step."""
+    alike: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+    for one in some:
+        alike.setdefault((one.kind, one.axes), []).append(one)
+    return [
+        one
+        for members in alike.values()
+        if sum(member.wire_bytes_per_step for member in members) >= small_bytes
+        for one in members
+    ]
+
+
+def _check_all_read(report: PodReport, unrecognised: bool) -> None:
+    """Raise AssertionError if a part of the program was not read."""
+    if report.unrecognised and not unrecognised:
+        parts = bullet_list(_report_text.not_read(report))
+        raise AssertionError(
+            f"the {report.engine} found nothing against it, but did not read all of "
+            f"{report.step} on mesh {report.mesh}:\n{parts}\n"
+            "pass unrecognised=True where these may do what they like"
+        )
+
+
+def _check_path(report: PodReport, path: str | None) -> None:
+    if not path or not report.paths:
+        return
+    if not any(re.search(path, one) for one in report.paths):
+        parts = {part for one in report.paths for part in (one, *one.split("/"))}
+        raise LayoutError(
+            f"no leaf of the arguments of {report.step} is like {path!r}"
+            f"{did_you_mean(path, parts)}, so that nothing would be forbidden"
+        )
+
+
+def _check_source(report: PodReport, source: str | None) -> None:
+    """Raise LayoutError for a source without operations; only a plan lists them."""
+    if not source or report.values is None:
+        return
+    known = [one.source for one in (*report.collectives, *report.reshards)]
+    if any(line is not None and _matches(source, line) for line in known):
+        return
+    lines = {text.partition(" ")[2] for text, _, _ in report.values("")} - {""}
+    if not any(re.search(source, line) for line in lines):
+        parts = {part for line in lines for part in (line, *line.split(" "))}
+        raise LayoutError(
+            f"no operation of {report.step} comes from a line like {source!r}"
+            f"{did_you_mean(source, parts)}, so that nothing would be forbidden"
+        )
+
+
+def _check_axis(report: PodReport, axis: str) -> None:
+    """Raise LayoutError for an axis that the mesh does not have."""
+    names: Sequence[str] = report.mesh.axis_names
+    if axis not in names:
+        raise LayoutError(
+            f"the mesh {report.mesh} has no axis {axis!r}{did_you_mean(axis, names)}"
+        )
+
+
+def _check_kind(kind: str) -> None:
+    """Raise LayoutError for an unknown kind."""
+    if kind not in KINDS:
+        raise LayoutError(
+            f"there is no collective {kind!r}{did_you_mean(kind, KINDS)}; the kinds "
+            f"are {', '.join(KINDS)}"
+        )
+
+
+def _check_pattern(name: str, pattern: str | None) -> None:
+    """Raise LayoutError for an invalid regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise LayoutError(
+            f"{name}={pattern!r} is no regular expression: {error}; write a literal "
+            "bracket as \\(, or use re.escape"
+        ) from error
+
+
+def _matches(pattern: str | None, text: str | None) -> bool:
+    if pattern is None:
+        return True
+    return text is not None and re.search(pattern, text) is not None

@@ -19,13 +19,12 @@ from flax_layoutmap._show.table import (
     markdown_text,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, wrapped
-from flax_layoutmap._tree.fold import fold
+from flax_layoutmap._tree.paths import fold
 from flax_layoutmap.pod._records import (
     Collective,
     Drift,
     Findings,
     Host,
-    Memory,
     Reshard,
 )
 
@@ -34,18 +33,38 @@ if TYPE_CHECKING:
 
 # Rows of the second table; the others are in the JSON form.
 _ROWS = 20
-# Narrower cells are not readable.
+# The least width of a cell, in characters.
 _CELL = 16
 
 
 def as_text(report: Findings, width: int | None) -> str:
     """Title, two tables, remarks."""
-    parts = [title(report), "", _by_axis(report).text()]
+    parts = _parts(report, width)
+    return "\n".join(
+        part.text() if isinstance(part, Grid) else "\n".join(part) for part in parts
+    )
+
+
+def coloured(report: Findings, width: int) -> "Iterator[Text]":
+    """The lines of the text for rich; without colours, those of the text."""
+    axes = report.mesh.axis_names
+    for part in _parts(report, width):
+        if isinstance(part, Grid):
+            yield from coloured_grid(part, axes)
+        else:
+            yield from coloured_lines(part, axes)
+
+
+def _parts(report: Findings, width: int | None) -> Iterator[Grid | list[str]]:
+    """Tables, and lines between them."""
+    yield [title(report), ""]
+    yield _by_axis(report)
     largest, more = _largest(report, width)
     if largest.lines:
-        parts += ["", largest.text()]
-        parts += [more] if more else []
-    return "\n".join([*parts, "", *wrapped(remarks(report), width)])
+        yield [""]
+        yield largest
+        yield from [[more]] if more else []
+    yield ["", *wrapped(remarks(report), width)]
 
 
 def as_markdown(report: Findings) -> str:
@@ -59,30 +78,13 @@ def as_markdown(report: Findings) -> str:
     return "\n\n".join([*parts, markdown_list([*lines, *remarks(report)])])
 
 
-def coloured(report: Findings, width: int) -> "Iterator[Text]":
-    """The lines of the text for rich; without colours, those of the text."""
-    axes = report.mesh.axis_names
-    yield from coloured_lines([title(report), ""], axes)
-    yield from coloured_grid(_by_axis(report), axes)
-    largest, more = _largest(report, width)
-    if largest.lines:
-        yield from coloured_lines([""], axes)
-        yield from coloured_grid(largest, axes)
-        yield from coloured_lines([more] if more else [], axes)
-    yield from coloured_lines(["", *wrapped(remarks(report), width)], axes)
-
-
 def as_json(report: Findings) -> dict[str, Any]:
     """Plain JSON values."""
     memory, topology = report.memory, report.topology
     names = [field.name for field in dataclasses.fields(Findings)]
     left_out = ("replan", "values", "paths")
     return {
-        **{
-            name: _plain(getattr(report, name))
-            for name in names
-            if name not in left_out
-        },
+        **{n: _plain(getattr(report, n)) for n in names if n not in left_out},
         "mesh": mesh_to_json(report.mesh),
         "topology": None if topology is None else str(topology),
         "memory": {
@@ -94,18 +96,15 @@ def as_json(report: Findings) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Records as dicts, and what they hold."""
+    """Records as dicts, and tuples as lists."""
     if isinstance(value, tuple):
         return [*map(_plain, value)]
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
-    if type(value) in _RECORDS:
+    if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: _plain(getattr(value, field.name)) for field in fields}
     return value
-
-
-_RECORDS = (Collective, Drift, Host, Memory, Reshard)
 
 
 def title(report: Findings) -> str:
@@ -123,7 +122,7 @@ def title(report: Findings) -> str:
 
 
 def _by_axis(report: Findings) -> Grid:
-    """One line per axes and kind, what is sent most first."""
+    """One row per axes and kind, the most bytes first."""
     sums: dict[tuple[str, str], list[int]] = {}
     by_axes: dict[str, int] = {}
     for one in report.collectives:
@@ -134,24 +133,22 @@ def _by_axis(report: Findings) -> Grid:
         row[2] += one.wire_bytes_per_step
         by_axes[axes] = by_axes.get(axes, 0) + one.wire_bytes_per_step
     order = sorted(sums, key=lambda key: (-by_axes[key[0]], key[0], -sums[key][2]))
-    lines, last = [], None
+    rows, last = [], None
     for axes, kind in order:
         times, payload, sent = sums[axes, kind]
         bound = report.seconds_bound.get(axes)
         seconds = "" if bound is None or axes == last else seconds_text(bound)
         cells = (axes, kind, str(times), human_bytes(payload), human_bytes(sent))
-        lines.append(Line((*cells, seconds)))
+        rows.append((*cells, seconds))
         last = axes
     names = ("axes", "kind", "times", "payload", "sent/device", "at least")
-    right = (False, False, True, True, True, True)
-    if not report.seconds_bound:
-        lines = [Line(line.cells[:-1]) for line in lines]
-        return Grid(names[:-1], right[:-1], tuple(lines))
-    return Grid(names, right, tuple(lines))
+    shown = 6 if report.seconds_bound else 5
+    lines = tuple(Line(cells[:shown]) for cells in rows)
+    return Grid(names[:shown], (False, False, True, True, True, True)[:shown], lines)
 
 
 def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
-    """What is sent most, leaf by leaf or line by line; and what is left out."""
+    """The leaves or source lines that send the most bytes, and the remainder."""
     rows = grouped(report.collectives)
     names = ("path", "axes", "kind", "source", "times", "sent/device")
     right = (False, False, False, False, True, True)
@@ -174,7 +171,7 @@ def _largest(report: Findings, width: int | None) -> tuple[Grid, str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """Collectives that are alike, over all layers."""
+    """Equal collectives of all layers."""
 
     path: str
     axes: str
@@ -189,7 +186,7 @@ class Row:
 
 
 def grouped(collectives: Sequence[Collective]) -> list[Row]:
-    """One row for those of one path, source, kind and axes; layers are folded."""
+    """One row per path, source, kind and axes; layers are folded."""
     sums: dict[tuple[str, str, str, str], list[int]] = {}
     for one in collectives:
         source = one.source or ""
@@ -259,7 +256,7 @@ def remarks(report: Findings) -> list[str]:
 
 
 def not_read(report: Findings) -> list[str]:
-    """What was not read in the program, how often, and where: the first three lines."""
+    """The parts that were not read, with counts and the first three source lines."""
     found = []
     for what, times in report.unrecognised.items():
         lines = report.unrecognised_at.get(what, ())
@@ -322,7 +319,7 @@ def _compute(report: Findings) -> Iterator[str]:
 
 
 def _reshards(reshards: Sequence[Reshard]) -> Iterator[str]:
-    """Those that are alike, as in every layer, are one line."""
+    """One line for equal reshards, such as those of every layer."""
     count = collections.Counter(reshards)
     alike: dict[Any, list[Reshard]] = {}
     for one, times in count.items():
@@ -369,30 +366,28 @@ def _range(sizes: Sequence[int]) -> str:
 
 def comparison(first: Findings, second: Findings) -> str:
     """Two reports side by side."""
-    names = ("", title(first), title(second), "change")
     rows = [
         ("at rest", first.memory.at_rest_bytes, second.memory.at_rest_bytes),
         ("operations", first.flops_per_device, second.flops_per_device),
     ]
-    sums: list[dict[tuple[str, str], int]] = []
+    sums = []
     for report in (first, second):
-        own: dict[tuple[str, str], int] = {}
+        sent: collections.Counter[tuple[str, str]] = collections.Counter()
         for one in report.collectives:
-            key = (axes_text(one), one.kind)
-            own[key] = own.get(key, 0) + one.wire_bytes_per_step
-        sums.append(own)
-    for key in sorted({*sums[0], *sums[1]}):
-        rows.append((" ".join(key), sums[0].get(key, 0), sums[1].get(key, 0)))
-    rows.append(("all collectives", sum(sums[0].values()), sum(sums[1].values())))
+            sent[axes_text(one), one.kind] += one.wire_bytes_per_step
+        sums.append(sent)
+    rows += [
+        (" ".join(key), sums[0][key], sums[1][key])
+        for key in sorted({*sums[0], *sums[1]})
+    ]
+    rows.append(("all collectives", sums[0].total(), sums[1].total()))
     lines = []
     for name, before, after in rows:
         show = (lambda n: f"{n:.3g}") if name == "operations" else human_bytes
         lines.append(Line((name, show(before), show(after), _change(before, after))))
-    head = [f"1: {names[1]}", f"2: {names[2]}", ""]
-    grid = Grid(
-        ("per device", "1", "2", "change"), (False, True, True, True), tuple(lines)
-    )
-    return "\n".join([*head, grid.text()])
+    names, right = ("per device", "1", "2", "change"), (False, True, True, True)
+    table = Grid(names, right, tuple(lines)).text()
+    return "\n".join([f"1: {title(first)}", f"2: {title(second)}", "", table])
 
 
 def _change(before: int, after: int) -> str:

@@ -1,9 +1,9 @@
 """Read collectives, reshards and operations of a module that Shardy has laid out.
 
-Shardy's passes write a collective wherever a value changes its sharding. Here they are
-counted, times the loops around them: an estimate of what runs. A sum of all-reduces is
-one all-reduce of the sum, an all-reduce of which only slices are used is a
-reduce-scatter, and equal gathers of one value are one.
+Shardy's passes insert a collective wherever a value changes its sharding. Here they are
+counted, times the loops around them, as an estimate of the compiled program: a sum of
+all-reduces is one all-reduce, an all-reduce of which only slices are used is a
+reduce-scatter, and equal gathers of a value are one.
 """
 
 import collections
@@ -21,7 +21,6 @@ from flax_layoutmap.pod._shardy_ops import (
     RAGGED,
     RAGGED_DOT,
     UPDATES,
-    changed_axes,
     copied_operand,
     hides_work,
     is_shared,
@@ -29,6 +28,7 @@ from flax_layoutmap.pod._shardy_ops import (
     location_of,
     maker_of,
     manual_collective,
+    moved_axes,
     multiplications,
     operands_of,
     scattered,
@@ -37,9 +37,9 @@ from flax_layoutmap.pod._shardy_ops import (
 )
 
 _ONE_ROUND = "loop of unknown length, counted as one round"
-# Operations of other compilers, some of which Shardy supports.
+# Custom operations, of which Shardy supports some.
 _NO_RULE = ("stablehlo.custom_call", "chlo.")
-# Of these, an operand that is a sum over devices is one in the result, too.
+# The result of these is a sum over devices if the operand is one.
 _KEEPS_SUMS = (COPIES - {"stablehlo.slice", "stablehlo.dynamic_slice"}) | {
     "sdy.all_slice"
 }
@@ -47,62 +47,35 @@ _KEEPS_SUMS = (COPIES - {"stablehlo.slice", "stablehlo.dynamic_slice"}) | {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Place:
-    """Where in the program the walk is.
+    """The loops, branches and shard_maps around an operation."""
 
-    Attributes:
-        times: how often what stands there runs in a step.
-        scope: the loops around it, by number.
-        cuts: inside of a shard_map, into how many parts its axes cut the work; else 0.
-    """
-
-    times: int = 1
-    scope: tuple[int, ...] = ()
-    cuts: int = 0
+    times: int = 1  # executions in a step
+    scope: tuple[int, ...] = ()  # the loops and branches around it, by number
+    cuts: int = 0  # into how many parts a shard_map splits the work; 0 outside of one
 
 
 @dataclasses.dataclass(slots=True)
 class Found:
-    """A collective as it stands in the program.
-
-    Attributes:
-        kind: what it does.
-        axes: the axes it runs over.
-        shape: payload on one device.
-        element: MLIR's name of its element type.
-        place: how often it runs, and the loops around it.
-        location: where it comes from, as MLIR writes it.
-        leaf: the argument that it moves, or whose gradient it sums.
-        is_merged: whether another one sums this, too.
-    """
+    """A collective in the program."""
 
     kind: Kind
     axes: tuple[AxisRef, ...]
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the payload on one device
     element: str
     place: Place
-    location: str
-    leaf: int | None = None
-    is_merged: bool = False
+    location: str  # as MLIR writes it
+    leaf: int | None = None  # the argument that it moves, or whose gradient it sums
+    is_merged: bool = False  # whether another one sums this, too
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Move:
-    """A value that changes its sharding, by one collective or several.
+    """A value that changes its sharding, by one collective or several."""
 
-    Attributes:
-        name: the operation that made the value.
-        before: the value.
-        after: the same in the other layout.
-        leaf: the argument that it is, or None.
-        executions: how often.
-        location: where, as MLIR writes it.
-        gathers_only: whether it is only gathered.
-    """
-
-    name: str
+    name: str  # of the operation that made the value
     before: Array
     after: Array
-    leaf: int | None
+    leaf: int | None  # the argument that it is
     executions: int
     location: str
     gathers_only: bool
@@ -110,45 +83,32 @@ class Move:
 
 @dataclasses.dataclass(slots=True)
 class LaidOut:
-    """What was read from a module.
-
-    Attributes:
-        arguments: the arguments of the step.
-        results: its results.
-        collectives: in the order of the program.
-        moves: values that change their sharding.
-        flops: of matrix products and convolutions, on one device.
-        flops_whole: the same on all devices if none did another's work.
-        more_flops: what has matrix products that are not in these, each once.
-        unrecognised: what could not be counted → the places in the program.
-        branching: how many conditionals have any of this in a branch.
-        operations: how many operations there are.
-    """
+    """The contents of a module."""
 
     arguments: list[Array] = dataclasses.field(default_factory=list)
     results: list[Array] = dataclasses.field(default_factory=list)
     collectives: list[Found] = dataclasses.field(default_factory=list)
     moves: list[Move] = dataclasses.field(default_factory=list)
+    # Of matrix products and convolutions: on one device, and on all if none repeats
+    # the work of another; and descriptions of those that are not in these.
     flops: int = 0
     flops_whole: int = 0
     more_flops: dict[str, None] = dataclasses.field(default_factory=dict)
+    # What could not be counted → locations in the program.
     unrecognised: dict[str, list[str]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(list)
     )
-    branching: int = 0
+    branching: int = 0  # conditionals with collectives or products in a branch
     operations: int = 0
 
 
 def read(
     module: Any, attributes: Attributes, state: Sequence[tuple[int, int]] = ()
 ) -> LaidOut:
-    """Walk through a module that `Prepared.lay_out` made.
+    """Read a module that `Prepared.lay_out` made.
 
-    Args:
-        module: the module.
-        attributes: what reads its operations, and has read others of this program.
-        state: positions of results, and of the arguments that they are the new values
-            of: the sums on the way to one are its gradient's.
+    `state` has positions of results and of the arguments that they update: sums that a
+    result is computed from are those of the argument's gradient.
     """
     walk = _Walk(attributes)
     walk.function(functions(module)["main"])
@@ -162,19 +122,19 @@ class _Walk:
     def __init__(self, attributes: Attributes) -> None:
         self.attributes = attributes
         self.found = LaidOut()
-        self.loops = 0
+        self.scopes = 0
         self.arrays: dict[Any, Array] = {}
         self.leaves: dict[Any, int] = {}
         self.ends: Sequence[Any] = ()
-        # A value → the value that it is: the operand of a loop that no round changes.
+        # A value → an equal one, such as the operand of a loop that does not change.
         self.same: dict[Any, Any] = {}
-        # An argument of a shard_map → the operand that each device has its part of.
+        # An argument of the body of a shard_map → the operand that it is a part of.
         self.whole: dict[Any, Any] = {}
-        # The result of an operation with regions → what it is made from.
+        # The result of an operation with regions → the results of these.
         self.sources: dict[Any, Sequence[Any]] = {}
-        # A moved value, by its layout and what was moved → the first that is so.
+        # A move of a value to a layout → the result of the first such move.
         self.first: dict[Any, Any] = {}
-        # A value → the collectives that make it, and those that it is the sum of.
+        # A value → the collectives that it is the result of, and the sums that it is.
         self.made_by: dict[Any, tuple[int, ...]] = {}
         self.sums: dict[Any, tuple[int, ...]] = {}
         # A value that was moved to another layout → the move.
@@ -214,7 +174,7 @@ class _Walk:
     # ------------------------------------------------------------------- values
 
     def root(self, value: Any) -> Any:
-        """The value that another is the same as."""
+        """The first of the values that are equal to one."""
         while value in self.same:
             value = self.same[value]
         return value
@@ -228,7 +188,7 @@ class _Walk:
         return self.arrays[value]
 
     def leaf(self, value: Any) -> int | None:
-        """The argument of the step that a value is, or a part of, in any layout."""
+        """The argument of the step that a value is a copy or a part of."""
         while True:
             value = self.root(value)
             op = maker_of(value)
@@ -244,7 +204,7 @@ class _Walk:
                 return None
 
     def sums_of(self, value: Any) -> tuple[int, ...]:
-        """The sums that a value is, where it is used once, and so is each copy."""
+        """The sums that a value is, if it and what it is a copy of are used once."""
         while not is_shared(value):
             op = maker_of(value)
             if value in self.sums:
@@ -255,7 +215,7 @@ class _Walk:
         return ()
 
     def name_gradients(self, state: Sequence[tuple[int, int]]) -> None:
-        """Give the sums that are on the way to new state the leaf that it becomes."""
+        """Set the leaf of the sums that new state is computed from."""
         seen: set[Any] = set()
         for result, leaf in state:
             for at in self.sums_behind(self.ends[result], seen):
@@ -263,7 +223,7 @@ class _Walk:
                 one.leaf = leaf if one.leaf is None else one.leaf
 
     def sums_behind(self, value: Any, seen: set[Any]) -> Iterator[int]:
-        """The sums that a value is made from element by element, and their gathers."""
+        """The sums that a value is computed from elementwise, and their gathers."""
         todo = [value]
         while todo:
             one = todo.pop()
@@ -285,7 +245,7 @@ class _Walk:
     # -------------------------------------------------------------- collectives
 
     def note(self, what: str, op: Any) -> None:
-        """Something that could not be counted, or not as XLA moves it."""
+        """Record an operation that is not counted, or not as XLA moves it."""
         self.found.unrecognised[what].append(self.attributes.location(op))
 
     def count(
@@ -305,7 +265,7 @@ class _Walk:
         return len(found) - 1
 
     def all_reduce(self, op: Any, place: Place) -> None:
-        """A sum of what the devices have: whole, or in parts."""
+        """Count an all-reduce, as a reduce-scatter if only slices of it are used."""
         axes = self.attributes.axes_in(op.attributes["reduction_axes"])
         if parts(axes) == 1:
             return
@@ -324,25 +284,24 @@ class _Walk:
         self.made_by[result] = self.sums[result] = tuple(made)
 
     def add(self, op: Any, place: Place) -> None:
-        """A sum of all-reduces is one all-reduce of a sum."""
+        """Merge a sum of all-reduces: it is one all-reduce of a sum."""
         first, second = (self.sums_of(one) for one in op.operands)
-        if not first or not second:
-            return  # with something else between them, the compiler adds them apart
-        self.sums[op.results[0]] = first
         found = self.found.collectives
-        pairs = [(found[a], found[b]) for a, b in zip(first, second, strict=False)]
-        if first != second and len(first) == len(second):
-            if all(_alike(one, other) for one, other in pairs):
-                for _, other in pairs:
-                    other.is_merged = True
+        if not first or len(first) != len(second):
+            return
+        pairs = [(found[a], found[b]) for a, b in zip(first, second, strict=True)]
+        if all(_alike(one, other) for one, other in pairs):
+            self.sums[op.results[0]] = first
+            for one, other in pairs:
+                other.is_merged = one is not other
 
     def move(self, op: Any, place: Place) -> None:
-        """A value that gets another layout."""
+        """Count a change of layout; the same change of a value counts once."""
         operand, result = op.operands[0], op.results[0]
         before, after = self.array(operand), self.array(result)
         key = place.scope, op.name, after.dims, self.root(operand)
         first = self.first.setdefault(key, result)
-        axes = changed_axes(op.name, before.dims, after.dims)
+        axes = moved_axes(op, before.dims, after.dims, self.attributes)
         if first != result:
             self.same[result] = first
         elif parts(axes) > 1:
@@ -368,7 +327,7 @@ class _Walk:
         self.moves[op.results[0]] = move
 
     def own(self, op: Any, place: Place) -> None:
-        """A collective that the program itself asks for, inside of a shard_map."""
+        """Count a collective in a shard_map."""
         name = target_of(op)
         kind, axes = manual_collective(name, op, self.attributes.sizes)
         if kind is None:
@@ -377,7 +336,7 @@ class _Walk:
         if parts(axes) == 1:
             return
         if name == RAGGED:
-            what = f"{name} of rows that the data says, counted as if all were sent"
+            what = f"{name} with data-dependent sizes, counted as if all rows were sent"
             self.note(what, op)
         gives = kind in ("all-gather", "all-to-all") and name != RAGGED
         for result, operand in zip(op.results, op.operands, strict=False):
@@ -387,7 +346,7 @@ class _Walk:
     # ------------------------------------------------------------------- blocks
 
     def block(self, block: Any, place: Place) -> None:
-        """Walk through a block; of most operations nothing is read here."""
+        """Read a block; most operations have nothing to count."""
         handlers = self.handlers
         for op in block.operations:
             operation = op.operation
@@ -399,52 +358,55 @@ class _Walk:
                 self.without_rule(operation, place)
         self.found.operations += len(block.operations)
 
+    def inner(self, place: Place) -> tuple[int, ...]:
+        """The scope of another loop or branch."""
+        self.scopes += 1
+        return (*place.scope, self.scopes)
+
     def loop(self, op: Any, place: Place) -> None:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
         count = trip_count(condition, body, op.operands)
         if count is None:
             self.note(_ONE_ROUND, op)
-        self.loops += 1
         ends = list(last_of(body).operands)
         given = zip(
             op.operands, op.results, condition.arguments, body.arguments, strict=True
         )
         for at, (operand, result, tested, argument) in enumerate(given):
             self.same[tested] = operand
-            if ends[at] == argument:  # in every round
+            if ends[at] == argument:  # loop-invariant
                 self.same[argument] = self.same[result] = operand
             else:
                 self.arrays[argument] = self.array(result)
                 self.sources[result] = [ends[at], operand]
         before = self.found.flops
-        scope = (*place.scope, self.loops)
-        within = Place(place.times * (count or 1), scope, place.cuts)
+        within = Place(place.times * (count or 1), self.inner(place), place.cuts)
         self.block(condition, within)
         self.block(body, within)
         if count is None and self.found.flops > before:
             self.found.more_flops[_ONE_ROUND] = None
 
     def branches(self, op: Any, place: Place) -> None:
-        """Every branch is counted: which one runs is not in the program."""
+        """Count every branch: which one runs is not in the program."""
         blocks = [region.blocks[0] for region in op.regions]
         counted = 0
         for block in blocks:
             before = self.found.flops, len(self.found.collectives)
-            self.block(block, place)
+            self.block(block, Place(place.times, self.inner(place), place.cuts))
             counted += before != (self.found.flops, len(self.found.collectives))
         self.found.branching += counted > 0
         for at, result in enumerate(op.results):
             self.sources[result] = [last_of(block).operands[at] for block in blocks]
 
     def named(self, op: Any, place: Place) -> None:
-        """A computation that stands in the place of a call."""
+        """Read a computation in the place of a call."""
         block = op.regions[0].blocks[0]
         self.same.update(zip(block.arguments, op.operands, strict=True))
         self.block(block, place)
         self.same.update(zip(op.results, last_of(block).operands, strict=True))
 
     def manual(self, op: Any, place: Place) -> None:
-        """The body of a shard_map: its shapes are those of single devices."""
+        """Read the body of a shard_map: its shapes are those of single devices."""
         block = op.regions[0].blocks[0]
         dims, cuts = operands_of(op, self.attributes)
         for at, argument in enumerate(block.arguments):
@@ -458,13 +420,13 @@ class _Walk:
     # ----------------------------------------------------------------- products
 
     def product(self, op: Any, place: Place) -> None:
-        """Add the operations of a matrix product, or of a convolution."""
+        """Add the operations of a matrix product or a convolution."""
         local, whole = multiplications(op, self.array)
         self.found.flops += 2 * place.times * local
         self.found.flops_whole += 2 * place.times * whole * (place.cuts or 1)
 
     def without_rule(self, op: Any, place: Place) -> None:
-        """An operation that Shardy may have no rule for, so that it is replicated."""
+        """Note an operation that Shardy may have no rule for and then replicates."""
         name = target_of(op)
         if place.cuts and name == RAGGED:
             self.own(op, place)
@@ -482,6 +444,6 @@ class _Walk:
 
 
 def _alike(one: Found, other: Found) -> bool:
-    """Whether two sums are over the same axes, in the same loop."""
+    """Whether two sums are over the same axes, in the same loop or branch."""
     key = one.kind, one.axes, one.place.scope
     return key == (other.kind, other.axes, other.place.scope)

@@ -1,6 +1,5 @@
 """Single operations of a module that Shardy has laid out."""
 
-import collections
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -16,15 +15,17 @@ MOVES: dict[str, Kind] = {
     "sdy.all_to_all": "all-to-all",
     "sdy.collective_permute": "collective-permute",
 }
+# The attribute with the axes that move.
+_AXES_OF = {"sdy.all_gather": "gathering_axes", "sdy.all_to_all": "params"}
 BARRIER = "stablehlo.optimization_barrier"
-# What copies or converts elements, or takes some, and changes none of them.
+# Operations that copy, convert or select elements.
 COPIES = frozenset(
     f"stablehlo.{name}"
     for name in """
     transpose reshape convert slice dynamic_slice optimization_barrier
     """.split()
 )
-# Through these an update reaches a parameter, and from them a gradient is found.
+# Operations of optimizers: a new parameter is computed from its gradient by these.
 UPDATES = COPIES.union(
     MOVES,
     ("sdy.all_slice", "sdy.sharding_constraint", "sdy.reshard"),
@@ -47,7 +48,7 @@ def last_of(block: Any) -> Any:
 
 
 def maker_of(value: Any) -> Any:
-    """The operation that makes a value; None for an argument of a block."""
+    """The operation whose result a value is; None for an argument of a block."""
     return getattr(value.owner, "operation", None)
 
 
@@ -58,9 +59,9 @@ def copied_operand(value: Any, op: Any) -> Any:
 
 
 def location_of(op: Any, attributes: Attributes) -> str:
-    """Where a collective comes from: of one that moves a value, where that is used.
+    """The location of a collective; of one that moves a value, that of its first use.
 
-    The pass that adds it says where the value was made.
+    The pass gives it the location of the operation that made the value.
     """
     if op.name in MOVES:
         for use in op.results[0].uses:
@@ -79,7 +80,7 @@ def is_shared(result: Any) -> bool:
     return next(uses, None) is not None
 
 
-# Between a sum and the slices that are taken of it, the compiler moves these behind.
+# The compiler moves these behind the slices that are taken of a sum.
 _LOOKED_THROUGH = ("stablehlo.transpose", "stablehlo.convert", "stablehlo.reshape")
 
 
@@ -104,21 +105,17 @@ def scattered(
     return left
 
 
-def changed_axes(name: str, before: Dims, after: Dims) -> tuple[AxisRef, ...]:
-    """The axes that a value changes, or loses, from one sharding to another."""
-    if name == "sdy.all_gather":
-        left = collections.Counter(axis for axes in after for axis in axes)
-        gone = collections.Counter(axis for axes in before for axis in axes) - left
-        return tuple(gone.elements())
-    pairs = list(zip(before, after, strict=True))
-    if name == "sdy.collective_permute":
-        # Devices with the same part before and after are distinguished by other axes.
-        parts = [_without_equal_start(old, new) for old, new in pairs]
-        return tuple(dict.fromkeys(axis for part in parts for axis in part))
-    moved = [axis for old, new in pairs for axis in old if axis not in new]
-    if not moved:  # the same axes in another order
-        moved = [axis for old, new in pairs if old != new for axis in old]
-    return tuple(dict.fromkeys(moved))
+def moved_axes(
+    op: Any, before: Dims, after: Dims, attributes: Attributes
+) -> tuple[AxisRef, ...]:
+    """The axes that a collective of Shardy runs over."""
+    if op.name in _AXES_OF:
+        return attributes.axes_in(op.attributes[_AXES_OF[op.name]])
+    # Devices with the same part before and after differ along other axes.
+    pairs = zip(before, after, strict=True)
+    changed = [axis for pair in pairs for axis in _without_equal_start(*pair)]
+    # Equal names and sizes may still be different parts of an axis.
+    return tuple(dict.fromkeys(changed or [axis for axes in before for axis in axes]))
 
 
 def _without_equal_start(
@@ -132,14 +129,10 @@ def _without_equal_start(
 
 
 def multiplications(op: Any, of: Callable[[Any], Array]) -> tuple[int, int]:
-    """Multiplications of a matrix product or a convolution, each with its addition.
+    """Multiply-adds of a matrix product or a convolution: on one device, and in all.
 
-    Args:
-        op: the operation.
-        of: gives the array that an operand or a result is.
-
-    Returns:
-        Those of one device; those of all if none does another's work.
+    The second counts work that several devices repeat once. `of` gives the array of an
+    operand or a result.
     """
     from jaxlib.mlir.dialects import stablehlo
 
@@ -185,10 +178,8 @@ _CONSTANTS = ("stablehlo.constant", "sdy.constant")
 def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
     """The trip count of a `stablehlo.while`; None if unknown.
 
-    Args:
-        condition: the block that says whether to go on; `i < n`, as scan writes it.
-        body: the block that is repeated; it adds a constant to `i`.
-        operands: what the loop begins with.
+    As scan writes it, the condition is `i < n` with a constant `n`, and the body adds a
+    constant to `i`. The operands are the initial values.
     """
     compare = maker_of(last_of(condition).operands[0])
     if compare is None or compare.name != "stablehlo.compare":
@@ -196,7 +187,13 @@ def trip_count(condition: Any, body: Any, operands: Any) -> int | None:
     if "LT" not in str(compare.attributes["comparison_direction"]):
         return None
     at = _position(condition, compare.operands[0])
-    bound = _number(compare.operands[1], condition, operands)
+    bound = compare.operands[1]
+    given = _position(condition, bound)
+    if given is not None:
+        if last_of(body).operands[given] != body.arguments[given]:
+            return None  # another bound in each iteration
+        bound = operands[given]
+    bound = constant_of(bound)
     if at is None or bound is None:
         return None
     start = constant_of(operands[at])
@@ -218,20 +215,13 @@ def _step(body: Any, at: int) -> int | None:
     return None
 
 
-def _number(value: Any, block: Any, operands: Any) -> int | None:
-    at = _position(block, value)
-    return constant_of(value) if at is None else constant_of(operands[at])
-
-
 def _position(block: Any, value: Any) -> int | None:
-    for at, argument in enumerate(block.arguments):
-        if argument == value:
-            return at
-    return None
+    arguments = list(block.arguments)
+    return arguments.index(value) if value in arguments else None
 
 
 def constant_of(value: Any) -> int | None:
-    """A whole number that stands in the program; None for others."""
+    """The value of an integer constant; None for other values."""
     maker = maker_of(value)
     if getattr(maker, "name", None) not in _CONSTANTS:
         return None
@@ -251,23 +241,17 @@ _KINDS: dict[str, Kind] = {
     "stablehlo.collective_permute": "collective-permute",
 }
 OWN = frozenset({*_KINDS, "stablehlo.collective_broadcast"})
-# A custom call: how many rows go where is in the data.
+# A custom call; its operands have the numbers of rows that are sent.
 RAGGED = "ragged_all_to_all"
 _KINDS[RAGGED] = "all-to-all"
-# Custom calls without matrix products, which a plan has nothing to say of.
+# Custom calls without matrix products.
 _PLAIN = ("mhlo.topk", "Sharding", "annotate_device_placement", "xla.sdy")
 
 
 def operands_of(op: Any, attributes: Attributes) -> tuple[list[Dims], int]:
-    """How the body of a shard_map sees its operands.
+    """The automatic axes of each operand of a shard_map, and the parts of its work.
 
-    Args:
-        op: the manual computation.
-        attributes: reads it.
-
-    Returns:
-        The axes of each dim that are left to the compiler; and into how many parts the
-        manual axes cut the work, if each that shards an operand cuts all of it.
+    The work is assumed to be split by every manual axis that shards an operand.
     """
     manual = {name for name, _ in attributes.axes_in(op.attributes["manual_axes"])}
     given = attributes.per_value(op, "in_shardings")
@@ -280,14 +264,14 @@ def operands_of(op: Any, attributes: Attributes) -> tuple[list[Dims], int]:
 
 
 def target_of(op: Any) -> str:
-    """What a custom call calls; the name of another operation."""
+    """The target of a custom call; the name of another operation."""
     if "call_target_name" in op.attributes:
         return str(op.attributes["call_target_name"]).strip('"')
     return op.name
 
 
 def hides_work(op: Any) -> bool:
-    """Whether an operation of another compiler may do more than its results show."""
+    """Whether a custom operation may compute more than its results show."""
     if op.name == "stablehlo.custom_call":
         return not target_of(op).startswith(_PLAIN)
     shapes = {
@@ -299,15 +283,9 @@ def hides_work(op: Any) -> bool:
 def manual_collective(
     name: str, op: Any, sizes: Mapping[str, int]
 ) -> tuple[Kind | None, tuple[AxisRef, ...]]:
-    """What a collective is, and over which mesh axes it runs.
+    """Kind and axes of a collective in a shard_map, `name` by `target_of`.
 
-    Args:
-        name: name of the operation, or of what it calls.
-        op: the operation.
-        sizes: axis name → size, in the order of the mesh.
-
-    Returns:
-        None and no axes where its groups of devices are no axes of the mesh.
+    The kind is None if its groups of devices are not along axes of the mesh.
     """
     kind = _KINDS.get(name)
     wanted = "source_target_pairs" if kind == "collective-permute" else "replica_groups"

@@ -6,8 +6,9 @@ from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, ResolveError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._lint.findings import NUMBER, groups, suggested
+from flax_layoutmap._lint.leaves import suggested
 from flax_layoutmap._lint.lint import Ignored, lint
+from flax_layoutmap._lint.matches import NUMBER, groups
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet
@@ -59,7 +60,7 @@ def assert_covers(
     tree = abstract_tree(model)
     wrong: dict[str, list[str]] = {}
     for mesh in map(_abstract, given):
-        found = list(_wrong_on(mesh, tree, rules, max_replicated, ignored))
+        found = list(_problems_on(mesh, tree, rules, max_replicated, ignored))
         for text in found:
             wrong.setdefault(text, []).append(str(mesh))
     if wrong:
@@ -75,7 +76,7 @@ def _abstract(mesh: Any) -> DeviceMesh:
     return made
 
 
-def _wrong_on(
+def _problems_on(
     mesh: DeviceMesh, tree: Any, rules: RuleSet, most: float, ignore: list[str]
 ) -> Iterator[str]:
     try:
@@ -90,12 +91,12 @@ def _wrong_on(
         return
     found = lint(resolution, max_replicated=most, ignore=ignore)
     yield from found.problems("warning")
-    told = {issue.path for issue in found if issue.code == "LM102"}
-    yield from _left_to_chance(resolution, told, Ignored(ignore))
+    reported = {issue.path for issue in found if issue.code == "LM102"}
+    yield from _unmatched_matrices(resolution, reported, Ignored(ignore))
 
 
 def _alike(problems: Iterable[str]) -> Iterator[str]:
-    """Problems that differ in the numbers of a path only, once."""
+    """Problems that differ only in the numbers of a path, once each."""
     counts: dict[tuple[str, str], list[str]] = {}
     for text in problems:
         path, gap, rest = text.partition(" (")
@@ -110,22 +111,22 @@ def _sizes_that_fit(tree: Any, rules: RuleSet) -> Iterator[str]:
     if rules.indivisible == "replicate":
         return
     try:
-        kinder = resolve(tree, dataclasses.replace(rules, indivisible="replicate"))
+        lenient = resolve(tree, dataclasses.replace(rules, indivisible="replicate"))
     except ResolveError:
-        return  # there is more that is wrong
-    for issue in lint(kinder):
+        return  # other problems remain
+    for issue in lint(lenient):
         if issue.code in _HINTS:
             yield f"{issue.path}: {issue.fix}  ({issue.code})"
 
 
-def _left_to_chance(
-    resolution: Resolution, told: set[str | None], ignored: Ignored
+def _unmatched_matrices(
+    resolution: Resolution, reported: set[str | None], ignored: Ignored
 ) -> Iterator[str]:
     """Matrices that no rule matches, however small, except those reported already."""
     if not resolution.rules.rules or "LM102" in ignored.codes:
         return
     for group in groups(resolution, lambda row: row.reason == "no rule", "parameter"):
-        if len(group.shape) < 2 or group.path in told:
+        if len(group.shape) < 2 or group.path in reported:
             continue
         if not ignored.is_about(resolution, group.path):
             fix = suggested(resolution, group.path, group.shape)

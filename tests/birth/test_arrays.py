@@ -514,37 +514,6 @@ def test_one_value_in_two_places(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_array_equal(made["first"], made["second"])
 
 
-def test_all_kinds_of_leaves(mesh: flm.DeviceMesh) -> None:
-    def make(seed: Any) -> dict[str, Any]:
-        return {
-            "table": jnp.arange(128).reshape(8, 16),
-            "empty": jnp.zeros((0, 8)),
-            "flags": jnp.ones((8, 16), bool),
-            "number": 3,
-            "scalar": jnp.float32(0.1) * 3,
-            "key": jax.random.key(seed),
-            "keys": jax.random.split(jax.random.key(seed), 128),
-            "text": "kept",
-            "half": jnp.full((8, 16), 0.5, jnp.float16),
-            "complex": jnp.full((8, 16), 1j),
-        }
-
-    layout_map = flm.LayoutMap(mesh, strict=False, indivisible="replicate")
-    layout_map["table|flags|half|complex|empty"] = ("data", "model")
-    made = flm.create(make, layout_map, 3)
-    plain = jax.jit(lambda: {k: v for k, v in make(3).items() if k != "text"})()
-    assert made.pop("text") == "kept" and made["number"] == 3
-    assert jax.tree.structure(made) == jax.tree.structure(plain)
-    for name, leaf in plain.items():
-        if name not in ("key", "keys"):
-            assert bits(made[name]) == bits(leaf), name
-            assert made[name].dtype == leaf.dtype
-    for name in ("key", "keys"):
-        assert bits(jax.random.key_data(made[name])) == bits(
-            jax.random.key_data(plain[name])
-        )
-
-
 def test_what_has_effects_is_one_program(
     mesh: flm.DeviceMesh,
     programs: list[int],

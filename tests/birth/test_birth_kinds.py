@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from shards import assert_lies
+from shards import assert_lies, plain
 
 import flax_layoutmap as flm
 
@@ -167,11 +167,6 @@ def leaves_of(node: Any) -> dict[str, Any]:
         for number, leaf in enumerate(jax.tree.leaves(values)):
             found["/".join(map(str, path)), number] = leaf
     return found
-
-
-def plain(leaf: Any) -> Any:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,30 +13,21 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
-from shards import Dims, assert_lies, bare
+from shards import KINDS, Dims, assert_lies, bare, grid, leaves_of
+from shards import plain as bits
 
 import flax_layoutmap as flm
 from flax_layoutmap._birth import arrays as _arrays
 from flax_layoutmap._birth import create as _create
 from flax_layoutmap._birth import programs as _programs
-from flax_layoutmap._resolve import memory as _memory
+from flax_layoutmap._resolve import resolve as _resolve
 from flax_layoutmap._tree import trace as _trace
-from flax_layoutmap._tree.flatten import flatten
 
 pytestmark = pytest.mark.optimised
 
 P = PartitionSpec
 NAMES = ("data", "model")
-KINDS: dict[str, Any] = {
-    "auto": "auto",
-    "explicit": "explicit",
-    "mixed": ("explicit", "auto"),
-}
 ROW, COLUMN, BOTH = (("model",), ()), ((), ("model",)), (("data",), ("model",))
-
-
-def grid(kind: str) -> flm.DeviceMesh:
-    return flm.DeviceMesh((2, 4), NAMES, axis_types=KINDS[kind])
 
 
 @pytest.fixture(params=KINDS)
@@ -107,17 +98,6 @@ def make() -> Any:
 
 def make_random() -> Any:
     return Block(nnx.Rngs(0), normal)
-
-
-def leaves_of(tree: Any) -> dict[str, Any]:
-    flat = flatten(tree)
-    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
-
-
-def bits(leaf: Any) -> Any:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf)
 
 
 def assert_same_bits(tree: Any, other: Any) -> None:
@@ -370,11 +350,15 @@ def test_numbers_keys_text_and_none(any_mesh: flm.DeviceMesh) -> None:
             "none": None,
             "text": "kept",
             "host": np.arange(8.0, dtype=np.float32),
+            "half": jnp.full((8, 16), 0.5, jnp.float16),
+            "complex": jnp.full((8, 16), 1j),
+            "flags": jnp.ones((8, 16), bool),
         }
 
     layout_map = flm.LayoutMap(any_mesh, strict=False)
     layout_map["keys|host"] = ("model",)
     layout_map["empty"] = ("model", None)
+    layout_map["half|complex|flags"] = ("data", "model")
     made = flm.create(one, layout_map)
     assert_lies(made["step"], (), any_mesh, np.int32(3))
     assert_lies(made["rate"], (), any_mesh, np.float32(0.5))
@@ -384,6 +368,9 @@ def test_numbers_keys_text_and_none(any_mesh: flm.DeviceMesh) -> None:
     assert str(jax.random.key_impl(made["rbg"])) == "rbg"
     assert_lies(made["empty"], ROW, any_mesh)
     assert_lies(made["host"], (("model",),), any_mesh, np.arange(8.0, dtype="f4"))
+    for name in ("half", "complex", "flags"):
+        assert_lies(made[name], BOTH, any_mesh, np.asarray(one()[name]))
+        assert made[name].dtype == one()[name].dtype
     assert made["none"] is None and made["text"] == "kept"
 
 
@@ -458,27 +445,6 @@ def test_metadata_agrees_where_a_rule_wins(mesh: flm.DeviceMesh) -> None:
     assert specs["up"]["kernel"].get_raw_value() == P(None, ("data", "model"))
     assert specs["down"]["kernel"].get_raw_value() == P("model", None)
     assert model.down.kernel.get_metadata()["out_sharding"] == ("model", "fsdp")
-
-
-def test_a_later_optimizer_agrees_with_the_rules(mesh: flm.DeviceMesh) -> None:
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map["up/kernel"] = (None, "model")
-    layout_map["down/kernel"] = ("model", None)
-    model = flm.create(make_annotated, layout_map)
-    with jax.set_mesh(bare(mesh)):
-        optimizer: Any = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
-        assert_lies(moments["up"]["kernel"][...], COLUMN, mesh)
-        assert_lies(moments["down"]["kernel"][...], ROW, mesh)
-
-
-def test_logical_axis_rules(mesh: flm.DeviceMesh) -> None:
-    from flax.core.spmd import logical_axis_rules
-
-    with logical_axis_rules((("fsdp", "data"), ("tensor", "model"))):
-        model = flm.create(make_annotated, flm.LayoutMap(mesh, strict=False))
-    assert_lies(model.up.kernel[...], BOTH, mesh)
-    assert_lies(model.down.kernel[...], (("model",), ("data",)), mesh)
 
 
 # ----------------------------------------------------------------------- contexts
@@ -909,20 +875,6 @@ def test_moments_follow_the_model_not_the_rules(mesh: flm.DeviceMesh) -> None:
     assert_lies(trace_["stack"][...], (("model",), (), ()), mesh)
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit"])
-def test_optimizer_rules_win_over_the_parameter(kind: str) -> None:
-    mesh = grid(kind)
-    layout_map = flm.LayoutMap(mesh, strict=False)
-    layout_map.optimizer["square"] = ("data", "model")
-    model = flm.create(make_stacked, layout_map)
-    assert_lies(model.square[...], ((), ()), mesh)
-    tx = optax.adam(1e-3)
-    optimizer = flm.create_optimizer(model, tx, layout_map=layout_map)
-    for moments in (optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
-        assert_lies(moments["square"][...], BOTH, mesh)
-        assert_lies(moments["stack"][...], ((), (), ()), mesh)
-
-
 def test_parameters_on_no_mesh(mesh: flm.DeviceMesh) -> None:
     model = linear(8, 8)
     with pytest.raises(flm.errors.MeshError) as caught:
@@ -1175,12 +1127,12 @@ def test_models_of_other_maps_are_told_apart(mesh: flm.DeviceMesh) -> None:
 
 def test_what_laid_out_a_model_keeps_nothing_alive(mesh: flm.DeviceMesh) -> None:
     gc.collect()
-    before = len(_memory._KNOWN)
+    before = len(_resolve._KNOWN)
     model = flm.create(small, zero(mesh))
-    assert len(_memory._KNOWN) > before
+    assert len(_resolve._KNOWN) > before
     del model
     gc.collect()
-    assert len(_memory._KNOWN) == before
+    assert len(_resolve._KNOWN) == before
 
 
 # ---------------------------------------------------------- what leaves are made from

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from shards import Dims, bare
+from shards import Dims, bare, plain
 from shards import assert_lies as lies_on
 
 import flax_layoutmap as flm
@@ -38,13 +38,7 @@ def assert_lies(array: Any, dims: Dims) -> None:
 
 
 def values(node: Any) -> list[np.ndarray]:
-    leaves = jax.tree.leaves(nnx.state(node))
-    return [np.asarray(_plain(leaf)) for leaf in leaves]
-
-
-def _plain(leaf: Any) -> Any:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
+    return [plain(leaf) for leaf in jax.tree.leaves(nnx.state(node))]
 
 
 def assert_same(first: Any, second: Any) -> None:
@@ -118,16 +112,6 @@ def test_functional_model(mesh: flm.DeviceMesh, within: bool) -> None:
     if not within:
         made = model.init(jax.random.key(0), X)
     assert_of_page(made["params"]["d1"], made["params"]["d2"], layouts)
-
-
-def test_a_sequence_of_named_layers(mesh: flm.DeviceMesh) -> None:
-    layout_map, layouts = page_rules(mesh)
-    rngs = nnx.Rngs(0)
-    with flm.layout_map_scope(layout_map):
-        model: Any = nnx.Dict(
-            d1=nnx.Linear(8, 16, rngs=rngs), d2=nnx.Linear(16, 8, rngs=rngs)
-        )
-    assert_of_page(vars(model["d1"]), vars(model["d2"]), layouts)
 
 
 def test_sequential_model(mesh: flm.DeviceMesh) -> None:
@@ -406,25 +390,6 @@ def test_in_other_meshes_and_contexts(kind: str) -> None:
     assert_lies(model.gain[...], ((),))
 
 
-def test_with_annotations(mesh: flm.DeviceMesh) -> None:
-    """Metadata counts where no rule matches; a rule overrules it."""
-
-    def annotated(rngs: Any, names: Any) -> Any:
-        init = nnx.with_metadata(nnx.initializers.ones, out_sharding=names)
-        return nnx.Linear(8, 8, use_bias=False, kernel_init=init, rngs=rngs)
-
-    class Model(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.a = annotated(rngs, ("data", None))
-            self.b = annotated(rngs, ("data", None))
-
-    with flm.layout_map_scope(rules(mesh, **{"a/kernel": (None, "model")})):
-        model = Model(nnx.Rngs(0))
-    assert_lies(model.a.kernel[...], ((), ("model",)))
-    assert_lies(model.b.kernel[...], (("data",), ()))
-    assert tuple(model.a.kernel.get_metadata()["out_sharding"]) == (None, "model")
-
-
 def test_afterwards_it_is_a_model_like_any_other(mesh: flm.DeviceMesh) -> None:
     layout_map = rules(mesh, **{"d1/kernel": (None, "model")})
     with flm.layout_map_scope(layout_map):
@@ -571,23 +536,6 @@ def test_a_constructor_that_reads_values(mesh: flm.DeviceMesh) -> None:
 @nnx.vmap
 def stacked(rngs: nnx.Rngs) -> Any:
     return nnx.Linear(8, 8, rngs=rngs)
-
-
-def test_stacked_layers(mesh: flm.DeviceMesh) -> None:
-    class Stack(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.layers = stacked(rngs)
-
-    layout_map = rules(mesh, **{"layers/kernel": (None, None, "model")})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", flm.LayoutWarning)
-        with flm.layout_map_scope(layout_map):
-            model = Stack(nnx.Rngs(0))
-    assert_lies(model.layers.kernel[...], ((), (), ("model",)))
-    with pytest.warns(flm.LayoutWarning, match="Linear was made inside of a transf"):
-        with flm.layout_map_scope(layout_map):
-            lost = stacked(nnx.Rngs(0))
-    assert len(lost.kernel[...].sharding.device_set) == 1
 
 
 def test_modules_that_are_lost_among_others_of_their_class(

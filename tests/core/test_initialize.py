@@ -15,7 +15,6 @@ import jax
 import pytest
 
 import flax_layoutmap as flm
-from flax_layoutmap._core import coordinator as _coordinator
 from flax_layoutmap._core import initialize as _initialize
 
 ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
@@ -60,7 +59,7 @@ def test_devices_that_are_not_here(function: Any) -> None:
         flm.errors.MeshError, match="no devices of type 'npu'.*uses 'cpu'"
     ):
         function("npu")
-    with pytest.raises(flm.errors.MeshError, match="device_type is a text"):
+    with pytest.raises(flm.errors.MeshError, match="device_type must be a string"):
         function(8)
 
 
@@ -94,8 +93,8 @@ def test_what_jax_is_given(calls: list[Any], monkeypatch: pytest.MonkeyPatch) ->
         (("a:1", 2, 2), "process_id is 2, but of 2 processes the numbers are 0 to 1"),
         (("a:1", 2, -1), "process_id is 0 or more, got -1"),
         (("a:1", None, -1), "process_id is 0 or more, got -1"),
-        ((5, 2, 0), "job_addresses is a text, .*got 5"),
-        ((["a:1", "b:2"], 2, 0), r"job_addresses is a text, .*got \['a:1', 'b:2'\]"),
+        ((5, 2, 0), "job_addresses must be a string, .*got 5"),
+        ((["a:1", "b:2"], 2, 0), r"must be a string.*got \['a:1', 'b:2'\]"),
         (("a:1", 0, 0), "num_processes is 1 or more, got 0"),
         (("a:1", "two", 0), "num_processes is no whole number: 'two'"),
         (("a:1", 2.0, 0), "num_processes is no whole number: 2.0"),
@@ -179,9 +178,9 @@ def test_twice(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------- the address, before JAX uses it
 
 
-def given(text: str) -> _coordinator.Address:
+def given(text: str) -> _initialize.Address:
     """As the argument has it."""
-    return _coordinator.Address(text, "job_addresses")
+    return _initialize.Address(text, "job_addresses")
 
 
 @pytest.fixture
@@ -207,14 +206,14 @@ def test_a_port_that_is_taken(held: str) -> None:
         "last job may still hold"
     )
     with pytest.raises(flm.errors.ProcessError, match=text):
-        _coordinator.try_address(given(held), 0, 5)
+        _initialize.try_address(given(held), 0, 5)
 
 
 @pytest.mark.parametrize("bind", [None, "0.0.0.0", "127.0.0.1", "localhost"])
 def test_process_0_listens_and_reaches_itself(free: str, bind: str | None) -> None:
     where = bind and f"{bind}:{free.split(':')[1]}"
-    _coordinator.try_address(given(free), 0, 1, where)
-    _coordinator.try_address(given(free), 0, 1, where)  # nothing is left of the first
+    _initialize.try_address(given(free), 0, 1, where)
+    _initialize.try_address(given(free), 0, 1, where)  # nothing is left of the first
 
 
 def test_the_variable_of_where_to_listen(
@@ -224,7 +223,7 @@ def test_the_variable_of_where_to_listen(
     variable = "from the variable JAX_COORDINATOR_BIND_ADDRESS"
     text = rf"cannot listen at {held} \({variable}\), .*{free}"
     with pytest.raises(flm.errors.ProcessError, match=text):
-        _coordinator.try_address(given(free), 0, 5)
+        _initialize.try_address(given(free), 0, 5)
 
 
 def test_an_address_of_another_host(free: str) -> None:
@@ -232,7 +231,7 @@ def test_an_address_of_another_host(free: str) -> None:
     with pytest.raises(
         flm.errors.ProcessError, match=f"could not reach itself at {elsewhere}"
     ):
-        _coordinator.try_address(given(elsewhere), 0, 0.1, free)
+        _initialize.try_address(given(elsewhere), 0, 0.1, free)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +246,7 @@ def test_process_0_that_is_not_there(free: str, host: str, reason: str) -> None:
     address = free.replace("127.0.0.1", host)
     begin = time.monotonic()
     with pytest.raises(flm.errors.ProcessError, match=reason) as caught:
-        _coordinator.try_address(given(address), 3, 0.1)
+        _initialize.try_address(given(address), 3, 0.1)
     assert time.monotonic() - begin < 30  # a name may take a while to be looked up
     found = f"process 3 could not reach process 0 at {address} (from job_addresses) in"
     assert found in str(caught.value)
@@ -260,7 +259,7 @@ def test_process_0_that_comes_late(free: str, monkeypatch: pytest.MonkeyPatch) -
     def listen() -> socket.socket:
         return socket.create_server(("127.0.0.1", int(free.split(":")[1])))
 
-    _coordinator.try_address(given(free), 1, 30)
+    _initialize.try_address(given(free), 1, 30)
     assert len(later) == 1
     later[0].close()
 
@@ -303,7 +302,7 @@ def test_one_that_waits_says_so(free: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_initialize, "_refuse_if_too_late", lambda: None)
     monkeypatch.setattr(_initialize, "_PATIENCE_SECONDS", 0.01)
     where = rf"{free} \(from job_addresses\)"
-    text = f"for the others of the job at {where}, .*do not come in 1 s"
+    text = f"for the others of the job at {where}: .*do not connect in 1 s"
     with pytest.warns(flm.LayoutWarning, match=text):
         text = f"reach process 0 at {where} in 1 s"
         with pytest.raises(flm.errors.ProcessError, match=text):
@@ -366,27 +365,27 @@ def test_a_place_to_listen_that_is_no_address(
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", value)
         text = rf"got '{value}' \(from the variable JAX_COORDINATOR_BIND_ADDRESS\)"
         with pytest.raises(flm.errors.ProcessError, match=text):
-            _coordinator.try_address(given(free), 0, 0.1)
+            _initialize.try_address(given(free), 0, 0.1)
     text = r"got 'here' \(from coordinator_bind_address\)"
     with pytest.raises(flm.errors.ProcessError, match=text):
-        _coordinator.try_address(given(free), 0, 0.1, "here")
+        _initialize.try_address(given(free), 0, 0.1, "here")
 
 
 def test_many_others_may_connect_first(free: str) -> None:
     """They wait at a port of which process 0 still tries whether it can be reached."""
-    host, port = _coordinator.host_and_port(given(free))
+    host, port = _initialize.host_and_port(given(free))
     with contextlib.ExitStack() as stack:
-        (server,) = _coordinator._listen(given(free), given(free))
+        (server,) = _initialize._listen(given(free), given(free))
         stack.enter_context(server)
         for _ in range(200):  # more than Python lets wait by itself
             stack.enter_context(socket.create_connection((host, port), timeout=5))
-        assert _coordinator._connect(host, port, 0.5) is None
+        assert _initialize._connect(host, port, 0.5) is None
 
 
 def test_where_it_cannot_listen() -> None:
     text = "cannot listen at 192.0.2.1:1234.*see whether it is an address of the host"
     with pytest.raises(flm.errors.ProcessError, match=text):
-        _coordinator.try_address(given("192.0.2.1:1234"), 0, 0.1, "192.0.2.1:1234")
+        _initialize.try_address(given("192.0.2.1:1234"), 0, 0.1, "192.0.2.1:1234")
 
 
 # ----------------------------------------------------- names of several addresses
@@ -422,7 +421,7 @@ def test_it_listens_at_every_address_of_a_name(free: str, addresses: list[str]) 
     port = int(free.split(":")[1])
     name = given(f"{NAME}:{port}")
     with contextlib.ExitStack() as stack:
-        for server in _coordinator._listen(name, name):
+        for server in _initialize._listen(name, name):
             stack.enter_context(server)
         hosts = [f"127.0.0.{number}" for number in (1, 2, 3)]
         assert [reached(host, port) for host in hosts] == [True, False, True]
@@ -438,12 +437,12 @@ def test_no_address_of_a_name_can_be_had(held: str, addresses: list[str]) -> Non
         "127.0.0.1: .*Address already in use.*; the last job may still hold the port"
     )
     with pytest.raises(flm.errors.ProcessError, match=text):
-        _coordinator.try_address(given(held), 0, 0.1, name)
+        _initialize.try_address(given(held), 0, 0.1, name)
 
 
 def test_the_second_address_of_a_name_answers(held: str, addresses: list[str]) -> None:
     addresses += ["127.0.0.2", "127.0.0.1"]
-    _coordinator.try_address(given(f"{NAME}:{held.split(':')[1]}"), 1, 0.5)
+    _initialize.try_address(given(f"{NAME}:{held.split(':')[1]}"), 1, 0.5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 50])
@@ -470,11 +469,11 @@ def test_the_time_is_for_all_addresses_together(
         now += seconds
 
     clock = types.SimpleNamespace(monotonic=lambda: now, sleep=pass_time)
-    monkeypatch.setattr(_coordinator, "time", clock)
+    monkeypatch.setattr(_initialize, "time", clock)
     monkeypatch.setattr(socket, "socket", Silent)
     text = f"in {seconds} s: .*192.0.2.{count}: timed out;"
     with pytest.raises(flm.errors.ProcessError, match=text):
-        _coordinator.try_address(given(f"{NAME}:1234"), 1, seconds)
+        _initialize.try_address(given(f"{NAME}:1234"), 1, seconds)
     assert set(tried) == set(addresses)
     # The first of them leaves the others their parts.
     assert min(limits[:count]) > 0.99 * min(seconds / count, 10)

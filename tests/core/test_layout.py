@@ -4,7 +4,6 @@ import pickle
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -47,16 +46,6 @@ def test_axes_and_their_spec(
     sharding = layout.sharding(len(shape))
     assert sharding == NamedSharding(mesh.jax_mesh, spec)
     assert layout.shard_shape(shape) == sharding.shard_shape(shape)
-
-
-def test_the_array_lies_as_the_layout_says(mesh: flm.DeviceMesh) -> None:
-    layout = flm.TensorLayout((("data", "model"), None), mesh)
-    values = np.arange(48.0).reshape(16, 3)
-    array = jax.device_put(values, layout.sharding(2))
-    assert len(array.addressable_shards) == 8
-    for shard in array.addressable_shards:
-        assert shard.data.shape == layout.shard_shape((16, 3)) == (2, 3)
-        np.testing.assert_array_equal(shard.data, values[shard.index])
 
 
 def test_one_normal_form_makes_equal_layouts_equal(mesh: flm.DeviceMesh) -> None:
@@ -162,20 +151,12 @@ def test_pickles_without_devices(abstract_mesh: flm.DeviceMesh) -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ("model", "write a tuple with one entry per dim, such as ('model',)"),
-        (3, "not a layout: 3"),
         ({"data": 0}, "not a layout"),
         ((1, "data"), "not a layout"),
         ((("data", None),), "not a layout"),
-        ((..., "data", ...), "may hold one '...'"),
         (P(..., "data"), "may hold one '...'"),
-        (("data", "data"), "uses the mesh axis 'data' twice"),
         ((("data", "data"),), "uses the mesh axis 'data' twice"),
         (("data", ("model", "data")), "uses the mesh axis 'data' twice"),
-        (("modle",), "did you mean 'model'?"),
-        (P(P.UNCONSTRAINED, "data"), "leaves a dim unconstrained"),
-        (P("data", unreduced=frozenset({"model"})), "not yet reduced"),
-        (lambda: jax.numpy.ones(2), "pass array.sharding"),
     ],
 )
 def test_bad_axes(axes: Any, message: str, mesh: flm.DeviceMesh) -> None:

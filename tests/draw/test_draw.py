@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pictures import MESH, draw, resolved, rules, struct, transformer
 
 import flax_layoutmap as flm
-from flax_layoutmap.draw import _forest, _scene, _treemap
+from flax_layoutmap.draw import _forest, _scene
 from flax_layoutmap.draw._scene import UNIT
 
 P = PartitionSpec
@@ -467,13 +467,13 @@ def test_areas_are_in_proportion(
     layers = [tree] * times
     parents, weights = columns_of(layers)
     likes = likes_of(layers) if known else [-1] * len(parents)
-    check_areas(parents, weights, _treemap.layout(parents, weights, likes, aspect))
+    check_areas(parents, weights, _forest.layout(parents, weights, likes, aspect))
 
 
 def test_equal_layers_look_alike() -> None:
     layers = [[3, 2, [1, 1]]] * 16
     parents, weights = columns_of(layers)
-    found = _treemap.layout(parents, weights, likes_of(layers), 1.0)
+    found = _forest.layout(parents, weights, likes_of(layers), 1.0)
     nodes = np.array(found).reshape(-1, 4)
     starts = [at for at, parent in enumerate(parents) if parent == 1]
     first = nodes[starts[0] : starts[1]]
@@ -486,7 +486,7 @@ def test_equal_layers_look_alike() -> None:
 @given(weights=st.lists(st.integers(1, 1000), min_size=1, max_size=30))
 def test_rectangles_cover_all_and_do_not_overlap(weights: list[int]) -> None:
     weights.sort(reverse=True)
-    found = _treemap.squarify(weights, (0.0, 0.0, 2.0, 1.0))
+    found = _forest.squarify(weights, (0.0, 0.0, 2.0, 1.0))
     areas = [(r - left) * (b - top) for left, top, r, b in found]
     np.testing.assert_allclose(areas, 2 * np.array(weights) / sum(weights), rtol=1e-6)
     for at, (left, top, right, bottom) in enumerate(found):
@@ -497,7 +497,7 @@ def test_rectangles_cover_all_and_do_not_overlap(weights: list[int]) -> None:
 
 
 def test_squares_are_preferred() -> None:
-    found = _treemap.squarify([1] * 16, (0.0, 0.0, 4.0, 4.0))
+    found = _forest.squarify([1] * 16, (0.0, 0.0, 4.0, 4.0))
     assert {(r - left, b - top) for left, top, r, b in found} == {(1.0, 1.0)}
 
 
@@ -787,7 +787,7 @@ MISTAKES: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: draw.array(np.ones(3)),
         flm.LayoutError,
-        "flm.draw.array of a ndarray, which says nothing of devices; pass a "
+        "flm.draw.array of a ndarray, which has no sharding; pass a "
         "jax.Array, a jax.ShapeDtypeStruct with a sharding, a leaf of a Resolution, or "
         "a layout and a shape",
     ),

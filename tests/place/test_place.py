@@ -247,7 +247,7 @@ def test_one_dim_on_axes_of_both_types() -> None:
         jax.jit(lambda x: flm.distribute_tensor(x, layout))(X)
     assert str(caught.value) == (
         "distribute_tensor of a traced array (8, 8) to (('data', 'model'), None): dim "
-        "0 lies on Explicit and on Auto axes of the mesh DeviceMesh('data=2,model=4', "
+        "0 is on Explicit and on Auto axes of the mesh DeviceMesh('data=2,model=4', "
         "axis_types=explicit/auto); use axes of one type for it"
     )
 

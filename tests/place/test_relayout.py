@@ -651,13 +651,13 @@ def test_a_trace_goes_to_no_other_devices(move: Any, kind: str, context: bool) -
     with jax.set_mesh(bare(mesh)) if context else contextlib.nullcontext():
         for layout in wanted[: 1 if move is flm.distribute_tensor else 2]:
             with pytest.raises(
-                flm.errors.MeshError, match="lies on 8 devices, .*outside of"
+                flm.errors.MeshError, match="is on 8 devices, .*outside of"
             ):
                 jax.jit(lambda x: move(x, layout))(x)  # noqa: B023
-        with pytest.raises(flm.errors.MeshError, match="lies on 8 devices"):
+        with pytest.raises(flm.errors.MeshError, match="is on 8 devices"):
             jax.vmap(lambda x: move(x, lay((("y",),), HALF)))(x)
         if context:
-            with pytest.raises(flm.errors.MeshError, match="lies on 8 devices"):
+            with pytest.raises(flm.errors.MeshError, match="is on 8 devices"):
                 jax.jit(lambda x: move(x, wanted[0]))(X)
         assert_lies(move(x, wanted[0]), PLACES[4], HALF, X)
 

@@ -35,6 +35,7 @@ from flax_layoutmap.pod._aot import (
 
 Put = Callable[[str], None]
 V5E = topology("v5e:2x2")
+SIZES = {"x": 2, "y": 2}
 CODE = Code(b"code", [True], [False])
 ROOM = "make room, or set TMPDIR to a folder with more"
 # The program of the child itself, before a test puts another one there.
@@ -63,7 +64,7 @@ def pretend_libtpu(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None
 
 
 def compiled(timeout: float = 60.0, **options: Any) -> Compiled:
-    return compile_for(CODE, V5E, (2, 2), timeout=timeout, **options)
+    return compile_for(CODE, V5E, SIZES, timeout=timeout, **options)
 
 
 def partitioned(timeout: float = 60.0) -> Compiled:
@@ -156,7 +157,7 @@ NO_SPACE = "OSError: [Errno 28] No space left on device"
         (
             "print('F1122 Check failed: x <= 16', *'abcdef', sep='\\n', flush=True)\n"
             "os.abort()",
-            "WHO died for WHERE, by SIGABRT. Its last words:\n"
+            "WHO died for WHERE, by SIGABRT. Its last output:\n"
             "  F1122 Check failed: x <= 16",
         ),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "WHO died for WHERE, by SIGSEGV"),
@@ -166,12 +167,12 @@ NO_SPACE = "OSError: [Errno 28] No space left on device"
         ),
         (
             "print('ImportError: no jax', file=sys.stderr); sys.exit(3)",
-            "WHO ended for WHERE, with exit code 3. Its last words:\n"
+            "WHO ended for WHERE, with exit code 3. Its last output:\n"
             "  ImportError: no jax",
         ),
         (
             f"print('{NO_SPACE}'); sys.exit(1)",
-            f"WHO found no space on the disk; {ROOM}. Its last words:\n  {NO_SPACE}",
+            f"WHO found no space on the disk; {ROOM}. Its last output:\n  {NO_SPACE}",
         ),
         (
             f"answer(stage='text', error='{NO_SPACE}')",
@@ -219,7 +220,7 @@ def test_a_child_that_hangs(child: Put, tmp_path: Path) -> None:
     assert refused(timeout=8.0) == (
         "the compiler did not finish for v5e:2x2 in 8 seconds, and was ended; pass a "
         "larger timeout. A model whose layers are unrolled takes 2 to 4 times as long "
-        "as a scan over them. Its last words:\n  waiting for metadata"
+        "as a scan over them. Its last output:\n  waiting for metadata"
     )
     started = [int(path.name[3:]) for path in tmp_path.glob("pid*")]
     assert len(started) == 2 and not left()
@@ -482,28 +483,29 @@ def test_the_first_axes_go_over_the_slices(
     sizes: tuple[int, ...], slices: int, within: list[int], between: list[int]
 ) -> None:
     where = topology("v5e:2x2", slices=slices)
-    assert split_over_slices(sizes, where) == (within, between)
+    named = dict(zip("abc", sizes, strict=False))
+    assert split_over_slices(named, where) == (within, between)
 
 
 @pytest.mark.parametrize(
     ("sizes", "slices", "said"),
     [
         (
-            (2, 4),
+            {"x": 2, "y": 4},
             1,
-            "the mesh 2×4 has 8 devices, and v5e:2x2 has 4; change a size, let one be "
-            "-1, or take another topology",
+            "the mesh x=2,y=4 has 8 devices, and v5e:2x2 has 4; change a size, or "
+            "write -1 for one of them",
         ),
         (
-            (4, 6),
+            {"x": 4, "y": 6},
             6,
-            "the mesh 4×6 does not lie on 6 × v5e:2x2: the first axes go over the 6 "
-            "slices; put an axis of size 6 first",
+            "the mesh x=4,y=6 does not lie on 6 × v5e:2x2: the first axes go over the "
+            "6 slices; put an axis of size 6 first",
         ),
     ],
 )
 def test_meshes_that_do_not_lie_on_the_slices(
-    sizes: tuple[int, ...], slices: int, said: str
+    sizes: dict[str, int], slices: int, said: str
 ) -> None:
     with pytest.raises(flm.errors.MeshError) as caught:
         split_over_slices(sizes, topology("v5e:2x2", slices=slices))

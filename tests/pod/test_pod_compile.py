@@ -62,7 +62,7 @@ def compiled(
 @pytest.fixture
 def says(child: Put, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes the child answer with a program, and with figures of memory."""
-    monkeypatch.setattr("flax_layoutmap.pod._compile.check_libtpu", lambda: None)
+    monkeypatch.setattr("flax_layoutmap.pod._plan.check_libtpu", lambda: None)
     monkeypatch.setattr(_aot, "check_libtpu", lambda: None)
 
     def put(program: str, **memory: int) -> None:

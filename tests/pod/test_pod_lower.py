@@ -529,8 +529,8 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     (
         planned(mesh="data=3,model=-1", topology="v5e:2x4"),
         flm.errors.MeshError,
-        "the mesh data=3,model=-1 does not fill v5e:2x4, which has 8 devices; change a "
-        "size",
+        "cannot compute axis 'model' (-1): 8 devices do not divide by the other axes, "
+        "3",
     ),
     (
         planned(mesh="data=2,fsdp=-1,model=-1", topology="v5e:2x4"),

@@ -299,7 +299,7 @@ def test_in_several_threads() -> None:
 
 MOVED = (
     "activations that are moved to another layout, counted as XLA's partitioner does "
-    "it; the compiler for TPUs may move them otherwise (flm.pod.compile says it)"
+    "it; the compiler for TPUs may move them otherwise (see flm.pod.compile)"
 )
 
 

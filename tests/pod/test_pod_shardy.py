@@ -209,7 +209,7 @@ def test_rows_that_a_shard_map_sends() -> None:
         assert (one.kind, one.axes, one.shape) == ("all-to-all", ("model",), (16, 8))
         assert (one.bytes, one.wire_bytes, one.path) == (512, 384, "x")
         assert report.unrecognised == {
-            "ragged_all_to_all of rows that the data says, counted as if all were "
+            "ragged_all_to_all with data-dependent sizes, counted as if all rows were "
             "sent": 1
         }
 
@@ -257,6 +257,45 @@ def test_moves_are_over_all_axes_that_tell_their_devices_apart(
     for report in both(lambda p: ASKED(p["w"], after), {"w": struct(64, 64)}, **given):
         found = {(one.kind, one.axes) for one in report.collectives}
         assert found == {(kind, axes)}
+
+
+def test_a_move_of_a_part_of_an_axis() -> None:
+    """After the reshape the axis is split, 4 by 2, and the 2 move to the first dim."""
+    layout_map = rules(w=("data", None))
+    _, estimate = both(
+        lambda p: ASKED(p["w"].reshape(4, 2, 16), P("data")),
+        {"w": struct(8, 16)},
+        mesh="data=8",
+        layout_map=layout_map,
+    )
+    one = estimate.collectives[0]
+    assert (one.kind, one.axes, one.shape) == ("all-to-all", ("data",), (1, 2, 16))
+    assert (one.bytes, one.wire_bytes) == (128, 64)
+
+
+def test_gathers_in_branches_are_not_merged() -> None:
+    def step(p: Any, x: Any, flag: Any) -> Any:
+        def branch(function: Any) -> Any:
+            return lambda x: function(x @ p["w"])
+
+        x = jax.lax.cond(flag, branch(jnp.tanh), branch(jnp.sin), x)
+        return (x @ p["w"]).sum()
+
+    given = SQUARE, struct(8192, 16), struct(dtype=jnp.bool_)
+    layouts = rules(("data", "model"), w=("data", None))
+    for report in both(step, *given, layout_map=layouts):
+        assert kinds(report)["all-gather", ("data",), "p/w"] == 3
+
+
+def test_sums_over_different_axes_are_not_merged() -> None:
+    def step(p: Any, x: Any) -> Any:
+        other = ASKED(p["d"] @ p["b"], P())
+        return ASKED((x @ p["a"] + other) + x @ p["c"], P())
+
+    params = {name: struct(16, 16) for name in "abcd"}
+    layouts = {"[ac]": ("model", None), "b": ("data", None), "d": (None, "data")}
+    for report in both(step, params, SQUARE["w"], layout_map=rules(None, **layouts)):
+        assert kinds(report)["all-reduce", ("model",), None] == 2
 
 
 def test_a_function_that_is_called_twice() -> None:
@@ -346,7 +385,17 @@ def carried(params: Any, x: Any, n: Any) -> Any:
     return jax.lax.while_loop(lambda carry: carry[0], body, (True, x))[1]
 
 
-@pytest.mark.parametrize("step", [counted, carried])
+def shrinking(params: Any, x: Any, n: Any) -> Any:
+    """A loop with another bound in each iteration."""
+
+    def body(carry: Any) -> Any:
+        at, end, y = carry
+        return at + 1, end - 1, jnp.tanh(y @ params["w"])
+
+    return jax.lax.while_loop(lambda carry: carry[0] < carry[1], body, (0, 8, x))[2]
+
+
+@pytest.mark.parametrize("step", [counted, carried, shrinking])
 def test_loops_of_unknown_length(step: Any) -> None:
     n = struct(dtype=jnp.int32)
     report, estimate = both(step, SQUARE, X, n, layout_map=rules(**ROWS))

@@ -23,7 +23,7 @@ from flax_layoutmap._core.dtensor_format import layout_from_proto
 from flax_layoutmap._core.layout import TensorLayout
 from flax_layoutmap._core.mesh import as_mesh
 from flax_layoutmap._place.batch import split_of
-from flax_layoutmap._resolve.metadata import mark_of, mesh_axes
+from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.serialise import rules_from_json
 from flax_layoutmap._show.snapshot import snapshot_of
@@ -275,7 +275,7 @@ CASES: dict[str, Case] = {
     "mesh: line and names": Case(
         lambda: flm.DeviceMesh("data=8", ("data",)),
         flm.errors.MeshError,
-        "the line 'data=8' brings axis names; leave out the rest",
+        "the line 'data=8' has axis names; leave out axis_names",
     ),
     "mesh: names as one string": Case(
         lambda: flm.DeviceMesh((8,), "data"),
@@ -522,7 +522,7 @@ CASES: dict[str, Case] = {
             TensorLayout((NAMES,), ABSTRACT).to_string(), strict=True
         ),
         flm.LayoutError,
-        "the dim 'data+model' lies on several mesh axes, which DTensor cannot read; "
+        "the dim 'data+model' is on several mesh axes, which DTensor cannot read; "
         "leave out strict=True",
     ),
     "layout: a word with two meanings": Case(
@@ -614,8 +614,8 @@ CASES: dict[str, Case] = {
     "layout: unreduced": Case(
         lambda: TensorLayout(P(None, unreduced=frozenset({"x"}))),
         flm.errors.RuleError,
-        f"{P(None, unreduced=frozenset({'x'}))!r} speaks of values that are not yet "
-        "reduced, which a layout does not: say only how the dims are sharded",
+        f"{P(None, unreduced=frozenset({'x'}))!r} has reduced or unreduced "
+        "axes, which a layout cannot have: give only the axes of the dims",
     ),
     "layout: two ellipses": Case(
         lambda: TensorLayout((..., ...)),
@@ -625,8 +625,8 @@ CASES: dict[str, Case] = {
     "layout: unconstrained": Case(
         lambda: TensorLayout((P.UNCONSTRAINED,)),
         flm.errors.RuleError,
-        f"({P.UNCONSTRAINED!r},) leaves a dim unconstrained; a layout says where every "
-        "dim lies: use None for a dim that is not sharded",
+        f"({P.UNCONSTRAINED!r},) leaves a dim unconstrained, which a layout cannot "
+        "do: use None for a dim that is not sharded",
     ),
     "layout: match": Case(
         lambda: TensorLayout(("match", "data"), ABSTRACT).spec(),
@@ -746,7 +746,7 @@ CASES: dict[str, Case] = {
         lambda: fit({}, same_path()),
         flm.errors.StructureError,
         "two different keys both have the path '0' (an int and a string, say): rename "
-        "one, so that rules can tell them apart",
+        "one, so that rules can distinguish them",
     ),
     "paths: node": Case(
         lambda: fit({}, {"a": [Broken()]}),
@@ -776,7 +776,7 @@ CASES: dict[str, Case] = {
         lambda: fit({}, {"w": struct(8)}, unmatched="error"),
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): no rule matches it; add one "
-        '(None says: replicated), or use unmatched="replicate"',
+        '(None replicates it), or use unmatched="replicate"',
     ),
     "leaf: overlap": Case(
         lambda: fit({"up": ("data",), "k": ("model",)}, {"up": {"k": struct(8)}}),
@@ -821,7 +821,7 @@ CASES: dict[str, Case] = {
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}w (8,): rule 1 'w' → ('x',) is on "
         "another mesh, DeviceMesh('x=8'), than the rules, DeviceMesh('data=2,model=4', "
-        "abstract); a tree lies on one mesh: leave the mesh of the layout out",
+        "abstract); a tree has one mesh: leave out the mesh of the layout",
     ),
     "leaf: explicit layout": Case(
         lambda: fit({}, annotated(layout=("data", "data"))),
@@ -856,15 +856,15 @@ CASES: dict[str, Case] = {
         f"1 leaf does not fit the rules{ON_MESH}w (3,8,8): Flax metadata ('data', "
         "'model'): dim 0 of size 3 does not divide by mesh axis 'data' of size 2; "
         "change the size, use another layout (None for this dim), or "
-        'indivisible="replicate"; a rule for it wins over the metadata; of layers '
-        "stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} tells it "
-        "the new dim",
+        'indivisible="replicate"; a rule for it wins over the metadata; for '
+        "layers stacked by nnx.vmap, transform_metadata={nnx.PARTITION_NAME: None} "
+        "adds the new dim to it",
     ),
     "leaf: LoRA without its kernel": Case(
         lambda: fit({}, {"up": {"lora_a": struct(8, 2)}}, unmatched="error"),
         flm.errors.ResolveError,
         f"1 leaf does not fit the rules{ON_MESH}up/lora_a (8,2): no rule matches it; "
-        'add one (None says: replicated), or use unmatched="replicate"; it is a LoRA '
+        'add one (None replicates it), or use unmatched="replicate"; it is a LoRA '
         "matrix whose kernel is not in the tree: resolve the whole model, or add a "
         "rule for it",
     ),
@@ -984,8 +984,8 @@ CASES: dict[str, Case] = {
     "snapshot: axes": Case(
         lambda: snapshot_of(with_spec(["x"])),
         flm.LayoutError,
-        "the layouts are damaged: ValueError(\"'w' lies on axes that the mesh does not "
-        'have")',
+        "the layouts are damaged: ValueError(\"'w' is sharded over axes that the mesh "
+        'does not have")',
     ),
     "snapshot: dims": Case(
         lambda: snapshot_of(with_spec([])),
@@ -1110,8 +1110,8 @@ CASES: dict[str, Case] = {
         lambda: flm.distribute_batch({"x": np.ones((4, 2)), "y": np.ones(6)}, placed()),
         flm.LayoutError,
         "the arrays of a batch must have equally many rows (dim 0):\n"
-        "  - x (4,2)\n  - y (6,)\ntreat those of other rows by themselves, or place "
-        "them with flm.distribute_tensor",
+        "  - x (4,2)\n  - y (6,)\ndistribute arrays with other rows separately, "
+        "or place them with flm.distribute_tensor",
     ),
     "batch: indivisible": Case(
         lambda: flm.distribute_batch({"x": np.ones((5, 2)), "y": np.ones(5)}, placed()),
@@ -1174,7 +1174,7 @@ CASES: dict[str, Case] = {
         lambda: split_of(np.array([[0, 1]] + [[2, 3], [0, 1]] * 9), 2, "partial"),
         flm.errors.MeshError,
         'rows="partial" needs processes with equally many devices, each with parts of '
-        "the batch that lie side by side; process 2 has 9 devices, with "
+        "the batch side by side; process 2 has 9 devices, with "
         "[1, 3, 5, 7, 9, 11, 13, 15, …] of 19 parts; use "
         'rows="local" or "global"',
     ),
@@ -1235,10 +1235,10 @@ CASES: dict[str, Case] = {
             )
         )(moved(())),
         flm.errors.MeshError,
-        "relayout of a traced array (8, 8) to DeviceMesh('data=4', abstract): it lies "
+        "relayout of a traced array (8, 8) to DeviceMesh('data=4', abstract): it is "
         "on 8 devices, and goes to others only outside of jit and vmap; call relayout "
         'there, or name axes alone, TensorLayout(("data", None)), for the devices that '
-        "it lies on",
+        "it is on",
     ),
     "relayout: a traced array to a mesh": Case(
         lambda: jax.jit(lambda x: flm.relayout(x, ABSTRACT))(moved(("data", None))),
@@ -1254,7 +1254,7 @@ CASES: dict[str, Case] = {
         flm.LayoutError,
         "relayout of a traced array (8, 8) to ('match', None): on a mesh with Auto and "
         "Explicit axes, DeviceMesh('data=2,model=4', abstract, "
-        "axis_types=explicit/auto), nobody can tell what a MATCH dim has; name its "
+        "axis_types=explicit/auto), it is unknown what a MATCH dim has; name its "
         "axes",
     ),
     "relayout_like: another rank": Case(
@@ -1265,13 +1265,13 @@ CASES: dict[str, Case] = {
     "relayout_like: no mesh": Case(
         lambda: flm.relayout_like(np.ones(8), np.ones(4)),
         flm.LayoutError,
-        "relayout_like of an array (8,) to one (4,): neither lies on a mesh; pass a "
+        "relayout_like of an array (8,) to one (4,): neither is on a mesh; pass a "
         "layout, flm.relayout(x, flm.TensorLayout(axes, mesh))",
     ),
     "relayout_like: no mesh, traced": Case(
         lambda: jax.jit(flm.relayout_like)(np.ones(8), np.ones(4)),
         flm.LayoutError,
-        "relayout_like of an array (8,) to one (4,): neither lies on a mesh; pass a "
+        "relayout_like of an array (8,) to one (4,): neither is on a mesh; pass a "
         "layout, flm.relayout(x, flm.TensorLayout(axes, mesh))",
     ),
     "relayout_like: another shape": Case(
@@ -1302,8 +1302,8 @@ CASES: dict[str, Case] = {
     "relayout_like: inside shard_map": Case(
         lambda: in_shard_map(moved(("data", None))),
         flm.LayoutError,
-        "relayout_like of an array (8, 8) to a traced (4, 8) inside shard_map: nobody "
-        "knows its layout" + WAYS,
+        "relayout_like of an array (8, 8) to a traced (4, 8) in shard_map, where its "
+        "layout is unknown" + WAYS,
     ),
     "fetch_layout: a traced value": Case(
         lambda: jax.jit(flm.dtensor.fetch_layout)(moved(())),
@@ -1313,12 +1313,12 @@ CASES: dict[str, Case] = {
     "fetch_layout: a NumPy array": Case(
         lambda: flm.dtensor.fetch_layout(np.ones((8, 8))),
         flm.LayoutError,
-        "fetch_layout of a NumPy array (8, 8), which lies on no mesh" + ON_A_MESH,
+        "fetch_layout of a NumPy array (8, 8), which is on no mesh" + ON_A_MESH,
     ),
     "fetch_layout: one device": Case(
         lambda: flm.dtensor.fetch_layout(jnp.ones(8)),
         flm.LayoutError,
-        "fetch_layout of an array (8,) that lies on one device and no mesh" + ON_A_MESH,
+        "fetch_layout of an array (8,) on one device and on no mesh" + ON_A_MESH,
     ),
     "fetch_layout: abstract": Case(
         lambda: flm.dtensor.fetch_layout(struct(8)),
@@ -1444,6 +1444,13 @@ CASES: dict[str, Case] = {
         flm.errors.RuleError,
         "max_replicated needs a Resolution, got a LayoutMap; make one: "
         "layout_map.resolve(model)",
+    ),
+    "lint: no mesh": Case(
+        lambda: flm.lint(
+            flm.LayoutMap().resolve({"w": struct(8)}), max_replicated=0.02
+        ),
+        flm.errors.RuleError,
+        "max_replicated needs a mesh; give one: resolution.on(mesh)",
     ),
     "lint: no level": Case(
         lambda: flm.lint(mapped()).raise_if_any(cast(Any, "warn")),

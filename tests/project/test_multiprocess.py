@@ -344,9 +344,9 @@ def assert_that_1_differs(answers: list[dict[str, list[str]]], folder: Path) -> 
     for number in every[:1] + every[2:]:
         assert answers[number].pop("one_comes_late") == [
             "fine",
-            f"process {number} has waited 1 s before creating the model and goes on "
-            f"waiting: the processes {every} of the mesh must all come here, and at "
-            "least one has not",
+            f"process {number} has waited 1 s before creating the model and is "
+            f"still waiting: the processes {every} of the mesh must all get here, and "
+            "at least one has not",
         ]
     assert all(one == {"all_the_same": ["fine", ""]} for one in answers)
 
@@ -396,7 +396,7 @@ def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_processes, "LIMIT_SECONDS", 0.2)
     speakers = {0: None, 1: None}
     text = r"waited 0 s before creating the model, and gives up: .* \[0, 1\]"
-    with pytest.warns(flm.LayoutWarning, match="goes on waiting"):
+    with pytest.warns(flm.LayoutWarning, match="is still waiting"):
         with pytest.raises(flm.errors.ProcessError, match=text):
             _processes._exchange(word(), speakers, "creating the model")
     # One that failed is not kept from its own error for long.

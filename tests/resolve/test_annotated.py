@@ -325,7 +325,7 @@ def test_stacked_layers(partition: Any, rule: Any, mesh: flm.DeviceMesh) -> None
 def test_stacked_layers_whose_metadata_does_not_know(mesh: flm.DeviceMesh) -> None:
     make = stacked("none given", layers=3)
     with pytest.raises(
-        flm.errors.ResolveError, match=r"nnx.PARTITION_NAME: None\} tells it"
+        flm.errors.ResolveError, match=r"nnx.PARTITION_NAME: None\} adds the"
     ):
         flm.create(make, flm.LayoutMap(mesh))
     resolution = flm.LayoutMap(mesh).resolve(stacked("none given"))

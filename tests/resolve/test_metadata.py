@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import flax_layoutmap as flm
-from flax_layoutmap._resolve.metadata import mark_of, mesh_axes
+from flax_layoutmap._resolve.leaves import mark_of, mesh_axes
 
 P = PartitionSpec
 
@@ -19,16 +19,6 @@ P = PartitionSpec
 def variable(**metadata: Any) -> nnx.Variable[Any]:
     with nnx.use_eager_sharding(False):
         return nnx.Param(jnp.zeros((2, 2)), **metadata)
-
-
-def test_an_explicit_layout() -> None:
-    layout = flm.TensorLayout(("data", None))
-    assert mark_of(variable(layout=layout)).layout == layout
-    for value in (("data", None), ["data", None]):
-        assert mark_of(variable(layout=value)).layout == layout
-    assert mark_of(variable(layout=P("data"))).layout == flm.TensorLayout(P("data"))
-    problem = mark_of(variable(layout=("data", "data"))).problem
-    assert problem is not None and "uses the mesh axis 'data' twice" in problem
 
 
 @pytest.mark.parametrize("value", [(), [], P()])
@@ -59,8 +49,8 @@ def test_an_explicit_layout_on_another_mesh(mesh: flm.DeviceMesh) -> None:
     [warning] = caught
     assert (
         "explicit layout: small (8,8): its layout is on DeviceMesh('model=8'), the "
-        f"rules are on {mesh!r}, and so is this leaf now: write layout.on(mesh) with "
-        "the mesh of the rules, or a layout without a mesh" in str(warning.message)
+        f"rules are on {mesh!r}, to which this leaf is moved: write layout.on(mesh) "
+        "with the mesh of the rules, or a layout without a mesh" in str(warning.message)
     )
     assert flm.dtensor.fetch_layout(model["small"]) == flm.TensorLayout(
         (None, "model"), mesh
@@ -97,28 +87,6 @@ def test_other_things_may_be_called_layout() -> None:
         assert (mark.layout, mark.problem) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("value", "names"),
-    [
-        (("data", None), (("data",), ())),
-        (P("data"), (("data",),)),
-        ((("data", "model"), None), (("data", "model"), ())),
-        (P(P.UNCONSTRAINED, "data"), ((), ("data",))),
-        (None, None),
-        ((), ()),
-        (P(), ()),
-    ],
-)
-def test_names_of_an_nnx_variable(value: Any, names: Any) -> None:
-    mark = mark_of(variable(out_sharding=value))
-    assert (mark.names, mark.kind) == (names, "nnx")
-
-
-def test_a_sharding_as_metadata(mesh: flm.DeviceMesh) -> None:
-    sharding = NamedSharding(mesh.jax_mesh, P(None, "model"))  # type: ignore[arg-type]
-    assert mark_of(variable(out_sharding=sharding)).names == ((), ("model",))
-
-
 def test_nnx_rules_rename() -> None:
     mark = mark_of(
         variable(out_sharding=("a", "b"), sharding_rules=[("a", "data"), ["b", None]])
@@ -148,11 +116,6 @@ def test_linen_rules_go_by_priority_and_axes_are_used_once() -> None:
         assert mesh_axes(mark) == ((("model",), ("data",)), ())
     with nn.logical_axis_rules([("y", None)]):
         assert mesh_axes(mark) == (((), ()), ("x",))
-
-
-def test_marks_are_hashable_and_hold_no_array() -> None:
-    mark = mark_of(variable(out_sharding=["a", ["b", "c"]], sharding_rules=[["a", []]]))
-    assert hash(mark) == hash(mark) and mark.names == (("a",), ("b", "c"))
 
 
 def test_something_else_with_names() -> None:

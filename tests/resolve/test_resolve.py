@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shapes import ABSTRACT, all_axes, mapped, struct
 
 import flax_layoutmap as flm
+from flax_layoutmap._resolve.origins import Origin
 from flax_layoutmap._resolve.resolve import resolve_with_origins
-from flax_layoutmap._resolve.stages import Origin
 from flax_layoutmap._rules.matching import Matcher
 
 P = PartitionSpec
@@ -332,7 +332,7 @@ def test_unmatched_leaves() -> None:
     with pytest.raises(flm.errors.ResolveError) as caught:
         mapped(unmatched="error").resolve(tree)
     assert caught.value.problems == (
-        "w (8,8): no rule matches it; add one (None says: replicated), or use "
+        "w (8,8): no rule matches it; add one (None replicates it), or use "
         'unmatched="replicate"',
     )
     resolution = mapped({"w": None}, unmatched="error").resolve(tree)
@@ -548,12 +548,15 @@ PRECEDENCE: list[tuple[dict[str, Any], dict[str, Any], Any, str]] = [
     ({"layout": EXPLICIT, "out_sharding": (None, "data")}, {"w": ("data", None)},
      ("model", None), "explicit layout"),
     ({"layout": EXPLICIT}, {}, ("model", None), "explicit layout"),
-    ({"layout": (None, "data")}, {}, (None, "data"), "explicit layout"),
+    ({"layout": [None, "data"]}, {}, (None, "data"), "explicit layout"),
+    ({"layout": P("data")}, {}, ("data", None), "explicit layout"),
     ({"out_sharding": (None, "data")}, {"w": ("data", None)},
      ("data", None), "exact key"),
     ({"out_sharding": (None, "data")}, {"w": None}, (None, None), "exact key"),
     ({"out_sharding": (None, "data")}, {}, (None, "data"), "flax metadata"),
     ({"out_sharding": P("data")}, {}, ("data", None), "flax metadata"),
+    ({"out_sharding": P(P.UNCONSTRAINED, "data")}, {}, (None, "data"), "flax metadata"),
+    ({"out_sharding": ["data", None]}, {}, ("data", None), "flax metadata"),
     ({"out_sharding": (("data", "model"), None)}, {},
      (("data", "model"), None), "flax metadata"),
     ({"out_sharding": ("embed", "mlp"), "sharding_rules":

@@ -53,29 +53,6 @@ def test_a_bad_regex_is_told_with_its_text(pattern: str) -> None:
     assert caught.value.__cause__ is not None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "message"),
-    [
-        ((3, None), {}, "a pattern must be a string, got 3 of type int"),
-        ((None, None), {}, "a pattern must be a string"),
-        (("a", "model"), {}, "rule 'a': a layout cannot be a string"),
-        (("a", ("x", "x")), {}, "rule 'a': the layout ('x', 'x') uses the mesh axis"),
-        (("a", None), {"rank": "pass"}, 'rank must be "error" or "skip", got \'pass\''),
-    ],
-)
-def test_bad_rules(arguments: Any, options: Any, message: str) -> None:
-    with pytest.raises(flm.errors.RuleError) as caught:
-        flm.Rule(*arguments, **options)
-    assert message in str(caught.value)
-
-
-def test_a_rule_on_a_mesh_without_its_axis() -> None:
-    with pytest.raises(
-        flm.errors.RuleError, match="rule 'up': the layout .* names the axis"
-    ):
-        flm.Rule("up", ("tensor",)).on("data=8")
-
-
 def test_make_rules_takes_pairs_and_rules() -> None:
     rule = flm.Rule("a", None)
     assert make_rules([rule, ("b", ("x",)), ["c", None]]) == (
@@ -108,13 +85,6 @@ def test_a_rule_set_takes_lists_and_any_mesh(mesh: flm.DeviceMesh) -> None:
     for batch in batches:
         axes: Any = mesh.jax_mesh
         assert flm.RuleSet(listed, axes, batch=batch) == wanted
-
-
-def test_a_rule_set_refuses_one_pattern_twice() -> None:
-    with pytest.raises(
-        flm.errors.RuleError, match="rules 1 and 3 have the same pattern 'a'"
-    ):
-        flm.RuleSet(rules("a", "b", "a"))
 
 
 @pytest.mark.parametrize(
@@ -349,15 +319,3 @@ def test_folding_never_makes_what_matters() -> None:
     assert Folding({"00"})("12") == "11"
     every = Folding({digit * 2 for digit in "0123456789"})
     assert every("12") == "12"
-
-
-def test_the_matcher_answers_for_a_kind_of_path() -> None:
-    matcher = Matcher(rules(r"layers/\d+/kernel", "layers/7/", "[1-3]$"), "search")
-
-    def answer(path: str) -> tuple[int, ...]:
-        folded = "/".join(map(matcher.fold_part, path.split("/")))
-        sure, maybe = matcher.fold_forms((folded,))
-        return matcher.refine_forms((path,), sure, maybe)
-
-    for path in ["layers/7/kernel", "layers/8/kernel", "layers/7/bias", "w2", "w4"]:
-        assert answer(path) == matcher.matching(path)

@@ -13,50 +13,6 @@ from flax_layoutmap._rules.scope import current_rules, using_rules
 
 FIRST = flm.LayoutMap("data=8", strict=False).freeze()
 SECOND = flm.LayoutMap("data=2,model=4", strict=False).freeze()
-
-
-def test_there_is_none_outside() -> None:
-    assert current_rules() is None
-
-
-def test_scopes_nest_and_are_restored() -> None:
-    with using_rules(FIRST):
-        assert current_rules() is FIRST
-        with using_rules(SECOND):
-            assert current_rules() is SECOND
-        assert current_rules() is FIRST
-    assert current_rules() is None
-
-
-def test_none_leaves_the_scope_as_it_is() -> None:
-    with using_rules(FIRST), using_rules(None):
-        assert current_rules() is FIRST
-
-
-def test_an_error_restores_the_scope() -> None:
-    with pytest.raises(RuntimeError, match="inside"), using_rules(FIRST):
-        raise RuntimeError("inside")
-    assert current_rules() is None
-
-
-def test_another_thread_has_its_own() -> None:
-    seen = []
-    with using_rules(FIRST):
-        thread = threading.Thread(target=lambda: seen.append(current_rules()))
-        thread.start()
-        thread.join()
-    assert seen == [None]
-
-
-def test_a_copied_context_takes_the_scope_along() -> None:
-    with using_rules(FIRST):
-        context = contextvars.copy_context()
-    assert current_rules() is None
-    assert context.run(current_rules) is FIRST
-
-
-# ----------------------------------------------------------------- the default mesh
-
 ONE = flm.DeviceMesh((2, 4), ("data", "model"))
 TWO = flm.DeviceMesh((8,), ("data",))
 
@@ -66,26 +22,47 @@ def mesh_of_ones() -> flm.DeviceMesh | None:
     return layout and layout.device_mesh
 
 
-def test_there_is_no_default_mesh_outside() -> None:
-    assert flm.dtensor.get_default_mesh() is None
+@pytest.mark.parametrize(
+    ("block", "current", "first", "second"),
+    [
+        (using_rules, current_rules, FIRST, SECOND),
+        (flm.dtensor.default_mesh, flm.dtensor.get_default_mesh, ONE, TWO),
+    ],
+    ids=["rules", "mesh"],
+)
+def test_blocks(block: Any, current: Any, first: Any, second: Any) -> None:
+    """They nest, are restored, after an error too, and are those of one context."""
+    assert current() is None
+    seen = []
+    with block(first):
+        assert current() is first
+        with block(second):
+            assert current() is second
+        assert current() is first
+        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+        context = contextvars.copy_context()
+    assert current() is None and seen == [None]
+    assert context.run(current) is first
+    with pytest.raises(RuntimeError, match="inside"), block(first):
+        raise RuntimeError("inside")
+    assert current() is None
+
+
+def test_none_leaves_the_rules_as_they_are() -> None:
+    with using_rules(FIRST), using_rules(None):
+        assert current_rules() is FIRST
+
+
+def test_default_meshes() -> None:
     with pytest.raises(flm.errors.MeshError, match="flm.dtensor.default_mesh"):
         mesh_of_ones()
-
-
-def test_default_meshes_nest_and_are_restored() -> None:
     with flm.dtensor.default_mesh(ONE) as made:
-        assert made is ONE and flm.dtensor.get_default_mesh() is ONE
+        assert made is ONE
         with flm.dtensor.default_mesh(TWO.jax_mesh):
-            assert flm.dtensor.get_default_mesh() == TWO
-            assert mesh_of_ones() == TWO
+            assert flm.dtensor.get_default_mesh() == mesh_of_ones() == TWO
         assert mesh_of_ones() == ONE
-    assert flm.dtensor.get_default_mesh() is None
-
-
-def test_a_default_mesh_is_restored_after_an_error() -> None:
-    with pytest.raises(RuntimeError, match="inside"), flm.dtensor.default_mesh(ONE):
-        raise RuntimeError("inside")
-    assert flm.dtensor.get_default_mesh() is None
 
 
 def test_a_decorated_function() -> None:

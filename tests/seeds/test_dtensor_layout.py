@@ -490,7 +490,7 @@ def test_several_axes_are_an_extension() -> None:
         lambda: flm.TensorLayout.from_str(layout.serialized_string(), strict=True),
         lambda: flm.TensorLayout.from_proto(layout.as_proto(), strict=True),
     ):
-        with pytest.raises(flm.LayoutError, match="'y\\+x' lies on several mesh axes"):
+        with pytest.raises(flm.LayoutError, match="'y\\+x' is on several mesh axes"):
             read()
     # y changes most slowly: device 1 is (x=0, y=1), so it holds the fourth of six.
     assert layout.offset_to_shard() == [(0, 0), (3, 0), (1, 0), (4, 0), (2, 0), (5, 0)]

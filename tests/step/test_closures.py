@@ -193,20 +193,6 @@ def test_numbers_of_numpy(layout_map: Any) -> None:
             flm.jit(fun, layout_map=layout_map)(make(), X)
 
 
-def test_several(layout_map: Any) -> None:
-    def step(model: Any, x: Any) -> Any:
-        return REF(x) + SETTINGS.refs[0](x) + SETTINGS.by_name["a"](x)
-
-    with pytest.raises(flm.errors.StructureError) as caught:
-        flm.jit(step, layout_map=layout_map)(make(), X)
-    four = (
-        "REF/bias (8,), REF/kernel (8,8), SETTINGS.by_name['a']/bias (8,), "
-        "SETTINGS.by_name['a']/kernel (8,8) and 2 more"
-    )
-    owners = "REF, SETTINGS.by_name['a'], SETTINGS.refs[0]"
-    assert str(caught.value) == message("step", "reads", four, owners)
-
-
 def test_behind_a_constant_of_an_argument(layout_map: Any) -> None:
     class Holder(nnx.Module):
         def __init__(self) -> None:

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 import flax_layoutmap as flm
-from flax_layoutmap._core.constants import contents, is_hashable
 from flax_layoutmap._tree.jaxprs import with_own_arrays
+from flax_layoutmap._tree.watch import contents, is_hashable
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no rules")
 

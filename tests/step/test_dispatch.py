@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from interrupts import interrupted, interrupted_at
+from shards import plain
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules import scope as _scope
@@ -74,14 +75,7 @@ def pair(layout_map: Any = None) -> tuple[Any, Any]:
 
 
 def values(*nodes: Any) -> list[np.ndarray]:
-    return [
-        np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-        for leaf in jax.tree.leaves(nnx.state(nodes))
-    ]
-
-
-def is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return [plain(leaf) for leaf in jax.tree.leaves(nnx.state(nodes))]
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -91,6 +85,11 @@ def assert_same(one: Any, other: Any) -> None:
 
 def stepper(layout_map: Any) -> Any:
     return flm.jit(train, layout_map=layout_map, donate_argnames=("model", "optimizer"))
+
+
+@pytest.fixture
+def layout_map(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    return rules(mesh)
 
 
 # ------------------------------------------------------------------- between calls
@@ -171,10 +170,9 @@ STRUCTURES = [
 
 @pytest.mark.parametrize("change", [*VALUES, *STRUCTURES])
 def test_changes_between_calls(
-    change: Callable[[Any], None], mesh: flm.DeviceMesh
+    change: Callable[[Any], None], layout_map: flm.LayoutMap
 ) -> None:
     """Whatever a user does to a model, the next call sees it, as that of nnx.jit."""
-    layout_map = rules(mesh)
 
     def predict(model: Any, x: Any) -> Any:
         bump(model)
@@ -197,9 +195,8 @@ def test_changes_between_calls(
 
 
 def test_nothing_is_taken_apart_twice(
-    mesh: flm.DeviceMesh, long_ways: list[str]
+    layout_map: flm.LayoutMap, long_ways: list[str]
 ) -> None:
-    layout_map = rules(mesh)
     step = stepper(layout_map)
     model, optimizer = pair(layout_map)
     theirs, reference = nnx.jit(train), pair()
@@ -213,9 +210,8 @@ def test_nothing_is_taken_apart_twice(
 
 
 def test_a_mode_that_was_seen_before(
-    mesh: flm.DeviceMesh, long_ways: list[str]
+    layout_map: flm.LayoutMap, long_ways: list[str]
 ) -> None:
-    layout_map = rules(mesh)
     step = stepper(layout_map)
     model, optimizer = pair(layout_map)
     for _ in range(2):
@@ -228,9 +224,8 @@ def test_a_mode_that_was_seen_before(
 
 
 def test_shapes_that_were_seen_before(
-    mesh: flm.DeviceMesh, long_ways: list[str]
+    layout_map: flm.LayoutMap, long_ways: list[str]
 ) -> None:
-    layout_map = rules(mesh)
     step = stepper(layout_map)
     model, optimizer = pair(layout_map)
     for rows in (8, 4, 8, 4):
@@ -266,10 +261,9 @@ def grow(state: Any, x: Any) -> Any:
 
 
 def test_trees_of_several_structures(
-    mesh: flm.DeviceMesh, long_ways: list[str]
+    layout_map: flm.LayoutMap, long_ways: list[str]
 ) -> None:
     """A route does not look into a state, so it must notice in some other way."""
-    layout_map = rules(mesh)
     step = flm.jit(grow, layout_map=layout_map, donate_argnames="state")
     one = layout_map.place({"kernel": jnp.zeros((8, 8)), "b": jnp.zeros(3)})
     two = layout_map.place({"kernel": jnp.zeros((4, 8))})
@@ -289,7 +283,7 @@ def test_trees_of_several_structures(
 
 
 def test_states_of_two_shapes_in_turn(
-    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch
+    layout_map: flm.LayoutMap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs are not tried in vain for ever; a kind that runs again is tried."""
     tried: list[bool] = []
@@ -302,7 +296,6 @@ def test_states_of_two_shapes_in_turn(
         return found
 
     monkeypatch.setattr(_fast_path._Route, "run", counted)
-    layout_map = rules(mesh)
     step = flm.jit(grow, layout_map=layout_map)
     states = [layout_map.place({"kernel": jnp.zeros((n, 8))}) for n in (4, 8)]
     for count in range(1, 21):
@@ -320,8 +313,7 @@ def test_states_of_two_shapes_in_turn(
 # --------------------------------------------------------------------- nothing is lost
 
 
-def test_a_value_that_was_given_away(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_a_value_that_was_given_away(layout_map: flm.LayoutMap) -> None:
     model = layout_map.place(Model())
     step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
     step(model)
@@ -336,8 +328,7 @@ def test_a_value_that_was_given_away(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_allclose(model.layers[0].bias[...], 3)
 
 
-def test_values_that_moved(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_values_that_moved(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -> None:
     model = layout_map.place(Model())
     step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
     step(model)
@@ -353,8 +344,7 @@ def test_values_that_moved(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_allclose(bias[...], 3)
 
 
-def test_two_variables_with_one_array(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_two_variables_with_one_array(layout_map: flm.LayoutMap) -> None:
     model = layout_map.place(Model())
     step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
     step(model)
@@ -368,8 +358,7 @@ def test_two_variables_with_one_array(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_allclose(two[...], 3)
 
 
-def test_an_outer_trace_may_not_write(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_an_outer_trace_may_not_write(layout_map: flm.LayoutMap) -> None:
     model = layout_map.place(Model())
     step = flm.jit(bump, layout_map=layout_map)
     step(model)
@@ -388,12 +377,11 @@ def test_an_outer_trace_may_not_write(mesh: flm.DeviceMesh) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["route", "long way"])
-def test_interrupts_leave_the_model_whole(way: str, mesh: flm.DeviceMesh) -> None:
+def test_interrupts_leave_the_model_whole(way: str, layout_map: flm.LayoutMap) -> None:
     class Many(nnx.Module):
         def __init__(self) -> None:
             self.all = nnx.List([nnx.Param(jnp.zeros(8)) for _ in range(20)])
 
-    layout_map = rules(mesh)
     model = layout_map.place(Many())
     # Without rules no call has a route.
     its_rules = layout_map if way == "route" else None
@@ -410,9 +398,8 @@ def test_interrupts_leave_the_model_whole(way: str, mesh: flm.DeviceMesh) -> Non
     assert interrupts > 100
 
 
-def test_an_interrupt_leaves_no_rules_in_force(mesh: flm.DeviceMesh) -> None:
+def test_an_interrupt_leaves_no_rules_in_force(layout_map: flm.LayoutMap) -> None:
     """Wherever it may come in what sets up a trace, and takes it down."""
-    layout_map = rules(mesh)
     layout_map.names["hidden"] = ("data", None)
     layout_map.activations["layers/0"] = ("data", None)
     model = layout_map.place(Model())
@@ -483,9 +470,8 @@ def divide(model: Any, x: Any) -> Any:
 @pytest.mark.parametrize("when", ["from the start", "later"])
 @pytest.mark.parametrize("calls", [0, 2], ids=["long way", "route"])
 def test_nans_are_found_and_the_model_is_whole(
-    calls: int, when: str, mesh: flm.DeviceMesh
+    calls: int, when: str, layout_map: flm.LayoutMap
 ) -> None:
-    layout_map = rules(mesh)
     step = flm.jit(divide, layout_map=layout_map, donate_argnames="model")
     zero, one = np.zeros((8, 8), np.float32), np.full((8, 8), 1 / 64, np.float32)
     with debug_nans() if when == "from the start" else contextlib.nullcontext():
@@ -541,8 +527,7 @@ def test_a_program_that_fails(calls: int) -> None:
 # ---------------------------------------------------------------------------- memory
 
 
-def test_routes_are_bounded_and_forget_the_dead(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_routes_are_bounded_and_forget_the_dead(layout_map: flm.LayoutMap) -> None:
     step = flm.jit(bump, layout_map=layout_map)
     models = [layout_map.place(Model()) for _ in range(3)]
     for at in range(3):
@@ -623,7 +608,7 @@ def test_a_constant_whose_hash_changes(
 
 
 def test_without_the_private_names(
-    mesh: flm.DeviceMesh, monkeypatch: pytest.MonkeyPatch, long_ways: list[str]
+    layout_map: flm.LayoutMap, monkeypatch: pytest.MonkeyPatch, long_ways: list[str]
 ) -> None:
     """Every call then goes the long way, and does the same."""
     read, write, metadata, _ = internals.accessors(None, None)
@@ -631,7 +616,6 @@ def test_without_the_private_names(
     write(variable, jnp.zeros(2))
     assert float(read(variable)[0]) == 0 and metadata(variable)["note"] == "x"
     monkeypatch.setattr("flax_layoutmap._tree.watch.attributes_of", lambda node: None)
-    layout_map = rules(mesh)
     model = layout_map.place(Model())
     step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
     for _ in range(3):
@@ -643,9 +627,8 @@ def test_without_the_private_names(
 # ------------------------------------------------------- what a review found, once
 
 
-def test_an_array_that_is_donated_and_used_elsewhere(mesh: flm.DeviceMesh) -> None:
+def test_an_array_that_is_donated_and_used_elsewhere(layout_map: flm.LayoutMap) -> None:
     """Given to a program, it would end the process."""
-    layout_map = rules(mesh)
 
     def average(p: Any, e: Any) -> Any:
         return {"kernel": p["kernel"] + 1}, e
@@ -699,8 +682,7 @@ def test_a_program_that_failed_is_not_run_again(donate: Any) -> None:
     assert calls == [1]
 
 
-def test_deleted_arrays_of_trees_are_told_by_path(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_deleted_arrays_of_trees_are_told_by_path(layout_map: flm.LayoutMap) -> None:
     for donate in ((), "p"):
         step = flm.jit(grow, layout_map=layout_map, donate_argnames=donate and "state")
         state = layout_map.place({"z": {"b": jnp.ones(3), "kernel": jnp.ones((8, 8))}})
@@ -712,9 +694,8 @@ def test_deleted_arrays_of_trees_are_told_by_path(mesh: flm.DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("place", ["nowhere", "together", "one by one"])
-def test_arrays_that_share_memory(place: str, mesh: flm.DeviceMesh) -> None:
+def test_arrays_that_share_memory(place: str, layout_map: flm.LayoutMap) -> None:
     """To jax 0.10.2 donating them is a segmentation fault."""
-    layout_map = rules(mesh)
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     both = {"model": model, "ema": nnx.clone(model)}  # which copies no array
     if place == "together":
@@ -747,13 +728,12 @@ def share(*variables: Any) -> Any:
 @pytest.mark.parametrize("looks", [0, 2], ids=["no look", "looks"])
 @pytest.mark.parametrize("same", [False, True], ids=["memory", "array"])
 def test_arrays_that_come_to_share_memory(
-    same: bool, looks: int, mesh: flm.DeviceMesh
+    same: bool, looks: int, layout_map: flm.LayoutMap
 ) -> None:
     """After calls that went well: a route compares what somebody has put there.
 
     Calls in between that donate nothing say nothing of what is donated next.
     """
-    layout_map = rules(mesh)
     model = layout_map.place(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     model.more = nnx.Param(layout_map.place(jnp.zeros(8)))
     step = flm.jit(bump, layout_map=layout_map, donate_argnames="model")
@@ -806,8 +786,7 @@ def test_what_another_function_keeps_may_share_memory(mesh: flm.DeviceMesh) -> N
     assert found == [8, 2, 2]
 
 
-def test_parts_that_are_clean_alone(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_parts_that_are_clean_alone(layout_map: flm.LayoutMap) -> None:
     pair = [layout_map.place(nnx.Linear(8, 8, rngs=nnx.Rngs(0))) for _ in range(2)]
     look = flm.jit(lambda m: m(X).sum(), layout_map=layout_map)
     both = flm.jit(
@@ -842,8 +821,7 @@ def test_weak_types_that_stay(mesh: flm.DeviceMesh, long_ways: list[str]) -> Non
     assert long_ways == [] and look._cache_size() == 1
 
 
-def test_what_was_taken_out_is_freed(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_what_was_taken_out_is_freed(layout_map: flm.LayoutMap) -> None:
     model = layout_map.place(Model())
     look = flm.jit(lambda model: model.norm.scale[...].sum(), layout_map=layout_map)
     for _ in range(3):
@@ -862,10 +840,9 @@ def test_what_was_taken_out_is_freed(mesh: flm.DeviceMesh) -> None:
     "other", [nnx.jit(bump), nnx.value_and_grad(lambda model: model(X).sum())]
 )
 def test_a_look_by_others(
-    other: Any, mesh: flm.DeviceMesh, long_ways: list[str]
+    other: Any, layout_map: flm.LayoutMap, long_ways: list[str]
 ) -> None:
     """Flax notes the level of tracing in each module anew, which is no change."""
-    layout_map = rules(mesh)
     model, optimizer = pair(layout_map)
     step = stepper(layout_map)
     for _ in range(2):

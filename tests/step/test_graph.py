@@ -55,6 +55,11 @@ def rules(mesh: Any) -> flm.LayoutMap:
     return layout_map
 
 
+@pytest.fixture
+def layout_map(mesh: flm.DeviceMesh) -> flm.LayoutMap:
+    return rules(mesh)
+
+
 def placed(layout_map: Any) -> Any:
     return layout_map.place(Model())
 
@@ -222,9 +227,8 @@ AGAIN = {deletes, inserts_lora}  # cannot be done twice
 
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("step", STEPS)
-def test_as_without_jit(step: Callable[[Any], Any], mesh: flm.DeviceMesh) -> None:
+def test_as_without_jit(step: Callable[[Any], Any], layout_map: flm.LayoutMap) -> None:
     """The same objects, structure and values as the same lines of Python give."""
-    layout_map = rules(mesh)
     model, plain = placed(layout_map), Model()
     ours, theirs = objects(model), objects(plain)
     jitted = flm.jit(step, layout_map=layout_map, donate_argnames="model")
@@ -240,8 +244,7 @@ def test_as_without_jit(step: Callable[[Any], Any], mesh: flm.DeviceMesh) -> Non
     assert places(ours, objects(model)) == places(theirs, objects(plain))
 
 
-def test_modules_as_results(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_modules_as_results(layout_map: flm.LayoutMap) -> None:
     model = placed(layout_map)
 
     def returns(model: Any, x: Any) -> Any:
@@ -278,9 +281,8 @@ def is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def test_own_modules_as_results(mesh: flm.DeviceMesh) -> None:
+def test_own_modules_as_results(layout_map: flm.LayoutMap) -> None:
     """Returned beside values that change: no change of structure, so donated."""
-    layout_map = rules(mesh)
     model = placed(layout_map)
 
     def step(model: Any) -> Any:
@@ -308,8 +310,9 @@ def test_a_model_made_by_a_jitted_function(mesh: flm.DeviceMesh) -> None:
     ]
 
 
-def test_what_stays_is_not_copied_and_nothing_is_donated(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_what_stays_is_not_copied_and_nothing_is_donated(
+    layout_map: flm.LayoutMap,
+) -> None:
     model = placed(layout_map)
     old = leaves_of(model)
 
@@ -335,10 +338,9 @@ def test_what_stays_is_not_copied_and_nothing_is_donated(mesh: flm.DeviceMesh) -
     [changes_a_dict_in_a_variable, changes_an_array_without_a_variable],
 )
 def test_trees_in_variables_cost_no_donation(
-    step: Callable[[Any], None], mesh: flm.DeviceMesh
+    step: Callable[[Any], None], layout_map: flm.LayoutMap
 ) -> None:
     """Of the others; they themselves are written one after the other."""
-    layout_map = rules(mesh)
     model = placed(layout_map)
 
     def both(model: Any) -> None:
@@ -356,8 +358,7 @@ def test_trees_in_variables_cost_no_donation(
     assert_same(model, plain)
 
 
-def test_a_new_place_may_ask_for_a_new_layout(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_a_new_place_may_ask_for_a_new_layout(layout_map: flm.LayoutMap) -> None:
     model = placed(layout_map)
     other = model.layers[1].up.kernel.get_value()
 
@@ -372,9 +373,8 @@ def test_a_new_place_may_ask_for_a_new_layout(mesh: flm.DeviceMesh) -> None:
     assert other.sharding.spec == P(None, "model")
 
 
-def test_a_cache_is_made_once(mesh: flm.DeviceMesh) -> None:
+def test_a_cache_is_made_once(layout_map: flm.LayoutMap) -> None:
     """After the call that makes it, calls are like any other."""
-    layout_map = rules(mesh)
     model = placed(layout_map)
     step = flm.jit(makes_a_cache, layout_map=layout_map, donate_argnames="model")
     totals = [float(step(model)) for _ in range(20)]
@@ -383,9 +383,8 @@ def test_a_cache_is_made_once(mesh: flm.DeviceMesh) -> None:
     assert model.cache.get_value().sharding.spec == P("data")
 
 
-def test_training_goes_on(mesh: flm.DeviceMesh) -> None:
+def test_training_goes_on(layout_map: flm.LayoutMap) -> None:
     """With a layer that a function appends in between."""
-    layout_map = rules(mesh)
     tx = optax.adam(1e-2)
 
     def train(model: Any, optimizer: Any) -> Any:
@@ -451,8 +450,9 @@ def test_explicit_axes() -> None:
     assert {AxisType.Explicit} == set(model.cache[...].sharding.mesh.axis_types)
 
 
-def test_in_shardings_go_over_the_rules(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_in_shardings_go_over_the_rules(
+    mesh: flm.DeviceMesh, layout_map: flm.LayoutMap
+) -> None:
     model = flm.LayoutMap(mesh, strict=False).place(Model())
     step = flm.jit(makes_a_cache, layout_map=layout_map, in_shardings={"model": P()})
     step(model)
@@ -470,8 +470,7 @@ def test_in_shardings_go_over_the_rules(mesh: flm.DeviceMesh) -> None:
     assert not hasattr(model, "more")
 
 
-def test_in_a_mesh_context(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_in_a_mesh_context(mesh: flm.DeviceMesh, layout_map: flm.LayoutMap) -> None:
     jax_mesh: Any = mesh.jax_mesh
     with jax.set_mesh(jax_mesh):
         model = placed(layout_map)
@@ -481,8 +480,7 @@ def test_in_a_mesh_context(mesh: flm.DeviceMesh) -> None:
     assert lora_a.sharding.mesh == jax_mesh
 
 
-def test_inside_an_outer_trace(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_inside_an_outer_trace(layout_map: flm.LayoutMap) -> None:
     model, plain = placed(layout_map), Model()
     first = model.layers[0]
     inner = flm.jit(swaps_modules, layout_map=layout_map)
@@ -525,14 +523,13 @@ def test_the_level_of_objects_without_variables(mesh: flm.DeviceMesh) -> None:
     np.testing.assert_array_equal(vars(empty)["found"][...], X * 2)
 
 
-def test_modules_with_a_setattr_of_their_own(mesh: flm.DeviceMesh) -> None:
+def test_modules_with_a_setattr_of_their_own(layout_map: flm.LayoutMap) -> None:
     class Closed(nnx.Linear):
         def __setattr__(self, name: str, value: Any) -> None:
             if vars(self).get("closed"):
                 raise AttributeError("closed")
             super().__setattr__(name, value)
 
-    layout_map = rules(mesh)
     model = placed(layout_map)
     model.head = Closed(8, 8, rngs=nnx.Rngs(0))
     model.head.closed = True
@@ -544,9 +541,8 @@ def test_modules_with_a_setattr_of_their_own(mesh: flm.DeviceMesh) -> None:
 
 
 @pytest.mark.slow
-def test_interrupts_come_before_or_after(mesh: flm.DeviceMesh) -> None:
+def test_interrupts_come_before_or_after(layout_map: flm.LayoutMap) -> None:
     """Hundreds of them: the model is never half of one and half of the other."""
-    layout_map = rules(mesh)
 
     def step(model: Any) -> None:
         model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
@@ -570,8 +566,7 @@ def test_interrupts_come_before_or_after(mesh: flm.DeviceMesh) -> None:
     assert interrupts > 100
 
 
-def test_an_error_leaves_the_model_as_it_was(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_an_error_leaves_the_model_as_it_was(layout_map: flm.LayoutMap) -> None:
     model, plain = placed(layout_map), Model()
 
     def fails(model: Any) -> None:
@@ -590,8 +585,7 @@ def test_an_error_leaves_the_model_as_it_was(mesh: flm.DeviceMesh) -> None:
     assert_same(model, plain)
 
 
-def test_no_tracer_and_no_model_stays(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_no_tracer_and_no_model_stays(layout_map: flm.LayoutMap) -> None:
     model = placed(layout_map)
     step = flm.jit(inserts_lora, layout_map=layout_map, donate_argnames="model")
     with jax.checking_leaks():
@@ -604,8 +598,7 @@ def test_no_tracer_and_no_model_stays(mesh: flm.DeviceMesh) -> None:
     assert [ref() for ref in (*dead, array)] == [None] * 3
 
 
-def test_what_is_refused(mesh: flm.DeviceMesh) -> None:
-    layout_map = rules(mesh)
+def test_what_is_refused(layout_map: flm.LayoutMap) -> None:
     model, other = placed(layout_map), placed(layout_map)
 
     def shares(model: Any, other: Any) -> None:

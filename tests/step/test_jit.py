@@ -20,26 +20,16 @@ import steps
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
-from shards import assert_lies, bare
+from shards import KINDS, assert_lies, bare, grid, leaves_of
 from steps import BATCH, COLUMN, DIMS, ROW, X, Y, counting, make, rules
 
 import flax_layoutmap as flm
 from flax_layoutmap._rules.scope import current_rules
 from flax_layoutmap._step import jit as _jit
 from flax_layoutmap._step.inputs import bind
-from flax_layoutmap._tree.flatten import flatten
 
 P = PartitionSpec
 NAMES = ("data", "model")
-KINDS: dict[str, Any] = {
-    "auto": "auto",
-    "explicit": "explicit",
-    "mixed": ("explicit", "auto"),
-}
-
-
-def grid(kind: str = "auto") -> flm.DeviceMesh:
-    return flm.DeviceMesh((2, 4), NAMES, axis_types=KINDS[kind])
 
 
 def train(model: Any, optimizer: Any, x: Any, y: Any) -> Any:
@@ -63,11 +53,6 @@ def nudge(model: Any, x: Any) -> Any:
     """Changes one kernel, and reads the other."""
     model.up.kernel[...] = model.up.kernel[...] + x.sum()
     return model.down.kernel[...].sum()
-
-
-def leaves_of(tree: Any) -> dict[str, Any]:
-    flat = flatten(tree)
-    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
 
 
 def assert_model_lies(model: Any, mesh: flm.DeviceMesh) -> None:
@@ -967,8 +952,8 @@ def test_without_a_map_a_host_batch_is_told_of(mesh: flm.DeviceMesh) -> None:
     model = flm.create(make, layout_map)
     step = flm.jit(predict)
     text = (
-        "predict has no rules, so what comes from the host is not split, but whole on "
-        "each device of the mesh data=2,model=4: x (8,8); give it the rules, "
+        "predict has no rules, so host arrays are replicated, not split, on the mesh "
+        "data=2,model=4: x (8,8); give it the rules, "
         "@flm.jit(layout_map=layout_map), or place it yourself, batch = "
         "flm.distribute_batch(batch, layout_map)"
     )

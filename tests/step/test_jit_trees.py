@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec
-from shards import Dims, assert_lies, bare, lies
+from shards import Dims, assert_lies, bare, grid, lies
 
 import flax_layoutmap as flm
 from flax_layoutmap._step.inputs import bind
@@ -21,10 +21,6 @@ P = PartitionSpec
 X = np.linspace(-1.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
 COLUMN, ROW, BATCH = ((), ("model",)), (("model",), ()), (("data",), ())
 WHOLE: Dims = ((), ())
-
-
-def grid(kind: Any = "auto") -> flm.DeviceMesh:
-    return flm.DeviceMesh((2, 4), ("data", "model"), axis_types=kind)
 
 
 def rules(mesh: Any, **options: Any) -> flm.LayoutMap:

@@ -17,11 +17,10 @@ import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from shards import Dims, assert_lies, bare, lies
+from shards import Dims, assert_lies, bare, leaves_of, lies, plain
 from steps import DIMS, X, Y, counting, make, rules
 
 import flax_layoutmap as flm
-from flax_layoutmap._tree.flatten import flatten
 
 P = PartitionSpec
 BATCHES = [(X * scale, Y) for scale in (1.0, 0.5, -0.8, 0.3, 0.9, -0.2, 0.7)]
@@ -54,13 +53,7 @@ def pair(layout_map: Any = None) -> tuple[Any, Any]:
 
 def named(model: Any, optimizer: Any) -> dict[str, Any]:
     """Path → array, as messages have it."""
-    flat = flatten({"model": model, "optimizer": optimizer})
-    return dict(zip(flat.full_paths(), flat.leaves, strict=True))
-
-
-def plain(leaf: Any) -> np.ndarray:
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+    return leaves_of({"model": model, "optimizer": optimizer})
 
 
 def dims_of(path: str, leaf: Any) -> Dims:

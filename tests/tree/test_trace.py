@@ -471,19 +471,6 @@ class Holder(nnx.Module):
         self.inner = inner
 
 
-def test_two_results_that_share_a_variable() -> None:
-    def make() -> Any:
-        linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-        return linear, Holder(linear)
-
-    with pytest.raises(flm.errors.StructureError) as caught:
-        trace(make)
-    assert str(caught.value) == (
-        "two objects of the result, a Linear and a Holder, share a Param: return one "
-        "object that holds both, so that they stay shared"
-    )
-
-
 def test_two_arguments_that_share_a_variable() -> None:
     linear = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(

@@ -11,9 +11,8 @@ from pods import plan as plan_of
 
 import flax_layoutmap as flm
 from flax_layoutmap._core.topologies import topology
-from flax_layoutmap.pod._links import devices_of, placed, seconds_bound
-from flax_layoutmap.pod._memory import tiled_bytes
 from flax_layoutmap.pod._mlir import Array
+from flax_layoutmap.pod._placement import devices_of, placed, seconds_bound, tiled_bytes
 from flax_layoutmap.pod._records import Kind
 from flax_layoutmap.pod._report_text import axes_text
 

@@ -15,7 +15,7 @@ import flax_layoutmap as flm
 from flax_layoutmap._core.topologies import topology
 from flax_layoutmap.pod._hlo import wire_bytes
 from flax_layoutmap.pod._records import Collective, Kind
-from flax_layoutmap.pod._tpu_sums import scatters, within_and_between
+from flax_layoutmap.pod._tpu import scatters, within_and_between
 
 ROWS, LANES = ("fsdp", "tensor"), ("tensor", "fsdp")
 HEADS, OUT = ("fsdp", "tensor", None), ("tensor", None, "fsdp")

@@ -1,12 +1,13 @@
-"""Place a mesh on a topology, and bound the time of collectives on its links.
+"""Place a mesh on a topology: the bytes of its hosts, and the least time on its links.
 
-JAX orders the devices of a mesh along the links of the hardware. It asks the devices
-for their place only, so that stand-ins will do. Times are by bandwidth alone: no
-latency, no overlap with computing or with each other.
+JAX orders the devices of a mesh along the links of the hardware. It reads only their
+coordinates, so that `Chip` replaces them. Times are by bandwidth alone: no latency, no
+overlap with computation or with each other.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,9 @@ from flax_layoutmap._core.mesh_shape import (
     over_slices,
 )
 from flax_layoutmap._core.topologies import Topology
-from flax_layoutmap.pod._records import Collective
+from flax_layoutmap.pod._lowered import Leaf
+from flax_layoutmap.pod._mlir import Array
+from flax_layoutmap.pod._records import Collective, Host, Memory
 from flax_layoutmap.pod._report_text import axes_text
 
 
@@ -40,30 +43,20 @@ class Chip:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """A mesh on a topology.
+    """A mesh on a topology."""
 
-    Attributes:
-        process_of: host of each place of the mesh, row by row.
-        spans: for each axis of the mesh, the dims of the slice that it has for itself;
-            None where it has a part of one, or shares one.
-        trouble: why `DeviceMesh` does not order the devices so by itself, with what to
-            write; "" where it does.
-    """
-
+    # The host of each place of the mesh, row by row.
     process_of: np.ndarray
+    # For each axis of the mesh, the dims of the slice that it alone covers in full;
+    # None if it covers part of a dim or shares one.
     spans: tuple[tuple[int, ...] | None, ...]
+    # Why `DeviceMesh` does not order the devices so by default, and the call that does.
     trouble: str = ""
 
 
 @functools.lru_cache(maxsize=16)
 def placed(names: tuple[str, ...], sizes: tuple[int, ...], where: Topology) -> Placed:
-    """The places of a mesh, as `DeviceMesh` and `flm.pod.compile` have them.
-
-    Args:
-        names: names of the mesh axes.
-        sizes: their sizes; the first of them go over the slices.
-        where: the topology, which the mesh fills.
-    """
+    """Order the devices of a topology as `DeviceMesh` and `flm.pod.compile` do."""
     devices = devices_of(where)
     between = over_slices(sizes, where.slices) or [1] * len(sizes)
     grid, trouble = None, ""
@@ -130,14 +123,14 @@ def _trouble(
     return (
         f"the mesh {line} does not fit the links of {where.name} without splitting a "
         "physical axis: its axes share links, so that some are slower, and DeviceMesh "
-        f"makes it only where it is told to: {call}"
+        f"makes it only if asked to: {call}"
     )
 
 
 def _spans(
     grid: np.ndarray, between: Sequence[int], where: Topology
 ) -> Iterator[tuple[int, ...] | None]:
-    """For each axis of one slice, the dims that change along it and along no other."""
+    """`Placed.spans`, by the coordinates that change along each axis of one slice."""
     first = grid[tuple(slice(n // m) for n, m in zip(grid.shape, between, strict=True))]
     places = np.array([[*chip.coords, chip.core_on_chip] for chip in first.flat])
     places = places.reshape(*first.shape, 4)
@@ -151,7 +144,7 @@ def _spans(
 
 
 def dcn_axes(sizes: Mapping[str, int], topology: Topology | None) -> dict[str, int]:
-    """The mesh axes that cross slices → over how many; the first axes cross them."""
+    """The mesh axes that cross slices → the number of slices along each."""
     if topology is None:
         return {}
     between = over_slices(tuple(sizes.values()), topology.slices) or ()
@@ -163,14 +156,8 @@ def seconds_bound(
 ) -> dict[str, float]:
     """Axes (`"fsdp"`, `"data+fsdp"`, `"data (DCN)"`) → seconds in a step, at least.
 
-    An axis that has whole dims of the slice has their links; one that shares a dim may
-    use every link of a chip. What has no links, or links of an unknown bandwidth, is
-    left out.
-
-    Args:
-        collectives: of a step.
-        sizes: axis name → number of devices.
-        topology: where it runs.
+    An axis that covers whole dims of the slice uses their links; one that shares a dim
+    may use every link of a chip. Links of unknown bandwidth are left out.
     """
     spans = placed(tuple(sizes), tuple(sizes.values()), topology).spans
     dims = dict(zip(sizes, spans, strict=True))
@@ -205,3 +192,115 @@ def _speed(
             used.update(spanned)
     links = sum(2 if topology.wrap[dim] else 1 for dim in used)
     return links * generation.link_bytes_per_second / each
+
+
+_ROLES: tuple[str, ...] = ("parameter", "optimizer", "data", "other")
+
+# A TPU lays out the two fastest dims in tiles of 8 rows (of 4 bytes) and 128 lanes; one
+# or few rows take a smaller tile, and nothing takes less than 512 bytes.
+_ROWS, _LANES, _LEAST = 8, 128, 512
+
+
+def memory_of(
+    arguments: Sequence[Array], leaves: Sequence[Leaf], topology: Topology | None
+) -> Memory:
+    """Bytes of the arguments on one device, by role."""
+    sums: dict[str, int] = dict.fromkeys(_ROLES, 0)
+    padding = 0
+    for value, leaf in zip(arguments, leaves, strict=True):
+        size = value.local_bytes
+        sums[leaf.role] += size
+        padding += max(0, tiled_bytes(value) - size)
+    return Memory(
+        at_rest={role: size for role, size in sums.items() if size},
+        padding_bytes=padding,
+        limit_bytes=None if topology is None else topology.generation.hbm_limit_bytes,
+        note="a plan does not know what the step needs besides, such as activations",
+    )
+
+
+def tiled_bytes(value: Array) -> int:
+    """Bytes of one device's part in the tiles of a TPU, in the best order of dims."""
+    size = value.local_bytes
+    shape = [n for n in value.local_shape if n > 1]
+    if not size or not shape:
+        return max(size, _LEAST) if size else 0
+    item = max(1, size // math.prod(shape))
+    rows = _ROWS * max(1, 4 // item)
+    if len(shape) == 1:
+        return max(_LEAST, -(-shape[0] // _LANES) * _LANES * item)
+    best = min(
+        _padded_rows(row, rows) / row * (-(-lane // _LANES) * _LANES) / lane
+        for row, lane in itertools.permutations(shape, 2)
+    )
+    return max(_LEAST, round(size * best))
+
+
+def _padded_rows(count: int, rows: int) -> int:
+    """Rows with padding: up to a power of two, or a multiple of the tile."""
+    if count >= rows:
+        return -(-count // rows) * rows
+    return 1 << (count - 1).bit_length()
+
+
+def hosts_of(
+    arguments: Sequence[Array],
+    leaves: Sequence[Leaf],
+    sizes: Mapping[str, int],
+    topology: Topology | None,
+) -> tuple[Host, ...]:
+    """The bytes that each host holds and reads; none without a topology."""
+    if topology is None:
+        return ()
+    each = topology.devices_per_host
+    process_of = placed(tuple(sizes), tuple(sizes.values()), topology).process_of
+    places = np.argsort(process_of, kind="stable").reshape(-1, each)
+    coords = dict(
+        zip(sizes, np.unravel_index(places, tuple(sizes.values())), strict=True)
+    )
+    held = np.zeros(len(places), np.int64)
+    reads, data = held.copy(), held.copy()
+    for axes, (state, batch) in _by_axes(arguments, leaves).items():
+        distinct = _distinct([coords[axis] for axis in axes if axis in coords], places)
+        held += state * each
+        reads += state * distinct
+        data += batch * distinct
+    per_slice = topology.hosts // topology.slices
+    return tuple(
+        Host(
+            index=at,
+            slice_index=at // per_slice,
+            devices=tuple(row),
+            holds_bytes=int(held[at]),
+            reads_bytes=int(reads[at]),
+            data_bytes=int(data[at]),
+        )
+        for at, row in enumerate(places.tolist())
+    )
+
+
+def _by_axes(
+    arguments: Sequence[Array], leaves: Sequence[Leaf]
+) -> dict[frozenset[str], tuple[int, int]]:
+    """The axes that shard a leaf → bytes of a shard of state, and of data."""
+    found: dict[frozenset[str], tuple[int, int]] = {}
+    for value, leaf in zip(arguments, leaves, strict=True):
+        axes = frozenset(name for entry in value.dims for name, _ in entry)
+        state, data = found.get(axes, (0, 0))
+        if leaf.role == "data":
+            data += value.local_bytes
+        else:
+            state += value.local_bytes
+        found[axes] = state, data
+    return found
+
+
+def _distinct(coords: Sequence[np.ndarray], places: np.ndarray) -> np.ndarray:
+    """The number of distinct shards on each host, by coordinates of its devices."""
+    if not coords:
+        return np.ones(len(places), np.int64)
+    key = np.zeros_like(places)
+    for one in coords:
+        key = key * (int(one.max()) + 1) + one
+    ordered = np.sort(key, axis=1)
+    return 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(axis=1)

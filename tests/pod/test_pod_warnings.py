@@ -79,7 +79,7 @@ def in_turn(params: Any, x: Any) -> Any:
     return x.sum()
 
 
-WARNING = "13 layers stand one after the other in the program, "
+WARNING = "13 unrolled layers in the program, "
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_in_shardings_that_are_not_those_of_the_rules() -> None:
     assert warning == (
         "sgd has in_shardings of its own, which count here and not the rules: 1 "
         "leaf, such as params/up, which is P(model), and P(-, model) by the rules; "
-        "a call would refuse arrays that lie by the rules"
+        "a call would refuse arrays with the shardings of the rules"
     )
     good = rules(up=("model", None), down=("model", None))
     assert plan(jitted, PARAMS, X, layout_map=good).warnings == ()

@@ -1,0 +1,441 @@
+"""Measured rules of the TPU compiler: sums, slices, and rewrites before Shardy.
+
+Where every device keeps its part of a sum, the compiler makes a reduce-scatter, which
+moves chunks of 4 KiB: 8 rows of 512 bytes. It makes an all-reduce, with twice the
+bytes,
+
+- where the part of a device is no multiple of that along the lanes, or is cut across a
+  dim of one element;
+- over all devices of a slice that is a square of at least 4 x 4 or has three dims;
+- over 256 devices of a slice with three dims, for some widths with few rows;
+- where the chunks do not divide into equal pieces that fit on the core (a padded
+  vocabulary with a large prime factor).
+
+A collective over several slices is one within each slice, and one of a share between
+them.
+
+Before it runs Shardy (`rewrite_for_tpus`), the compiler gives a scatter in which each
+row has its own place, such as the gradient of `jnp.take_along_axis`, iota indices;
+`top_k` becomes a sort, for which rows stay where they are; a product with a vector in
+each batch becomes a multiplication and a sum, and its transposed operands are computed
+in that order.
+
+Found by compiling single gradients and collectives for v2 to tpu7x with libtpu 0.0.42,
+on 2026-11-22.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from flax_layoutmap._core.topologies import Topology
+from flax_layoutmap.pod._hlo import members_of, wire_bytes
+from flax_layoutmap.pod._placement import dcn_axes
+from flax_layoutmap.pod._records import Collective, Kind
+
+# Rows and lanes of a tile, and bytes of a row of a chunk.
+_ROWS, _LANES, _ROW_BYTES = 8, 128, 512
+# Over so many devices, sums of few rows are all-reduces, too.
+_MANY = 256
+# Generation → the fewest and most tiles, of elements of two bytes, that all devices of
+# a group move at a time; each lies between two sizes that were compiled.
+_PIECES = {
+    "v4": (176, 1440),
+    "v5p": (176, 1440),
+    "v5e": (208, 1600),
+    "v6e": (400, 3408),
+}
+# These sum outside of the cores, in parts of any shape.
+_SCATTER_ANYTHING = ("tpu7x",)
+
+
+def scatters(
+    topology: Topology, longer: tuple[int, int] = (1, 1)
+) -> Callable[[tuple[int, ...], int, int, int, str], bool]:
+    """Return the test whether the compiler makes a sum with a reduce-scatter.
+
+    `longer` is for programs on a shortened mesh: the size of the axis there, and the
+    factor to its real size.
+    """
+    generation = topology.generation.name
+    has_three_dims = len(_sides(topology)) == 3
+
+    def is_scattered(
+        part: tuple[int, ...], cut: int, item: int, members: int, name: str
+    ) -> bool:
+        if generation in _SCATTER_ANYTHING:
+            return True
+        # The rows of an embedding are added up in other ways.
+        if name.rpartition("/")[2].startswith("scatter"):
+            return True
+        if longer[1] > 1 and members % longer[0] == 0:
+            sliced = -(-part[cut] // longer[1])
+            part = (*part[:cut], sliced, *part[cut + 1 :])
+            members *= longer[1]
+        within = min(members, topology.devices // topology.slices)
+        many = within == _MANY and has_three_dims
+        pieces = _PIECES.get(generation)
+        return scatters_over(within, topology) and not _is_whole(
+            part, cut, item, members, many, pieces
+        )
+
+    return is_scattered
+
+
+def scatters_over(count: int, topology: Topology) -> bool:
+    """Whether the compiler has a reduce-scatter over so many devices of a slice."""
+    if topology.generation.name in _SCATTER_ANYTHING:
+        return True
+    everywhere = topology.devices // topology.slices
+    return count < everywhere or not _has_all_links(topology)
+
+
+def _has_all_links(topology: Topology) -> bool:
+    """Whether the compiler has an all-reduce over all links of such a slice."""
+    sides, cores = _sides(topology), topology.generation.devices_per_chip
+    if len(sides) == 2:
+        return sides[0] == sides[1] and sides[0] * cores >= 4
+    return len(sides) == 3
+
+
+def _sides(topology: Topology) -> list[int]:
+    return [size for size in topology.shape if size > 1]
+
+
+def _is_whole(
+    shape: tuple[int, ...],
+    cut: int,
+    item: int,
+    members: int,
+    many: bool,
+    pieces: tuple[int, int] | None,
+) -> bool:
+    """Whether the shape of a device's part is not scattered.
+
+    `cut` is the sharded dim, `item` the bytes of an element, `many` whether `members`
+    are 256 devices of a slice with three dims, `pieces` those of the generation.
+    """
+    if sum(size > 1 for size in shape) < 2:
+        return False
+    row, lane = tiled_dims(shape)
+    if cut not in (row, lane):
+        lanes = _padded(shape[cut], _LANES) * item
+        return cut == len(shape) - 1 and lanes % _ROW_BYTES > 0
+    others = math.prod(shape) // (shape[row] * shape[lane])
+    if cut == lane:
+        if _padded(shape[lane], _LANES) * item % _ROW_BYTES > 0:
+            return True
+        tiles = _padded(shape[row], _ROWS) // _ROWS * others
+        return pieces is not None and item == 2 and _is_odd(tiles, members, pieces)
+    # Such as the kernel of keys with one head on a device.
+    between = shape[min(row, lane) + 1 : max(row, lane)]
+    if cut == row and len(between) > 0 and others == 1:
+        return True
+    wide = _padded(shape[lane], _LANES) // _LANES * others
+    return cut == row and many and _falls_apart(shape[row], wide)
+
+
+def _is_odd(tiles: int, count: int, pieces: tuple[int, int]) -> bool:
+    """Whether no piece size in the range `pieces` divides the tiles of a device."""
+    least, most = (-(-pieces[0] // count), pieces[1] // count)
+    return tiles > most and all(tiles % rows for rows in range(least, most + 1))
+
+
+def _falls_apart(rows: int, tiles: int) -> bool:
+    """Whether the pieces of a sum over 256 devices are uneven.
+
+    The rule is from some forty compiled shapes; `tiles` counts those in a row.
+    """
+    while tiles % 2 == 0 or tiles % 3 == 0:
+        tiles //= 2 if tiles % 2 == 0 else 3
+    return rows < 64 and (rows < 16 or tiles > 1)
+
+
+def tiled_dims(shape: Sequence[int]) -> tuple[int, int]:
+    """The dims that the compiler lays in the rows and lanes of its tiles.
+
+    They are the two largest; the one goes along the lanes that wastes less, and the
+    last of the two where they waste the same.
+
+    >>> tiled_dims((128, 4, 128)), tiled_dims((512, 8, 64)), tiled_dims((128, 16032))
+    ((0, 2), (2, 0), (1, 0))
+    """
+    first, last = sorted(
+        sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))[-2:]
+    )
+
+    def waste(row: int, lane: int) -> float:
+        rows, lanes = _padded(shape[row], _ROWS), _padded(shape[lane], _LANES)
+        return rows * lanes / (shape[row] * shape[lane])
+
+    swapped = waste(last, first) < waste(first, last)
+    return (last, first) if swapped else (first, last)
+
+
+def _padded(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+# Elements of a tile, whatever their dtype. What has no tile for each device of a slice
+# is not scattered.
+_TILE = 8 * 128
+
+
+def within_and_between(
+    whole: Collective, sizes: Mapping[str, int], topology: Topology
+) -> Iterator[Collective]:
+    """Split a collective, as of one slice, into those within slices and between."""
+    crosses = dcn_axes(sizes, topology)
+    slices = math.prod(crosses.get(name, 1) for name in whole.axes)
+    members = members_of(whole, sizes)
+    if slices == 1 or members is None or members % slices or members == slices:
+        yield dataclasses.replace(whole, over_dcn=slices > 1)
+        return
+    within = members // slices
+    inner = [name for name in whole.axes if sizes[name] > crosses.get(name, 1)]
+    outer = [name for name in whole.axes if name in crosses]
+
+    def part(kind: Kind, axes: Sequence[str], share: int) -> Collective:
+        members = slices if axes is outer else within
+        shape = whole.shape
+        if share > 1:
+            shape = (-(-math.prod(shape) // share),)
+        size = -(-whole.bytes // share)
+        return dataclasses.replace(
+            whole,
+            kind=kind,
+            axes=tuple(axes),
+            shape=shape,
+            bytes=size,
+            wire_bytes=wire_bytes(kind, size, members),
+            over_dcn=axes is outer,
+        )
+
+    if whole.kind in ("all-reduce", "reduce-scatter"):
+        if -(-math.prod(whole.shape) // _TILE) <= within:
+            yield part("all-reduce", inner, 1)
+            yield part("all-reduce", outer, 1)
+            return
+        # Every device gets the whole sum, also where it keeps only a part of it.
+        yield part(
+            "reduce-scatter" if scatters_over(within, topology) else "all-reduce",
+            inner,
+            1,
+        )
+        yield part("all-reduce", outer, within)
+        yield part("all-gather", inner, 1)
+        return
+    moves_all = whole.kind in ("all-to-all", "collective-permute")
+    # Of an all-to-all, what stays within a slice need not be sent twice.
+    yield part(whole.kind, inner, slices if whole.kind == "all-to-all" else 1)
+    yield part(whole.kind, outer, 1 if moves_all else within)
+
+
+# ----------------------------------------------------------------- before Shardy
+
+
+def rewrite_for_tpus(block: Any) -> None:
+    """Rewrite the operations in a block and its regions as the TPU compiler does."""
+    for op in list(block.operations):
+        operation = op.operation
+        for region in operation.regions:
+            for inner in region.blocks:
+                rewrite_for_tpus(inner)
+        if operation.name in _REWRITES:
+            _REWRITES[operation.name](operation)
+
+
+def _index_rows(op: Any) -> None:
+    """Replace the batch dims of a scatter of elements by iota indices."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    name = "scatter_dimension_numbers"
+    numbers = stablehlo.ScatterDimensionNumbers(op.attributes[name])
+    own, own_places = (
+        list(numbers.input_batching_dims),
+        list(numbers.scatter_indices_batching_dims),
+    )
+    place, at = (len(op.operands) - 1) // 2, numbers.index_vector_dim
+    places = op.operands[place]
+    shape = list(places.type.shape)
+    # Of slices, such as what is written to a cache, both ways are laid out alike.
+    if not own or len(numbers.update_window_dims) or at != len(shape) - 1:
+        return
+    with ir.InsertionPoint(op), op.location:
+        kind = ir.RankedTensorType.get([*shape[:at], 1], places.type.element_type)
+        rows = [stablehlo.IotaOp(kind, dim).result for dim in own_places]
+        joined = stablehlo.ConcatenateOp([*rows, places], at)
+        op.operands[place] = joined.result
+    gone = sorted([*numbers.inserted_window_dims, *own])
+    indexed = [*own, *numbers.scattered_dims_to_operand_dims]
+    with op.context:
+        made = stablehlo.ScatterDimensionNumbers.get([], gone, [], [], indexed, at)
+        op.attributes[name] = made
+
+
+def _sort_all(op: Any) -> None:
+    """Replace `top_k` by a sort and a slice of it."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    operand = op.operands[0]
+    shape, last = list(operand.type.shape), len(operand.type.shape) - 1
+    element, place = operand.type.element_type, op.results[1].type.element_type
+    with ir.InsertionPoint(op), op.location:
+        kind = ir.RankedTensorType.get(shape, place)
+        places = stablehlo.IotaOp(kind, last).result
+        # The order has no effect on the layout.
+        made = stablehlo.SortOp(
+            [operand.type, kind], [operand, places], dimension=last, is_stable=True
+        )
+        scalars = [ir.RankedTensorType.get([], one) for one in (element, place)]
+        body = made.comparator.blocks.append(*(2 * [scalars[0]] + 2 * [scalars[1]]))
+        with ir.InsertionPoint(body):
+            direction = stablehlo.ComparisonDirectionAttr.get("GT")
+            first, second = body.arguments[2:]
+            stablehlo.return_([stablehlo.compare(first, second, direction)])
+        count = list(op.results[0].type.shape)
+        for result, whole in zip(op.results, made.results, strict=True):
+            zeros, ones = [0] * len(shape), [1] * len(shape)
+            taken = stablehlo.SliceOp(whole, zeros, count, ones).result
+            result.replace_all_uses_with(taken)
+    op.erase()
+
+
+_DIMS = "dot_dimension_numbers"
+
+
+def _write_product(op: Any) -> None:
+    """Swap the operands of a matrix product; write out one with a vector."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    numbers = stablehlo.DotDimensionNumbers(op.attributes[_DIMS])
+    batch = numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions
+    summed = numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions
+    own = [
+        [dim for dim in range(value.type.rank) if dim not in (*batch[at], *summed[at])]
+        for at, value in enumerate(op.operands)
+    ]
+    if len(summed[0]) and all(own):
+        _swap(op, batch, own, summed)
+    else:
+        _multiply(op, batch, own, summed)
+
+
+def _swap(op: Any, batch: Any, own: Any, summed: Any) -> None:
+    """Swap the operands of a product whose only use is its transpose."""
+    from jaxlib.mlir.dialects import stablehlo
+
+    users = [use.owner.operation for use in op.results[0].uses]
+    if len(users) != 1 or users[0].name != "stablehlo.transpose":
+        return
+    (user,), count, end = users, len(batch[0]), op.results[0].type.rank
+    second = count + len(own[0])
+    order = [*range(count), *range(second, end), *range(count, second)]
+    if list(user.attributes["permutation"]) != order:
+        return
+    first, last = op.operands
+    op.operands[0], op.operands[1] = last, first
+    with op.context:
+        op.attributes[_DIMS] = stablehlo.DotDimensionNumbers.get(
+            list(batch[1]), list(batch[0]), list(summed[1]), list(summed[0])
+        )
+    op.results[0].set_type(user.results[0].type)
+    user.results[0].replace_all_uses_with(op.results[0])
+    user.erase()
+
+
+def _multiply(op: Any, batch: Any, own: Any, summed: Any) -> None:
+    """Replace a product by a multiplication of broadcast operands and a sum."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    result, shape = op.results[0], list(op.operands[0].type.shape)
+    count, end = len(batch[0]), result.type.rank
+    every = [*result.type.shape, *[shape[dim] for dim in summed[0]]]
+    places = [range(count, count + len(own[0])), range(count + len(own[0]), end)]
+    with ir.InsertionPoint(op), op.location:
+        wanted = ir.RankedTensorType.get(every, result.type.element_type)
+        factors = []
+        for at, value in enumerate(op.operands):
+            kind = ir.RankedTensorType.get(value.type.shape, wanted.element_type)
+            order = [*batch[at], *own[at], *summed[at]]
+            turned = _transposed(stablehlo.convert(kind, value), order, {})
+            dims = [*range(count), *places[at], *range(end, len(every))]
+            dims = ir.DenseI64ArrayAttr.get(dims)
+            factors.append(stablehlo.broadcast_in_dim(wanted, turned, dims))
+        made = stablehlo.multiply(*factors)
+        if len(summed[0]):
+            made = _sum(made, result.type, list(range(end, len(every))))
+    result.replace_all_uses_with(made)
+    op.erase()
+
+
+# A transpose of these is the operation on transposed operands.
+_ELEMENTWISE = ("convert", "multiply", "add", "subtract", "select", "compare")
+
+
+# Operations before a product that are transposed at most: a residual stream is long.
+_FAR = 100
+
+
+def _transposed(
+    value: Any, order: list[int], done: dict[Any, Any], left: int = _FAR
+) -> Any:
+    """Transpose a value, by transposing what it is computed from if possible.
+
+    `done` has the values that were transposed in this order; `left` is the number of
+    operations that it may still go back.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    if value.type.rank < len(order) or order == sorted(order):
+        return value
+    if value in done:
+        return done[value]
+    shape: list[int] = [value.type.shape[dim] for dim in order]
+    op: Any = value.owner  # a block, which has no name, for an argument of one
+    kind = ir.RankedTensorType.get(shape, value.type.element_type)
+    name = getattr(op, "name", "").removeprefix("stablehlo.")
+    if name == "broadcast_in_dim" and left:
+        dims = [order.index(dim) for dim in op.attributes["broadcast_dimensions"]]
+        inner = sorted(range(len(dims)), key=lambda at: dims[at])
+        given = _transposed(op.operands[0], inner, {}, left - 1)
+        places = ir.DenseI64ArrayAttr.get(sorted(dims))
+        done[value] = stablehlo.broadcast_in_dim(kind, given, places)
+    elif name in _ELEMENTWISE and left:
+        done[value] = ir.Operation.create(
+            op.name,
+            results=[kind],
+            operands=[_transposed(one, order, done, left - 1) for one in op.operands],
+            attributes={each: op.attributes[each] for each in op.attributes},
+        ).results[0]
+    else:
+        done[value] = stablehlo.transpose(value, ir.DenseI64ArrayAttr.get(order))
+    return done[value]
+
+
+def _sum(value: Any, kind: Any, dims: list[int]) -> Any:
+    from jax.interpreters import mlir
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import stablehlo
+
+    scalar = ir.RankedTensorType.get([], kind.element_type)
+    zero = stablehlo.convert(scalar, mlir.ir_constant(np.int32(0)))
+    made = stablehlo.ReduceOp([kind], [value], [zero], ir.DenseI64ArrayAttr.get(dims))
+    body = made.body.blocks.append(scalar, scalar)
+    with ir.InsertionPoint(body):
+        stablehlo.return_([stablehlo.add(*body.arguments)])
+    return made.result
+
+
+_REWRITES = {
+    "stablehlo.scatter": _index_rows,
+    "chlo.top_k": _sort_all,
+    "stablehlo.dot_general": _write_product,
+}
