@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 import flax_layoutmap as flm
 from flax_layoutmap._cli import _sources
 from flax_layoutmap._cli._sources import UsageError
+from flax_layoutmap._rules.rules_toml import to_toml
 from flax_layoutmap._show.table import human_bytes
 
 _DONE, _FOUND = 0, 1
@@ -179,10 +180,25 @@ def restore(args: Namespace) -> int:
     return _DONE
 
 
-def convert(args: Namespace) -> int:
+def preset(args: Namespace) -> int:
     mesh = _sources.mesh_of(args.mesh)
-    rules = _sources.rules_of(args.source, args.variant, mesh)
-    assert rules is not None
+    rules = flm.presets.load(args.family, mesh, axes=_sources.axes_of(args.axis))
+    print(to_toml(rules.freeze()), end="")
+    return _DONE
+
+
+def detect(args: Namespace) -> int:
+    model = args.checkpoint or _sources.factory(args.model, args.arg, "--model")
+    found = flm.presets.recognise(model)
+    if args.json:
+        _print_json(_plain(found))
+    else:
+        print(found)
+    return _DONE if found.families else _FOUND
+
+
+def convert(args: Namespace) -> int:
+    rules = _sources.converted(args)
     if os.path.exists(args.output) and not args.overwrite:
         raise UsageError(f"{args.output} exists; replace it with --overwrite")
     rules.to_file(args.output)

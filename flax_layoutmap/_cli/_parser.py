@@ -123,22 +123,30 @@ _FORMAT = (
 )
 
 
+_AXES = _texts(
+    "--axis", "NAME=OWN", "the mesh's own name of an axis, tensor=model; repeatable"
+)
+
+
+_MODEL = _text(
+    "--model",
+    "MODULE:FACTORY",
+    "a function or class that makes the model, or its variables",
+)
+_SAVED = _text(
+    "--checkpoint",
+    "PATH",
+    "a checkpoint that was saved, instead of the model's code",
+)
+_ARG = _texts("--arg", "K=V", "an argument of the factory; may be repeated")
+
+
 def _sources(*, required: bool = True) -> tuple[Part, ...]:
     """A model and rules for it."""
-    model = _text(
-        "--model",
-        "MODULE:FACTORY",
-        "a function or class that makes the model, or its variables",
-    )
-    checkpoint = _text(
-        "--checkpoint",
-        "PATH",
-        "a checkpoint that was saved, instead of the model's code",
-    )
     own = _group(
         "model",
-        _one_of(model, checkpoint, required=required),
-        _texts("--arg", "K=V", "an argument of the factory; may be repeated"),
+        _one_of(_MODEL, _SAVED, required=required),
+        _ARG,
         _text(
             "--optimizer",
             "MODULE:FACTORY",
@@ -286,12 +294,33 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _flag("--dry-run", "show the plan, and write nothing"),
         _JSON,
     ),
+    "preset": (
+        "Prints the rules of a model family for a mesh, as a rule file.",
+        "llama --mesh fsdp=16,tensor=8",
+        _text("family", "FAMILY", "such as llama; an unknown one lists all"),
+        _value("--mesh", metavar="MESH", required=True, help="data=2,fsdp=16,tensor=8"),
+        _AXES,
+    ),
+    "detect": (
+        "Tells which family with a preset a model or a checkpoint is of, and why.",
+        "--checkpoint runs/7",
+        _one_of(_MODEL, _SAVED, required=True),
+        _ARG,
+        _JSON,
+    ),
     "convert": (
-        "Writes rules in another format.",
+        "Writes rules of another format or another library as a rule file.",
         "rules.toml rules.json",
-        _text("source", "RULES", _RULES_ARE),
+        _text("source", "RULES", f"{_RULES_ARE}; module:object for those of a library"),
         _text("output", "FILE", "the file to write (.toml, .json)"),
+        _value(
+            "--from",
+            dest="dialect",
+            choices=("partition-rules", "keras", "tp-plan", "shardings"),
+            help="what it is, if no rules of this library; shardings: of a checkpoint",
+        ),
         _text("--mesh", "MESH", "put them on another mesh"),
+        _AXES,
         _VARIANT,
         _flag("--overwrite", "replace a file that is there"),
         _JSON,

@@ -118,6 +118,45 @@ def _rules_in(text: str) -> flm.LayoutMap:
     )
 
 
+def axes_of(texts: Sequence[str]) -> dict[str, str]:
+    """The mesh's own names of axes, of `tensor=model`."""
+    pairs = [text.partition("=") for text in texts]
+    for (axis, _, own), text in zip(pairs, texts, strict=True):
+        if not (axis and own):
+            raise UsageError(f"--axis {text}: write NAME=OWN, such as tensor=model")
+    return {axis: own for axis, _, own in pairs}
+
+
+def converted(args: Namespace) -> flm.LayoutMap:
+    """The rules that the command `convert` writes."""
+    mesh, axes = mesh_of(args.mesh), axes_of(args.axis)
+    if args.dialect is None:
+        if axes:
+            raise UsageError("--axis is for rules of another library: --from DIALECT")
+        rules = rules_of(args.source, args.variant, mesh)
+        assert rules is not None
+        return rules
+    if args.variant is not None:
+        raise UsageError("--variant is for rules in a file of this library")
+    if args.dialect == "shardings":
+        if axes:
+            raise UsageError("--axis is not for shardings, whose axes are their mesh's")
+        return flm.convert.from_shardings(args.source, mesh)
+    found = named(args.source, "RULES")
+    if args.dialect == "keras":
+        return flm.convert.from_keras(found, mesh, axes=axes)
+    if args.dialect == "partition-rules":
+        return flm.convert.from_partition_rules(found, mesh, axes=axes)
+    if axes.keys() - {"tensor", "expert"}:
+        raise UsageError("--axis: a tp-plan has the axes tensor and expert")
+    return flm.convert.from_tp_plan(
+        found,
+        mesh,
+        axis=axes.get("tensor", "tensor"),
+        expert_axis=axes.get("expert", "expert"),
+    )
+
+
 def mesh_of(text: str | None) -> flm.DeviceMesh | None:
     """A mesh without devices."""
     return None if text is None else flm.DeviceMesh.abstract(text)

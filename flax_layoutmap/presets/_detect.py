@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import logging
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from flax_layoutmap._core.errors import RuleError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
@@ -15,6 +18,7 @@ from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import resolve
 from flax_layoutmap._rules.records import show_shape
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap.presets._load import AXES, load
 
 _LOG = logging.getLogger("flax_layoutmap")
@@ -46,7 +50,8 @@ def recognise(model: Any) -> Recognition:
     """Find the families whose preset has a rule for each large leaf of a model.
 
     Args:
-        model: anything that `flm.resolve` takes; only paths and shapes are read.
+        model: anything that `flm.resolve` takes, or the path of a checkpoint; only
+            paths and shapes are read.
 
     Example:
         >>> import jax, flax_layoutmap as flm
@@ -59,7 +64,7 @@ def recognise(model: Any) -> Recognition:
     features, rejected = dict[str, str](), dict[str, str]()
     layouts: dict[str, tuple[Any, ...]] = {}
     for name, known in _families().items():
-        resolution = resolve(model, load(name, mesh).freeze())
+        resolution = _resolved(model, load(name, mesh).freeze())
         reason = _against(known, resolution)
         if reason is None:
             features[name] = known["about"]
@@ -105,6 +110,20 @@ def detect(
     also = f" (the same rules as {', '.join(others)})" if others else ""
     _LOG.info("preset %s%s: %s", family, also, found.features[family])
     return load(family, mesh, axes=axes)
+
+
+def _resolved(model: Any, rules: RuleSet) -> Resolution:
+    if not isinstance(model, str | os.PathLike):
+        return resolve(model, rules)
+    from flax_layoutmap import checkpoint
+
+    info = checkpoint.inspect(model)
+    if info.kind != "safetensors":
+        return checkpoint.resolve(model, layout_map=rules)
+    tensors = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in info.leaves
+    }
+    return resolve(tensors, rules)
 
 
 @functools.cache

@@ -57,6 +57,11 @@ def ends_the_program():
     raise SystemExit(0)
 
 
+table = [("up/kernel", (None, "mp")), (".*", None)]
+plan = {"up": "colwise"}
+keras = {"up/kernel": (None, "data")}
+
+
 def loss(params, x, *, scale=1.0):
     return scale * (x @ params["up"]).sum()
 
@@ -322,6 +327,46 @@ def test_convert(run: Any, folder: Path) -> None:
     assert run("convert runs/7 again.json --overwrite")[0] == 0
 
 
+def test_convert_from_other_libraries(run: Any, folder: Path) -> None:
+    code = run(
+        "convert my_model:table tp.toml --from partition-rules --mesh data=2,model=4 "
+        "--axis mp=model"
+    )[0]
+    assert code == 0
+    read = flm.LayoutMap.from_file(folder / "tp.toml")
+    assert read["up/kernel"] == flm.TensorLayout((None, "model", ...), read.device_mesh)
+    plan = "convert my_model:plan plan.toml --from tp-plan --mesh model=4"
+    assert run(f"{plan} --axis tensor=model")[0] == 0
+    read = flm.LayoutMap.from_file(folder / "plan.toml")
+    assert read["up/kernel"] == flm.TensorLayout((None, "model", ...), read.device_mesh)
+    assert run("convert my_model:table k.toml --from keras --mesh mp=2")[0] == 2
+    assert run("convert my_model:keras k.toml --from keras --mesh data=2")[0] == 0
+    code, out, _ = run("convert runs/7 saved.toml --from shardings")
+    assert code == 0
+    read, resolved = flm.LayoutMap.from_file(folder / "saved.toml"), 0
+    for leaf in flm.checkpoint.resolve(folder / "runs/7"):
+        resolved += 1
+        other = flm.checkpoint.resolve(folder / "runs/7", layout_map=read)[leaf.path]
+        assert other.layout == leaf.layout
+    assert resolved
+
+
+def test_preset(run: Any, folder: Path) -> None:
+    code, out, _ = run("preset llama --mesh fsdp=2,model=4 --axis tensor=model")
+    (folder / "preset.toml").write_text(out)
+    mesh = flm.DeviceMesh.abstract("fsdp=2,model=4")
+    wanted = flm.presets.llama(mesh, axes={"tensor": "model"})
+    assert code == 0 and flm.LayoutMap.from_file(folder / "preset.toml") == wanted
+
+
+def test_detect(run: Any) -> None:
+    golden = Path(__file__).parents[1] / "golden"
+    code, out, _ = run(f"detect --checkpoint {golden / 'hf_llama'}")
+    assert code == 0 and out.startswith("llama: ")
+    code, out, _ = run("detect --model my_model:make")
+    assert code == 1 and "not llama: no path matches" in out
+
+
 def in_a_process(
     *command: str, folder: Path, stdout: int = subprocess.PIPE
 ) -> "subprocess.CompletedProcess[str]":
@@ -383,11 +428,13 @@ def test_json_of_every_command(run: Any, folder: Path) -> None:
         *("inspect runs", "verify runs", "convert rules.toml every.json"),
         "restore runs/7 --to nowhere --mesh data=4,model=2 --dry-run",
         "plan my_model:step --args my_model:arguments --rules rules.toml",
+        "detect --checkpoint runs/7",
     ]
-    assert {c.split()[0] for c in commands} == EXAMPLES.keys() - {"compile"}
+    rest = {"compile", "preset"}
+    assert {c.split()[0] for c in commands} == EXAMPLES.keys() - rest
     for command in commands:
         code, out, err = run(f"{command} --json")
-        assert code == (1 if command.startswith("diff") else 0), err
+        assert code == (1 if command.split()[0] in FINDING else 0), err
         assert json.loads(out)["schema"] == 1, command
     assert not (folder / "nowhere").exists()
 
@@ -400,12 +447,16 @@ EXAMPLES = {
 }
 
 
+# Commands whose example finds something.
+FINDING = ("diff", "detect")
+
+
 @pytest.mark.parametrize(
     "name", [name for name in EXAMPLES if name not in ("restore", "compile")]
 )
 def test_the_example_of_the_help(name: str, run: Any) -> None:
     code, _, err = run(EXAMPLES[name])
-    assert (code, err) == (1 if name == "diff" else 0, "")
+    assert (code, err) == (1 if name in FINDING else 0, "")
 
 
 def test_the_page_has_every_example() -> None:
@@ -479,6 +530,14 @@ WRONG = {
     "verify nowhere": "nowhere",
     "restore runs/7 --to runs": "runs exists; write to another path",
     "convert my_model:layout_map out.yaml": "out.yaml",
+    "convert my_model:plan new --axis tensor=x": "--axis is for rules of another",
+    "convert my_model:plan new --from tp-plan --axis x": "write NAME=OWN, such as",
+    "convert my_model:plan new --from tp-plan --axis x=y": "the axes tensor and expert",
+    "convert my_model:plan new --from keras --variant a": "--variant is for rules in a",
+    "convert runs/7 new --from shardings --axis a=b": "--axis is not for shardings",
+    "preset lama --mesh fsdp=2": "there is no preset 'lama'; did you mean 'llama'",
+    "preset llama --mesh model=2": "has the axis 'model', which presets do not know",
+    "detect --checkpoint nowhere": "nowhere",
     "restore runs/7 --to new --mesh data=64,model=32": "2048 devices, more than",
     "restore runs/7 --to rules.toml/new --mesh data=4,model=2": "be written to",
 }
