@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flax_layoutmap._core import whole_file
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._core.whole_file import write_whole
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap.draw import _arrays, _html, _model, _png, _scene, _terminal
 
@@ -100,7 +100,7 @@ class Drawing:
                 f"a picture is saved as .html, .png, .txt or .json, got {str(path)!r}"
             )
         made = content[suffix]()
-        write_whole(path, made.encode() if isinstance(made, str) else made)
+        whole_file.write_whole(path, made.encode() if isinstance(made, str) else made)
 
     def _fragment(self) -> str:
         if isinstance(self.scene, _scene.GridScene):
