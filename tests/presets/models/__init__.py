@@ -4,3 +4,19 @@ Each module has `SPELLINGS`: name of the spelling → (path → shape), by funct
 own that follow the published definitions. `tests/third_party/test_presets.py` compares
 them with the libraries, where these are installed.
 """
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def written_out(table: dict[str, str], sizes: dict[str, int]) -> Shapes:
+    """Path → shape of each layer.
+
+    Args:
+        table: path, `{n}` for the number of a layer → the names of its dims.
+        sizes: name of a dim → its size; `L` is the number of layers.
+    """
+    return {
+        path.replace("{n}", str(n)): tuple(sizes[name] for name in dims.split())
+        for path, dims in table.items()
+        for n in range(sizes["L"])
+    }
