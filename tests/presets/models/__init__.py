@@ -5,10 +5,19 @@ own that follow the published definitions. `tests/third_party/test_presets.py` c
 them with the libraries, where these are installed.
 """
 
+from collections.abc import Mapping
+
+
+class Dim(int):
+    """The size of a dim, which knows its name."""
+
+    name: str
+
+
 Shapes = dict[str, tuple[int, ...]]
 
 
-def written_out(table: dict[str, str], sizes: dict[str, int]) -> Shapes:
+def written_out(table: Mapping[str, str], sizes: Mapping[str, int]) -> Shapes:
     """Path → shape of each layer.
 
     Args:
@@ -16,7 +25,15 @@ def written_out(table: dict[str, str], sizes: dict[str, int]) -> Shapes:
         sizes: name of a dim → its size; `L` is the number of layers.
     """
     return {
-        path.replace("{n}", str(n)): tuple(sizes[name] for name in dims.split())
+        path.replace("{n}", str(n)): tuple(
+            _dim(name, sizes[name]) for name in dims.split()
+        )
         for path, dims in table.items()
         for n in range(sizes["L"])
     }
+
+
+def _dim(name: str, size: int) -> Dim:
+    dim = Dim(size)
+    dim.name = name
+    return dim

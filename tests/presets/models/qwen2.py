@@ -25,7 +25,9 @@ def biases(template: str, short: bool, flat: bool) -> Table:
 
 
 IN_FILES = biases("model.layers.{n}.self_attn.{name}_proj.bias", True, True)
-IN_MAXTEXT = biases("params/decoder/layers_{n}/self_attention/{name}/bias", False, False)
+IN_MAXTEXT = biases(
+    "params/decoder/layers_{n}/self_attention/{name}/bias", False, False
+)
 IN_FLAX = FLAX | biases("layers/{n}/attention/{name}/bias", False, False)
 
 SPELLINGS = {
