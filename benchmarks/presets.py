@@ -12,6 +12,7 @@ Prints one Markdown table, then the targets as PASS or FAIL.
 
 import argparse
 import importlib
+import math
 import pkgutil
 import sys
 from typing import Any
@@ -52,13 +53,26 @@ def abstract_state(case: Case) -> Any:
     return nnx.eval_shape(make)
 
 
-def of_table(table: dict[str, Any], residual: Any, mesh: Any) -> flm.LayoutMap:
+def batch_axes(mesh: flm.DeviceMesh) -> tuple[str, ...]:
+    return tuple(axis for axis in ("fsdp", "expert") if axis in mesh.axis_names)
+
+
+def of_table(
+    table: dict[str, Any], residual: Any, tokens: Any, mesh: flm.DeviceMesh
+) -> flm.LayoutMap:
     """The rules of a published table; what does not divide is replicated."""
     layout_map = flm.LayoutMap(
-        mesh, batch="fsdp", overlap="last", indivisible="replicate", strict=False
+        mesh,
+        batch=batch_axes(mesh),
+        overlap="last",
+        indivisible="replicate",
+        strict=False,
     )
     for pattern, layout in table.items():
         layout_map[pattern] = layout
+    if tokens is not None:
+        layout_map.names["^by_expert$"] = (None, batch_axes(mesh), ...)
+        layout_map.names["^experts$"] = tokens
     if residual is not None:
         layout_map.activations[RESIDUAL] = residual
     return layout_map
@@ -66,8 +80,9 @@ def of_table(table: dict[str, Any], residual: Any, mesh: Any) -> flm.LayoutMap:
 
 def sent(case: Case, layout_map: flm.LayoutMap) -> int:
     """Bytes that a device sends in a step."""
-    sizes = layout_map.device_mesh.axis_sizes  # pyright: ignore
-    batch = 2 * sizes["fsdp"]
+    mesh = layout_map.device_mesh
+    assert mesh is not None
+    batch = 2 * math.prod(mesh.axis_sizes[axis] for axis in batch_axes(mesh))
     tokens = jax.ShapeDtypeStruct((batch, case.length + 1), jnp.int32)
     step = flm.jit(train_step, layout_map=layout_map)
     report = flm.pod.plan(step, *abstract_state(case), tokens, mesh=case.mesh)
@@ -81,8 +96,11 @@ def measured(case: Case) -> list[tuple[str, int]]:
     layout_map = flm.presets.load(case.family, mesh, variant=case.variant)
     rows = [(name, sent(case, layout_map))]
     for source, (table, residual) in case.tables.items():
-        choices = {None, ("fsdp", None, None), residual}
-        least = min(sent(case, of_table(table, own, mesh)) for own in choices)
+        batch = batch_axes(mesh)
+        choices = {None, (batch, None, None), residual}
+        tokens = case.tokens.get(source)
+        maps = [of_table(table, own, tokens, mesh) for own in choices]
+        least = min(sent(case, layout_map) for layout_map in maps)
         rows.append((source, least))
     return rows
 

@@ -20,6 +20,7 @@ class Case:
             it leaves that to XLA).
         variant: the variant of the preset for it.
         length: positions of a sequence.
+        tokens: source → where it puts the tokens of experts, `(experts, batch, …)`.
     """
 
     family: str
@@ -29,3 +30,4 @@ class Case:
     tables: Mapping[str, tuple[Table, Any]]
     variant: str | None = None
     length: int = 2048
+    tokens: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 The names of the models are those of Flax's own layers, and of Gemma, GPT-2 and T5 where
 these have arrays of another form. A table says for each role what its source says, with
-the source's axes renamed: what splits batch and parameters is `fsdp`, the other `tensor`.
+other names of axes: what splits batch and parameters is `fsdp`, the other `tensor`.
 """
 
 import functools
@@ -293,7 +293,7 @@ class T5(nnx.Module):
 # ------------------------------------------------------------- published tables
 
 COLUMN, ROW = ("fsdp", "tensor"), ("tensor", "fsdp")
-Q, O = ("fsdp", "tensor", None), ("tensor", None, "fsdp")
+Q, OUT = ("fsdp", "tensor", None), ("tensor", None, "fsdp")
 # Where the residual stream is, of sources that say it; the others leave it to XLA.
 BATCH, BATCH_AND_MODEL = ("fsdp", None, None), ("fsdp", None, "tensor")
 
@@ -313,10 +313,10 @@ def decoder(
     }
 
 
-EASYLM = decoder(ROW, Q, O, COLUMN, ROW, COLUMN)
-EASYDEL = decoder(COLUMN, Q, O, COLUMN, ROW, COLUMN)
-TUNIX = decoder(ROW, Q, O, COLUMN, ROW, COLUMN, ("tensor",))
-KERAS_HUB = decoder(ROW, ("tensor", "fsdp", None), O, COLUMN, ROW, None)
+EASYLM = decoder(ROW, Q, OUT, COLUMN, ROW, COLUMN)
+EASYDEL = decoder(COLUMN, Q, OUT, COLUMN, ROW, COLUMN)
+TUNIX = decoder(ROW, Q, OUT, COLUMN, ROW, COLUMN, ("tensor",))
+KERAS_HUB = decoder(ROW, ("tensor", "fsdp", None), OUT, COLUMN, ROW, None)
 EASYLM_AT = "EasyLM fe5b2c35, models/llama/llama_model.py"
 EASYDEL_AT = "EasyDeL da8f9c0d, modules/{0}/{0}_configuration.py"
 TUNIX_AT = "Tunix c7d8950f, models/{0}/model.py"
@@ -325,13 +325,13 @@ EASYDEL_MORE: Table = {"bias": None, "(query|key)_norm/scale": None}
 BIAS_OVER_HEADS: Table = {"(query|key|value)/bias": ("tensor", None)}
 # On the head dim, which is the same for all heads.
 TUNIX_NORMS: Table = {"(query|key)_norm/scale": ("tensor",)}
-BONSAI = decoder(ROW, ("tensor", "fsdp", None), O, COLUMN, ROW, COLUMN, ("tensor",))
+BONSAI = decoder(ROW, ("tensor", "fsdp", None), OUT, COLUMN, ROW, COLUMN, ("tensor",))
 
 GEMMA_TUNIX: Table = {
     "embed/embedding": ROW,
     "q_einsum/w": ("tensor", "fsdp", None),
     "kv_einsum/w": (None, "tensor", "fsdp", None),
-    "attn_vec_einsum/w": O,
+    "attn_vec_einsum/w": OUT,
     "gating_einsum": (None, "tensor", "fsdp"),
     "mlp/linear": ROW,
     "norm/scale": ("tensor",),
@@ -372,6 +372,8 @@ T5X_AT = "T5X cc342d41, partitioning.py, parameter dims 2"
 
 LLAMA_8B = {"vocab": 128256, "d": 4096, "heads": 32, "kv_heads": 8, "size": 128}
 LLAMA_8B |= {"hidden": 14336}
+LLAMA_1B = {"vocab": 128256, "d": 2048, "heads": 32, "kv_heads": 8, "size": 64}
+LLAMA_1B |= {"hidden": 8192, "tied": True}
 MISTRAL_7B = LLAMA_8B | {"vocab": 32000}
 QWEN2_7B = {"vocab": 152064, "d": 3584, "heads": 28, "kv_heads": 4, "size": 128}
 QWEN2_7B |= {"hidden": 18944, "bias": True}
@@ -405,6 +407,18 @@ CASES = [
             KERAS_AT.format("llama"): (KERAS_HUB, None),
         },
         variant="untied",
+    ),
+    Case(
+        "llama",
+        "Llama 3.2 1B, tied",
+        made(Decoder, LLAMA_1B),
+        "fsdp=8,tensor=8",
+        {
+            EASYLM_AT: (EASYLM, BATCH_AND_MODEL),
+            EASYDEL_AT.format("llama"): (EASYDEL, BATCH),
+            TUNIX_AT.format("llama3"): (TUNIX, BATCH_AND_MODEL),
+            KERAS_AT.format("llama"): (KERAS_HUB, None),
+        },
     ),
     Case(
         "mistral",
@@ -484,5 +498,6 @@ CASES = [
             T5X_AT: (T5X, BATCH),
             f"{T5X_AT}, activation dims 2": (T5X_MODEL, BATCH_AND_MODEL),
         },
+        variant="untied",
     ),
 ]

@@ -56,7 +56,7 @@ def expected_dims(path: str, name: str, mesh: flm.DeviceMesh) -> Dims:
     if role not in ROLES:
         return (WHOLE,)  # norms
     if CASES[name][1] == "untied" and role == "embed/embedding":
-        return (F, T)
+        return (WHOLE, (*T, *F))
     is_for_keys = role.split("/")[0] in ("key", "value")
     if CASES[name][2].get("kv_heads") == 2 and mesh.axis_sizes["tensor"] == 4:
         return (F, WHOLE, WHOLE) if is_for_keys else ROLES[role]
