@@ -1,5 +1,6 @@
 """Qwen 3 with experts."""
 
+from presets.models._decoders import TUNIX, shapes
 from presets.models._experts import (
     EXPERTS,
     attention,
@@ -9,7 +10,7 @@ from presets.models._experts import (
     own,
     stacked,
 )
-from presets.models.llama import HIDDEN, LAYERS, SIZE, D, Shapes, tunix
+from presets.models.llama import HIDDEN, LAYERS, SIZE, D, Shapes
 
 
 def hugging_face(dense: tuple[int, ...] = (), as_modules: bool = False) -> Shapes:
@@ -35,7 +36,7 @@ def hugging_face(dense: tuple[int, ...] = (), as_modules: bool = False) -> Shape
 
 def tunix_with_experts() -> Shapes:
     """NNX modules of google-tunix: the experts' arrays are in the layer itself."""
-    found = {path: shape for path, shape in tunix().items() if "/mlp/" not in path}
+    found = {path: shape for path, shape in shapes(TUNIX).items() if "/mlp/" not in path}
     for layer in range(LAYERS):
         prefix = f"layers/{layer}"
         found[f"{prefix}/attn/q_norm/w"] = (SIZE,)
