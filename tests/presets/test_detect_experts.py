@@ -3,9 +3,7 @@
 import importlib
 
 import pytest
-from presets.models import deepseek_v3, gpt_oss, llama, mixtral, qwen3_moe
-from presets.models._experts import attention
-from presets.models.llama import Shapes
+from presets.models import Shapes, deepseek_v3, gpt_oss, llama, mixtral, qwen3_moe
 from shapes import nested, struct
 
 import flax_layoutmap as flm
@@ -37,26 +35,26 @@ def test_a_model_without_experts_is_none_of_them(spelling: str) -> None:
 
 def with_shared_experts() -> Shapes:
     """Qwen 2 with experts: one of them sees all tokens."""
-    found = qwen3_moe.hugging_face()
-    found = {path: shape for path, shape in found.items() if "_norm" not in path}
+    found = mixtral.SPELLINGS["hugging face, fused"]
     return found | {"model.layers.0.mlp.shared_expert.gate_proj.weight": (8, 8)}
 
 
 def with_an_indexer() -> Shapes:
     """DeepSeek V3.2 selects what to attend to."""
     name = "model.layers.0.self_attn.indexer.wq_b.weight"
-    return deepseek_v3.hugging_face() | {name: (64, 16)}
+    return deepseek_v3.SPELLINGS["hugging face"] | {name: (64, 16)}
 
 
 def without_router_bias() -> Shapes:
     """MiMo V2 has sinks, too, but other experts."""
-    found = qwen3_moe.hugging_face()
+    found = qwen3_moe.SPELLINGS["hugging face"]
     return found | {"model.layers.0.self_attn.sinks": (8,)}
 
 
 def with_biases() -> Shapes:
     """PhiMoE has the experts of Mixtral, and biases."""
-    return mixtral.hugging_face() | attention(bias=True)
+    found = mixtral.SPELLINGS["hugging face"]
+    return found | {"model.layers.0.self_attn.q_proj.bias": (128,)}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +75,6 @@ def test_detect_says_why_it_is_of_no_family() -> None:
 
 
 def test_detect_gives_the_preset() -> None:
-    tree = nested({p: struct(*s) for p, s in gpt_oss.hugging_face().items()})
+    tree = nested({p: struct(*s) for p, s in gpt_oss.SPELLINGS["hugging face"].items()})
     mesh = flm.DeviceMesh.abstract("fsdp=2,expert=2,tensor=2")
     assert flm.presets.detect(tree, mesh) == flm.presets.load("gpt_oss", mesh)

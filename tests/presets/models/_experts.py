@@ -1,108 +1,65 @@
-"""What the families with experts share."""
+"""What the families with experts share: their dims, and the dense spellings without mlp.
+
+Dims besides those of `_decoders`: `E` experts, `2f` gate and up side by side.
+"""
 
 import re
 
-from presets.models.llama import HEADS, HIDDEN, KV_HEADS, LAYERS, SIZE, VOCAB, D, Shapes
+from presets.models import Shapes
+from presets.models._decoders import HIDDEN, Table
+from presets.models._decoders import shapes as dense_shapes
 
 EXPERTS = 8
+_FEED_FORWARD = re.compile(r"mlp[./](gate|up|down|w[io])|feedforward_\w+_dense|/w_\w+$")
 
 
-def attention(bias: bool = False, norms: bool = False) -> Shapes:
-    """All but the feed-forward layers, as `transformers` saves them, (out, in)."""
-    found: Shapes = {
-        "model.embed_tokens.weight": (VOCAB, D),
-        "model.norm.weight": (D,),
-        "lm_head.weight": (VOCAB, D),
-    }
-    query, kv = HEADS * SIZE, KV_HEADS * SIZE
-    for layer in range(LAYERS):
-        prefix = f"model.layers.{layer}"
-        for name, rows in (("q", query), ("k", kv), ("v", kv)):
-            found[f"{prefix}.self_attn.{name}_proj.weight"] = (rows, D)
-            if bias:
-                found[f"{prefix}.self_attn.{name}_proj.bias"] = (rows,)
-            if norms and name != "v":
-                found[f"{prefix}.self_attn.{name}_norm.weight"] = (SIZE,)
-        found[f"{prefix}.self_attn.o_proj.weight"] = (D, query)
-        if bias:
-            found[f"{prefix}.self_attn.o_proj.bias"] = (D,)
-        found[f"{prefix}.input_layernorm.weight"] = (D,)
-        found[f"{prefix}.post_attention_layernorm.weight"] = (D,)
-    return found
+def attention(table: Table, attn: str = "") -> Table:
+    """A spelling without its feed-forward layers.
 
-
-def gated(prefix: str, d: int = D, hidden: int = HIDDEN) -> Shapes:
-    """One feed-forward layer, or one expert, as `transformers` saves it."""
+    Args:
+        table: a spelling of dense decoders.
+        attn: the module of attention, where the spelling has none.
+    """
+    inside = re.compile(r"(layers/\{n\})/([qkvo]|[qk]_gamma)$")
     return {
-        f"{prefix}.gate_proj.weight": (hidden, d),
-        f"{prefix}.up_proj.weight": (hidden, d),
-        f"{prefix}.down_proj.weight": (d, hidden),
+        inside.sub(rf"\1/{attn}/\2", path) if attn else path: dims
+        for path, dims in table.items()
+        if not _FEED_FORWARD.search(path)
     }
 
 
-def fused(prefix: str, d: int = D, hidden: int = HIDDEN) -> Shapes:
-    """All experts of a layer, as modules of `transformers` 5: (experts, out, in)."""
-    return {
-        f"{prefix}.gate_up_proj": (EXPERTS, 2 * hidden, d),
-        f"{prefix}.down_proj": (EXPERTS, d, hidden),
+def shapes(table: Table, **sizes: int) -> Shapes:
+    """The shapes of a spelling; `{e}` in a path is the number of an expert."""
+    each = {
+        path.replace("{e}", str(number)): dims
+        for path, dims in table.items()
+        for number in range(EXPERTS if "{e}" in path else 1)
     }
+    return dense_shapes(each, **{"E": EXPERTS, "2f": 2 * HIDDEN} | sizes)
 
 
-def easydel(weights: Shapes) -> Shapes:
-    """The same as NNX modules of EasyDeL: (in, out), the experts as one kernel."""
-    found: Shapes = {}
-    for name, shape in weights.items():
-        path = name.replace(".", "/")
-        if re.search(r"/experts/\d+/", path):
-            path = re.sub(r"/experts/\d+/", "/experts/", path)
-            found[path.replace("/weight", "/kernel")] = (EXPERTS, *shape[::-1])
-        elif "embed_tokens" in path:
-            found[path.replace("/weight", "/embedding")] = shape
-        else:
-            found[path.replace("/weight", "/kernel")] = shape[::-1]
-    return found
+def each_of(template: str, dims: dict[str, str]) -> Table:
+    """The leaves of a module: a path with `*` for the names → their dims."""
+    return {template.replace("*", name): own for name, own in dims.items()}
 
 
-def stacked(shapes: Shapes) -> Shapes:
-    """The same with its layers stacked along dim 0."""
-    found: Shapes = {}
-    for path, shape in shapes.items():
-        name, layers = re.subn(r"layers/\d+/", "layers/", path)
-        found[name] = (LAYERS, *shape) if layers else shape
-    return found
+def in_files(prefix: str) -> Table:
+    """Gate, up and down of one expert or layer in Hugging Face's files, (out, in)."""
+    names = {"gate_proj": "f d", "up_proj": "f d", "down_proj": "d f"}
+    return each_of(f"{prefix}.*.weight", names)
 
 
-def own(bias: bool = False, norms: bool = False, sinks: bool = False) -> Shapes:
-    """The names of Flax's own layers, with `experts` and a `router` beside them."""
-    heads, kv = (HEADS, SIZE), (KV_HEADS, SIZE)
-    experts = {"gate": (D, HIDDEN), "up": (D, HIDDEN), "down": (HIDDEN, D)}
-    layer: Shapes = {
-        "attention_norm/scale": (D,),
-        "attention/query/kernel": (D, *heads),
-        "attention/key/kernel": (D, *kv),
-        "attention/value/kernel": (D, *kv),
-        "attention/out/kernel": (*heads, D),
-        "mlp_norm/scale": (D,),
-        "mlp/router/kernel": (D, EXPERTS),
-    }
-    for name, shape in experts.items():
-        layer[f"mlp/experts/{name}/kernel"] = (EXPERTS, *shape)
-        if bias:
-            layer[f"mlp/experts/{name}/bias"] = (EXPERTS, shape[-1])
-    if bias:
-        layer["mlp/router/bias"] = (EXPERTS,)
-        layer |= {f"attention/{name}/bias": kv for name in ("key", "value")}
-        layer |= {"attention/query/bias": heads, "attention/out/bias": (D,)}
-    if norms:
-        layer |= {f"attention/{name}_norm/scale": (SIZE,) for name in ("query", "key")}
-    if sinks:
-        layer["attention/sinks"] = (HEADS,)
-    found: Shapes = {
-        "embed/embedding": (VOCAB, D),
-        "norm/scale": (D,),
-        "lm_head/kernel": (D, VOCAB),
-    }
-    for number in range(LAYERS):
-        for path, shape in layer.items():
-            found[f"layers/{number}/{path}"] = shape
-    return found
+def fused(prefix: str) -> Table:
+    """The experts of a layer as modules of `transformers` 5: (experts, out, in)."""
+    return {f"{prefix}.gate_up_proj": "E 2f d", f"{prefix}.down_proj": "E d f"}
+
+
+def stacks(template: str, gate: str, up: str, down: str) -> Table:
+    """The experts of a layer in JAX: a path with `*` for the names of the arrays."""
+    return each_of(template, {gate: "E d f", up: "E d f", down: "E f d"})
+
+
+# The feed-forward layer of Flax's own names.
+FLAX_EXPERTS = stacks("layers/{n}/mlp/experts/*/kernel", "gate", "up", "down") | {
+    "layers/{n}/mlp/router/kernel": "d E"
+}
