@@ -50,6 +50,12 @@ def test_what_was_recognised_is_logged(caplog: pytest.LogCaptureFixture) -> None
     ]
 
 
+def test_the_variant_is_passed_on() -> None:
+    tree = tree_of(spelled("llama", "tunix"))
+    found = flm.presets.detect(tree, MESH, variant="untied")
+    assert found == flm.presets.load("llama", MESH, variant="untied")
+
+
 def test_a_model_of_no_family() -> None:
     tree = tree_of({"encoder/conv/kernel": (3, 3, 8, 16), "head/kernel": (16, 8)})
     with pytest.raises(flm.errors.RuleError) as caught:
