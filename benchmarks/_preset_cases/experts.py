@@ -1,4 +1,4 @@
-"""Families with experts: models of two layers with published sizes, and tables for them.
+"""Families with experts: models of two layers with published sizes, and tables.
 
 The names of the models are those of Flax's own layers. Each token goes to a few experts
 by one-hot tensors, with room in each expert for its share of a sequence. A table says
@@ -216,7 +216,8 @@ def cases(family: str, model: str, sizes: dict[str, Any], easydel: str) -> list[
     """A family on a mesh without an axis for experts, and on one with it."""
     make = functools.partial(Decoder, sizes)
     source = EASYDEL_AT.format(easydel)
-    plain, tokens = {source: (EASYDEL, None)}, {source: (None, "fsdp", None, None)}
+    plain: dict[str, Any] = {source: (EASYDEL, None)}
+    tokens: dict[str, Any] = {source: (None, "fsdp", None, None)}
     if family == "qwen3_moe":
         plain[TUNIX_AT] = (TUNIX, TUNIX_STREAM)
         tokens[TUNIX_AT] = ("fsdp", None, None, None)

@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from presets.models import Shapes, deepseek_v3, gpt_oss, llama, mixtral, qwen3_moe
+from presets.models import Shapes, deepseek_v3, gpt_oss, mixtral, qwen3_moe
 from shapes import nested, struct
 
 import flax_layoutmap as flm
@@ -27,10 +27,12 @@ def test_each_is_recognised_as_its_family_alone(family: str, spelling: str) -> N
     assert found.families == (family,), str(found)
 
 
-@pytest.mark.parametrize("spelling", llama.SPELLINGS)
-def test_a_model_without_experts_is_none_of_them(spelling: str) -> None:
-    found = recognised(llama.SPELLINGS[spelling])
-    assert not set(found.families) & set(FAMILIES), str(found)
+@pytest.mark.parametrize("family", sorted({*flm.presets.names()} - {*FAMILIES}))
+def test_a_model_without_experts_is_none_of_them(family: str) -> None:
+    module = importlib.import_module(f"presets.models.{family}")
+    for shapes in module.SPELLINGS.values():
+        found = recognised(shapes)
+        assert not set(found.families) & set(FAMILIES), str(found)
 
 
 def with_shared_experts() -> Shapes:
@@ -78,3 +80,11 @@ def test_detect_gives_the_preset() -> None:
     tree = nested({p: struct(*s) for p, s in gpt_oss.SPELLINGS["hugging face"].items()})
     mesh = flm.DeviceMesh.abstract("fsdp=2,expert=2,tensor=2")
     assert flm.presets.detect(tree, mesh) == flm.presets.load("gpt_oss", mesh)
+
+
+def test_a_rule_of_a_family_for_another_rank_is_a_reason_against_it() -> None:
+    weights = mixtral.SPELLINGS["easydel"]
+    path = "model/layers/0/self_attn/sinks/attn/q"
+    found = recognised(weights | {path: (8, 8)})
+    assert found.rejected["mixtral"].startswith(f"{path} (8,8): rule ")
+    assert "has 3 dims, the leaf has 2" in found.rejected["mixtral"]

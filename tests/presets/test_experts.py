@@ -1,122 +1,130 @@
-"""Which dims are sharded over which axis, in families with experts."""
+"""Presets of families with experts: which axis each dim is on, in each spelling."""
 
 import importlib
 import re
 from typing import Any
 
 import pytest
-from shapes import all_axes, nested, struct
+from shapes import all_axes, axes_of, nested, struct
 
 import flax_layoutmap as flm
 
-MESH = "fsdp=2,expert=2,tensor=2"
-F, T, E, BOTH = "fsdp", "tensor", "expert", ("fsdp", "expert")
-
-# Family, spelling, what a path ends with (a pattern), and the axes of each dim.
-LAYOUTS: list[tuple[str, str, str, tuple[Any, ...]]] = [
-    ("mixtral", "hugging face", r".experts.\d+.w1.weight", (T, BOTH)),
-    ("mixtral", "hugging face", r".experts.\d+.w3.weight", (T, BOTH)),
-    ("mixtral", "hugging face", r".experts.\d+.w2.weight", (BOTH, T)),
-    ("mixtral", "hugging face", ".gate.weight", (None, BOTH)),
-    ("mixtral", "hugging face, fused", ".experts.gate_up_proj", (E, T, F)),
-    ("mixtral", "hugging face, fused", ".experts.down_proj", (E, F, T)),
-    ("mixtral", "easydel", "/experts/w1/kernel", (E, F, T)),
-    ("mixtral", "easydel", "/experts/w2/kernel", (E, T, F)),
-    ("mixtral", "easydel", "/gate/kernel", (BOTH, None)),
-    ("mixtral", "easydel, stacked", "/gate/kernel", (None, BOTH, None)),
-    ("mixtral", "flax, stacked", "/experts/down/kernel", (None, E, T, F)),
-    ("qwen3_moe", "hugging face", r".experts.\d+.gate_proj.weight", (T, BOTH)),
-    ("qwen3_moe", "hugging face", r".experts.\d+.down_proj.weight", (BOTH, T)),
-    ("qwen3_moe", "hugging face, a dense layer", ".mlp.down_proj.weight", (BOTH, T)),
-    ("qwen3_moe", "easydel, a dense layer", "/mlp/gate_proj/kernel", (BOTH, T)),
-    ("qwen3_moe", "easydel, a dense layer", "/mlp/gate/kernel", (BOTH, None)),
-    ("qwen3_moe", "tunix", "/mlp/gate_proj", (E, F, T)),
-    ("qwen3_moe", "tunix", "/mlp/down_proj", (E, T, F)),
-    ("qwen3_moe", "tunix", "/attn/q_norm/w", (None,)),
-    ("deepseek_v3", "hugging face", ".q_a_proj.weight", (None, BOTH)),
-    ("deepseek_v3", "hugging face", ".kv_a_proj_with_mqa.weight", (None, BOTH)),
-    ("deepseek_v3", "hugging face", ".q_b_proj.weight", (T, BOTH)),
-    ("deepseek_v3", "hugging face", ".kv_b_proj.weight", (T, BOTH)),
-    ("deepseek_v3", "hugging face", ".shared_experts.up_proj.weight", (T, BOTH)),
-    ("deepseek_v3", "hugging face, V2 Lite", ".q_proj.weight", (T, BOTH)),
-    ("deepseek_v3", "hugging face, float8", ".kv_b_proj.weight_scale_inv", (T, BOTH)),
-    (
-        "deepseek_v3",
-        "hugging face, float8",
-        ".kv_a_proj_with_mqa.weight_scale_inv",
-        (None, BOTH),
-    ),
-    ("deepseek_v3", "hugging face, float8", ".o_proj.weight_scale_inv", (BOTH, T)),
-    ("deepseek_v3", "hugging face, float8", ".eh_proj.weight", (T, BOTH)),
-    ("deepseek_v3", "hugging face, float8", ".shared_head.head.weight", (T, BOTH)),
-    ("deepseek_v3", "easydel", "/q_b_proj/kernel", (BOTH, T)),
-    ("deepseek_v3", "easydel", "/shared_experts/down_proj/kernel", (T, BOTH)),
-    ("deepseek_v3", "flax", "/kv_b_proj/kernel", (BOTH, T, None)),
-    ("deepseek_v3", "flax", "/o_proj/kernel", (T, None, BOTH)),
-    ("deepseek_v3", "flax, stacked", "/q_b_proj/kernel", (None, BOTH, T, None)),
-    ("gpt_oss", "hugging face", ".experts.gate_up_proj", (E, F, T)),
-    ("gpt_oss", "hugging face", ".experts.gate_up_proj_bias", (E, T)),
-    ("gpt_oss", "hugging face", ".experts.down_proj", (E, T, F)),
-    ("gpt_oss", "hugging face", ".experts.down_proj_bias", (E, None)),
-    ("gpt_oss", "hugging face", ".self_attn.q_proj.bias", (T,)),
-    ("gpt_oss", "hugging face", ".self_attn.o_proj.bias", (None,)),
-    ("gpt_oss", "hugging face", ".self_attn.sinks", (T,)),
-    (
-        "gpt_oss",
-        "hugging face, MXFP4",
-        ".experts.gate_up_proj_blocks",
-        (E, (T, F), None, None),
-    ),
-    (
-        "gpt_oss",
-        "hugging face, MXFP4",
-        ".experts.down_proj_scales",
-        (E, (F, T), None),
-    ),
-    ("gpt_oss", "easydel", "/experts/up_proj/bias", (E, T)),
-    ("gpt_oss", "easydel", "/experts/down_proj/bias", (E, None)),
-    ("gpt_oss", "flax, stacked", "/experts/gate/bias", (None, E, T)),
-    ("gpt_oss", "flax, stacked", "/attention/sinks", (None, T)),
+FAMILIES = ("deepseek_v3", "gpt_oss", "mixtral", "qwen3_moe")
+MESH = flm.DeviceMesh.abstract("fsdp=2,expert=2,tensor=2")
+BOTH = ("fsdp", "expert")
+# What `tests/presets/models` calls the dims: heads, hidden units, the vocabulary.
+ON_TENSOR = {"V", "H", "K", "Hs", "Ks", "H(s+p)", "H2s", "f", "2f", "F"}
+SPELLINGS = [
+    (family, spelling)
+    for family in FAMILIES
+    for spelling in importlib.import_module(f"presets.models.{family}").SPELLINGS
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "spelling", "end", "axes"),
-    LAYOUTS,
-    ids=[f"{family}-{spelling}-{end}" for family, spelling, end, _ in LAYOUTS],
-)
-def test_layouts(family: str, spelling: str, end: str, axes: tuple[Any, ...]) -> None:
-    shapes = importlib.import_module(f"presets.models.{family}").SPELLINGS[spelling]
-    layout_map = flm.presets.load(family, flm.DeviceMesh.abstract(MESH))
+def shapes_of(family: str, spelling: str) -> dict[str, tuple[Any, ...]]:
+    return importlib.import_module(f"presets.models.{family}").SPELLINGS[spelling]
+
+
+def resolved(family: str, shapes: dict[str, tuple[Any, ...]], mesh: Any = MESH) -> Any:
     tree = nested({path: struct(*shape) for path, shape in shapes.items()})
-    found = {
-        dims
-        for path, dims in all_axes(layout_map.resolve(tree)).items()
-        if re.search(f"{end}$", path)
+    return flm.presets.load(family, mesh).resolve(tree)
+
+
+def expected(path: str, names: list[str]) -> tuple[Any, ...]:
+    """The axes of a leaf, by the names of its dims."""
+    real = set(names) - {"L"}
+    if re.search("blocks|scales", path):
+        out = ("tensor", "fsdp") if "gate_up" in path else ("fsdp", "tensor")
+        return ("expert", out, *(None,) * (len(names) - 2))
+    if real == {"E"} or len(real) == 1 and not real & ON_TENSOR:
+        return (None,) * len(names)  # norms, biases of the router and of outputs
+    if real == {"E", "d"}:  # the router, or a bias of experts
+        is_router = re.search("router|gate[./](weight|kernel)|gate_dense/", path)
+        own = {"d": BOTH} if is_router else {"E": "expert"}
+    elif "E" in real:
+        own = {"E": "expert", "d": "fsdp", "f": "tensor", "2f": "tensor"}
+    elif "2d" in real:  # of the embedding and the last layer, to the model
+        own = {"d": "tensor", "2d": BOTH}
+    else:
+        own = dict.fromkeys(ON_TENSOR, "tensor") | {"d": BOTH}
+        if not {"d"} & real:  # up from a low rank
+            own |= {"q": BOTH, "r": BOTH}
+    return tuple(own.get(name) for name in names)
+
+
+@pytest.mark.parametrize(("family", "spelling"), SPELLINGS)
+def test_each_dim_is_on_the_axis_of_its_meaning(family: str, spelling: str) -> None:
+    shapes = shapes_of(family, spelling)
+    found = all_axes(resolved(family, shapes))
+    wanted = {
+        path: expected(path, [dim.name for dim in shape])
+        for path, shape in shapes.items()
+        if not path.endswith("_scale_inv")
     }
-    assert found == {axes}
+    assert {path: found[path] for path in wanted} == wanted
+
+
+def test_the_scales_of_float8_weights_lie_as_their_weights() -> None:
+    shapes = shapes_of("deepseek_v3", "hugging face, float8")
+    found = all_axes(resolved("deepseek_v3", shapes))
+    scales = [path for path in found if path.endswith("_scale_inv")]
+    assert len(scales) > 50
+    for path in scales:
+        assert found[path] == found[path.removesuffix("_scale_inv")], path
+
+
+def test_a_scale_that_its_axis_would_cut_is_replicated_and_reported() -> None:
+    mesh = flm.DeviceMesh.abstract("fsdp=32")
+    path = "model.layers.0.self_attn.q_b_proj.weight_scale_inv"
+    shapes = {path: (192, 12)}  # of (24576, 1536)
+    resolution = resolved("deepseek_v3", shapes, mesh)
+    assert axes_of(resolution[path]) == (None, None)
+    (leaf,) = resolution.fallbacks
+    assert "dim 1 of size 12 does not divide by mesh axis 'fsdp'" in str(leaf.fallback)
 
 
 def test_blocks_of_published_gpt_oss_are_sharded_over_all_axes() -> None:
-    layout_map = flm.presets.load(
-        "gpt_oss", flm.DeviceMesh.abstract("fsdp=4,expert=4,tensor=4")
-    )
+    mesh = flm.DeviceMesh.abstract("fsdp=4,expert=4,tensor=4")
     stem = "model.layers.0.mlp.experts"
-    blocks, scales = (32, 2880, 90, 16), (32, 2880, 90)
-    resolution = layout_map.resolve(
-        {
-            f"{stem}.down_proj_blocks": struct(*blocks, dtype="uint8"),
-            f"{stem}.down_proj_scales": struct(*scales, dtype="uint8"),
-            f"{stem}.gate_up_proj_blocks": struct(32, 5760, 90, 16, dtype="uint8"),
-        }
-    )
+    shapes = {
+        f"{stem}.down_proj_blocks": (32, 2880, 90, 16),
+        f"{stem}.down_proj_scales": (32, 2880, 90),
+        f"{stem}.gate_up_proj_blocks": (32, 5760, 90, 16),
+        f"{stem}.gate_up_proj_scales": (32, 5760, 90),
+    }
+    resolution = resolved("gpt_oss", shapes, mesh)
     assert not resolution.fallbacks
     assert resolution.bytes_per_device * 64 == resolution.total_bytes
 
 
-def test_a_scale_that_its_axis_would_cut_is_replicated_and_reported() -> None:
-    layout_map = flm.presets.load("deepseek_v3", flm.DeviceMesh.abstract("fsdp=32"))
-    path = "model.layers.0.self_attn.q_b_proj.weight_scale_inv"
-    resolution = layout_map.resolve({path: struct(192, 12)})  # of (24576, 1536)
-    assert all_axes(resolution)[path] == (None, None)
-    assert path in str(resolution.fallbacks)
+@pytest.mark.parametrize(
+    ("axes", "gate", "query"),
+    [
+        ("fsdp=8", (None, "fsdp", None), ("fsdp", None, None)),
+        ("tensor=4", (None, None, "tensor"), (None, "tensor", None)),
+        ("expert=8", ("expert", None, None), ("expert", None, None)),
+        ("data=2,expert=4", ("expert", None, None), ("expert", None, None)),
+    ],
+)
+def test_the_axes_of_the_mesh_decide(axes: str, gate: Any, query: Any) -> None:
+    shapes = shapes_of("mixtral", "flax")
+    resolution = resolved("mixtral", shapes, flm.DeviceMesh.abstract(axes))
+    assert axes_of(resolution["layers/0/mlp/experts/gate/kernel"]) == gate
+    assert axes_of(resolution["layers/0/attention/query/kernel"]) == query
+
+
+def test_fewer_experts_than_the_axis_has_devices() -> None:
+    mesh = flm.DeviceMesh.abstract("expert=16,tensor=2")
+    shapes = {"layers/0/mlp/experts/up/kernel": (8, 64, 96)}
+    resolution = resolved("mixtral", shapes, mesh)
+    (leaf,) = resolution.fallbacks
+    assert axes_of(leaf) == (None, None, "tensor")
+    assert "dim 0 of size 8 does not divide by mesh axis 'expert'" in str(leaf.fallback)
+
+
+def test_layouts_of_tokens_on_their_way_to_experts() -> None:
+    names = flm.presets.load("mixtral", "data=2,fsdp=2,expert=2").names
+    before, there = names["by_expert"], names["experts"]
+    assert before is not None and there is not None
+    assert before.axes == (None, ("data", "fsdp", "expert"), ...)
+    assert there.axes == ("expert", ("data", "fsdp"), ...)

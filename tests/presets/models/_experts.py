@@ -1,4 +1,4 @@
-"""What the families with experts share: their dims, and the dense spellings without mlp.
+"""Spellings of what the families with experts share.
 
 Dims besides those of `_decoders`: `E` experts, `2f` gate and up side by side.
 """

@@ -8,6 +8,7 @@ import re
 
 from presets.models import Shapes
 from presets.models._decoders import HEADS, HIDDEN, SIZE, D, Table, as_flax, stacked
+from presets.models._decoders import SIZES as SIZES_OF_DENSE
 from presets.models._experts import each_of, fused, in_files, shapes, stacks
 
 RANKS = {"q": 16, "r": 8, "p": 4, "r+p": 12, "s+p": SIZE + 4, "2s": 2 * SIZE}
@@ -98,10 +99,7 @@ def in_maxtext() -> Table:
         **{"wkv_b/kernel": "r H 2s", "out/kernel": "H s d"},
         **{"q_norm/scale": "q", "kv_norm/scale": "r"},
     }
-    norms = {
-        "pre_self_attention_layer_norm": "d",
-        "post_self_attention_layer_norm": "d",
-    }
+    names = ("pre_self_attention_layer_norm", "post_self_attention_layer_norm")
     found: Table = {
         "params/token_embedder/embedding": "V d",
         "params/decoder/decoder_norm/scale": "d",
@@ -110,7 +108,7 @@ def in_maxtext() -> Table:
     for kind in ("dense", "moe"):
         prefix = f"params/decoder/{kind}_layers_0"
         found |= each_of(f"{prefix}/self_attention/*", attention)
-        found |= each_of(f"{prefix}/*/scale", norms)
+        found |= each_of(f"{prefix}/*/scale", dict.fromkeys(names, "d"))
     inner = "params/decoder/moe_layers_0/DeepSeekMoeBlock_0"
     dense = {"wi_0": "d F", "wi_1": "d F", "wo": "F d"}
     shared = {"wi_0": "d f", "wi_1": "d f", "wo": "f d"}
@@ -124,7 +122,7 @@ def in_maxtext() -> Table:
 
 
 def in_examples() -> Table:
-    """jax-llm-examples: keys with positions, keys and values are arrays of their own."""
+    """jax-llm-examples: keys, values and positions are arrays of their own."""
     attention: Table = {
         **{"q_a": "d q", "q_b": "q H s+p", "kv_a": "d r", "k_pe": "d p"},
         **{"k_b": "r H s", "v_b": "r H s", "o": "H s d"},
@@ -148,12 +146,15 @@ def float8(table: Table) -> Shapes:
 
     All dims are 128 times as large, so that there are as many blocks as numbers above.
     """
-    found: Shapes = {}
-    for name, shape in shapes(table, **SIZES).items():
-        found[name] = tuple(128 * size for size in shape)
-        if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name:
-            found[f"{name}_scale_inv"] = shape
-    return found
+    dims = {name: 128 * size for name, size in (SIZES_OF_DENSE | SIZES).items()}
+    weights = shapes(table, **dims | {"L": 1})
+    blocks = shapes(table, **SIZES)
+    scaled = re.compile(r"(?<!eh)_proj(_with_mqa)?\.weight$")
+    return weights | {
+        f"{name}_scale_inv": shape
+        for name, shape in blocks.items()
+        if scaled.search(name)
+    }
 
 
 SPELLINGS = {
