@@ -58,7 +58,14 @@ EASYDEL = as_flax(FILES, "kernel") | {
     ),
 }
 IN_KERAS = "transformer_layer_{n}/sparse_moe_block"
-IN_KERAS_HUB = attention(KERAS_HUB) | {
+# Its norms have the names of Hugging Face.
+NORMS = {"self_attention_layernorm": "input", "feedforward_layernorm": "post_attention"}
+IN_KERAS_HUB = {
+    path.replace(name, f"{own}_layernorm"): dims
+    for path, dims in attention(KERAS_HUB).items()
+    for name, own in NORMS.items()
+    if name in path or not any(other in path for other in NORMS)
+} | {
     **each_of("transformer_layer_{n}/self_attention/*/bias", HEADS_BIASES),
     "transformer_layer_{n}/self_attention/attention_output/bias": "d",
     "transformer_layer_{n}/self_attention/sinks": "H",
