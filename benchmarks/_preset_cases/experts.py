@@ -164,12 +164,14 @@ def table(embed: Any, column: Any, row: Any, head: Any, wide: Any, down: Any) ->
 EASYDEL = table(COLUMN, COLUMN, ROW, COLUMN, (None, *COLUMN), (None, *ROW)) | {
     "(q_a|kv_a|router)/kernel": COLUMN,
 }
-EASYDEL_HEAD = EASYDEL | {
-    "/experts/(gate|up)/kernel": (None, None, "tensor"),
-    "/experts/down/kernel": (None, "tensor", None),
-}
+# Its axis `fsdp` is called `expert` here, which presets put on all other weights, too.
 TUNIX = table(
-    ROW, COLUMN, ROW, COLUMN, ("fsdp", None, "tensor"), ("fsdp", "tensor", None)
+    ("tensor", "expert"),
+    ("expert", "tensor"),
+    ("tensor", "expert"),
+    ("expert", "tensor"),
+    ("expert", None, "tensor"),
+    ("expert", "tensor", None),
 ) | {"norm/scale": ("tensor",), "router/kernel": None}
 BOTH = ("fsdp", "expert")
 MAXTEXT = table(
@@ -180,6 +182,21 @@ MAXTEXT = table(
     ("expert", "fsdp", "tensor"),
     ("expert", "tensor", "fsdp"),
 ) | {"(^|/)(attention_norm|mlp_norm|norm)/scale": ("tensor",)}
+# DeepSeek V3's plan replicates attention; this is the plan of DeepSeek V2.
+TRANSFORMERS = table(
+    ("tensor", None),
+    (None, "tensor"),
+    ("tensor", None),
+    (None, "tensor"),
+    (None, None, "tensor"),
+    (None, "tensor", None),
+)
+# Of 5.0.0: later ones have no layouts for gpt-oss but the embedding and the head.
+TRANSFORMERS_GPT_OSS = TRANSFORMERS | {
+    "embed/embedding": None,
+    "/experts/": ("tensor", ...),
+    "sinks$": ("tensor",),
+}
 EASYDEL_EXPERT = EASYDEL | {
     "/experts/(gate|up)/kernel": ("expert", *COLUMN),
     "/experts/down/kernel": ("expert", *ROW),
@@ -188,11 +205,15 @@ EASYDEL_EXPERT = EASYDEL | {
 EASYDEL_AT = "EasyDeL da8f9c0d, modules/{0}/{0}_configuration.py"
 TUNIX_AT = "Tunix c7d8950f, models/qwen3/model.py"
 MAXTEXT_AT = "MaxText e591f30, configs/base.yml"
-TUNIX_STREAM = ("fsdp", None, "tensor")
+TUNIX_STREAM = ("expert", None, "tensor")
+TRANSFORMERS_AT = "transformers {1}, models/{0}/configuration_{0}.py"
 
 # ------------------------------------------------------------------------- cases
 
 GRID, WITH_EXPERTS = "fsdp=4,tensor=4", "fsdp=2,expert=4,tensor=2"
+HEADS = "fsdp=1,tensor=4"
+PLAN = ("5.24.0", TRANSFORMERS, (None, "fsdp", None, None))
+OF_EXPERTS = (TRANSFORMERS_GPT_OSS, ("tensor", "fsdp", None, None))
 MIXTRAL = {
     **{"d": 4096, "vocab": 32000, "heads": 32, "kv_heads": 8, "size": 128},
     **{"width": 14336, "experts": 8, "chosen": 2},
@@ -212,26 +233,42 @@ GPT_OSS = {
 }
 
 
-def cases(family: str, model: str, sizes: dict[str, Any], easydel: str) -> list[Case]:
-    """A family on a mesh without an axis for experts, and on one with it."""
-    make = functools.partial(Decoder, sizes)
-    source = EASYDEL_AT.format(easydel)
-    plain: dict[str, Any] = {source: (EASYDEL, None)}
-    tokens: dict[str, Any] = {source: (None, "fsdp", None, None)}
-    if family == "qwen3_moe":
-        plain[TUNIX_AT] = (TUNIX, TUNIX_STREAM)
-        tokens[TUNIX_AT] = ("fsdp", None, None, None)
-    experts = {source: (EASYDEL_EXPERT, None), MAXTEXT_AT: (MAXTEXT, None)}
-    apart = dict.fromkeys(experts, ("expert", "fsdp", None, None))
-    return [
-        Case(family, model, make, GRID, plain, tokens=tokens),
-        Case(family, model, make, WITH_EXPERTS, experts, tokens=apart),
+def cases(
+    family: str,
+    model: str,
+    sizes: dict[str, Any],
+    plan: tuple[str, str, Table, Any] | None = None,
+) -> list[Case]:
+    """A family without an axis for experts, with one, and with heads alone."""
+    make, at = functools.partial(Decoder, sizes), EASYDEL_AT.format(family)
+    both = {at: (EASYDEL_EXPERT, None), MAXTEXT_AT: (MAXTEXT, None)}
+    there = ("expert", "fsdp", None, None)
+    apart = {at: (None, "fsdp", None, None)}
+    found = [
+        Case(family, model, make, GRID, {at: (EASYDEL, None)}, tokens=apart),
+        Case(
+            family, model, make, WITH_EXPERTS, both, tokens=dict.fromkeys(both, there)
+        ),
     ]
+    if plan is not None:
+        name, version, own, tokens = plan
+        at = TRANSFORMERS_AT.format(name, version)
+        alone = {at: (own, None)}
+        found.append(Case(family, model, make, HEADS, alone, tokens={at: tokens}))
+    return found
 
 
 CASES = [
-    *cases("mixtral", "Mixtral 8x7B", MIXTRAL, "mixtral"),
-    *cases("qwen3_moe", "Qwen3 30B-A3B", QWEN, "qwen3_moe"),
-    *cases("deepseek_v3", "DeepSeek V3", DEEPSEEK, "deepseek_v3"),
-    *cases("gpt_oss", "gpt-oss 20B", GPT_OSS, "gpt_oss"),
+    *cases("mixtral", "Mixtral 8x7B", MIXTRAL, ("mixtral", *PLAN)),
+    *cases("qwen3_moe", "Qwen3 30B-A3B", QWEN, ("qwen3_moe", *PLAN)),
+    Case(
+        "qwen3_moe",
+        "Qwen3 30B-A3B",
+        functools.partial(Decoder, QWEN),
+        "expert=4,tensor=4",
+        {TUNIX_AT: (TUNIX, TUNIX_STREAM)},
+        tokens={TUNIX_AT: ("expert", None, None, None)},
+    ),
+    *cases("deepseek_v3", "DeepSeek V3", DEEPSEEK, ("deepseek_v2", *PLAN)),
+    *cases("gpt_oss", "gpt-oss 20B", GPT_OSS, ("gpt_oss", "5.0.0", *OF_EXPERTS)),
 ]

@@ -6,7 +6,7 @@ Dims besides those of `_decoders`: `E` experts, `2f` gate and up side by side.
 import re
 
 from presets.models import Shapes
-from presets.models._decoders import HIDDEN, Table
+from presets.models._decoders import HIDDEN, SIZES, Table
 from presets.models._decoders import shapes as dense_shapes
 
 EXPERTS = 8
@@ -36,6 +36,21 @@ def shapes(table: Table, **sizes: int) -> Shapes:
         for number in range(EXPERTS if "{e}" in path else 1)
     }
     return dense_shapes(each, **{"E": EXPERTS, "2f": 2 * HIDDEN} | sizes)
+
+
+def float8(table: Table, **sizes: int) -> Shapes:
+    """Hugging Face's files of float8 weights: a scale for each block of 128 × 128.
+
+    All dims are 128 times as large, so that there are as many blocks as numbers in the
+    sizes. The head and `eh_proj` are not quantised.
+    """
+    dims = {name: 128 * size for name, size in (SIZES | sizes).items() if name != "L"}
+    scaled = re.compile(r"(?<!eh)_proj(_with_mqa)?\.weight$")
+    return shapes(table, **dims) | {
+        f"{name}_scale_inv": shape
+        for name, shape in shapes(table, **sizes).items()
+        if scaled.search(name)
+    }
 
 
 def each_of(template: str, dims: dict[str, str]) -> Table:

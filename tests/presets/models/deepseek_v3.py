@@ -4,12 +4,8 @@ Dims besides those of `_experts`: `q` and `r` ranks of queries, and of keys and 
 `p` dims of positions; `s+p` and `2s` of a head of queries, and of keys and values.
 """
 
-import re
-
-from presets.models import Shapes
 from presets.models._decoders import HEADS, HIDDEN, SIZE, D, Table, as_flax, stacked
-from presets.models._decoders import SIZES as SIZES_OF_DENSE
-from presets.models._experts import each_of, fused, in_files, shapes, stacks
+from presets.models._experts import each_of, float8, fused, in_files, shapes, stacks
 
 RANKS = {"q": 16, "r": 8, "p": 4, "r+p": 12, "s+p": SIZE + 4, "2s": 2 * SIZE}
 FLAT = {"H(s+p)": HEADS * (SIZE + 4), "H2s": HEADS * 2 * SIZE}
@@ -141,29 +137,13 @@ def in_examples() -> Table:
     }
 
 
-def float8(table: Table) -> Shapes:
-    """The published weights: a scale for each block of 128 × 128.
-
-    All dims are 128 times as large, so that there are as many blocks as numbers above.
-    """
-    dims = {name: 128 * size for name, size in (SIZES_OF_DENSE | SIZES).items()}
-    weights = shapes(table, **dims | {"L": 1})
-    blocks = shapes(table, **SIZES)
-    scaled = re.compile(r"(?<!eh)_proj(_with_mqa)?\.weight$")
-    return weights | {
-        f"{name}_scale_inv": shape
-        for name, shape in blocks.items()
-        if scaled.search(name)
-    }
-
-
 SPELLINGS = {
     "hugging face": shapes(IN_FILES, **SIZES),
     "hugging face, fused": shapes(
         WITHOUT_EXPERTS | fused("model.layers.1.mlp.experts"), **SIZES
     ),
     "hugging face, V2 Lite": shapes(LITE, **SIZES),
-    "hugging face, float8": float8(IN_FILES | ONE_MORE),
+    "hugging face, float8": float8(IN_FILES | ONE_MORE, **SIZES),
     "easydel": shapes(EASYDEL, **SIZES),
     "maxtext": shapes(in_maxtext(), **SIZES),
     "maxtext, scanned": shapes(in_two_stacks(in_maxtext(), dim=1), **SIZES),

@@ -14,6 +14,7 @@ from presets.models._decoders import (
 from presets.models._experts import (
     FLAX_EXPERTS,
     attention,
+    float8,
     fused,
     in_files,
     shapes,
@@ -59,6 +60,7 @@ IN_FLAX |= norms("layers/{n}/attention/{name}_norm/scale", False)
 SPELLINGS = {
     "hugging face": shapes(IN_FILES),
     "hugging face, a dense layer": shapes(IN_FILES | DENSE),
+    "hugging face, float8": float8(IN_FILES),
     "hugging face, fused": shapes(FILES | ROUTER | fused(f"{IN_LAYER}.experts")),
     "easydel": shapes(EASYDEL),
     "easydel, a dense layer": shapes(EASYDEL | as_flax(DENSE, "kernel")),
