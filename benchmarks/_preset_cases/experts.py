@@ -5,6 +5,7 @@ by one-hot tensors, with room in each expert for its share of a sequence. A tabl
 for each role what its source says, with the source's axes renamed to those of presets.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -211,7 +212,7 @@ TRANSFORMERS_AT = "transformers {1}, models/{0}/configuration_{0}.py"
 # ------------------------------------------------------------------------- cases
 
 GRID, WITH_EXPERTS = "fsdp=4,tensor=4", "fsdp=2,expert=4,tensor=2"
-HEADS = "fsdp=1,tensor=4"
+HEADS, WHOLE = "fsdp=1,tensor=4", "whole_experts"
 PLAN = ("5.24.0", TRANSFORMERS, (None, "fsdp", None, None))
 OF_EXPERTS = (TRANSFORMERS_GPT_OSS, ("tensor", "fsdp", None, None))
 MIXTRAL = {
@@ -244,8 +245,10 @@ def cases(
     both = {at: (EASYDEL_EXPERT, None), MAXTEXT_AT: (MAXTEXT, None)}
     there = ("expert", "fsdp", None, None)
     apart = {at: (None, "fsdp", None, None)}
+    grid = Case(family, model, make, GRID, {at: (EASYDEL, None)}, tokens=apart)
     found = [
-        Case(family, model, make, GRID, {at: (EASYDEL, None)}, tokens=apart),
+        grid,
+        dataclasses.replace(grid, variant=WHOLE),
         Case(
             family, model, make, WITH_EXPERTS, both, tokens=dict.fromkeys(both, there)
         ),
@@ -254,7 +257,9 @@ def cases(
         name, version, own, tokens = plan
         at = TRANSFORMERS_AT.format(name, version)
         alone = {at: (own, None)}
-        found.append(Case(family, model, make, HEADS, alone, tokens={at: tokens}))
+        is_whole = WHOLE if own is TRANSFORMERS_GPT_OSS else None
+        heads = Case(family, model, make, HEADS, alone, tokens={at: tokens})
+        found.append(dataclasses.replace(heads, variant=is_whole))
     return found
 
 

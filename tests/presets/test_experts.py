@@ -25,9 +25,14 @@ def shapes_of(family: str, spelling: str) -> dict[str, tuple[Any, ...]]:
     return importlib.import_module(f"presets.models.{family}").SPELLINGS[spelling]
 
 
-def resolved(family: str, shapes: dict[str, tuple[Any, ...]], mesh: Any = MESH) -> Any:
+def resolved(
+    family: str,
+    shapes: dict[str, tuple[Any, ...]],
+    mesh: Any = MESH,
+    variant: str | None = None,
+) -> Any:
     tree = nested({path: struct(*shape) for path, shape in shapes.items()})
-    return flm.presets.load(family, mesh).resolve(tree)
+    return flm.presets.load(family, mesh, variant=variant).resolve(tree)
 
 
 def expected(path: str, names: list[str]) -> tuple[Any, ...]:
@@ -40,6 +45,8 @@ def expected(path: str, names: list[str]) -> tuple[Any, ...]:
         return (None,) * len(names)  # norms, biases of the router and of outputs
     if real == {"E", "d"}:  # the router, or a bias of experts
         is_router = re.search("router|gate[./](weight|kernel)|gate_dense/", path)
+        if path.endswith("mlp/gate/kernel"):  # what a gate is called, too
+            return tuple({"d": BOTH, "E": "tensor"}.get(name) for name in names)
         own = {"d": BOTH} if is_router else {"E": "expert"}
     elif "E" in real:
         own = {"E": "expert", "d": "fsdp", "f": "tensor", "2f": "tensor"}
@@ -62,6 +69,24 @@ def test_each_dim_is_on_the_axis_of_its_meaning(family: str, spelling: str) -> N
         if not path.endswith("_scale_inv")
     }
     assert {path: found[path] for path in wanted} == wanted
+
+
+@pytest.mark.parametrize(("family", "spelling"), SPELLINGS)
+def test_whole_experts(family: str, spelling: str) -> None:
+    """The variant: of the leaves of all experts, their number and the model's dim."""
+    shapes = shapes_of(family, spelling)
+    found = all_axes(resolved(family, shapes, variant="whole_experts"))
+    before = all_axes(resolved(family, shapes))
+    changed = {path for path in found if found[path] != before[path]}
+    assert changed == {path for path, axes in before.items() if "expert" in axes}
+    for path in changed:
+        names = [dim.name for dim in shapes[path]]
+        own: dict[str, Any] = {"E": ("expert", "tensor"), "d": "fsdp"}
+        if set(names) - {"L"} == {"E", "d"}:
+            del own["d"]  # a bias
+        if re.search("blocks|scales", path):
+            own = {"E": ("expert", "tensor"), names[1]: "fsdp"}
+        assert found[path] == tuple(own.get(name) for name in names), path
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
@@ -112,6 +137,13 @@ def test_the_axes_of_the_mesh_decide(axes: str, gate: Any, query: Any) -> None:
     resolution = resolved("mixtral", shapes, flm.DeviceMesh.abstract(axes))
     assert axes_of(resolution["layers/0/mlp/experts/gate/kernel"]) == gate
     assert axes_of(resolution["layers/0/attention/query/kernel"]) == query
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_the_gate_of_a_dense_layer_is_no_router(family: str) -> None:
+    path = "layers/0/mlp/gate/kernel"
+    leaf = resolved(family, {path: (64, 384)})[path]
+    assert axes_of(leaf) == (BOTH, "tensor")
 
 
 def test_fewer_experts_than_the_axis_has_devices() -> None:
