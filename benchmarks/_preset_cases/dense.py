@@ -339,6 +339,7 @@ GEMMA_TUNIX: Table = {
 GEMMA_ONE_HEAD = GEMMA_TUNIX | {"kv_einsum/w": (None, None, "fsdp", None)}
 # EasyDeL's heads are side by side, and its embedding is by columns.
 GEMMA_EASYDEL = GEMMA_TUNIX | {"embed/embedding": COLUMN, "norm/scale": None}
+GEMMA_KERAS = GEMMA_TUNIX | {"norm/scale": None}
 IN_OUT: Table = {"gating_einsum": (None, "fsdp", "tensor")}
 
 # EasyDeL's kernels are (out, in); its rules name their dims as if they were (in, out).
@@ -477,6 +478,7 @@ CASES = [
         {
             TUNIX_AT.format("gemma"): (GEMMA_TUNIX | IN_OUT, BATCH_AND_MODEL),
             EASYDEL_AT.format("gemma2"): (GEMMA_EASYDEL | IN_OUT, BATCH),
+            KERAS_AT.format("gemma"): (GEMMA_KERAS | IN_OUT, None),
         },
     ),
     Case(

@@ -1,6 +1,7 @@
 """Presets of dense families: which axis each dim is on, in each spelling."""
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -129,9 +130,27 @@ def test_a_head_of_its_own() -> None:
         "embed/embedding"
     ]
     assert axes_of(after["embed/embedding"]) == (None, ("tensor", "fsdp"))
-    residual = r"(layers|blocks|h)(/\d+)?(/0)?"
+    (residual,) = (key for key in plain.activations if "layers" in key)
     assert str(plain.activations[residual]) == "('fsdp', None, None)"
     assert str(untied.activations[residual]) == "('fsdp', None, 'tensor')"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "t5"])
+def test_which_outputs_are_the_residual_stream(family: str) -> None:
+    rules = flm.presets.load(family, MESH).freeze()
+    (pattern,) = (
+        rule.pattern for rule in rules.activations if "layers|blocks" in rule.pattern
+    )
+
+    def matched(path: str) -> bool:
+        return re.search(f"(?:{pattern})\\Z", path) is not None
+
+    for path in ("layers/3", "layers", "layers/0/0", "h/11", "layer_0", "layers_7"):
+        assert matched(path) and matched(f"model/{path}"), path
+        assert matched(f"language_model/decoder/{path}"), path
+    # A feed-forward layer may be an `nnx.Sequential`, whose children are `layers`.
+    for path in ("layers/0/mlp/layers/0", "layers/0/mlp", "mlp/layer_norm", "mesh/7"):
+        assert not matched(path), path
 
 
 def test_a_variant_that_does_not_exist() -> None:

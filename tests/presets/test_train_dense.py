@@ -120,3 +120,29 @@ def test_another_batch_is_another_step() -> None:
     kernel = leaves_of(model)["layers/0/mlp/up/kernel"]
     wanted = after["layers/0/mlp/up/kernel"]
     assert not np.allclose(kernel, wanted, atol=2e-6, rtol=2e-5)
+
+
+def test_outputs_of_layers_lie_as_the_activation_rules_say() -> None:
+    layout_map = flm.presets.load("llama", flm.DeviceMesh(MESHES[0]))
+    model = flm.create(Decoder, layout_map)
+    mesh = layout_map.device_mesh
+    assert mesh is not None
+    x = model.embed(TOKENS)
+    with flm.activation_scope(layout_map, model):
+        block = model.layers[0]
+        residual, query = block(x), block.attention.query(x)
+    assert_lies(residual, (F, WHOLE, WHOLE), mesh)
+    assert_lies(query, (F, WHOLE, T, WHOLE), mesh)
+    plain = model.layers[0](x)
+    np.testing.assert_allclose(residual, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_two_heads_of_keys_leave_their_outputs_whole() -> None:
+    layout_map = flm.presets.load("llama", flm.DeviceMesh(MESHES[0]))
+    mesh = layout_map.device_mesh
+    assert mesh is not None
+    model = flm.create(lambda: Decoder(kv_heads=2), layout_map)
+    x = model.embed(TOKENS)
+    with flm.activation_scope(layout_map, model):
+        key = model.layers[0].attention.key(x)
+    assert_lies(key, (F, WHOLE, WHOLE, WHOLE), mesh)
