@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from flax_layoutmap._core.errors import RuleError, bullet_list
+from flax_layoutmap._core.errors import ResolveError, RuleError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolution import Resolution
@@ -64,7 +64,11 @@ def recognise(model: Any) -> Recognition:
     features, rejected = dict[str, str](), dict[str, str]()
     layouts: dict[str, tuple[Any, ...]] = {}
     for name, known in _families().items():
-        resolution = _resolved(model, load(name, mesh).freeze())
+        try:
+            resolution = _resolved(model, load(name, mesh).freeze())
+        except ResolveError as error:  # another rank under the same name
+            rejected[name] = error.problems[0]
+            continue
         reason = _against(known, resolution)
         if reason is None:
             features[name] = known["about"]

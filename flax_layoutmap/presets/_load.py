@@ -53,7 +53,9 @@ def load(
         mesh: anything that `DeviceMesh` accepts; its axes are among `data` and `fsdp`
             (the batch), `fsdp` (parameters), `tensor`, `expert` and `context`.
         variant: `"untied"`, of decoders whose head is not their embedding: they send
-            less with other layouts, which would be wrong for a tied head.
+            less with other layouts, which would be wrong for a tied head. Or
+            `"whole_experts"`, of families with experts: each is whole on its devices,
+            those of `tensor` too, which have to divide their number.
         axes: the mesh's own names for these, `{"tensor": "model"}`.
 
     Raises:

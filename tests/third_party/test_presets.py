@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,9 @@ TUNIX: dict[tuple[str, str], Callable[[], Any]] = {
     ("llama", "tunix, tied"): lambda: of_tunix("llama3", tied=True),
     ("qwen2", "tunix"): lambda: of_tunix("qwen2"),
     ("qwen3", "tunix"): lambda: of_tunix("qwen3", head_dim=32),
+    ("qwen3_moe", "tunix"): lambda: of_tunix(
+        "qwen3", num_experts=8, num_experts_per_tok=2
+    ),
     ("gemma", "tunix, 1"): lambda: gemma(1),
     ("gemma", "tunix, 1, without groups"): lambda: gemma(1, num_kv_heads=SIZES["H"]),
     ("gemma", "tunix, 2"): lambda: gemma(2),
@@ -239,15 +243,12 @@ def tunix_on_one_device(family: str, spelling: str) -> tuple[Any, float]:
     return jax.tree.map(np.asarray, leaves_of(model)), loss
 
 
-@pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize(
-    ("family", "spelling"),
+    ("family", "spelling", "axes"),
     [
-        ("llama", "tunix"),
-        ("qwen2", "tunix"),
-        ("qwen3", "tunix"),
-        ("gemma", "tunix, 2"),
-        ("gemma", "tunix, 3"),
+        *itertools.product(["llama", "qwen2", "qwen3"], ["tunix"], MESHES),
+        *itertools.product(["gemma"], ["tunix, 2", "tunix, 3"], MESHES),
+        ("qwen3_moe", "tunix", "fsdp=2,expert=2,tensor=2"),
     ],
 )
 def test_a_step_of_tunix(family: str, spelling: str, axes: str) -> None:
