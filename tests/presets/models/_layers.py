@@ -37,7 +37,7 @@ def heads(name: str, d: int = D) -> Shapes:
 
 
 def flax(weights: Shapes) -> Shapes:
-    """The same as modules of Flax: kernels are (in, out), or (height, width, in, out)."""
+    """The same as modules of Flax, whose kernels are (in, out) or (h, w, in, out)."""
     found: Shapes = {}
     for name, shape in weights.items():
         stem, _, leaf = name.replace(".", "/").rpartition("/")

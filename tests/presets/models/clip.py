@@ -1,13 +1,13 @@
-"""CLIP: Hugging Face, clip-jax (stacked), and OpenAI's names, which open_clip has too."""
+"""CLIP: Hugging Face, clip-jax (stacked), and OpenAI's names, also of open_clip."""
 
 from presets.models._layers import (
-    D,
     HEADS,
     LAYERS,
     LENGTH,
     PATCH,
     PATCHES,
     VOCAB,
+    D,
     conv,
     dense,
     flax,

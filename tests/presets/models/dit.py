@@ -2,7 +2,7 @@
 
 import re
 
-from presets.models._layers import CLASSES, D, HEADS, LAYERS, conv, dense, flax, stacked
+from presets.models._layers import CLASSES, HEADS, LAYERS, D, conv, dense, flax, stacked
 from presets.models.llama import Shapes
 
 LATENTS, TEXT, POOLED, FREQUENCIES, HIDDEN = 4, 96, 48, 32, 160

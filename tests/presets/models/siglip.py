@@ -1,12 +1,12 @@
-"""SigLIP and SigLIP 2: Hugging Face, the vision towers of Tunix and bonsai, big_vision."""
+"""SigLIP and SigLIP 2: Hugging Face, big_vision, the towers of Tunix and bonsai."""
 
 from presets.models._layers import (
-    D,
     LAYERS,
     LENGTH,
     PATCH,
     PATCHES,
     VOCAB,
+    D,
     conv,
     dense,
     flax,

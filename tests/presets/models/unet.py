@@ -23,7 +23,7 @@ def resnet(at: str, before: int, after: int, time: int = TIME) -> Shapes:
 
 
 def attention(at: str, size: int, linear: bool) -> Shapes:
-    """A transformer of one block; the layers around it are linear in version 2 and XL."""
+    """A transformer of one block, between linear layers in version 2 and XL."""
     found = norm(f"{at}.norm", size)
     for name in ("proj_in", "proj_out"):
         own = dense if linear else lambda *args: conv(*args, 1, 1)

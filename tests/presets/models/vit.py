@@ -2,11 +2,11 @@
 
 from presets.models._layers import (
     CLASSES,
-    D,
     HIDDEN,
     LAYERS,
     PATCH,
     PATCHES,
+    D,
     conv,
     dense,
     flax,

@@ -3,11 +3,11 @@
 import re
 
 from presets.models._layers import (
-    D,
     HEADS,
     HIDDEN,
     LAYERS,
     VOCAB,
+    D,
     conv,
     dense,
     flax,
