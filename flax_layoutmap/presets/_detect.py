@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flax_layoutmap._core.errors import RuleError, bullet_list
+from flax_layoutmap._core.errors import ResolveError, RuleError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._layout_map import LayoutMap
 from flax_layoutmap._resolve.resolution import Resolution
@@ -59,8 +59,13 @@ def recognise(model: Any) -> Recognition:
     features, rejected = dict[str, str](), dict[str, str]()
     layouts: dict[str, tuple[Any, ...]] = {}
     for name, known in _families().items():
-        resolution = resolve(model, load(name, mesh).freeze())
-        reason = _against(known, resolution)
+        try:
+            resolution, problem = resolve(model, load(name, mesh).freeze()), None
+        except ResolveError as error:  # the rules are for arrays of other ranks
+            if error.resolution is None:
+                raise
+            resolution, problem = error.resolution, error.problems[0]
+        reason = _against(known, resolution) or problem
         if reason is None:
             features[name] = known["about"]
             layouts[name] = tuple(leaf.layout for leaf in resolution)
@@ -123,10 +128,25 @@ def _against(known: Mapping[str, Any], resolution: Resolution) -> str | None:
         path = _first(pattern, paths)
         if path is not None:
             return f"{path} matches {pattern!r}"
+    for one, dim, other, other_dim in known.get("equal", ()):
+        sizes = _size(one, dim, resolution), _size(other, other_dim, resolution)
+        if None not in sizes and sizes[0] != sizes[1]:
+            return (
+                f"dim {dim} of {one!r} has size {sizes[0]}, dim {other_dim} of "
+                f"{other!r} {sizes[1]}"
+            )
     unmatched = set(resolution.unmatched)
     for leaf in resolution:
         if leaf.path in unmatched and len(leaf.shape) > 1:
             return f"no rule for {leaf.path} {show_shape(leaf.shape)}"
+    return None
+
+
+def _size(pattern: str, dim: int, resolution: Resolution) -> int | None:
+    """The size of a dim of the first leaf of two dims or more that matches a pattern."""
+    for leaf in resolution:
+        if len(leaf.shape) >= 2 and re.search(pattern, leaf.path):
+            return leaf.shape[dim]
     return None
 
 

@@ -37,14 +37,13 @@ def test_a_bias_is_sharded_as_the_outputs_of_its_kernel(
         rank = len(shape)
         if bias == path or rank < 2 or bias not in layouts:
             continue
-        dims, own = layouts[path].dims(rank), layouts[bias].dims(len(shapes[bias]))
-        is_flax = "kernel" in path
-        outputs = dims[-1:] if is_flax else dims[:1]
-        if is_flax and len(shapes[bias]) > 1:  # heads, or stacked layers
-            outputs = dims[rank - len(shapes[bias]) :]
-        assert [d == ("tensor",) for d in outputs] == [d == ("tensor",) for d in own], (
-            path
-        )
+        kernel, own = layouts[path].dims(rank), layouts[bias].dims(len(shapes[bias]))
+        size = shapes[bias][-1]
+        outputs = kernel[:1] if "weight" in path else kernel[-1:]
+        if "kernel" in path and size != shape[-1]:  # heads are (heads, head dim)
+            outputs = kernel[-2:]
+        sharded = [axes == ("tensor",) for axes in outputs]
+        assert [axes == ("tensor",) for axes in own][-len(sharded) :] == sharded, path
         biases += 1
     assert biases
 
