@@ -2,7 +2,6 @@
 
 from presets.models import Shapes as Shapes
 from presets.models._decoders import CONSOLIDATED as CONSOLIDATED
-from presets.models._decoders import D as D
 from presets.models._decoders import (
     EASYLM,
     FLAX,
@@ -23,6 +22,7 @@ from presets.models._decoders import KV_HEADS as KV_HEADS
 from presets.models._decoders import LAYERS as LAYERS
 from presets.models._decoders import SIZE as SIZE
 from presets.models._decoders import VOCAB as VOCAB
+from presets.models._decoders import D as D
 
 SPELLINGS = {
     "hugging face": shapes(HUGGING_FACE),
