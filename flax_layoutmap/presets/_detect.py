@@ -143,7 +143,7 @@ def _against(known: Mapping[str, Any], resolution: Resolution) -> str | None:
 
 
 def _size(pattern: str, dim: int, resolution: Resolution) -> int | None:
-    """The size of a dim of the first leaf of two dims or more that matches a pattern."""
+    """The size of a dim of the first matching leaf of two dims or more."""
     for leaf in resolution:
         if len(leaf.shape) >= 2 and re.search(pattern, leaf.path):
             return leaf.shape[dim]

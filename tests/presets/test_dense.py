@@ -116,3 +116,35 @@ def test_a_rule_of_ones_own_wins() -> None:
     shapes = shapes | {"wte/embedding": (512, 128)}
     leaf = layout_map.resolve(tree_of(shapes))["wte/embedding"]
     assert axes_of(leaf) == ("tensor", "fsdp")
+
+
+def test_a_head_of_its_own() -> None:
+    """The variant moves the model's dim of the embedding and of activations."""
+    shapes = importlib.import_module("presets.models.llama").SPELLINGS["flax"]
+    plain = flm.presets.load("llama", MESH)
+    untied = flm.presets.load("llama", MESH, variant="untied")
+    before, after = (one.resolve(tree_of(shapes)) for one in (plain, untied))
+    assert [leaf.path for leaf in after if leaf.layout != before[leaf.path].layout] == [
+        "embed/embedding"
+    ]
+    assert axes_of(after["embed/embedding"]) == ("fsdp", "tensor")
+    residual = r"(layers|blocks|h)(/\d+)?(/0)?"
+    assert plain.activations[residual].axes == ("fsdp", None, None)
+    assert untied.activations[residual].axes == ("fsdp", None, "tensor")
+
+
+def test_a_variant_that_does_not_exist() -> None:
+    with pytest.raises(flm.errors.RuleError, match=r"did you mean 'untied'\?"):
+        flm.presets.load("llama", MESH, variant="untide")
+
+
+def test_numbered_layers_of_a_decoder_are_not_stacked() -> None:
+    """Paths close to those of MaxText's stacked layers."""
+    layer = "decoder/layers/0/self_attention"
+    shapes = {f"{layer}/query/kernel": (64, 128), f"{layer}/out/kernel": (128, 64)}
+    shapes |= {"decoder/layers/self_attention/key/kernel": (2, 64, 128)}
+    resolution = flm.presets.load("llama", MESH).resolve(tree_of(shapes))
+    assert axes_of(resolution[f"{layer}/query/kernel"]) == ("fsdp", "tensor")
+    assert axes_of(resolution[f"{layer}/out/kernel"]) == ("tensor", "fsdp")
+    key = resolution["decoder/layers/self_attention/key/kernel"]
+    assert axes_of(key) == (None, "fsdp", "tensor")  # along dim 0, as by Linen

@@ -130,7 +130,7 @@ FLAX: Table = {
 
 
 def shapes(table: Table, more: Table | None = None, **sizes: int) -> Shapes:
-    """The shapes of a spelling, with leaves that a family has besides, and its sizes."""
+    """The shapes of a spelling; a family may have more leaves, and other sizes."""
     return written_out(table | (more or {}), SIZES | sizes)
 
 
