@@ -20,6 +20,8 @@ class Case:
             it leaves that to XLA).
         variant: the variant of the preset for it.
         length: positions of a sequence.
+        inputs: size of the batch → shapes of what the model is called with, for a model
+            that does not predict the next token.
     """
 
     family: str
@@ -29,3 +31,4 @@ class Case:
     tables: Mapping[str, tuple[Table, Any]]
     variant: str | None = None
     length: int = 2048
+    inputs: Callable[[int], tuple[Any, ...]] | None = None

@@ -35,11 +35,11 @@ VIT: dict[str, Dims] = {
 UNET: dict[str, Dims] = {
     "conv_in/kernel": ((), (), (), F),
     "conv_out/kernel": ((), (), F, ()),
-    "conv1/kernel": ((), (), F, T),
-    "(conv2|conv_shortcut|proj_in|proj_out|conv)/kernel": ((), (), T, F),
+    "conv1/kernel": ((), (), (), F + T),
+    "(conv2|conv_shortcut|proj_in|proj_out|conv)/kernel": ((), (), F + T, ()),
     "(linear_1|time_emb_proj|to_[qkv]|net/0/proj)/kernel": (F, T),
     "(linear_2|to_out/0|net/2)/kernel": (T, F),
-    "(conv1|linear_1|time_emb_proj|net/0/proj)/bias": (T,),
+    "(linear_1|time_emb_proj|net/0/proj)/bias": (T,),
 }
 
 

@@ -63,5 +63,5 @@ def test_layers_of_an_unet_follow_each_other_on_the_tensor_axis() -> None:
     resolution = resolved("unet", shapes)
     at = "down_blocks/0/resnets/0"
     first, second = f"{at}/conv1/kernel", f"{at}/conv2/kernel"
-    assert resolution[first].layout.dims(4) == ((), (), ("fsdp",), ("tensor",))
-    assert resolution[second].layout.dims(4) == ((), (), ("tensor",), ("fsdp",))
+    assert resolution[first].layout.dims(4) == ((), (), (), ("fsdp", "tensor"))
+    assert resolution[second].layout.dims(4) == ((), (), ("fsdp", "tensor"), ())
