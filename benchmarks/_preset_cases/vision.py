@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from _preset_cases import Case, Table
-from _preset_cases.dense import BFLOAT16, COLUMN, ROW, O, Q, linear
+from _preset_cases.dense import BFLOAT16, linear
 
 
 def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -321,6 +321,8 @@ class DiT(nnx.Module):
 
 # ------------------------------------------------------------- published tables
 
+COLUMN, ROW = ("fsdp", "tensor"), ("tensor", "fsdp")
+Q, OUT = ("fsdp", "tensor", None), ("tensor", None, "fsdp")
 BATCH, BATCH_AND_MODEL = ("fsdp", None, None), ("fsdp", None, "tensor")
 LAST = (..., "tensor")
 
@@ -329,7 +331,7 @@ WHISPER_EASYDEL: Table = {
     "embed_positions": None,
     "embed_tokens/embedding": COLUMN,
     "(query|key|value)/kernel": Q,
-    "out/kernel": O,
+    "out/kernel": OUT,
     "fc1/kernel": COLUMN,
     "fc2/kernel": ROW,
     "bias|norm": None,
@@ -352,7 +354,7 @@ SIGLIP_TUNIX: Table = {
     "position_embedding": (None, "tensor"),
     "(query|key|value)/kernel": Q,
     "(query|key|value)/bias": ("tensor", None),
-    "out/kernel": O,
+    "out/kernel": OUT,
     "fc1/kernel": COLUMN,
     "fc1/bias": ("tensor",),
     "fc2/kernel": ROW,
@@ -378,7 +380,7 @@ CLIP_JAX: Table = {
     "token_embedding/embedding": ROW,
     "position_embedding": (None, "fsdp"),
     "(query|key|value)/kernel": Q,
-    "out/kernel": O,
+    "out/kernel": OUT,
     "fc1/kernel": COLUMN,
     "fc2/kernel": ROW,
     "projection/kernel": COLUMN,

@@ -23,13 +23,13 @@ BATCH = 8
 F, T = ("fsdp",), ("tensor",)
 # What a path ends with (a pattern), and the axes of each dim; all else is replicated.
 VIT: dict[str, Dims] = {
-    "projection/kernel": ((), (), (), F),
-    "pos_embeddings/pos_embeddings": ((), (), F),
+    "projection/kernel": ((), (), (), T),
+    "pos_embeddings/pos_embeddings": ((), (), T),
     "(query|key|value)/kernel": (F, T, ()),
     "(query|key|value)/bias": (T, ()),
     "out/kernel": (T, (), F),
     "(linear1|classifier)/kernel": (F, T),
-    "(linear1|classifier)/bias": (T,),
+    "(projection|linear1|classifier)/bias": (T,),
     "linear2/kernel": (T, F),
 }
 UNET: dict[str, Dims] = {

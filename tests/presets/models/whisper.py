@@ -6,7 +6,6 @@ from presets.models._layers import (
     HEADS,
     HIDDEN,
     LAYERS,
-    VOCAB,
     D,
     conv,
     dense,
@@ -15,7 +14,7 @@ from presets.models._layers import (
 )
 from presets.models.llama import Shapes
 
-MEL, FRAMES, TOKENS = 16, 8, 8
+MEL, FRAMES, TOKENS, VOCAB = 16, 8, 8, 4096
 
 
 def hugging_face(vocab: int = VOCAB) -> Shapes:
