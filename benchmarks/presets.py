@@ -45,6 +45,17 @@ def train_step(model: Any, optimizer: Any, tokens: Any) -> Any:
     return loss
 
 
+def squares_step(model: Any, optimizer: Any, inputs: Any) -> Any:
+    """The same for a model of other data: the mean of the squares of its outputs."""
+
+    def loss_of(model: Any) -> Any:
+        return jnp.mean(model(*inputs).astype(jnp.float32) ** 2)
+
+    loss, gradients = nnx.value_and_grad(loss_of)(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
 def abstract_state(case: Case) -> Any:
     def make() -> Any:
         model = case.make(rngs=nnx.Rngs(0))
@@ -83,9 +94,12 @@ def sent(case: Case, layout_map: flm.LayoutMap) -> int:
     mesh = layout_map.device_mesh
     assert mesh is not None
     batch = 2 * math.prod(mesh.axis_sizes[axis] for axis in batch_axes(mesh))
-    tokens = jax.ShapeDtypeStruct((batch, case.length + 1), jnp.int32)
-    step = flm.jit(train_step, layout_map=layout_map)
-    report = flm.pod.plan(step, *abstract_state(case), tokens, mesh=case.mesh)
+    data: Any = jax.ShapeDtypeStruct((batch, case.length + 1), jnp.int32)
+    step = train_step
+    if case.inputs is not None:
+        data, step = case.inputs(batch), squares_step
+    step = flm.jit(step, layout_map=layout_map)
+    report = flm.pod.plan(step, *abstract_state(case), data, mesh=case.mesh)
     return report.wire_bytes()
 
 

@@ -21,6 +21,8 @@ class Case:
         variant: the variant of the preset for it.
         length: positions of a sequence.
         tokens: source → where it puts the tokens of experts, `(experts, batch, …)`.
+        inputs: size of the batch → shapes of what the model is called with, for a model
+            that does not predict the next token.
     """
 
     family: str
@@ -31,3 +33,4 @@ class Case:
     variant: str | None = None
     length: int = 2048
     tokens: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inputs: Callable[[int], tuple[Any, ...]] | None = None

@@ -65,11 +65,12 @@ def recognise(model: Any) -> Recognition:
     layouts: dict[str, tuple[Any, ...]] = {}
     for name, known in _families().items():
         try:
-            resolution = _resolved(model, load(name, mesh).freeze())
-        except ResolveError as error:  # another rank under the same name
-            rejected[name] = error.problems[0]
-            continue
-        reason = _against(known, resolution)
+            resolution, problem = _resolved(model, load(name, mesh).freeze()), None
+        except ResolveError as error:  # the rules are for arrays of other ranks
+            if error.resolution is None:
+                raise
+            resolution, problem = error.resolution, error.problems[0]
+        reason = _against(known, resolution) or problem
         if reason is None:
             features[name] = known["about"]
             layouts[name] = tuple(leaf.layout for leaf in resolution)

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from convert import tables
 from jax.sharding import PartitionSpec as P
-from presets.models import llama
+from presets.models import (
+    deepseek_v3,
+    gemma,
+    gpt_oss,
+    llama,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from shapes import nested, struct
 
 import flax_layoutmap as flm
@@ -40,13 +49,28 @@ def resolved(layout_map: flm.LayoutMap, shapes: dict[str, Any]) -> flm.Resolutio
     return layout_map.resolve(tree)
 
 
+LINEN = llama.SPELLINGS["linen"]
+
+
+def linen(weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights of transformers as the leaves of Flax: kernels are (in, out)."""
+    found = {}
+    for name, shape in weights.items():
+        stem, _, leaf = name.replace(".", "/").rpartition("/")
+        is_kernel = leaf == "weight" and len(shape) > 1 and "embed" not in stem
+        found[f"{stem}/{'kernel' if is_kernel else leaf}"] = (
+            shape[::-1] if is_kernel else shape
+        )
+    return found
+
+
 LISTS = {
     "EasyLM": (tables.EASYLM, tables.searched, tables.easylm_llama(), "mp"),
-    "scalax": (tables.SCALAX, tables.searched, llama.linen(llama.hugging_face()), "tp"),
+    "scalax": (tables.SCALAX, tables.searched, LINEN, "tp"),
     "EasyDeL": (
         tables.EASYDEL,
         tables.searched,
-        llama.linen(llama.hugging_face()),
+        LINEN,
         "tp",
     ),
     "Hugging Face": (tables.GPT_NEO, tables.windows, tables.gpt_neo(), "mp"),
@@ -246,27 +270,39 @@ def dim_in_transformers(plan: dict[str, str], name: str, ndim: int) -> int | Non
     )
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_plans_on_the_weights_of_their_family(family: str, bias: bool) -> None:
+# Family → the plan of its name, and its weights.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "llama": llama.SPELLINGS["hugging face"],
+    "qwen3": qwen3.SPELLINGS["hugging face"],
+    "gemma3": gemma.SPELLINGS["hugging face, 3"],
+    "qwen3_moe": qwen3_moe.SPELLINGS["hugging face, fused"],
+    "mixtral": mixtral.SPELLINGS["hugging face, fused"],
+    "deepseek_v3": deepseek_v3.SPELLINGS["hugging face, fused"],
+    "gpt_oss": gpt_oss.SPELLINGS["hugging face"],
+}
+
+
+@pytest.mark.parametrize("family", WEIGHTS)
+def test_plans_on_the_weights_of_their_family(family: str) -> None:
     plan = PLANS[family]["tp"]
-    layout_map = flm.convert.from_tp_plan(plan, mesh("tensor"))
+    on = flm.DeviceMesh.abstract("tensor=2")
+    layout_map = flm.convert.from_tp_plan(plan, on)
     sharded = 0
-    for leaf in resolved(layout_map, llama.hugging_face(bias=bias)):
+    for leaf in resolved(layout_map, WEIGHTS[family]):
         ndim = len(leaf.shape)
         dim = dim_in_transformers(plan, leaf.path, ndim)
         wanted = tuple(("tensor",) if at == dim else () for at in range(ndim))
         assert leaf.layout.dims(ndim) == wanted, leaf.path
         sharded += dim is not None
-    assert sharded >= 16
+    assert sharded >= (2 if family == "gpt_oss" else 10)
 
 
 def test_plans_on_the_kernels_of_flax() -> None:
     """The same dims, transposed."""
     layout_map = flm.convert.from_tp_plan(PLANS["llama"]["tp"], mesh("tensor"))
-    weights = llama.hugging_face(bias=True)
+    weights = qwen2.SPELLINGS["hugging face"]
     torch = resolved(layout_map, weights)
-    flax = {leaf.path: leaf for leaf in resolved(layout_map, llama.linen(weights))}
+    flax = {leaf.path: leaf for leaf in resolved(layout_map, linen(weights))}
     for leaf in torch:
         stem = leaf.path.replace(".", "/").removesuffix("/weight")
         dims = leaf.layout.dims(len(leaf.shape))
@@ -332,7 +368,7 @@ def test_a_plan_that_cannot_be_read(plan: Any, text: str) -> None:
 def test_a_plan_there_and_back() -> None:
     plan = PLANS["llama"]["tp"]
     weights = {
-        name: struct(*shape) for name, shape in llama.hugging_face(bias=True).items()
+        name: struct(*shape) for name, shape in qwen2.SPELLINGS["hugging face"].items()
     }
     layout_map = flm.convert.from_tp_plan(plan, mesh("tensor"))
     back = flm.convert.to_tp_plan(layout_map, weights)
