@@ -70,7 +70,7 @@ def recognise(model: Any) -> Recognition:
             if error.resolution is None:
                 raise
             resolution, problem = error.resolution, error.problems[0]
-        reason = _against(known, resolution) or problem
+        reason = _against(known, resolution, problem)
         if reason is None:
             features[name] = known["about"]
             layouts[name] = tuple(leaf.layout for leaf in resolution)
@@ -143,8 +143,13 @@ def _families() -> dict[str, dict[str, Any]]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def _against(known: Mapping[str, Any], resolution: Resolution) -> str | None:
-    """The first reason why a model is not of a family; None if it is."""
+def _against(
+    known: Mapping[str, Any], resolution: Resolution, problem: str | None
+) -> str | None:
+    """The first reason why a model is not of a family; None if it is.
+
+    `problem` is that of a leaf which does not fit the rule that matches it.
+    """
     paths = [leaf.path for leaf in resolution if leaf.role == "parameter"]
     for pattern in known["has"]:
         if _first(pattern, paths) is None:
@@ -160,6 +165,8 @@ def _against(known: Mapping[str, Any], resolution: Resolution) -> str | None:
                 f"dim {dim} of {one!r} has size {sizes[0]}, dim {other_dim} of "
                 f"{other!r} {sizes[1]}"
             )
+    if problem is not None:
+        return problem
     unmatched = set(resolution.unmatched)
     for leaf in resolution:
         if leaf.path in unmatched and len(leaf.shape) > 1:
