@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0: done, and nothing is wrong. 1: done, and something was found (a finding of
-        `lint`, a difference, a checkpoint that is not as saved). 2: it could not be
-        done; the reason is on stderr. 141: the output was closed (`| head`).
+        `lint`, a difference, a damaged checkpoint). 2: it failed; the reason is on
+        stderr. 141: the output was closed (`| head`).
     """
     args = parser().parse_args(argv)
     # Nothing here computes on an accelerator, which a training run may hold.
@@ -60,8 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(command: str, text: str) -> int:
-    told = visible(f"flax-layoutmap {command}: {text}", "\n")
-    print(told, file=sys.stderr)
+    print(visible(f"flax-layoutmap {command}: {text}", "\n"), file=sys.stderr)
     return FAILED
 
 

@@ -11,12 +11,12 @@ ABOUT = """Shows, checks and compares how rules lay out a model, with no devices
 A model is a function that makes one (--model package.module:factory), or a checkpoint
 (--checkpoint PATH), which needs no code at all. Rules are a file (.toml, .json), an
 object in a module (package.module:layout_map), or those that a checkpoint was saved
-with. The mesh is text, such as data=16,model=16; no such devices have to be here."""
+with. The mesh is text, such as data=16,model=16; its devices need not exist."""
 
 ENDS = """exit codes:
   0  done, and nothing is wrong
   1  done, and something was found: a finding, a difference, damage
-  2  it could not be done; the reason is on stderr"""
+  2  it failed; the reason is on stderr"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -161,11 +161,7 @@ _STEP_TO_RUN = (
         help="a function that makes the tuple of its arguments; it is only traced",
     ),
     _texts("--arg", "K=V", "an argument of that function; may be repeated"),
-    _texts(
-        "--donate",
-        "NAME",
-        "an argument of the step that is given away; may be repeated",
-    ),
+    _texts("--donate", "NAME", "an argument of the step to donate; may be repeated"),
     _value("--slices", type=int, metavar="N", help="of the topology"),
     _RULES,
     *_FORMAT,
@@ -189,7 +185,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         ),
     ),
     "lint": (
-        "Looks for rules that do not do what they seem to, and for layouts that cost.",
+        "Finds mistakes in rules, and layouts that cost memory or time.",
         "--rules rules.toml --mesh data=2,model=4",
         *_sources(required=False),
         _JSON,
@@ -199,11 +195,15 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             metavar="SHARE",
             help="also an error: more than this share of the bytes (0 to 1) replicated",
         ),
-        _texts("--ignore", "CODE", "a code (LM003) not to report; may be repeated"),
+        _texts(
+            "--ignore",
+            "CODE|REGEX",
+            "a code (LM003), or a pattern of paths, not to report; may be repeated",
+        ),
         _flag("--strict", "exit with 1 for warnings too"),
     ),
     "explain": (
-        "Tells why one leaf got its layout, or why it got none.",
+        "Explains why one leaf got its layout, or none.",
         f"up/kernel {_MY_MODEL}",
         _text("path", "PATH", "the path of the leaf"),
         *_sources(),
@@ -211,7 +211,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     ),
     "diff": (
         "Shows what changes, and what it costs, under other rules, on another mesh, or "
-        "with another model. What is not given for after is as before.",
+        "with another model. Options without an --…-after are the same for both.",
         f"{_MY_MODEL} --mesh-after data=4,model=2",
         *_sources(),
         _group(
@@ -229,7 +229,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         "Draws the model, or one leaf over the mesh: in the terminal, or into a file.",
         f"{_MY_MODEL} -o layout.html",
         *_sources(),
-        _text("--leaf", "PATH", "draw where this leaf lies"),
+        _text("--leaf", "PATH", "draw the shards of this leaf"),
         _value(
             "-o",
             "--output",
@@ -239,15 +239,15 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _JSON,
     ),
     "plan": (
-        "Shows which collectives a step runs, and what it holds, in about a second, "
-        "for a mesh or a topology that is not here.",
+        "Shows which collectives a step runs, and the memory that it needs, in about "
+        "a second, on a mesh or a topology that this machine does not have.",
         f"{_MY_STEP} --mesh data=16,model=16",
         *_STEP_TO_RUN,
         _text("--topology", "NAME", "such as v5p:4x4x4"),
     ),
     "compile": (
-        "Compiles a step for TPU slices that are not here (needs libtpu): whether it "
-        "fits, and what the compiler made of it.",
+        "Compiles a step for TPU slices that this machine does not have (needs "
+        "libtpu): whether it fits, and its collectives and memory.",
         f"{_MY_STEP} --topology v5e:2x4 --mesh data=2,model=4",
         *_STEP_TO_RUN,
         _value("--topology", metavar="NAME", required=True, help="such as v5p:4x4x4"),
@@ -256,7 +256,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
             type=float,
             default=900.0,
             metavar="SECONDS",
-            help="after which the compiler is ended (default: 900)",
+            help="time limit of the compiler (default: 900)",
         ),
         _flag(
             "--exact-memory",
@@ -276,23 +276,13 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
         _JSON,
     ),
     "restore": (
-        "Writes a checkpoint anew, in the pieces that another mesh or rules need.",
+        "Writes a checkpoint again, sharded for another mesh or other rules.",
         "runs/7 --to resharded --mesh data=4,model=2",
         *_CHECKPOINT,
         _value("--to", required=True, metavar="PATH", help="where to write it"),
         _RULES,
-        _value(
-            "--include",
-            action="append",
-            metavar="REGEX",
-            help="only leaves that it finds; may be repeated",
-        ),
-        _value(
-            "--exclude",
-            action="append",
-            metavar="REGEX",
-            help="no leaves that it finds; may be repeated",
-        ),
+        _texts("--include", "REGEX", "only leaves whose paths match; may be repeated"),
+        _texts("--exclude", "REGEX", "no leaves whose paths match; may be repeated"),
         _flag("--dry-run", "show the plan, and write nothing"),
         _JSON,
     ),

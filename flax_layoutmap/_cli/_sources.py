@@ -27,9 +27,8 @@ class UsageError(Exception):
 def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
     """The Resolution of the model under the rules.
 
-    Args:
-        args: the arguments.
-        after: `"_after"` for the second of two: what it does not give is as before.
+    `after` is `"_after"` for the second of two, with the arguments of the first where
+    it has none.
     """
     _check_used(args)
     model = _given(args, "model", after)
@@ -57,7 +56,7 @@ def resolution_of(args: Namespace, after: str = "") -> flm.Resolution:
 
 
 def leaf_of(resolution: flm.Resolution, path: str) -> ResolvedLeaf:
-    """The leaf at a path that was written by hand."""
+    """The leaf at a path; the error lists the closest ones."""
     try:
         return resolution[path]
     except KeyError as error:
@@ -86,12 +85,7 @@ def step_of(args: Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def rules_of(
     text: str | None, variant: str | None = None, mesh: flm.DeviceMesh | None = None
 ) -> flm.LayoutMap | None:
-    """The rules that an argument names, on a mesh: a file, an object, a checkpoint's.
-
-    Raises:
-        UsageError: it names none.
-        RuleError: they cannot be read.
-    """
+    """The rules of a file, an object or a checkpoint, on a mesh."""
     if text is None:
         return None
     if text.endswith(_FILES):
@@ -154,11 +148,7 @@ def factory(text: str, arguments: Sequence[str], flag: str) -> Callable[[], Any]
 
 
 def named(text: str, flag: str) -> Any:
-    """The object that `module:name` (or `module:a.b`) names.
-
-    Raises:
-        UsageError: there is none, or its module cannot be imported.
-    """
+    """The object that `module:name` (or `module:a.b`) names."""
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
         file = ", or a file (.toml, .json)" if flag == "--rules" else ""
@@ -210,9 +200,7 @@ def _check_used(args: Namespace) -> None:
     if args.model is None and getattr(args, "model_after", None) is None:
         for name in ("arg", "optimizer"):
             if getattr(args, name):
-                raise UsageError(
-                    f"--{name} is for --model; a checkpoint holds all that there is"
-                )
+                raise UsageError(f"--{name} is for --model; a checkpoint needs none")
     if args.checkpoint is None and getattr(args, "checkpoint_after", None) is None:
         for name in ("step", "item"):
             if getattr(args, name):

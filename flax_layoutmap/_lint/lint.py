@@ -1,204 +1,324 @@
-"""`lint`: find mistakes in a layout before it runs; one table of all checks."""
+"""`lint`: find mistakes in a layout before it runs; the table of all checks.
 
+A check is a function in `rules`, `matches` or `leaves`, a row of `TABLE`, and a section
+of `docs/lint.md`.
+"""
+
+import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
-from flax_layoutmap._core.errors import RuleError, did_you_mean
-from flax_layoutmap._lint import leaves, matches, rules, siblings
-from flax_layoutmap._lint.findings import Finding, Model
-from flax_layoutmap._lint.report import LintIssue, LintReport, Severity
+from flax_layoutmap._core.errors import (
+    ResolveError,
+    RuleError,
+    bullet_list,
+    did_you_mean,
+    visible,
+)
+from flax_layoutmap._lint import leaves, matches, rules
+from flax_layoutmap._lint.matches import Model
+from flax_layoutmap._lint.rules import Finding
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Matcher, Rule
 from flax_layoutmap._rules.rules import RuleSet
 
-# Code → what it is about. `docs/lint.md` has a section for each.
-CODES = {
-    "LM001": "a pattern is no regular expression",
-    "LM002": "a layout is none, or a rule is given twice",
-    "LM003": "an axis that the mesh does not have",
-    "LM004": "an axis that looks misspelt",
-    "LM005": "a pattern that no path can match",
-    "LM006": "an anchor that no path can meet",
-    "LM007": "a rule that another one always overrides",
-    "LM008": "two rules that always clash",
-    "LM009": "two rules for the same paths, for arrays of another rank",
-    "LM010": "a pattern that was written for another way of matching",
-    "LM011": "a pattern that may take very long",
-    "LM101": "a rule that matches no leaf",
-    "LM102": "large leaves that no rule matches",
-    "LM103": "a dim that does not divide by its axes",
-    "LM104": "a vocabulary that does not divide by its axes",
-    "LM105": "large leaves that are replicated",
-    "LM106": "optimizer state that is replicated, of sharded parameters",
-    "LM107": "an axis of size 1",
-    "LM108": "fewer heads than the axis has devices",
-    "LM109": "shards below the tile of the hardware",
-    "LM110": "a layout that looks swapped",
-    "LM111": "a rule that decides no leaf that it matches",
-    "LM112": "a mesh axis that shards nothing",
-    "LM113": "a pattern that matches inside of a name",
-    "LM114": "a leaf that does not fit the rules",
-    "LM115": "more is replicated than is allowed",
-}
+Severity = Literal["error", "warning", "info"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 
 
-class Check(NamedTuple):
-    """A row of the table.
+@dataclasses.dataclass(frozen=True, slots=True)
+class LintIssue:
+    """One finding of `flm.lint`.
 
     Attributes:
-        code: the code, and what tells several rows of one code apart.
-        severity: unless the finding says another one.
-        check: yields the findings of this row; of others too, where they are found
-            in one go.
-        message: which leaf, which rule, what clashes; with the words of a finding.
+        code: `"LM101"`; see `docs/lint.md`.
+        severity: `"error"` (it cannot work), `"warning"` (it is most likely not what is
+            wanted), `"info"` (good to know).
+        message: which leaf, which rule, what clashes.
         fix: what to do, as code where there is code for it.
+        path: path of the first leaf concerned, or None.
+        pattern: the pattern of the rule, or None.
+        rule_number: the rule's number within its section, from 1, or None.
+        section: `"rules"`, `"activations"`, `"names"` or `"optimizer"`.
+        leaves: number of leaves concerned.
+        bytes: bytes of their global arrays.
+        url: its section in the documentation.
     """
 
     code: str
     severity: Severity
-    check: Callable[..., Iterator[Finding]]
     message: str
     fix: str
+    path: str | None = None
+    pattern: str | None = None
+    rule_number: int | None = None
+    section: str = "rules"
+    leaves: int = 0
+    bytes: int = 0
+    url: str = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", f"docs/lint.md#{self.code.lower()}")
+
+    def __str__(self) -> str:
+        text = f"{self.code} {self.severity}: {self.message}\n  fix: {self.fix}"
+        return visible(text, "\n")
 
 
+class LintReport(Sequence[LintIssue]):
+    """The issues that `flm.lint` found, a sequence that prints as a report.
+
+    Errors come first; within a severity by code, and the largest first. It is equal to
+    a list or tuple of the same issues, and false where there are none.
+
+    Example:
+        >>> import flax_layoutmap as flm
+        >>> flm.lint({"up/kernel": (None, "model")})
+        no findings
+    """
+
+    __slots__ = ("_issues",)
+
+    def __init__(self, issues: Iterable[LintIssue] = ()) -> None:
+        ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
+        self._issues = tuple(
+            sorted(issues, key=lambda one: (ranks[one.severity], one.code, -one.bytes))
+        )
+
+    @overload
+    def __getitem__(self, at: int) -> LintIssue: ...
+    @overload
+    def __getitem__(self, at: slice) -> "LintReport": ...
+    def __getitem__(self, at: int | slice) -> "LintIssue | LintReport":
+        found = self._issues[at]
+        return found if isinstance(found, LintIssue) else LintReport(found)
+
+    def __len__(self) -> int:
+        return len(self._issues)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LintReport | list | tuple):
+            return NotImplemented
+        return self._issues == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._issues)
+
+    def __str__(self) -> str:
+        if not self._issues:
+            return "no findings"
+        lines = [f"{issue}\n  see: {issue.url}" for issue in self._issues]
+        counts = []
+        for severity in SEVERITIES:
+            count = sum(issue.severity == severity for issue in self._issues)
+            if count:
+                counts.append(f"{count} {severity if count == 1 else f'{severity}s'}")
+        return "\n".join([*lines, ", ".join(counts)])
+
+    __repr__ = __str__
+
+    def problems(self, level: Severity = "error") -> list[str]:
+        """The text of each issue that counts.
+
+        Args:
+            level: the lowest severity that counts.
+
+        Raises:
+            RuleError: `level` is no severity.
+        """
+        if level not in SEVERITIES:
+            hint = did_you_mean(str(level), SEVERITIES)
+            raise RuleError(f"level must be one of {SEVERITIES}, got {level!r}{hint}")
+        counted = SEVERITIES[: SEVERITIES.index(level) + 1]
+        found = [issue for issue in self if issue.severity in counted]
+        return [str(issue).replace("\n", "\n  ") for issue in found]
+
+    def raise_if_any(self, level: Severity = "error") -> None:
+        """Raise a LayoutError if an issue counts, before anything is compiled.
+
+        Args:
+            level: the lowest severity that counts.
+
+        Raises:
+            ResolveError: there are issues that count; `.problems` has their texts.
+            RuleError: `level` is no severity.
+
+        Example:
+            >>> import jax, flax_layoutmap as flm
+            >>> layout_map = flm.LayoutMap(flm.DeviceMesh.abstract("data=2,model=4"))
+            >>> layout_map["kernel"] = (None, "model")
+            >>> tree = {"kernel": jax.ShapeDtypeStruct((8, 16), "float32")}
+            >>> flm.lint(layout_map.resolve(tree), max_replicated=0.02).raise_if_any()
+        """
+        texts = self.problems(level)
+        if texts:
+            count = "1 problem" if len(texts) == 1 else f"{len(texts)} problems"
+            raise ResolveError(f"{count} in the layout:\n{bullet_list(texts)}", texts)
+
+
+class Check(NamedTuple):
+    """A row of the table."""
+
+    code: str  # and a name, for the second row of one code
+    severity: Severity  # unless the finding has another one
+    # What the check takes: `Rules`; a `Model`; a `Model` on several devices.
+    needs: Literal["rules", "model", "devices"]
+    check: Callable[..., Iterator[Finding]]  # of this row, and of others, too
+    about: str  # as in `docs/lint.md`, once for each code
+    text: str  # which leaf, which rule, what clashes; with the words of a finding
+    fix: str = "{mend}"  # code, where there is code for it
+
+
+_LONGER = (
+    "{rule} begins with '.*', as for match='fullmatch', but with match='search' it "
+    "also matches {example!r}"
+)
+_DEAD = "{rule} can match no path (match={match!r}): {why}"
 _NOT_DIVISIBLE = (
     "{leaf}: {rule}: dim {dim} of size {size} does not divide by {listed}, so it is "
     "replicated"
 )
-_IN_FULL = "every device holds {leaf.whole} in full ({share:.1%} of the bytes)"
+_IN_FULL = "every device holds {leaf.each} in full ({share:.1%} of the bytes)"
 
 # fmt: off
-OF_RULES = (
-    Check("LM001", "error", rules.no_rules,
+TABLE = (
+    Check("LM001", "error", "rules", rules.invalid,
+        "a pattern is no regular expression",
         "{rule}",
-        "escape it: {rule.escaped!r}"),
-    Check("LM002", "error", rules.no_rules,
+        "escape it: {escaped!r}"),
+    Check("LM002", "error", "rules", rules.invalid,
+        "an invalid layout, or a pattern given twice",
         "{rule}",
         'write (pattern, axes) with one entry per dim, such as (None, "model")'),
-    Check("LM003", "error", rules.unknown_axes,
+    Check("LM003", "error", "rules", rules.unknown_axes,
+        "an axis that the mesh does not have",
         "{rule}: the mesh {mesh!r} has no axis {axis!r}",
         "{rule.key} = {axes}"),
-    Check("LM003, batch", "error", rules.unknown_axes,
+    Check("LM003, batch", "error", "rules", rules.unknown_axes, "",
         "batch: the mesh {mesh!r} has no axis {axis!r}",
         'batch="{near}"'),
-    Check("LM004", "warning", rules.misspelt_axes,
+    Check("LM004", "warning", "rules", rules.misspelt_axes,
+        "an axis that looks misspelt",
         "{rule} is the only one with the axis {axis!r}; {count} others have {other!r}",
         "{rule.key} = {axes}"),
-    Check("LM005", "error", rules.dead_patterns,
-        "{rule} can match no path (match={match!r}): {why}",
-        "{free} = {rule.axes}"),
-    Check("LM006", "error", rules.dead_patterns,
-        "{rule} can match no path (match={match!r}): {why}",
-        "{free} = {rule.axes}"),
-    Check("LM007", "warning", rules.overridden,
+    Check("LM005", "error", "rules", rules.dead_patterns,
+        "a pattern that no path can match",
+        _DEAD),
+    Check("LM006", "error", "rules", rules.dead_patterns,
+        "an anchor that holds in no path",
+        _DEAD),
+    Check("LM007", "warning", "rules", rules.overridden,
+        "a rule that another one always overrides",
         "{rule} decides nothing{but}: {other} matches every path that it matches, and "
         "wins (overlap={overlap!r})",
         "put {rule.pattern!r} {where} {other.pattern!r}"),
-    Check("LM008", "error", rules.overridden,
+    Check("LM008", "error", "rules", rules.overridden,
+        "two rules that always clash",
         "{rule} clashes with {other}, which matches every path that it matches",
         'make {other.pattern!r} narrower, or use overlap="first" with the narrow '
         "rule in front"),
-    Check("LM009", "error", rules.overridden,
+    Check("LM009", "error", "rules", rules.overridden,
+        "two rules for the same paths, for arrays of another rank",
         "{rule} is for arrays of {ranks[0]} dims, but {other}, which matches every "
         "path that it matches, is for {ranks[1]}",
         "del {other.key}; layout_map.add(flm.Rule({other.pattern!r}, "
         '{other.axes}, rank="skip"))'),
-    Check("LM009, state", "error", rules.ranks_of_state,
+    Check("LM009, state", "error", "rules", rules.ranks_of_state, "",
         "{rule} is for parameters of {ranks[0]} dims, and matches all of {own}, of "
         "{ranks[1]}",
         "layout_map.optimizer.add(flm.Rule({rule.pattern!r}, {rule.axes}, "
         'rank="skip"))'),
-    Check("LM010", "warning", rules.for_another_match,
+    Check("LM010", "warning", "rules", rules.for_another_match,
+        "a pattern that was written for another way of matching",
         "{rule} is written for match='search': with match={match!r} it begins where "
         "the path begins, and no path begins with '/'",
-        "{free} = {rule.axes}  # in place of {rule.key}"),
-    Check("LM010, search", "info", rules.for_another_match,
-        "{rule} begins with '.*', which match='search' does not need: with "
-        "match='fullmatch', for which such patterns are written, it would not match "
-        "{longer!r}, as it does now",
-        "{end} = {rule.axes}  # if the path is to end there"),
-    Check("LM011", "warning", rules.slow_patterns,
-        "{rule} may take very long to try: {slow}",
-        "{quicker}"),
-)
-OF_MATCHES = (
-    Check("LM010, model", "info", matches.goes_on,
-        "{rule} begins with '.*', as for match='fullmatch', with which it would not "
-        "match {path!r}; with match='search' it does",
-        "{end} = {rule.axes}  # if paths are to end there"),
-    Check("LM101", "warning", matches.unused,
-        "{rule} matches no leaf{hint}",
-        "{mend}"),
-    Check("LM111", "warning", matches.never_decides,
-        "{rule} decides no leaf: all that it matches are decided by others, such as "
-        "{winner} (overlap={overlap!r})",
-        "put {rule.pattern!r} {where} {winner.pattern!r}, or del {rule.key}"),
-    Check("LM113", "info", matches.inside_of_names,
-        "{rule} matches {good!r}, and {path!r} too, in the middle of a {what}",
-        "{mend}"),
-    Check("LM114", "error", leaves.unfit,
-        "{leaf}: {clash}",
-        "{mend}"),
-)
-OF_DEVICES = (
-    Check("LM102", "warning", leaves.unmatched,
-        "{leaf}: matched by no rule, so that every device holds {leaf.whole} in full "
-        "({share}){hint}",
-        "{mend}"),
-    Check("LM102, no rules", "info", leaves.unmatched,
-        "there are no rules: {are} replicated, {share:.1%} of the bytes",
-        "{mend}"),
-    Check("LM103", "warning", leaves.indivisible,
+        "{mend}  # in place of {rule.key}"),
+    Check("LM010, search", "info", "rules", rules.for_another_match, "",
+        _LONGER, "{mend}  # if paths are to end there"),
+    Check("LM010, model", "info", "model", matches.longer_paths, "",
+        _LONGER, "{mend}  # if paths are to end there"),
+    Check("LM011", "warning", "rules", rules.slow_patterns,
+        "a pattern that may take very long",
+        "{rule} may take very long to try: {slow}"),
+    Check("LM101", "warning", "model", matches.unused,
+        "a rule that matches no leaf",
+        "{rule} matches no leaf{hint}"),
+    Check("LM102", "warning", "devices", leaves.unmatched,
+        "large leaves that no rule matches",
+        "{leaf}: matched by no rule, so that every device holds {leaf.each} in full "
+        "({share}){hint}"),
+    Check("LM102, no rules", "info", "devices", leaves.unmatched, "",
+        "there are no rules: {are} replicated, {share:.1%} of the bytes"),
+    Check("LM103", "warning", "devices", leaves.indivisible,
+        "a dim that does not divide by its axes",
         _NOT_DIVISIBLE,
         "{own}, or a size of {padded}"),
-    Check("LM104", "warning", leaves.indivisible,
+    Check("LM104", "warning", "devices", leaves.indivisible,
+        "a vocabulary that does not divide by its axes",
         _NOT_DIVISIBLE + "; {more} more rows would do, {padded}",
         "pad the vocabulary from {size} to {padded}, or to {wide} for tiles of 128 on "
         "each device"),
-    Check("LM105", "warning", leaves.replicated,
-        "{leaf}: the catch-all {rule} says so; " + _IN_FULL,
-        "{mend}"),
-    Check("LM105, on purpose", "info", leaves.replicated,
-        "{leaf}: {rule} says so; " + _IN_FULL,
-        "{mend}"),
-    Check("LM105, annotation", "warning", leaves.replicated,
-        "{leaf}: its annotation shards nothing: {why}; " + _IN_FULL,
-        "{mend}"),
-    Check("LM106", "warning", leaves.replicated_state,
+    Check("LM105", "warning", "devices", leaves.replicated,
+        "large leaves that are replicated",
+        "{leaf}: replicated by the catch-all {rule}; " + _IN_FULL),
+    Check("LM105, on purpose", "info", "devices", leaves.replicated, "",
+        "{leaf}: replicated by {rule}; " + _IN_FULL),
+    Check("LM105, annotation", "warning", "devices", leaves.replicated, "",
+        "{leaf}: its annotation shards nothing: {why}; " + _IN_FULL),
+    Check("LM106", "warning", "devices", leaves.replicated_state,
+        "optimizer state that is replicated, of sharded parameters",
         "{leaf}{of}: {rule} replicates it; " + _IN_FULL,
         "del {rule.key}  # it follows the parameter"),
-    Check("LM106, unknown", "warning", leaves.replicated_state,
-        "{leaf}{of}: is state of an unknown kind{why}; " + _IN_FULL,
+    Check("LM106, unknown", "warning", "devices", leaves.replicated_state, "",
+        "{leaf}{of}: optimizer state of an unknown kind{why}; " + _IN_FULL,
         "flm.resolve(state, layout_map, params=params, tx=tx)"),
-    Check("LM107", "info", leaves.mesh_axes,
+    Check("LM107", "info", "devices", leaves.mesh_axes,
+        "an axis of size 1",
         "mesh axis {axis!r} has size 1, so that {who} nothing over it",
         "layout_map.on(mesh), with a mesh whose {axis!r} is larger"),
-    Check("LM108", "warning", leaves.indivisible,
+    Check("LM108", "warning", "devices", leaves.indivisible,
+        "fewer heads than the axis has devices",
         _NOT_DIVISIBLE + "; there are fewer heads ({size}) than devices on it, so they "
         "cannot be split",
         "{own}  # in a rule in front of {rule.pattern!r}, or a smaller axis"),
-    Check("LM109", "warning", leaves.padded,
+    Check("LM109", "warning", "devices", leaves.padded,
+        "shards below the tile of the hardware",
         "{leaf}: each shard {shard}{because} is padded to tiles of {rows} × {columns}, "
         "{factor:.1f} times its size: {wasted} of padding per device",
         "shard another dim, or over fewer devices, so that two dims of a shard are "
         "multiples of {rows} and {columns}"),
-    Check("LM110", "warning", siblings.swapped,
-        "{path} {shape}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
+    Check("LM110", "warning", "devices", matches.swapped,
+        "a layout that looks swapped",
+        "{leaf}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
         'layout_map.replace("{rule.pattern}", {axes})'),
-    Check("LM112", "warning", leaves.mesh_axes,
+    Check("LM111", "warning", "model", matches.never_decides,
+        "a rule that decides no leaf that it matches",
+        "{rule} decides no leaf: all that it matches are decided by others, such as "
+        "{winner} (overlap={overlap!r})",
+        "put {rule.pattern!r} {where} {winner.pattern!r}, or del {rule.key}"),
+    Check("LM112", "warning", "devices", leaves.mesh_axes,
+        "a mesh axis that shards nothing",
         "mesh axis {axis!r} of size {size} shards nothing and is no batch axis, so "
         "that {size} devices do the same work on the same {held}",
         "name {axis!r} in a rule, or in LayoutMap(mesh, batch={batch})"),
-    Check("LM115", "error", leaves.too_much_replicated,
+    Check("LM113", "info", "model", matches.inside_of_names,
+        "a pattern that matches inside of a name",
+        "{rule} matches {good!r}, and {path!r} too, in the middle of a {what}"),
+    Check("LM114", "error", "model", leaves.unfit,
+        "a leaf that does not fit the rules",
+        "{leaf}: {clash}"),
+    Check("LM115", "error", "devices", leaves.too_much_replicated,
+        "more is replicated than is allowed",
         "every device of mesh {mesh} holds {share:.1%} of the bytes in full, more than "
-        "max_replicated={most:.1%}; the largest:{lines}",
-        "{mend}"),
+        "max_replicated={most:.1%}; the largest:{lines}"),
 )
 # fmt: on
-_ROWS = {row.code: row for row in (*OF_RULES, *OF_MATCHES, *OF_DEVICES)}
+_ROWS = {row.code: row for row in TABLE}
+# Code → what it is about. `docs/lint.md` has a section for each.
+CODES = {row.code: row.about for row in TABLE if row.about}
 
 
 def lint(
@@ -247,16 +367,18 @@ def lint(
     ignored = Ignored(ignore)
     if isinstance(x, Resolution):
         if max_replicated is not None and not _is_share(max_replicated):
-            raise RuleError(
-                f"max_replicated is a share, 0 to 1; got {max_replicated!r}"
-            )
-        spared = functools.partial(ignored.is_about, x)
-        found = _of_model(Model(x, tile, max_replicated, spared))
+            text = f"max_replicated is a share, 0 to 1; got {max_replicated!r}"
+            raise RuleError(text)
+        if max_replicated is not None and x.mesh is None:
+            text = "max_replicated needs a mesh; give one: resolution.on(mesh)"
+            raise RuleError(text)
+        is_ignored = functools.partial(ignored.is_about, x)
+        found = _of_model(Model(x, tile, max_replicated, is_ignored))
         return LintReport(
             issue
             for issue in found
             if issue.code not in ignored.codes
-            if issue.path is None or not spared(issue.path)
+            if issue.path is None or not is_ignored(issue.path)
         )
     if max_replicated is not None:
         raise RuleError(
@@ -264,7 +386,7 @@ def lint(
             "layout_map.resolve(model)"
         )
     if isinstance(x, dict | list | tuple):
-        found = _run(OF_RULES, rules.read_pairs(x))
+        found = _run("rules", rules.read_pairs(x))
     else:
         found = _of_rules(rule_set_of(x, "lint(x)"))
     return LintReport(issue for issue in found if issue.code not in ignored.codes)
@@ -277,7 +399,7 @@ def _is_share(value: Any) -> bool:
 @functools.lru_cache(maxsize=32)
 def _of_rules(rule_set: RuleSet) -> tuple[LintIssue, ...]:
     """The issues of rules alone, kept for other models and meshes."""
-    return tuple(_run(OF_RULES, rules.Rules(rule_set)))
+    return tuple(_run("rules", rules.Rules(rule_set)))
 
 
 def _of_model(model: Model) -> Iterator[LintIssue]:
@@ -299,54 +421,47 @@ def _of_model(model: Model) -> Iterator[LintIssue]:
         for issue in found
         if issue.code in ("LM005", "LM006", "LM010")
     }
-    for issue in _run(OF_MATCHES, model):
+    for issue in _run("model", model):
         if issue.code != "LM101" or (issue.section, issue.rule_number) not in why:
             yield issue
     if resolution.mesh is not None and resolution.mesh.size > 1:
-        yield from _run(OF_DEVICES, model)
+        yield from _run("devices", model)
 
 
-def _run(table: Iterable[Check], subject: Any) -> Iterator[LintIssue]:
-    """The issues of the checks in a table."""
-    for check in dict.fromkeys(row.check for row in table):
+def _run(needs: str, subject: Any) -> Iterator[LintIssue]:
+    """The issues that the checks with these needs find."""
+    for check in dict.fromkeys(row.check for row in TABLE if row.needs == needs):
         yield from map(_issue, check(subject))
 
 
 def _issue(finding: Finding) -> LintIssue:
-    """The issue that a row of the table makes of a finding."""
+    """Fill the texts of the finding's row."""
     row, rule, leaf = _ROWS[finding.row], finding.rule, finding.leaf
-    words = {"rule": rule, "leaf": leaf, "path": finding.path, **finding.words}
+    words = {"severity": None, "path": None, "leaves": 0, "section": "rules"}
+    words |= {"rule": rule, "leaf": leaf, **finding.words}
     return LintIssue(
         row.code[:5],
-        finding.severity or row.severity,
-        row.message.format(**words),
+        words["severity"] or row.severity,
+        row.text.format(**words),
         row.fix.format(**words),
-        path=leaf.path if leaf else finding.path,
+        path=leaf.path if leaf else words["path"],
         pattern=rule.pattern if rule else None,
         rule_number=rule.number if rule else None,
-        section=rule.section if rule else finding.section,
-        leaves=leaf.leaves if leaf else finding.leaves,
+        section=rule.section if rule else words["section"],
+        leaves=leaf.leaves if leaf else words["leaves"],
         bytes=leaf.bytes if leaf else 0,
     )
 
 
-# ------------------------------------------------------------------ what is left out
-
-
 class Ignored:
-    """What `ignore=` names: codes, and patterns of paths.
-
-    Raises:
-        RuleError: a code that there is not, or a bad pattern.
-    """
+    """The codes and the patterns of paths in `ignore=`."""
 
     def __init__(self, ignore: str | Iterable[str]) -> None:
         given = [ignore] if isinstance(ignore, str) else list(ignore)
         for text in given:
             if not isinstance(text, str):
-                raise RuleError(
-                    f"ignore takes codes and patterns of paths, got {text!r}"
-                )
+                wrong = f"ignore takes codes and patterns of paths, got {text!r}"
+                raise RuleError(wrong)
         self.codes = {text for text in given if re.fullmatch(r"LM\d+", text)}
         for code in self.codes - set(CODES):
             raise RuleError(f"there is no code {code}{did_you_mean(code, CODES)}")

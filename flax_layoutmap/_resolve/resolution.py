@@ -24,11 +24,14 @@ from flax_layoutmap._rules.records import Decision, ResolvedLeaf, layout_of, sho
 from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show import remarks as _remarks
 from flax_layoutmap._show import report as _report
-from flax_layoutmap._show.diff import ResolutionDiff
-from flax_layoutmap._show.difference import difference
-from flax_layoutmap._show.explain import explain, leaf_line, rule_lines
+from flax_layoutmap._show.diff import ResolutionDiff, difference
 from flax_layoutmap._show.resolved_table import ResolvedTable
-from flax_layoutmap._show.snapshot import Snapshot, snapshot_of
+from flax_layoutmap._show.snapshot import (
+    Snapshot,
+    leaf_line,
+    rule_lines,
+    snapshot_of,
+)
 from flax_layoutmap._show.table import human_bytes
 from flax_layoutmap._show.terminal import show
 from flax_layoutmap._tree.fold import fold
@@ -246,7 +249,7 @@ class Resolution(ResolvedTable):
             KeyError: no leaf has this path; the closest are listed.
         """
         at = self._position(path)
-        return explain(self.leaf(at), self._rows[at], self.rules)
+        return _remarks.explain(self.leaf(at), self._rows[at], self.rules)
 
     # ------------------------------------------------------------------ output
 

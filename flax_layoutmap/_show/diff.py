@@ -1,19 +1,31 @@
-"""ResolutionDiff: the changes from one Resolution to another, and their report."""
+"""Compare two Resolutions: the changes, the bytes that devices receive, a report."""
 
 import collections
 import dataclasses
+import difflib
+import functools
+import itertools
 import json
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from flax_layoutmap._core.errors import LayoutError
-from flax_layoutmap._show.report import short_dtype
+from flax_layoutmap._core.grid import Placement, received
+from flax_layoutmap._rules.rules import SECTIONS
+from flax_layoutmap._show.report import ROLES, array_text
 from flax_layoutmap._show.snapshot import (
     CHANGES,
     Change,
     LeafChange,
     LeafRecord,
+    MeshShape,
+    Snapshot,
+    mesh_text,
     record_json,
+    rule_text,
 )
 from flax_layoutmap._show.table import (
     Cells,
@@ -26,14 +38,11 @@ from flax_layoutmap._show.table import (
     path_cell,
 )
 from flax_layoutmap._show.terminal import coloured_grid, coloured_lines, show, wrapped
-from flax_layoutmap._tree.fold import Fold, apart, fold, relation
+from flax_layoutmap._tree.fold import Fold, apart, fold, natural_key, relation
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions
     from rich.text import Text
-
-ROLES = {"parameter": "parameters", "optimizer": "optimizer state", "other": "other"}
-_SIGNS = {"added": "+", "removed": "-", "reshaped": "~", "moved": "→", "decided": "="}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,9 +159,132 @@ class ResolutionDiff:
         return f"ResolutionDiff({', '.join(found) or 'no leaf changed'}{cost})"
 
 
+# ------------------------------------------------------------------- the comparison
+
+
+def difference(before: Snapshot, after: Snapshot) -> ResolutionDiff:
+    """Compare what two Resolutions decided."""
+    same, assumption = _same_devices(before, after)
+    # Elements that each device receives; many leaves have equal placements.
+    elements = functools.cache(functools.partial(received, same=same))
+    paths = sorted({**before.leaves, **after.leaves}, key=natural_key)
+    meshes = [mesh for mesh in (before.mesh, after.mesh) if mesh is not None]
+    total = np.zeros(math.prod(meshes[1].shape) if len(meshes) == 2 else 0, np.int64)
+    changes = []
+    for path in paths:
+        old, new = before.leaves.get(path), after.leaves.get(path)
+        change, each = _change_of(old, new, elements)
+        if change is None:
+            continue
+        sent = (None, None) if change == "moved" else (0, 0)
+        if each is not None:
+            # A leaf may be on a larger mesh of its own.
+            total = np.pad(total, (0, max(len(each) - len(total), 0)))
+            total[: len(each)] += each
+            sent = int(each.max()), int(each.sum())
+        changes.append(LeafChange(path, change, old, new, *sent))
+    return ResolutionDiff(
+        mesh=(mesh_text(before.mesh, after.mesh), mesh_text(after.mesh, before.mesh)),
+        rules=tuple(_rules(before.rules, after.rules)),
+        changes=tuple(changes),
+        unchanged=len(paths) - len(changes),
+        bytes_per_device={
+            role: (_held(before, role), _held(after, role)) for role in ROLES
+        },
+        received_bytes=tuple(total.tolist()),
+        assumption=assumption,
+        axes=tuple(dict.fromkeys(itertools.chain(*(mesh.axes for mesh in meshes)))),
+    )
+
+
+def _same_devices(before: Snapshot, after: Snapshot) -> tuple[list[int] | None, str]:
+    """Which device before each device after is, as for `received`; and as text."""
+    if before.mesh is None or after.mesh is None:
+        return None, "without a mesh before and after, nothing is counted"
+    if before.devices is None or after.devices is None:
+        same, text = None, "device n of the one mesh is device n of the other"
+        text += ", row by row"
+    else:
+        at = {device: n for n, device in enumerate(before.devices)}
+        same = [at.get(device, -1) for device in after.devices]
+        text = "devices are identified by their ids"
+    return same, (
+        f"{text}; a device keeps the overlap of its old and its new shard, a new one "
+        "holds nothing; added and reshaped leaves are not counted"
+    )
+
+
+def _held(some: Snapshot, role: str) -> int:
+    leaves = some.leaves.values()
+    return sum(leaf.bytes_per_device for leaf in leaves if leaf.role == role)
+
+
+def _change_of(
+    before: LeafRecord | None,
+    after: LeafRecord | None,
+    elements: Callable[..., np.ndarray],
+) -> tuple[Change | None, np.ndarray | None]:
+    """What changed, and the bytes that each device receives, without a mesh None."""
+    if before is None:
+        return "added", None
+    if after is None:
+        return "removed", None
+    if (before.shape, before.dtype) != (after.shape, after.dtype):
+        return "reshaped", None
+    each = _received_bytes(before, after, elements)
+    if _place(before) != _place(after) or (each is not None and each.any()):
+        return "moved", each
+    return (None if _why(before) == _why(after) else "decided"), None
+
+
+def _received_bytes(
+    before: LeafRecord, after: LeafRecord, elements: Callable[..., np.ndarray]
+) -> np.ndarray | None:
+    old, new = before.mesh, after.mesh
+    if old is None or new is None or after.shard_shape is None:
+        return None
+    if before.memory_kind != after.memory_kind:
+        return np.full(math.prod(new.shape), after.bytes_per_device)
+    shard = math.prod(after.shard_shape)
+    itemsize = after.bytes_per_device // shard if shard else 0
+    places = _placement(before.dims, old), _placement(after.dims, new)
+    return elements(before.shape, *places) * itemsize
+
+
+def _placement(dims: tuple[tuple[str, ...], ...], mesh: MeshShape) -> Placement:
+    axes = tuple(tuple(map(mesh.axes.index, names)) for names in dims)
+    return Placement(mesh.shape, axes)
+
+
+def _place(leaf: LeafRecord) -> tuple[Any, ...]:
+    return leaf.dims, leaf.shard_shape, leaf.memory_kind
+
+
+def _why(leaf: LeafRecord) -> tuple[Any, ...]:
+    return leaf.role, leaf.reason, leaf.pattern, leaf.owner, leaf.fallback
+
+
+def _rules(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
+    """Options and rules that differ, as lines."""
+    for name in sorted((before.keys() | after.keys()) - {"schema", "mesh", *SECTIONS}):
+        if before.get(name) != after.get(name):
+            yield f"- {name} = {before.get(name)!r}"
+            yield f"+ {name} = {after.get(name)!r}"
+    for name in SECTIONS:
+        section = "" if name == "rules" else f"{name} "
+        old, new = (list(map(rule_text, rules[name])) for rules in (before, after))
+        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+        for kind, a, b, c, d in matcher.get_opcodes():
+            if kind != "equal":
+                yield from (f"- {section}{at + 1} {old[at]}" for at in range(a, b))
+                yield from (f"+ {section}{at + 1} {new[at]}" for at in range(c, d))
+
+
+# ----------------------------------------------------------------------- the report
+
 # Least width of a path; below the second, columns are left out for it.
 _PATH, _ROOM = 16, 26
-
+_SIGNS = {"added": "+", "removed": "-", "reshaped": "~", "moved": "→", "decided": "="}
 _WIDE = ["change", "path", "array", "spec", "shard", "rule", "bytes/device", "to send"]
 _NARROW = ["", "path", "change", "bytes/device", "to send"]
 
@@ -197,20 +329,17 @@ def _mesh(diff: ResolutionDiff) -> str:
 
 def _totals(diff: ResolutionDiff) -> Iterator[str]:
     counts = {change: len(diff.of(change)) for change in CHANGES}
-    words: Mapping[str, str] = {"decided": "placed alike for another reason"}
-    told = [
-        f"{count} {words.get(change, change)}"
-        for change, count in counts.items()
-        if count
-    ]
+    words: Mapping[str, str] = {"decided": "with the same layout for another reason"}
+    some = [f"{n} {words.get(change, change)}" for change, n in counts.items() if n]
     if diff.is_empty:
-        yield f"no difference: {diff.unchanged} leaves lie as before, on {diff.mesh[0]}"
+        yield f"no difference: {diff.unchanged} leaves as before, on {diff.mesh[0]}"
     else:
-        told += [f"{diff.unchanged} as before"] if diff.unchanged else []
-        yield f"leaves: {', '.join(told)}"
-    for role, (before, after) in diff.bytes_per_device.items():
+        some += [f"{diff.unchanged} as before"] if diff.unchanged else []
+        yield f"leaves: {', '.join(some)}"
+    for role, name in ROLES.items():
+        before, after = diff.bytes_per_device[role]
         if before or after:
-            yield f"{ROLES[role]}: {_change(before, after)} per device"
+            yield f"{name}: {_change(before, after)} per device"
     if counts["moved"]:
         most, total = max(diff.received_bytes, default=0), sum(diff.received_bytes)
         if total:
@@ -219,7 +348,7 @@ def _totals(diff: ResolutionDiff) -> Iterator[str]:
                 f"{human_bytes(total)} in all"
             )
         elif diff.received_bytes:
-            yield "to send: nothing; every device has what it is to hold"
+            yield "to send: nothing; every device has all of its new shards"
         yield f"assumed: {diff.assumption}"
 
 
@@ -313,9 +442,7 @@ def _rule(one: LeafChange) -> str:
 
 
 def _array(leaf: LeafRecord) -> str:
-    if leaf.dtype is None:
-        return "-"
-    return f"{short_dtype(leaf.dtype)}[{','.join(map(str, leaf.shape))}]"
+    return array_text(leaf.shape, leaf.dtype)
 
 
 def _shard(leaf: LeafRecord) -> str:

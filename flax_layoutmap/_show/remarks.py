@@ -1,4 +1,4 @@
-"""Remarks about a Resolution: unused rules, unmatched leaves, fallbacks."""
+"""Explain one leaf; remarks about unused rules, unmatched leaves, fallbacks."""
 
 import difflib
 import functools
@@ -6,10 +6,21 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from flax_layoutmap._core.errors import visible
 from flax_layoutmap._rules.announce import Remark
-from flax_layoutmap._rules.records import Decision, Totals, leaf_bytes, show_shape
+from flax_layoutmap._rules.records import (
+    Decision,
+    ResolvedLeaf,
+    because,
+    closest_rule,
+    layout_of,
+    leaf_bytes,
+    section_of,
+    show_shape,
+)
+from flax_layoutmap._rules.rules import RuleSet
 from flax_layoutmap._show.resolved_table import ResolvedTable, folds_of
-from flax_layoutmap._show.table import human_share, path_cell
+from flax_layoutmap._show.table import human_bytes, human_share, path_cell
 from flax_layoutmap._tree.paths import Role
 
 # Unmatched leaves that are alike are worth a warning when they hold this share of the
@@ -36,24 +47,52 @@ UNMATCHED = {
 }
 
 
-class _Unplaced(NamedTuple):
-    """Leaves that are alike, and that a rule or metadata does not fully place."""
+def explain(leaf: ResolvedLeaf, row: Decision, rules: RuleSet) -> str:
+    """Explain in a few lines why a leaf got its layout, or none."""
+    lines = [f"{leaf.path} {show_shape(leaf.shape)} {leaf.dtype}: {layout_of(row)}"]
+    note = f": {row.note}" if row.note else ""
+    lines.append(f"  because: {because(row, rules)}{note}")
+    section = section_of(row, rules)
+    for other in row.matched:
+        rule = section[other]
+        text = f"rule {other + 1} {rule.pattern!r} → {rule.layout}"
+        if row.rule is None:
+            lines.append(f"  {text} matches its path, but does not apply")
+        elif other != row.rule:
+            same = rule.layout == section[row.rule].layout
+            effect = "which agrees" if same else "overridden"
+            lines.append(f"  also matched by {text}, {effect}")
+    if row.fallback:
+        lines.append(f"  fallback: {row.fallback}")
+    if row.reason == "no rule":
+        lines.append(f"  {_near_miss(leaf.path, rules)}")
+    if row.shard_shape is not None:
+        per_device = human_bytes(leaf.bytes_per_device)
+        lines.append(f"  each device holds {show_shape(row.shard_shape)}, {per_device}")
+    return "\n".join(map(visible, lines))
 
-    name: str  # their path, and how many there are
-    shape: str
-    row: Decision
-    role: Role
-    paths: list[str]
-    bytes: int
+
+def _near_miss(path: str, rules: RuleSet) -> str:
+    if not rules.rules:
+        return "there are no rules"
+    near = closest_rule(path, rules.rules)
+    if near is None:
+        return f"{path!r} is matched by no rule, and none comes close"
+    number, rule = near
+    return f"{path!r} is matched by no rule; rule {number} {rule.pattern!r} is closest"
 
 
 class _Line(NamedTuple):
-    """A remark about some leaves."""
+    """A remark about similar leaves that a rule or metadata does not fully place."""
 
     text: str
     about: str  # the text without the leaves
     leaf: str  # the leaves alone
-    some: _Unplaced
+    name: str  # their path, how many there are, and their shape
+    row: Decision
+    role: Role
+    paths: list[str]
+    bytes: int
 
 
 def remarks(
@@ -61,16 +100,13 @@ def remarks(
 ) -> list[str]:
     """Return unused rules, unmatched leaves and fallbacks, one line each.
 
-    Args:
-        table: the Resolution.
-        large_only: only those that are worth a warning.
-        folded: whether leaves that are alike share a line.
+    With `large_only`, those that are worth a warning; if `folded`, leaves that are
+    alike share a line.
     """
     if large_only:
         return [one.text for one in warnings(table)]
     lines = [head + hint for head, hint, _ in _unused(table, hints=True)]
-    sums = table.totals()
-    found = [_line(some, sums) for some in _unplaced(table, folded)]
+    found = _unplaced(table, folded)
     if not folded:
         return lines + [one.text for one in found]
     same: dict[str, list[_Line]] = {}
@@ -80,8 +116,8 @@ def remarks(
         if len(group) < _MANY:
             lines += [one.text for one in group]
             continue
-        leaves = sum(len(one.some.paths) for one in group)
-        share = sum(one.some.bytes for one in group) / (sums.total_bytes or 1)
+        leaves = sum(len(one.paths) for one in group)
+        share = sum(one.bytes for one in group) / (table.total_bytes or 1)
         lines.append(f"{about}: {leaves} leaves, {human_share(share)} of the bytes")
         lines += [f"  {one.leaf}" for one in group]
     return lines
@@ -94,11 +130,8 @@ def warnings(
 
     Left out are fallbacks other than of annotations that name no axis of the mesh, and
     leaves that are few, of their kind: with less than 1 % of the bytes and 10 % of what
-    a device holds.
-
-    Args:
-        table: the Resolution.
-        besides: others of the same rules: what they use is not unused.
+    a device holds. What the Resolutions `besides`, of the same rules, use is not
+    unused.
     """
     inner = functools.cache(table.inner_paths)
     # Only unmatched paths are compared: other hints take longer than all else.
@@ -108,15 +141,14 @@ def warnings(
     ]
     sums = table.totals()
     for some in _unplaced(table, folded=True):
-        row = some.row
-        named = f"{some.name} {some.shape}: {row.fallback}"
+        row, named = some.row, f"{some.name}: {some.row.fallback}"
         if row.warns and row.reason == "explicit layout":
             about = f"explicit layout: {row.fallback}"
             text = f"explicit layout: {named}"
         elif not is_large(some.bytes, sums.total_bytes, sums.bytes_per_device):
             continue
         elif row.reason in UNMATCHED:
-            about, text = row.reason, _line(some, sums).text
+            about, text = row.reason, some.text
         elif row.warns:
             about = f"annotation: {row.fallback}"
             text = (
@@ -133,51 +165,40 @@ def warnings(
 def is_large(size: int, total: int, held: int) -> bool:
     """Whether unmatched leaves are worth a warning.
 
-    Args:
-        size: their bytes.
-        total: bytes of the whole tree.
-        held: bytes that each device holds.
+    All in bytes: theirs, of the whole tree, and what each device holds.
     """
     return size > LARGE_SHARE * (total or 1) or size > _LARGE_HELD * (held or 1)
 
 
-def _unplaced(table: ResolvedTable, folded: bool) -> list[_Unplaced]:
+def _unplaced(table: ResolvedTable, folded: bool) -> list[_Line]:
     leaves = table.columns(lambda row: row.reason in UNMATCHED or bool(row.fallback))
+    sums = table.totals()
+    total, held = sums.total_bytes or 1, sums.bytes_per_device or 1
     found = []
     for fold in folds_of(leaves, folded) if leaves.rows else ():
-        at, count = fold.members[0], len(fold.members)
-        shape = leaves.shapes[at]
-        found.append(
-            _Unplaced(
-                name=path_cell(fold),
-                shape=show_shape(shape),
-                row=leaves.rows[at],
-                role=leaves.roles[at],
-                paths=[leaves.paths[member] for member in fold.members],
-                bytes=count * leaf_bytes(shape, leaves.dtypes[at]),
+        at, count, path = fold.members[0], len(fold.members), path_cell(fold)
+        row, shape = leaves.rows[at], leaves.shapes[at]
+        name, size = f"{path} {show_shape(shape)}", leaf_bytes(shape, leaves.dtypes[at])
+        size *= count
+        if row.reason not in UNMATCHED:
+            about, leaf = f"fallback: {row.fallback}", path
+            text = f"fallback: {path}: {row.fallback}"
+        else:
+            why = UNMATCHED[row.reason] + (f" ({row.fallback})" if row.fallback else "")
+            share, more = human_share(size / total), ""
+            if size <= LARGE_SHARE * total and is_large(size, total, held):
+                more = f", {human_share(size / held)} of what each device holds"
+            each = "it" if count == 1 else "each"
+            about = f"unmatched: every device holds in full what {why}"
+            text = (
+                f"unmatched: {name} {why}, so every device holds {each} in full "
+                f"({share} of the bytes{more})"
             )
-        )
+            leaf = f"{name}, {share}" + (f" of the bytes{more}" if more else "")
+        paths = [leaves.paths[member] for member in fold.members]
+        role = leaves.roles[at]
+        found.append(_Line(text, about, leaf, name, row, role, paths, size))
     return found
-
-
-def _line(some: _Unplaced, sums: Totals) -> _Line:
-    row, total, held = some.row, sums.total_bytes or 1, sums.bytes_per_device or 1
-    if row.reason not in UNMATCHED:
-        line = f"fallback: {some.name}: {row.fallback}"
-        return _Line(line, f"fallback: {row.fallback}", some.name, some)
-    why = UNMATCHED[row.reason] + (f" ({row.fallback})" if row.fallback else "")
-    share, more = human_share(some.bytes / total), ""
-    if some.bytes <= LARGE_SHARE * total and is_large(some.bytes, total, held):
-        more = f", {human_share(some.bytes / held)} of what each device holds"
-    name = f"{some.name} {some.shape}"
-    return _Line(
-        f"unmatched: {name} {why}, so every device holds "
-        f"{'it' if len(some.paths) == 1 else 'each'} in full "
-        f"({share} of the bytes{more})",
-        f"unmatched: every device holds in full what {why}",
-        f"{name}, {share}" + (f" of the bytes{more}" if more else ""),
-        some,
-    )
 
 
 def _unused(
@@ -202,17 +223,11 @@ def _unused(
 
 
 class Near(NamedTuple):
-    """A path that a rule without a match may have been meant for.
+    """A path that a rule without a match may have been meant for."""
 
-    Attributes:
-        ending: its last parts, as many as the pattern has.
-        likeness: of the two, 0 to 1.
-        is_free: whether no rule matches it, as after a renaming.
-    """
-
-    ending: str
-    likeness: float
-    is_free: bool
+    ending: str  # its last parts, as many as the pattern has
+    likeness: float  # of the path and the pattern, 0 to 1
+    is_free: bool  # whether no rule matches it, as after a renaming
 
     @property
     def hint(self) -> str:
@@ -227,10 +242,7 @@ def nearest(
 ) -> Near | None:
     """The path that is most like a pattern, preferably one that no rule matches.
 
-    Args:
-        pattern: the pattern.
-        paths: paths, and whether no rule matches them.
-        free_only: whether to look at those alone.
+    `paths` has each path and whether no rule matches it; `free_only` takes those alone.
     """
     parts = pattern.count("/") + 1
     endings: dict[str, bool] = {}

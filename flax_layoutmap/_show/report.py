@@ -13,6 +13,7 @@ from flax_layoutmap._rules.records import (
     Columns,
     Decision,
     ResolvedLeaf,
+    Shape,
     because,
     leaf_bytes,
     leaf_json,
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 
 Format = Literal["text", "markdown", "json"]
 
-_ROLES: tuple[tuple[Role, str], ...] = (
-    ("parameter", "parameters"),
-    ("optimizer", "optimizer state"),
-    ("other", "other"),
-)
+ROLES: dict[Role, str] = {
+    "parameter": "parameters",
+    "optimizer": "optimizer state",
+    "other": "other",
+}
 
 # Reasons in a few characters.
 _CODES = {
@@ -114,7 +115,7 @@ def to_json(table: ResolvedTable) -> dict[str, Any]:
         "schema": 1,
         "rules": rules_to_json(table.rules),
         "leaves": [_leaf_json(leaf, table.mesh) for leaf in leaves],
-        "totals": {role: dataclasses.asdict(table.totals(role)) for role, _ in _ROLES},
+        "totals": {role: dataclasses.asdict(table.totals(role)) for role in ROLES},
         "total_bytes": table.total_bytes,
         "bytes_per_device": table.bytes_per_device,
         "replicated_share": table.replicated_share,
@@ -158,9 +159,8 @@ def _cells(folds: Sequence[Fold], leaves: Columns, table: ResolvedTable) -> Cell
         firsts = [found.members[0] for found in folds]
         leaves = Columns._make([column[at] for at in firsts] for column in leaves)
     rows = list(map(_with_folded_owner, folds, leaves.paths, leaves.rows))
-    names = {dtype: _dtype(dtype) for dtype in set(leaves.dtypes)}
+    names = {one: None if one is None else str(one) for one in set(leaves.dtypes)}
     dtypes = [names[dtype] for dtype in leaves.dtypes]
-    shapes = list(map(_shape, leaves.shapes, leaves.dtypes))
     shards = [row.shard_shape for row in rows]
     sizes = [
         human_bytes(len(fold.members) * leaf_bytes(shard or shape, dtype))
@@ -173,9 +173,13 @@ def _cells(folds: Sequence[Fold], leaves: Columns, table: ResolvedTable) -> Cell
     ]
     cells = Cells(marks, ("bytes/device", "per device"))
     cells.put("path", list(map(path_cell, folds)))
+    shapes = [
+        "-" if dtype is None else show_shape(shape)
+        for shape, dtype in zip(leaves.shapes, dtypes, strict=True)
+    ]
     cells.put("shape", shapes)
-    cells.put("dtype", dtypes)
-    cells.put("array", list(map(_array, shapes, dtypes)))
+    cells.put("dtype", [name or "-" for name in dtypes])
+    cells.put("array", list(map(array_text, leaves.shapes, dtypes)))
     cells.put("spec", [_spec(row, table.mesh) for row in rows])
     cells.put("rule", [visible(because(row, table.rules, short=True)) for row in rows])
     cells.put("code", list(map(_code, rows)))
@@ -225,25 +229,13 @@ def _with_folded_owner(fold: Fold, path: str, row: Decision) -> Decision:
     return dataclasses.replace(row, owner=fold.spell(relation(path, row.owner)))
 
 
-def _shape(shape: tuple[int, ...], dtype: Any) -> str:
-    return "-" if dtype is None else show_shape(shape)
-
-
-def _dtype(dtype: Any) -> str:
-    return "-" if dtype is None else str(dtype)
-
-
-def short_dtype(dtype: str) -> str:
-    """`bfloat16` → `bf16`, as JAX writes it."""
-    return _NUMBER.sub(lambda found: found.group()[0], dtype)
-
-
 @functools.lru_cache(maxsize=4096)
-def _array(shape: str, dtype: str) -> str:
-    """`f32[64,256]`, as JAX writes it; `-` for what is no array."""
-    if dtype == "-":
+def array_text(shape: Shape, dtype: str | None) -> str:
+    """`bf16[64,256]`, as JAX writes it; `-` for what is no array."""
+    if dtype is None:
         return "-"
-    return f"{short_dtype(dtype)}[{shape.strip('()').removesuffix(',')}]"
+    short = _NUMBER.sub(lambda found: found.group()[0], dtype)
+    return f"{short}[{','.join(map(str, shape))}]"
 
 
 def _spec(row: Decision, mesh: DeviceMesh | None) -> str:
@@ -293,7 +285,7 @@ def _notes(rules: Sequence[str], grid: Grid, folds: Sequence[Fold]) -> Iterator[
 
 
 def _totals(table: ResolvedTable) -> Iterator[str]:
-    roles = [(role, name, table.totals(role)) for role, name in _ROLES]
+    roles = [(role, name, table.totals(role)) for role, name in ROLES.items()]
     roles = [found for found in roles if found[2].leaves]
     for role, name, sums in roles:
         line = (

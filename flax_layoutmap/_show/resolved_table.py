@@ -95,7 +95,7 @@ class ResolvedTable:
             rule=None if row.rule is None else section_of(row, self.rules)[row.rule],
             rule_number=None if row.rule is None else row.rule + 1,
             reason=row.reason,
-            role=self._roles()[at],
+            role=self._roles[at],
             shard_shape=row.shard_shape,
             bytes_per_device=leaf_bytes(
                 row.shard_shape or self.shapes[at], self.dtypes[at]
@@ -113,11 +113,8 @@ class ResolvedTable:
             layout = self._layouts[key] = layout_of(row)
         return layout
 
-    def _roles(self) -> list[Role]:
-        return self._role_of_each
-
     @functools.cached_property
-    def _role_of_each(self) -> list[Role]:
+    def _roles(self) -> list[Role]:
         roles: list[Role] = []
         for section in self._flat.sections:
             count = section.stop - section.start
@@ -131,7 +128,7 @@ class ResolvedTable:
 
     def columns(self, wanted: Callable[[Decision], bool] | None = None) -> Columns:
         """The leaves with the decisions that are wanted; None for all."""
-        own = Columns(self.paths, self.shapes, self.dtypes, self._rows, self._roles())
+        own = Columns(self.paths, self.shapes, self.dtypes, self._rows, self._roles)
         if wanted is None:
             return own
         found = {key for key, row in self._distinct.items() if wanted(row)}
@@ -144,7 +141,7 @@ class ResolvedTable:
         One of those that differ in their numbers alone, as far as that is known; all
         paths, where there are no parameters.
         """
-        roles, rows = self._roles(), self._rows
+        roles, rows = self._roles, self._rows
         wanted = "parameter" if "parameter" in roles else "optimizer"
         for at in self._flat.representatives():
             if roles[at] == wanted:
@@ -154,9 +151,7 @@ class ResolvedTable:
         """Optimizer-state path → the parameter and the dims it came from."""
         return {
             path: (row.owner, row.owner_dims)
-            for path, row, role in zip(
-                self.paths, self._rows, self._roles(), strict=True
-            )
+            for path, row, role in zip(self.paths, self._rows, self._roles, strict=True)
             if role == "optimizer"
         }
 
@@ -167,7 +162,7 @@ class ResolvedTable:
         path that several sections have ends in a number: `kernel`, `kernel #2`.
         """
         found, counts = dict[str, str](), Counter[str]()
-        for at, own in enumerate(self._roles()):
+        for at, own in enumerate(self._roles):
             if own == role and self.shapes[at]:
                 path = self._flat.paths[at]
                 counts[path] += 1
@@ -188,7 +183,7 @@ class ResolvedTable:
         found: list[Rule] = []
         sections = {"parameter": self.rules.rules, "optimizer": self.rules.optimizer}
         for role, section in sections.items():
-            if section and role in self._roles():
+            if section and role in self._roles:
                 used = {
                     at
                     for row in self._distinct.values()
@@ -217,9 +212,7 @@ class ResolvedTable:
     def _alike(self) -> Counter[tuple[Role, Shape, Any, Shape | None]]:
         """How many leaves there are of each role, shape, dtype and shape of a shard."""
         shards = map(operator.attrgetter("shard_shape"), self._rows)
-        return Counter(
-            zip(self._roles(), self.shapes, self.dtypes, shards, strict=True)
-        )
+        return Counter(zip(self._roles, self.shapes, self.dtypes, shards, strict=True))
 
     @property
     def total_bytes(self) -> int:

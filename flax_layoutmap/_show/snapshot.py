@@ -1,4 +1,4 @@
-"""A Resolution as plain records, read from JSON schema 1 or written for review."""
+"""A Resolution as plain records: from JSON schema 1, for review, for comparison."""
 
 import dataclasses
 import itertools
@@ -7,12 +7,13 @@ from typing import Any, Literal, get_args
 
 from flax_layoutmap._core.errors import LayoutError, visible
 from flax_layoutmap._core.whole_file import readable_json
+from flax_layoutmap._rules.records import Decision, Shape, show_shape, show_spec
+from flax_layoutmap._rules.rules import SECTIONS, RuleSet
+from flax_layoutmap._rules.serialise import rules_to_json
 from flax_layoutmap._tree.fold import natural_key
 
-Shape = tuple[int, ...]
 Change = Literal["added", "removed", "reshaped", "moved", "decided"]
 CHANGES: tuple[Change, ...] = get_args(Change)
-SECTIONS = ("rules", "activations", "names", "optimizer")
 
 # Left out of a leaf in a file for review: the number of its rule changes with any rule
 # before it, and the note follows from the rest.
@@ -24,17 +25,11 @@ _ALWAYS = ("path", "shape", "dtype", "spec", "shard_shape", "bytes_per_device")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MeshShape:
-    """A mesh without its devices.
-
-    Attributes:
-        axes: names of its axes.
-        shape: their sizes.
-        types: their types, `"auto"`, `"explicit"` or `"manual"`.
-    """
+    """A mesh without its devices: names, sizes and types of its axes."""
 
     axes: tuple[str, ...]
     shape: Shape
-    types: tuple[str, ...]
+    types: tuple[str, ...]  # "auto", "explicit" or "manual"
 
     def __str__(self) -> str:
         pairs = zip(self.axes, self.shape, strict=True)
@@ -104,8 +99,8 @@ class LeafChange:
         before: the leaf before; None for one that was added. It has, in plain values,
             what `ResolvedLeaf` has, and `spec` as text.
         after: the leaf after; None for one that was removed.
-        received_bytes: of a leaf that moved, the most bytes that one device has to be
-            sent; 0 for others, None where there is no mesh to tell by.
+        received_bytes: of a leaf that moved, the most bytes that one device receives;
+            0 for others, None without a mesh.
         all_received_bytes: the sum over the devices.
     """
 
@@ -119,19 +114,12 @@ class LeafChange:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Everything that a Resolution decided.
+    """Everything that a Resolution decided."""
 
-    Attributes:
-        rules: the rules, as JSON.
-        mesh: the mesh of the rules or, where they have none, of the leaves.
-        leaves: path → leaf.
-        devices: what tells the devices of the mesh apart, row by row; None where that
-            is not known, as for an abstract mesh or a file.
-    """
-
-    rules: Mapping[str, Any]
-    mesh: MeshShape | None
-    leaves: Mapping[str, LeafRecord]
+    rules: Mapping[str, Any]  # as JSON
+    mesh: MeshShape | None  # of the rules or, where they have none, of the leaves
+    leaves: Mapping[str, LeafRecord]  # by path
+    # Ids of the devices, row by row; None for an abstract mesh or a file.
     devices: tuple[Any, ...] | None = None
 
 
@@ -178,6 +166,27 @@ def golden_text(data: Mapping[str, Any]) -> str:
         "leaves": leaves,
     }
     return f"{_lines(kept, 2)}\n"
+
+
+def rule_lines(rules: RuleSet) -> dict[str, list[str]]:
+    """The lines by which processes compare their rules, and their meshes."""
+    values = rules_to_json(rules)
+    # The mesh is a part of its own, so that a difference is reported once.
+    del values["mesh"]
+    mesh = "no mesh" if rules.mesh is None else f"{rules.mesh} {rules.mesh.axis_types}"
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            lines += [f"{name} {at}: {v}" for at, v in enumerate(value, start=1)]
+        else:
+            lines.append(f"{name}: {value}")
+    return {"rules": lines, "mesh": [mesh]}
+
+
+def leaf_line(path: str, shape: Shape, dtype: Any, row: Decision) -> str:
+    """The line by which processes compare the decision about a leaf."""
+    kind = f", {row.memory_kind}" if row.memory_kind else ""
+    return f"{path} {show_shape(shape)} {dtype}, {show_spec(row.spec)}{kind}"
 
 
 def record_json(leaf: LeafRecord) -> dict[str, Any]:
@@ -249,7 +258,9 @@ def _leaf(entry: Mapping[str, Any], mesh: MeshShape | None) -> LeafRecord:
             raise TypeError(f"{name} of {entry['path']!r} is {value!r}")
     known = mesh.axes if own is None and mesh is not None else None
     if known is not None and not set(itertools.chain(*dims)) <= set(known):
-        raise ValueError(f"{entry['path']!r} lies on axes that the mesh does not have")
+        raise ValueError(
+            f"{entry['path']!r} is sharded over axes that the mesh does not have"
+        )
     if len(dims) != len(entry["shape"]):
         raise ValueError(f"{entry['path']!r} has a spec of {len(dims)} dims")
     return LeafRecord(

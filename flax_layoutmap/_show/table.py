@@ -22,31 +22,19 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Line(NamedTuple):
-    """One line of a Grid.
+    """One line of a Grid."""
 
-    Attributes:
-        cells: one text per column; a heading has one text, which spans all of them.
-        mark: what its colour shows: `""`, `"warning"`, `"heading"`, or the kind of a
-            change.
-    """
-
-    cells: tuple[str, ...]
-    mark: str = ""
+    cells: tuple[str, ...]  # one per column; of a heading, one that spans all
+    mark: str = ""  # for its colour: "warning", "heading", or the kind of a change
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """A table before it is written.
+    """A table before it is written."""
 
-    Attributes:
-        names: the header, one per column.
-        right: whether a column is aligned to the right.
-        lines: the lines below the header; control characters are escaped.
-    """
-
-    names: tuple[str, ...]
-    right: tuple[bool, ...]
-    lines: tuple[Line, ...]
+    names: tuple[str, ...]  # the header
+    right: tuple[bool, ...]  # whether a column is aligned to the right
+    lines: tuple[Line, ...]  # control characters in them are escaped
 
     def __post_init__(self) -> None:
         cells = itertools.chain.from_iterable(line.cells for line in self.lines)
@@ -88,11 +76,8 @@ class Grid:
 class Cells:
     """Texts by column, of which a Grid shows those that fit.
 
-    Attributes:
-        marks: of each row, as in `Line`.
-        right: names of the columns that are aligned to the right.
-        columns: name → one text per row.
-        widths: name → width of the column, in cells of a terminal.
+    `marks` are those of the rows, as in `Line`; `right` has the names of the columns
+    that are aligned to the right; `widths` are in cells of a terminal.
     """
 
     def __init__(self, marks: Sequence[str], right: Sequence[str]) -> None:

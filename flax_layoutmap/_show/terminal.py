@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
@@ -32,35 +33,23 @@ def axis_styles(axes: Sequence[str]) -> dict[str, str]:
 
 
 def wrapped(lines: Sequence[str], width: int | None) -> list[str]:
-    """Wrap lines between words at `width`; None for any length."""
-    lines = list(map(visible, lines))
-    if width is None:
-        return lines
-    found: list[str] = []
-    for line in lines:
-        found += _wrapped(line, max(width - (cell_len(line) - len(line)), _NARROWEST))
-    return found
+    """Wrap lines between words at `width`; None for any length.
 
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """Wrap one line as `textwrap` does, in a tenth of the time.
-
-    Those after the first are indented; a longer word stays whole.
+    Lines after the first are indented by two; a longer word is not broken.
     """
-    found, start = list[str](), len(line) - len(line.lstrip())
-    indent = " " * (start + 2)
-    while len(line) > width:
-        end = line.rfind(" ", start, width + 1)
-        if end < 0 and start and not found:  # a first word that does not fit
-            line, start = line[start:], 0
+    found: list[str] = []
+    for line in map(visible, lines):
+        if width is None or cell_len(line) <= width:
+            found.append(line)
             continue
-        if end < 0:
-            end = line.find(" ", start)
-        if end < 0:
-            break
-        found.append(line[:end].rstrip())
-        line, start = indent + line[end:].lstrip(), len(indent)
-    return [*found, line.rstrip()] if line.strip() or not found else found
+        found += textwrap.wrap(
+            line,
+            max(width - (cell_len(line) - len(line)), _NARROWEST),
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return found
 
 
 def coloured_grid(grid: Grid, axes: Sequence[str]) -> "Iterator[Text]":
@@ -102,12 +91,8 @@ def show(
 ) -> None:
     """Print on a terminal in colour and as wide as it; else as plain text.
 
-    In a job of several processes, process 0 prints for all.
-
-    Args:
-        lines: what to print in colour, from a width.
-        text: the same without, from a width or None for as wide as it gets.
-        file: where to, in every process; None for standard output.
+    `lines` and `text` give it for a width, or for None (any). In a job of several
+    processes process 0 prints, unless there is a `file`.
     """
     import jax
     from rich.console import Console

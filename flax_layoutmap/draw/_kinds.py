@@ -13,8 +13,7 @@ from flax_layoutmap._rules.records import (
     show_spec,
 )
 from flax_layoutmap._rules.rules import RuleSet
-from flax_layoutmap._show.explain import explain
-from flax_layoutmap._show.remarks import UNMATCHED
+from flax_layoutmap._show.remarks import UNMATCHED, explain
 from flax_layoutmap._show.resolved_table import ResolvedTable
 from flax_layoutmap._tree.paths import Role
 from flax_layoutmap.draw._scene import Kind

@@ -6,8 +6,9 @@ from typing import Any
 
 from flax_layoutmap._core.errors import LayoutError, ResolveError, bullet_list
 from flax_layoutmap._core.mesh import DeviceMesh, as_mesh
-from flax_layoutmap._lint.findings import NUMBER, groups, suggested
+from flax_layoutmap._lint.leaves import suggested
 from flax_layoutmap._lint.lint import Ignored, lint
+from flax_layoutmap._lint.matches import NUMBER, groups
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import abstract_tree, resolve, rule_set_of
 from flax_layoutmap._rules.rules import RuleSet

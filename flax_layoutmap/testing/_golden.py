@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flax_layoutmap._core.errors import LayoutError
 from flax_layoutmap._core.whole_file import write_whole
-from flax_layoutmap._show.difference import difference
+from flax_layoutmap._show.diff import difference
 from flax_layoutmap._show.snapshot import Snapshot, golden_text, snapshot_of
 
 if TYPE_CHECKING:

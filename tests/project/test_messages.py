@@ -984,8 +984,8 @@ CASES: dict[str, Case] = {
     "snapshot: axes": Case(
         lambda: snapshot_of(with_spec(["x"])),
         flm.LayoutError,
-        "the layouts are damaged: ValueError(\"'w' lies on axes that the mesh does not "
-        'have")',
+        "the layouts are damaged: ValueError(\"'w' is sharded over axes that the mesh "
+        'does not have")',
     ),
     "snapshot: dims": Case(
         lambda: snapshot_of(with_spec([])),
@@ -1444,6 +1444,13 @@ CASES: dict[str, Case] = {
         flm.errors.RuleError,
         "max_replicated needs a Resolution, got a LayoutMap; make one: "
         "layout_map.resolve(model)",
+    ),
+    "lint: no mesh": Case(
+        lambda: flm.lint(
+            flm.LayoutMap().resolve({"w": struct(8)}), max_replicated=0.02
+        ),
+        flm.errors.RuleError,
+        "max_replicated needs a mesh; give one: resolution.on(mesh)",
     ),
     "lint: no level": Case(
         lambda: flm.lint(mapped()).raise_if_any(cast(Any, "warn")),

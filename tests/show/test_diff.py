@@ -42,7 +42,7 @@ def test_nothing_changed() -> None:
     assert found.is_empty and found.changes == () and found.unchanged == 9
     assert repr(found) == "ResolutionDiff(no leaf changed)"
     assert found.report().splitlines() == [
-        "no difference: 9 leaves lie as before, on data=2,model=4",
+        "no difference: 9 leaves as before, on data=2,model=4",
         "parameters: 81.0 KiB per device",
     ]
     assert found.received_bytes == (0,) * 8
@@ -83,8 +83,8 @@ def test_the_report_of_changed_rules() -> None:
         "parameters: 81.0 KiB per device",
         "to send: at most 48.0 KiB to one device, 384.0 KiB in all",
         "assumed: device n of the one mesh is device n of the other, row by row; a "
-        "device keeps what its old and its new shard have in common, one that is new "
-        "holds nothing; added and reshaped leaves are not counted",
+        "device keeps the overlap of its old and its new shard, a new one holds "
+        "nothing; added and reshaped leaves are not counted",
     ]
 
 
@@ -156,7 +156,8 @@ def test_another_rule_that_places_alike() -> None:
     assert {one.change for one in found.changes} == {"decided"}
     assert len(found.changes) == 4 and not found.is_empty
     assert "'norm' → no rule" in found.report()
-    assert "leaves: 4 placed alike for another reason, 5 as before" in found.report()
+    text = "leaves: 4 with the same layout for another reason, 5 as before"
+    assert text in found.report()
 
 
 def test_options_and_sections() -> None:
@@ -190,7 +191,7 @@ def test_optimizer_state_is_counted_by_itself() -> None:
     assert found.bytes_per_device["optimizer"] == (32 * 1024 + 4, 16 * 1024 + 4)
     # Each device keeps a half of what it has, so nothing has to be sent.
     assert not any(found.received_bytes) and len(found.of("moved")) == 2
-    assert "to send: nothing; every device has what it is to hold" in found.report()
+    assert "to send: nothing; every device has all of its new shards" in found.report()
     assert "optimizer state: 32.0 KiB → 16.0 KiB (-50.0%) per device" in found.report()
 
 
@@ -237,7 +238,7 @@ def placed_bytes(arrays: list[jax.Array]) -> dict[Any, dict[Any, Any]]:
 
 
 @pytest.mark.parametrize("order", ["same", "reversed", "fewer"])
-def test_devices_are_told_apart(mesh: flm.DeviceMesh, order: str) -> None:
+def test_devices_are_identified(mesh: flm.DeviceMesh, order: str) -> None:
     """Against the shards of real arrays, on meshes of the same and of other devices."""
     devices = list(mesh.devices.flat)
     chosen = {"same": devices, "reversed": devices[::-1], "fewer": devices[2:6]}[order]
@@ -265,7 +266,7 @@ def test_devices_are_told_apart(mesh: flm.DeviceMesh, order: str) -> None:
         for device in other.devices.flat
     ]
     assert list(found.received_bytes) == expected and any(expected)
-    assert found.assumption.startswith("devices are told apart by their ids; ")
+    assert found.assumption.startswith("devices are identified by their ids; ")
 
 
 def test_a_concrete_mesh_and_an_abstract_one(mesh: flm.DeviceMesh) -> None:

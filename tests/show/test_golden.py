@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flax_layoutmap as flm
-from flax_layoutmap._show.difference import difference
+from flax_layoutmap._show.diff import difference
 from flax_layoutmap._show.snapshot import golden_text, snapshot_of
 
 # What is to be reviewed, as `dump` is to write it: read it when it changes.
@@ -106,7 +106,7 @@ def test_formatting_is_no_difference(tmp_path: Path) -> None:
     flm.testing.compare(rules().resolve(tree()), path)
 
 
-def test_a_difference_is_told_with_its_cost_and_how_to_accept_it(
+def test_a_difference_is_reported_with_its_cost_and_how_to_accept_it(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "layouts.json"
@@ -173,7 +173,7 @@ def damaged() -> Iterator[tuple[str, str]]:
         leaves[at] = {**leaves[at], **damage}
         yield json.dumps({**data, "leaves": leaves}), "the layouts are damaged"
     text = json.dumps(data).replace('"spec": [null, "model"]', '"spec": ["x", null]')
-    yield text, "on axes that the mesh does not have"
+    yield text, "over axes that the mesh does not have"
 
 
 @pytest.mark.parametrize(("text", "said"), list(damaged()), ids=itertools.count())
@@ -320,7 +320,7 @@ def test_it():
     assert done.code == 0, done.said
 
 
-def test_pytest_is_told_of_the_plug_in() -> None:
+def test_the_plug_in_is_registered() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     name, module = "flax_layoutmap", "flax_layoutmap._pytest_plugin"
     assert project["entry-points"]["pytest11"] == {name: module}

@@ -255,7 +255,7 @@ def test_memory_kinds_and_other_meshes_are_shown() -> None:
     assert leaf["memory_kind"] is None
 
 
-def test_what_is_said_of_many_leaves_is_said_once() -> None:
+def test_equal_remarks_are_merged() -> None:
     tree = {
         "layers": {str(at): {name: struct(64) for name in "abcd"} for at in range(3)}
     }
@@ -292,7 +292,7 @@ def test_fallbacks_are_folded() -> None:
     )
 
 
-def test_replicated_bytes_are_told_by_role() -> None:
+def test_replicated_bytes_by_role() -> None:
     layout_map = rules()
     layout_map.optimizer["embed"] = None
     tree = {
