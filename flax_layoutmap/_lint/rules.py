@@ -90,7 +90,7 @@ class Finding:
         leaf: the leaves, `{leaf}` in the texts.
         words: what else the texts name; and `severity`, where it differs from that of
             the row, or `section`, `path` and number of `leaves` where there is no
-            `rule` or no `leaf`.
+            `rule` or no `leaf`; and the rules `mended`, where a step costs less then.
     """
 
     __slots__ = ("row", "rule", "leaf", "words")
