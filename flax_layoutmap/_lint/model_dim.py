@@ -34,8 +34,29 @@ class Kernel(NamedTuple):
 
     leaf: Group
     at: int  # the position of the model dim
+    others: tuple[int, ...]  # those of other dims, but stacked layers and experts
     inner: tuple[str, ...]
     outer: tuple[str, ...]
+
+    @property
+    def pairs(self) -> set[tuple[str, str]]:
+        """Axes on the model dim, each with one on the others."""
+        return {(x, y) for x in self.inner for y in self.outer}
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        """The sizes of the other dims."""
+        return tuple(self.leaf.shape[dim] for dim in self.others)
+
+
+class Swapped(NamedTuple):
+    """A rule whose axes are on other dims than those of other rules."""
+
+    at: int  # the position of the rule
+    odd: list[Kernel]  # its kernels
+    others: list[Kernel]  # of other rules, as they should be
+    to: Rule
+    why: str
 
 
 def kernels(resolution: Resolution) -> list[Kernel]:
@@ -55,6 +76,7 @@ def kernels(resolution: Resolution) -> list[Kernel]:
         Kernel(
             leaf,
             at,
+            others,
             tuple(axis for axis in leaf.row.dims[at] if sizes[axis] > 1),
             tuple(a for dim in others for a in leaf.row.dims[dim] if sizes[a] > 1),
         )
@@ -145,48 +167,117 @@ def by_model_dim(model: Model) -> Iterator[Finding]:
 
 def _exchanged(resolution: Resolution, found: Sequence[Kernel]) -> Iterator[Finding]:
     """Rules with an axis on the model dim that others have on the other dims."""
-    rules, wrong = resolution.rules, _wrong_pairs(found, resolution.rules.batch)
+    rules, mesh = resolution.rules, resolution.mesh
     by_rule: dict[int, list[Kernel]] = {}
-    for kernel in found if wrong else ():
+    for kernel in found:
         row = kernel.leaf.row
         if row.rule is not None and row.reason in ("rule", "exact key"):
             by_rule.setdefault(row.rule, []).append(kernel)
+    for one in (*_turned(by_rule, rules), *_without_features(by_rule, rules)):
+        leaf, beside = _all_of(one.odd), _all_of(one.others)
+        shapes = [kernel.leaf.shape for kernel in one.odd]
+        if leaf.bytes < LARGE_SHARE * resolution.total_bytes or not all(
+            divides(shape, one.to.layout.dims(len(shape)), mesh) for shape in shapes
+        ):
+            continue
+        assert beside.row.rule is not None
+        yield Finding(
+            "LM110",
+            nth(rules, one.at),
+            leaf,
+            beside=beside.path,
+            theirs=nth(rules, beside.row.rule),
+            why=one.why,
+            axes=str(one.to.layout),
+            mended=_with_rule(rules, one.at, one.to),
+        )
+
+
+def _turned(by_rule: dict[int, list[Kernel]], rules: RuleSet) -> Iterator[Swapped]:
+    """Rules with two axes the other way round than others."""
+    every = [kernel for own in by_rule.values() for kernel in own]
+    wrong = _wrong_pairs(every, rules.batch)
     kinds = {
-        at: {pair for kernel in own for pair in _pairs(kernel)}
+        at: {pair for kernel in own for pair in kernel.pairs}
         for at, own in by_rule.items()
     }
     for at, own in by_rule.items():
         # A rule for kernels of both kinds says nothing about the roles of either.
-        odd_pairs = {(x, y) for x, y in kinds[at] & wrong if (y, x) not in kinds[at]}
-        if not odd_pairs:
+        pairs = {(x, y) for x, y in kinds[at] & wrong if (y, x) not in kinds[at]}
+        if not pairs:
             continue
-        x, y = min(odd_pairs)
-        odd = [kernel for kernel in own if (x, y) in _pairs(kernel)]
+        x, y = min(pairs)
         others = [
             kernel
             for rule, kernels in by_rule.items()
             if (y, x) in kinds[rule] and (x, y) not in kinds[rule]
             for kernel in kernels
-            if (y, x) in _pairs(kernel)
+            if (y, x) in kernel.pairs
         ]
-        rule, leaf = _with_exchanged(rules.rules[at], x, y), _all_of(odd)
-        shapes = [kernel.leaf.shape for kernel in odd]
-        fits = all(
-            divides(shape, rule.layout.dims(len(shape)), rules.mesh) for shape in shapes
+        if others:
+            odd = [kernel for kernel in own if (x, y) in kernel.pairs]
+            why = f"here {x!r} shards the model dim, there {y!r}"
+            yield Swapped(at, odd, others, _with_exchanged(rules.rules[at], x, y), why)
+
+
+def _wrong_pairs(found: Sequence[Kernel], batch: Sequence[str]) -> set[tuple[str, str]]:
+    """Pairs of axes that most kernels have the other way round.
+
+    With an axis of the batch on the model dim weights are gathered, which is
+    independent of the size of a batch, so that this one is right.
+    """
+    held: collections.Counter[tuple[str, str]] = collections.Counter()
+    for kernel in found:
+        for pair in kernel.pairs:
+            held[pair] += kernel.leaf.bytes
+    wrong = set()
+    for x, y in held:
+        if (y, x) in held:
+            ranks = [(a in batch, held[a, b]) for a, b in ((x, y), (y, x))]
+            if ranks[0] < ranks[1]:
+                wrong.add((x, y))
+    return wrong
+
+
+def _without_features(
+    by_rule: dict[int, list[Kernel]], rules: RuleSet
+) -> Iterator[Swapped]:
+    """Rules with an axis on the model dim alone, whose features have it elsewhere."""
+    every = [kernel for own in by_rule.values() for kernel in own]
+    for at, own in by_rule.items():
+        first = own[0]
+        if any(one.outer or one.inner != first.inner for one in own):
+            continue
+        if len(first.inner) != 1 or first.inner[0] in rules.batch:
+            continue
+        (axis,) = first.inner
+        has = [kernel for kernel in every if axis in kernel.outer]
+        on_model_dim = [kernel for kernel in every if axis in kernel.inner]
+        others = [
+            (one, kernel)
+            for kernel in has
+            if axis not in kernel.inner
+            for one in own
+            if one.features == kernel.features
+        ]
+        if not others or _all_of(has).bytes <= _all_of(on_model_dim).bytes:
+            continue
+        one, other = others[0]
+        dim = next(
+            mine
+            for mine, theirs in zip(one.others, other.others, strict=True)
+            if axis in other.leaf.row.dims[theirs]
         )
-        if others and fits and leaf.bytes >= LARGE_SHARE * resolution.total_bytes:
-            beside = _all_of(others)
-            assert beside.row.rule is not None
-            yield Finding(
-                "LM110",
-                nth(rules, at),
-                leaf,
-                beside=beside.path,
-                theirs=nth(rules, beside.row.rule),
-                why=f"here {x!r} shards the model dim, there {y!r}",
-                axes=str(rule.layout),
-                mended=_with_rule(rules, at, rule),
-            )
+        alike = [kernel for kernel in own if _is_like(kernel, one)]
+        if len(alike) == len(own):
+            to = _with_exchanged_dims(rules.rules[at], one, dim)
+            why = f"here {axis!r} shards the model dim, there another one of both"
+            yield Swapped(at, own, [kernel for _, kernel in others], to, why)
+
+
+def _is_like(one: Kernel, two: Kernel) -> bool:
+    """Whether their dims have the same roles."""
+    return one.at == two.at and len(one.leaf.shape) == len(two.leaf.shape)
 
 
 def _all_of(found: Sequence[Kernel]) -> Group:
@@ -199,30 +290,6 @@ def _all_of(found: Sequence[Kernel]) -> Group:
     )
 
 
-def _pairs(kernel: Kernel) -> set[tuple[str, str]]:
-    """Axes on the model dim, each with one on the others."""
-    return {(x, y) for x in kernel.inner for y in kernel.outer}
-
-
-def _wrong_pairs(found: Sequence[Kernel], batch: Sequence[str]) -> set[tuple[str, str]]:
-    """Pairs of axes that most kernels have the other way round.
-
-    With an axis of the batch on the model dim weights are gathered, which is
-    independent of the size of a batch, so that this one is right.
-    """
-    held: collections.Counter[tuple[str, str]] = collections.Counter()
-    for kernel in found:
-        for pair in _pairs(kernel):
-            held[pair] += kernel.leaf.bytes
-    wrong = set()
-    for x, y in held:
-        if (y, x) in held:
-            ranks = [(a in batch, held[a, b]) for a, b in ((x, y), (y, x))]
-            if ranks[0] < ranks[1]:
-                wrong.add((x, y))
-    return wrong
-
-
 def _with_exchanged(rule: Rule, x: str, y: str) -> Rule:
     """The rule with what is on the dims of two axes exchanged."""
     first, second = (
@@ -231,6 +298,13 @@ def _with_exchanged(rule: Rule, x: str, y: str) -> Rule:
     )
     to = {first: second, second: first}
     return _with_axes(rule, [to.get(one, one) for one in rule.layout.axes])
+
+
+def _with_exchanged_dims(rule: Rule, kernel: Kernel, dim: int) -> Rule:
+    """The rule with what is on the model dim of a kernel and on another exchanged."""
+    axes = [names or None for names in rule.layout.dims(len(kernel.leaf.shape))]
+    axes[kernel.at], axes[dim] = axes[dim], axes[kernel.at]
+    return _with_axes(rule, axes)
 
 
 def _with_axes(rule: Rule, axes: Sequence[Any]) -> Rule:

@@ -113,6 +113,30 @@ def test_the_tables_of_keras_hub(
     assert not found(shapes, CORRECTED, mesh)
 
 
+def test_the_tables_of_keras_hub_without_a_batch() -> None:
+    """As its guides have them: one axis of devices, for tensors."""
+    shapes, mesh = keras_hub(LLAMA), "batch=1,model=8"
+    (issue,) = found(shapes, KERAS_HUB, mesh)
+    assert (issue.code, issue.pattern, issue.leaves) == ("LM110", QUERY, 6)
+    assert issue.fix == f"layout_map.replace(\"{QUERY}\", ('batch', 'model', None))"
+    assert "attention_output/kernel'" in issue.message
+    assert not found(shapes, CORRECTED, mesh)
+    # Eight heads of keys and values cannot be split over sixteen devices.
+    assert not found(shapes, KERAS_HUB, "batch=1,model=16")
+
+
+def test_the_largest_dim_of_each_kernel() -> None:
+    """Sharded for memory alone: nothing is said of the features."""
+    rules: Rules = {
+        "query|key|value|output/kernel": ("data", ...),
+        "attention_output": (..., "data"),
+        "gate|intermediate": (None, "data"),
+        "output_dense": ("data", None),
+    }
+    assert not found(keras_hub(LLAMA), rules, "model=1,data=8", batch="data")
+    assert not found(keras_hub(LLAMA), rules, "model=1,data=8", batch="model")
+
+
 def test_the_table_of_keras_hub_for_gemma() -> None:
     """There the heads come first, and all is well."""
     layer = LAYER | {"self_attention/query/kernel": "H d s"}
