@@ -303,7 +303,7 @@ TABLE = (
     Check("LM110", "warning", "devices", model_dim.by_model_dim,
         "a layout that looks swapped",
         "{leaf}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
-        'layout_map.replace("{rule.pattern}", {axes})'),
+        "layout_map.replace({rule.quoted}, {axes})"),
     Check("LM111", "warning", "model", matches.never_decides,
         "a rule that decides no leaf that it matches",
         "{rule} decides no leaf: all that it matches are decided by others, such as "

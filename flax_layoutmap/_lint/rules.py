@@ -59,14 +59,22 @@ class Numbered(NamedTuple):
 
     def _key_of(self, pattern: str) -> str:
         section = "" if self.section == "rules" else f".{self.section}"
-        is_plain = not set(pattern) & set("\"\\'\n")
-        text = f'"{pattern}"' if is_plain else repr(pattern)
-        return f"layout_map{section}[{text}]"
+        return f"layout_map{section}[{_quoted(pattern)}]"
+
+    @property
+    def quoted(self) -> str:
+        """The pattern as code: `"up/kernel"`."""
+        return _quoted(self.pattern)
 
     @property
     def axes(self) -> str:
         """The layout as code: `(None, 'model')`, or `None`."""
         return "None" if self.rule.layout.is_replicated else str(self.rule.layout)
+
+
+def _quoted(pattern: str) -> str:
+    is_plain = not set(pattern) & set("\"\\'\n")
+    return f'"{pattern}"' if is_plain else repr(pattern)
 
 
 class Refused(NamedTuple):

@@ -729,6 +729,24 @@ def test_what_an_unused_rule_may_have_meant(
     assert hint in issue.message and issue.fix.startswith(fix)
 
 
+@pytest.mark.parametrize("optional", [True, False])
+def test_optional_rules_may_decide_nothing(optional: bool) -> None:
+    """They are for the names of other models, and other rules come before them."""
+    rules = [
+        flm.Rule(pattern, (None, "model"), optional=optional)
+        for pattern in ("up/k.*", "down/k.*", "p/k.*")
+    ]
+    rules.insert(0, flm.Rule("/k", ("model", None), optional=optional))
+    codes = [issue.code for issue in alone(rules)]
+    assert codes == ([] if optional else ["LM007"] * 3)
+    codes = [issue.code for issue in on(MLP, rules)]
+    assert codes.count("LM111") == (0 if optional else 3)
+    inside = flm.Rule("p/kernel", (None, "model"), optional=optional)
+    tree = {"p": kernel(64, 64), **MLP}
+    codes = [issue.code for issue in on(tree, [inside, ("kernel", None)])]
+    assert ("LM113" in codes) is not optional
+
+
 def test_a_dead_rule_is_reported_once() -> None:
     found = on(MLP, [("^/up", None), *MLP_RULES])
     assert [issue.code for issue in found] == ["LM006"]

@@ -186,6 +186,25 @@ def test_layers_that_are_stacked(shapes: Shapes, wrong: Any, fix: str) -> None:
     assert issue.pattern == wrong[0] and fix in issue.fix
 
 
+def test_the_fix_is_code_that_mends_it() -> None:
+    """Patterns with a backslash, too, which are a literal of Python in the fix."""
+    mesh, wrong = "data=2,model=4", {r"\bup\b": (..., "model", "data")}
+    tree = nested({path: struct(*shape) for path, shape in STACKED.items()})
+    layout_map = mapped(wrong | TABLE, mesh)
+    (issue,) = flm.lint(layout_map.resolve(tree), ignore="LM111")
+    exec(issue.fix, {"layout_map": layout_map})
+    assert not flm.lint(layout_map.resolve(tree))
+    layout_map = mapped(FSDP, "data=2,fsdp=4")
+    layout_map.names["residual"] = ("data", None, None)
+    (issue,) = flm.lint(layout_map.resolve(tree))
+    change = issue.fix.removeprefix("LayoutMap(mesh, batch=('data', 'fsdp')); ")
+    layout_map = mapped(FSDP, "data=2,fsdp=4", batch=("data", "fsdp"))
+    layout_map.names["residual"] = ("data", None, None)
+    exec(change, {"layout_map": layout_map})
+    residual = layout_map.names["residual"]
+    assert residual is not None and residual.dims(3)[0] == ("data", "fsdp")
+
+
 def test_experts_over_the_axis_of_the_batch() -> None:
     """Of experts, the leading dim has no role in their matrices."""
     rules = TABLE | {
