@@ -271,7 +271,7 @@ def _without_features(
         alike = [kernel for kernel in own if _is_like(kernel, one)]
         if len(alike) == len(own):
             to = _with_exchanged_dims(rules.rules[at], one, dim)
-            why = f"here {axis!r} shards the model dim, there another one of both"
+            why = f"here {axis!r} shards the model dim, there one of the other dims"
             yield Swapped(at, own, [kernel for _, kernel in others], to, why)
 
 
