@@ -1,14 +1,14 @@
 """`lint`: find mistakes in a layout before it runs; the table of all checks.
 
-A check is a function in `rules`, `matches` or `leaves`, a row of `TABLE`, and a section
-of `docs/lint.md`.
+A check is a function in `rules`, `matches`, `leaves` or `model_dim`, a row of `TABLE`,
+and a section of `docs/lint.md`.
 """
 
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 from flax_layoutmap._core.errors import (
     ResolveError,
@@ -17,13 +17,14 @@ from flax_layoutmap._core.errors import (
     did_you_mean,
     visible,
 )
-from flax_layoutmap._lint import leaves, matches, rules
+from flax_layoutmap._lint import leaves, matches, model_dim, rules
 from flax_layoutmap._lint.matches import Model
 from flax_layoutmap._lint.rules import Finding
 from flax_layoutmap._resolve.resolution import Resolution
 from flax_layoutmap._resolve.resolve import rule_set_of
 from flax_layoutmap._rules.matching import Matcher, Rule
 from flax_layoutmap._rules.rules import RuleSet
+from flax_layoutmap._show.table import human_bytes
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
@@ -45,6 +46,8 @@ class LintIssue:
         section: `"rules"`, `"activations"`, `"names"` or `"optimizer"`.
         leaves: number of leaves concerned.
         bytes: bytes of their global arrays.
+        step_bytes: bytes that each device sends less in a step with the fix, with
+            `lint(step=)`; None where that is not known, or not less.
         url: its section in the documentation.
     """
 
@@ -58,6 +61,7 @@ class LintIssue:
     section: str = "rules"
     leaves: int = 0
     bytes: int = 0
+    step_bytes: int | None = None
     url: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +161,12 @@ class LintReport(Sequence[LintIssue]):
         if texts:
             count = "1 problem" if len(texts) == 1 else f"{len(texts)} problems"
             raise ResolveError(f"{count} in the layout:\n{bullet_list(texts)}", texts)
+
+
+class Plan(Protocol):
+    """What `flm.pod.plan` returns."""
+
+    def wire_bytes(self) -> int: ...
 
 
 class Check(NamedTuple):
@@ -290,10 +300,10 @@ TABLE = (
         "{factor:.1f} times its size: {wasted} of padding per device",
         "shard another dim, or over fewer devices, so that two dims of a shard are "
         "multiples of {rows} and {columns}"),
-    Check("LM110", "warning", "devices", matches.swapped,
+    Check("LM110", "warning", "devices", model_dim.by_model_dim,
         "a layout that looks swapped",
         "{leaf}: {rule} looks swapped beside {beside!r}, {theirs}: {why}",
-        'layout_map.replace("{rule.pattern}", {axes})'),
+        "layout_map.replace({rule.quoted}, {axes})"),
     Check("LM111", "warning", "model", matches.never_decides,
         "a rule that decides no leaf that it matches",
         "{rule} decides no leaf: all that it matches are decided by others, such as "
@@ -314,6 +324,12 @@ TABLE = (
         "more is replicated than is allowed",
         "every device of mesh {mesh} holds {share:.1%} of the bytes in full, more than "
         "max_replicated={most:.1%}; the largest:{lines}"),
+    Check("LM116", "warning", "devices", model_dim.by_model_dim,
+        "an axis of parameters that the batch does not lie on",
+        "mesh axis {axis!r} of size {size} shards the model dim of {leaf}, as for "
+        "FSDP, but neither the batch, {own}, nor activations, so that its {size} "
+        "devices get the same part of each batch",
+        "LayoutMap(mesh, batch={batch}){too}"),
 )
 # fmt: on
 _ROWS = {row.code: row for row in TABLE}
@@ -327,10 +343,12 @@ def lint(
     tile: Any = None,
     max_replicated: float | None = None,
     ignore: str | Iterable[str] = (),
+    step: Callable[[RuleSet], Plan] | None = None,
 ) -> LintReport:
     """Find mistakes in rules, and in what they do to a model.
 
-    `docs/lint.md` describes each code. Nothing is compiled and no device is used.
+    `docs/lint.md` describes each code. Nothing is compiled (but for `step`) and no
+    device is used.
 
     Args:
         x: a `LayoutMap` or `RuleSet`, for what can be said without a model; a
@@ -343,6 +361,10 @@ def lint(
             with a Resolution; 1 for data parallelism. None: any.
         ignore: codes (`"LM104"`), and patterns of paths (searched): findings about
             these leaves do not count, nor do their bytes.
+        step: a function of rules that plans a step with them, `lambda rules:
+            flm.pod.plan(train_step, *args, layout_map=rules)`, with a Resolution.
+            What LM110 and LM116 find, between dims of layers, then has its cost: the
+            difference to a plan with the fix, `"costs 19.3 GiB per device and step"`.
 
     Returns:
         The findings, errors first. `print` shows them, and
@@ -350,7 +372,7 @@ def lint(
 
     Raises:
         RuleError: `x` is none of these; `ignore` has an unknown code, or a bad
-            pattern; or `max_replicated` is no share, or needs a Resolution.
+            pattern; `max_replicated` is no share; or it or `step` needs a Resolution.
         LayoutError: `tile` is none.
 
     Example:
@@ -374,19 +396,21 @@ def lint(
             raise RuleError(text)
         is_ignored = functools.partial(ignored.is_about, x)
         found = _of_model(Model(x, tile, max_replicated, is_ignored))
+        sent = step and functools.cache(functools.partial(_bytes_sent, step))
         return LintReport(
-            issue
-            for issue in found
+            issue if sent is None else _with_cost(issue, x.rules, mended, sent)
+            for issue, mended in found
             if issue.code not in ignored.codes
             if issue.path is None or not is_ignored(issue.path)
         )
-    if max_replicated is not None:
-        raise RuleError(
-            f"max_replicated needs a Resolution, got a {type(x).__name__}; make one: "
-            "layout_map.resolve(model)"
-        )
+    for name, given in (("max_replicated", max_replicated), ("step", step)):
+        if given is not None:
+            raise RuleError(
+                f"{name} needs a Resolution, got a {type(x).__name__}; make one: "
+                "layout_map.resolve(model)"
+            )
     if isinstance(x, dict | list | tuple):
-        found = _run("rules", rules.read_pairs(x))
+        found = (issue for issue, _ in _run("rules", rules.read_pairs(x)))
     else:
         found = _of_rules(rule_set_of(x, "lint(x)"))
     return LintReport(issue for issue in found if issue.code not in ignored.codes)
@@ -399,10 +423,36 @@ def _is_share(value: Any) -> bool:
 @functools.lru_cache(maxsize=32)
 def _of_rules(rule_set: RuleSet) -> tuple[LintIssue, ...]:
     """The issues of rules alone, kept for other models and meshes."""
-    return tuple(_run("rules", rules.Rules(rule_set)))
+    return tuple(issue for issue, _ in _run("rules", rules.Rules(rule_set)))
 
 
-def _of_model(model: Model) -> Iterator[LintIssue]:
+def _bytes_sent(step: Callable[[RuleSet], Plan], rules: RuleSet) -> int:
+    """Bytes that each device sends in a step, by its plan."""
+    plan = step(rules)
+    if not callable(getattr(plan, "wire_bytes", None)):
+        raise RuleError(
+            f"step must return a plan, but returned a {type(plan).__name__}: "
+            "step=lambda rules: flm.pod.plan(train_step, *args, layout_map=rules)"
+        )
+    return plan.wire_bytes()
+
+
+def _with_cost(
+    issue: LintIssue,
+    rules: RuleSet,
+    mended: RuleSet | None,
+    sent: Callable[[RuleSet], int],
+) -> LintIssue:
+    """The issue with the bytes that a step sends for it."""
+    more = 0 if mended is None else sent(rules) - sent(mended)
+    if more <= 0:
+        return issue
+    text = f"{issue.message}; costs {human_bytes(more)} per device and step"
+    return dataclasses.replace(issue, message=text, step_bytes=more)
+
+
+def _of_model(model: Model) -> Iterator[tuple[LintIssue, RuleSet | None]]:
+    """The issues, and for those that have a cost the rules that were mended."""
     resolution = model.resolution
     idle = {(one.section, one.number) for one in model.unused}
     # What may be wrong is reported of rules that match no leaf here; LM111 and LM113
@@ -414,24 +464,25 @@ def _of_model(model: Model) -> Iterator[LintIssue]:
         or issue.code not in ("LM006", "LM007", "LM010")
         or (issue.code != "LM007" and (issue.section, issue.rule_number) in idle)
     ]
-    yield from found
+    yield from ((issue, None) for issue in found)
     # LM101 adds nothing to the reason why a rule can match nothing.
     why = {
         (issue.section, issue.rule_number)
         for issue in found
         if issue.code in ("LM005", "LM006", "LM010")
     }
-    for issue in _run("model", model):
+    for issue, mended in _run("model", model):
         if issue.code != "LM101" or (issue.section, issue.rule_number) not in why:
-            yield issue
+            yield issue, mended
     if resolution.mesh is not None and resolution.mesh.size > 1:
         yield from _run("devices", model)
 
 
-def _run(needs: str, subject: Any) -> Iterator[LintIssue]:
-    """The issues that the checks with these needs find."""
+def _run(needs: str, subject: Any) -> Iterator[tuple[LintIssue, RuleSet | None]]:
+    """The issues that the checks with these needs find, with the rules mended."""
     for check in dict.fromkeys(row.check for row in TABLE if row.needs == needs):
-        yield from map(_issue, check(subject))
+        for finding in check(subject):
+            yield _issue(finding), finding.words.get("mended")
 
 
 def _issue(finding: Finding) -> LintIssue:

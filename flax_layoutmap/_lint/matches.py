@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_args
 
 from flax_layoutmap._core.errors import RuleError
+from flax_layoutmap._core.mesh import DeviceMesh
 from flax_layoutmap._lint.rules import (
     Finding,
     Numbered,
@@ -291,6 +292,8 @@ def inside_of_names(model: Model) -> Iterator[Finding]:
 
 def _may_cut(rule: Rule) -> bool:
     """Whether the pattern begins or ends with part of a name, and shards something."""
+    if rule.optional:  # made for the names of several models
+        return False
     ends = rule.pattern[:1].isalnum() or _ends_in(str.isalnum, rule.pattern)
     return ends and not rule.layout.is_replicated
 
@@ -365,6 +368,8 @@ def swapped(model: Model) -> Iterator[Finding]:
         for own, other, dims, why in pairs:
             if own.rule in reported:
                 continue
+            if not divides(own.shape, dims, resolution.mesh):
+                continue  # the layout may be as it is for that reason
             reported.add(own.rule)
             row, path = resolution._rows[own.at], resolution.paths[own.at]
             shape, dtype = resolution.shapes[own.at], resolution.dtypes[own.at]
@@ -378,6 +383,15 @@ def swapped(model: Model) -> Iterator[Finding]:
                 why=why,
                 axes=tuple(n[0] if len(n) == 1 else n or None for n in dims),
             )
+
+
+def divides(shape: Sequence[int], dims: Dims, mesh: DeviceMesh | None) -> bool:
+    """Whether each dim can be sharded over its axes."""
+    assert mesh is not None
+    return all(
+        size % math.prod(mesh.axis_sizes[axis] for axis in axes) == 0
+        for size, axes in zip(shape, dims, strict=True)
+    )
 
 
 def _by_parent(resolution: Resolution) -> dict[str, list[_Matrix]]:

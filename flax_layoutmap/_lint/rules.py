@@ -59,14 +59,22 @@ class Numbered(NamedTuple):
 
     def _key_of(self, pattern: str) -> str:
         section = "" if self.section == "rules" else f".{self.section}"
-        is_plain = not set(pattern) & set("\"\\'\n")
-        text = f'"{pattern}"' if is_plain else repr(pattern)
-        return f"layout_map{section}[{text}]"
+        return f"layout_map{section}[{_quoted(pattern)}]"
+
+    @property
+    def quoted(self) -> str:
+        """The pattern as code: `"up/kernel"`."""
+        return _quoted(self.pattern)
 
     @property
     def axes(self) -> str:
         """The layout as code: `(None, 'model')`, or `None`."""
         return "None" if self.rule.layout.is_replicated else str(self.rule.layout)
+
+
+def _quoted(pattern: str) -> str:
+    is_plain = not set(pattern) & set("\"\\'\n")
+    return f'"{pattern}"' if is_plain else repr(pattern)
 
 
 class Refused(NamedTuple):
@@ -90,7 +98,7 @@ class Finding:
         leaf: the leaves, `{leaf}` in the texts.
         words: what else the texts name; and `severity`, where it differs from that of
             the row, or `section`, `path` and number of `leaves` where there is no
-            `rule` or no `leaf`.
+            `rule` or no `leaf`; and the rules `mended`, where a step costs less then.
     """
 
     __slots__ = ("row", "rule", "leaf", "words")
@@ -355,6 +363,8 @@ def _clash(
         return None
     if rules.overlap == "error" and not apart:
         return Finding("LM008", one, other=other)
+    if one.rule.optional and not apart:
+        return None
     but = f", but for a leaf whose whole path is {one.pattern!r}" if literal else ""
     return Finding(
         "LM009" if apart else "LM007",

@@ -85,6 +85,29 @@ def attention(heads: int) -> dict[str, Any]:
 
 
 HEADS = [("(query|key|value)/kernel", (None, "model", None))]
+
+
+def decoder(
+    rules: dict[str, tuple[Any, ...]], mesh: str = "data=2,model=4", **options: Any
+) -> LintReport:
+    """What lint finds in two layers of attention and feed-forward."""
+    layer = {
+        **{name: kernel(64, 8, 16) for name in ("query", "key", "value")},
+        "out": kernel(8, 16, 64),
+        **MLP,
+    }
+    return on({"layers": [layer, layer]}, list(rules.items()), mesh=mesh, **options)
+
+
+ATTENTION = {
+    "(query|key|value)/kernel": ("data", "model", None),
+    "out/kernel": ("model", None, "data"),
+}
+FEED_FORWARD = {"up/kernel": ("data", "model"), "down/kernel": ("model", "data")}
+FSDP: dict[str, tuple[Any, ...]] = {
+    "(query|key|value|up)/kernel": ("fsdp", ...),
+    "(out|down)/kernel": (..., "fsdp"),
+}
 SKIP = flm.Rule("kernel", ("model", None), rank="skip")
 
 
@@ -422,6 +445,19 @@ CASES: dict[str, Case] = {
             [("up", (..., "model")), ("down", (..., "model", None))],
         ),
     ),
+    "LM110, the model dim": Case(
+        lambda: decoder(
+            FEED_FORWARD
+            | ATTENTION
+            | {"(query|key|value)/kernel": ("model", "data", None)}
+        ),
+        "LM110 warning: layers/0/key/kernel (64,8,16) and 5 more alike: rule 3 "
+        "'(query|key|value)/kernel' → ('model', 'data', None) looks swapped beside "
+        "'layers/0/down/kernel', rule 2 'down/kernel' → ('model', 'data'): here "
+        "'model' shards the model dim, there 'data'\n  fix: layout_map.replace("
+        "\"(query|key|value)/kernel\", ('data', 'model', None))",
+        lambda: decoder(ATTENTION | FEED_FORWARD),
+    ),
     "LM111": Case(
         lambda: on(LAYERS, [*MLP_RULES, ("up", ("model", None))]),
         "LM111 warning: rule 3 'up' → ('model', None) decides no leaf: all that it "
@@ -490,6 +526,14 @@ CASES: dict[str, Case] = {
         "  fix: layout_map[\"up/kernel\"] = (None, 'model')  # or None: replicated, on "
         "purpose",
         lambda: replicated_share(LAYERS, 0.5),
+    ),
+    "LM116": Case(
+        lambda: decoder(FSDP, "data=2,fsdp=4", batch=("data",)),
+        "LM116 warning: mesh axis 'fsdp' of size 4 shards the model dim of "
+        "layers/0/down/kernel (256,64) and 11 more alike, as for FSDP, but neither the "
+        "batch, ('data',), nor activations, so that its 4 devices get the same part of "
+        "each batch\n  fix: LayoutMap(mesh, batch=('data', 'fsdp'))",
+        lambda: decoder(FSDP, "data=2,fsdp=4", batch=("data", "fsdp")),
     ),
     "LM114, two rules": Case(
         lambda: unfit(
@@ -683,6 +727,24 @@ def test_what_an_unused_rule_may_have_meant(
     found = on(LAYERS, [(pattern, None)], **options)
     (issue,) = [issue for issue in found if issue.code == "LM101"]
     assert hint in issue.message and issue.fix.startswith(fix)
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_optional_rules_may_decide_nothing(optional: bool) -> None:
+    """They are for the names of other models, and other rules come before them."""
+    rules = [
+        flm.Rule(pattern, (None, "model"), optional=optional)
+        for pattern in ("up/k.*", "down/k.*", "p/k.*")
+    ]
+    rules.insert(0, flm.Rule("/k", ("model", None), optional=optional))
+    codes = [issue.code for issue in alone(rules)]
+    assert codes == ([] if optional else ["LM007"] * 3)
+    codes = [issue.code for issue in on(MLP, rules)]
+    assert codes.count("LM111") == (0 if optional else 3)
+    inside = flm.Rule("p/kernel", (None, "model"), optional=optional)
+    tree = {"p": kernel(64, 64), **MLP}
+    codes = [issue.code for issue in on(tree, [inside, ("kernel", None)])]
+    assert ("LM113" in codes) is not optional
 
 
 def test_a_dead_rule_is_reported_once() -> None:
